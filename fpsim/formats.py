@@ -1,0 +1,415 @@
+"""What a number format is: its fields, the numbers that follow from them, its values and its codes."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+__all__ = ["ALIASES", "CATALOGUE", "OVERFLOWS", "FloatFormat", "as_format"]
+
+SPECIALS = {
+    "ieee": "the top exponent holds inf and NaN",
+    "fn": "no inf; one NaN per sign, the code of all ones; the rest of the top exponent is finite",
+    "fnuz": "no inf and no -0; one NaN, at the code of -0",
+    "none": "every code is finite",
+    "p3109": "no -0; NaN at the code of -0, inf at the largest code of each sign",
+    "dlfloat": "one code per sign, all ones, for NaN and inf alike; exponent field 0 is a normal binade",
+    "scale": "unsigned powers of two, no zero, NaN at the code of all ones",
+}
+OVERFLOWS = ("inf", "nan", "saturate")
+
+FLOAT32_LARGEST = math.ldexp(2**24 - 1, 104)
+FLOAT32_SMALLEST_EXPONENT = -149
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A binary floating-point format that a float32 holds exactly.
+
+    Exponent field `e` and mantissa field `m` stand for `2**(e - bias) * 1.m`, and for `2**(1 - bias) * 0.m`
+    where `e` is 0 (subnormals). `bias` defaults to the standard's: `2**(exponent_bits - 1) - 1`, one more for
+    "fnuz" and "p3109". `specials` says which codes are inf, NaN or -0: "ieee", "fn", "fnuz", "none", "p3109",
+    "dlfloat", "scale". `subnormals=False` leaves a gap between zero and the smallest normal.
+
+    Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
+    Raises ValueError for fields that make no format, or one that float32 cannot hold.
+
+    >>> FloatFormat(5, 10) == as_format("fp16")
+    True
+    >>> f = FloatFormat(exponent_bits=3, mantissa_bits=2)
+    >>> f.largest, f.smallest_normal, f.smallest_subnormal, f.epsilon
+    (14.0, 0.25, 0.0625, 0.25)
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int = None  # type: ignore[assignment]  # filled in below; an int once constructed
+    specials: str = "ieee"
+    subnormals: bool = True
+
+    def __post_init__(self) -> None:
+        _require_fields(self)
+        if self.bias is None:
+            extra = 1 if self.specials in ("fnuz", "p3109") else 0
+            object.__setattr__(self, "bias", 2 ** (self.exponent_bits - 1) - 1 + extra)
+        if self.specials in ("dlfloat", "scale") and self.subnormals:
+            object.__setattr__(self, "subnormals", False)
+        _require_float32_container(self)
+
+    def __str__(self) -> str:
+        return _NAMES.get(self) or _systematic_name(self) or repr(self)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.exponent_bits, self.mantissa_bits, self.bias, self.specials, self.subnormals))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        # a cached hash of a string differs from process to process: only the fields travel
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    # What exists in the format
+
+    @property
+    def is_signed(self) -> bool:
+        return self.specials != "scale"
+
+    @property
+    def has_inf(self) -> bool:
+        return self.specials in ("ieee", "p3109", "dlfloat")
+
+    @property
+    def has_nan(self) -> bool:
+        return self.specials != "none"
+
+    @property
+    def has_zero(self) -> bool:
+        return self.specials != "scale"
+
+    @property
+    def has_negative_zero(self) -> bool:
+        return self.specials in ("ieee", "fn", "none", "dlfloat")
+
+    @property
+    def bits(self) -> int:
+        """Width of a code in bits."""
+        return int(self.is_signed) + self.exponent_bits + self.mantissa_bits
+
+    # Derived numbers
+
+    @property
+    def precision(self) -> int:
+        """Significant bits of a normal value, the leading one included."""
+        return self.mantissa_bits + 1
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal binade."""
+        lowest_field = 0 if self.specials in ("dlfloat", "scale") else 1
+        return lowest_field - self.bias
+
+    @property
+    def min_ulp_exponent(self) -> int:
+        """Exponent of the spacing around zero: the smallest value's, or the smallest normal's without subnormals."""
+        return self.min_exponent - (self.mantissa_bits if self.subnormals else 0)
+
+    @property
+    def _largest_magnitude_code(self) -> int:
+        """The code of the largest finite value."""
+        top = 2 ** (self.exponent_bits + self.mantissa_bits) - 1
+        if self.specials == "ieee":
+            return top - 2**self.mantissa_bits
+        return top - (self.specials in ("fn", "p3109", "dlfloat", "scale"))
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest finite value."""
+        return self._magnitude(self._largest_magnitude_code)
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest normal value (DLFloat has no 2**min_exponent: that code is its zero)."""
+        if self.specials == "dlfloat":
+            return math.ldexp(1 + self.epsilon, self.min_exponent)
+        return math.ldexp(1.0, self.min_exponent)
+
+    @property
+    def smallest_subnormal(self) -> float | None:
+        """The smallest subnormal value, None in a format without subnormals."""
+        if not self.subnormals or self.mantissa_bits == 0:
+            return None
+        return math.ldexp(1.0, self.min_ulp_exponent)
+
+    @property
+    def smallest(self) -> float:
+        """The smallest positive value."""
+        return self.smallest_subnormal or self.smallest_normal
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next larger value of unbounded exponent range: 2**-mantissa_bits."""
+        return math.ldexp(1.0, -self.mantissa_bits)
+
+    @cached_property
+    def finite_count(self) -> int:
+        """How many finite values there are; 0 and -0 are one value.
+
+        >>> as_format("e2m1fn").finite_count, as_format("fp16").finite_count
+        (15, 63487)
+        """
+        positive = self._largest_magnitude_code
+        if self.specials == "scale":
+            return positive + 1
+        if not self.subnormals and self.specials != "dlfloat":
+            positive -= 2**self.mantissa_bits - 1
+        return 2 * positive + 1
+
+    def values(self) -> tuple[float, ...]:
+        """All finite values in ascending order, 0 once, of a format of up to 16 bits.
+
+        >>> as_format("e2m1fn").values()[7:]
+        (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+        """
+        if self.bits > 16:
+            raise ValueError(
+                f"values() of {self} would list {self.finite_count:,} numbers. It lists formats of up to 16 bits, "
+                f"this one has {self.bits}. Decode the codes you need with decode()."
+            )
+        codes: Iterator[int] = iter(range(self._largest_magnitude_code + 1))
+        magnitudes = sorted({self._magnitude(code) for code in codes})
+        if not self.is_signed:
+            return tuple(magnitudes)
+        return tuple(-v for v in reversed(magnitudes) if v) + tuple(magnitudes)
+
+    # Codes
+
+    def decode(self, code: int) -> float:
+        """The value of a code: finite, inf or NaN. DLFloat's one code for NaN and inf gives NaN.
+
+        Without subnormals, the codes of exponent field 0 are zeros. Raises ValueError for a code out of range.
+
+        >>> as_format("e4m3fn").decode(0x7E), as_format("fp16").decode(0x0001)
+        (448.0, 5.960464477539063e-08)
+        """
+        if not isinstance(code, int) or not 0 <= code < 2**self.bits:
+            raise ValueError(f"Code {code!r} is none of {self}: its codes are the integers 0 to {2**self.bits - 1}.")
+        sign_bit = 2 ** (self.exponent_bits + self.mantissa_bits)
+        negative, magnitude = self.is_signed and code >= sign_bit, code % sign_bit
+        if self.specials in ("fnuz", "p3109") and code == sign_bit:
+            return math.nan
+        if magnitude > self._largest_magnitude_code:
+            infinite = self.specials == "p3109" or (
+                self.specials == "ieee" and magnitude % 2**self.mantissa_bits == 0
+            )
+            return math.copysign(math.inf if infinite else math.nan, -1 if negative else 1)
+        return math.copysign(self._magnitude(magnitude), -1 if negative else 1)
+
+    def encode(self, value: float) -> int:
+        """The code of a value of the format; of several NaNs the first (canonical, quiet) one.
+
+        Raises ValueError for a value that the format does not hold: round it first.
+
+        >>> hex(as_format("fp16").encode(1.0)), hex(as_format("e4m3fn").encode(-448.0))
+        ('0x3c00', '0xfe')
+        """
+        value = float(value)
+        sign_bit = 2 ** (self.exponent_bits + self.mantissa_bits)
+        negative = math.copysign(1.0, value) < 0
+        if not math.isfinite(value):
+            return self._encode_special(value, negative, sign_bit)
+        if value == 0 and self.has_zero:
+            return sign_bit if negative and self.has_negative_zero else 0
+        fraction, exponent = math.frexp(abs(value))  # abs(value) == fraction * 2**exponent, fraction in [0.5, 1)
+        ulp_exponent = max(exponent - 1, self.min_exponent) - self.mantissa_bits
+        significand = math.ldexp(fraction, exponent - ulp_exponent)  # in ulps, so a code wherever it is an integer
+        code = int(significand) + (ulp_exponent + self.mantissa_bits - self.min_exponent) * 2**self.mantissa_bits
+        if self.specials in ("dlfloat", "scale"):
+            code -= 2**self.mantissa_bits if value else 0
+        known = significand == int(significand) and 0 <= code <= self._largest_magnitude_code
+        if not known or self._magnitude(code) != abs(value) or (negative and value and not self.is_signed):
+            raise ValueError(f"{value!r} is no value of {self}. Round it to the format first.")
+        return code + (sign_bit if negative else 0)
+
+    def _encode_special(self, value: float, negative: bool, sign_bit: int) -> int:
+        inf, nan = math.isinf(value), math.isnan(value)
+        if (inf and not self.has_inf) or (nan and not self.has_nan) or (inf and negative and not self.is_signed):
+            raise ValueError(f"{self} has no code for {value!r}: {SPECIALS[self.specials]}.")
+        sign = sign_bit if negative and inf else 0
+        if self.specials in ("fnuz", "p3109") and nan:
+            return sign_bit
+        if self.specials == "ieee":
+            first = self._largest_magnitude_code + 1
+            return sign + first + (2**self.mantissa_bits // 2 if nan else 0)
+        return sign + sign_bit - 1
+
+    def _magnitude(self, code: int) -> float:
+        """The value of a finite code without its sign bit."""
+        field, mantissa = divmod(code, 2**self.mantissa_bits)
+        if self.specials in ("dlfloat", "scale"):
+            if code == 0 and self.has_zero:
+                return 0.0
+            return math.ldexp(2**self.mantissa_bits + mantissa, field - self.bias - self.mantissa_bits)
+        if field == 0:
+            return math.ldexp(mantissa, 1 - self.bias - self.mantissa_bits) if self.subnormals else 0.0
+        return math.ldexp(2**self.mantissa_bits + mantissa, field - self.bias - self.mantissa_bits)
+
+    def resolve_overflow(self, overflow: str | None = None) -> str:
+        """What overflow gives: `overflow`, or the default for None: "inf" where there is one, else "saturate".
+
+        Raises ValueError for an unknown word, and for an inf or a NaN that the format lacks.
+
+        >>> as_format("fp16").resolve_overflow(), as_format("e4m3fn").resolve_overflow()
+        ('inf', 'saturate')
+        """
+        if overflow is None:
+            return "inf" if self.has_inf else "saturate"
+        if overflow not in OVERFLOWS:
+            raise ValueError(f"Unknown overflow {overflow!r}. Known: {', '.join(OVERFLOWS)}, or None for the default.")
+        if (overflow == "inf" and not self.has_inf) or (overflow == "nan" and not self.has_nan):
+            possible = [o for o in OVERFLOWS if o == "saturate" or getattr(self, f"has_{o}")]
+            raise ValueError(
+                f"overflow={overflow!r} is impossible: {self} has no {overflow} ({SPECIALS[self.specials]}). "
+                f"Possible: {', '.join(possible)}."
+            )
+        return overflow
+
+
+def _require_fields(f: FloatFormat) -> None:
+    for name, low, high in (("exponent_bits", 1, 8), ("mantissa_bits", 0, 23)):
+        value = getattr(f, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"{name}={value!r} makes no format. Possible: the integers {low} to {high}.")
+    if f.bias is not None and (isinstance(f.bias, bool) or not isinstance(f.bias, int)):
+        raise ValueError(f"bias={f.bias!r} makes no format. Possible: an integer, or None for the standard's.")
+    if f.specials not in SPECIALS:
+        raise ValueError(f"Unknown specials {f.specials!r}. Known: {', '.join(SPECIALS)}.")
+    if not isinstance(f.subnormals, bool):
+        raise ValueError(f"subnormals={f.subnormals!r} makes no format. Possible: True, False.")
+    if f.specials == "scale" and f.mantissa_bits:
+        raise ValueError(f"specials='scale' means powers of two: mantissa_bits must be 0, not {f.mantissa_bits}.")
+    if f.specials in ("dlfloat", "p3109") and f.mantissa_bits == 0:
+        raise ValueError(f"specials={f.specials!r} needs at least one mantissa bit, not mantissa_bits=0.")
+
+
+def _require_float32_container(f: FloatFormat) -> None:
+    lowest = f.min_exponent - (f.mantissa_bits if f.subnormals or f.specials == "dlfloat" else 0)
+    if lowest < FLOAT32_SMALLEST_EXPONENT:
+        raise ValueError(
+            f"A float32 cannot hold {f!r}: its smallest values are multiples of 2**{lowest}, "
+            f"float32's of 2**{FLOAT32_SMALLEST_EXPONENT}. Use a smaller bias or fewer bits."
+        )
+    if f.bias < -200 or f._largest_magnitude_code < 1 or f.largest > FLOAT32_LARGEST:
+        largest = f"{f.largest:g}" if f.bias >= -200 else f"about 2**{2**f.exponent_bits - f.bias}"
+        raise ValueError(
+            f"A float32 cannot hold {f!r}: its largest value is {largest}, and must lie between its smallest "
+            f"and float32's largest, {FLOAT32_LARGEST:g}. Use another bias, or other specials."
+        )
+
+
+def _systematic_name(f: FloatFormat) -> str | None:
+    """The name of a format that eXmY, eXmYfn or eXmYfnuz describes wholly."""
+    suffix = {"ieee": "", "fn": "fn", "fnuz": "fnuz"}.get(f.specials)
+    if suffix is None:
+        return None
+    name = f"e{f.exponent_bits}m{f.mantissa_bits}{suffix}"
+    return name if name not in CATALOGUE and f == FloatFormat(f.exponent_bits, f.mantissa_bits, None, f.specials) else None  # type: ignore[arg-type]
+
+
+CATALOGUE: dict[str, FloatFormat] = {
+    "fp32": FloatFormat(8, 23),  # IEEE 754-2019 binary32
+    "tf32": FloatFormat(8, 10),  # NVIDIA A100 whitepaper
+    "fp16": FloatFormat(5, 10),  # IEEE 754-2019 binary16
+    "bf16": FloatFormat(8, 7),  # Google bfloat16
+    "cb16": FloatFormat(6, 9),  # Cerebras CB16
+    "dlfloat16": FloatFormat(6, 9, 31, "dlfloat", subnormals=False),  # Agrawal et al., ARITH 2019
+    "e4m3": FloatFormat(4, 3),  # IEEE-style, as ml_dtypes float8_e4m3
+    "e4m3fn": FloatFormat(4, 3, 7, "fn"),  # OCP OFP8 v1.0; Micikevicius et al. 2022
+    "e4m3fnuz": FloatFormat(4, 3, 8, "fnuz"),  # Noune et al. 2022
+    "e4m3b11fnuz": FloatFormat(4, 3, 11, "fnuz"),  # ml_dtypes float8_e4m3b11fnuz
+    "e5m2": FloatFormat(5, 2),  # OCP OFP8 v1.0
+    "e5m2fnuz": FloatFormat(5, 2, 16, "fnuz"),  # Noune et al. 2022
+    "e3m4": FloatFormat(3, 4),  # ml_dtypes float8_e3m4
+    "p3109_p3": FloatFormat(5, 2, 16, "p3109"),  # IEEE P3109 draft, K = 8, P = 3
+    "p3109_p4": FloatFormat(4, 3, 8, "p3109"),  # IEEE P3109 draft, K = 8, P = 4
+    "hfp8_143": FloatFormat(4, 3, 11, "none"),  # Sun et al., NeurIPS 2019, forward format, bias 7 + 4
+    "e8m0fnu": FloatFormat(8, 0, 127, "scale", subnormals=False),  # OCP MX v1.0, the scale
+    "e2m3fn": FloatFormat(2, 3, 1, "none"),  # OCP MX v1.0, FP6
+    "e3m2fn": FloatFormat(3, 2, 3, "none"),  # OCP MX v1.0, FP6
+    "e2m1fn": FloatFormat(2, 1, 1, "none"),  # OCP MX v1.0, FP4
+}
+
+ALIASES: dict[str, str] = {
+    "float32": "fp32",
+    "e8m23": "fp32",
+    "e8m10": "tf32",
+    "float16": "fp16",
+    "half": "fp16",
+    "e5m10": "fp16",
+    "bfloat16": "bf16",
+    "e8m7": "bf16",
+    "cbfloat16": "cb16",
+    "e6m9": "cb16",
+    "fp8_e4m3": "e4m3fn",
+    "fp8_e5m2": "e5m2",
+}
+
+_NAMES = {f: name for name, f in CATALOGUE.items()}
+_SYSTEMATIC = re.compile(r"e([1-8])m(\d{1,2})(fn|fnuz)?")
+_REPR = re.compile(r"FloatFormat\((.*)\)", re.DOTALL)
+
+
+def as_format(fmt: str | FloatFormat) -> FloatFormat:
+    """The format that a name, a `repr` or a format stands for.
+
+    Names are the catalogue's ("fp16", "e4m3fn"), their aliases ("half", "float8_e4m3fn"), and eXmY, eXmYfn or
+    eXmYfnuz for any other, with the standard bias. Raises ValueError for an unknown name, TypeError for no name.
+
+    >>> as_format("half") is as_format("fp16")
+    True
+    >>> as_format("e3m3")
+    FloatFormat(exponent_bits=3, mantissa_bits=3, bias=3, specials='ieee', subnormals=True)
+    """
+    if isinstance(fmt, FloatFormat):
+        return fmt
+    if not isinstance(fmt, str):
+        raise TypeError(
+            f"A format is wanted, not {fmt!r} of type {type(fmt).__name__}. Possible: a name such as 'fp16', or a FloatFormat."
+        )
+    return _parse(fmt)
+
+
+@lru_cache(maxsize=None)
+def _parse(text: str) -> FloatFormat:
+    name = text.strip().lower()
+    for candidate in (name, re.sub(r"^float\d+_", "", name)):  # ml_dtypes and torch write float8_e4m3fn
+        known = CATALOGUE.get(ALIASES.get(candidate, candidate))
+        if known is not None:
+            return known
+    if match := _SYSTEMATIC.fullmatch(name):
+        return FloatFormat(int(match[1]), int(match[2]), None, match[3] or "ieee")  # type: ignore[arg-type]
+    if match := _REPR.fullmatch(text.strip()):
+        return _from_repr(text, match[1])
+    near = difflib.get_close_matches(name, [*CATALOGUE, *ALIASES], n=3)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    raise ValueError(
+        f"Unknown format {text!r}.{hint} Known: {', '.join(CATALOGUE)}, or eXmY such as 'e5m10', "
+        f"or FloatFormat(exponent_bits, mantissa_bits, ...)."
+    )
+
+
+def _from_repr(text: str, fields: str) -> FloatFormat:
+    try:
+        call = ast.parse(f"f({fields})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        positional = [ast.literal_eval(a) for a in call.args]
+        named = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        return FloatFormat(*positional, **named)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(f"Unknown format {text!r}: {error}") from None
