@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, overload
 
 import numpy as np
@@ -36,6 +36,11 @@ class RoundingSpec:
     random_bits: int | None = None
 
     def __str__(self) -> str:
+        return self.text
+
+    @cached_property
+    def text(self) -> str:
+        """The specification in words; equal for equal ones."""
         words = [str(self.fmt), self.rounding]
         if self.overflow != self.fmt.resolve_overflow():
             words.append(self.overflow)

@@ -1,0 +1,444 @@
+"""The mode that intercepts every torch call of a model and rounds what goes in and what comes out."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from fpsim import ops
+from fpsim.ops import RoundingSpec
+from fpsim.policy import FormatLike, Policy, RoleSpecs, as_policy
+
+__all__ = ["Emulation", "Observer", "Scope", "emulate"]
+
+
+class Observer(Protocol):
+    """What is told of every tensor before it is rounded."""
+
+    def __call__(self, site: str, role: str, x: Tensor, spec: RoundingSpec) -> None: ...
+
+
+class Listeners:
+    """Who is told, shared by all modules of one quantised model. Not copied or pickled with the model."""
+
+    def __init__(self) -> None:
+        self.observer: Observer | None = None
+
+    def __deepcopy__(self, memo: Any) -> Listeners:
+        return Listeners()
+
+    def __reduce__(self) -> Any:
+        return Listeners, ()
+
+
+class Scope:
+    """The module whose forward runs: its name, its formats, and the operations counted so far."""
+
+    __slots__ = ("counts", "float32", "listeners", "name", "specs")
+
+    def __init__(self, name: str, specs: RoleSpecs, float32: tuple[str, ...], listeners: Listeners) -> None:
+        self.name, self.specs, self.float32, self.listeners = name, specs, float32, listeners
+        self.counts: dict[str, int] = {}
+
+    def site(self, operation: str) -> str:
+        """A name for the next call of `operation`: 'layer1.conv1:conv2d', the second one ':conv2d_1'."""
+        seen = self.counts.get(operation, 0)
+        self.counts[operation] = seen + 1
+        return f"{self.name}:{operation}_{seen}" if seen else f"{self.name}:{operation}"
+
+
+# What to do with a torch function, by name.
+#
+# PASS: nothing is computed in the format: metadata, comparisons, random and constant tensors, autograd's controls.
+# MOVE: values that come out are values that went in, or their negatives: views, copies, selections.
+# REFUSE: one call hides several operations, and there is no emulation of its inside.
+# The rest computes: operands are brought into the format, the result is rounded.
+
+PASS = frozenset(
+    """
+    __set__ __delete__ __hash__ __len__ __bool__ __int__ __float__ __index__ __repr__ __str__ __format__
+    __contains__ __dir__ __reduce__ __reduce_ex__ __setstate__ __deepcopy__ __array__ __dlpack__ __dlpack_device__
+    size stride dim ndimension numel nelement element_size storage_offset data_ptr is_contiguous is_pinned
+    storage untyped_storage type get_device is_floating_point is_complex is_signed is_inference is_same_size
+    is_set_to is_shared has_names requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward
+    item tolist numpy detach_ is_nonzero allclose equal isfinite isnan isinf isneginf isposinf isclose
+    eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ argmax argmin argsort nonzero argwhere
+    logical_and logical_or logical_not logical_xor signbit searchsorted bucketize histc bincount unique
+    unique_consecutive result_type promote_types can_cast is_tensor is_storage record_stream pin_memory share_memory_
+    resize_ set_ multinomial bernoulli normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_
+    rand randn randint randperm rand_like randn_like randint_like normal poisson zeros ones full empty eye arange
+    linspace logspace range zeros_like ones_like full_like empty_like empty_strided empty_permuted new_zeros new_ones
+    new_full new_empty new_empty_strided new_tensor tensor as_tensor from_numpy asarray scalar_tensor complex
+    tril_indices triu_indices zero_ fill_ one_hot manual_seed seed initial_seed _assert _assert_async _is_view
+    set_default_dtype get_default_dtype set_grad_enabled is_grad_enabled
+    """.split()
+)
+MOVE = frozenset(
+    """
+    T mT H mH real view view_as reshape reshape_as flatten unflatten squeeze unsqueeze squeeze_ unsqueeze_ transpose
+    transpose_ t t_ permute swapaxes swapdims movedim moveaxis adjoint expand expand_as broadcast_to broadcast_tensors
+    contiguous clone detach alias to cpu cuda type_as float double half bfloat16 positive narrow select diagonal unfold
+    as_strided chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind meshgrid
+    atleast_1d atleast_2d atleast_3d cat concat concatenate stack hstack vstack dstack column_stack row_stack
+    block_diag index_select gather take take_along_dim masked_select __getitem__ flip fliplr flipud roll rot90 tile
+    repeat repeat_interleave tril triu ravel diag diag_embed sort topk kthvalue median mode
+    max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d pixel_shuffle pixel_unshuffle channel_shuffle
+    relu relu_ max min amax amin maximum minimum abs neg negative __neg__ __abs__ cummax cummin embedding
+    _pack_padded_sequence _pad_packed_sequence pad_sequence resolve_conj resolve_neg __iter__ __reversed__
+    """.split()
+)
+REFUSE = {
+    "_transformer_encoder_layer_fwd": "call nn.TransformerEncoderLayer with a gradient or in training mode",
+    "_native_multi_head_attention": "call nn.MultiheadAttention with a gradient or in training mode",
+    **{
+        name: "leave its module in float32 (overrides={'its.name': None}), or write the recurrence with nn.Linear"
+        for name in (
+            *("lstm", "gru", "rnn_tanh", "rnn_relu", "quantized_lstm", "quantized_gru"),
+            *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+        )
+    },
+}
+# Operands that are statistics or masks, not numbers of the computation: (positions, names).
+NOT_OPERANDS = {
+    "batch_norm": ((1, 2), ("running_mean", "running_var")),
+    "instance_norm": ((1, 2), ("running_mean", "running_var")),
+    "scaled_dot_product_attention": ((3,), ("attn_mask",)),
+}
+HOOKED_MOVES = ("embedding",)  # their gradient is summed into a weight: it is an error before that
+
+_PASS, _MOVE, _COMPUTE, _REFUSE, _DECOMPOSE, _SET_ITEM = range(6)
+
+
+class _Call:
+    """How one torch function is treated."""
+
+    __slots__ = ("action", "in_place", "name", "skip_names", "skip_positions")
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        name = getattr(func, "__name__", None) or type(func).__name__
+        if name == "__get__":  # a property: its own name is the descriptor's
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+            self.action = _MOVE if name in MOVE else _PASS
+        elif name in PASS or name.startswith(("_foreach_", "_fused_", "_amp_", "_use_", "_is_", "__dlpack")):
+            self.action = _PASS
+        elif name == "__setitem__":
+            self.action = _SET_ITEM
+        elif name in REFUSE:
+            self.action = _REFUSE
+        elif func is F.multi_head_attention_forward:
+            self.action = _DECOMPOSE
+        else:
+            self.action = _MOVE if name in MOVE else _COMPUTE
+        self.name = name.strip("_") if name.startswith("__") else name
+        inner = name[2:] if name.startswith("__i") and name.endswith("__") else ""
+        is_augmented = inner != "" and name not in ("__invert__", "__index__", "__int__", "__iter__")
+        self.in_place = is_augmented or (name.endswith("_") and not name.endswith("__"))
+        self.skip_positions, self.skip_names = NOT_OPERANDS.get(name, ((), ()))
+
+
+_calls: dict[Any, _Call] = {}
+
+
+def _without_override_check(func: types.FunctionType) -> Callable[..., Any]:
+    """The same Python body, blind to modes: its inner calls are intercepted one by one."""
+    blind = {**func.__globals__, "has_torch_function": lambda *args: False}
+    copy = types.FunctionType(func.__code__, blind, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+_decomposed = {F.multi_head_attention_forward: _without_override_check(F.multi_head_attention_forward)}
+
+
+# A tensor whose values are known to be in a format carries a mark: the format and the tensor's version then.
+
+
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
+def _mark(x: Tensor, spec: RoundingSpec) -> None:
+    x._fpsim = (str(spec), _version(x))  # type: ignore[attr-defined]  # a string survives torch.save
+
+
+def _marked(x: Tensor) -> str | None:
+    mark = getattr(x, "_fpsim", None)
+    return mark[0] if mark is not None and mark[1] == _version(x) else None
+
+
+class _BackwardRounding:
+    """A tensor hook: rounds the gradient that arrives, in place where nobody else holds it."""
+
+    __slots__ = ("role", "scope", "site", "spec")
+
+    def __init__(self, scope: Scope, site: str, role: str, spec: RoundingSpec) -> None:
+        self.scope, self.site, self.role, self.spec = scope, site, role, spec
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        spec = self.spec
+        if _marked(gradient) == spec.text:
+            return None  # rounded a moment ago, on the other side of an addition or a view
+        observer = self.scope.listeners.observer
+        if observer is not None:
+            observer(self.site, self.role, gradient.detach(), spec)
+        if torch.is_grad_enabled() or not ops._is_plain(gradient):  # double backward, or a transform
+            return ops._round_differentiably(gradient, spec)
+        if _is_exclusive(gradient):
+            ops.round_memory_(gradient, spec)
+            _mark(gradient, spec)
+            return None
+        rounded = ops._rounded(gradient, spec)
+        _mark(rounded, spec)
+        return rounded
+
+
+def _is_exclusive(gradient: Tensor) -> bool:
+    """Whether the autograd engine alone holds this tensor and its storage.
+
+    A tensor in a hook is held twice, by the engine and by Python's argument; so is its base, by the view and by the
+    name here. A storage is held by its tensors and by Python's name for it.
+    """
+    base, tensors = gradient._base, 1
+    if base is not None:
+        tensors = 2
+        if base._use_count() > 2 or not base.is_contiguous():
+            return False
+    if gradient._use_count() > 2:
+        return False
+    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= tensors + 1  # type: ignore[no-any-return]
+
+
+class Emulation(TorchFunctionMode):
+    """The emulated twin of `torch.autocast`: one per thread, with the scope of the module that runs."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__()
+        self.scope = scope
+        # originals are kept beside their rounded copies, so that an id is not used again in the meantime
+        self._operands: dict[tuple[int, str], tuple[Tensor, int, bool, Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        call = _calls.get(func)
+        if call is None:
+            call = _calls.setdefault(func, _Call(func))
+        action, scope = call.action, self.scope
+        specs = scope.specs
+        if action == _PASS or specs is NO_SPECS or call.name in scope.float32:
+            return func(*args, **kwargs)
+        if action == _REFUSE:
+            raise NotImplementedError(
+                f"{resolve_name(func) or call.name} at {scope.name or 'the top'} hides several operations in one call "
+                f"and cannot be emulated. To do: {REFUSE[call.name]}."
+            )
+        if action == _DECOMPOSE:
+            with self:
+                return _decomposed[func](*args, **kwargs)  # type: ignore[index]
+        if call.in_place and args and isinstance(args[0], nn.Parameter):
+            return func(*args, **kwargs)  # an update or an initialisation, not a step of the computation
+        return self._compute(func, call, args, kwargs)
+
+    def _compute(self, func: Callable[..., Any], call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        writes = call.in_place or call.action == _SET_ITEM
+        keeps_first = writes or kwargs.get("inplace") is True or len(args) > 2 and call.name == "relu"
+        moves = call.action == _MOVE
+        floats: list[Tensor] = []
+
+        new_args = tuple(
+            x if (i == 0 and keeps_first) or i in call.skip_positions else self._prepared(x, moves, floats)
+            for i, x in enumerate(args)
+        )
+        new_kwargs = {
+            name: x if name in call.skip_names or name == "out" else self._prepared(x, moves, floats)
+            for name, x in kwargs.items()
+        }
+        first = args[0] if keeps_first and args else None
+        was_marked = _marked(first) if isinstance(first, Tensor) else None
+        out = func(*new_args, **new_kwargs)
+        if call.action == _SET_ITEM:
+            if was_marked and isinstance(first, Tensor):
+                self._round_result(first, call, first_is_target=True)
+            return out
+        if moves and not writes:
+            self._carry_marks(out, floats, first, was_marked)
+            if call.name in HOOKED_MOVES and isinstance(out, Tensor) and out.requires_grad:
+                self._hook(out, self.scope.site(call.name))
+            return out
+        return self._round_results(out, call, floats, first)
+
+    def _prepared(self, x: Any, weights_only: bool, floats: list[Tensor]) -> Any:
+        """An argument with its tensors in their formats, which are appended to `floats`."""
+        # a method, not a closure: one that calls itself is a cycle, and kept every tensor until a collection
+        if isinstance(x, Tensor):
+            if not x.is_floating_point() or x.layout is not torch.strided:
+                return x
+            x = self._operand(x, weights_only)
+            floats.append(x)
+        elif type(x) in (list, tuple) and any(isinstance(item, Tensor) for item in x):
+            return type(x)([self._prepared(item, weights_only, floats) for item in x])
+        return x
+
+    def _operand(self, x: Tensor, weights_only: bool) -> Tensor:
+        """`x` in its format: a parameter in the weights', anything else in the activations'."""
+        specs = self.scope.specs
+        is_weight = isinstance(x, nn.Parameter)
+        spec, backward = (specs.weight, specs.weight_grad) if is_weight else (specs.activation, specs.error)
+        if (spec is None and backward is None) or (weights_only and not is_weight):
+            return x
+        mark = _marked(x)
+        if mark is not None and (spec is None or mark == spec.text or mark == getattr(specs.weight, "text", None)):
+            return x
+        key = (id(x), spec.text if spec else "")
+        kept = self._operands.get(key)
+        if kept is not None and kept[1] == _version(x) and kept[2] == torch.is_grad_enabled():
+            return kept[3]
+        rounded = self._rounded_operand(x, spec, backward, "weight" if is_weight else "activation")
+        self._operands[key] = (x, _version(x), torch.is_grad_enabled(), rounded)
+        return rounded
+
+    def _rounded_operand(self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None, role: str) -> Tensor:
+        site = self.scope.site(role)
+        if spec is not None and self.scope.listeners.observer is not None:
+            self.scope.listeners.observer(site, role, x.detach(), spec)
+        if not ops._is_plain(x):
+            return ops.StraightThrough.apply(x, spec, backward)  # type: ignore[no-any-return]
+        rounded = x.clone()
+        if spec is not None:
+            ops.round_memory_(rounded, spec)
+            _mark(rounded, spec)
+        if backward is not None and rounded.requires_grad:
+            gradient_role = "weight_grad" if role == "weight" else "error"
+            rounded.register_hook(_BackwardRounding(self.scope, site, gradient_role, backward))
+        return rounded
+
+    def _carry_marks(self, out: Any, floats: list[Tensor], first: Any, first_mark: str | None) -> None:
+        marks = {_marked(x) for x in floats}
+        if isinstance(first, Tensor):
+            marks.add(first_mark)
+        if len(marks) == 1 and (mark := marks.pop()) is not None:
+            for x in _tensors(out):
+                if x.is_floating_point():
+                    x._fpsim = (mark, _version(x))  # type: ignore[attr-defined]
+
+    def _round_results(self, out: Any, call: _Call, floats: list[Tensor], first: Any) -> Any:
+        if isinstance(out, Tensor):
+            if any(out is x for x in floats) and out is not first:
+                return out  # dropout in evaluation gives back its input
+            return self._round_result(out, call, first_is_target=out is first)
+        if isinstance(out, tuple | list):
+            results = [self._round_result(x, call, first_is_target=False) if isinstance(x, Tensor) else x for x in out]
+            if all(a is b for a, b in zip(out, results, strict=True)):
+                return out
+            return type(out)(*results) if hasattr(out, "_fields") else type(out)(results)
+        return out
+
+    def _round_result(self, out: Tensor, call: _Call, first_is_target: bool) -> Tensor:
+        specs = self.scope.specs
+        if not out.is_floating_point() or out.layout is not torch.strided:
+            return out
+        site = self.scope.site(call.name)
+        spec, error = specs.activation, specs.error
+        if not ops._is_plain(out):
+            return ops.StraightThrough.apply(out, spec, error)  # type: ignore[no-any-return]
+        if spec is not None:
+            observer = self.scope.listeners.observer
+            if observer is not None:
+                observer(site, "activation", out.detach(), spec)
+            # below autograd: what the operation saved for its backward is the rounded value, as on hardware
+            ops.round_memory_(out, spec)
+            _mark(out, spec)
+        if error is not None and out.requires_grad:
+            self._hook(out, site)
+        return out
+
+    def _hook(self, out: Tensor, site: str) -> None:
+        error = self.scope.specs.error
+        if error is not None:
+            out.register_hook(_BackwardRounding(self.scope, site, "error", error))
+
+    def finish(self, out: Any) -> Any:
+        """Round what leaves a module that computed in float32 inside."""
+        return self._round_results(out, _FINISH, [], None)
+
+
+class _Finish:
+    name, skip_positions, skip_names = "output", (), ()
+
+
+_FINISH: Any = _Finish()
+NO_SPECS = RoleSpecs()
+
+
+def _tensors(out: Any) -> Iterator[Tensor]:
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, tuple | list):
+        for item in out:
+            yield from _tensors(item)
+
+
+class _Current(threading.local):
+    emulation: Emulation | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def entered(scope: Scope) -> Iterator[Emulation]:
+    """Run under `scope`: in the mode that is active in this thread, or in a new one."""
+    emulation = _current.emulation
+    if emulation is not None:
+        previous, emulation.scope = emulation.scope, scope
+        try:
+            yield emulation
+        finally:
+            emulation.scope = previous
+        return
+    emulation = Emulation(scope)
+    _current.emulation = emulation
+    try:
+        with emulation:
+            yield emulation
+    finally:
+        _current.emulation = None
+
+
+def make_scope(name: str, policy: Policy, listeners: Listeners) -> Scope:
+    specs = policy.specs()
+    return Scope(name, NO_SPECS if specs == NO_SPECS else specs, policy.float32, listeners)
+
+
+@contextmanager
+def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) -> Iterator[None]:
+    """Compute every torch call of the block as hardware with format `fmt` would, forward and backward.
+
+    The twin of `torch.autocast`: put the forward pass and the loss inside, the backward pass and the optimizer's step
+    outside. Operands that come from outside are rounded, each result is rounded once, and gradients on their way back.
+    `fmt` is a format for every role or a Policy (without overrides: there are no modules here).
+
+    >>> x = torch.tensor([1.0, 2.0, 3.0])
+    >>> with emulate("e4m3fn"):
+    ...     y = x / 3
+    >>> y
+    tensor([0.3438, 0.6875, 1.0000])
+    """
+    policy = as_policy(fmt)
+    if policy.overrides:
+        raise ValueError("emulate() knows no modules, and the policy has overrides. Use quantize(model, policy).")
+    if rounding is not None:
+        policy = replace(policy, rounding=rounding)
+    with entered(make_scope("", policy, Listeners())):
+        yield

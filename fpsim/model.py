@@ -1,0 +1,213 @@
+"""quantize(model), dequantize(model), summary(model): emulation of a whole model, module by module."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from fpsim.emulation import NO_SPECS, Listeners, Scope, entered, make_scope
+from fpsim.policy import FormatLike, Policy, RoleSpecs, as_policy
+
+__all__ = ["Summary", "dequantize", "quantize", "summary"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# Normalisations written in Python upcast to float32 inside, which a float32 container cannot show: they are rounded
+# at their border, as torch's own are.
+_NORMALISATION = re.compile(r".*(RMS|Layer|Group|Batch|Instance)_?Norm\w*", re.IGNORECASE)
+
+
+class _EmulatedForward:
+    """Stands in for a module's `forward` and runs the true one under the module's scope."""
+
+    def __init__(self, module: nn.Module, name: str, policy: Policy, listeners: Listeners) -> None:
+        self.module, self.name, self.policy, self.listeners = module, name, policy, listeners
+        self.inner = module.__dict__.get("forward")  # a library may have put its own there
+        self._prepare()
+
+    def _prepare(self) -> None:
+        forward = self.inner or type(self.module).forward
+        functools.update_wrapper(self, forward, updated=())
+        scope = make_scope(self.name, self.policy, self.listeners)
+        self._specs, self._float32 = scope.specs, scope.float32
+        is_torch = type(self.module).__module__.startswith("torch.")
+        self._float32_inside = not is_torch and _NORMALISATION.fullmatch(type(self.module).__name__) is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("module", "name", "policy", "listeners", "inner")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _EmulatedForward:
+        duplicate = object.__new__(type(self))
+        memo[id(self)] = duplicate
+        duplicate.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()})
+        return duplicate
+
+    @property
+    def specs(self) -> RoleSpecs:
+        if "_specs" not in self.__dict__:  # after a copy or a load, once the module is whole again
+            self._prepare()
+        return self._specs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        specs = self.specs
+        forward = self.inner or functools.partial(type(self.module).forward, self.module)
+        inside = self._float32_inside and specs is not NO_SPECS
+        border = RoleSpecs(specs.weight, None, None, specs.weight_grad) if inside else specs
+        scope = Scope(self.name, border, self._float32, self.listeners)
+        with entered(scope) as emulation:
+            out = forward(*args, **kwargs)
+            if inside:
+                scope.specs = specs
+                out = emulation.finish(out)
+            return out
+
+
+class _EmulatedRepr:
+    """Stands in for a module's `extra_repr` and adds what is rounded."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self) -> str:
+        own = type(self.module).extra_repr(self.module)
+        words = f"fpsim: {self.module.__dict__['forward'].specs}"
+        return f"{own}, {words}" if own else words
+
+
+def quantize(
+    model: Model, fmt: FormatLike, *, rounding: str | Mapping[str, str] | None = None, inplace: bool = False
+) -> Model:
+    """A copy of `model` that computes, forward and backward, as hardware with format `fmt` would.
+
+    Parameter names, `state_dict` keys and the class stay as they are, parameters stay float32 (a master copy that
+    optimizers update), and `deepcopy`, `pickle` and `torch.save` work. Any of its submodules may be called alone.
+
+    fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module.
+    rounding: the rounding of every role, if not nearest-even or the policy's own.
+    inplace: change `model` itself and return it.
+    Raises TypeError for what is no nn.Module or cannot be emulated, ValueError for a pattern that matches no module
+    and for a model that is quantised already.
+
+    >>> model = quantize(nn.Linear(2, 2), fmt="fp16")
+    >>> print(model)
+    Linear(in_features=2, out_features=2, bias=True, fpsim: fp16 nearest_even)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"quantize() came with {type(model).__name__}. Possible: a torch.nn.Module. "
+            f"For functions use `with fpsim.emulate(fmt):`."
+        )
+    policy = as_policy(fmt)
+    if rounding is not None:
+        policy = replace(policy, rounding=rounding)
+    policies = policy.for_modules(model)
+    for name, module in model.named_modules():
+        _require_emulable(name, module, policies[name])
+    if not inplace:
+        model = copy.deepcopy(model)
+    listeners = Listeners()
+    for name, module in model.named_modules():
+        module.forward = _EmulatedForward(module, name, policies[name], listeners)  # type: ignore[method-assign]
+        module.extra_repr = _EmulatedRepr(module)  # type: ignore[method-assign]
+    return model
+
+
+def _require_emulable(name: str, module: nn.Module, policy: Policy) -> None:
+    where = f"{name or 'the model'} ({type(module).__name__})"
+    if isinstance(module.__dict__.get("forward"), _EmulatedForward):
+        raise ValueError(f"{where} is quantised already. Call dequantize(model) first, or quantise the original.")
+    if policy.specs() == NO_SPECS:
+        return
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"{where} is compiled by TorchScript, which cannot be intercepted. Quantise the Python module.")
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        raise TypeError(
+            f"{where} hides its gates in one fused call and cannot be emulated. Leave it in float32 with "
+            f"Policy(..., overrides={{{name or 'its name'!r}: None}}), or write the recurrence with nn.Linear."
+        )
+
+
+def dequantize(model: Model, *, inplace: bool = False) -> Model:
+    """A copy of a quantised model that computes in float32 again; `inplace` changes the model itself.
+
+    Raises ValueError for a model that was not quantised.
+    """
+    if not any(True for _ in _emulated(model)):
+        raise ValueError(f"{type(model).__name__} is not quantised: there is nothing to undo. See quantize(model, fmt).")
+    if not inplace:
+        model = copy.deepcopy(model)
+    for forward in list(_emulated(model)):
+        module = forward.module
+        del module.__dict__["forward"], module.__dict__["extra_repr"]
+        if forward.inner is not None:
+            module.forward = forward.inner  # type: ignore[method-assign]
+    return model
+
+
+def _emulated(model: nn.Module) -> Iterator[_EmulatedForward]:
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, _EmulatedForward):
+            yield forward
+
+
+class SummaryRow(NamedTuple):
+    """What one module rounds."""
+
+    module: str
+    type: str
+    weight: str
+    activation: str
+    error: str
+    weight_grad: str
+
+
+class Summary(list[SummaryRow]):
+    """Rows of what is rounded where; prints as a table."""
+
+    def __str__(self) -> str:
+        rows = [tuple(SummaryRow._fields), *self]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+    __repr__ = __str__
+
+
+def summary(model: nn.Module) -> Summary:
+    """What each module of a quantised model rounds to, by role; prints as a table.
+
+    Modules without operations of their own pass their formats on. Raises ValueError for a model not quantised.
+
+    >>> print(summary(quantize(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "bf16")))
+    module   type        weight             activation         error              weight_grad
+    -------  ----------  -----------------  -----------------  -----------------  -----------------
+    (model)  Sequential  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even
+    0        Linear      bf16 nearest_even  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even
+    1        ReLU        bf16 nearest_even  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even
+    """
+    rows = Summary()
+    for forward in _emulated(model):
+        words = [str(spec) if spec else "float32" for spec in forward.specs]
+        rows.append(SummaryRow(forward.name or "(model)", type(forward.module).__name__, *words))
+    if not rows:
+        raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
+    return rows
+
+
+def listeners(model: nn.Module) -> list[Listeners]:
+    """Where observers of a quantised model register; more than one if quantised models are nested in it."""
+    found = {id(f.listeners): f.listeners for f in _emulated(model)}
+    if not found:
+        raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
+    return list(found.values())

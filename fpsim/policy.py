@@ -1,0 +1,148 @@
+"""Which tensors get which format: the roles, and the modules that differ."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import NamedTuple, Union
+
+from torch import nn
+
+from fpsim.formats import FloatFormat
+from fpsim.ops import RoundingSpec, rounding_spec
+
+__all__ = ["ROLES", "FormatLike", "Policy", "RoleSpecs", "as_policy"]
+
+ROLES = ("weight", "activation", "error", "weight_grad")
+
+
+class RoleSpecs(NamedTuple):
+    """What happens to the tensors of each role at one place of a model; None leaves them in float32."""
+
+    weight: RoundingSpec | None = None
+    activation: RoundingSpec | None = None
+    error: RoundingSpec | None = None
+    weight_grad: RoundingSpec | None = None
+
+    def __str__(self) -> str:
+        words = {role: str(spec or "float32") for role, spec in zip(ROLES, self, strict=True)}
+        if len(set(words.values())) == 1:
+            return words["weight"]
+        return ", ".join(f"{role}={word}" for role, word in words.items())
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A format for each role, and other policies for some modules.
+
+    weight: parameters, where they are used. activation: results of operations. error: gradients of activations.
+    weight_grad: gradients of parameters, where they arrive. A role left at None stays float32.
+    rounding, overflow, random_bits: as in `round_to`; one for all roles, or a mapping from role to value.
+    overrides: {pattern: format, Policy or None}; None leaves those modules in float32. A pattern is a module's name
+    ("lm_head"), a name with wildcards for single parts ("blocks.*.attn"), or a module class (nn.BatchNorm2d); it holds
+    for what is inside the module too, and of several that match the last one wins.
+    float32: names of operations ("softmax", "cross_entropy") whose results and gradients are not rounded.
+
+    >>> p = Policy(weight="e4m3fn", activation="e4m3fn", error="e5m2", overrides={"head": None})
+    >>> print(p.specs())
+    weight=e4m3fn nearest_even, activation=e4m3fn nearest_even, error=e5m2 nearest_even, weight_grad=float32
+    """
+
+    weight: str | FloatFormat | None = None
+    activation: str | FloatFormat | None = None
+    error: str | FloatFormat | None = None
+    weight_grad: str | FloatFormat | None = None
+    rounding: str | Mapping[str, str] = "nearest_even"
+    overflow: str | None | Mapping[str, str | None] = None
+    random_bits: int | None | Mapping[str, int | None] = None
+    overrides: Mapping[str | type[nn.Module], FormatLike] = field(default_factory=dict)
+    float32: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "float32", tuple(self.float32))
+        for name in ("rounding", "overflow", "random_bits"):
+            value = getattr(self, name)
+            unknown = [role for role in value if role not in ROLES] if isinstance(value, Mapping) else []
+            if unknown:
+                raise ValueError(f"{name} names {unknown[0]!r}, which is no role. Roles: {', '.join(ROLES)}.")
+        self.specs()
+        for pattern, inner in self.overrides.items():
+            if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
+                raise TypeError(f"The pattern {pattern!r} is neither a module name, with * for parts, nor a module class.")
+            if isinstance(inner, Policy) and inner.overrides:
+                raise ValueError(f"The policy for {pattern!r} has overrides of its own. Put all patterns in one policy.")
+            self._resolve(inner)
+
+    def specs(self) -> RoleSpecs:
+        """The checked roundings of this policy's roles, overrides aside."""
+
+        def of(option: object, role: str, default: object) -> object:
+            return option.get(role, default) if isinstance(option, Mapping) else option
+
+        found = []
+        for role in ROLES:
+            fmt, rounding = getattr(self, role), of(self.rounding, role, "nearest_even")
+            bits = of(self.random_bits, role, None) if rounding == "stochastic" else None
+            spec = rounding_spec("fp32" if fmt is None else fmt, rounding, of(self.overflow, role, None) if fmt is not None else None, bits)  # type: ignore[arg-type]
+            found.append(None if fmt is None else spec)
+        return RoleSpecs(*found)
+
+    def _resolve(self, inner: FormatLike) -> Policy:
+        """The policy of an override: a bare format takes this policy's rounding for every role."""
+        if inner is None or isinstance(inner, Policy):
+            return as_policy(inner)
+        overflow = None  # the format's own: what one format's overflow gives, another may not have
+        return replace(as_policy(inner), rounding=self.rounding, random_bits=self.random_bits, overflow=overflow)
+
+    def for_modules(self, model: nn.Module) -> dict[str, Policy]:
+        """The policy of every module of `model` by name, overrides resolved.
+
+        Raises ValueError for a pattern that matches no module.
+        """
+        modules = dict(model.named_modules())
+        result = dict.fromkeys(modules, self)
+        for pattern, inner in self.overrides.items():
+            matched = [name for name, module in modules.items() if name and _matches(pattern, name, module)]
+            if not matched:
+                raise ValueError(_no_match(pattern, modules))
+            policy = self._resolve(inner)
+            for name in modules:
+                if any(name == m or name.startswith(f"{m}.") for m in matched):
+                    result[name] = policy
+        return result
+
+
+# written this way for Python 3.10, where a string cannot stand at either side of |
+FormatLike = Union[str, FloatFormat, Policy, None]  # noqa: UP007
+
+
+def as_policy(fmt: FormatLike) -> Policy:
+    """A policy from a format (for every role), a policy, or None (all float32).
+
+    >>> as_policy("fp16").error
+    'fp16'
+    """
+    if isinstance(fmt, Policy):
+        return fmt
+    return Policy(fmt, fmt, fmt, fmt)
+
+
+def _matches(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+    if isinstance(pattern, type):
+        return isinstance(module, pattern)
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _no_match(pattern: str | type[nn.Module], modules: Mapping[str, nn.Module]) -> str:
+    names = [name for name in modules if name]
+    if isinstance(pattern, type):
+        kinds = sorted({type(m).__name__ for m in modules.values()})
+        return f"The pattern {pattern.__name__} matches no module. Classes in the model: {', '.join(kinds)}."
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:5]
+    return (
+        f"The pattern {pattern!r} matches no module. Names are those of model.named_modules(), for instance "
+        f"{', '.join(near) or '(none: the model has no submodules)'}; * stands for one part of a name."
+    )
