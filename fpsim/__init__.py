@@ -5,12 +5,14 @@ from fpsim.formats import CATALOGUE, FloatFormat, as_format
 from fpsim.model import dequantize, quantize, summary
 from fpsim.ops import Rounder, decode, encode, manual_seed, round_to, round_to_
 from fpsim.policy import Policy
+from fpsim.statistics import Tally, record, tally
 
 __all__ = [
     "CATALOGUE",
     "FloatFormat",
     "Policy",
     "Rounder",
+    "Tally",
     "as_format",
     "decode",
     "dequantize",
@@ -18,7 +20,9 @@ __all__ = [
     "encode",
     "manual_seed",
     "quantize",
+    "record",
     "round_to",
     "round_to_",
     "summary",
+    "tally",
 ]

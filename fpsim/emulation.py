@@ -22,9 +22,9 @@ __all__ = ["Emulation", "Observer", "Scope", "emulate"]
 
 
 class Observer(Protocol):
-    """What is told of every tensor before it is rounded."""
+    """What is told of every tensor, before and after it is rounded."""
 
-    def __call__(self, site: str, role: str, x: Tensor, spec: RoundingSpec) -> None: ...
+    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: RoundingSpec) -> None: ...
 
 
 class Listeners:
@@ -188,17 +188,17 @@ class _BackwardRounding:
         spec = self.spec
         if _marked(gradient) == spec.text:
             return None  # rounded a moment ago, on the other side of an addition or a view
-        observer = self.scope.listeners.observer
-        if observer is not None:
-            observer(self.site, self.role, gradient.detach(), spec)
         if torch.is_grad_enabled() or not ops._is_plain(gradient):  # double backward, or a transform
             return ops._round_differentiably(gradient, spec)
-        if _is_exclusive(gradient):
+        observer = self.scope.listeners.observer
+        if observer is None and _is_exclusive(gradient):
             ops.round_memory_(gradient, spec)
             _mark(gradient, spec)
             return None
         rounded = ops._rounded(gradient, spec)
         _mark(rounded, spec)
+        if observer is not None:
+            observer(self.site, self.role, gradient, rounded, spec)
         return rounded
 
 
@@ -310,14 +310,14 @@ class Emulation(TorchFunctionMode):
 
     def _rounded_operand(self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None, role: str) -> Tensor:
         site = self.scope.site(role)
-        if spec is not None and self.scope.listeners.observer is not None:
-            self.scope.listeners.observer(site, role, x.detach(), spec)
         if not ops._is_plain(x):
             return ops.StraightThrough.apply(x, spec, backward)  # type: ignore[no-any-return]
         rounded = x.clone()
         if spec is not None:
             ops.round_memory_(rounded, spec)
             _mark(rounded, spec)
+            if self.scope.listeners.observer is not None:
+                self.scope.listeners.observer(site, role, x.detach(), rounded.detach(), spec)
         if backward is not None and rounded.requires_grad:
             gradient_role = "weight_grad" if role == "weight" else "error"
             rounded.register_hook(_BackwardRounding(self.scope, site, gradient_role, backward))
@@ -354,10 +354,11 @@ class Emulation(TorchFunctionMode):
             return ops.StraightThrough.apply(out, spec, error)  # type: ignore[no-any-return]
         if spec is not None:
             observer = self.scope.listeners.observer
-            if observer is not None:
-                observer(site, "activation", out.detach(), spec)
+            before = None if observer is None else out.detach().clone()
             # below autograd: what the operation saved for its backward is the rounded value, as on hardware
             ops.round_memory_(out, spec)
+            if observer is not None and before is not None:
+                observer(site, "activation", before, out.detach(), spec)
             _mark(out, spec)
         if error is not None and out.requires_grad:
             self._hook(out, site)

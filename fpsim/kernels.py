@@ -39,6 +39,14 @@ def _pointer(typingctx: Any, address: Any) -> Any:
     return types.voidptr(types.uintp), generate
 
 
+@intrinsic
+def _float64_bits(typingctx: Any, x: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(64))
+
+    return types.int64(types.float64), generate
+
+
 @njit(inline="always")
 def fill_noise(noise, block, key0, key1):  # type: ignore[no-untyped-def]
     """The NOISE_BLOCK words of one block into `noise`, see rounding.NOISE_BLOCK."""
@@ -181,3 +189,41 @@ def cuda_stream(pointer: int) -> Any:
 def cuda_array(tensor: Any) -> Any:
     """numba's face of a CUDA tensor, no copy and no synchronisation."""
     return _cuda().as_cuda_array(tensor)
+
+
+@lru_cache(maxsize=None)
+def tally_loop(size: int) -> Callable[..., None]:
+    """Compare `n` numbers of `size` bytes before (address `src`) and after rounding (`dst`), in one pass.
+
+    Adds to int64 counts, float64 sums and an int64 histogram, laid out as statistics._Accumulator says.
+    """
+    floating = np.float32 if size == 4 else np.float64
+
+    @njit(nogil=True)
+    def loop(src, dst, n, counts, sums, exponents, smallest_normal, saturated_from, largest):  # type: ignore[no-untyped-def]
+        x = carray(_pointer(src), (n,), floating)
+        r = carray(_pointer(dst), (n,), floating)
+        c = carray(_pointer(counts), (7,), np.int64)
+        s = carray(_pointer(sums), (3,), np.float64)
+        h = carray(_pointer(exponents), (2048,), np.int64)
+        for i in range(n):
+            before, after = np.float64(x[i]), np.float64(r[i])
+            magnitude, rounded = abs(before), abs(after)
+            c[0] += 1
+            if not magnitude < np.inf:
+                c[5] += 1
+                continue
+            s[2] = max(s[2], magnitude)
+            if magnitude > 0.0:
+                c[1] += 1
+                c[2] += rounded == 0.0
+                h[_float64_bits(magnitude) >> 52] += 1
+            c[3] += 0.0 < rounded < smallest_normal
+            c[4] += (not rounded < np.inf) or (rounded == largest and magnitude >= saturated_from)
+            c[6] += before == after
+            if rounded < np.inf:
+                s[0] += before * before
+                s[1] += (after - before) * (after - before)
+
+    loop._cache = _Cache(loop.py_func, (size,))
+    return loop  # type: ignore[no-any-return]

@@ -1,0 +1,214 @@
+"""What a tally counts, against counting by hand in plain Python."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fpsim
+from fpsim.statistics import _Accumulator
+
+FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2", "e2m1fn", "dlfloat16", "e4m3fnuz")
+
+
+def samples(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    spread = torch.randn(5000, generator=generator) * torch.exp2(torch.randint(-45, 20, (5000,), generator=generator))
+    corners = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 3e38, 1.0, -65504.0, 65520.0, 464.0]
+    return torch.cat([spread, torch.tensor(corners)]).to(dtype)
+
+
+def counted_by_hand(x: torch.Tensor, rounded: torch.Tensor, fmt: fpsim.FloatFormat) -> dict[str, Any]:
+    top = math.ldexp(1.0, math.frexp(fmt.largest)[1] - 1 - fmt.mantissa_bits)
+    found: Counter[str] = Counter()
+    exponents: Counter[int] = Counter()
+    squares: list[float] = []
+    changes: list[float] = []
+    for v, r in zip(x.double().tolist(), rounded.double().tolist(), strict=True):
+        found["count"] += 1
+        if not math.isfinite(v):
+            found["nonfinite"] += 1
+            continue
+        if v != 0:
+            found["nonzero"] += 1
+            exponents[math.frexp(v)[1] - 1] += 1
+            found["underflow"] += r == 0
+        found["subnormal"] += 0 < abs(r) < fmt.smallest_normal
+        found["overflow"] += not math.isfinite(r) or (abs(r) == fmt.largest and abs(v) >= fmt.largest + top / 2)
+        found["exact"] += r == v
+        if math.isfinite(r):
+            squares.append(v * v)
+            changes.append((r - v) ** 2)
+    amax = max(abs(v) for v in x.double().tolist() if math.isfinite(v))
+    sums = {"amax": amax, "signal": math.fsum(squares), "noise": math.fsum(changes)}
+    return {**found, **sums, "exponents": dict(exponents)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_tally_counts_what_a_loop_in_python_counts(name: str, dtype: torch.dtype) -> None:
+    x, fmt = samples(dtype), fpsim.as_format(name)
+    tally = fpsim.tally(x, name)
+    expected = counted_by_hand(x, fpsim.round_to(x, name), fmt)
+    for key in ("count", "nonzero", "underflow", "subnormal", "overflow", "nonfinite", "exact"):
+        assert getattr(tally, key) == expected.get(key, 0), key
+    assert tally.exponents == expected["exponents"]
+    assert tally.amax == expected["amax"]
+    # 5,000 positive float64 terms added in order: relative error at most 5,000 * 2**-53 = 6e-13
+    assert tally.signal == pytest.approx(expected["signal"], rel=6e-13)
+    assert tally.noise == pytest.approx(expected["noise"], rel=6e-13)
+
+
+def test_the_counts_of_a_small_example_are_those_of_a_reader() -> None:
+    # fp16: 2**-25 is a tie that goes to zero, 2**-24 is subnormal and exact, 65519 rounds to 65504, 65520 to inf
+    x = torch.tensor([0.0, 2.0**-25, 2.0**-24, 65519.0, 65520.0, math.nan])
+    t = fpsim.tally(x, "fp16")
+    assert (t.count, t.nonzero, t.underflow, t.subnormal, t.overflow, t.nonfinite, t.exact) == (6, 4, 1, 1, 1, 1, 2)
+    assert (t.underflow_fraction, t.overflow_fraction) == (1 / 4, 1 / 6)
+    assert t.exponents == {-25: 1, -24: 1, 15: 2}
+
+
+def test_saturation_is_counted_from_half_an_ulp_beyond_the_largest_value() -> None:
+    # e4m3fn: largest 448, the next code would be 480; 463 still rounds to 448 as if unbounded, 464 does not
+    t = fpsim.tally(torch.tensor([448.0, 463.0, 464.0, -1e6]), "e4m3fn")
+    assert (t.overflow, t.exact) == (2, 1)
+
+
+def test_a_scale_moves_the_numbers_before_they_are_rounded() -> None:
+    x = samples()
+    for log2_scale in (-7, 3, 20):
+        assert fpsim.tally(x, "fp16", log2_scale) == fpsim.tally(x.double() * 2.0**log2_scale, "fp16")
+    assert fpsim.tally(torch.tensor([2.0**-30]), "fp16").underflow == 1
+    assert fpsim.tally(torch.tensor([2.0**-30]), "fp16", log2_scale=6).underflow == 0
+
+
+def test_sqnr_is_the_ratio_of_energies_in_decibels() -> None:
+    x = torch.tensor([1.0 + 2.0**-11, 1.0])  # the first is a tie of fp16 and goes down by 2**-11
+    expected = 10 * math.log10(((1 + 2.0**-11) ** 2 + 1) / 2.0**-22)
+    assert fpsim.tally(x, "fp16").sqnr_db == pytest.approx(expected, rel=4e-16)  # one rounding of a float64
+    assert fpsim.tally(torch.ones(3), "fp16").sqnr_db == math.inf
+    assert math.isnan(fpsim.tally(torch.zeros(3), "fp16").sqnr_db)
+
+
+def test_empty_scalar_strided_half_and_numpy_inputs_are_counted() -> None:
+    assert fpsim.tally(torch.empty(0), "fp16").count == 0
+    assert fpsim.tally(torch.tensor(1e-9), "fp16").underflow == 1
+    x = samples()[:5000].reshape(50, 100)
+    assert fpsim.tally(x.T[::2], "e5m2") == fpsim.tally(x.T[::2].contiguous(), "e5m2")
+    assert fpsim.tally(x.numpy(), "e5m2") == fpsim.tally(x, "e5m2")
+    half = x.clamp(-100, 100).half()
+    assert fpsim.tally(half, "e4m3fn") == fpsim.tally(half.float(), "e4m3fn")
+    assert fpsim.tally(np.array([2.0**-1070]), "fp16").exponents == {-1023: 1}  # float64's subnormals share a bin
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_form_for_other_devices_counts_the_same(name: str) -> None:
+    fmt, x = fpsim.as_format(name), samples()
+    loop, other = _Accumulator(fmt, x.device), _Accumulator(fmt, x.device)
+    rounded = fpsim.round_to(x, fmt)
+    for _ in range(2):
+        loop.add(x, rounded)
+        other._add_on_device(x, rounded)
+    assert torch.equal(loop.counts, other.counts)
+    assert torch.equal(loop.exponents, other.exponents)
+    torch.testing.assert_close(loop.sums, other.sums, rtol=2e-12, atol=0)  # 10,000 float64 terms, any order
+
+
+@pytest.mark.parametrize("scale", [1.5, "2", True, None])
+def test_a_scale_that_is_no_integer_is_refused(scale: object) -> None:
+    with pytest.raises(TypeError, match="exponent of a power of two"):
+        fpsim.tally(torch.ones(1), "fp16", log2_scale=scale)  # type: ignore[arg-type]
+
+
+# Recording
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+INPUT = torch.linspace(-1, 1, 24).reshape(4, 6)
+
+
+def run(model: nn.Module) -> torch.Tensor:
+    model.zero_grad()
+    out = model(INPUT)
+    (out**2 * 1e-6).sum().backward()
+    return torch.cat([out.detach().flatten(), *(p.grad.flatten() for p in model.parameters() if p.grad is not None)])
+
+
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_recording_changes_no_result(rounding: str) -> None:
+    model = fpsim.quantize(small_model(), "fp16", rounding=rounding)
+    torch.manual_seed(3)
+    plain = run(model)
+    torch.manual_seed(3)
+    with fpsim.record(model):
+        recorded = run(model)
+    assert torch.equal(plain, recorded)
+
+
+def test_a_recording_tallies_the_tensors_of_each_site_and_role() -> None:
+    model = fpsim.quantize(small_model(), "e5m2")
+    with fpsim.record(model) as recording:
+        run(model)
+        run(model)
+    rows = {(row["site"], row["role"]): row for row in recording.rows()}
+    weights = fpsim.tally(model[0].weight.detach(), "e5m2")
+    row = rows["0:weight", "weight"]
+    assert (row["calls"], row["count"], row["underflow"]) == (2, 2 * 30, 2 * weights.underflow)
+    assert row["exact"] == 2 * weights.exact
+    # by hand: the first layer's product before it is rounded
+    x, w, b = (fpsim.round_to(t.detach(), "e5m2") for t in (INPUT, *model[0].parameters()))
+    product = fpsim.tally(nn.functional.linear(x, w, b), "e5m2")
+    recorded = recording.tallies()["0:linear", "activation", "e5m2 nearest_even"].exponents
+    assert recorded == {exponent: 2 * n for exponent, n in product.exponents.items()}
+    assert rows["0:linear", "error"]["count"] == 2 * 20
+    assert rows["2:weight", "weight_grad"]["count"] == 2 * 15
+
+
+def test_the_underflow_of_errors_is_that_of_the_gradient_before_it_is_rounded() -> None:
+    model = fpsim.quantize(nn.Linear(2, 2, bias=False), fpsim.Policy(error="fp16"))
+    with fpsim.record(model) as recording:
+        model(torch.ones(1, 2)).backward(torch.tensor([[1e-9, 1.0]]))
+    (row,) = (row for row in recording.rows() if row["role"] == "error" and row["site"] == ":linear")
+    assert (row["nonzero"], row["underflow"]) == (2, 1)
+
+
+def test_every_nth_call_is_tallied() -> None:
+    model = fpsim.quantize(small_model(), "fp16")
+    with fpsim.record(model, every=3) as recording:
+        for _ in range(7):
+            run(model)
+    assert {row["calls"] for row in recording.rows()} == {3}
+    recording.clear()
+    assert recording.rows() == []
+
+
+def test_outside_the_block_nothing_is_recorded_and_a_copy_records_nothing() -> None:
+    model = fpsim.quantize(small_model(), "fp16")
+    with fpsim.record(model) as recording:
+        run(copy.deepcopy(model))
+        assert recording.rows() == []
+        run(model)
+    before = recording.rows()
+    run(model)
+    assert recording.rows() == before
+
+
+def test_recording_a_plain_or_a_recorded_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Call fpsim\.quantize"), fpsim.record(small_model()):
+        pass
+    model = fpsim.quantize(small_model(), "fp16")
+    with fpsim.record(model), pytest.raises(ValueError, match="recorded already"), fpsim.record(model):
+        pass
+    with pytest.raises(ValueError, match="every=0"), fpsim.record(model, every=0):
+        pass
