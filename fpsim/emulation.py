@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -100,13 +100,13 @@ MOVE = frozenset(
 REFUSE = {
     "_transformer_encoder_layer_fwd": "call nn.TransformerEncoderLayer with a gradient or in training mode",
     "_native_multi_head_attention": "call nn.MultiheadAttention with a gradient or in training mode",
-    **{
-        name: "leave its module in float32 (overrides={'its.name': None}), or write the recurrence with nn.Linear"
-        for name in (
+    **dict.fromkeys(
+        (
             *("lstm", "gru", "rnn_tanh", "rnn_relu", "quantized_lstm", "quantized_gru"),
             *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
-        )
-    },
+        ),
+        "leave its module in float32 (overrides={'its.name': None}), or write the recurrence with nn.Linear",
+    ),
 }
 # Operands that are statistics or masks, not numbers of the computation: (positions, names).
 NOT_OPERANDS = {
@@ -157,7 +157,9 @@ def _without_override_check(func: types.FunctionType) -> Callable[..., Any]:
     return copy
 
 
-_decomposed = {F.multi_head_attention_forward: _without_override_check(F.multi_head_attention_forward)}
+_decomposed: dict[Any, Callable[..., Any]] = {
+    f: _without_override_check(cast(types.FunctionType, f)) for f in (F.multi_head_attention_forward,)
+}
 
 
 # A tensor whose values are known to be in a format carries a mark: the format and the tensor's version then.
@@ -211,9 +213,9 @@ def _is_exclusive(gradient: Tensor) -> bool:
     base, tensors = gradient._base, 1
     if base is not None:
         tensors = 2
-        if base._use_count() > 2 or not base.is_contiguous():
+        if base._use_count() > 2 or not base.is_contiguous():  # type: ignore[attr-defined]
             return False
-    if gradient._use_count() > 2:
+    if gradient._use_count() > 2:  # type: ignore[attr-defined]
         return False
     return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= tensors + 1  # type: ignore[no-any-return]
 
@@ -245,14 +247,14 @@ class Emulation(TorchFunctionMode):
             )
         if action == _DECOMPOSE:
             with self:
-                return _decomposed[func](*args, **kwargs)  # type: ignore[index]
+                return _decomposed[func](*args, **kwargs)
         if call.in_place and args and isinstance(args[0], nn.Parameter):
             return func(*args, **kwargs)  # an update or an initialisation, not a step of the computation
         return self._compute(func, call, args, kwargs)
 
     def _compute(self, func: Callable[..., Any], call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         writes = call.in_place or call.action == _SET_ITEM
-        keeps_first = writes or kwargs.get("inplace") is True or len(args) > 2 and call.name == "relu"
+        keeps_first = writes or kwargs.get("inplace") is True or (len(args) > 2 and call.name == "relu")
         moves = call.action == _MOVE
         floats: list[Tensor] = []
 
@@ -308,7 +310,9 @@ class Emulation(TorchFunctionMode):
         self._operands[key] = (x, _version(x), torch.is_grad_enabled(), rounded)
         return rounded
 
-    def _rounded_operand(self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None, role: str) -> Tensor:
+    def _rounded_operand(
+        self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None, role: str
+    ) -> Tensor:
         site = self.scope.site(role)
         if not ops._is_plain(x):
             return ops.StraightThrough.apply(x, spec, backward)  # type: ignore[no-any-return]

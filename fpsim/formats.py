@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 __all__ = ["ALIASES", "CATALOGUE", "OVERFLOWS", "FloatFormat", "as_format"]
 
@@ -205,9 +205,7 @@ class FloatFormat:
         if self.specials in ("fnuz", "p3109") and code == sign_bit:
             return math.nan
         if magnitude > self._largest_magnitude_code:
-            infinite = self.specials == "p3109" or (
-                self.specials == "ieee" and magnitude % 2**self.mantissa_bits == 0
-            )
+            infinite = self.specials == "p3109" or (self.specials == "ieee" and magnitude % 2**self.mantissa_bits == 0)
             return math.copysign(math.inf if infinite else math.nan, -1 if negative else 1)
         return math.copysign(self._magnitude(magnitude), -1 if negative else 1)
 
@@ -316,10 +314,10 @@ def _require_float32_container(f: FloatFormat) -> None:
 def _systematic_name(f: FloatFormat) -> str | None:
     """The name of a format that eXmY, eXmYfn or eXmYfnuz describes wholly."""
     suffix = {"ieee": "", "fn": "fn", "fnuz": "fnuz"}.get(f.specials)
-    if suffix is None:
-        return None
     name = f"e{f.exponent_bits}m{f.mantissa_bits}{suffix}"
-    return name if name not in CATALOGUE and f == FloatFormat(f.exponent_bits, f.mantissa_bits, None, f.specials) else None  # type: ignore[arg-type]
+    if suffix is None or name in CATALOGUE:
+        return None
+    return name if f == FloatFormat(f.exponent_bits, f.mantissa_bits, specials=f.specials) else None
 
 
 CATALOGUE: dict[str, FloatFormat] = {
@@ -380,12 +378,13 @@ def as_format(fmt: str | FloatFormat) -> FloatFormat:
         return fmt
     if not isinstance(fmt, str):
         raise TypeError(
-            f"A format is wanted, not {fmt!r} of type {type(fmt).__name__}. Possible: a name such as 'fp16', or a FloatFormat."
+            f"A format is wanted, not {fmt!r} of type {type(fmt).__name__}. "
+            f"Possible: a name such as 'fp16', or a FloatFormat."
         )
     return _parse(fmt)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parse(text: str) -> FloatFormat:
     name = text.strip().lower()
     for candidate in (name, re.sub(r"^float\d+_", "", name)):  # ml_dtypes and torch write float8_e4m3fn
@@ -393,7 +392,7 @@ def _parse(text: str) -> FloatFormat:
         if known is not None:
             return known
     if match := _SYSTEMATIC.fullmatch(name):
-        return FloatFormat(int(match[1]), int(match[2]), None, match[3] or "ieee")  # type: ignore[arg-type]
+        return FloatFormat(int(match[1]), int(match[2]), specials=match[3] or "ieee")
     if match := _REPR.fullmatch(text.strip()):
         return _from_repr(text, match[1])
     near = difflib.get_close_matches(name, [*CATALOGUE, *ALIASES], n=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def fill_noise(noise, block, key0, key1):  # type: ignore[no-untyped-def]
         noise[lane + 96], noise[lane + 112] = w3, rotate_left(w3, 16)
 
 
-@lru_cache(maxsize=None)
+@cache
 def cpu_loop(rule: int, shape: int, width: int) -> Callable[..., None]:
     """Round `n` patterns from address `src` to address `dst` (which may be `src`).
 
@@ -156,7 +156,9 @@ def cuda_kernel(rule: int, shape: int, width: int) -> Callable[..., None]:
                     word = words[j // 2]
                     word = rotate_left(word, 16) if j % 2 else word
                     bits = uint(uint(word) << to_top)
-                    y[i] = sint(round_bits(uint(x[i]), bits, shift, origin, largest, overflow, smallest, zero_sign, mask, odd))
+                    y[i] = sint(
+                        round_bits(uint(x[i]), bits, shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
+                    )
         elif thread < n:
             bits = uint(0)
             y[thread] = sint(
@@ -166,7 +168,7 @@ def cuda_kernel(rule: int, shape: int, width: int) -> Callable[..., None]:
     return kernel
 
 
-@lru_cache(maxsize=None)
+@cache
 def cuda_loop(rule: int, shape: int, width: int) -> Callable[..., None]:
     """The compiled kernel with its launch: (x, y, n, parameters, key0, key1, stream)."""
     cuda = _cuda()
@@ -191,7 +193,7 @@ def cuda_array(tensor: Any) -> Any:
     return _cuda().as_cuda_array(tensor)
 
 
-@lru_cache(maxsize=None)
+@cache
 def tally_loop(size: int) -> Callable[..., None]:
     """Compare `n` numbers of `size` bytes before (address `src`) and after rounding (`dst`), in one pass.
 

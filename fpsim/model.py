@@ -143,7 +143,9 @@ def dequantize(model: Model, *, inplace: bool = False) -> Model:
     Raises ValueError for a model that was not quantised.
     """
     if not any(True for _ in _emulated(model)):
-        raise ValueError(f"{type(model).__name__} is not quantised: there is nothing to undo. See quantize(model, fmt).")
+        raise ValueError(
+            f"{type(model).__name__} is not quantised: there is nothing to undo. See quantize(model, fmt)."
+        )
     if not inplace:
         model = copy.deepcopy(model)
     for forward in list(_emulated(model)):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any, overload
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from fpsim import kernels
 from fpsim.formats import FloatFormat, as_format
-from fpsim.rounding import NOISE_BLOCK, ROUNDINGS, STOCHASTIC, Plan, make_plan, needs_wider_container
+from fpsim.rounding import NOISE_BLOCK, ROUNDINGS, Plan, make_plan, needs_wider_container
 
 __all__ = ["Rounder", "RoundingSpec", "decode", "encode", "manual_seed", "round_to", "round_to_"]
 
@@ -49,7 +48,7 @@ class RoundingSpec:
         return " ".join(words)
 
 
-@lru_cache(maxsize=None)
+@cache
 def rounding_spec(
     fmt: str | FloatFormat,
     rounding: str = "nearest_even",
@@ -78,12 +77,12 @@ class _Kernel:
         self.loop = kernels.cpu_loop(plan.rule, plan.shape, plan.width)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _kernel(spec: RoundingSpec, width: int) -> _Kernel:
     return _Kernel(make_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _width_for(spec: RoundingSpec, dtype: torch.dtype) -> int:
     """Width of the container in which `dtype` is rounded; 0 where there is nothing to do.
 
@@ -336,7 +335,8 @@ def _require_out(out: Any, x: Tensor) -> None:
             raise ValueError(f"out has {what} {came}, x has {wanted}. They must agree: torch.empty_like(x) does.")
     if not out.is_contiguous():
         raise ValueError(
-            f"out has strides {out.stride()}, which is not contiguous. Use torch.empty_like(x).contiguous(), or round_to_(x)."
+            f"out has strides {out.stride()}, which is not contiguous. "
+            f"Use torch.empty_like(x).contiguous(), or round_to_(x)."
         )
 
 
@@ -538,17 +538,15 @@ def _codable(fmt: str | FloatFormat) -> FloatFormat:
     return f
 
 
-@lru_cache(maxsize=None)
+@cache
 def _value_table(f: FloatFormat) -> Tensor:
     return torch.tensor([f.decode(code) for code in range(2**f.bits)], dtype=torch.float32)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _code_table(f: FloatFormat) -> tuple[Tensor, Tensor]:
     """Ascending values, inf included, and their codes."""
     values = [*f.values()]
     if f.has_inf:
         values = [-float("inf"), *values, float("inf")]
     return torch.tensor(values, dtype=torch.float64), torch.tensor([f.encode(v) for v in values], dtype=torch.int32)
-
-

@@ -55,8 +55,8 @@ class Policy:
     error: str | FloatFormat | None = None
     weight_grad: str | FloatFormat | None = None
     rounding: str | Mapping[str, str] = "nearest_even"
-    overflow: str | None | Mapping[str, str | None] = None
-    random_bits: int | None | Mapping[str, int | None] = None
+    overflow: str | Mapping[str, str | None] | None = None
+    random_bits: int | Mapping[str, int | None] | None = None
     overrides: Mapping[str | type[nn.Module], FormatLike] = field(default_factory=dict)
     float32: tuple[str, ...] = ()
 
@@ -70,9 +70,13 @@ class Policy:
         self.specs()
         for pattern, inner in self.overrides.items():
             if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
-                raise TypeError(f"The pattern {pattern!r} is neither a module name, with * for parts, nor a module class.")
+                raise TypeError(
+                    f"The pattern {pattern!r} is neither a module name, with * for parts, nor a module class."
+                )
             if isinstance(inner, Policy) and inner.overrides:
-                raise ValueError(f"The policy for {pattern!r} has overrides of its own. Put all patterns in one policy.")
+                raise ValueError(
+                    f"The policy for {pattern!r} has overrides of its own. Put all patterns in one policy."
+                )
             self._resolve(inner)
 
     def specs(self) -> RoleSpecs:
@@ -85,7 +89,12 @@ class Policy:
         for role in ROLES:
             fmt, rounding = getattr(self, role), of(self.rounding, role, "nearest_even")
             bits = of(self.random_bits, role, None) if rounding == "stochastic" else None
-            spec = rounding_spec("fp32" if fmt is None else fmt, rounding, of(self.overflow, role, None) if fmt is not None else None, bits)  # type: ignore[arg-type]
+            spec = rounding_spec(
+                "fp32" if fmt is None else fmt,
+                rounding,
+                of(self.overflow, role, None) if fmt is not None else None,
+                bits,
+            )  # type: ignore[arg-type]
             found.append(None if fmt is None else spec)
         return RoleSpecs(*found)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ class Tally:
 
     @property
     def sqnr_db(self) -> float:
-        """Signal to quantisation noise ratio, 10 log10(signal / noise), in dB; inf without noise, NaN without signal."""
+        """Signal to quantisation noise in dB, 10 log10(signal / noise); inf without noise, NaN without signal."""
         if self.signal == 0:
             return math.nan
         return 10 * math.log10(self.signal / self.noise) if self.noise else math.inf
@@ -122,7 +122,7 @@ class _Accumulator:
         return Tally(self.fmt, amax=amax, signal=signal, noise=noise, exponents=histogram, **counts)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _limits(fmt: FloatFormat) -> tuple[float, float, float]:
     """Smallest normal, the magnitude from which saturation is counted, and the largest value."""
     half_ulp = math.ldexp(0.5, math.frexp(fmt.largest)[1] - 1 - fmt.mantissa_bits)
@@ -229,5 +229,3 @@ def record(model: nn.Module, every: int = 1) -> Iterator[Recording]:
     finally:
         for listener in registered:
             listener.observer = None
-
-

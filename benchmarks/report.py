@@ -1,0 +1,330 @@
+"""Measure fpsim against a plain copy and its peers, all in one run: `python benchmarks/report.py [--quick]`.
+
+Every figure is a ratio of paired runs (A, B, A, B, ...), of which the median is printed; the report is also saved as
+JSON under benchmarks/results/, with the machine it was measured on. A goal is met, or printed as missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import fpsim
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def paired(baseline: Callable[[], object], candidate: Callable[[], object], repeats: int) -> tuple[float, float, float]:
+    """Median seconds of the baseline and the candidate, and the median of baseline / candidate pair by pair."""
+    baseline(), candidate()
+    first, second = [], []
+    for _ in range(repeats):
+        t0 = time.perf_counter()
+        baseline()
+        t1 = time.perf_counter()
+        candidate()
+        t2 = time.perf_counter()
+        first.append(t1 - t0)
+        second.append(t2 - t1)
+    ratio = statistics.median(a / b for a, b in zip(first, second, strict=True))
+    return statistics.median(first), statistics.median(second), ratio
+
+
+class Report:
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def add(
+        self, section: str, name: str, value: float, unit: str, goal: float | None = None, at_least: bool = True
+    ) -> None:
+        met = None if goal is None else (value >= goal if at_least else value <= goal)
+        self.rows.append(
+            {"section": section, "name": name, "value": round(value, 4), "unit": unit, "goal": goal, "met": met}
+        )
+        sign = ">=" if at_least else "<="
+        verdict = "" if goal is None else f"   goal {sign} {goal:g}: {'met' if met else 'MISSED'}"
+        print(f"{section:10} {name:58} {value:9.3f} {unit}{verdict}", flush=True)
+
+
+def machine() -> dict[str, Any]:
+    model = next(
+        (s.split(":")[1].strip() for s in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in s), ""
+    )
+    return {
+        "cpu": model or platform.processor(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+# Rounding
+
+
+def rounding(report: Report, repeats: int) -> None:
+    """Ours against torch.Tensor.copy_ on the same tensors, one thread and all."""
+    cores = os.cpu_count() or 1
+    for threads in sorted({1, cores}):
+        torch.set_num_threads(threads)
+        for log2_size in (22, 24):
+            x = torch.randn(2**log2_size)
+            out = torch.empty_like(x)
+            where = f"2^{log2_size}, {threads} thread{'s' * (threads > 1)}"
+            for mode, goal in (("nearest_even", 0.8), ("stochastic", 0.4)):
+                for fmt in fpsim.CATALOGUE:
+                    copy = partial(out.copy_, x)
+                    _, _, ratio = paired(copy, partial(fpsim.round_to, x, fmt, mode, out=out), repeats)
+                    report.add("rounding", f"{fmt} {mode}, {where}", ratio, "x copy", goal)
+    torch.set_num_threads(cores)
+
+
+def peers(report: Report, repeats: int) -> None:
+    """Ours against what people use today, 2^22 float32, one thread."""
+    torch.set_num_threads(1)
+    x = torch.randn(2**22)
+    out = torch.empty_like(x)
+    for name, cast in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("e4m3fn", torch.float8_e4m3fn)):
+        _, _, ratio = paired(lambda c=cast: x.to(c).float(), lambda n=name: fpsim.round_to(x, n, out=out), repeats)
+        report.add("peers", f"torch .to({name}).float()", ratio, "times slower than ours")
+    import ml_dtypes
+
+    array = x.numpy()
+    for name, dtype in (("e4m3fn", ml_dtypes.float8_e4m3fn), ("e5m2", ml_dtypes.float8_e5m2)):
+        _, _, ratio = paired(
+            lambda d=dtype: array.astype(d).astype(np.float32), lambda n=name: fpsim.round_to(x, n, out=out), 5
+        )
+        report.add("peers", f"ml_dtypes {name}", ratio, "times slower than ours")
+    import gfloat
+    from gfloat.formats import format_info_binary16
+
+    small = x[: 2**16].numpy().astype(np.float64)
+    y = torch.from_numpy(small)
+    _, _, ratio = paired(
+        lambda: gfloat.round_ndarray(format_info_binary16, small), lambda: fpsim.round_to(y, "fp16"), 5
+    )
+    report.add("peers", "gfloat.round_ndarray fp16, 2^16 float64", ratio, "times slower than ours")
+    import qtorch
+    from qtorch.quant import float_quantize
+
+    del qtorch
+    for mode, theirs, goal in (("nearest_even", "nearest", 25), ("stochastic", "stochastic", 40)):
+        for name, e, m in (("fp16", 5, 10), ("bf16", 8, 7), ("e5m2", 5, 2)):
+            _, _, ratio = paired(
+                lambda e=e, m=m, r=theirs: float_quantize(x, e, m, r),
+                lambda n=name, r=mode: fpsim.round_to(x, n, r, out=out),
+                3,
+            )
+            report.add("peers", f"qtorch float_quantize {name} {mode}", ratio, "times slower than ours", goal)
+    torch.set_num_threads(os.cpu_count() or 1)
+
+
+def small(report: Report) -> None:
+    """A 16-element tensor: what a call costs."""
+    x, leaf = torch.randn(16), torch.randn(16, requires_grad=True)
+    for name, call, goal in (
+        ("16 elements, no gradient", lambda: fpsim.round_to(x, "fp16"), 6),
+        ("16 elements, with gradient", lambda: fpsim.round_to(leaf, "fp16"), 12),
+        ("16 elements, stochastic", lambda: fpsim.round_to(x, "fp16", "stochastic"), None),
+    ):
+        call()
+        times = []
+        for _ in range(20):
+            t0 = time.perf_counter()
+            for _ in range(500):
+                call()
+            times.append((time.perf_counter() - t0) / 500)
+        report.add("small", name, statistics.median(times) * 1e6, "us", goal, at_least=False)
+
+
+# Training
+
+
+class BasicBlock(nn.Module):
+    """The residual block of He et al. 2016 for CIFAR, option B shortcuts."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        same = stride == 1 and inputs == outputs
+        self.shortcut = (
+            nn.Identity()
+            if same
+            else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.bn1(self.conv1(x)))
+        return torch.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+
+
+def resnet20() -> nn.Sequential:
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    width = 16
+    for outputs in (16, 32, 64):
+        for block in range(3):
+            layers.append(BasicBlock(width, outputs, 2 if block == 0 and outputs != 16 else 1))
+            width = outputs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def make_step(which: str, form: str) -> Callable[[], object]:
+    """A whole training step of a model: float32, ours with all roles fp16, or qtorch's Quantizer at the same sites."""
+    torch.manual_seed(0)
+    if which == "resnet20":
+        model: nn.Module = resnet20()
+        x, y = torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))
+
+        def loss(m: nn.Module) -> Tensor:
+            return nn.functional.cross_entropy(m(x), y)
+
+    else:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=128, n_head=4))
+        x = torch.randint(0, 50257, (16, 128))
+
+        def loss(m: nn.Module) -> Tensor:
+            return m(input_ids=x, labels=x).loss  # type: ignore[no-any-return]
+
+    if form == "fpsim":
+        fpsim.quantize(model, "fp16", inplace=True)
+    elif form == "qtorch":
+        from qtorch import FloatingPoint
+        from qtorch.quant import Quantizer
+
+        half = FloatingPoint(5, 10)
+        for module in [m for m in model.modules() if not list(m.children())]:
+            quantizer = Quantizer(half, half, "nearest", "nearest")
+            module.register_forward_hook(lambda m, i, out, q=quantizer: q(out) if torch.is_tensor(out) else out)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(model).backward()
+        optimizer.step()
+
+    return step
+
+
+def training(report: Report, repeats: int) -> None:
+    for which in ("resnet20", "gpt2"):
+        plain, ours = make_step(which, "float32"), make_step(which, "fpsim")
+        for _ in range(2):
+            plain(), ours()
+        seconds, _, ratio = paired(plain, ours, repeats)
+        report.add("training", f"{which} float32 step", seconds * 1e3, "ms")
+        report.add("training", f"{which} all roles fp16 / float32 step", 1 / ratio, "times", 1.3, at_least=False)
+    theirs, plain = make_step("resnet20", "qtorch"), make_step("resnet20", "float32")
+    _, _, ratio = paired(plain, theirs, 3)
+    report.add("training", "resnet20 with qtorch's Quantizer / float32 step", 1 / ratio, "times")
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+from report import make_step
+import torch
+torch.set_num_threads(1)
+step = make_step({which!r}, {form!r})
+for _ in range(3):
+    step()
+# not getrusage: a child's ru_maxrss starts at its parent's
+print(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line))
+"""
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def memory(report: Report, repeats: int) -> None:
+    """Peak resident memory of a process that trains three steps, ours over float32."""
+    folder = str(Path(__file__).parent)
+    for which in ("resnet20", "gpt2"):
+        ratios = []
+        for _ in range(repeats):
+            peak = {
+                form: int(python(MEMORY.format(folder=folder, which=which, form=form)).splitlines()[-1])
+                for form in ("float32", "fpsim")
+            }
+            ratios.append(peak["fpsim"] / peak["float32"])
+        report.add(
+            "memory",
+            f"{which} peak, all roles fp16 / float32",
+            statistics.median(ratios),
+            "times",
+            1.15,
+            at_least=False,
+        )
+
+
+STARTUP = """
+import time
+import torch
+t1 = time.perf_counter()
+import fpsim
+fpsim.round_to(torch.ones(4), "fp16")
+print(time.perf_counter() - t1)
+"""
+
+
+def startup(report: Report, repeats: int) -> None:
+    """From `import torch` done to the first rounding done, in a fresh process with a warm numba cache."""
+    python(STARTUP)
+    seconds = statistics.median(float(python(STARTUP)) for _ in range(repeats))
+    report.add("startup", "import fpsim and first rounding, after import torch", seconds, "s", 0.5, at_least=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--only", nargs="+", help="sections: rounding peers small training memory startup")
+    parser.add_argument("--out", type=Path, help="where to save the JSON report (default: results/<machine>.json)")
+    options = parser.parse_args()
+    repeats = 5 if options.quick else 21
+    report = Report()
+    sections: dict[str, Callable[[], None]] = {
+        "startup": lambda: startup(report, 3 if options.quick else 9),
+        "small": lambda: small(report),
+        "rounding": lambda: rounding(report, repeats),
+        "peers": lambda: peers(report, repeats),
+        "training": lambda: training(report, 5 if options.quick else 15),
+        "memory": lambda: memory(report, 1 if options.quick else 3),
+    }
+    for name, section in sections.items():
+        if options.only is None or name in options.only:
+            section()
+    about = machine()
+    target = options.out or RESULTS / f"{about['gpu'] or about['cpu']}.json".replace(" ", "-").lower()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_suffix(".tmp")
+    command = " ".join(["python", "benchmarks/report.py", *sys.argv[1:]])
+    temporary.write_text(json.dumps({"machine": about, "command": command, "rows": report.rows}, indent=1) + "\n")
+    os.replace(temporary, target)
+    missed = [row for row in report.rows if row["met"] is False]
+    print(f"\n{len(missed)} of {sum(row['goal'] is not None for row in report.rows)} goals missed. Saved {target}.")
+
+
+if __name__ == "__main__":
+    main()

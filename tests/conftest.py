@@ -1,0 +1,30 @@
+"""What every test shares: one thread, a seed, and the reason why a GPU test is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import fpsim
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    exhaustive = "slow" in (config.getoption("-m") or "")
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.get_closest_marker("slow") and not exhaustive:
+            item.add_marker(pytest.mark.skip(reason="exhaustive: run with -m slow"))
+
+
+@pytest.fixture(autouse=True)
+def _own_randomness() -> Iterator[None]:
+    """Each test starts from seed 0 and torch's stream, on one thread: a worker process has one core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    fpsim.manual_seed(None)
+    torch.set_num_threads(threads)
