@@ -48,17 +48,29 @@ def _float64_bits(typingctx: Any, x: Any) -> Any:
 
 
 @njit(inline="always")
+def exchange_halves(word):  # type: ignore[no-untyped-def]
+    return rotate_left(np.uint32(word), 16)
+
+
+@njit(inline="always")
+def noise_words(counter, key0, key1):  # type: ignore[no-untyped-def]
+    """The four noise words of one counter, see rounding.NOISE_BLOCK."""
+    low = np.uint32(np.uint64(counter) & np.uint64(0xFFFFFFFF))
+    high = np.uint32(np.uint64(counter) >> np.uint64(32))
+    return threefry(low, high, np.uint32(key0), np.uint32(key1), NOISE_ROUNDS)
+
+
+@njit(inline="always")
 def fill_noise(noise, block, key0, key1):  # type: ignore[no-untyped-def]
-    """The NOISE_BLOCK words of one block into `noise`, see rounding.NOISE_BLOCK."""
-    u32 = np.uint32
-    first = np.uint64(np.uint64(block) * np.uint64(NOISE_LANES))
-    low, high = u32(first & np.uint64(0xFFFFFFFF)), u32(first >> np.uint64(32))
+    """The NOISE_BLOCK words of one block into `noise`."""
+    first = np.uint64(block) * np.uint64(NOISE_LANES)  # 16 counters never cross 2**32: the high word is one
+    low, high = np.uint32(first & np.uint64(0xFFFFFFFF)), np.uint32(first >> np.uint64(32))
     for lane in range(NOISE_LANES):
-        w0, w1, w2, w3 = threefry(u32(low + u32(lane)), high, key0, key1, NOISE_ROUNDS)
-        noise[lane], noise[lane + 16] = w0, rotate_left(w0, 16)
-        noise[lane + 32], noise[lane + 48] = w1, rotate_left(w1, 16)
-        noise[lane + 64], noise[lane + 80] = w2, rotate_left(w2, 16)
-        noise[lane + 96], noise[lane + 112] = w3, rotate_left(w3, 16)
+        w0, w1, w2, w3 = threefry(np.uint32(low + np.uint32(lane)), high, key0, key1, NOISE_ROUNDS)
+        noise[lane], noise[lane + 16] = w0, exchange_halves(w0)
+        noise[lane + 32], noise[lane + 48] = w1, exchange_halves(w1)
+        noise[lane + 64], noise[lane + 80] = w2, exchange_halves(w2)
+        noise[lane + 96], noise[lane + 112] = w3, exchange_halves(w3)
 
 
 @cache
@@ -112,8 +124,12 @@ def cpu_loop(rule: int, shape: int, width: int) -> Callable[..., None]:
     return loop  # type: ignore[no-any-return]
 
 
+cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
+
+
 def _cuda() -> Any:
     """numba-cuda, or an error that says how to get it."""
+    global cuda
     try:
         import numba_cuda  # noqa: F401  numba's own target is deprecated; importing this replaces it
         from numba import cuda
@@ -132,14 +148,13 @@ CUDA_THREADS = 256
 def cuda_kernel(rule: int, shape: int, width: int) -> Callable[..., None]:
     """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
-    `x` and `y` are flat arrays of signed integers, `parameters` a Plan's. A thread rounds one pattern, or under
+    `x` and `y` are flat arrays of unsigned integers; the parameters are a Plan's. A thread rounds one pattern, or under
     STOCHASTIC the eight whose noise comes from one counter.
     """
-    cuda = _cuda()
+    _cuda()
     round_bits = make_round(rule, shape, width)
     uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
     to_top = uint(width - 32)
-    u32 = np.uint32
 
     def kernel(x, y, n, shift, origin, largest, overflow, smallest, zero_sign, mask, odd, key0, key1):  # type: ignore[no-untyped-def]
         thread = cuda.grid(1)
@@ -147,23 +162,15 @@ def cuda_kernel(rule: int, shape: int, width: int) -> Callable[..., None]:
         smallest, zero_sign, mask, odd = uint(smallest), uint(zero_sign), uint(mask << (width - 32)), uint(odd)
         if rule == STOCHASTIC:
             block, lane = thread // NOISE_LANES, thread % NOISE_LANES
-            counter = np.uint64(thread)
-            low, high = u32(counter & np.uint64(0xFFFFFFFF)), u32(counter >> np.uint64(32))
-            words = threefry(low, high, u32(key0), u32(key1), NOISE_ROUNDS)
+            words = noise_words(thread, key0, key1)
             for j in range(8):
                 i = block * NOISE_BLOCK + j * NOISE_LANES + lane
                 if i < n:
-                    word = words[j // 2]
-                    word = rotate_left(word, 16) if j % 2 else word
+                    word = exchange_halves(words[j // 2]) if j % 2 else words[j // 2]
                     bits = uint(uint(word) << to_top)
-                    y[i] = sint(
-                        round_bits(uint(x[i]), bits, shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
-                    )
+                    y[i] = round_bits(x[i], bits, shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
         elif thread < n:
-            bits = uint(0)
-            y[thread] = sint(
-                round_bits(uint(x[thread]), bits, shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
-            )
+            y[thread] = round_bits(x[thread], uint(0), shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
 
     return kernel
 
@@ -171,13 +178,12 @@ def cuda_kernel(rule: int, shape: int, width: int) -> Callable[..., None]:
 @cache
 def cuda_loop(rule: int, shape: int, width: int) -> Callable[..., None]:
     """The compiled kernel with its launch: (x, y, n, parameters, key0, key1, stream)."""
-    cuda = _cuda()
-    kernel = cuda.jit(cuda_kernel(rule, shape, width))
+    kernel = _cuda().jit(cuda_kernel(rule, shape, width))
 
     def launch(x: Any, y: Any, n: int, parameters: tuple[int, ...], key0: int, key1: int, stream: Any) -> None:
         threads = -(-n // NOISE_BLOCK) * NOISE_LANES if rule == STOCHASTIC else n
         blocks = -(-threads // CUDA_THREADS)
-        kernel[blocks, CUDA_THREADS, stream](x, y, n, *parameters, key0, key1)
+        kernel[blocks, CUDA_THREADS, stream](x, y, n, *map(np.int64, parameters), key0, key1)
 
     return launch
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, overload
 
 import numpy as np
@@ -33,19 +33,20 @@ class RoundingSpec:
     rounding: str = "nearest_even"
     overflow: str = "inf"
     random_bits: int | None = None
+    text: str = field(init=False, compare=False, repr=False)
+    format_text: str = field(init=False, compare=False, repr=False)
 
-    def __str__(self) -> str:
-        return self.text
-
-    @cached_property
-    def text(self) -> str:
-        """The specification in words; equal for equal ones."""
+    def __post_init__(self) -> None:
         words = [str(self.fmt), self.rounding]
         if self.overflow != self.fmt.resolve_overflow():
             words.append(self.overflow)
         if self.random_bits:
             words.append(f"{self.random_bits} random bits")
-        return " ".join(words)
+        object.__setattr__(self, "text", " ".join(words))  # equal for equal specifications
+        object.__setattr__(self, "format_text", repr(self.fmt))
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @cache
@@ -65,6 +66,15 @@ def rounding_spec(
         if isinstance(random_bits, bool) or not isinstance(random_bits, int) or not 1 <= random_bits <= 32:
             raise ValueError(f"random_bits={random_bits!r} is impossible. Possible: 1 to 32, or None for 32.")
     return RoundingSpec(f, rounding, f.resolve_overflow(overflow), random_bits)
+
+
+@torch.compiler.assume_constant_result
+def _operator_words(
+    fmt: str | FloatFormat, rounding: str, overflow: str | None, random_bits: int | None
+) -> tuple[str, str, str, int]:
+    """The operator's arguments, as constants of a compiled graph: torch.compile cannot trace how they are found."""
+    spec = rounding_spec(fmt, rounding, overflow, random_bits)
+    return spec.format_text, spec.rounding, spec.overflow, spec.random_bits or 0
 
 
 class _Kernel:
@@ -177,7 +187,7 @@ def _launch(src: Tensor, dst: Tensor, kernel: _Kernel, key: Tensor | None) -> No
 def _launch_cuda(src: Tensor, dst: Tensor, n: int, plan: Plan, key: Tensor | None) -> None:
     if n == 0:
         return
-    integer = torch.int32 if plan.width == 32 else torch.int64
+    integer = torch.uint32 if plan.width == 32 else torch.uint64
     word = 0 if key is None else int(key)
     with torch.cuda.device(src.device), torch.no_grad():
         stream = kernels.cuda_stream(torch.cuda.current_stream(src.device).cuda_stream)
@@ -272,7 +282,7 @@ def _forward(x: Tensor, spec: RoundingSpec, key: Tensor | None) -> Tensor:
         return _rounded(x, spec, key)
     if key is None and spec.rounding == "stochastic":
         key = torch.randint(0, 2**63 - 1, (), dtype=torch.int64)
-    return torch.ops.fpsim.round(x, repr(spec.fmt), spec.rounding, spec.overflow, spec.random_bits or 0, key)  # type: ignore[no-any-return]
+    return torch.ops.fpsim.round(x, spec.format_text, spec.rounding, spec.overflow, spec.random_bits or 0, key)  # type: ignore[no-any-return]
 
 
 class StraightThrough(torch.autograd.Function):
@@ -384,6 +394,11 @@ def round_to(
     >>> round_to(np.array([0.3, 500.0]), "e4m3fn")
     array([3.125e-01, 4.480e+02])
     """
+    if torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
+        _require_floating(x)
+        words = _operator_words(fmt, rounding, overflow, random_bits)
+        key = torch.randint(0, 2**63 - 1, (), dtype=torch.int64) if rounding == "stochastic" else None
+        return torch.ops.fpsim.round(x, *words, key)
     spec = rounding_spec(fmt, rounding, overflow, random_bits)
     if type(x) is Tensor and x.dtype is torch.float32 and out is None and not x.requires_grad and _is_plain(x):
         if x.layout is torch.strided:

@@ -21,10 +21,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _own_randomness() -> Iterator[None]:
-    """Each test starts from seed 0 and torch's stream, on one thread: a worker process has one core."""
+    """Each test starts from seed 0 and torch's stream, on one thread: a worker process has one core.
+
+    Reset before as well as after: doctests in the packages may seed, and no fixture of this file reaches them.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    fpsim.manual_seed(None)
     yield
     fpsim.manual_seed(None)
     torch.set_num_threads(threads)

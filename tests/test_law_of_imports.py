@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 # A file may import files of a lower rank only. A new file gets a rank here, and so a place in the house.
+# Some of these are planned and not yet written.
 RANKS = {
     "fpsim.formats": 0,
     "fpsim.rounding": 1,
     "fpsim.kernels": 2,
     "fpsim.ops": 3,
     "fpsim.policy": 4,
+    "fpsim.matmul": 4,
+    "fpsim.blocks": 4,
     "fpsim.emulation": 5,
     "fpsim.model": 6,
     "fpsim.statistics": 7,
+    "fpsim.optim": 7,
+    "fpsim.compat.qtorch": 8,
+    "fpsim.compat": 9,
     "fpsim": 9,
     "ada_loss.rules": 10,
+    "ada_loss.record": 10,
     "ada_loss.scalers": 11,
+    "ada_loss.transforms": 11,
+    "ada_loss.layerwise": 12,
     "ada_loss": 13,
     "ada_loss.lab.tasks": 14,
     "ada_loss.lab.train": 15,
@@ -33,10 +43,11 @@ RANKS = {
 ENTERS = {
     "numba": {"fpsim.rounding", "fpsim.kernels"},
     "llvmlite": {"fpsim.rounding", "fpsim.kernels"},
+    "numba.cuda": {"fpsim.kernels"},
     "numba_cuda": {"fpsim.kernels"},
     "matplotlib": {"ada_loss.lab.plots"},
     "sklearn": {"ada_loss.lab.tasks"},
-    "qtorch": set(),
+    "qtorch": {"fpsim.compat.qtorch"},
 }
 WITHOUT_TORCH = ("fpsim.formats", "fpsim.rounding", "fpsim.kernels", "ada_loss.rules")
 
@@ -50,27 +61,35 @@ MODULES = {module_name(p): p for package in ("fpsim", "ada_loss") for p in sorte
 
 
 def imports_of(source: str) -> set[str]:
-    """Full names of what a source imports, anywhere in it."""
+    """Full names of what a source imports, anywhere in it; `from a import b` is `a.b`, module or not."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are written in full"
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in MODULES else str(node.module) for name in names}
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
+def is_within(imported: str, package: str) -> bool:
+    return f"{imported}.".startswith(f"{package}.")
+
+
+def rank(imported: str) -> int:
+    """That of the file a name comes from; everything from elsewhere is below the house."""
+    return max(((len(name), RANKS[name]) for name in RANKS if is_within(imported, name)), default=(0, -1))[1]
+
+
 def broken_laws(name: str, imported: set[str]) -> list[str]:
-    laws = [
-        f"{name} imports {other}, which is not below it" for other in imported if RANKS.get(other, -1) >= RANKS[name]
-    ]
+    laws = [f"{name} imports {other}, which is not below it" for other in imported if rank(other) >= RANKS[name]]
     for package, files in ENTERS.items():
-        if name not in files and any(other.split(".")[0] == package for other in imported):
+        if name not in files and any(is_within(other, package) for other in imported):
             laws.append(f"{name} imports {package}, which enters only in {sorted(files) or 'tests'}")
-    if name in WITHOUT_TORCH and any(other.split(".")[0] == "torch" for other in imported):
+    if name in WITHOUT_TORCH and any(is_within(other, "torch") for other in imported):
         laws.append(f"{name} imports torch, and is pure arithmetic")
+    if is_within(name, "fpsim") and any(is_within(other, "ada_loss") for other in imported):
+        laws.append(f"{name} imports ada_loss, and fpsim knows nothing of it")
     return laws
 
 
@@ -80,9 +99,35 @@ def test_arrows_point_down(name: str) -> None:
     assert broken_laws(name, imports_of(MODULES[name].read_text())) == []
 
 
-def test_a_broken_law_is_found() -> None:
-    assert broken_laws("fpsim.ops", imports_of("from fpsim import model")) != []
-    assert broken_laws("fpsim.ops", imports_of("def f():\n    import ada_loss.rules")) != []
-    assert broken_laws("fpsim.model", imports_of("import numba.cuda")) != []
-    assert broken_laws("fpsim.kernels", imports_of("from torch import Tensor")) != []
-    assert broken_laws("fpsim.ops", imports_of("from fpsim import kernels\nimport torch")) == []
+@pytest.mark.parametrize(
+    ("name", "source", "law"),
+    [
+        ("fpsim.ops", "from fpsim import model", "not below"),
+        ("fpsim.ops", "from fpsim import round_to", "not below"),
+        ("fpsim.policy", "from fpsim.blocks import share", "not below"),
+        ("ada_loss.rules", "import ada_loss.record", "not below"),
+        ("ada_loss.scalers", "from ada_loss import layerwise", "not below"),
+        ("ada_loss.layerwise", "import ada_loss.lab.a_file_without_a_rank", "not below"),
+        ("fpsim.ops", "def f():\n    import ada_loss.rules", "fpsim knows nothing of it"),
+        ("fpsim.ops", "if True:\n    from numba import njit", "imports numba,"),
+        ("fpsim.rounding", "from numba import cuda", r"imports numba\.cuda,"),
+        ("fpsim.ops", "import numba_cuda", "imports numba_cuda,"),
+        ("fpsim.kernels", "from torch import Tensor", "pure arithmetic"),
+        ("ada_loss.rules", "import torch.nn as nn", "pure arithmetic"),
+        ("ada_loss.lab.train", "import matplotlib.pyplot", "imports matplotlib,"),
+        ("fpsim.model", "from qtorch.quant import Quantizer", "imports qtorch,"),
+    ],
+)
+def test_a_broken_law_is_found(name: str, source: str, law: str) -> None:
+    assert re.search(law, "; ".join(broken_laws(name, imports_of(source))))
+
+
+def test_a_kept_law_is_not_reported() -> None:
+    assert broken_laws("fpsim.ops", imports_of("import torch\nfrom fpsim import kernels\nimport numbagg")) == []
+    assert broken_laws("ada_loss.lab.train", imports_of("import fpsim\nfrom ada_loss.layerwise import scale")) == []
+    assert broken_laws("fpsim.kernels", imports_of("import numba_cuda\nfrom numba import cuda, njit")) == []
+
+
+def test_a_relative_import_is_refused() -> None:
+    with pytest.raises(AssertionError, match="written in full"):
+        imports_of("from . import formats")
