@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 
@@ -19,7 +19,7 @@ class Format(NamedTuple):
     signed: bool
 
 
-@lru_cache(maxsize=None)
+@cache
 def make(e: int, m: int, bias: int, specials: str = "ieee", subnormals: bool = True) -> Format:
     """A format from the fields of all its codes without the sign."""
     found: dict[Fraction, bool] = {}

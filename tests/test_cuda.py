@@ -35,7 +35,9 @@ def test_the_kernels_as_ptx() -> None:
     run_alone("ptx.py")
 
 
-def test_a_cuda_tensor_without_numba_cuda_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_tensor_without_numba_cuda_is_an_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "numba_cuda", None)  # what Python leaves for a package that is not there
     with pytest.raises(RuntimeError, match=r"numba-cuda is not installed.*pip install 'fpsim\[cuda12\]'.*\.cpu\(\)"):
         kernels.cuda_loop.__wrapped__(0, 0, 32)
@@ -45,17 +47,21 @@ def test_a_cuda_tensor_without_numba_cuda_is_an_error_that_says_what_to_install(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("name", fpsim.CATALOGUE)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, dtype) for name in fpsim.CATALOGUE for dtype in (torch.float32, torch.float64)),
+        ("fp16", torch.float16),
+        ("e5m2", torch.float16),
+        ("e4m3fn", torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_the_card_gives_the_bits_of_the_cpu(name: str, rounding: str, dtype: torch.dtype) -> None:
     x = (torch.randn(100_003, dtype=torch.float64) * torch.exp2(torch.randint(-45, 36, (100_003,)))).to(dtype)
-    try:
-        fpsim.manual_seed(3)
-        expected = round_to(x, name, rounding)
-    except TypeError as error:
-        assert "cannot hold every value" in str(error)
-        return
+    fpsim.manual_seed(3)
+    expected = round_to(x, name, rounding)
     fpsim.manual_seed(3)
     got = round_to(x.cuda(), name, rounding).cpu()
     assert torch.equal(got.nan_to_num(123.0), expected.nan_to_num(123.0))

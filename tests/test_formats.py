@@ -174,7 +174,9 @@ def test_impossible_fields_are_refused_with_the_reason(fields: dict[str, object]
         FloatFormat(**fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["fp9", "e9m3", "e4m24", "", "FloatFormat(5)", "FloatFormat(x=1)", "FloatFormat(5, q)"])
+@pytest.mark.parametrize(
+    "name", ["fp9", "e9m3", "e4m24", "", "FloatFormat(5)", "FloatFormat(x=1)", "FloatFormat(5, q)"]
+)
 def test_unknown_names_are_refused_with_what_is_known(name: str) -> None:
     with pytest.raises(ValueError, match=r"Unknown format|makes no format"):
         as_format(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import oracle
@@ -33,7 +33,7 @@ def rounded_with(f: FloatFormat, x: float, noise: int, random_bits: int | None, 
     return float(np.array([result], uint).view(floating)[0])
 
 
-@lru_cache(maxsize=None)
+@cache
 def _core(shape: int, width: int) -> Callable[..., int]:
     return make_round(STOCHASTIC, shape, width)
 
@@ -50,7 +50,9 @@ def points(f: FloatFormat, width: int) -> list[float]:
 @pytest.mark.parametrize("width", [32, 64])
 @pytest.mark.parametrize("random_bits", [None, 1, 8, 23])
 @pytest.mark.parametrize("f", ALL, ids=str)
-def test_the_share_of_noise_words_that_round_up_is_the_distance(f: FloatFormat, random_bits: int | None, width: int) -> None:
+def test_the_share_of_noise_words_that_round_up_is_the_distance(
+    f: FloatFormat, random_bits: int | None, width: int
+) -> None:
     fmt = oracle.make(f.exponent_bits, f.mantissa_bits, f.bias, f.specials, f.subnormals)
     for x in points(f, width):
         below, above, _ = oracle.neighbours(fmt, Fraction(x))

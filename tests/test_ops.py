@@ -72,9 +72,13 @@ def test_functional_transforms_see_the_straight_through_gradient() -> None:
 
     assert torch.equal(torch.func.grad(f)(x), 2 * round_to(x, "e4m3fn"))
     assert torch.equal(torch.func.vmap(lambda v: round_to(v, "e4m3fn"))(x), round_to(x, "e4m3fn"))
-    assert torch.equal(torch.func.vmap(lambda v: round_to(v, "e4m3fn"), in_dims=1, out_dims=1)(x), round_to(x, "e4m3fn"))
+    assert torch.equal(
+        torch.func.vmap(lambda v: round_to(v, "e4m3fn"), in_dims=1, out_dims=1)(x), round_to(x, "e4m3fn")
+    )
     assert torch.equal(torch.func.vmap(torch.func.grad(f))(x), 2 * round_to(x, "e4m3fn"))  # per-sample gradients
-    noisy = torch.func.vmap(lambda v: round_to(v, "e5m2", "stochastic"), randomness="different")(torch.full((9, 99), 1.125))
+    noisy = torch.func.vmap(lambda v: round_to(v, "e5m2", "stochastic"), randomness="different")(
+        torch.full((9, 99), 1.125)
+    )
     assert set(noisy.flatten().tolist()) == {1.0, 1.25}
 
 
@@ -100,7 +104,10 @@ def test_any_strides_are_rounded_in_place_and_out_of_place() -> None:
         assert torch.equal(copy, expected)
     expanded = torch.tensor([1.1, 2.3])[:, None].expand(2, 5)
     assert torch.equal(round_to(expanded, "e4m3fn"), round_to(expanded.clone(), "e4m3fn"))
-    assert round_to(base.to(memory_format=torch.contiguous_format).permute(2, 0, 1), "fp16").stride() == base.permute(2, 0, 1).stride()
+    assert (
+        round_to(base.to(memory_format=torch.contiguous_format).permute(2, 0, 1), "fp16").stride()
+        == base.permute(2, 0, 1).stride()
+    )
 
 
 def test_rounding_in_place_touches_only_the_view() -> None:

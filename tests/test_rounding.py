@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
+from itertools import pairwise
 
 import gfloat
 import numpy as np
@@ -40,14 +41,14 @@ def oracle_format(f: FloatFormat) -> oracle.Format:
     return oracle.make(f.exponent_bits, f.mantissa_bits, f.bias, f.specials, f.subnormals)
 
 
-@lru_cache(maxsize=None)
+@cache
 def corners(f: FloatFormat, dtype: torch.dtype, stride: int = 1) -> torch.Tensor:
     """Values, midpoints and third points of neighbours, each with its neighbours in the container; and the borders."""
     magnitudes = oracle_format(f).magnitudes
     ends = [*magnitudes[:3], *magnitudes[3:-3:stride], *magnitudes[-3:], oracle_format(f).next_magnitude]
     points = {float(v) for v in ends}
-    points |= {float((a + b) / 2) for a, b in zip(ends, ends[1:], strict=False)}
-    points |= {float((2 * a + b) / 3) for a, b in zip(ends, ends[1:], strict=False)}
+    points |= {float((a + b) / 2) for a, b in pairwise(ends)}
+    points |= {float((2 * a + b) / 3) for a, b in pairwise(ends)}
     points |= {float(ends[-1] * 2), float(ends[-1] + (ends[-1] - magnitudes[-1]) / 2), float(ends[0] / 3)}
     points |= {f.smallest / 2, f.smallest / 4, 3 * f.smallest / 4, f.smallest * 2.0**-30}
     x = torch.tensor(sorted(p for p in points if p <= FLOAT32_MAX), dtype=torch.float64).to(dtype)
@@ -202,4 +203,3 @@ def test_float32_arithmetic_rounded_once_is_float16_arithmetic(operation: str) -
         expected = torch.from_numpy(getattr(np, operation)(*arguments)).float()
         exact = getattr(np, operation)(*(v.astype(np.float32) for v in arguments))
     assert same(round_to(torch.from_numpy(exact), "fp16"), expected)
-

@@ -1,0 +1,1 @@
+"""The lab: tasks, the one training loop, comparisons, their tables and pictures."""

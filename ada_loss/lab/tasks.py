@@ -1,0 +1,84 @@
+"""Tasks: functions from a seed to a model, data, a loss and metrics. All offline and real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Task", "digits"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained. `loss` takes outputs and targets; so does each metric, and gives a float."""
+
+    name: str
+    model: nn.Module
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    metrics: dict[str, Callable[[Tensor, Tensor], float]]
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions with batch normalisation beside a shortcut, He et al. 2016. (batch, c, h, w) -> the same."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.bn1(self.conv1(x)))
+        return torch.relu(x + self.bn2(self.conv2(y)))
+
+
+class DigitsNet(nn.Module):
+    """A small convolutional network for 8x8 images: (batch, 1, 8, 8) -> (batch, 10) logits."""
+
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, channels, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(channels)
+        self.block = ResidualBlock(channels)
+        self.down = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1, bias=False)
+        self.bn_down = nn.BatchNorm2d(2 * channels)
+        self.head = nn.Linear(2 * channels, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(torch.relu(self.bn(self.stem(x))))
+        x = torch.relu(self.bn_down(self.down(x)))
+        return self.head(x.mean(dim=(2, 3)))  # type: ignore[no-any-return]
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Share of the samples whose largest output is the target's; NaN outputs are wrong."""
+    right = (outputs.argmax(dim=1) == targets) & ~outputs.isnan().any(dim=1)
+    return float(right.float().mean())
+
+
+def digits(seed: int = 0) -> Task:
+    """The 1,797 8x8 images of scikit-learn's digits, a quarter of them for the test; the seed makes the weights.
+
+    >>> task = digits()
+    >>> task.train[0].shape, task.test[0].shape
+    (torch.Size([1347, 1, 8, 8]), torch.Size([450, 1, 8, 8]))
+    """
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    images, labels = load_digits(return_X_y=True)
+    split = train_test_split(images, labels, test_size=450, random_state=0, stratify=labels)  # one split for all seeds
+    x_train, x_test = (torch.tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16 for x in split[:2])
+    y_train, y_test = (torch.tensor(y, dtype=torch.int64) for y in split[2:])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DigitsNet()
+    return Task(
+        "digits", model, (x_train, y_train), (x_test, y_test), nn.functional.cross_entropy, {"accuracy": accuracy}
+    )

@@ -1,0 +1,650 @@
+"""Scalers of the whole loss: any rule behind the verbs of `torch.amp.GradScaler`, and NNabla's whole step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, replace
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ada_loss.rules import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    STEPS,
+    SYSTEMS,
+    LossRule,
+    Off,
+    Torch,
+    as_loss_rule,
+    float32,
+    loss_rule,
+    require,
+)
+
+__all__ = ["GradScaler", "NoScaler", "Updater"]
+
+DEVICES = ("cpu", "cuda", "mps", "xpu")  # what torch.amp.GradScaler takes in the place of our rule
+TORCH_STATE = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+
+
+class GradScaler:
+    """Scales a loss, unscales gradients, steps where they are finite, and lets a rule choose the next scale.
+
+    rule: a `LossRule`, a system's name ("torch", "nnabla", ...) with its parameters, or a number: it stays.
+    A drop-in for `torch.amp.GradScaler`: `device=`, or a device in the place of the rule, is accepted and
+    means torch's rule; the scale goes where the losses are. `enabled=False`, or the rule "off", does nothing.
+    max_gradient_norm: `step` clips the unscaled gradients of its optimizer to this global norm.
+
+    A step with a gradient that is not finite changes no parameter, unless the rule skips nothing (`static`).
+    Nothing is copied to the host before `step` has to choose or `update` to adjust, and nothing at all where
+    a fused optimizer chooses by itself and the rule is torch's.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
+    >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+    >>> scaler = GradScaler("nnabla", scale=8.0)
+    >>> scaler(weight.sum()).backward()
+    >>> weight.grad
+    tensor([8.])
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> weight.detach(), scaler.get_scale()
+    (tensor([0.5000]), 8.0)
+    """
+
+    def __new__(cls, rule: LossRule | str | float = "torch", *, enabled: bool = True, **_: Any) -> GradScaler:
+        off = not enabled or isinstance(rule, Off) or (isinstance(rule, str) and SYSTEMS.get(rule) is Off)
+        return object.__new__(NoScaler if off and cls is GradScaler else cls)
+
+    def __init__(
+        self,
+        rule: LossRule | str | float = "torch",
+        *,
+        max_gradient_norm: float | None = None,
+        enabled: bool = True,
+        device: str | torch.device | None = None,
+        **params: Any,
+    ) -> None:
+        if isinstance(rule, str):
+            rule = loss_rule("torch" if rule in DEVICES else rule, **params)
+        elif params:
+            raise TypeError(
+                f"Parameters came beside the rule {rule!r}: {', '.join(params)}. "
+                f"They go with a system's name only. Give the name, or put them into the rule."
+            )
+        require("max_gradient_norm", max_gradient_norm, POSITIVE.or_none(), "GradScaler", None)
+        self.max_gradient_norm = max_gradient_norm
+        self._rule = as_loss_rule(rule)
+        self._ahead: tuple[Tensor, Tensor] | None = None  # scale and count, once the device has adjusted them
+        self._scales: dict[torch.device, Tensor] = {}  # the scale, and its inverse, where they are needed
+        self._inverses: dict[torch.device, Tensor] = {}
+        self._scaled = False
+        self._progress: dict[int, _Progress] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.rule!r}, max_gradient_norm={self.max_gradient_norm})"
+
+    @property
+    def rule(self) -> LossRule:
+        """The rule for the coming step. Copies it from the device, where it was adjusted there."""
+        if self._ahead is not None:
+            scale, good = self._ahead
+            self._adopt(self._rule.evolve(scale=scale.item(), good=int(good.item())))
+        return self._rule
+
+    def scale(self, outputs: Any) -> Any:
+        """A loss, or a nest of losses, times the scale: lists, tuples, mappings, other iterables (lazily).
+
+        >>> GradScaler(4.0).scale([torch.tensor(1.0), (torch.tensor(2.0),)])
+        [tensor(4.), (tensor(8.),)]
+        """
+        if isinstance(outputs, Tensor):
+            self._scaled = True
+            return outputs * self._scale_on(outputs.device)
+        if isinstance(outputs, Mapping):
+            return {name: self.scale(value) for name, value in outputs.items()}
+        if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+            return type(outputs)(*map(self.scale, outputs))
+        if isinstance(outputs, (list, tuple)):
+            return type(outputs)(map(self.scale, outputs))
+        if isinstance(outputs, Iterable) and not isinstance(outputs, str):
+            return map(self.scale, outputs)
+        raise ValueError(
+            f"outputs must be a Tensor or an iterable of Tensors, not {type(outputs).__name__}. "
+            f"Give scale() the loss before .item()."
+        )
+
+    def __call__(self, outputs: Any) -> Any:
+        """The same as `scale`: `scaler(loss).backward()`."""
+        return self.scale(outputs)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of an optimizer by the scale, in place, and note whether all are finite.
+
+        `step` does it by itself; call it before, once, to look at the gradients or to change them. Sparse
+        gradients are coalesced. Raises ValueError for float16 gradients, where the quotient would underflow.
+        """
+        progress = self._begin(optimizer, "unscale_")
+        if progress.stage is not Stage.READY:
+            when = "has already been called on this optimizer since the last update()"
+            if progress.stage is Stage.STEPPED:
+                when = "is being called after step()"
+            raise RuntimeError(f"unscale_() {when}. Call it once, between backward() and step().")
+        gradients = _gradients(optimizer)
+        for _, dtype in gradients:
+            if dtype is torch.float16:
+                raise ValueError(
+                    "Attempting to unscale FP16 gradients. Float32 gradients have the range for it. "
+                    "Keep the parameters in float32 and let autocast or the emulation lower the precision."
+                )
+        self._check(progress, gradients, self._inverse_on)
+        if self._rule.needs_largest:
+            some = [g for grads in gradients.values() for g in grads if g.numel()]
+            progress.largest = list(torch._foreach_norm(some, ord=float("inf"))) if some else []
+        progress.stage = Stage.UNSCALED
+
+    def clip_(self, optimizer: Optimizer, max_norm: float) -> None:
+        """Multiply an optimizer's unscaled gradients by max_norm / (their global norm + 1e-6), at most by 1.
+
+        A norm that is not finite is an overflow, as for Cerebras. `step` does it for `max_gradient_norm`.
+        """
+        progress = self._begin(optimizer, "clip_")
+        if progress.stage is not Stage.UNSCALED:
+            raise RuntimeError(
+                f"clip_() is being called on gradients that are {progress.stage.value}, not unscaled. "
+                f"Call unscale_(optimizer) first, and step(optimizer) after."
+            )
+        norm = _clip(_gradients(optimizer), max_norm)
+        if norm is not None:
+            progress.found_inf[norm.device] += ~torch.isfinite(norm)
+            progress.known = None
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale if `unscale_` has not been called, clip, and `optimizer.step(*args, **kwargs)`, or skip it.
+
+        Returns what `optimizer.step` returns, None where it is skipped.
+        """
+        if "closure" in kwargs or any(callable(a) for a in args):
+            raise RuntimeError(
+                "Closure use is not currently supported if GradScaler is enabled. The scaler must see the "
+                "gradients before each step. Take an optimizer without closure, or GradScaler(enabled=False)."
+            )
+        progress = self._begin(optimizer, "step")
+        if progress.stage is Stage.STEPPED:
+            raise RuntimeError("step() has already been called since the last update(). Call update() first.")
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        must_unscale = not fused or self.max_gradient_norm is not None or self._rule.needs_largest
+        if progress.stage is Stage.READY and must_unscale:
+            self.unscale_(optimizer)
+        if self.max_gradient_norm is not None:
+            self.clip_(optimizer, self.max_gradient_norm)
+        if fused:
+            result = self._step_fused(optimizer, progress, args, kwargs)
+        else:
+            progress.require_checked()
+            skip = self._rule.skips and progress.overflow()
+            result = None if skip else optimizer.step(*args, **kwargs)
+        progress.stage = Stage.STEPPED
+        return result
+
+    def overflowed(self, optimizer: Optimizer) -> bool:
+        """Whether `unscale_` or `step` found a gradient of this optimizer that is not finite, since `update`.
+
+        Copies one number to the host, unless `step` has done so.
+        """
+        return self._begin(optimizer, "overflowed").overflow()
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Let the rule choose the next scale, or set it; call it once all optimizers have stepped.
+
+        Raises FloatingPointError where the rule's system stops because its scale cannot fall further; the
+        scaler can be saved then, and goes on with the scale it had.
+        """
+        self._require_scaled("update")
+        if new_scale is not None:
+            self._adopt(replace(self.rule, scale=self._given(new_scale)))
+            self._progress = {}
+            return
+        seen = [progress for progress in self._progress.values() if progress.found_inf]
+        if not seen:
+            raise RuntimeError(
+                "No inf checks were recorded prior to update. No optimizer with gradients has stepped yet. "
+                "Call step(optimizer) first."
+            )
+        self._progress = {}
+        if not self._rule.dynamic:
+            return
+        if type(self._rule) is Torch and any(progress.known is None for progress in seen):
+            found = _sum(found for progress in seen for found in progress.found_inf.values())
+            assert found is not None
+            self._adjust_on_device(self._rule, found)
+            return
+        ok = not any(progress.overflow() for progress in seen)
+        largest = [float(t) for progress in seen for t in progress.largest] if ok else []
+        self._adopt(self.rule.adjust(ok, max(largest, default=None)))
+
+    def get_scale(self) -> float:
+        """The scale of the coming step. Copies it to the host where the device has adjusted it."""
+        return self.rule.scale
+
+    def get_growth_factor(self) -> float:
+        """The rule's `growth_factor`; AttributeError for rules that call it otherwise, or have none."""
+        return self._parameter("growth_factor")
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the rule's `growth_factor`."""
+        self._set_parameter("growth_factor", new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """The rule's `backoff_factor`; AttributeError for rules that call it otherwise, or have none."""
+        return self._parameter("backoff_factor")
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the rule's `backoff_factor`."""
+        self._set_parameter("backoff_factor", new_factor)
+
+    def get_growth_interval(self) -> int:
+        """The rule's `growth_interval`; AttributeError for rules that call it otherwise, or have none."""
+        return self._parameter("growth_interval")
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the rule's `growth_interval`."""
+        self._set_parameter("growth_interval", new_interval)
+
+    def is_enabled(self) -> bool:
+        """Whether this scaler scales at all."""
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rule's name, all its parameters and all it remembers, and `max_gradient_norm`, as plain values.
+
+        For torch's rule `torch.amp.GradScaler` can load it, and the other way round.
+        """
+        rule = self.rule
+        state = {f.name: getattr(rule, f.name) for f in fields(rule)}
+        if type(rule) is Torch:
+            state["_growth_tracker"] = state.pop("good")
+        return {"rule": rule.system, **state, "max_gradient_norm": self.max_gradient_norm}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up a state, at any time. Raises RuntimeError for an empty one, and for one of another rule."""
+        state = dict(state_dict)
+        if not state:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved from a disabled instance of "
+                "GradScaler. A state has the rule's parameters. Save it where is_enabled() is true."
+            )
+        rule = self.rule
+        if set(state) == TORCH_STATE and type(rule) is Torch:
+            state = {"rule": rule.system, "init_scale": rule.init_scale, **state}
+        name = state.pop("rule", None)
+        if name != rule.system:
+            raise RuntimeError(
+                f"The state is of the rule {name!r}, and this scaler goes by {rule.system!r}. A state fits a "
+                f"scaler of its own rule. Make one, GradScaler({name!r}, ...), or start this one afresh."
+            )
+        norm = state.pop("max_gradient_norm", self.max_gradient_norm)
+        if "_growth_tracker" in state:
+            state["good"] = state.pop("_growth_tracker")
+        names = {f.name for f in fields(rule)}
+        if set(state) != names:
+            raise RuntimeError(
+                f"The state of the rule {name!r} came without {sorted(names - set(state))} and with "
+                f"{sorted(set(state) - names)}. It has {', '.join(sorted(names))}. Save it with state_dict()."
+            )
+        rule = replace(rule, **state)
+        require("max_gradient_norm", norm, POSITIVE.or_none(), "GradScaler", None)
+        self.max_gradient_norm = norm
+        self._progress = {}
+        self._adopt(rule)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._progress:
+            raise RuntimeError(
+                "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end "
+                "after scaler.update(). Call update() first, or save state_dict(), at any time."
+            )
+        rule = self.rule
+        return {**self.__dict__, "_rule": rule, "_ahead": None, "_scales": {}, "_inverses": {}}
+
+    def _require_scaled(self, verb: str) -> None:
+        if not self._scaled:
+            raise RuntimeError(
+                f"Attempted {verb} but nothing was scaled yet. This may indicate your script did not use "
+                f"scaler.scale(loss or outputs) earlier in the iteration. Call scaler.scale(loss).backward()."
+            )
+
+    def _begin(self, optimizer: Optimizer, verb: str) -> _Progress:
+        self._require_scaled(verb)
+        progress = self._progress.get(id(optimizer))
+        if progress is None:
+            progress = self._progress[id(optimizer)] = _Progress()
+        return progress
+
+    def _scale_on(self, device: torch.device) -> Tensor:
+        scale = self._scales.get(device)
+        if scale is None:
+            # a tensor, as in torch: a 0-d float16 loss is promoted by it, and would overflow by a number
+            if self._ahead is not None:
+                scale = self._ahead[0].to(device, non_blocking=True, copy=True)
+            else:
+                scale = torch.full((), float32(self._rule.scale), dtype=torch.float32, device=device)
+            self._scales[device] = scale
+        return scale
+
+    def _inverse_on(self, device: torch.device) -> Tensor:
+        inverse = self._inverses.get(device)
+        if inverse is None:
+            scale = self._scale_on(device)
+            # in double, for some compilers divide floats inexactly; mps has no double
+            exact = scale if device.type == "mps" else scale.double()
+            inverse = self._inverses[device] = exact.reciprocal().float()
+        return inverse
+
+    def _check(self, progress: _Progress, gradients: Gradients, inverse_on: _OnDevice) -> None:
+        """Multiply the gradients by the inverse and note which devices hold one that is not finite."""
+        for (device, _), grads in gradients.items():
+            found = progress.found_inf.get(device)
+            if found is None:
+                found = progress.found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse_on(device))
+
+    def _step_fused(self, optimizer: Any, progress: _Progress, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A step of an optimizer that divides by the scale and skips by itself, on its device."""
+        if "grad_scaler" in inspect.signature(optimizer.step).parameters:  # the older of torch's contracts
+            return optimizer.step(*args, **kwargs, grad_scaler=self)
+        scale = getattr(optimizer, "grad_scale", None)
+        if progress.stage is Stage.READY:
+            self._check(progress, _gradients(optimizer), _one_on)
+        found = _sum(progress.found_inf.values())
+        if progress.stage is Stage.READY and found is not None:
+            scale = self._scale_on(found.device) * (1 if scale is None else scale)
+        optimizer.grad_scale, optimizer.found_inf = scale, found if self._rule.skips else None
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+    def _adjust_on_device(self, rule: Torch, found: Tensor) -> None:
+        """torch's rule in torch's own kernel: the same arithmetic, and the host need not know."""
+        if self._ahead is None:
+            good = torch.full((), rule.good, dtype=torch.int32, device=found.device)
+            self._ahead = self._scale_on(found.device).clone(), good
+        scale, good = self._ahead
+        found = found.to(scale.device, non_blocking=True)
+        factors = rule.growth_factor, rule.backoff_factor
+        torch._amp_update_scale_(scale, good, found, *factors, rule.growth_interval)
+        self._scales, self._inverses = {}, {}
+
+    def _adopt(self, rule: LossRule) -> None:
+        if rule.scale != self._rule.scale or self._ahead is not None:
+            self._scales, self._inverses = {}, {}
+        self._rule, self._ahead = rule, None
+
+    def _given(self, new_scale: float | Tensor) -> float:
+        if not isinstance(new_scale, Tensor):
+            return new_scale
+        if new_scale.numel() != 1 or new_scale.requires_grad:
+            raise ValueError(
+                f"new_scale came as a tensor of {new_scale.numel()} elements. new_scale should be a float or "
+                f"a 1-element torch.FloatTensor with requires_grad=False. Give the number."
+            )
+        return float(new_scale)
+
+    def _parameter(self, name: str) -> Any:
+        rule = self.rule
+        if not hasattr(rule, name):
+            raise AttributeError(
+                f"The rule {rule.system!r} has no {name!r}. "
+                f"It has {', '.join(f.name for f in fields(rule))}. Read them in scaler.rule."
+            )
+        return getattr(rule, name)
+
+    def _set_parameter(self, name: str, value: float) -> None:
+        self._parameter(name)
+        self._adopt(replace(self.rule, **{name: value}))
+
+
+class NoScaler(GradScaler):
+    """What `GradScaler(enabled=False)` and `GradScaler("off")` give: no scaling, no checks, nothing skipped.
+
+    `max_gradient_norm` still clips.
+
+    >>> GradScaler(enabled=False).scale(torch.tensor(3.0))
+    tensor(3.)
+    """
+
+    def __init__(self, *args: Any, enabled: bool = False, **params: Any) -> None:
+        super().__init__(*args, **params)
+        self._rule = Off()
+
+    def scale(self, outputs: Any) -> Any:
+        return outputs
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        pass
+
+    def clip_(self, optimizer: Optimizer, max_norm: float) -> None:
+        _clip(_gradients(optimizer), max_norm)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if self.max_gradient_norm is not None:
+            self.clip_(optimizer, self.max_gradient_norm)
+        return optimizer.step(*args, **kwargs)
+
+    def overflowed(self, optimizer: Optimizer) -> bool:
+        return False
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        pass
+
+    def is_enabled(self) -> bool:
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        pass
+
+
+class Updater:
+    """A whole training step in one call, tried again with fresh data and a smaller scale after an overflow.
+
+    NNabla's `DynamicLossScalingUpdater`, with any scaler. `update` zeroes the gradients; `accumulate` times
+    it feeds data and takes the scaled loss backward, so that gradients add up (divide the loss for means); it
+    adds them over `process_group`, unscales them, clips to the global norm `clip`, adds `weight_decay` times
+    the weights, steps, and lets the rule adjust. A skipped step begins again, up to `max_retries` times.
+
+    data_feeder: called without arguments; what it returns goes to loss_fn, which returns a loss.
+    process_group: None for one process, `torch.distributed.group.WORLD` for all. Every rank must be given the
+    same parameters and an equal rule; then all see the same gradients, and skip, retry and adjust together.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([2.0]))
+    >>> data = iter([3.0e38, 1.0])
+    >>> scaler, sgd = GradScaler("nnabla", scale=8.0), torch.optim.SGD([weight], lr=0.5)
+    >>> updater = Updater(sgd, lambda x: (x * weight).sum(), lambda: next(data), scaler)
+    >>> updater.update(), weight.detach(), scaler.get_scale()
+    (tensor(2.), tensor([1.5000]), 4.0)
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        loss_fn: Callable[[Any], Tensor],
+        data_feeder: Callable[[], Any],
+        scaler: GradScaler,
+        accumulate: int = 1,
+        weight_decay: float | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        clip: float | None = None,
+        max_retries: int = 100,
+    ) -> None:
+        for name, function in (("loss_fn", loss_fn), ("data_feeder", data_feeder)):
+            if not callable(function):
+                raise TypeError(
+                    f"{name} came as {type(function).__name__}. It must be callable: a retry calls it anew. "
+                    f"Give a function; for an iterator, lambda: next(iterator)."
+                )
+        require("accumulate", accumulate, STEPS, "Updater", 1)
+        require("weight_decay", weight_decay, NOT_NEGATIVE.or_none(), "Updater", None)
+        require("clip", clip, POSITIVE.or_none(), "Updater", None)
+        require("max_retries", max_retries, COUNT, "Updater", 100)
+        self.optimizer, self.loss_fn, self.data_feeder, self.scaler = optimizer, loss_fn, data_feeder, scaler
+        self.accumulate, self.weight_decay, self.clip = accumulate, weight_decay, clip
+        self.process_group, self.max_retries = process_group, max_retries
+
+    def update(self) -> Tensor | None:
+        """One step. Gives the sum of its losses, not scaled; None where all retries overflowed, unchanged."""
+        for _ in range(1 + self.max_retries):
+            loss = self._backward()
+            self.scaler.unscale_(self.optimizer)
+            if self.clip is not None:
+                self.scaler.clip_(self.optimizer, self.clip)
+            if self.weight_decay is not None:
+                self._decay(self.weight_decay)
+            self.scaler.step(self.optimizer)
+            skipped = self.scaler.rule.skips and self.scaler.overflowed(self.optimizer)
+            self.scaler.update()
+            if not skipped:
+                return loss
+        return None
+
+    def _backward(self) -> Tensor:
+        self.optimizer.zero_grad()
+        total: Tensor | None = None
+        for _ in range(self.accumulate):
+            loss = self.loss_fn(self.data_feeder())
+            self.scaler.scale(loss).backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        if self.process_group is not None:
+            _all_reduce(_parameters(self.optimizer), self.process_group)
+        assert total is not None
+        return total
+
+    def _decay(self, rate: float) -> None:
+        for parameter in _parameters(self.optimizer):
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise ValueError(
+                    f"weight_decay={rate} came with a sparse gradient. It goes with dense gradients only. "
+                    f"Leave it out, or set sparse=False in the layer."
+                )
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach(), alpha=rate)
+
+
+class Stage(Enum):
+    """How far an optimizer has come since the last update."""
+
+    READY = "not unscaled"
+    UNSCALED = "unscaled"
+    STEPPED = "used up by step()"
+
+
+class _Progress:
+    """What the scaler knows of one optimizer since the last update."""
+
+    __slots__ = ("found_inf", "known", "largest", "stage")
+
+    def __init__(self) -> None:
+        self.stage = Stage.READY
+        self.found_inf: dict[torch.device, Tensor] = {}  # 0-d, above 0 where a gradient was not finite
+        self.known: bool | None = None  # found_inf, once it was copied to the host
+        self.largest: list[Tensor] = []  # 0-d, for rules that need the largest gradient
+
+    def require_checked(self) -> None:
+        if not self.found_inf:
+            raise RuntimeError(
+                "No inf checks were recorded for this optimizer. None of its parameters has a gradient. "
+                "Call backward() first, and see that the loss depends on its parameters."
+            )
+
+    def overflow(self) -> bool:
+        """Whether a gradient was not finite, on the host."""
+        if self.known is None:
+            self.require_checked()
+            self.known = any(found.item() != 0 for found in self.found_inf.values())
+        return self.known
+
+
+_OnDevice = Callable[[torch.device], Tensor]
+Gradients = dict[tuple[torch.device, torch.dtype], list[Tensor]]
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _gradients(optimizer: Optimizer) -> Gradients:
+    """The gradients, each kind in one list for one call; of a sparse one its values, each index once."""
+    found: Gradients = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                # the sum of two finite values of one index may overflow: only the sum tells
+                grad = parameter.grad = grad.coalesce()
+                grad = grad._values()
+            kind = grad.device, grad.dtype
+            if kind in found:
+                found[kind].append(grad)
+            else:
+                found[kind] = [grad]
+    return found
+
+
+def _clip(gradients: Gradients, max_norm: float) -> Tensor | None:
+    """Clip to a global norm, in place, and give the norm there was; None where there is no gradient."""
+    every = [grad for grads in gradients.values() for grad in grads]
+    if not every:
+        return None
+    norm = torch.nn.utils.get_total_norm(every)
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for (device, _), grads in gradients.items():
+        torch._foreach_mul_(grads, coefficient.to(device, non_blocking=True))
+    return norm
+
+
+def _sum(found: Iterable[Tensor]) -> Tensor | None:
+    """The sum of 0-d tensors, on the device of the first; None of none."""
+    total: Tensor | None = None
+    for each in found:
+        total = each if total is None else total + each.to(total.device, non_blocking=True)
+    return total
+
+
+def _one_on(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def _all_reduce(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Add gradients over the group, one collective for each device and type; missing here counts as zero.
+
+    A gradient that is missing on every rank stays missing: a count of those that have it travels along.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    for alike in kinds.values():
+        if any(p.grad is not None and p.grad.is_sparse for p in alike):
+            raise ValueError(
+                "A sparse gradient came to an Updater with a process group, which adds dense ones. "
+                "Set sparse=False, or leave out process_group."
+            )
+        present = torch.tensor([float(p.grad is not None) for p in alike]).to(alike[0])
+        flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in alike]
+        packed = torch.cat([present, *(g.reshape(-1) for g in flat)])
+        dist.all_reduce(packed, group=group)
+        counts, *sums = packed.split([len(alike), *(p.numel() for p in alike)])
+        for parameter, count, total in zip(alike, counts.tolist(), sums):
+            if count:
+                parameter.grad = total.view_as(parameter)
