@@ -865,7 +865,7 @@ class LogMax(LossRule):
     scale = 2^(log_max - (m + overflow_std_dev * s)), clipped, where m is the running mean (beta1) and s the
     standard deviation (beta2), bias-corrected, of log2 of the largest unscaled gradient, or `log_max` where
     that is not finite. log_max is log2 of the format's top, 16 for fp16. Gradients that are all zero change
-    nothing. The moments are float64; TensorFlow's are float32, in which the difference of squares cancels.
+    nothing. The moments are float64; TensorFlow's are float32, and lose digits in a difference of squares.
 
     >>> LogMax().adjust(ok=True, largest=2.0**4).scale
     4096.0
@@ -882,9 +882,9 @@ class LogMax(LossRule):
     beta1: float = param(0.99, BELOW_ONE)
     beta2: float = param(0.999, BELOW_ONE)
     overflow_std_dev: float = param(3.09, NOT_NEGATIVE)
-    mean: float = state(0.0, FINITE)  # not yet bias-corrected, as all three
+    mean: float = state(0.0, FINITE)  # of log2 of the largest gradient
     slow_mean: float = state(0.0, FINITE)
-    slow_square: float = state(0.0, NOT_NEGATIVE)
+    variance: float = state(0.0, NOT_NEGATIVE)
     seen: int = state(0, COUNT)  # gradients that were not all zero
 
     def _start(self) -> float:
@@ -900,18 +900,19 @@ class LogMax(LossRule):
             return self
         finite = ok and largest is not None and math.isfinite(largest)
         x = math.log2(largest) if finite else self.log_max  # type: ignore[arg-type]
-        mean = self.beta1 * self.mean + (1 - self.beta1) * x
-        slow_mean = self.beta2 * self.slow_mean + (1 - self.beta2) * x
-        slow_square = self.beta2 * self.slow_square + (1 - self.beta2) * x * x
-        after = self.evolve(mean=mean, slow_mean=slow_mean, slow_square=slow_square, seen=self.seen + 1)
-        return after.evolve(scale=after._proposed())
-
-    def _proposed(self) -> float:
-        correction1, correction2 = 1 - self.beta1**self.seen, 1 - self.beta2**self.seen
-        variance = self.slow_square / correction2 - (self.slow_mean / correction2) ** 2
-        cutoff = self.mean / correction1 + self.overflow_std_dev * math.sqrt(max(variance, 0.0))
-        scale = float32(2.0 ** min(self.log_max - cutoff, 1023.0))  # beyond, 2.0**x raises
-        return max(min(scale, float32(self.scale_max)), float32(self.scale_min))
+        seen = self.seen + 1
+        # A bias-corrected running mean is one whose newest value weighs (1 - beta) / (1 - beta^seen), and so is
+        # the variance (West 1979): no difference of squares, which cancels.
+        newest1, newest2 = ((1 - beta) / (1 - beta**seen) for beta in (self.beta1, self.beta2))
+        mean = self.mean + newest1 * (x - self.mean)
+        shift = newest2 * (x - self.slow_mean)
+        variance = (1 - newest2) * (self.variance + (x - self.slow_mean) * shift)
+        exponent = self.log_max - (mean + self.overflow_std_dev * math.sqrt(variance))
+        scale = float32(2.0 ** min(exponent, 1023.0))  # beyond, 2.0**x raises
+        scale = max(min(scale, float32(self.scale_max)), float32(self.scale_min))
+        return self.evolve(
+            scale=scale, mean=mean, slow_mean=self.slow_mean + shift, variance=variance, seen=seen
+        )
 
 
 SYSTEMS: dict[str, type[LossRule]] = {
