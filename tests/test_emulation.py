@@ -1,0 +1,442 @@
+"""What a model computes under emulation: every call, forward and backward, against arithmetic done by hand."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fpsim
+from fpsim import Policy, emulate, quantize, round_to
+
+FP16 = "fp16"
+
+
+def h(x: Tensor) -> Tensor:
+    """To fp16 and back by torch's own cast: the oracle of every expectation here."""
+    return x.detach().half().float()
+
+
+def is_fp16(x: Tensor) -> bool:
+    return torch.equal(x.detach(), h(x))
+
+
+def randn(*shape: int, grad: bool = False) -> Tensor:
+    return torch.randn(*shape).requires_grad_(grad)
+
+
+# Forward
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "div"])
+def test_elementwise_arithmetic_is_numpys_float16(name: str) -> None:
+    bits = torch.randint(-(2**15), 2**15, (2, 50_000), dtype=torch.int32).to(torch.int16)
+    a, b = (v.clone() for v in bits.view(torch.float16))
+    numpy_name = {"add": "add", "sub": "subtract", "mul": "multiply", "div": "divide"}[name]
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(getattr(np, numpy_name)(a.numpy(), b.numpy())).float()
+    with emulate(FP16):
+        got = getattr(torch, name)(a.float(), b.float())
+    assert torch.equal(got.nan_to_num(7.0, 8.0, -8.0), expected.nan_to_num(7.0, 8.0, -8.0))
+
+
+UNARY: list[Callable[[Tensor], Tensor]] = [
+    torch.exp, torch.tanh, torch.sigmoid, torch.sqrt, torch.rsqrt, F.gelu, F.silu, F.softplus, torch.sin, torch.log1p,
+    lambda x: x**2, lambda x: x * 0.1, lambda x: 1 / x, lambda x: F.softmax(x, -1), lambda x: x.log_softmax(-1),
+    lambda x: x.sum(0), lambda x: x.mean(), lambda x: x.std(), lambda x: F.layer_norm(x, (6,)), lambda x: x.cumsum(0),
+    lambda x: x.clamp(0.1, 0.9), lambda x: x.masked_fill(x > 1, 0.3), lambda x: torch.where(x > 1, x, 0.7),
+    lambda x: F.pad(x, (1, 1), value=0.1), lambda x: F.dropout(x, 0.3), lambda x: torch.einsum("ij,kj->ik", x, x),
+    lambda x: x @ x.T, lambda x: F.linear(x, x), lambda x: torch.addmm(x[:, :5], x, x.T[:, :5]),
+    lambda x: torch.lerp(x, -x, 0.3),
+    lambda x: F.avg_pool1d(x, 2), lambda x: x.norm(), lambda x: F.interpolate(x[None], scale_factor=1.5, mode="linear"),
+    lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]), lambda x: F.normalize(x),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(len(UNARY)))
+def test_a_call_gives_the_rounded_float32_result_of_rounded_operands(index: int) -> None:
+    x = torch.rand(5, 6) + 0.5
+    torch.manual_seed(1)
+    expected = UNARY[index](h(x))
+    torch.manual_seed(1)
+    with emulate(FP16):
+        got = UNARY[index](x)
+    assert is_fp16(got)
+    assert torch.equal(got, h(expected))
+
+
+def test_a_module_gives_the_rounded_result_of_rounded_operands() -> None:
+    layer, x = nn.Linear(7, 3), randn(4, 7)
+    expected = h(F.linear(h(x), h(layer.weight), h(layer.bias)))
+    assert torch.equal(quantize(layer, FP16)(x), expected)
+    conv, image = nn.Conv2d(2, 3, 3), randn(1, 2, 8, 8)
+    expected = h(F.conv2d(h(image), h(conv.weight), h(conv.bias)))
+    assert torch.equal(quantize(conv, FP16)(image), expected)
+    table = nn.Embedding(5, 4)
+    assert torch.equal(quantize(table, FP16)(torch.tensor([1, 3])), h(table.weight)[[1, 3]])
+
+
+def test_views_copies_and_selections_change_nothing_and_stay_in_the_format() -> None:
+    x = randn(4, 6)
+    with emulate(FP16):
+        y = x * 1.0
+        pieces = [
+            y.view(24), y.T, y[1], y[:, ::2], y.reshape(3, 8), y.expand(2, 4, 6), torch.cat([y, y]),
+            torch.stack([y, y]),
+            y.clone(), y.chunk(2)[1], y.unbind(0)[2], y.repeat(2, 1), y.contiguous(), y.flip(0), y.relu(), -y, y.abs(),
+            y.max(), y.sort().values, y.gather(1, torch.zeros(4, 1, dtype=torch.int64)), F.max_pool1d(y, 2), y.detach(),
+        ]  # fmt: skip
+    for piece in pieces:
+        assert is_fp16(piece)
+
+
+def test_in_place_calls_are_rounded_too() -> None:
+    x = h(randn(8))
+    with emulate(FP16):
+        a = x * 1.0
+        a += 0.1
+        assert torch.equal(a, h(x + 0.1))
+        a.mul_(0.3)
+        assert torch.equal(a, h(h(x + 0.1) * 0.3))
+        b = x * 1.0
+        b[2:4] = 0.1
+        assert is_fp16(b)
+        out = torch.empty(8)
+        torch.exp(x, out=out)
+        assert torch.equal(out, h(x.exp()))
+        c = F.relu(x * 3, inplace=True)
+        assert torch.equal(c, h(x * 3).relu())
+
+
+def test_a_rounded_tensor_that_is_changed_is_rounded_again() -> None:
+    with emulate(FP16):
+        y = torch.ones(3) * 1.5
+    y.add_(2.0**-13)  # outside: no value of fp16 any more
+    with emulate(FP16):
+        z = y * 1.0
+    assert torch.equal(z, torch.full((3,), 1.5))
+
+
+def test_an_input_keeps_its_values() -> None:
+    x = randn(5)
+    before = x.clone()
+    with emulate("e4m3fn"):
+        _ = x + 1
+        _ = torch.exp(x)
+    assert torch.equal(x, before)
+
+
+def test_integers_and_booleans_pass() -> None:
+    with emulate("e2m1fn"):
+        n = torch.arange(100) * 7
+        assert int(n[-1]) == 99 * 7
+        assert bool((torch.tensor([1.0]) == 1.0).all())
+
+
+def test_batch_norm_statistics_stay_float32_and_are_updated() -> None:
+    layer = nn.BatchNorm2d(3, momentum=0.1)
+    model, x = quantize(layer, FP16), randn(4, 3, 5, 5)
+    out = model(x)
+    twin = nn.BatchNorm2d(3, momentum=0.1)
+    expected = twin(h(x))
+    assert torch.equal(out, h(expected))
+    assert torch.equal(model.running_mean, twin.running_mean)
+    assert torch.equal(model.running_var, twin.running_var)
+    assert not is_fp16(model.running_var)
+    model.eval(), twin.eval()
+    assert torch.equal(model(x), h(twin(h(x))))
+
+
+# Backward
+
+
+@pytest.mark.parametrize(
+    ("function", "gradient"),
+    [
+        (torch.tanh, lambda y: 1 - y * y),
+        (torch.sigmoid, lambda y: (1 - y) * y),
+        (torch.exp, lambda y: y),
+    ],
+    ids=["tanh", "sigmoid", "exp"],
+)
+def test_what_an_operation_saves_for_its_backward_is_the_rounded_result(
+    function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor], Tensor]
+) -> None:
+    x = h(randn(1000)).requires_grad_()
+    with emulate(Policy(activation=FP16)):
+        y = function(x)
+    y.sum().backward()
+    expected = gradient(h(function(x.detach())))
+    # ATen may fuse the formula: one float32 rounding of a number below 2, twice
+    torch.testing.assert_close(x.grad, expected, rtol=2**-22, atol=2**-23)
+    unrounded = gradient(function(x.detach()))
+    assert (x.grad - expected).abs().sum() * 50 < (unrounded - expected).abs().sum()  # type: ignore[operator]
+
+
+def test_the_gradients_of_two_layers_are_rounded_at_every_step() -> None:
+    model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.ReLU(), nn.Linear(5, 4, bias=False))
+    q, x, g = quantize(model, FP16), randn(3, 6), randn(3, 4)
+    q(x).backward(g)
+    w1, w2 = h(model[0].weight), h(model[2].weight)
+    a1 = h(h(x) @ w1.T)
+    r1 = a1.relu()
+    g2 = h(g)
+    assert torch.equal(q[2].weight.grad, h(g2.T @ r1))
+    g1 = h((g2 @ w2) * (a1 > 0))
+    assert torch.equal(q[0].weight.grad, h(g1.T @ h(x)))
+
+
+def test_each_role_alone_rounds_what_it_names() -> None:
+    layer, x, g = nn.Linear(6, 5, bias=False), randn(3, 6), randn(3, 5)
+    w = layer.weight.detach()
+
+    def run(**roles: str) -> tuple[Tensor, Tensor]:
+        model = quantize(layer, Policy(**roles))
+        out = model(x)
+        out.backward(g)
+        assert model.weight.grad is not None
+        return out.detach(), model.weight.grad
+
+    assert torch.equal(run()[0], x @ w.T)
+    assert torch.equal(run(weight=FP16)[0], F.linear(x, h(w)))
+    assert torch.equal(run(activation=FP16)[0], h(F.linear(h(x), w)))
+    assert torch.equal(run(error=FP16)[1], h(g).T @ x)
+    assert torch.equal(run(weight_grad=FP16)[1], h(g.T @ x))
+
+
+def test_the_gradient_of_a_fan_out_is_rounded_once_and_hands_of_the_user_stay_clean() -> None:
+    x = h(randn(50)).requires_grad_()
+    g = randn(50)
+    mine = g.clone()
+    with emulate(FP16):
+        y = x * 1.0
+        z = y + y * 0.5
+    y.retain_grad()
+    z.backward(mine)
+    assert torch.equal(mine, g)
+    gz = h(g)
+    assert torch.equal(y.grad, h(gz + h(gz) * 0.5))  # type: ignore[arg-type]
+
+
+def test_a_residual_sum_does_not_mix_the_formats_of_its_branches() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Identity(), nn.Identity()
+            self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x) + self.second(x)
+
+    policy = Policy(error="fp32", overrides={"first": Policy(error="e5m2"), "second": Policy(error="e4m3fn")})
+    model, x, g = quantize(Two(), policy), randn(4, 8), randn(4, 8)
+    model(x).backward(g)
+    assert torch.equal(model.first.weight.grad, round_to(g, "e5m2").T @ x)
+    assert torch.equal(model.second.weight.grad, round_to(g, "e4m3fn").T @ x)
+
+
+def test_a_weight_used_twice_has_its_gradient_rounded_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(5, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.w + x @ self.w.T
+
+    model, x, g = quantize(Tied(), Policy(weight=FP16, weight_grad=FP16)), h(randn(3, 5)), randn(3, 5)
+    out = model(x)
+    assert torch.equal(out, x @ h(model.w) + x @ h(model.w).T)
+    out.backward(g)
+    torch.testing.assert_close(model.w.grad, h(x.T @ g + (x.T @ g).T), rtol=2**-10, atol=0)  # the order of two sums
+    assert is_fp16(model.w.grad)
+
+
+def test_gradients_accumulate_in_float32() -> None:
+    model, x = quantize(nn.Linear(4, 4, bias=False), FP16), randn(2, 4)
+    grads = []
+    for scale in (1.0, 2.0**-12):
+        model.zero_grad()
+        model(x).backward(torch.full((2, 4), scale))
+        grads.append(model.weight.grad.clone())
+    model.zero_grad()
+    for scale in (1.0, 2.0**-12):
+        model(x).backward(torch.full((2, 4), scale))
+    assert torch.equal(model.weight.grad, grads[0] + grads[1])
+
+
+def test_double_backward_and_retained_graphs_work() -> None:
+    model, x = quantize(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), FP16), randn(3, 4, grad=True)
+    out = model(x).sum()
+    (g,) = torch.autograd.grad(out, x, create_graph=True)
+    g.pow(2).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model[0].parameters())
+    out = model(x).sum()
+    first = torch.autograd.grad(out, x, retain_graph=True)[0].clone()
+    assert torch.equal(torch.autograd.grad(out, x)[0], first)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_modules_give_the_same_gradients(reentrant: bool) -> None:
+    model = quantize(nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)), FP16)
+    x = randn(4, 6, grad=True)
+    for rounding in ("nearest_even", "stochastic"):
+        model = quantize(fpsim.dequantize(model), FP16, rounding=rounding)
+        results = []
+        for call in (model, lambda v, m=model: checkpoint(m, v, use_reentrant=reentrant)):
+            x.grad = None
+            model.zero_grad()
+            torch.manual_seed(5)
+            call(x).sum().backward()
+            results.append([x.grad.clone(), *(p.grad.clone() for p in model.parameters())])  # type: ignore[union-attr]
+        if rounding == "nearest_even":  # backward's own noise is drawn at another point of the stream
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_functional_calls_and_transforms_are_emulated() -> None:
+    layer, x = nn.Linear(4, 3), randn(5, 4)
+    model = quantize(layer, FP16)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    expected = h(F.linear(h(x), h(layer.weight), h(layer.bias)))
+    assert torch.equal(torch.func.functional_call(model, parameters, (x,)), expected)
+    per_sample = torch.func.vmap(
+        torch.func.grad(lambda p, v: torch.func.functional_call(model, p, (v,)).sum()), in_dims=(None, 0)
+    )(parameters, x)
+    assert torch.equal(per_sample["weight"], h(x)[:, None, :].expand(5, 3, 4))
+    assert torch.equal(torch.func.vmap(model)(x), expected)
+
+
+def test_inference_mode_and_no_grad_are_emulated() -> None:
+    layer, x = nn.Linear(4, 3), randn(5, 4)
+    expected = h(F.linear(h(x), h(layer.weight), h(layer.bias)))
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            assert torch.equal(quantize(layer, FP16)(x), expected)
+
+
+# What hides several operations
+
+
+def test_multihead_attention_is_emulated_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = quantize(nn.MultiheadAttention(8, 2, batch_first=True), FP16)
+    x = randn(2, 5, 8)
+    for need_weights in (True, False):
+        for train in (True, False):
+            attention.train(train)
+            with fpsim.record(attention) as recording:
+                out = attention(x, x, x, need_weights=need_weights)[0]
+            assert is_fp16(out)
+            operations = {row["site"].split(":")[1].rstrip("_0123456789") for row in recording.rows()}
+            assert {"linear", "weight"} <= operations
+            assert operations & {"scaled_dot_product_attention", "softmax", "baddbmm", "bmm"}
+
+
+def test_a_transformer_layer_has_no_fast_path_around_the_emulation() -> None:
+    layer = quantize(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), FP16).eval()
+    x = randn(2, 5, 8)
+    with torch.no_grad():
+        fast = layer(x)
+    assert is_fp16(fast)
+    slow = layer.train()(x)
+    assert torch.equal(fast, slow)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(4, 4), nn.GRU(4, 4), nn.RNN(4, 4), nn.LSTMCell(4, 4)])
+def test_recurrent_layers_are_refused_or_left_alone(layer: nn.Module) -> None:
+    with pytest.raises(TypeError, match=r"hides its gates.*overrides"):
+        quantize(nn.ModuleList([layer]), FP16)
+    quantize(nn.ModuleList([layer]), Policy(activation=FP16, overrides={"0": None}))
+    with emulate(FP16), pytest.raises(NotImplementedError, match="hides several operations"):
+        layer(randn(2, 4))
+
+
+# The mode itself
+
+
+def test_an_exception_or_an_interrupt_leaves_no_mode_behind() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise self.error
+
+    for error in (RuntimeError("no"), KeyboardInterrupt()):
+        model = quantize(nn.Sequential(nn.Linear(3, 3), Fails()), "e2m1fn")
+        model[1].error = error
+        with pytest.raises(type(error)):
+            model(randn(2, 3))
+        x = randn(3)
+        assert torch.equal(x * 1.1, x.double().mul(1.1).float()) or torch.equal(x * 1.1, torch.mul(x, 1.1))
+        assert len(torch.overrides._get_current_function_mode_stack()) == 0
+
+
+def test_two_threads_emulate_different_formats_at_once() -> None:
+    layer, x = nn.Linear(16, 16), randn(8, 16)
+    models = {name: quantize(layer, name) for name in ("fp16", "e5m2", "e4m3fn")}
+    expected = {name: model(x) for name, model in models.items()}
+    wrong: list[str] = []
+
+    def work(name: str) -> None:
+        for _ in range(50):
+            if not torch.equal(models[name](x), expected[name]):
+                wrong.append(name)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_activations_die_with_their_graph() -> None:
+    model, x = quantize(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), FP16), randn(2, 4)
+    alive: list[weakref.ref[Tensor]] = []
+    model[1].register_forward_hook(lambda m, i, out: alive.append(weakref.ref(out)))
+    gc.collect()
+    gc.disable()
+    try:
+        model(x).sum().backward()
+        assert alive[0]() is None  # without the garbage collector: no reference cycle holds it
+    finally:
+        gc.enable()
+
+
+def test_emulate_refuses_a_policy_for_modules() -> None:
+    with pytest.raises(ValueError, match=r"Use quantize\(model, policy\)"), emulate(Policy(overrides={"a": None})):
+        pass
+
+
+def test_a_stochastic_model_is_reproducible_and_unbiased() -> None:
+    model, x = quantize(nn.Linear(8, 8), "e4m3fn", rounding="stochastic"), randn(4, 8)
+    torch.manual_seed(1)
+    first = model(x)
+    torch.manual_seed(1)
+    assert torch.equal(model(x), first)
+    assert not torch.equal(model(x), first)
+    assert torch.equal(first, round_to(first, "e4m3fn"))
+
+
+def test_operations_named_float32_are_left_alone() -> None:
+    x = randn(3, 5)
+    with emulate(Policy(activation="e4m3fn", float32=("softmax",))):
+        y = F.softmax(x, -1)
+        z = y * 1.0
+    assert torch.equal(y, F.softmax(x, -1))
+    assert torch.equal(z, round_to(y, "e4m3fn"))
+
+
+def test_a_copy_of_an_emulated_result_can_be_saved(tmp_path: object) -> None:
+    with emulate(FP16):
+        y = randn(3) * 2
+    path = f"{tmp_path}/y.pt"
+    torch.save(y, path)
+    assert torch.equal(torch.load(path, weights_only=True), y)
+    assert torch.equal(copy.deepcopy(y), y)
