@@ -97,8 +97,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def _is_finite(value: Any) -> bool:
+    # math.isfinite raises for an int beyond the largest float
+    return abs(value) <= FLOAT64_MAX if isinstance(value, int) else math.isfinite(value)
+
+
 def _number(words: str, holds: Callable[[Any], bool]) -> Possible:
-    return Possible(words, lambda v: _is_number(v) and abs(v) <= FLOAT64_MAX and bool(holds(v)))
+    return Possible(words, lambda v: _is_number(v) and _is_finite(v) and bool(holds(v)))
 
 
 def _whole(words: str, holds: Callable[[Any], bool]) -> Possible:
@@ -901,8 +906,8 @@ class LogMax(LossRule):
         finite = ok and largest is not None and math.isfinite(largest)
         x = math.log2(largest) if finite else self.log_max  # type: ignore[arg-type]
         seen = self.seen + 1
-        # A bias-corrected running mean is one whose newest value weighs (1 - beta) / (1 - beta^seen), and so is
-        # the variance (West 1979): no difference of squares, which cancels.
+        # The newest value of a bias-corrected running mean weighs (1 - beta) / (1 - beta^seen), in a variance
+        # too (West 1979): no difference of squares, which cancels
         newest1, newest2 = ((1 - beta) / (1 - beta**seen) for beta in (self.beta1, self.beta2))
         mean = self.mean + newest1 * (x - self.mean)
         shift = newest2 * (x - self.slow_mean)
@@ -910,9 +915,8 @@ class LogMax(LossRule):
         exponent = self.log_max - (mean + self.overflow_std_dev * math.sqrt(variance))
         scale = float32(2.0 ** min(exponent, 1023.0))  # beyond, 2.0**x raises
         scale = max(min(scale, float32(self.scale_max)), float32(self.scale_min))
-        return self.evolve(
-            scale=scale, mean=mean, slow_mean=self.slow_mean + shift, variance=variance, seen=seen
-        )
+        after = self.evolve(scale=scale, mean=mean, variance=variance, seen=seen)
+        return after.evolve(slow_mean=self.slow_mean + shift)
 
 
 SYSTEMS: dict[str, type[LossRule]] = {

@@ -373,16 +373,23 @@ class Emulation(TorchFunctionMode):
         if error is not None:
             out.register_hook(_BackwardRounding(self.scope, site, "error", error))
 
-    def finish(self, out: Any) -> Any:
+    def bring_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Round what enters a module that computes in float32 inside."""
+        with torch._C.DisableTorchFunction():
+            named = {name: self._prepared(x, False, []) for name, x in kwargs.items()}
+            return tuple(self._prepared(x, False, []) for x in args), named
+
+    def bring_out(self, out: Any) -> Any:
         """Round what leaves a module that computed in float32 inside."""
-        return self._round_results(out, _FINISH, [], None)
+        with torch._C.DisableTorchFunction():
+            return self._round_results(out, _BORDER, [], None)
 
 
-class _Finish:
-    name, skip_positions, skip_names = "output", (), ()
+class _Border:
+    name = "output"
 
 
-_FINISH: Any = _Finish()
+_BORDER: Any = _Border()
 NO_SPECS = RoleSpecs()
 
 

@@ -62,14 +62,15 @@ class _EmulatedForward:
         specs = self.specs
         forward = self.inner or functools.partial(type(self.module).forward, self.module)
         inside = self._float32_inside and specs is not NO_SPECS
-        border = RoleSpecs(specs.weight, None, None, specs.weight_grad) if inside else specs
-        scope = Scope(self.name, border, self._float32, self.listeners)
+        scope = Scope(self.name, specs, self._float32, self.listeners)
         with entered(scope) as emulation:
+            if not inside:
+                return forward(*args, **kwargs)
+            args, kwargs = emulation.bring_in(args, kwargs)
+            scope.specs = RoleSpecs(specs.weight, None, None, specs.weight_grad)
             out = forward(*args, **kwargs)
-            if inside:
-                scope.specs = specs
-                out = emulation.finish(out)
-            return out
+            scope.specs = specs
+            return emulation.bring_out(out)
 
 
 class _EmulatedRepr:

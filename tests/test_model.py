@@ -1,0 +1,257 @@
+"""quantize, dequantize, summary and policies: what stays as it was, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpsim
+from fpsim import Policy, dequantize, quantize, round_to, summary
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.attn(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+@pytest.fixture
+def net() -> Net:
+    return Net()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(5, 6)
+
+
+def h(x: Tensor) -> Tensor:
+    return x.detach().half().float()
+
+
+def test_names_class_and_weights_stay_and_the_original_is_untouched(net: Net, x: Tensor) -> None:
+    before = net(x)
+    model = quantize(net, "e5m2")
+    assert type(model) is Net
+    assert list(model.state_dict()) == list(net.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), net.parameters(), strict=True))
+    assert torch.equal(net(x), before)
+    assert not torch.equal(model(x), before)
+    assert quantize(net, "e5m2", inplace=True) is net
+
+
+def test_copies_pickles_and_files_of_a_quantised_model_are_quantised(net: Net, x: Tensor) -> None:
+    model = quantize(net, Policy("e4m3fn", "fp16", "e5m2", "fp16", overrides={"lm_head": None}))
+    expected = model(x)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded, copy.copy(model)):
+        assert torch.equal(other(x), expected)
+        assert str(other) == str(model)
+    duplicate = copy.deepcopy(model)
+    with torch.no_grad():
+        duplicate.lm_head.weight.zero_()
+    assert torch.equal(model(x), expected)
+    assert not torch.equal(duplicate(x), expected)
+
+
+def test_state_dicts_travel_between_plain_and_quantised_models(net: Net, x: Tensor, tmp_path: object) -> None:
+    model = quantize(Net(), "fp16")
+    torch.save(net.state_dict(), f"{tmp_path}/w.pt")
+    model.load_state_dict(torch.load(f"{tmp_path}/w.pt", weights_only=True))
+    assert torch.equal(model(x), quantize(net, "fp16")(x))
+    net.load_state_dict(model.state_dict())
+
+
+def test_an_optimizer_updates_the_float32_weights(net: Net, x: Tensor) -> None:
+    model = quantize(net, "e5m2")
+    before = model.lm_head.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-20)
+    model(x).sum().backward()
+    optimizer.step()
+    assert model.lm_head.weight.grad is not None
+    assert torch.equal(model.lm_head.weight.detach(), before - 2.0**-20 * model.lm_head.weight.grad)
+
+
+def test_dequantize_gives_back_float32(net: Net, x: Tensor) -> None:
+    model = quantize(net, "e4m3fn")
+    plain = dequantize(model)
+    assert torch.equal(plain(x), net(x))
+    assert str(plain) == str(net)
+    assert not torch.equal(model(x), net(x))
+    assert dequantize(model, inplace=True) is model
+    assert torch.equal(model(x), net(x))
+    with pytest.raises(ValueError, match="is not quantised"):
+        dequantize(model)
+
+
+def test_a_submodule_called_alone_is_emulated(net: Net, x: Tensor) -> None:
+    model = quantize(net, "fp16")
+    layer = net.blocks[0].attn
+    expected = h(nn.functional.linear(h(x), h(layer.weight), h(layer.bias)))
+    assert torch.equal(model.blocks[0].attn(x), expected)
+
+
+def test_hooks_of_the_user_see_rounded_values(net: Net, x: Tensor) -> None:
+    seen: list[Tensor] = []
+    net.blocks[0].attn.register_forward_hook(lambda m, i, out: seen.append(out))
+    model = quantize(net, "fp16")
+    model.blocks[1].register_forward_pre_hook(lambda m, i: seen.append(i[0]))
+    model(x)
+    assert len(seen) == 2
+    assert all(torch.equal(v, h(v)) for v in seen)
+
+
+def test_a_quantised_model_inside_another_keeps_its_own_format(x: Tensor) -> None:
+    inner, outer = nn.Linear(6, 6), nn.Linear(6, 6)
+    mixed = nn.Sequential(quantize(inner, "e4m3fn"), outer)
+    middle = quantize(inner, "e4m3fn")(x)
+    assert torch.equal(mixed(x), outer(middle))  # the rest of a plain model stays plain
+    with fpsim.emulate("bf16"):
+        result = mixed(x)
+    w, b = (p.detach().bfloat16().float() for p in outer.parameters())
+    assert torch.equal(result, nn.functional.linear(middle.bfloat16().float(), w, b).bfloat16().float())
+    with pytest.raises(ValueError, match="quantised already"):
+        quantize(mixed, "fp16")
+
+
+def test_a_module_added_later_takes_the_format_around_it(net: Net, x: Tensor) -> None:
+    model = quantize(net, "fp16")
+    model.lm_head = nn.Linear(6, 3)
+    assert torch.equal(model(x), h(model(x)))
+
+
+def test_a_shared_module_is_quantised_once(x: Tensor) -> None:
+    layer = nn.Linear(6, 6)
+    model = quantize(nn.Sequential(layer, nn.ReLU(), layer), "fp16")
+    assert model[0] is model[2]
+    assert torch.equal(dequantize(model)(x), nn.Sequential(layer, nn.ReLU(), layer)(x))
+
+
+def test_training_and_evaluation_switch_as_ever(x: Tensor) -> None:
+    model = quantize(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), "fp16").eval()
+    assert torch.equal(model(x), model(x))
+    model.train()
+    assert not torch.equal(model(x), model(x))
+
+
+def test_a_norm_written_in_python_is_rounded_at_its_border() -> None:
+    class MyRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(6) + 0.5)
+
+        def forward(self, v: Tensor) -> Tensor:
+            return self.weight * (v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    norm, v = MyRMSNorm(), torch.randn(4, 6) * 1000  # its squares would overflow in fp16
+    got = quantize(norm, "fp16")(v)
+    r = h(v)
+    expected = h(h(norm.weight) * (r * torch.rsqrt(r.pow(2).mean(-1, keepdim=True) + 1e-6)))
+    assert torch.equal(got, expected)
+    assert got.isfinite().all()
+
+
+# Policies
+
+
+def test_overrides_choose_by_name_wildcard_and_class_and_the_last_wins(net: Net) -> None:
+    model = quantize(
+        net,
+        Policy(
+            *["fp16"] * 4,
+            overrides={"blocks.*": "bf16", "blocks.1": "e5m2", nn.LayerNorm: None, "lm_head": Policy(weight="e4m3fn")},
+        ),
+    )
+    rows = {row.module: row for row in summary(model)}
+    assert rows["(model)"].weight == "fp16 nearest_even"
+    assert rows["blocks.0"].weight == rows["blocks.0.attn"].error == "bf16 nearest_even"
+    assert rows["blocks.1.attn"].activation == "e5m2 nearest_even"
+    assert rows["blocks.0.norm"].weight == rows["blocks.1.norm"].activation == "float32"
+    assert (rows["lm_head"].weight, rows["lm_head"].error) == ("e4m3fn nearest_even", "float32")
+
+
+def test_a_float32_module_computes_in_float32(net: Net, x: Tensor) -> None:
+    model = quantize(net, Policy(*["fp16"] * 4, overrides={"lm_head": None}))
+    inputs: list[Tensor] = []
+    model.lm_head.register_forward_pre_hook(lambda m, i: inputs.append(i[0]))
+    out = model(x)
+    assert torch.equal(out, net.lm_head(inputs[0]))
+
+
+def test_formats_meet_at_the_border_of_modules(x: Tensor) -> None:
+    a, b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+    model = quantize(nn.Sequential(a, b), Policy(*["fp16"] * 4, overrides={"1": "e4m3fn"}))
+    middle = h(nn.functional.linear(h(x), h(a.weight)))
+    expected = round_to(
+        nn.functional.linear(round_to(middle, "e4m3fn"), round_to(b.weight.detach(), "e4m3fn")), "e4m3fn"
+    )
+    assert torch.equal(model(x), expected)
+
+
+def test_roundings_may_differ_by_role() -> None:
+    policy = Policy(*["e5m2"] * 4, rounding={"error": "stochastic", "weight": "toward_zero"})
+    assert [str(s) for s in policy.specs()] == [
+        "e5m2 toward_zero",
+        "e5m2 nearest_even",
+        "e5m2 stochastic",
+        "e5m2 nearest_even",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Policy(weight="fp61"), ValueError, "Unknown format"),
+        (lambda: Policy(weight="fp16", rounding="nearest"), ValueError, "Unknown rounding"),
+        (lambda: Policy(weight="fp16", rounding={"weights": "up"}), ValueError, "no role. Roles: weight, activation"),
+        (lambda: Policy(weight="e4m3fn", overflow="inf"), ValueError, "is impossible"),
+        (lambda: Policy(overrides={3: None}), TypeError, "neither a module name"),
+        (lambda: Policy(overrides={"a": Policy(overrides={"b": None})}), ValueError, "overrides of its own"),
+        (lambda: Policy(overrides={"a": "fp61"}), ValueError, "Unknown format"),
+        (lambda: quantize(Net(), Policy(overrides={"lm_haed": None})), ValueError, "matches no module.*lm_head"),
+        (lambda: quantize(Net(), Policy(overrides={"blocks.*.mlp": "fp16"})), ValueError, "matches no module"),
+        (
+            lambda: quantize(Net(), Policy(overrides={nn.Conv2d: None})),
+            ValueError,
+            "Conv2d matches no module.*LayerNorm",
+        ),
+        (lambda: quantize(lambda x: x, "fp16"), TypeError, r"function.*torch\.nn\.Module.*emulate"),
+        (lambda: quantize(Net(), 16), TypeError, "A format is wanted"),
+        (lambda: quantize(Net(), "fp9"), ValueError, "Unknown format 'fp9'"),
+        (lambda: quantize(quantize(Net(), "fp16"), "fp16"), ValueError, r"quantised already. Call dequantize"),
+        (lambda: summary(Net()), ValueError, r"Call fpsim\.quantize"),
+    ],
+)
+def test_bad_input_is_refused_with_what_to_do(make: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()  # type: ignore[operator]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scripted_module_is_refused() -> None:
+    with pytest.raises(TypeError, match="compiled by TorchScript"):
+        quantize(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "fp16")
