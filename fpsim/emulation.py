@@ -165,6 +165,10 @@ _decomposed: dict[Any, Callable[..., Any]] = {
 # A tensor whose values are known to be in a format carries a mark: the format and the tensor's version then.
 
 
+def _is_roundable(x: Tensor) -> bool:
+    return x.dtype in ops.FLOATING and x.layout is torch.strided
+
+
 def _version(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
@@ -284,7 +288,7 @@ class Emulation(TorchFunctionMode):
         """An argument with its tensors in their formats, which are appended to `floats`."""
         # a method, not a closure: one that calls itself is a cycle, and kept every tensor until a collection
         if isinstance(x, Tensor):
-            if not x.is_floating_point() or x.layout is not torch.strided:
+            if not _is_roundable(x):
                 return x
             x = self._operand(x, weights_only)
             floats.append(x)
@@ -350,7 +354,7 @@ class Emulation(TorchFunctionMode):
 
     def _round_result(self, out: Tensor, call: _Call, first_is_target: bool) -> Tensor:
         specs = self.scope.specs
-        if not out.is_floating_point() or out.layout is not torch.strided:
+        if not _is_roundable(out):
             return out
         site = self.scope.site(call.name)
         spec, error = specs.activation, specs.error

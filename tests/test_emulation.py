@@ -142,6 +142,16 @@ def test_integers_and_booleans_pass() -> None:
         assert bool((torch.tensor([1.0]) == 1.0).all())
 
 
+def test_what_has_no_float_container_passes() -> None:
+    with emulate("e4m3fn"):
+        z = torch.fft.fft(torch.ones(4)) * 1j
+        sparse = torch.eye(3).to_sparse() * 1.1
+        eight = torch.ones(2).to(torch.float8_e5m2)
+    assert z.is_complex()
+    assert sparse.is_sparse
+    assert eight.dtype is torch.float8_e5m2
+
+
 def test_batch_norm_statistics_stay_float32_and_are_updated() -> None:
     layer = nn.BatchNorm2d(3, momentum=0.1)
     model, x = quantize(layer, FP16), randn(4, 3, 5, 5)

@@ -175,6 +175,18 @@ def test_a_norm_written_in_python_is_rounded_at_its_border() -> None:
     assert got.isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_computes_the_same(net: Net, x: Tensor) -> None:
+    model = quantize(net, "fp16")
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager")
+    out, expected = compiled(x), model(x)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    expected.sum().backward()
+    for mine, theirs in zip(compiled.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
 # Policies
 
 

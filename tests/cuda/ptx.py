@@ -25,7 +25,7 @@ def ptx(rule: int, shape: int, width: int, capability: tuple[int, int]) -> str:
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)], ids="cc{0[0]}.{0[1]}".format)
 @pytest.mark.parametrize("width", [32, 64])
-@pytest.mark.parametrize("shape", range(4), ids=["flat", "grid", "gap", "scale"])
+@pytest.mark.parametrize("shape", range(5), ids=["flat", "grid", "gap", "scale", "unsigned_zero"])
 @pytest.mark.parametrize("rule", range(7), ids=ROUNDINGS)
 def test_the_kernel_compiles_and_holds_no_floating_point(
     rule: int, shape: int, width: int, capability: tuple[int, int]
