@@ -291,7 +291,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         sign = uint(u & top)
         negative = sign != zero
         noise = uint(noise & noise_mask)
-        if shape == GRID or shape == UNSIGNED_ZERO_GRID:
+        if shape in (GRID, UNSIGNED_ZERO_GRID):
             r = round_grid(a, negative, noise, ulp_shift, origin, smallest)
         else:
             ulp = uint(top >> uint(ulp_shift))
@@ -307,7 +307,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
             away = (rule == UP and not negative) or (rule == DOWN and negative)
             beyond = overflow if away or a >= infinity else largest
         r = beyond if r > largest else r
-        if shape == GAP or shape == UNSIGNED_ZERO_GRID:
+        if shape in (GAP, UNSIGNED_ZERO_GRID):
             sign = uint(sign & zero_sign) if r == zero else sign
         r = a if a > infinity else r  # NaN keeps its payload
         return uint(r | sign)
