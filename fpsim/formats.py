@@ -13,7 +13,7 @@ from functools import cache, cached_property
 __all__ = ["ALIASES", "CATALOGUE", "OVERFLOWS", "FloatFormat", "as_format"]
 
 SPECIALS = {
-    "ieee": "the top exponent holds inf and NaN",
+    "ieee": "the top exponent holds inf and, with mantissa bits, NaN",
     "fn": "no inf; one NaN per sign, the code of all ones; the rest of the top exponent is finite",
     "fnuz": "no inf and no -0; one NaN, at the code of -0",
     "none": "every code is finite",
@@ -55,8 +55,7 @@ class FloatFormat:
     def __post_init__(self) -> None:
         _require_fields(self)
         if self.bias is None:
-            extra = 1 if self.specials in ("fnuz", "p3109") else 0
-            object.__setattr__(self, "bias", 2 ** (self.exponent_bits - 1) - 1 + extra)
+            object.__setattr__(self, "bias", _standard_bias(self))
         if self.specials in ("dlfloat", "scale") and self.subnormals:
             object.__setattr__(self, "subnormals", False)
         _require_float32_container(self)
@@ -87,6 +86,8 @@ class FloatFormat:
 
     @property
     def has_nan(self) -> bool:
+        if self.specials == "ieee":
+            return self.mantissa_bits > 0  # the top exponent without a mantissa is one code: inf
         return self.specials != "none"
 
     @property
@@ -297,13 +298,13 @@ def _require_fields(f: FloatFormat) -> None:
 
 
 def _require_float32_container(f: FloatFormat) -> None:
-    lowest = f.min_exponent - (f.mantissa_bits if f.subnormals or f.specials == "dlfloat" else 0)
+    lowest = f.min_exponent - f.mantissa_bits  # of the smallest normal binade too, with and without subnormals
     if lowest < FLOAT32_SMALLEST_EXPONENT:
         raise ValueError(
             f"A float32 cannot hold {f!r}: its smallest values are multiples of 2**{lowest}, "
             f"float32's of 2**{FLOAT32_SMALLEST_EXPONENT}. Use a smaller bias or fewer bits."
         )
-    if f.bias < -200 or f._largest_magnitude_code < 1 or f.largest > FLOAT32_LARGEST:
+    if f.bias < -200 or f._largest_magnitude_code < 1 or not 0 < f.largest <= FLOAT32_LARGEST:
         largest = f"{f.largest:g}" if f.bias >= -200 else f"about 2**{2**f.exponent_bits - f.bias}"
         raise ValueError(
             f"A float32 cannot hold {f!r}: its largest value is {largest}, and must lie between its smallest "
@@ -311,13 +312,17 @@ def _require_float32_container(f: FloatFormat) -> None:
         )
 
 
+def _standard_bias(f: FloatFormat) -> int:
+    return 2 ** (f.exponent_bits - 1) - 1 + (f.specials in ("fnuz", "p3109"))
+
+
 def _systematic_name(f: FloatFormat) -> str | None:
     """The name of a format that eXmY, eXmYfn or eXmYfnuz describes wholly."""
     suffix = {"ieee": "", "fn": "fn", "fnuz": "fnuz"}.get(f.specials)
     name = f"e{f.exponent_bits}m{f.mantissa_bits}{suffix}"
-    if suffix is None or name in CATALOGUE:
+    if suffix is None or name in CATALOGUE or not f.subnormals or f.bias != _standard_bias(f):
         return None
-    return name if f == FloatFormat(f.exponent_bits, f.mantissa_bits, specials=f.specials) else None
+    return name
 
 
 CATALOGUE: dict[str, FloatFormat] = {

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.extending import intrinsic
 
 from fpsim import rounding
@@ -21,11 +21,20 @@ _SOURCES = b"".join(Path(file).read_bytes() for file in (__file__, rounding.__fi
 
 
 class _Cache(FunctionCache):
-    """Numba's cache on disk, keyed by what is compiled in: its own key changes with every process for closures."""
+    """Numba's cache on disk, keyed by what is compiled in: its own key changes with every process for closures.
+
+    Each key has files of its own. Numba's way, one index for all closures of a function, is written without a lock:
+    two processes that compile at once could leave one rule's code under another's key.
+    """
 
     def __init__(self, function: Callable[..., None], key: tuple[int, ...]) -> None:
         self._key = (*key, hashlib.sha256(_SOURCES).hexdigest())
         super().__init__(function)
+        self._cache_file = IndexDataCacheFile(
+            cache_path=self._cache_path,
+            filename_base="-".join((self._impl.filename_base, *map(str, key))),
+            source_stamp=self._impl.locator.get_source_stamp(),
+        )
 
     def _index_key(self, signature: Any, codegen: Any) -> tuple[Any, ...]:
         return signature, codegen.magic_tuple(), self._key

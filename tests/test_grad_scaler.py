@@ -219,6 +219,25 @@ def test_grad_scaling_device_as_key(make: Make) -> None:
         assert len(scaler._found_inf_per_device(optimizer)) == 1
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+def test_grad_scaling_a_finding_on_any_device_skips(make: Make, fused: bool) -> None:
+    # where there is one device only: a finding is entered as another device's
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
+    scaler = make(init_scale=4.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    if isinstance(scaler, GradScaler):
+        found = scaler._progress[id(optimizer)].found_inf
+    else:
+        found = scaler._found_inf_per_device(optimizer)
+    found[torch.device("meta")] = torch.ones(())
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight.detach(), torch.zeros(2))
+    assert scaler.get_scale() == 2.0
+
+
 @pytest.mark.gpu
 def test_grad_scaling_several_devices(make: Make) -> None:
     for bad in (None, 0, 1):

@@ -1,0 +1,324 @@
+"""The whole step in one call: against the same step written out, alone and on two ranks."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ada_loss import GradScaler, Updater, loss_rule
+
+TRACES = json.loads((Path(__file__).parent / "data" / "golden_traces.json").read_text())
+
+
+def model_of(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def feeder(batches: list[Any]) -> Callable[[], Any]:
+    return iter(batches).__next__
+
+
+def batches(count: int, seed: int = 1) -> list[torch.Tensor]:
+    return list(torch.randn(count, 3, 4, generator=torch.Generator().manual_seed(seed)).unbind())
+
+
+def with_overflow(batch: torch.Tensor) -> torch.Tensor:
+    return batch * math.inf
+
+
+def updater_of(model: nn.Module, data: list[Any], scaler: GradScaler, **options: Any) -> Updater:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    return Updater(optimizer, lambda x: model(x).pow(2).sum(), feeder(data), scaler, **options)
+
+
+def step_by_hand(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: list[torch.Tensor],
+    weight_decay: float = 0.0,
+    clip: float | None = None,
+) -> float:
+    """zero, accumulate, clip, decay, step: no scaling."""
+    optimizer.zero_grad()
+    total = 0.0
+    for x in data:
+        loss = model(x).pow(2).sum()
+        loss.backward()
+        total = total + loss.detach()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.grad += weight_decay * p
+    optimizer.step()
+    return float(total)
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("clip", [None, 0.25])
+@pytest.mark.parametrize("weight_decay", [None, 0.0, 0.25])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("scaler", [GradScaler("nnabla"), GradScaler("torch"), GradScaler(enabled=False)], ids=repr)
+def test_an_update_is_the_step_written_out(
+    scaler: GradScaler, accumulate: int, weight_decay: float | None, clip: float | None
+) -> None:
+    model = model_of()
+    by_hand = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.125)
+    data = batches(3 * accumulate)
+    options = {"accumulate": accumulate, "weight_decay": weight_decay, "clip": clip}
+    updater = updater_of(model, data, copy.deepcopy(scaler), **options)
+    for i in range(3):
+        some = data[i * accumulate : (i + 1) * accumulate]
+        expected = step_by_hand(by_hand, optimizer, some, weight_decay or 0.0, clip)
+        assert updater.update() == expected
+        assert_same(model, by_hand)
+
+
+def test_an_overflow_is_retried_with_fresh_data_and_a_smaller_scale() -> None:
+    model = model_of()
+    by_hand = copy.deepcopy(model)
+    data = batches(4)
+    scaler = GradScaler("nnabla", scale=8.0)
+    updater = updater_of(model, [with_overflow(data[0]), with_overflow(data[1]), data[2], data[3]], scaler)
+    assert updater.update() == step_by_hand(by_hand, torch.optim.SGD(by_hand.parameters(), lr=0.125), [data[2]])
+    assert scaler.get_scale() == 2.0
+    assert_same(model, by_hand)
+    assert updater.data_feeder() is data[3]
+
+
+def test_one_overflow_among_the_accumulated_batches_retries_them_all() -> None:
+    model = model_of()
+    by_hand = copy.deepcopy(model)
+    data = batches(4)
+    scaler = GradScaler("nnabla", scale=8.0)
+    updater = updater_of(model, [data[0], with_overflow(data[1]), data[2], data[3]], scaler, accumulate=2)
+    expected = step_by_hand(by_hand, torch.optim.SGD(by_hand.parameters(), lr=0.125), data[2:])
+    assert updater.update() == expected
+    assert_same(model, by_hand)
+
+
+@pytest.mark.parametrize("retries", [0, 1, 100])
+def test_it_gives_up_after_max_retries_without_an_error_and_without_a_change(retries: int) -> None:
+    model = model_of()
+    untouched = copy.deepcopy(model)
+    fed: list[int] = []
+    scaler = GradScaler("nnabla", scale=8.0)
+    updater = updater_of(model, [], scaler, max_retries=retries, weight_decay=0.5, clip=1.0)
+
+    def feed() -> torch.Tensor:
+        fed.append(1)
+        return torch.full((1, 4), math.nan)
+
+    updater.data_feeder = feed
+    assert updater.update() is None
+    assert len(fed) == 1 + retries
+    assert scaler.get_scale() == 8.0 / 2.0 ** (1 + retries)
+    assert_same(model, untouched)
+
+
+@pytest.mark.parametrize("trace", [t for t in TRACES if t["system"] == "nnabla"], ids=lambda t: t["note"])
+def test_attempts_walk_through_nnablas_traces(trace: dict[str, Any]) -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    seen: list[float] = []
+    scaler = GradScaler("nnabla", **trace["params"])
+    values = iter([math.nan if overflow else 1.0 for overflow in trace["overflow"]])
+
+    def feed() -> float:
+        seen.append(scaler.get_scale())
+        return next(values)
+
+    updater = Updater(torch.optim.SGD([weight], lr=0.0), lambda v: (weight * v).sum(), feed, scaler, max_retries=0)
+    for _ in trace["overflow"]:
+        updater.update()
+    assert [*seen, scaler.get_scale()] == [*trace["scale_before"], trace["scale_after"]]
+
+
+def test_a_static_scale_is_not_retried_for_it_skips_nothing() -> None:
+    model = model_of()
+    updater = updater_of(model, [with_overflow(batches(1)[0])], GradScaler(8.0))
+    assert updater.update() is not None
+    assert all(p.isnan().all() for p in model[0].parameters())
+
+
+def test_a_scalers_own_norm_limit_clips_here_too() -> None:
+    model = model_of()
+    by_hand = copy.deepcopy(model)
+    data = batches(1)
+    updater_of(model, data, GradScaler("cerebras", max_gradient_norm=0.25)).update()
+    step_by_hand(by_hand, torch.optim.SGD(by_hand.parameters(), lr=0.125), data, clip=0.25)
+    assert_same(model, by_hand)
+
+
+def test_a_norm_that_overflows_is_retried() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    scaler = GradScaler("nnabla", scale=1.0)
+    sgd = torch.optim.SGD([weight], lr=1.0)
+    updater = Updater(sgd, lambda v: (weight * v).sum(), feeder([3e38, 0.5]), scaler, clip=10.0)
+    updater.update()
+    assert torch.equal(weight.detach(), torch.full((2,), -0.5))
+    assert scaler.get_scale() == 0.5
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"accumulate": 0},
+        {"accumulate": 1.5},
+        {"weight_decay": -0.1},
+        {"weight_decay": math.nan},
+        {"clip": 0.0},
+        {"max_retries": -1},
+    ],
+    ids=str,
+)
+def test_an_impossible_option_is_refused(spoilt: dict[str, Any]) -> None:
+    name = next(iter(spoilt))
+    with pytest.raises(ValueError, match=rf"{name}=.* makes no Updater: it must be .*\. Leave it out for "):
+        updater_of(model_of(), [], GradScaler(), **spoilt)
+
+
+def test_data_that_cannot_be_called_is_refused() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"data_feeder came as list.*must be callable.*lambda: next"):
+        Updater(optimizer, model, batches(1), GradScaler())  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse.*")
+def test_weight_decay_of_a_sparse_gradient_is_refused() -> None:
+    table = nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    data = feeder([torch.tensor([1, 1])])
+    updater = Updater(optimizer, lambda i: table(i).sum(), data, GradScaler(), weight_decay=0.5)
+    with pytest.raises(ValueError, match=r"weight_decay=0\.5 came with a sparse gradient.*Leave it out"):
+        updater.update()
+
+
+# --- two ranks ---
+# Run as a script this file is one of them: it trains, and prints what it found as json.
+
+RULES = {"nnabla": {"scale": 8.0, "N": 1}, "fairseq": {"scale_window": 2}, "logmax": {}}
+STEPS = 4
+
+
+def data_of(rank: int, overflow: bool) -> list[torch.Tensor]:
+    """Six batches; with `overflow` the second of rank 1 overflows."""
+    data = batches(STEPS + 2, seed=10 + rank)
+    if overflow and rank == 1:
+        data[1] = with_overflow(data[1])
+    return data
+
+
+class PartlyUsed(nn.Module):
+    """`left` serves rank 0 alone, `idle` nobody."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.body, self.rank = model_of(), rank
+        self.left, self.idle = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.body(x)
+        return self.left(y) if self.rank == 0 else y
+
+
+def numbers(model: nn.Module) -> list[str]:
+    return [value.hex() for p in model.parameters() for value in p.detach().flatten().tolist()]
+
+
+def train_as_rank(rank: int, store: str, system: str) -> dict[str, Any]:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = PartlyUsed(rank)
+    scaler = GradScaler(system, **RULES[system])
+    fed, data = [], iter(data_of(rank, overflow=True))
+
+    def feed() -> torch.Tensor:
+        fed.append(scaler.get_scale())
+        return next(data)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03125, momentum=0.5)
+    options: dict[str, Any] = {"process_group": dist.group.WORLD, "weight_decay": 0.125, "clip": 4.0}
+    updater = Updater(optimizer, lambda x: model(x).pow(2).sum(), feed, scaler, **options)
+    for _ in range(STEPS):
+        updater.update()
+    idle = model.idle.weight.grad is None
+    dist.destroy_process_group()
+    return {"scales": [*fed, scaler.get_scale()], "model": numbers(model), "idle": idle}
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
+@pytest.mark.parametrize("system", RULES)
+def test_an_overflow_on_one_rank_is_retried_on_both_and_scales_stay_equal(system: str, tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(root)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(tmp_path / "store"), system],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    found = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert found[0]["scales"] == found[1]["scales"]
+    assert found[0]["model"] == found[1]["model"]
+    assert found[0]["idle"]
+    assert found[1]["idle"]
+
+    # the same without ranks: both losses in one, where the second attempt overflows
+    rule = loss_rule(system, **RULES[system])
+    models = [PartlyUsed(0), PartlyUsed(1)]
+    for name, p in models[1].named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        setattr(models[1].get_submodule(owner), leaf, models[0].get_parameter(name))
+        assert p.shape == models[0].get_parameter(name).shape
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.03125, momentum=0.5)
+    scales = []
+    for i, (x, y) in enumerate(zip(data_of(0, False)[: STEPS + 1], data_of(1, False))):
+        scales.append(rule.scale)
+        optimizer.zero_grad()
+        sums = [torch.zeros_like(p) for p in models[0].parameters()]
+        for model, batch in zip(models, (x, y)):
+            grads = torch.autograd.grad(model(batch).pow(2).sum(), list(models[0].parameters()), allow_unused=True)
+            for total, grad in zip(sums, grads):
+                total += 0 if grad is None else grad
+        largest = max(total.abs().max().item() for total in sums)
+        rule = rule.adjust(i != 1, largest)
+        if i == 1:
+            continue
+        used = {id(p) for name, p in models[0].named_parameters() if not name.startswith("idle")}
+        for p, total in zip(models[0].parameters(), sums):
+            p.grad = total if id(p) in used else None
+        nn.utils.clip_grad_norm_(models[0].parameters(), 4.0)
+        with torch.no_grad():
+            for p in models[0].parameters():
+                if p.grad is not None:
+                    p.grad += 0.125 * p
+        optimizer.step()
+    assert found[0]["scales"] == [*scales, rule.scale]
+    assert found[0]["model"] == numbers(models[0])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(train_as_rank(int(sys.argv[1]), sys.argv[2], sys.argv[3])))
