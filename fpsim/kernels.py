@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from fpsim import rounding
@@ -23,21 +26,23 @@ _SOURCES = b"".join(Path(file).read_bytes() for file in (__file__, rounding.__fi
 class _Cache(FunctionCache):
     """Numba's cache on disk, keyed by what is compiled in: its own key changes with every process for closures.
 
-    Each key has files of its own. Numba's way, one index for all closures of a function, is written without a lock:
-    two processes that compile at once could leave one rule's code under another's key.
+    Each key, processor and state of the sources has files of its own. Numba's way, one index for all closures of a
+    function, is written without a lock: two processes that compile at once could leave one rule's code under another's
+    key.
     """
 
     def __init__(self, function: Callable[..., None], key: tuple[int, ...]) -> None:
-        self._key = (*key, hashlib.sha256(_SOURCES).hexdigest())
         super().__init__(function)
+        machine = repr((numba.__version__, cpu_target.target_context.codegen().magic_tuple()))
+        digest = hashlib.sha256(_SOURCES + machine.encode()).hexdigest()[:16]
         self._cache_file = IndexDataCacheFile(
             cache_path=self._cache_path,
-            filename_base="-".join((self._impl.filename_base, *map(str, key))),
+            filename_base="-".join((self._impl.filename_base, *map(str, key), digest)),
             source_stamp=self._impl.locator.get_source_stamp(),
         )
 
-    def _index_key(self, signature: Any, codegen: Any) -> tuple[Any, ...]:
-        return signature, codegen.magic_tuple(), self._key
+    def _index_key(self, signature: Any, codegen: Any) -> Any:
+        return signature
 
 
 @intrinsic
@@ -148,6 +153,8 @@ def _cuda() -> Any:
             "pip install 'fpsim[cuda12]' or 'fpsim[cuda13]', whichever CUDA your torch was built for; "
             "or move the tensor to the CPU with .cpu()."
         ) from None
+    # a small tensor makes a small grid, and its owner cannot help it
+    warnings.filterwarnings("ignore", message=r"Grid size \d+ will likely result in GPU under-utilization")
     return cuda
 
 

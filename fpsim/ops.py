@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, overload
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from fpsim import kernels
 from fpsim.formats import FloatFormat, as_format
@@ -49,7 +51,7 @@ class RoundingSpec:
         return self.text
 
 
-@cache
+@lru_cache(maxsize=None, typed=True)  # typed: True is no number of bits
 def rounding_spec(
     fmt: str | FloatFormat,
     rounding: str = "nearest_even",
@@ -68,13 +70,16 @@ def rounding_spec(
     return RoundingSpec(f, rounding, f.resolve_overflow(overflow), random_bits)
 
 
-@torch.compiler.assume_constant_result
 def _operator_words(
     fmt: str | FloatFormat, rounding: str, overflow: str | None, random_bits: int | None
 ) -> tuple[str, str, str, int]:
     """The operator's arguments, as constants of a compiled graph: torch.compile cannot trace how they are found."""
     spec = rounding_spec(fmt, rounding, overflow, random_bits)
     return spec.format_text, spec.rounding, spec.overflow, spec.random_bits or 0
+
+
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes a second.
+_operator_words._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Kernel:
@@ -122,7 +127,8 @@ _generator: torch.Generator | None = None
 def manual_seed(seed: int | None) -> None:
     """Give the noise of stochastic rounding a stream of its own, seeded with `seed`.
 
-    Without a call the noise follows `torch.manual_seed`; `manual_seed(None)` returns to that.
+    Without a call the noise follows `torch.manual_seed`; `manual_seed(None)` returns to that. Code under
+    `torch.compile` always follows `torch.manual_seed`.
 
     >>> x = torch.full((4,), 1.5)
     >>> manual_seed(0); first = round_to(x, "e5m0", "stochastic")
@@ -136,7 +142,13 @@ def manual_seed(seed: int | None) -> None:
 
 def _new_key() -> Tensor:
     """64 bits that name one call, on the CPU."""
-    return torch.empty((), dtype=torch.int64).random_(generator=_generator)
+    return torch.empty((), dtype=torch.int64, device="cpu").random_(generator=_generator)
+
+
+def _new_traceable_key() -> Tensor:
+    """The same by one operation that returns, as tracers and transforms want it."""
+    own = {} if _generator is None or torch.compiler.is_compiling() else {"generator": _generator}
+    return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu", **own)
 
 
 _NO_KEY = np.zeros(2, np.uint32)
@@ -146,10 +158,15 @@ _pools: dict[int, ThreadPoolExecutor] = {}
 def _pool() -> ThreadPoolExecutor:
     # keyed by process: a forked DataLoader worker inherits the object, not its threads
     pid = os.getpid()
-    if pid not in _pools:
-        _pools.clear()
-        _pools[pid] = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="fpsim")
-    return _pools[pid]
+    pool = _pools.get(pid)
+    if pool is None:  # two Python threads may come here at once; an executor without work has no threads
+        pool = _pools.setdefault(pid, ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="fpsim"))
+    return pool
+
+
+def _run_part(loop: Any, arguments: tuple[int, ...], *kept_alive: Any) -> None:
+    """One thread's part. It holds the tensors: Ctrl-C in the caller must not free memory that is written to."""
+    loop(*arguments)
 
 
 def _launch(src: Tensor, dst: Tensor, kernel: _Kernel, key: Tensor | None) -> None:
@@ -178,7 +195,7 @@ def _launch(src: Tensor, dst: Tensor, kernel: _Kernel, key: Tensor | None) -> No
         )
         for first in range(0, blocks, per_thread)
     ]
-    others = [_pool().submit(kernel.loop, *part) for part in parts[1:]]
+    others = [_pool().submit(_run_part, kernel.loop, part, src, dst, kernel, key) for part in parts[1:]]
     kernel.loop(*parts[0])
     for other in others:
         other.result()
@@ -252,7 +269,17 @@ def _(x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, key: 
 
 @_round_op.register_vmap
 def _(info: Any, in_dims: Any, x: Tensor, *rest: Any) -> tuple[Tensor, int | None]:
-    return torch.ops.fpsim.round(x, *rest), in_dims[0]
+    *words, key = rest
+    dim, key_dim = in_dims[0], in_dims[-1]
+    if key is None:
+        return torch.ops.fpsim.round(x, *words, None), dim
+    if key_dim is not None:  # randomness="different": one key serves, an element's index tells the samples apart
+        key = key.select(key_dim, 0)
+        if dim is None:
+            x, dim = x.expand(info.batch_size, *x.shape), 0
+    elif dim is not None:  # randomness="same": every sample starts from the same noise
+        return torch.stack([torch.ops.fpsim.round(sample, *words, key) for sample in x.unbind(dim)]), 0
+    return torch.ops.fpsim.round(x, *words, key), dim
 
 
 def _setup_op(ctx: Any, inputs: Any, output: Any) -> None:
@@ -267,12 +294,14 @@ _round_op.register_autograd(_backward_op, setup_context=_setup_op)
 
 
 def _is_plain(x: Tensor) -> bool:
-    """No transform, tracer or subclass is watching: the kernel may be called at once."""
+    """No transform, tracer or subclass is watching, and memory holds the values: the kernel may be called at once."""
     return (
         (type(x) is Tensor or type(x) is nn.Parameter)
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and not x.is_neg()
         and (x.is_cpu or x.is_cuda)
     )
 
@@ -281,7 +310,7 @@ def _forward(x: Tensor, spec: RoundingSpec, key: Tensor | None) -> Tensor:
     if _is_plain(x):
         return _rounded(x, spec, key)
     if key is None and spec.rounding == "stochastic":
-        key = torch.randint(0, 2**63 - 1, (), dtype=torch.int64)
+        key = _new_traceable_key()
     return torch.ops.fpsim.round(x, spec.format_text, spec.rounding, spec.overflow, spec.random_bits or 0, key)  # type: ignore[no-any-return]
 
 
@@ -304,6 +333,10 @@ class StraightThrough(torch.autograd.Function):
             gradient = _round_differentiably(gradient, ctx.backward_spec)
         return gradient, None, None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return tangent.view_as(tangent)
+
 
 def _round_differentiably(x: Tensor, spec: RoundingSpec) -> Tensor:
     if not _is_plain(x):
@@ -318,6 +351,8 @@ def _round_differentiably(x: Tensor, spec: RoundingSpec) -> Tensor:
 
 
 def _require_floating(x: Any, name: str = "x") -> None:
+    if isinstance(x, np.ndarray):
+        raise TypeError(f"{name} is a numpy.ndarray. Possible here: a torch.Tensor; torch.from_numpy({name}) is one.")
     if not isinstance(x, Tensor):
         raise TypeError(
             f"{name} is {type(x).__name__}. Possible: a torch.Tensor or a numpy.ndarray; wrap it with torch.as_tensor."
@@ -336,18 +371,29 @@ def _require_floating(x: Any, name: str = "x") -> None:
         raise TypeError(f"{name} is on device {x.device}. Possible: cpu, cuda. Move it with x.cpu().")
 
 
-def _require_out(out: Any, x: Tensor) -> None:
-    _require_floating(out, "out")
+def _require_out(out: Any, x: Any) -> None:
+    """`out` fits `x`: two tensors, or two arrays."""
+    library = "torch" if isinstance(x, Tensor) else "numpy"
     for what in ("dtype", "device", "shape"):
-        came, wanted = getattr(out, what), getattr(x, what)
+        came, wanted = getattr(out, what, None), getattr(x, what, None)  # NumPy 1 has no devices
         if came != wanted:
             came, wanted = (tuple(v) if what == "shape" else v for v in (came, wanted))
-            raise ValueError(f"out has {what} {came}, x has {wanted}. They must agree: torch.empty_like(x) does.")
-    if not out.is_contiguous():
+            raise ValueError(f"out has {what} {came}, x has {wanted}. They must agree: {library}.empty_like(x) does.")
+    if isinstance(out, Tensor):
+        strides, is_contiguous = out.stride(), out.is_contiguous()
+    else:
+        strides, is_contiguous = out.strides, out.flags.c_contiguous
+    if not is_contiguous:
         raise ValueError(
-            f"out has strides {out.stride()}, which is not contiguous. "
-            f"Use torch.empty_like(x).contiguous(), or round_to_(x)."
+            f"out has strides {strides}, which is not contiguous. "
+            f"Use {library}.empty(x.shape, dtype=x.dtype), or leave out= away."
         )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors share some of their memory, but not all."""
+    distance = abs(a.data_ptr() - b.data_ptr())
+    return 0 < distance < a.numel() * a.element_size()
 
 
 @overload
@@ -397,7 +443,7 @@ def round_to(
     if torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
         _require_floating(x)
         words = _operator_words(fmt, rounding, overflow, random_bits)
-        key = torch.randint(0, 2**63 - 1, (), dtype=torch.int64) if rounding == "stochastic" else None
+        key = _new_traceable_key() if rounding == "stochastic" else None
         return torch.ops.fpsim.round(x, *words, key)
     spec = rounding_spec(fmt, rounding, overflow, random_bits)
     if type(x) is Tensor and x.dtype is torch.float32 and out is None and not x.requires_grad and _is_plain(x):
@@ -408,13 +454,17 @@ def round_to(
     _require_floating(x)
     if out is None:
         return _round_differentiably(x, spec)
+    _require_floating(out, "out")
     _require_out(out, x)
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise ValueError("out= keeps no gradient, and x or out requires one. Leave out= away, or use torch.no_grad().")
     if not _is_plain(x) or not _is_plain(out):
         return out.copy_(_round_differentiably(x, spec))
     width = _width_for(spec, x.dtype)
-    if width and x.is_contiguous() and x.dtype is (torch.float32 if width == 32 else torch.float64):
+    if width == 0:
+        return out.copy_(x.detach())
+    direct = x.is_contiguous() and x.dtype is (torch.float32 if width == 32 else torch.float64)
+    if direct and not _overlap(x, out):
         _launch(x, out, _kernel(spec, width), _new_key() if spec.rounding == "stochastic" else None)
         torch.autograd.graph.increment_version(out)
         return out
@@ -433,7 +483,7 @@ def _round_ndarray(x: np.ndarray[Any, Any], spec: RoundingSpec, out: Any) -> np.
         return rounded.numpy()
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out is {type(out).__name__} and x a numpy.ndarray. Give an ndarray: numpy.empty_like(x).")
-    _require_out(torch.from_numpy(out), torch.from_numpy(np.array(x, order="C")))
+    _require_out(out, x)
     out[...] = _round_ndarray(x, spec, None)
     return out
 
@@ -458,10 +508,10 @@ def round_to_(
     """
     spec = rounding_spec(fmt, rounding, overflow, random_bits)
     _require_floating(x)
-    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+    if torch.is_grad_enabled() and x.requires_grad and (x if x._base is None else x._base).is_leaf:
         raise RuntimeError(
-            "round_to_ came with a leaf that requires a gradient; an in-place change would lose its history. "
-            "Use round_to(x), or torch.no_grad()."
+            "round_to_ came with a leaf that requires a gradient, or a view of one; an in-place change would lose its "
+            "history. Use round_to(x), or torch.no_grad()."
         )
     if not _is_plain(x):
         return x.copy_(_round_differentiably(x, spec))
@@ -516,7 +566,8 @@ def encode(x: Tensor, fmt: str | FloatFormat, rounding: str = "nearest_even", ov
     tensor([ 56, 254], dtype=torch.int32)
     """
     f = _codable(fmt)
-    values, codes = _code_table(f)
+    _require_floating(x)
+    values, codes = map(torch.from_numpy, _code_table(f))
     rounded = round_to(x.detach().double(), f, rounding, overflow)
     if not f.has_nan and rounded.isnan().any():
         raise ValueError(f"x holds NaN and {f} has no code for it. Possible: finite values; see torch.nan_to_num.")
@@ -536,6 +587,8 @@ def decode(codes: Tensor, fmt: str | FloatFormat) -> Tensor:
     tensor([1., inf])
     """
     f = _codable(fmt)
+    if not isinstance(codes, Tensor):
+        raise TypeError(f"codes is {type(codes).__name__}. Possible: a torch.Tensor; wrap it with torch.as_tensor.")
     if codes.dtype.is_floating_point or codes.dtype.is_complex or codes.dtype is torch.bool:
         raise TypeError(f"codes has dtype {str(codes.dtype).removeprefix('torch.')}. Possible: any integer dtype.")
     index = codes.long()
@@ -543,7 +596,7 @@ def decode(codes: Tensor, fmt: str | FloatFormat) -> Tensor:
         raise ValueError(
             f"codes holds {int(index.min())} to {int(index.max())}. The codes of {f} are 0 to {2**f.bits - 1}."
         )
-    return _value_table(f).to(codes.device)[index]
+    return torch.from_numpy(_value_table(f)).to(codes.device)[index]
 
 
 def _codable(fmt: str | FloatFormat) -> FloatFormat:
@@ -553,15 +606,18 @@ def _codable(fmt: str | FloatFormat) -> FloatFormat:
     return f
 
 
-@cache
-def _value_table(f: FloatFormat) -> Tensor:
-    return torch.tensor([f.decode(code) for code in range(2**f.bits)], dtype=torch.float32)
+# Arrays, not tensors: a tensor would keep the device or the tracer under which it was first asked for.
 
 
 @cache
-def _code_table(f: FloatFormat) -> tuple[Tensor, Tensor]:
+def _value_table(f: FloatFormat) -> np.ndarray[Any, Any]:
+    return np.array([f.decode(code) for code in range(2**f.bits)], np.float32)
+
+
+@cache
+def _code_table(f: FloatFormat) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Ascending values, inf included, and their codes."""
     values = [*f.values()]
     if f.has_inf:
-        values = [-float("inf"), *values, float("inf")]
-    return torch.tensor(values, dtype=torch.float64), torch.tensor([f.encode(v) for v in values], dtype=torch.int32)
+        values = [-math.inf, *values, math.inf]
+    return np.array(values), np.array([f.encode(v) for v in values], np.int32)

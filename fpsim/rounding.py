@@ -59,7 +59,7 @@ class Plan(NamedTuple):
 def needs_wider_container(fmt: FloatFormat) -> bool:
     """Whether float32 input must go through float64: the format's spacing reaches float32's own subnormals."""
     if fmt.specials == "scale":
-        return False
+        return fmt.min_exponent < -BINARY32.bias  # of float32's subnormals, the core knows the largest power alone
     if fmt.mantissa_bits == BINARY32.mantissa_bits:
         return True  # no bit to discard: the core wants at least one
     if _is_flat(fmt, BINARY32):
