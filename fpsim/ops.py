@@ -147,7 +147,7 @@ def _new_key() -> Tensor:
 
 def _new_traceable_key() -> Tensor:
     """The same by one operation that returns, as tracers and transforms want it."""
-    own = {} if _generator is None or torch.compiler.is_compiling() else {"generator": _generator}
+    own: dict[str, Any] = {} if _generator is None or torch.compiler.is_compiling() else {"generator": _generator}
     return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu", **own)
 
 
@@ -377,7 +377,8 @@ def _require_out(out: Any, x: Any) -> None:
     for what in ("dtype", "device", "shape"):
         came, wanted = getattr(out, what, None), getattr(x, what, None)  # NumPy 1 has no devices
         if came != wanted:
-            came, wanted = (tuple(v) if what == "shape" else v for v in (came, wanted))
+            if what == "shape":
+                came, wanted = tuple(out.shape), tuple(x.shape)
             raise ValueError(f"out has {what} {came}, x has {wanted}. They must agree: {library}.empty_like(x) does.")
     if isinstance(out, Tensor):
         strides, is_contiguous = out.stride(), out.is_contiguous()
