@@ -301,7 +301,7 @@ def _is_plain(x: Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
-        and not x.is_neg()
+        and not (x.is_neg() or x._is_zerotensor())  # type: ignore[operator]
         and (x.is_cpu or x.is_cuda)
     )
 
@@ -333,14 +333,23 @@ class StraightThrough(torch.autograd.Function):
             gradient = _round_differentiably(gradient, ctx.backward_spec)
         return gradient, None, None
 
+
+class _StraightThroughBothModes(StraightThrough):
+    """The same, and tangents pass in forward mode. A class of its own: torch.compile refuses any with a jvp."""
+
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
         return tangent.view_as(tangent)
 
 
+def _straight_through(x: Tensor, spec: RoundingSpec | None, backward_spec: RoundingSpec | None) -> Tensor:
+    node = StraightThrough if torch.compiler.is_compiling() else _StraightThroughBothModes
+    return node.apply(x, spec, backward_spec)  # type: ignore[no-any-return]
+
+
 def _round_differentiably(x: Tensor, spec: RoundingSpec) -> Tensor:
     if not _is_plain(x):
-        return StraightThrough.apply(x, spec, None)  # type: ignore[no-any-return]
+        return _straight_through(x, spec, None)
     if x.requires_grad and torch.is_grad_enabled():
         if x.numel() >= SMALL:
             return StraightThrough.apply(x, spec, None)  # type: ignore[no-any-return]
@@ -549,7 +558,7 @@ class Rounder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         _require_floating(x)
-        return StraightThrough.apply(x, self.forward_spec, self.backward_spec)  # type: ignore[no-any-return]
+        return _straight_through(x, self.forward_spec, self.backward_spec)
 
     def extra_repr(self) -> str:
         return f"forward={self.forward_spec or 'float32'}, backward={self.backward_spec or 'float32'}"

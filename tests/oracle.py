@@ -4,49 +4,108 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
-from typing import NamedTuple
+from functools import cache, cached_property
 
 
-class Format(NamedTuple):
-    """A format as the ascending list of its finite magnitudes, each with the last digit of its significand."""
+@dataclass(frozen=True)
+class Format:
+    """A format by its fields, and what its definition says of them."""
 
-    magnitudes: list[Fraction]
-    odd: list[bool]
-    next_magnitude: Fraction  # the first one beyond the largest, were the exponent unbounded
-    has_negative_zero: bool
-    signed: bool
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    specials: str = "ieee"
+    subnormals: bool = True
+
+    @property
+    def signed(self) -> bool:
+        return self.specials != "scale"
+
+    @property
+    def has_negative_zero(self) -> bool:
+        return self.specials in ("ieee", "fn", "none", "dlfloat")
+
+    def value(self, field: int, mantissa: int) -> tuple[Fraction, bool] | None:
+        """The magnitude of a code without its sign and whether its significand is odd; None for inf and NaN."""
+        top, all_ones = field == 2**self.exponent_bits - 1, mantissa == 2**self.mantissa_bits - 1
+        if top and (self.specials == "ieee" or (self.specials not in ("fnuz", "none") and all_ones)):
+            return None
+        fraction, power = Fraction(mantissa, 2**self.mantissa_bits), Fraction(2) ** (field - self.bias)
+        # IEEE 754-2019, 4.3.1: with one significant digit every significand but zero's is odd
+        odd = mantissa % 2 == 1 or self.mantissa_bits == 0
+        if self.specials in ("dlfloat", "scale"):
+            if self.specials == "dlfloat" and field == mantissa == 0:
+                return Fraction(0), False
+            return (1 + fraction) * power, odd
+        if field == 0:
+            magnitude = fraction * 2 * power if self.subnormals else Fraction(0)
+            return magnitude, odd and magnitude != 0
+        return (1 + fraction) * power, odd
+
+    @cached_property
+    def _listed(self) -> tuple[list[Fraction], list[bool]]:
+        found: dict[Fraction, bool] = {}
+        for field in range(2**self.exponent_bits):
+            for mantissa in range(2**self.mantissa_bits):
+                if (value := self.value(field, mantissa)) is not None:
+                    found.setdefault(*value)
+        magnitudes = sorted(found)
+        return magnitudes, [found[v] for v in magnitudes]
+
+    @property
+    def magnitudes(self) -> list[Fraction]:
+        """All finite magnitudes in ascending order: for formats with few."""
+        return self._listed[0]
+
+    @cached_property
+    def largest(self) -> Fraction:
+        top = 2**self.exponent_bits - 1
+        last = 2**self.mantissa_bits - 1
+        codes = [(field, m) for field in (top, top - 1) for m in (last, last - 1) if field >= 0 and m >= 0]
+        return max(found[0] for field, m in codes if (found := self.value(field, m)) is not None)
+
+    @property
+    def lowest_exponent(self) -> int:
+        """Of the smallest binade of normal numbers."""
+        return (0 if self.specials in ("dlfloat", "scale") else 1) - self.bias
+
+    @cached_property
+    def smallest(self) -> Fraction:
+        """The smallest positive magnitude."""
+        lowest = Fraction(2) ** self.lowest_exponent
+        if self.specials == "dlfloat":
+            return lowest * (1 + Fraction(1, 2**self.mantissa_bits))
+        return lowest / 2**self.mantissa_bits if self.subnormals and self.specials != "scale" else lowest
+
+    @cached_property
+    def next_magnitude(self) -> Fraction:
+        """The first magnitude beyond the largest, were the exponent unbounded."""
+        return self.largest + Fraction(2) ** (max(floor_log2(self.largest), self.lowest_exponent) - self.mantissa_bits)
+
+    def neighbours(self, magnitude: Fraction) -> tuple[Fraction, Fraction, bool]:
+        """The magnitudes at or below and above, and whether the lower one is odd; not from `next_magnitude` on."""
+        if self.exponent_bits + self.mantissa_bits > 18:
+            return self.neighbours_by_spacing(magnitude)
+        magnitudes, odd = self._listed
+        low = bisect_right(magnitudes, magnitude) - 1
+        above = magnitudes[low + 1] if low + 1 < len(magnitudes) else self.next_magnitude
+        return magnitudes[low], above, odd[low]
+
+    def neighbours_by_spacing(self, magnitude: Fraction) -> tuple[Fraction, Fraction, bool]:
+        """The same for formats with too many values to list: multiples of the spacing in the binade of `magnitude`."""
+        if magnitude < self.smallest:
+            return Fraction(0), self.smallest, False
+        exponent = max(floor_log2(magnitude), self.lowest_exponent)
+        spacing = Fraction(2) ** (exponent - self.mantissa_bits)
+        steps = math.floor(magnitude / spacing)
+        return steps * spacing, (steps + 1) * spacing, steps % 2 == 1 or self.mantissa_bits == 0
 
 
 @cache
 def make(e: int, m: int, bias: int, specials: str = "ieee", subnormals: bool = True) -> Format:
-    """A format from the fields of all its codes without the sign."""
-    found: dict[Fraction, bool] = {}
-    for field in range(2**e):
-        for mantissa in range(2**m):
-            top, all_ones = field == 2**e - 1, mantissa == 2**m - 1
-            if (specials == "ieee" and top) or (specials not in ("ieee", "fnuz", "none") and top and all_ones):
-                continue
-            fraction, normal = Fraction(mantissa, 2**m), Fraction(2) ** (field - bias)
-            # IEEE 754-2019, 4.3.1: with one significant digit every significand but zero's is odd
-            odd = mantissa % 2 == 1 or m == 0
-            if specials in ("dlfloat", "scale"):
-                value = (1 + fraction) * normal
-                if specials == "dlfloat" and field == mantissa == 0:
-                    value, odd = Fraction(0), False
-            elif field == 0:
-                value = fraction * 2 * normal if subnormals else Fraction(0)
-                odd = odd and value != 0
-            else:
-                value = (1 + fraction) * normal
-            found.setdefault(value, odd)
-    magnitudes = sorted(found)
-    lowest = (0 if specials in ("dlfloat", "scale") else 1) - bias
-    ulp = Fraction(2) ** (max(floor_log2(magnitudes[-1]), lowest) - m)
-    signed = specials != "scale"
-    negative_zero = specials in ("ieee", "fn", "none", "dlfloat")
-    return Format(magnitudes, [found[v] for v in magnitudes], magnitudes[-1] + ulp, negative_zero, signed)
+    return Format(e, m, bias, specials, subnormals)
 
 
 def floor_log2(x: Fraction) -> int:
@@ -54,29 +113,22 @@ def floor_log2(x: Fraction) -> int:
     return exponent if Fraction(2) ** exponent <= x else exponent - 1
 
 
-def neighbours(fmt: Format, magnitude: Fraction) -> tuple[Fraction, Fraction, bool]:
-    """The magnitudes at or below and above, and whether the lower one is odd; not for beyond `next_magnitude`."""
-    low = bisect_right(fmt.magnitudes, magnitude) - 1
-    above = fmt.magnitudes[low + 1] if low + 1 < len(fmt.magnitudes) else fmt.next_magnitude
-    return fmt.magnitudes[low], above, fmt.odd[low]
-
-
 def round_to(fmt: Format, x: float, rounding: str, overflow: str) -> float:
     """The rounded value of a float, by the words of the specification."""
-    largest = fmt.magnitudes[-1]
+    largest = fmt.largest
     beyond = {"inf": math.inf, "nan": math.nan, "saturate": float(largest)}[overflow]
     if math.isnan(x) or (not fmt.signed and x <= 0):
         return math.nan
     if math.isinf(x):
         return math.copysign(beyond, x)
     magnitude = abs(Fraction(x))
-    if magnitude < fmt.magnitudes[0]:
-        return float(fmt.magnitudes[0])  # a scale: no zero
+    if not fmt.signed and magnitude < fmt.smallest:
+        return float(fmt.smallest)  # a scale: no zero
     away = {"up": x > 0, "down": x < 0}.get(rounding)
     if magnitude >= fmt.next_magnitude:
         rounded = fmt.next_magnitude
     else:
-        below, above, odd = neighbours(fmt, magnitude)
+        below, above, odd = fmt.neighbours(magnitude)
         distance, half = magnitude - below, (above - below) / 2
         if rounding == "nearest_even":
             away = distance > half or (distance == half and odd)
@@ -95,6 +147,38 @@ def round_to(fmt: Format, x: float, rounding: str, overflow: str) -> float:
 
 def round_up_probability(fmt: Format, x: float, random_bits: int) -> Fraction:
     """Under stochastic rounding: the distance to the lower neighbour over the gap, cut to `random_bits` bits."""
-    below, above, _ = neighbours(fmt, abs(Fraction(x)))
+    below, above, _ = fmt.neighbours(abs(Fraction(x)))
     share = (abs(Fraction(x)) - below) / (above - below)
     return Fraction(math.floor(share * 2**random_bits), 2**random_bits)
+
+
+# Threefry-4x32 as the paper's table 2 and figure 1 have it: Salmon et al., SC 2011.
+
+ROTATIONS = ((10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20))
+
+
+def threefry(counter: tuple[int, ...], key: tuple[int, ...], rounds: int) -> tuple[int, ...]:
+    """Four words for a counter of four words and a key of four."""
+    word = 2**32
+    keys = [*key, 0x1BD11BDA ^ key[0] ^ key[1] ^ key[2] ^ key[3]]
+    x = [(c + k) % word for c, k in zip(counter, keys, strict=False)]
+    for r in range(rounds):
+        for (a, b), rotation in zip(
+            ((0, 1), (2, 3)) if r % 2 == 0 else ((0, 3), (2, 1)), ROTATIONS[r % 8], strict=True
+        ):
+            x[a] = (x[a] + x[b]) % word
+            x[b] = ((x[b] << rotation | x[b] >> (32 - rotation)) % word) ^ x[a]
+        if r % 4 == 3:
+            s = r // 4 + 1
+            x = [(x[i] + keys[(s + i) % 5] + (s if i == 3 else 0)) % word for i in range(4)]
+    return tuple(x)
+
+
+def noise_word(element: int, key: int) -> int:
+    """The 32 random bits of an element, as rounding.NOISE_BLOCK's comment lays them out."""
+    block, place = divmod(element, 128)
+    group, lane = divmod(place, 16)
+    counter = 16 * block + lane
+    k = (key % 2**32, key >> 32, 0, 0)
+    word = threefry((counter % 2**32, counter >> 32, 0, 0), k, 12)[group // 2]
+    return (word >> 16 | word << 16) % 2**32 if group % 2 else word

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_rounding import ALL, fits, same
 
 import fpsim
-from fpsim import kernels, ops, round_to
+from fpsim import FloatFormat, kernels, round_to
 from fpsim.rounding import ROUNDINGS
 
 HERE = Path(__file__).parent
@@ -45,28 +46,48 @@ def test_a_cuda_tensor_without_numba_cuda_is_an_error_that_says_what_to_install(
 
 # On a card
 
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+CASES = [(f, dtype) for f in ALL for dtype in DTYPES if fits(f, dtype)]
+
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *((name, dtype) for name in fpsim.CATALOGUE for dtype in (torch.float32, torch.float64)),
-        ("fp16", torch.float16),
-        ("e5m2", torch.float16),
-        ("e4m3fn", torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_the_card_gives_the_bits_of_the_cpu(name: str, rounding: str, dtype: torch.dtype) -> None:
-    x = (torch.randn(100_003, dtype=torch.float64) * torch.exp2(torch.randint(-45, 36, (100_003,)))).to(dtype)
+@pytest.mark.parametrize(("f", "dtype"), CASES, ids=str)
+def test_the_card_gives_the_bits_of_the_cpu(f: FloatFormat, rounding: str, dtype: torch.dtype) -> None:
+    n = 100_003
+    x = torch.randn(n, dtype=torch.float64) * f.smallest * torch.exp2(torch.randint(-8, 60, (n,)))
+    x[: n // 2] = torch.randn(n // 2, dtype=torch.float64) * f.largest
+    x[:8] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 2.0**-149, f.largest, -f.smallest / 2])
+    x = x.to(dtype)
     fpsim.manual_seed(3)
-    expected = round_to(x, name, rounding)
+    expected = round_to(x, f, rounding)
     fpsim.manual_seed(3)
-    got = round_to(x.cuda(), name, rounding).cpu()
-    assert torch.equal(got.nan_to_num(123.0), expected.nan_to_num(123.0))
-    assert torch.equal(got.isnan(), expected.isnan())
-    assert torch.equal(got.signbit(), expected.signbit())
+    assert same(round_to(x.cuda(), f, rounding).cpu(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overflow", ["inf", "nan", "saturate"])
+def test_the_card_overflows_as_the_cpu_does(overflow: str) -> None:
+    x = torch.tensor([65504.0, 65519.0, 65520.0, 1e9, torch.inf, torch.nan])
+    x = torch.cat([x, -x])
+    for rounding in ROUNDINGS:
+        fpsim.manual_seed(3)
+        expected = round_to(x, "fp16", rounding, overflow)
+        fpsim.manual_seed(3)
+        assert same(round_to(x.cuda(), "fp16", rounding, overflow).cpu(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [0, 1, 127, 128, 129, 2**20 + 5])
+def test_every_length_works_on_the_card(n: int) -> None:
+    x = torch.randn(n)
+    for rounding in ("nearest_even", "stochastic"):
+        guarded = torch.full((n + 4,), 7.0, device="cuda")
+        fpsim.manual_seed(3)
+        round_to(x.cuda(), "e4m3fn", rounding, out=guarded[:n])
+        fpsim.manual_seed(3)
+        assert same(guarded[:n].cpu(), round_to(x, "e4m3fn", rounding))
+        assert bool((guarded[n:] == 7.0).all())
 
 
 @pytest.mark.gpu
@@ -89,14 +110,57 @@ def test_strides_place_and_streams_change_nothing_on_the_card(rounding: str) -> 
 
 
 @pytest.mark.gpu
-def test_rounding_on_the_card_waits_for_nothing() -> None:
+def test_the_kernel_runs_on_torchs_current_stream() -> None:
+    # a long sleep on the stream keeps the input unwritten: a kernel on any other stream would read zeros
+    stream = torch.cuda.Stream()
+    source = torch.full((1000,), 1.1, device="cuda")
+    x = torch.zeros(1000, device="cuda")
+    fpsim.round_to(x, "e4m3fn")  # compiled
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        x.copy_(source)
+        y = round_to(x, "e4m3fn")
+    stream.synchronize()
+    assert torch.equal(y.cpu(), torch.full((1000,), 1.125))
+
+
+@pytest.mark.gpu
+def test_rounding_on_the_card_waits_for_nothing_and_warns_of_nothing() -> None:
     x = torch.randn(1000, device="cuda")
-    spec = ops.rounding_spec("fp16")
-    ops._rounded(x, spec)  # compiled
+    for rounding in ROUNDINGS:
+        round_to(x, "fp16", rounding)  # compiled
     torch.cuda.set_sync_debug_mode("error")
     try:
-        round_to(x, "fp16")
-        round_to(x, "fp16", "stochastic")
-        fpsim.round_to_(x.t(), "e5m2")
+        for rounding in ROUNDINGS:
+            round_to(x, "fp16", rounding)
+            fpsim.round_to_(x.view(20, 50).t(), "fp16", rounding)
+            round_to(x, "fp16", rounding, out=torch.empty_like(x))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_gradients_transforms_and_codes_work_on_the_card() -> None:
+    x = torch.randn(40_000, device="cuda", requires_grad=True)
+    (round_to(x, "e4m3fn") ** 2).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * round_to(x.detach(), "e4m3fn"))
+    y = torch.full((4, 99), 1.125, device="cuda")
+    for randomness in ("same", "different"):
+        noisy = torch.func.vmap(lambda v: round_to(v, "e5m2", "stochastic"), randomness=randomness)(y)
+        assert set(noisy.flatten().tolist()) == {1.0, 1.25}
+    codes = fpsim.encode(x.detach(), "e4m3fn")
+    assert codes.is_cuda
+    assert torch.equal(fpsim.decode(codes, "e4m3fn"), round_to(x.detach(), "e4m3fn"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_a_second_card_gives_the_same() -> None:
+    x = torch.randn(1000)
+    expected = round_to(x, "e4m3fn")
+    for device in ("cuda:1", "cuda:0"):
+        y = round_to(x.to(device), "e4m3fn")
+        assert y.device == torch.device(device)
+        assert torch.equal(y.cpu(), expected)

@@ -39,11 +39,26 @@ TABLE = {
 }
 CUSTOM = [
     *(as_format(name) for name in ("e3m3", "e1m3", "e2m0", "e5m0", "e4m5fn", "e3m0fnuz", "e8m0", "e6m12", "e5m7")),
+    FloatFormat(1, 4, 0, "none"),
+    FloatFormat(1, 2, -3, "fn"),
     FloatFormat(4, 3, subnormals=False),
-    FloatFormat(5, 2, 140),  # all its values among float32's subnormals
+    FloatFormat(4, 3, 8, "fnuz", subnormals=False),
+    FloatFormat(3, 0, 3, subnormals=False),
+    FloatFormat(8, 7, subnormals=False),  # float32's exponents with a gap
+    FloatFormat(4, 3, 140),  # all its values among float32's subnormals
+    FloatFormat(5, 2, 140),
+    FloatFormat(4, 3, 145, subnormals=False),
+    FloatFormat(5, 2, 93),  # spacing 2**-94: the last that float32 rounds for itself
+    FloatFormat(5, 2, 94),
     FloatFormat(3, 3, -120),  # close to float32's largest
+    FloatFormat(3, 2, -120, "none"),
+    FloatFormat(8, 3, 130, "fn"),  # the standard's bias would leave float32's range
+    FloatFormat(8, 2, 128, "fnuz"),
     FloatFormat(3, 2, 4, "p3109"),
     FloatFormat(4, 4, 6, "dlfloat"),
+    FloatFormat(5, 2, 140, "dlfloat"),
+    FloatFormat(4, 0, 7, "scale"),
+    FloatFormat(7, 0, 149, "scale"),  # powers of two among float32's subnormals
 ]
 
 
@@ -58,6 +73,26 @@ def test_derived_numbers_are_those_of_the_sources(name: str) -> None:
     assert (f.largest, f.smallest_normal, f.smallest_subnormal) == (largest, normal, subnormal)
     assert f.smallest == (subnormal or normal)
     assert f.epsilon == 2.0**-m
+
+
+@pytest.mark.parametrize("f", [f for f in (*fpsim.CATALOGUE.values(), *CUSTOM) if f.bits <= 16], ids=str)
+def test_every_code_has_its_value_and_every_value_its_code(f: FloatFormat) -> None:
+    fmt = oracle.make(f.exponent_bits, f.mantissa_bits, f.bias, f.specials, f.subnormals)
+    sign_bit = 2 ** (f.exponent_bits + f.mantissa_bits)
+    for code in range(2**f.bits):
+        value, found = f.decode(code), fmt.value(*divmod(code % sign_bit, 2**f.mantissa_bits))
+        negative = -1 if code >= sign_bit and f.is_signed else 1
+        if f.specials in ("fnuz", "p3109") and code == sign_bit:
+            assert math.isnan(value)
+        elif f.specials == "p3109" and code % sign_bit == sign_bit - 1:
+            assert value == negative * math.inf
+        elif found is None:
+            first = code % 2**f.mantissa_bits == 0
+            assert value == negative * math.inf if f.specials == "ieee" and first else math.isnan(value)
+        else:
+            assert (value, math.copysign(1, value)) == (negative * found[0], negative)
+        if not math.isnan(value) and (value or code in (0, sign_bit)):  # without subnormals zero has many codes
+            assert f.encode(value) == code
 
 
 @pytest.mark.parametrize("f", [f for f in (*fpsim.CATALOGUE.values(), *CUSTOM) if f.bits <= 19], ids=str)
@@ -161,6 +196,8 @@ def test_aliases_name_the_same_format() -> None:
         ({"exponent_bits": 4.0, "mantissa_bits": 2}, "exponent_bits=4.0"),
         ({"exponent_bits": 4, "mantissa_bits": 2, "bias": 1.5}, "bias=1.5"),
         ({"exponent_bits": 4, "mantissa_bits": 3, "bias": 150}, r"multiples of 2\*\*-152"),
+        ({"exponent_bits": 4, "mantissa_bits": 3, "bias": 149, "subnormals": False}, r"multiples of 2\*\*-151"),
+        ({"exponent_bits": 1, "mantissa_bits": 3, "subnormals": False}, "its largest value is 0"),
         ({"exponent_bits": 8, "mantissa_bits": 3, "specials": "fn"}, "its largest value"),
         ({"exponent_bits": 4, "mantissa_bits": 3, "bias": -10000}, "its largest value"),
         ({"exponent_bits": 4, "mantissa_bits": 3, "specials": "fancy"}, "Unknown specials"),
@@ -192,8 +229,9 @@ def test_near_names_are_suggested_and_other_types_refused() -> None:
 def test_overflow_that_a_format_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match="has no inf"):
         as_format("e4m3fn").resolve_overflow("inf")
-    with pytest.raises(ValueError, match="has no nan"):
-        as_format("e2m1fn").resolve_overflow("nan")
+    for name in ("e2m1fn", "e5m0"):
+        with pytest.raises(ValueError, match="has no nan"):
+            as_format(name).resolve_overflow("nan")
     with pytest.raises(ValueError, match="Known: inf, nan, saturate"):
         as_format("fp16").resolve_overflow("wrap")
 
@@ -208,7 +246,8 @@ def test_values_and_codes_that_do_not_exist_are_refused() -> None:
             as_format("e4m3fn").encode(value)
     with pytest.raises(ValueError, match="no code for inf"):
         as_format("e4m3fn").encode(math.inf)
-    with pytest.raises(ValueError, match="no code for nan"):
-        as_format("e2m1fn").encode(math.nan)
+    for name in ("e2m1fn", "e5m0"):  # IEEE's top exponent without a mantissa holds inf alone
+        with pytest.raises(ValueError, match="no code for nan"):
+            as_format(name).encode(math.nan)
     with pytest.raises(ValueError, match="no value"):
         as_format("e8m0fnu").encode(0.0)

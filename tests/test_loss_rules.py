@@ -207,7 +207,7 @@ def test_fairseqs_and_metaseqs_rules_go_by_iterations(oks: list[bool], window: i
 
 
 def openseq2seq(oks: list[bool], window: int, increment_first: bool) -> list[float]:
-    scale, iteration, last_overflow, out = 256.0, 0, -1, [256.0]
+    scale, iteration, last_overflow, out = 4.0, 0, -1, [4.0]
     for ok in oks:
         iteration += increment_first
         if not ok:
@@ -224,7 +224,8 @@ def openseq2seq(oks: list[bool], window: int, increment_first: bool) -> list[flo
 def test_openseq2seqs_rule_counts_iterations_before_or_after(
     oks: list[bool], window: int, increment_first: bool
 ) -> None:
-    rule = loss_rule("openseq2seq", scale_max=256.0, step_window=window, increment_first=increment_first)
+    params = {"scale_max": 256.0, "step_window": window, "increment_first": increment_first}
+    rule = loss_rule("openseq2seq", scale=4.0, **params)  # below its start, where growth shows
     assert trajectory(rule, oks) == openseq2seq(oks, window, increment_first)
 
 

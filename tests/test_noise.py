@@ -14,12 +14,18 @@ import torch
 from numba import njit
 
 import fpsim
-from fpsim import FloatFormat, as_format, round_to
-from fpsim.rounding import NOISE_BLOCK, STOCHASTIC, make_plan, make_round, threefry
+from fpsim import FloatFormat, as_format, kernels, round_to
+from fpsim.rounding import NOISE_BLOCK, NOISE_LANES, STOCHASTIC, make_plan, make_round, threefry
 
 FORMATS = ["fp16", "bf16", "cb16", "e4m3fn", "e5m2", "e2m1fn", "e4m3fnuz", "p3109_p3", "dlfloat16", "tf32"]
-CUSTOM = [FloatFormat(4, 3, subnormals=False), as_format("e5m0"), as_format("e3m3")]
-ALL = [*map(as_format, FORMATS), *CUSTOM]
+CUSTOM = [
+    FloatFormat(4, 3, subnormals=False),
+    FloatFormat(3, 0, 3, subnormals=False),
+    as_format("e5m0"),
+    as_format("e3m3"),
+    FloatFormat(5, 2, 93),  # spacing 2**-94: the last that float32 rounds for itself
+]
+ALL = [*map(as_format, [*FORMATS, "e8m0fnu"]), *CUSTOM]
 
 
 def rounded_with(f: FloatFormat, x: float, noise: int, random_bits: int | None, width: int) -> float:
@@ -41,9 +47,11 @@ def _core(shape: int, width: int) -> Callable[..., int]:
 def points(f: FloatFormat, width: int) -> list[float]:
     values = oracle.make(f.exponent_bits, f.mantissa_bits, f.bias, f.specials, f.subnormals).magnitudes
     pairs = [(0, 1), (1, 2), (len(values) // 2, len(values) // 2 + 1), (len(values) - 2, len(values) - 1)]
+    pairs = [pair for pair in pairs if pair[1] < len(values)]
     shares = (Fraction(1, 3), Fraction(1, 2), Fraction(1, 1000), Fraction(999, 1000))
     found = [float(values[a] + (values[b] - values[a]) * share) for a, b in pairs for share in shares]
-    found += [f.smallest * 2.0**-20, f.smallest * 1.25 * 2.0**-9]
+    if f.has_zero:
+        found += [f.smallest * 2.0**-20, f.smallest * 1.25 * 2.0**-9, f.smallest * 2.0**-33]
     return [float(np.float32(v)) if width == 32 else v for v in found]
 
 
@@ -55,7 +63,7 @@ def test_the_share_of_noise_words_that_round_up_is_the_distance(
 ) -> None:
     fmt = oracle.make(f.exponent_bits, f.mantissa_bits, f.bias, f.specials, f.subnormals)
     for x in points(f, width):
-        below, above, _ = oracle.neighbours(fmt, Fraction(x))
+        below, above, _ = fmt.neighbours(Fraction(x))
         expected = oracle.round_up_probability(fmt, x, random_bits or 32)
         # rounding up is monotone in the noise: find the first word that does, by bisection over all 2**32
         low, high = 0, 2**32
@@ -67,18 +75,125 @@ def test_the_share_of_noise_words_that_round_up_is_the_distance(
         assert Fraction(2**32 - low, 2**32) == expected, (x, random_bits)
 
 
+@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize("random_bits", [1, 3, 8])
+@pytest.mark.parametrize("f", ALL, ids=str)
+def test_every_noise_value_of_a_few_bits_decides_as_carrying_says(f: FloatFormat, random_bits: int, width: int) -> None:
+    fmt = oracle.make(f.exponent_bits, f.mantissa_bits, f.bias, f.specials, f.subnormals)
+    unused = 2 ** (32 - random_bits) - 1  # bits beyond the last that counts: set, and of no effect
+    for x in points(f, width)[::3]:
+        below, above, _ = fmt.neighbours(Fraction(x))
+        share = oracle.round_up_probability(fmt, x, random_bits)
+        for value in range(2**random_bits):
+            got = rounded_with(f, x, value << (32 - random_bits) | unused, random_bits, width)
+            assert got == float(above if share + Fraction(value, 2**random_bits) >= 1 else below), (x, value)
+
+
 def test_values_of_the_format_stay_whatever_the_noise() -> None:
     for f in ALL:
         for x in (f.smallest, f.largest, -f.largest, 1.0 if f.largest >= 1 else f.smallest):
-            for noise in (0, 1, 2**31, 2**32 - 1):
-                assert rounded_with(f, x, noise, None, 32) == x
+            if x > 0 or f.is_signed:
+                for noise in (0, 1, 2**31, 2**32 - 1):
+                    assert rounded_with(f, x, noise, None, 32) == x
 
 
-def test_threefry_gives_the_known_answers() -> None:
-    # Random123, kat_vectors: threefry4x32, 20 rounds, counter 0, key 0
-    zero = np.uint32(0)
-    words = njit(lambda a, b, c, d: threefry(a, b, c, d, 20))(zero, zero, zero, zero)
-    assert [int(w) for w in words] == [0x9C6CA96A, 0xE17EAE66, 0xFC10ECD4, 0x5256A7D8]
+@pytest.mark.parametrize("overflow", ["inf", "nan", "saturate"])
+def test_beyond_the_largest_the_rounded_value_decides_about_overflow(overflow: str) -> None:
+    x = 65504.0 + 8  # a quarter of the gap to 65536, which is overflow
+    beyond = {"inf": math.inf, "nan": math.nan, "saturate": 65504.0}[overflow]
+    got = round_to(torch.tensor([x, -x]).repeat(4096), "fp16", "stochastic", overflow).view(-1, 2)
+    up = got[:, 0] != 65504.0
+    for column, sign in ((0, 1), (1, -1)):
+        expected = torch.full((4096,), sign * 65504.0)
+        moved = got[:, column] != expected
+        expected[moved] = sign * beyond
+        assert torch.equal(got[:, column].nan_to_num(1.0, 2.0, 3.0), expected.nan_to_num(1.0, 2.0, 3.0))
+    if overflow != "saturate":  # five standard deviations of 4096 coins that fall up one time in four
+        assert abs(float(up.float().mean()) - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 4096)
+    again = round_to(torch.tensor([math.inf, -math.inf, math.nan]), "fp16", "stochastic", overflow)
+    assert torch.equal(
+        again.nan_to_num(1.0, 2.0, 3.0), torch.tensor([beyond, -beyond, math.nan]).nan_to_num(1.0, 2.0, 3.0)
+    )
+
+
+# The random bits
+
+
+def test_the_naive_threefry_gives_the_known_answers() -> None:
+    # Random123, kat_vectors: threefry4x32, 20 rounds
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0, 0x082EFA98, 0xEC4E6C89)
+    zeros, ones = (0,) * 4, (2**32 - 1,) * 4
+    assert oracle.threefry(zeros, zeros, 20) == (0x9C6CA96A, 0xE17EAE66, 0xFC10ECD4, 0x5256A7D8)
+    assert oracle.threefry(ones, ones, 20) == (0x2A881696, 0x57012287, 0xF6C7446E, 0xA16A6732)
+    assert oracle.threefry(*pi, 20) == (0x59CD1DBB, 0xB8879579, 0x86B5D00C, 0xAC8B6D84)
+
+
+@pytest.mark.parametrize("rounds", [12, 20])
+def test_threefry_gives_the_words_of_the_naive_one(rounds: int) -> None:
+    compiled = njit(lambda a, b, c, d: threefry(a, b, c, d, rounds))
+    generator = torch.Generator().manual_seed(4)
+    words = torch.randint(2**32, (60, 4), generator=generator).tolist()
+    words += [[0, 0, 0, 0], [2**32 - 1] * 4, [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    for c0, c1, k0, k1 in words:
+        found = compiled(*(np.uint32(w) for w in (c0, c1, k0, k1)))
+        assert tuple(map(int, found)) == oracle.threefry((c0, c1, 0, 0), (k0, k1, 0, 0), rounds)
+
+
+_fill = njit(lambda noise, block, key0, key1: kernels.fill_noise(noise, block, key0, key1))
+_words = njit(lambda counter, key0, key1: kernels.noise_words(counter, key0, key1))
+
+
+def filled(block: int, key: int) -> np.ndarray:  # type: ignore[type-arg]
+    noise = np.empty(NOISE_BLOCK, np.uint32)
+    _fill(noise, block, np.uint32(key % 2**32), np.uint32(key >> 32))
+    return noise
+
+
+@pytest.mark.parametrize("block", [0, 1, 77, 2**28 - 1, 2**28, 2**40 + 3])  # 16 counters a block: 2**28 needs 33 bits
+def test_every_element_has_the_noise_of_its_index(block: int) -> None:
+    key = 0x0123456789ABCDEF
+    assert filled(block, key).tolist() == [oracle.noise_word(NOISE_BLOCK * block + i, key) for i in range(NOISE_BLOCK)]
+    for lane in range(NOISE_LANES):
+        words = _words(NOISE_LANES * block + lane, np.uint32(key % 2**32), np.uint32(key >> 32))
+        assert [int(w) for w in words] == [
+            oracle.noise_word(NOISE_BLOCK * block + 32 * w + lane, key) for w in range(4)
+        ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3fn", "dlfloat16"])
+def test_each_element_of_a_tensor_rounds_by_the_carry_of_its_own_noise(name: str, dtype: torch.dtype) -> None:
+    f, key = as_format(name), 0x7EDCBA9876543210
+    fmt = oracle.make(f.exponent_bits, f.mantissa_bits, f.bias, f.specials, f.subnormals)
+    x = torch.randn(400, dtype=torch.float64).to(dtype) * f.smallest * torch.exp2(torch.randint(-3, 20, (400,)))
+    x = x.clamp(-f.largest, f.largest)
+    got = torch.ops.fpsim.round(x, repr(f), "stochastic", f.resolve_overflow(), 0, torch.tensor(key))
+    for i, (value, result) in enumerate(zip(x.tolist(), got.tolist(), strict=True)):
+        below, above, _ = fmt.neighbours(abs(Fraction(value)))
+        carries = oracle.round_up_probability(fmt, value, 32) + Fraction(oracle.noise_word(i, key), 2**32) >= 1
+        assert result == math.copysign(float(above if carries else below), value), i
+
+
+def test_every_bit_of_the_noise_is_balanced_and_independent_of_its_neighbours_blocks_and_keys() -> None:
+    blocks = 512
+    noise = np.stack([filled(block, key) for key in (5, 6) for block in range(blocks)])
+    bits = torch.from_numpy((noise[..., None] >> np.arange(32, dtype=np.uint32)) & 1).double() * 2 - 1
+    coins = bits.view(2, blocks * NOISE_BLOCK, 32)  # key, element, bit
+    n = coins.shape[1]
+    # of the numbers below each is a mean of n products of independent coins: standard deviation 1 / sqrt(n); with a
+    # few thousand of them, none is expected beyond six
+    bound = 6 / math.sqrt(n)
+    assert float(coins.mean(1).abs().max()) < bound
+    first, second = coins
+    assert float((first.T @ second / n).abs().max()) < bound  # the same element under the next key
+    pairs = first.T @ first / n
+    assert float((pairs - torch.eye(32)).abs().max()) < bound  # two bits of one element
+    for lag in (1, 2, 15, 17, 32, 64, NOISE_BLOCK, 16 * NOISE_BLOCK):
+        matrix = first[lag:].T @ first[:-lag] / (n - lag)
+        assert float(matrix.abs().max()) < bound * math.sqrt(n / (n - lag)), lag
+    # 16 elements on there may be the same word with its halves exchanged: the leading 16 bits are another's
+    leading = first[16:, 16:].T @ first[:-16, 16:] / (n - 16)
+    assert float(leading.abs().max()) < bound * math.sqrt(n / (n - 16))
 
 
 @pytest.mark.parametrize("name", ["fp16", "e4m3fn", "bf16", "dlfloat16"])

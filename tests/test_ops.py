@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
+import pickle
 import threading
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -11,9 +15,10 @@ import pytest
 import torch
 from test_formats import ML_DTYPES
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import fpsim
-from fpsim import Rounder, as_format, decode, encode, round_to, round_to_
+from fpsim import Rounder, as_format, decode, encode, kernels, ops, round_to, round_to_
 
 ARGUMENTS = (repr(as_format("e4m3fn")), "nearest_even", "saturate", 0, None)
 
@@ -43,6 +48,27 @@ def test_it_compiles_as_one_graph_and_gives_the_same() -> None:
     assert x.grad is not None
     assert y.grad is not None
     assert torch.equal(x.grad, y.grad)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_default_compiler_makes_code_that_gives_the_same() -> None:
+    compiled = torch.compile(lambda x: round_to(x.exp() * 3, "e4m3fn") + 1, fullgraph=True)
+    x = torch.randn(999)
+    assert torch.equal(compiled(x), round_to(torch.compile(lambda x: x.exp() * 3)(x), "e4m3fn") + 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_layer_compiles_as_one_graph_and_rounds_both_ways() -> None:
+    layer = Rounder("e4m3fn", "e5m2")
+    x = torch.randn(300, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    out, expected = torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(y)
+    assert torch.equal(out, expected)
+    gradient = torch.randn(300)
+    out.backward(gradient)
+    expected.backward(gradient)
+    assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
+    assert torch.equal(y.grad, round_to(gradient, "e5m2"))  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -76,10 +102,48 @@ def test_functional_transforms_see_the_straight_through_gradient() -> None:
         torch.func.vmap(lambda v: round_to(v, "e4m3fn"), in_dims=1, out_dims=1)(x), round_to(x, "e4m3fn")
     )
     assert torch.equal(torch.func.vmap(torch.func.grad(f))(x), 2 * round_to(x, "e4m3fn"))  # per-sample gradients
-    noisy = torch.func.vmap(lambda v: round_to(v, "e5m2", "stochastic"), randomness="different")(
-        torch.full((9, 99), 1.125)
-    )
-    assert set(noisy.flatten().tolist()) == {1.0, 1.25}
+    assert torch.equal(torch.func.hessian(f)(x).reshape(18, 18), 2 * torch.eye(18))
+
+
+def test_forward_mode_passes_the_tangent_through() -> None:
+    for size in (5, 40_000):
+        x, tangent = torch.randn(size), torch.randn(size)
+        value, derivative = torch.func.jvp(lambda v: round_to(v, "e4m3fn"), (x,), (tangent,))
+        assert torch.equal(value, round_to(x, "e4m3fn"))
+        assert torch.equal(derivative, tangent)
+        with forward_ad.dual_level():
+            value, derivative = forward_ad.unpack_dual(round_to(forward_ad.make_dual(x, tangent), "e4m3fn"))
+            assert torch.equal(value, round_to(x, "e4m3fn"))
+            assert derivative is not None
+            assert torch.equal(derivative, tangent)
+
+
+def test_vmap_gives_samples_the_noise_that_its_randomness_says() -> None:
+    def f(v: torch.Tensor) -> torch.Tensor:
+        return round_to(v, "e5m2", "stochastic")
+
+    x = torch.full((40, 50), 1.125)
+    for dim in (0, 1):
+        different = torch.func.vmap(f, in_dims=dim, out_dims=dim, randomness="different")(x).movedim(dim, 0)
+        assert set(different.flatten().tolist()) == {1.0, 1.25}
+        assert len({tuple(sample) for sample in different.tolist()}) == len(different)
+        same = torch.func.vmap(f, in_dims=dim, out_dims=dim, randomness="same")(x).movedim(dim, 0)
+        assert set(same.flatten().tolist()) == {1.0, 1.25}
+        assert len({tuple(sample) for sample in same.tolist()}) == 1
+    shared = torch.func.vmap(lambda _: f(x[0]), randomness="different")(torch.arange(9))  # the tensor has no samples
+    assert len({tuple(sample) for sample in shared.tolist()}) == 9
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.func.vmap(f)(x)
+
+
+def test_a_seed_of_our_own_reaches_transforms() -> None:
+    x = torch.full((3, 512), 1.125)
+    results = []
+    for other in (1, 2):
+        torch.manual_seed(other)
+        fpsim.manual_seed(5)
+        results.append(torch.func.vmap(lambda v: round_to(v, "e5m2", "stochastic"), randomness="different")(x))
+    assert torch.equal(*results)
 
 
 def test_meta_and_fake_tensors_keep_shape_and_dtype() -> None:
@@ -110,6 +174,42 @@ def test_any_strides_are_rounded_in_place_and_out_of_place() -> None:
     )
 
 
+def test_the_default_device_does_not_matter() -> None:
+    x = torch.full((300,), 1.125)
+    torch.manual_seed(3)
+    expected = round_to(x, "e5m2", "stochastic")
+    torch.manual_seed(3)
+    with torch.device("meta"):  # as a model is built without memory
+        assert torch.equal(round_to(x, "e5m2", "stochastic"), expected)
+        codes = encode(x, "e3m4")
+        assert torch.equal(decode(codes, "e3m4"), x)
+    assert torch.equal(decode(codes, "e3m4"), x)
+
+
+def test_a_table_first_asked_for_under_a_tracer_serves_later() -> None:
+    f = fpsim.FloatFormat(3, 3, 5)
+    with FakeTensorMode():
+        assert encode(torch.ones(2), f).shape == (2,)
+    assert decode(encode(torch.ones(2), f), f).tolist() == [1.0, 1.0]
+
+
+def test_views_that_negate_and_conjugate_are_rounded_as_what_they_show() -> None:
+    x = torch.tensor([1.1 + 2.3j])
+    for view in (x.conj().imag, torch._neg_view(torch.tensor([1.1, -2.3])), torch.view_as_real(x.resolve_conj())):
+        expected = round_to(view.clone(), "e4m3fn")
+        assert torch.equal(round_to(view, "e4m3fn"), expected)
+        assert torch.equal(round_to(view, "e4m3fn", out=torch.empty(view.shape)), expected)
+        assert torch.equal(round_to_(view, "e4m3fn"), expected)
+
+
+def test_inference_mode_rounds() -> None:
+    with torch.inference_mode():
+        x = torch.tensor([1.1])
+        assert round_to(x, "e4m3fn").item() == 1.125
+        assert round_to(x, "e4m3fn", out=torch.empty(1)).item() == 1.125
+        assert round_to_(x, "e4m3fn").item() == 1.125
+
+
 def test_rounding_in_place_touches_only_the_view() -> None:
     base = torch.full((4, 4), 1.1)
     round_to_(base[1:3, ::2], "e4m3fn")
@@ -128,10 +228,16 @@ def test_rounding_in_place_keeps_the_gradient_and_tells_autograd() -> None:
     round_to_(a, "e4m3fn")  # exp saved its result: autograd must notice the change
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         a.sum().backward()
-    with pytest.raises(RuntimeError, match=r"leaf.*Use round_to\(x\)"):
-        round_to_(x, "fp16")
+    for leaf in (x, x[1:], x.view(1, 5)):
+        with pytest.raises(RuntimeError, match=r"leaf.*Use round_to\(x\)"):
+            round_to_(leaf, "fp16")
     with torch.no_grad():
         round_to_(x, "fp16")
+    w = torch.randn(5, requires_grad=True)
+    y = w * 2
+    round_to_(y[1:3], "e4m3fn")  # a view of a result
+    (y**2).sum().backward()
+    assert torch.equal(w.grad, 4 * y.detach())  # type: ignore[arg-type]
 
 
 def test_out_is_written_to() -> None:
@@ -143,6 +249,19 @@ def test_out_is_written_to() -> None:
     assert round_to(x, "fp32", out=out) is out
     assert torch.equal(out, x)
     assert round_to(x, "e5m2", out=x) is x  # in place
+
+
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_out_may_overlap_the_input(rounding: str) -> None:
+    for size in (9, 2**18 + 1):
+        torch.set_num_threads(2)
+        for shift in (1, -1):
+            x = torch.randn(size)
+            source, target = (x[:-1], x[1:]) if shift > 0 else (x[1:], x[:-1])
+            fpsim.manual_seed(1)
+            expected = round_to(source.clone(), "e4m3fn", rounding)
+            fpsim.manual_seed(1)
+            assert torch.equal(round_to(source, "e4m3fn", rounding, out=target), expected)
 
 
 def test_numpy_arrays_come_back_as_arrays() -> None:
@@ -159,6 +278,17 @@ def test_numpy_arrays_come_back_as_arrays() -> None:
     out = np.empty((3, 4))
     assert round_to(np.full((3, 4), 1.1), "e4m3fn", out=out) is out
     assert (out == 1.125).all()
+    for unfit, message in (
+        (np.empty((4, 3)), r"out has shape \(4, 3\), x has \(3, 4\).*numpy\.empty_like"),
+        (np.empty((3, 4), np.float32), "out has dtype float32, x has float64"),
+        (np.empty((3, 4), object), "out has dtype object"),
+        (np.empty((4, 3)).T, "not contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            round_to(np.ones((3, 4)), "fp16", out=unfit)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        round_to(np.ones((3, 4)), "fp16", out=out)
     assert round_to(np.array(1.1), "e4m3fn").shape == ()
 
 
@@ -200,7 +330,15 @@ def test_a_rounder_rounds_each_direction_to_its_format() -> None:
     assert x.grad.tolist() == [1.0, 0.3125]
     z = Rounder(backward="e5m2")(x)
     assert torch.equal(z, x)
+    assert z is not x
     assert "forward=e4m3fn nearest_even, backward=float32" in repr(Rounder("e4m3fn"))
+
+
+def test_a_rounder_survives_copies_and_pickles() -> None:
+    layer = Rounder("e4m3fn", "e5m2", "stochastic", "up", "nan", "saturate")
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert (other.forward_spec, other.backward_spec) == (layer.forward_spec, layer.backward_spec)
+        assert repr(other) == repr(layer)
 
 
 def test_a_rounder_supports_double_backward() -> None:
@@ -241,6 +379,11 @@ def test_codes_that_do_not_exist_are_refused() -> None:
         decode(torch.tensor([256]), "e5m2")
     with pytest.raises(TypeError, match="integer"):
         decode(torch.tensor([1.0]), "e5m2")
+    with pytest.raises(TypeError, match=r"codes is ndarray\. Possible: a torch\.Tensor"):
+        decode(np.array([1]), "e5m2")  # type: ignore[arg-type]
+    for x, message in (([1.0], "x is list"), (torch.ones(1, dtype=torch.int32), "x has dtype int32")):
+        with pytest.raises(TypeError, match=message):
+            encode(x, "e5m2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="up to 16 bits"):
         encode(torch.ones(1), "tf32")
 
@@ -265,6 +408,62 @@ def test_two_python_threads_round_at_once() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_threads_that_start_at_once_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(50):
+        monkeypatch.setattr(ops, "_pools", {})
+        barrier, found = threading.Barrier(8), []
+
+        def ask(barrier: threading.Barrier = barrier, found: list[object] = found) -> None:
+            barrier.wait()
+            found.append(ops._pool())
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 8
+        assert len(set(map(id, found))) == 1
+
+
+def test_an_interrupt_leaves_no_thread_with_memory_that_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_pools", {})  # the one that is shut down below
+    torch.set_num_threads(2)
+    x = torch.randn(2**19)
+    spec = ops.rounding_spec("fp16")
+    kernel, alive, release, main = ops._kernel(spec, 32), [], threading.Event(), threading.current_thread()
+    out = torch.empty_like(x)
+
+    def loop(*arguments: int) -> None:
+        if threading.current_thread() is main:
+            raise KeyboardInterrupt  # as after Ctrl-C, with the other part still to do
+        release.wait(10)
+        alive.append(reference() is not None)
+
+    reference = weakref.ref(out)
+    monkeypatch.setattr(kernel, "loop", loop)
+    with pytest.raises(KeyboardInterrupt):
+        ops._launch(x, out, kernel, None)
+    del out
+    gc.collect()
+    release.set()
+    ops._pool().shutdown(wait=True)
+    assert alive == [True]
+
+
+def test_two_variants_of_a_loop_never_share_a_file_of_the_cache() -> None:
+    # Numba numbers the files of one function without a lock: two processes could take each other's code
+    names = [
+        loop._cache._cache_file._index_name
+        for loop in (
+            *(kernels.cpu_loop(rule, shape, width) for rule in range(7) for shape in range(5) for width in (32, 64)),
+            kernels.tally_loop(4),
+            kernels.tally_loop(8),
+        )
+    ]
+    assert len(set(names)) == len(names) == 72
 
 
 class Rounded(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -300,6 +499,7 @@ def test_a_forked_worker_rounds_after_the_parent_used_its_threads() -> None:
         (torch.ones(2, dtype=torch.bool), "dtype bool"),
         (torch.ones(2, dtype=torch.complex64), r"dtype complex64.*x\.real and x\.imag"),
         (torch.ones(2, 2).to_sparse(), r"sparse_coo.*Possible: dense.*x\.values\(\)"),
+        (torch.ones(2).to(torch.float8_e5m2), r"dtype float8_e5m2\. Possible: float32.*x\.float\(\)"),
         ([1.0, 2.0], r"x is list\. Possible: a torch\.Tensor"),
         (1.5, "x is float"),
         (np.array([1, 2]), r"dtype int64.*astype"),
@@ -310,6 +510,14 @@ def test_a_forked_worker_rounds_after_the_parent_used_its_threads() -> None:
 def test_tensors_that_cannot_be_rounded_are_refused(x: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         round_to(x, "fp16")  # type: ignore[call-overload]
+
+
+def test_an_array_is_refused_where_a_tensor_is_wanted() -> None:
+    for call in (lambda x: round_to_(x, "fp16"), Rounder("fp16"), lambda x: encode(x, "fp16")):
+        with pytest.raises(
+            TypeError, match=r"x is a numpy\.ndarray\. Possible here: a torch\.Tensor; torch\.from_numpy"
+        ):
+            call(np.ones(2))
 
 
 def test_unknown_words_are_refused() -> None:

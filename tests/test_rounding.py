@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 
 import gfloat
+import hypothesis
 import numpy as np
 import oracle
 import pytest
 import torch
+from hypothesis import strategies as st
 from test_formats import CUSTOM, GFLOAT, ML_DTYPES
 
 import fpsim
@@ -20,7 +23,10 @@ from fpsim.rounding import ROUNDINGS
 DETERMINISTIC = [r for r in ROUNDINGS if r != "stochastic"]
 ALL = [*fpsim.CATALOGUE.values(), *CUSTOM]
 SMALL = [f for f in ALL if f.bits <= 12]
-WIDE = [f for f in ALL if f.bits > 12 and f.bits <= 19]
+WIDE = [f for f in ALL if 12 < f.bits <= 19]
+# with nearly all bits of a float32, and more values than can be listed
+WIDEST = [as_format("fp32"), *(FloatFormat(e, m) for e, m in ((8, 22), (8, 17), (7, 23), (5, 23), (6, 20)))]
+WIDEST += [FloatFormat(7, 22, subnormals=False), FloatFormat(8, 16, 129, "fnuz"), FloatFormat(6, 22, 31, "dlfloat")]
 OVERFLOWS = ("inf", "nan", "saturate")
 FLOAT32_MAX = 3.4028234663852886e38
 
@@ -81,6 +87,60 @@ def test_wide_formats_round_as_the_oracle_says(f: FloatFormat, rounding: str) ->
         assert differing(x, round_to(x, f, rounding), expected_by_oracle(f, x, rounding, None)) == []
 
 
+@pytest.mark.parametrize("f", WIDEST, ids=str)
+def test_formats_almost_as_wide_as_float32_round_as_the_oracle_says(f: FloatFormat) -> None:
+    fmt = oracle_format(f)
+    generator = torch.Generator().manual_seed(7)
+    exponents = torch.randint(-150, 128, (150,), generator=generator)
+    x = torch.rand(150, generator=generator, dtype=torch.float64).add(1) * torch.exp2(exponents.double())
+    x = x[x <= FLOAT32_MAX].float().double()
+    largest, smallest = float(fmt.largest), float(fmt.smallest)
+    lows = [fmt.neighbours(Fraction(v))[0] for v in x.tolist() if v < largest]
+    highs = [fmt.neighbours(Fraction(v))[1] for v in x.tolist() if v < largest]
+    ties = [float((a + b) / 2) for a, b in zip(lows, highs, strict=True)]
+    ends = [largest, float(fmt.next_magnitude), (largest + float(fmt.next_magnitude)) / 2, smallest, smallest / 2]
+    x = torch.cat([x, torch.tensor([*ties, *map(float, highs), *ends, 0.0, math.inf, math.nan], dtype=torch.float64)])
+    for dtype in (torch.float32, torch.float64):
+        y = x.to(dtype)
+        y = torch.cat(
+            [y, y.nextafter(torch.tensor(math.inf, dtype=dtype)), y.nextafter(torch.tensor(0.0, dtype=dtype))]
+        )
+        y = torch.cat([y, -y])
+        for rounding in DETERMINISTIC:
+            assert differing(y, round_to(y, f, rounding), expected_by_oracle(f, y, rounding, None)) == [], rounding
+
+
+def test_the_two_ways_of_the_oracle_to_find_neighbours_agree() -> None:
+    for f in SMALL:
+        fmt = oracle_format(f)
+        assert (fmt.magnitudes[-1], fmt.smallest) == (fmt.largest, next(v for v in fmt.magnitudes if v))
+        for v in fmt.magnitudes[:-1]:
+            for x in (v, v + (fmt.neighbours(v)[1] - v) / 3):
+                assert fmt.neighbours(x) == fmt.neighbours_by_spacing(x) or x == 0 or not f.is_signed
+
+
+@st.composite
+def formats(draw: st.DrawFn) -> FloatFormat:
+    e, m = draw(st.integers(1, 8)), draw(st.integers(0, 9))
+    specials = draw(st.sampled_from(["ieee", "fn", "fnuz", "none", "p3109", "dlfloat", "scale"]))
+    if specials == "scale":
+        m = 0
+    bias = draw(st.one_of(st.none(), st.integers(-130, 150)))
+    try:
+        return FloatFormat(e, m, bias, specials, draw(st.booleans()))  # type: ignore[arg-type]
+    except ValueError:  # no such format
+        hypothesis.reject()
+
+
+@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
+@hypothesis.given(formats(), st.sampled_from(DETERMINISTIC), st.sampled_from([None, *OVERFLOWS]))
+def test_any_format_rounds_as_the_oracle_says(f: FloatFormat, rounding: str, overflow: str | None) -> None:
+    hypothesis.assume(overflow in (None, "saturate") or getattr(f, f"has_{overflow}"))
+    for dtype in (torch.float32, torch.float64):
+        x = corners.__wrapped__(f, dtype, stride=max(1, len(oracle_format(f).magnitudes) // 30))
+        assert differing(x, round_to(x, f, rounding, overflow), expected_by_oracle(f, x, rounding, overflow)) == []
+
+
 @pytest.mark.parametrize("overflow", OVERFLOWS)
 @pytest.mark.parametrize("f", ALL, ids=str)
 def test_overflow_gives_what_was_asked_for(f: FloatFormat, overflow: str) -> None:
@@ -98,7 +158,7 @@ def test_overflow_gives_what_was_asked_for(f: FloatFormat, overflow: str) -> Non
     expected = torch.cat([expected, -expected if f.is_signed else torch.full((5,), math.nan, dtype=torch.float64)])
     assert differing(x, round_to(x, f, overflow=overflow), expected) == []
     for rounding in ("toward_zero", "up", "down", "to_odd"):
-        if f.bits <= 12:
+        if f in SMALL:
             y = corners(f, torch.float32)
             assert differing(y, round_to(y, f, rounding, overflow), expected_by_oracle(f, y, rounding, overflow)) == []
 
@@ -147,19 +207,35 @@ def test_float64_is_rounded_once(name: str) -> None:
     assert torch.equal(round_to(x, f), expected)
 
 
+def fits(f: FloatFormat, dtype: torch.dtype) -> bool:
+    """Whether `dtype` holds the values of `f` next to zero, next to one binade's end and next to the largest."""
+    fmt = oracle_format(f)
+    spacing = fmt.next_magnitude - fmt.largest
+    lowest = Fraction(2) ** fmt.lowest_exponent
+    ends = [fmt.smallest, lowest * (2 - Fraction(1, 2**f.mantissa_bits)), fmt.largest - spacing, fmt.largest]
+    values = torch.tensor([float(v) for v in ends if 0 < v <= fmt.largest], dtype=torch.float64)
+    return torch.equal(values.to(dtype).double(), values)
+
+
 @pytest.mark.parametrize("rounding", DETERMINISTIC)
-@pytest.mark.parametrize(("container", "name"), [("float16", "e5m2"), ("float16", "fp16"), ("bfloat16", "e4m3fn")])
-def test_half_precision_tensors_are_rounded_as_their_float32_values(container: str, name: str, rounding: str) -> None:
-    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(getattr(torch, container))
-    got = round_to(x, name, rounding)
-    assert got.dtype is x.dtype
-    assert same(got.float(), round_to(x.float(), name, rounding))
+@pytest.mark.parametrize("container", [torch.float16, torch.bfloat16], ids=str)
+def test_all_half_precision_numbers_are_rounded_as_their_float32_values(container: torch.dtype, rounding: str) -> None:
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(container)
+    fitting = [f for f in ALL if fits(f, container)]
+    assert len(fitting) > 20
+    for f in fitting:
+        got = round_to(x, f, rounding)
+        assert got.dtype is container
+        assert differing(x.float(), got.float(), round_to(x.float(), f, rounding)) == [], str(f)
 
 
-def test_a_container_that_cannot_hold_the_format_is_refused() -> None:
-    for dtype, name in ((torch.bfloat16, "fp16"), (torch.float16, "bf16"), (torch.float16, "cb16")):
-        with pytest.raises(TypeError, match=r"cannot hold every value.*x\.float\(\)"):
-            round_to(torch.ones(2, dtype=dtype), name)
+@pytest.mark.parametrize("container", [torch.float16, torch.bfloat16], ids=str)
+def test_a_container_that_cannot_hold_the_format_is_refused(container: torch.dtype) -> None:
+    refused = [f for f in (*ALL, *WIDEST) if not fits(f, container)]
+    assert len(refused) > 15
+    for f in refused:
+        with pytest.raises(TypeError, match=r"cannot hold every value.*Possible here.*x\.float\(\)"):
+            round_to(torch.ones(2, dtype=container), f)
 
 
 def test_nan_keeps_its_payload() -> None:
