@@ -27,11 +27,27 @@ class Observer(Protocol):
     def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: RoundingSpec) -> None: ...
 
 
+class Scaling(Protocol):
+    """Who answers, at each place of the backward pass: at which scale is this gradient rounded?
+
+    Asked once in the forward pass, when the place is made: the site's name, the role ("error" or "weight_grad"), the
+    rounding, the operation with its operands (tensors rounded already, and the call's other arguments), and what came
+    out. Returns what to call in the backward pass with the gradient, before it is rounded: log2 of the scale as an
+    int64 tensor of one element on the gradient's device, within `ops.log2_scale_limits`, or None for 1. A gradient
+    itself always has its true size; `is_rounded_at(gradient, log2_scale)` tells where it was rounded a moment ago.
+    """
+
+    def __call__(
+        self, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...], out: Tensor
+    ) -> Callable[[Tensor], Tensor | None]: ...
+
+
 class Listeners:
-    """Who is told, shared by all modules of one quantised model. Not copied or pickled with the model."""
+    """Who is told and who is asked, shared by all modules of one quantised model. Not copied or pickled with it."""
 
     def __init__(self) -> None:
         self.observer: Observer | None = None
+        self.scaling: Scaling | None = None
 
     def __deepcopy__(self, memo: Any) -> Listeners:
         return Listeners()
@@ -173,8 +189,8 @@ def _version(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
-def _mark(x: Tensor, spec: RoundingSpec) -> None:
-    x._fpsim = (str(spec), _version(x))  # type: ignore[attr-defined]  # a string survives torch.save
+def _mark(x: Tensor, spec: RoundingSpec, log2_scale: Tensor | None = None) -> None:
+    x._fpsim = (str(spec), _version(x), log2_scale)  # type: ignore[attr-defined]  # a string survives torch.save
 
 
 def _marked(x: Tensor) -> str | None:
@@ -182,29 +198,46 @@ def _marked(x: Tensor) -> str | None:
     return mark[0] if mark is not None and mark[1] == _version(x) else None
 
 
+def is_rounded_at(gradient: Tensor, log2_scale: Tensor | None) -> bool:
+    """Whether this very tensor was rounded at this very scale, on the other side of an addition or a view."""
+    mark = getattr(gradient, "_fpsim", None)
+    return mark is not None and mark[1] == _version(gradient) and mark[2] is log2_scale
+
+
 class _BackwardRounding:
     """A tensor hook: rounds the gradient that arrives, in place where nobody else holds it."""
 
-    __slots__ = ("role", "scope", "site", "spec")
+    __slots__ = ("role", "scale", "scope", "site", "spec")
 
-    def __init__(self, scope: Scope, site: str, role: str, spec: RoundingSpec) -> None:
-        self.scope, self.site, self.role, self.spec = scope, site, role, spec
+    def __init__(
+        self,
+        scope: Scope,
+        site: str,
+        role: str,
+        spec: RoundingSpec,
+        scale: Callable[[Tensor], Tensor | None] | None,
+    ) -> None:
+        self.scope, self.site, self.role, self.spec, self.scale = scope, site, role, spec, scale
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
         spec = self.spec
-        if _marked(gradient) == spec.text:
-            return None  # rounded a moment ago, on the other side of an addition or a view
+        log2_scale = None if self.scale is None else self.scale(gradient)
+        if _marked(gradient) == spec.text and is_rounded_at(gradient, log2_scale):
+            return None
         if torch.is_grad_enabled() or not ops._is_plain(gradient):  # double backward, or a transform
-            return ops._round_differentiably(gradient, spec)
+            return ops._round_differentiably(gradient, spec, log2_scale)
         observer = self.scope.listeners.observer
         if observer is None and _is_exclusive(gradient):
-            ops.round_memory_(gradient, spec)
-            _mark(gradient, spec)
+            ops.round_memory_(gradient, spec, None, log2_scale)
+            _mark(gradient, spec, log2_scale)
             return None
-        rounded = ops._rounded(gradient, spec)
-        _mark(rounded, spec)
+        rounded = ops._rounded(gradient, spec, None, log2_scale)
+        _mark(rounded, spec, log2_scale)
         if observer is not None:
-            observer(self.site, self.role, gradient, rounded, spec)
+            before, after = gradient, rounded
+            if log2_scale is not None:  # what the format sees; exact, for float64 has exponents to spare
+                before, after = (torch.ldexp(x.double(), log2_scale) for x in (before, after))
+            observer(self.site, self.role, before, after, spec)
         return rounded
 
 
@@ -275,14 +308,14 @@ class Emulation(TorchFunctionMode):
         out = func(*new_args, **new_kwargs)
         if call.action == _SET_ITEM:
             if was_marked and isinstance(first, Tensor):
-                self._round_result(first, call, first_is_target=True)
+                self._round_result(first, call, new_args, first_is_target=True)
             return out
         if moves and not writes:
             self._carry_marks(out, floats, first, was_marked)
             if call.name in HOOKED_MOVES and isinstance(out, Tensor) and out.requires_grad:
-                self._hook(out, self.scope.site(call.name))
+                self._hook(out, self.scope.site(call.name), call.name, new_args)
             return out
-        return self._round_results(out, call, floats, first)
+        return self._round_results(out, call, new_args, floats, first)
 
     def _prepared(self, x: Any, weights_only: bool, floats: list[Tensor]) -> Any:
         """An argument with its tensors in their formats, which are appended to `floats`."""
@@ -319,7 +352,7 @@ class Emulation(TorchFunctionMode):
     ) -> Tensor:
         site = self.scope.site(role)
         if not ops._is_plain(x):
-            return ops.StraightThrough.apply(x, spec, backward)  # type: ignore[no-any-return]
+            return self._straight_through(x, spec, backward)
         rounded = x.clone()
         if spec is not None:
             ops.round_memory_(rounded, spec)
@@ -328,7 +361,7 @@ class Emulation(TorchFunctionMode):
                 self.scope.listeners.observer(site, role, x.detach(), rounded.detach(), spec)
         if backward is not None and rounded.requires_grad:
             gradient_role = "weight_grad" if role == "weight" else "error"
-            rounded.register_hook(_BackwardRounding(self.scope, site, gradient_role, backward))
+            self._register(rounded, site, gradient_role, backward, role, (x,))
         return rounded
 
     def _carry_marks(self, out: Any, floats: list[Tensor], first: Any, first_mark: str | None) -> None:
@@ -338,28 +371,41 @@ class Emulation(TorchFunctionMode):
         if len(marks) == 1 and (mark := marks.pop()) is not None:
             for x in _tensors(out):
                 if x.is_floating_point():
-                    x._fpsim = (mark, _version(x))  # type: ignore[attr-defined]
+                    x._fpsim = (mark, _version(x), None)  # type: ignore[attr-defined]
 
-    def _round_results(self, out: Any, call: _Call, floats: list[Tensor], first: Any) -> Any:
+    def _straight_through(self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None) -> Tensor:
+        """Round under a transform or a tracer."""
+        if self.scope.listeners.scaling is not None and backward is not None:
+            raise NotImplementedError(
+                f"A gradient at {self.scope.name or 'the top'} is to be rounded at its own scale, under torch.compile "
+                f"or a transform of torch.func. Possible: loss.backward() and torch.autograd.grad. Detach the scaling "
+                f"first, or leave the transform away."
+            )
+        return ops.StraightThrough.apply(x, spec, backward)  # type: ignore[no-any-return]
+
+    def _round_results(self, out: Any, call: _Call, operands: tuple[Any, ...], floats: list[Tensor], first: Any) -> Any:
         if isinstance(out, Tensor):
             if any(out is x for x in floats) and out is not first:
                 return out  # dropout in evaluation gives back its input
-            return self._round_result(out, call, first_is_target=out is first)
+            return self._round_result(out, call, operands, first_is_target=out is first)
         if isinstance(out, tuple | list):
-            results = [self._round_result(x, call, first_is_target=False) if isinstance(x, Tensor) else x for x in out]
+            results = [
+                self._round_result(x, call, operands, first_is_target=False) if isinstance(x, Tensor) else x
+                for x in out
+            ]
             if all(a is b for a, b in zip(out, results, strict=True)):
                 return out
             return type(out)(*results) if hasattr(out, "_fields") else type(out)(results)
         return out
 
-    def _round_result(self, out: Tensor, call: _Call, first_is_target: bool) -> Tensor:
+    def _round_result(self, out: Tensor, call: _Call, operands: tuple[Any, ...], first_is_target: bool) -> Tensor:
         specs = self.scope.specs
         if not _is_roundable(out):
             return out
         site = self.scope.site(call.name)
         spec, error = specs.activation, specs.error
         if not ops._is_plain(out):
-            return ops.StraightThrough.apply(out, spec, error)  # type: ignore[no-any-return]
+            return self._straight_through(out, spec, error)
         if spec is not None:
             observer = self.scope.listeners.observer
             before = None if observer is None else out.detach().clone()
@@ -369,13 +415,20 @@ class Emulation(TorchFunctionMode):
                 observer(site, "activation", before, out.detach(), spec)
             _mark(out, spec)
         if error is not None and out.requires_grad:
-            self._hook(out, site)
+            self._hook(out, site, call.name, operands)
         return out
 
-    def _hook(self, out: Tensor, site: str) -> None:
+    def _hook(self, out: Tensor, site: str, operation: str, operands: tuple[Any, ...]) -> None:
         error = self.scope.specs.error
         if error is not None:
-            out.register_hook(_BackwardRounding(self.scope, site, "error", error))
+            self._register(out, site, "error", error, operation, operands)
+
+    def _register(
+        self, out: Tensor, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...]
+    ) -> None:
+        scaling = self.scope.listeners.scaling
+        scale = None if scaling is None else scaling(site, role, spec, operation, operands, out)
+        out.register_hook(_BackwardRounding(self.scope, site, role, spec, scale))
 
     def bring_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Round what enters a module that computes in float32 inside."""
@@ -386,7 +439,7 @@ class Emulation(TorchFunctionMode):
     def bring_out(self, out: Any) -> Any:
         """Round what leaves a module that computed in float32 inside."""
         with torch._C.DisableTorchFunction():
-            return self._round_results(out, _BORDER, [], None)
+            return self._round_results(out, _BORDER, (), [], None)
 
 
 class _Border:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -18,7 +19,16 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from fpsim import rounding
-from fpsim.rounding import NOISE_BLOCK, NOISE_LANES, NOISE_ROUNDS, STOCHASTIC, make_round, rotate_left, threefry
+from fpsim.rounding import (
+    NOISE_BLOCK,
+    NOISE_LANES,
+    NOISE_ROUNDS,
+    STOCHASTIC,
+    make_at_scale,
+    make_round,
+    rotate_left,
+    threefry,
+)
 
 _SOURCES = b"".join(Path(file).read_bytes() for file in (__file__, rounding.__file__))
 
@@ -92,18 +102,18 @@ def cpu_loop(rule: int, shape: int, width: int) -> Callable[..., None]:
     """Round `n` patterns from address `src` to address `dst` (which may be `src`).
 
     `parameters` is the address of a Plan's integers, `key` that of two uint32 words; the noise starts at block
-    `block`, so that a tensor cut at multiples of NOISE_BLOCK gets the same bits. Holds no lock, allocates no array
-    but one block of noise.
+    `block`, so that a tensor cut at multiples of NOISE_BLOCK gets the same bits. `log2_scale` is the address of an
+    int64, see rounding.at_scale. Holds no lock, allocates no array but one block of noise.
     """
-    round_bits = make_round(rule, shape, width)
+    round_bits, at_scale = make_round(rule, shape, width), make_at_scale(width)
     uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
     to_top = uint(width - 32)
 
     def make_body(in_place: bool) -> Callable[..., None]:
         @njit(inline="always")
-        def body(x, y, n, p, key, block):  # type: ignore[no-untyped-def]
-            shift, origin, largest, overflow = sint(p[0]), sint(p[1]), uint(p[2]), uint(p[3])
-            smallest, zero_sign, mask, odd = uint(p[4]), uint(p[5]), uint(p[6] << (width - 32)), uint(p[7])
+        def body(x, y, n, p, key, block, log2_scale):  # type: ignore[no-untyped-def]
+            shift, zero_sign, mask, odd = sint(p[0]), uint(p[5]), uint(p[6] << (width - 32)), uint(p[7])
+            origin, largest, overflow, smallest = at_scale(p[1], p[2], p[3], p[4], log2_scale)
             if rule == STOCHASTIC:
                 noise = np.empty(NOISE_BLOCK, np.uint32)
                 for start in range(0, n, NOISE_BLOCK):
@@ -125,14 +135,15 @@ def cpu_loop(rule: int, shape: int, width: int) -> Callable[..., None]:
     out_of_place, in_place = make_body(False), make_body(True)
 
     @njit(nogil=True)
-    def loop(src, dst, n, parameters, key, block):  # type: ignore[no-untyped-def]
+    def loop(src, dst, n, parameters, key, block, log2_scale):  # type: ignore[no-untyped-def]
         p = carray(_pointer(parameters), (8,), np.int64)
+        scale = carray(_pointer(log2_scale), (1,), np.int64)[0]
         k = carray(_pointer(key), (2,), np.uint32)
         y = carray(_pointer(dst), (n,), uint)
         if src == dst:  # LLVM vectorises what it knows to be one array, and what it finds to be two at run time
-            in_place(y, y, n, p, k, block)
+            in_place(y, y, n, p, k, block, scale)
         else:
-            out_of_place(carray(_pointer(src), (n,), uint), y, n, p, k, block)
+            out_of_place(carray(_pointer(src), (n,), uint), y, n, p, k, block, scale)
 
     loop._cache = _Cache(loop.py_func, (rule, shape, width))
     return loop  # type: ignore[no-any-return]
@@ -164,18 +175,19 @@ CUDA_THREADS = 256
 def cuda_kernel(rule: int, shape: int, width: int) -> Callable[..., None]:
     """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
-    `x` and `y` are flat arrays of unsigned integers; the parameters are a Plan's. A thread rounds one pattern, or under
-    STOCHASTIC the eight whose noise comes from one counter.
+    `x` and `y` are flat arrays of unsigned integers, `log2_scale` one of a single int64; the parameters are a Plan's.
+    A thread rounds one pattern, or under STOCHASTIC the eight whose noise comes from one counter.
     """
     _cuda()
-    round_bits = make_round(rule, shape, width)
+    round_bits, at_scale = make_round(rule, shape, width), make_at_scale(width)
     uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
     to_top = uint(width - 32)
 
-    def kernel(x, y, n, shift, origin, largest, overflow, smallest, zero_sign, mask, odd, key0, key1):  # type: ignore[no-untyped-def]
+    def kernel(x, y, log2_scale, n, shift, origin, largest, overflow, smallest, zero_sign, mask, odd, key0, key1):  # type: ignore[no-untyped-def]
         thread = cuda.grid(1)
-        shift, origin, largest, overflow = sint(shift), sint(origin), uint(largest), uint(overflow)
-        smallest, zero_sign, mask, odd = uint(smallest), uint(zero_sign), uint(mask << (width - 32)), uint(odd)
+        shift, zero_sign, mask, odd = sint(shift), uint(zero_sign), uint(mask << (width - 32)), uint(odd)
+        origin, largest, overflow, smallest = at_scale(origin, largest, overflow, smallest, log2_scale[0])
+        origin, largest, overflow, smallest = sint(origin), uint(largest), uint(overflow), uint(smallest)
         if rule == STOCHASTIC:
             block, lane = thread // NOISE_LANES, thread % NOISE_LANES
             words = noise_words(thread, key0, key1)
@@ -193,13 +205,15 @@ def cuda_kernel(rule: int, shape: int, width: int) -> Callable[..., None]:
 
 @cache
 def cuda_loop(rule: int, shape: int, width: int) -> Callable[..., None]:
-    """The compiled kernel with its launch: (x, y, n, parameters, key0, key1, stream)."""
+    """The compiled kernel with its launch: (x, y, log2_scale, n, parameters, key0, key1, stream)."""
     kernel = _cuda().jit(cuda_kernel(rule, shape, width))
 
-    def launch(x: Any, y: Any, n: int, parameters: tuple[int, ...], key0: int, key1: int, stream: Any) -> None:
+    def launch(
+        x: Any, y: Any, log2_scale: Any, n: int, parameters: tuple[int, ...], key0: int, key1: int, stream: Any
+    ) -> None:
         threads = -(-n // NOISE_BLOCK) * NOISE_LANES if rule == STOCHASTIC else n
         blocks = -(-threads // CUDA_THREADS)
-        kernel[blocks, CUDA_THREADS, stream](x, y, n, *map(np.int64, parameters), key0, key1)
+        kernel[blocks, CUDA_THREADS, stream](x, y, log2_scale, n, *map(np.int64, parameters), key0, key1)
 
     return launch
 
@@ -251,3 +265,230 @@ def tally_loop(size: int) -> Callable[..., None]:
 
     loop._cache = _Cache(loop.py_func, (size,))
     return loop  # type: ignore[no-any-return]
+
+
+# What a pass over a tensor gathers: raw sums in a row of float64, one row for each part of the tensor.
+RAW_MOMENTS = (
+    "count",
+    "nonzero",
+    "sum",
+    "square_sum",
+    "minimum",
+    "maximum",
+    "amax",
+    "amin",
+    "log_sum",
+    "log_square_sum",
+)
+
+
+@cache
+def moments_loop(size: int, only_amax: bool, logs: bool) -> Callable[..., None]:
+    """Gather RAW_MOMENTS of `n` numbers of `size` bytes from address `src` into ten float64 at `row`.
+
+    The extremes go by bit patterns, which vectorise; so do the sums, because their order is left to the compiler.
+    amax is inf where a number is not finite; amin is 0 where none is above 0. only_amax: the other fields stay.
+    """
+    uint, sint, floating = (np.uint32, np.int32, np.float32) if size == 4 else (np.uint64, np.int64, np.float64)
+    container = rounding.BINARY32 if size == 4 else rounding.BINARY64
+    magnitude_mask = uint((1 << (8 * size - 1)) - 1)
+    sign_shift, one, zero = sint(8 * size - 1), uint(1), uint(0)
+    infinity, nothing = uint(container.bits(float("inf"))), uint((1 << (8 * size)) - 1)
+
+    @njit(nogil=True, fastmath={"reassoc"})
+    def loop(src, n, row):  # type: ignore[no-untyped-def]
+        bits = carray(_pointer(src), (n,), uint)
+        values = carray(_pointer(src), (n,), floating)
+        out = carray(_pointer(row), (10,), np.float64)
+        scratch = np.empty(4, floating)
+        words = scratch.view(uint)
+        amax = zero
+        if only_amax:
+            for i in range(n):
+                amax = max(amax, uint(bits[i] & magnitude_mask))
+        else:
+            nonzero, amin, lowest, highest = 0, nothing, sint(magnitude_mask), sint(~sint(magnitude_mask))
+            total, squares, logs_total, log_squares = 0.0, 0.0, 0.0, 0.0
+            for i in range(n):
+                magnitude = uint(bits[i] & magnitude_mask)
+                amax = max(amax, magnitude)
+                amin = min(amin, uint(magnitude - one))  # zero wraps around to the largest
+                nonzero += magnitude != zero
+                word = sint(bits[i])
+                ordered = sint(word ^ sint(sint(word >> sign_shift) & sint(magnitude_mask)))
+                lowest, highest = min(lowest, ordered), max(highest, ordered)
+                value = np.float64(values[i])
+                total += value
+                squares += value * value
+                if logs and magnitude != zero:
+                    log = math.log(abs(value))
+                    logs_total += log
+                    log_squares += log * log
+            words[1] = uint(amin + one)
+            words[2] = uint(lowest ^ sint(sint(lowest >> sign_shift) & sint(magnitude_mask)))
+            words[3] = uint(highest ^ sint(sint(highest >> sign_shift) & sint(magnitude_mask)))
+            out[0], out[1], out[2], out[3] = n, nonzero, total, squares
+            out[4], out[5] = np.float64(scratch[2]), np.float64(scratch[3])
+            out[7], out[8], out[9] = np.float64(scratch[1]), logs_total, log_squares
+        words[0] = min(amax, infinity)
+        out[6] = np.float64(scratch[0])
+
+    loop._cache = _Cache(loop.py_func, (size, only_amax, logs))
+    return loop  # type: ignore[no-any-return]
+
+
+@cache
+def exponents_loop(size: int) -> Callable[..., None]:
+    """Count `n` numbers from address `src` by binade into int64 at `bins`: bin f holds 2**(f-b) < |x| <= 2**(f-b+1).
+
+    f is the exponent field of the next smaller magnitude, b the bias, so that a power of two ends its bin: at a
+    threshold of that kind a tie falls. Zero, inf and NaN are not counted.
+    """
+    uint = np.uint32 if size == 4 else np.uint64
+    container = rounding.BINARY32 if size == 4 else rounding.BINARY64
+    magnitude_mask = uint((1 << (8 * size - 1)) - 1)
+    infinity, mantissa_bits = uint(container.bits(float("inf"))), uint(container.mantissa_bits)
+
+    @njit(nogil=True)
+    def loop(src, n, bins):  # type: ignore[no-untyped-def]
+        bits = carray(_pointer(src), (n,), uint)
+        out = carray(_pointer(bins), (2 << (8 * size - 2 - container.mantissa_bits),), np.int64)
+        for i in range(n):
+            magnitude = uint(bits[i] & magnitude_mask)
+            if uint(0) < magnitude < infinity:
+                out[uint(magnitude - uint(1)) >> mantissa_bits] += 1
+
+    loop._cache = _Cache(loop.py_func, (size,))
+    return loop  # type: ignore[no-any-return]
+
+
+MOMENTS_BLOCKS = 128  # of a fixed number, so that the sums' order, and with it their last bit, is the same every time
+
+
+def cuda_moments_kernel(logs: bool) -> Callable[..., None]:
+    """The body of the CUDA kernel that gathers RAW_MOMENTS of a flat array, one row of `rows` for each block."""
+    _cuda()
+    from numba import float64
+
+    fields, threads, infinity = len(RAW_MOMENTS), CUDA_THREADS, math.inf
+
+    def kernel(x, n, rows):  # type: ignore[no-untyped-def]
+        shared = cuda.shared.array((fields, threads), float64)
+        t = cuda.threadIdx.x
+        count, nonzero, total, squares, logs_total, log_squares = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+        lowest, highest, amax, amin = infinity, -infinity, 0.0, infinity
+        for i in range(cuda.grid(1), n, cuda.gridsize(1)):
+            value = float64(x[i])
+            magnitude = abs(value)
+            count += 1.0
+            total += value
+            squares += value * value
+            lowest, highest = min(lowest, value), max(highest, value)
+            amax = max(amax, magnitude) if magnitude < infinity else infinity
+            if magnitude > 0.0:
+                nonzero += 1.0
+                amin = min(amin, magnitude)
+                if logs:
+                    log = math.log(magnitude)
+                    logs_total += log
+                    log_squares += log * log
+        row = (count, nonzero, total, squares, lowest, highest, amax, amin, logs_total, log_squares)
+        for field in range(fields):
+            shared[field, t] = row[field]
+        cuda.syncthreads()
+        half = threads // 2
+        while half > 0:
+            if t < half:
+                for field in range(fields):
+                    a, b = shared[field, t], shared[field, t + half]
+                    if field == 4 or field == 7:
+                        shared[field, t] = min(a, b)
+                    elif field == 5 or field == 6:
+                        shared[field, t] = max(a, b)
+                    else:
+                        shared[field, t] = a + b
+            cuda.syncthreads()
+            half //= 2
+        if t == 0:
+            for field in range(fields):
+                rows[cuda.blockIdx.x, field] = shared[field, 0]
+
+    return kernel
+
+
+def cuda_amax_kernel() -> Callable[..., None]:
+    """The body of the CUDA kernel for the largest magnitude of each block's share: inf for what is not finite."""
+    _cuda()
+    from numba import float64
+
+    threads, infinity = CUDA_THREADS, math.inf
+
+    def kernel(x, n, rows):  # type: ignore[no-untyped-def]
+        shared = cuda.shared.array(threads, float64)
+        t = cuda.threadIdx.x
+        amax = 0.0
+        for i in range(cuda.grid(1), n, cuda.gridsize(1)):
+            magnitude = abs(float64(x[i]))
+            amax = max(amax, magnitude) if magnitude < infinity else infinity
+        shared[t] = amax
+        cuda.syncthreads()
+        half = threads // 2
+        while half > 0:
+            if t < half:
+                shared[t] = max(shared[t], shared[t + half])
+            cuda.syncthreads()
+            half //= 2
+        if t == 0:
+            rows[cuda.blockIdx.x, 6] = shared[0]
+
+    return kernel
+
+
+def cuda_exponents_kernel(size: int) -> Callable[..., None]:
+    """The body of the CUDA kernel that counts by binade as `exponents_loop` does; `bits` is flat and unsigned."""
+    _cuda()
+    uint = np.uint32 if size == 4 else np.uint64
+    container = rounding.BINARY32 if size == 4 else rounding.BINARY64
+    magnitude_mask = uint((1 << (8 * size - 1)) - 1)
+    infinity, mantissa_bits = uint(container.bits(float("inf"))), uint(container.mantissa_bits)
+
+    def kernel(bits, n, bins):  # type: ignore[no-untyped-def]
+        for i in range(cuda.grid(1), n, cuda.gridsize(1)):
+            magnitude = uint(bits[i] & magnitude_mask)
+            if uint(0) < magnitude < infinity:
+                cuda.atomic.add(bins, uint(magnitude - uint(1)) >> mantissa_bits, 1)
+
+    return kernel
+
+
+@cache
+def cuda_moments(only_amax: bool, logs: bool) -> Callable[..., None]:
+    """The compiled kernel with its launch: (x, n, rows, stream), rows: (MOMENTS_BLOCKS, 10) float64."""
+    kernel = _cuda().jit(cuda_amax_kernel() if only_amax else cuda_moments_kernel(logs))
+
+    def launch(x: Any, n: int, rows: Any, stream: Any) -> None:
+        kernel[MOMENTS_BLOCKS, CUDA_THREADS, stream](x, n, rows)
+
+    return launch
+
+
+@cache
+def cuda_exponents(size: int) -> Callable[..., None]:
+    """The compiled kernel with its launch: (bits, n, bins, stream)."""
+    kernel = _cuda().jit(cuda_exponents_kernel(size))
+
+    def launch(bits: Any, n: int, bins: Any, stream: Any) -> None:
+        kernel[MOMENTS_BLOCKS, CUDA_THREADS, stream](bits, n, bins)
+
+    return launch
+
+
+@cache
+def cuda_scalar(function: Callable[..., None]) -> Callable[..., None]:
+    """A Python function over small arrays as a kernel of one thread: (stream, *arrays). Decisions stay on the card."""
+    compiled = _cuda().jit(function)
+
+    def launch(stream: Any, *arrays: Any) -> None:
+        compiled[1, 1, stream](*arrays)
+
+    return launch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -16,7 +17,7 @@ from torch.autograd import forward_ad
 
 from fpsim import kernels
 from fpsim.formats import FloatFormat, as_format
-from fpsim.rounding import NOISE_BLOCK, ROUNDINGS, Plan, make_plan, needs_wider_container
+from fpsim.rounding import NOISE_BLOCK, ROUNDINGS, Plan, make_plan, needs_wider_container, scale_limits
 
 __all__ = ["Rounder", "RoundingSpec", "decode", "encode", "manual_seed", "round_to", "round_to_"]
 
@@ -152,6 +153,7 @@ def _new_traceable_key() -> Tensor:
 
 
 _NO_KEY = np.zeros(2, np.uint32)
+_NO_SCALE = np.zeros(1, np.int64)
 _pools: dict[int, ThreadPoolExecutor] = {}
 
 
@@ -169,39 +171,57 @@ def _run_part(loop: Any, arguments: tuple[int, ...], *kept_alive: Any) -> None:
     loop(*arguments)
 
 
-def _launch(src: Tensor, dst: Tensor, kernel: _Kernel, key: Tensor | None) -> None:
+def _launch(src: Tensor, dst: Tensor, kernel: _Kernel, key: Tensor | None, log2_scale: Tensor | None = None) -> None:
     """Round the memory of `src` into that of `dst`: same dtype, device and order, both without holes."""
     n = src.numel()
     if src.is_cuda:
-        _launch_cuda(src, dst, n, kernel.plan, key)
+        _launch_cuda(src, dst, n, kernel.plan, key, log2_scale)
         return
+    scale_address = _NO_SCALE.ctypes.data if log2_scale is None else log2_scale.data_ptr()
     size = kernel.plan.width // 8
     key_address = _NO_KEY.ctypes.data if key is None else key.data_ptr()
     source, target = src.data_ptr(), dst.data_ptr()
-    threads = torch.get_num_threads() if n >= PARALLEL_FROM else 1
-    if threads == 1:
-        kernel.loop(source, target, n, kernel.address, key_address, 0)
+    if n < PARALLEL_FROM:
+        kernel.loop(source, target, n, kernel.address, key_address, 0, scale_address)
         return
-    blocks = -(-n // NOISE_BLOCK)
-    per_thread = -(-blocks // threads)
     parts = [
         (
-            source + first * NOISE_BLOCK * size,
-            target + first * NOISE_BLOCK * size,
-            min(per_thread * NOISE_BLOCK, n - first * NOISE_BLOCK),
+            source + first * size,
+            target + first * size,
+            length,
             kernel.address,
             key_address,
-            first,
+            first // NOISE_BLOCK,
+            scale_address,
         )
-        for first in range(0, blocks, per_thread)
+        for first, length in parts_of(n)
     ]
-    others = [_pool().submit(_run_part, kernel.loop, part, src, dst, kernel, key) for part in parts[1:]]
-    kernel.loop(*parts[0])
+    run_parts(kernel.loop, parts, src, dst, kernel, key, log2_scale)
+
+
+def parts_of(n: int) -> list[tuple[int, int]]:
+    """Where each thread's part of `n` elements begins, at a multiple of NOISE_BLOCK, and its length."""
+    threads = torch.get_num_threads() if n >= PARALLEL_FROM else 1
+    per_thread = -(-n // (threads * NOISE_BLOCK)) * NOISE_BLOCK
+    return [(first, min(per_thread, n - first)) for first in range(0, max(n, 1), max(per_thread, 1))]
+
+
+def run_parts(loop: Any, parts: Sequence[tuple[int, ...]], *kept_alive: Any) -> None:
+    """Call a compiled loop for each part, all but the first in the pool."""
+    others = [_pool().submit(_run_part, loop, part, *kept_alive) for part in parts[1:]]
+    loop(*parts[0])
     for other in others:
         other.result()
 
 
-def _launch_cuda(src: Tensor, dst: Tensor, n: int, plan: Plan, key: Tensor | None) -> None:
+@cache
+def _no_scale_on(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def _launch_cuda(
+    src: Tensor, dst: Tensor, n: int, plan: Plan, key: Tensor | None, log2_scale: Tensor | None = None
+) -> None:
     if n == 0:
         return
     integer = torch.uint32 if plan.width == 32 else torch.uint64
@@ -211,16 +231,26 @@ def _launch_cuda(src: Tensor, dst: Tensor, n: int, plan: Plan, key: Tensor | Non
         # as flat memory, whatever the strides: the two tensors have the same ones
         x, y = (t.detach().as_strided((n,), (1,)).view(integer) for t in (src, dst))
         launch = kernels.cuda_loop(plan.rule, plan.shape, plan.width)
-        arrays = kernels.cuda_array(x), kernels.cuda_array(y)
-        launch(*arrays, n, plan.parameters, word & 0xFFFFFFFF, word >> 32, stream)
+        scale = _no_scale_on(src.device) if log2_scale is None else log2_scale.reshape(1)
+        launch(*map(kernels.cuda_array, (x, y, scale)), n, plan.parameters, word & 0xFFFFFFFF, word >> 32, stream)
 
 
 def _has_no_holes(x: Tensor) -> bool:
     return x.is_contiguous() or x.permute(*sorted(range(x.dim()), key=x.stride, reverse=True)).is_contiguous()
 
 
-def round_memory_(x: Tensor, spec: RoundingSpec, key: Tensor | None = None) -> None:
-    """Round the memory of `x` in place, below autograd and without a trace in its version counter."""
+def log2_scale_limits(spec: RoundingSpec, dtype: torch.dtype) -> tuple[int, int]:
+    """Between which exponents of a scale a tensor of this dtype can be rounded; (0, 0) where it cannot be scaled."""
+    if dtype not in (torch.float32, torch.float64):
+        return 0, 0
+    return scale_limits(spec.fmt, 32 if dtype is torch.float32 else 64)
+
+
+def round_memory_(x: Tensor, spec: RoundingSpec, key: Tensor | None = None, log2_scale: Tensor | None = None) -> None:
+    """Round the memory of `x` in place, below autograd and without a trace in its version counter.
+
+    log2_scale: an int64 on the device of `x`, within `log2_scale_limits`: round(x * 2**log2_scale) / 2**log2_scale.
+    """
     width = _width_for(spec, x.dtype)
     if width == 0 or x.numel() == 0:
         return
@@ -230,12 +260,12 @@ def round_memory_(x: Tensor, spec: RoundingSpec, key: Tensor | None = None) -> N
     else:
         direct = _has_no_holes(x)
     if direct and x.dtype is (torch.float32 if width == 32 else torch.float64):
-        _launch(x, x, _kernel(spec, width), key)
+        _launch(x, x, _kernel(spec, width), key, log2_scale)
     else:
-        x.detach().data.copy_(_rounded(x, spec, key))
+        x.detach().data.copy_(_rounded(x, spec, key, log2_scale))
 
 
-def _rounded(x: Tensor, spec: RoundingSpec, key: Tensor | None = None) -> Tensor:
+def _rounded(x: Tensor, spec: RoundingSpec, key: Tensor | None = None, log2_scale: Tensor | None = None) -> Tensor:
     """A rounded copy of `x` with its dtype and, where it has no holes, its strides."""
     width = _width_for(spec, x.dtype)
     if width == 0:
@@ -246,10 +276,10 @@ def _rounded(x: Tensor, spec: RoundingSpec, key: Tensor | None = None) -> Tensor
     direct = x.is_contiguous() or (spec.rounding != "stochastic" and _has_no_holes(x))
     if x.dtype is container and direct:
         out = torch.empty_like(x, requires_grad=False)
-        _launch(x, out, _kernel(spec, width), key)
+        _launch(x, out, _kernel(spec, width), key, log2_scale)
         return out
     wide = x.detach().to(container, memory_format=torch.contiguous_format, copy=True)
-    _launch(wide, wide, _kernel(spec, width), key)
+    _launch(wide, wide, _kernel(spec, width), key, log2_scale)
     return torch.empty_like(x, requires_grad=False).copy_(wide)
 
 
@@ -347,16 +377,16 @@ def _straight_through(x: Tensor, spec: RoundingSpec | None, backward_spec: Round
     return node.apply(x, spec, backward_spec)  # type: ignore[no-any-return]
 
 
-def _round_differentiably(x: Tensor, spec: RoundingSpec) -> Tensor:
+def _round_differentiably(x: Tensor, spec: RoundingSpec, log2_scale: Tensor | None = None) -> Tensor:
     if not _is_plain(x):
         return _straight_through(x, spec, None)
     if x.requires_grad and torch.is_grad_enabled():
-        if x.numel() >= SMALL:
+        if x.numel() >= SMALL and log2_scale is None:
             return StraightThrough.apply(x, spec, None)  # type: ignore[no-any-return]
         out = x.clone()  # its backward is the straight-through gradient: 6 us a call, 20 less than a Function
-        round_memory_(out, spec)
+        round_memory_(out, spec, None, log2_scale)
         return out
-    return _rounded(x, spec, None)
+    return _rounded(x, spec, None, log2_scale)
 
 
 def _require_floating(x: Any, name: str = "x") -> None:

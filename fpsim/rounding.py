@@ -6,6 +6,7 @@ differ. `uint32 + uint32` is `uint64` in Numba: every step is cast back, or the 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -96,6 +97,44 @@ def make_plan(fmt: FloatFormat, rounding: str, overflow: str | None, random_bits
         int(fmt.mantissa_bits == 0),
     )
     return Plan(rule, shape, width, tuple(p - (1 << 64) if p >= 1 << 63 else p for p in parameters))
+
+
+def scale_limits(fmt: FloatFormat, width: int) -> tuple[int, int]:
+    """The least and the largest log2 of a scale at which numbers of `width` bits can be rounded to `fmt`, see at_scale.
+
+    (0, 0) where a scale could change nothing: the format has the container's own exponents.
+    """
+    container = BINARY32 if width == 32 else BINARY64
+    if fmt.specials == "scale" or (width == 32 and (needs_wider_container(fmt) or _is_flat(fmt, container))):
+        return 0, 0
+    lowest = -94 if width == 32 else -950  # as in needs_wider_container
+    highest = math.frexp(fmt.largest)[1] - 1
+    return min(0, highest - container.bias), max(0, fmt.min_ulp_exponent - lowest)
+
+
+def make_at_scale(width: int) -> Callable[..., Any]:
+    """A compiled function that moves a Plan's origin, largest, overflow and smallest from a format to its scaled twin.
+
+    To round at scale 2**k is to multiply by it, round, and divide again: the same as rounding to the format whose
+    every value is 2**k times smaller, for which only exponents change. Nothing is multiplied, and nothing is lost on
+    the way as long as `k` stays within scale_limits.
+    """
+    container = BINARY32 if width == 32 else BINARY64
+    uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
+    infinity, mantissa_bits = np.int64(container.bits(float("inf"))), np.int64(container.mantissa_bits)
+
+    @njit(inline="always")
+    def at_scale(origin, largest, overflow, smallest, log2_scale):  # type: ignore[no-untyped-def]
+        step = np.int64(np.int64(log2_scale) << mantissa_bits)
+        moved = np.int64(overflow) if np.int64(overflow) >= infinity else np.int64(np.int64(overflow) - step)
+        return (
+            sint(np.int64(origin) - step),
+            uint(np.int64(largest) - step),
+            uint(moved),
+            uint(np.int64(smallest) - step),
+        )
+
+    return at_scale  # type: ignore[no-any-return]
 
 
 def _shift(direction: str) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from test_formats import CUSTOM, GFLOAT, ML_DTYPES
 
 import fpsim
-from fpsim import FloatFormat, as_format, round_to
+from fpsim import FloatFormat, as_format, ops, round_to
 from fpsim.rounding import ROUNDINGS
 
 DETERMINISTIC = [r for r in ROUNDINGS if r != "stochastic"]
@@ -279,3 +279,47 @@ def test_float32_arithmetic_rounded_once_is_float16_arithmetic(operation: str) -
         expected = torch.from_numpy(getattr(np, operation)(*arguments)).float()
         exact = getattr(np, operation)(*(v.astype(np.float32) for v in arguments))
     assert same(round_to(torch.from_numpy(exact), "fp16"), expected)
+
+
+# At a scale
+
+
+def scaled_specs() -> list[FloatFormat]:
+    names = ("fp16", "e5m2", "e4m3fn", "e5m2fnuz", "dlfloat16", "cb16", "e2m1fn", "e4m3")
+    return [*(as_format(name) for name in names), FloatFormat(4, 3, subnormals=False)]
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("f", scaled_specs(), ids=str)
+def test_to_round_at_a_scale_is_to_round_to_values_that_are_so_much_smaller(f: FloatFormat, rounding: str) -> None:
+    spec = ops.rounding_spec(f, rounding)
+    for dtype in (torch.float32, torch.float64):
+        low, high = ops.log2_scale_limits(spec, dtype)
+        assert low < -50
+        assert high > 50
+        for log2_scale in (low, 1, high) if dtype is torch.float32 else (-1, 20):
+            unscaled = corners(f, torch.float64, 1 if f.bits < 10 else 997)
+            x = (unscaled * 2.0**-log2_scale).to(dtype)
+            key = torch.tensor(12345)
+            got = ops._rounded(x, spec, key, torch.tensor(log2_scale))
+            if rounding == "stochastic":  # the noise goes by the element
+                expected = ops._rounded(x.double() * 2.0**log2_scale, spec, key) * 2.0**-log2_scale
+            else:
+                expected = expected_by_oracle(f, x.double() * 2.0**log2_scale, rounding, None) * 2.0**-log2_scale
+            assert differing(x.double(), got.double(), expected) == []
+            inside = x.clone()
+            ops.round_memory_(inside, spec, key, torch.tensor(log2_scale))
+            assert same(inside, got)
+
+
+def test_formats_with_the_containers_exponents_cannot_be_scaled() -> None:
+    for name in ("bf16", "fp32", "tf32", "e8m0fnu"):
+        assert ops.log2_scale_limits(ops.rounding_spec(name), torch.float32) == (0, 0)
+    assert ops.log2_scale_limits(ops.rounding_spec("fp16"), torch.float16) == (0, 0)
+    assert ops.log2_scale_limits(ops.rounding_spec("bf16"), torch.float64)[1] > 100
+
+
+def test_threads_round_at_one_scale() -> None:
+    x = torch.randn(ops.PARALLEL_FROM + 1000) * 2.0**-30
+    whole = ops._rounded(x, ops.rounding_spec("e5m2"), None, torch.tensor(30))
+    assert same(whole, round_to(x * 2.0**30, "e5m2") * 2.0**-30)

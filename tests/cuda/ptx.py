@@ -10,6 +10,7 @@ from numba import types
 from numba.cuda import compile_ptx
 from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
+from fpsim import kernels, moments
 from fpsim.kernels import cuda_kernel
 from fpsim.rounding import ROUNDINGS
 
@@ -20,7 +21,7 @@ FLOATING = re.compile(r"^\s*(?!\.|//)\S*\.(f16|f16x2|bf16|bf16x2|f32|f64|tf32)\b
 
 def arguments(width: int) -> tuple[Any, ...]:
     array = types.Array(types.uint32 if width == 32 else types.uint64, 1, "C")
-    return (array, array, *[types.int64] * 11)
+    return (array, array, types.Array(types.int64, 1, "C"), *[types.int64] * 11)
 
 
 @pytest.mark.parametrize("width", [32, 64])
@@ -52,3 +53,19 @@ def test_a_floating_point_instruction_would_be_found() -> None:
         array = types.Array(floating, 1, "C")
         text, _ = compile_ptx(kernel, (array, array), cc=(9, 0))
         assert FLOATING.findall(str(text)) != []
+
+
+@pytest.mark.parametrize("floating", [types.float32, types.float64], ids=str)
+def test_the_kernels_of_moments_compile(floating: types.Float) -> None:
+    array, rows = types.Array(floating, 1, "C"), types.Array(types.float64, 2, "C")
+    integer = types.uint32 if floating is types.float32 else types.uint64
+    bins = types.Array(types.int64, 1, "C")
+    for kernel, signature in (
+        (kernels.cuda_moments_kernel(True), (array, types.int64, rows)),
+        (kernels.cuda_moments_kernel(False), (array, types.int64, rows)),
+        (kernels.cuda_amax_kernel(), (array, types.int64, rows)),
+        (kernels.cuda_exponents_kernel(floating.bitwidth // 8), (types.Array(integer, 1, "C"), types.int64, bins)),
+        (moments._finish, (rows, bins, types.Array(types.float64, 1, "C"))),
+    ):
+        text, _ = compile_ptx(kernel, signature, cc=(7, 5))
+        assert ".entry" in text

@@ -7,7 +7,7 @@ import pytest
 import torch
 from numba import cuda
 
-from fpsim import FloatFormat, as_format, kernels, ops
+from fpsim import FloatFormat, as_format, kernels, moments, ops
 from fpsim.ops import rounding_spec
 from fpsim.rounding import NOISE_BLOCK, ROUNDINGS
 
@@ -15,7 +15,9 @@ FORMATS = {name: as_format(name) for name in ("bf16", "e4m3fn", "dlfloat16", "e8
 FORMATS["odd"] = FloatFormat(3, 0, 3, subnormals=False)
 
 
-def simulated(x: torch.Tensor, fmt: FloatFormat, rounding: str, key: int, extra: int = 3) -> torch.Tensor:
+def simulated(
+    x: torch.Tensor, fmt: FloatFormat, rounding: str, key: int, log2_scale: int = 0, extra: int = 3
+) -> torch.Tensor:
     """Round through the kernel; `extra` guard elements behind the end must stay."""
     width = 64 if x.dtype is torch.float64 else 32
     plan = ops._kernel(rounding_spec(fmt, rounding), width).plan
@@ -25,6 +27,7 @@ def simulated(x: torch.Tensor, fmt: FloatFormat, rounding: str, key: int, extra:
     kernels.cuda_loop(plan.rule, plan.shape, plan.width)(
         cuda.to_device(source),
         device := cuda.to_device(target),
+        cuda.to_device(np.array([log2_scale])),
         len(x),
         plan.parameters,
         key & 0xFFFFFFFF,
@@ -34,6 +37,11 @@ def simulated(x: torch.Tensor, fmt: FloatFormat, rounding: str, key: int, extra:
     result = device.copy_to_host()
     assert (result[len(x) :] == 77).all()
     return torch.from_numpy(result[: len(x)].view(x.numpy().dtype))
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    integer = torch.int64 if a.dtype is torch.float64 else torch.int32
+    return torch.equal(a.view(integer), b.view(integer))
 
 
 def sample(n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -65,6 +73,52 @@ def test_every_length_is_covered_and_nothing_beyond(n: int) -> None:
             expected = ops._rounded(x, rounding_spec("fp16", rounding), torch.tensor(99))
             got = simulated(x, as_format("fp16"), rounding, 99)
             assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("log2_scale", [-3, 7, 60])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["e4m3fn", "dlfloat16", "e5m2fnuz"])
+def test_the_kernel_rounds_at_a_scale_as_the_cpu_does(name: str, dtype: torch.dtype, log2_scale: int) -> None:
+    x = sample(100, dtype) * 2.0**-log2_scale
+    expected = ops._rounded(x, rounding_spec(name), None, torch.tensor(log2_scale))
+    assert same(simulated(x, as_format(name), "nearest_even", 0, log2_scale), expected)
+
+
+def gathered(x: np.ndarray, only_amax: bool = False) -> list[float]:
+    rows = np.zeros((kernels.MOMENTS_BLOCKS, len(kernels.RAW_MOMENTS)))
+    kernels.cuda_moments(only_amax, True)(cuda.to_device(x), len(x), device := cuda.to_device(rows), 0)
+    out, flag = cuda.to_device(np.zeros(10)), cuda.to_device(np.array([int(only_amax)]))
+    kernels.cuda_scalar(moments._finish)(0, device, flag, out)
+    return list(out.copy_to_host())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_moments_are_those_of_the_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "CUDA_THREADS", 4)
+    monkeypatch.setattr(kernels, "MOMENTS_BLOCKS", 3)
+    kernels.cuda_moments.cache_clear()
+    for n in (0, 1, 37):
+        x = torch.randn(n).to(dtype) * 2.0**-100
+        x[: n // 4] = 0
+        expected = moments.moments_of(x, logs=True).tolist()
+        assert gathered(x.numpy()) == pytest.approx(expected, rel=1e-14)
+        assert gathered(x.numpy(), only_amax=True)[6] == expected[6]
+    for value in (torch.nan, -torch.inf):
+        x = torch.tensor([1.0, value, 2.0], dtype=dtype)
+        assert gathered(x.numpy())[6] == gathered(x.numpy(), only_amax=True)[6] == np.inf
+    kernels.cuda_moments.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_binades_are_counted_as_on_the_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "CUDA_THREADS", 4)
+    monkeypatch.setattr(kernels, "MOMENTS_BLOCKS", 2)
+    x = sample(60, dtype)
+    expected, _ = moments.binades(x)
+    bins = cuda.to_device(np.zeros(len(expected), np.int64))
+    size = x.element_size()
+    kernels.cuda_exponents(size)(cuda.to_device(x.numpy().view(f"u{size}")), len(x), bins, 0)
+    assert bins.copy_to_host().tolist() == expected.tolist()
 
 
 def test_the_formats_cover_every_shape() -> None:

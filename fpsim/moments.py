@@ -1,0 +1,174 @@
+"""Moments, range and exponents of a tensor, each in one pass, left on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fpsim import kernels, ops
+from fpsim.kernels import RAW_MOMENTS
+
+__all__ = ["Moments", "amax_of", "binades", "moments_of", "on_device"]
+
+
+class Moments(NamedTuple):
+    """What one pass over a tensor tells; as a tensor, ten float64 in this order.
+
+    mean_square is the raw second moment, so that the variance is mean_square - mean**2. amax and amin are the largest
+    and the smallest non-zero magnitude, amin 0 where all is zero. log_mean and log_mean_square are those of log|x| over
+    non-zero elements, where they were asked for, else 0. Where an element is not finite amax is inf, and the rest says
+    nothing; all is 0 for an empty tensor.
+    """
+
+    count: float  # type: ignore[assignment]  # a field here, a method of tuple there
+    nonzero: float
+    mean: float
+    mean_square: float
+    minimum: float
+    maximum: float
+    amax: float
+    amin: float
+    log_mean: float = 0.0
+    log_mean_square: float = 0.0
+
+    @property
+    def variance(self) -> float:
+        """Of the population: E[x**2] - E[x]**2."""
+        return max(self.mean_square - self.mean * self.mean, 0.0)
+
+
+def _finish(rows, only_amax, out):  # type: ignore[no-untyped-def]
+    """Join rows of RAW_MOMENTS and divide; runs in Python over NumPy, and as a CUDA kernel of one thread."""
+    infinity = float("inf")
+    count, nonzero, total, squares, logs, log_squares = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    lowest, highest, amax, amin = infinity, -infinity, 0.0, infinity
+    for i in range(rows.shape[0]):
+        amax = max(amax, rows[i, 6])
+        if only_amax[0] == 0 and rows[i, 0] > 0.0:
+            count += rows[i, 0]
+            nonzero += rows[i, 1]
+            total += rows[i, 2]
+            squares += rows[i, 3]
+            lowest, highest = min(lowest, rows[i, 4]), max(highest, rows[i, 5])
+            if rows[i, 7] > 0.0:
+                amin = min(amin, rows[i, 7])
+            logs += rows[i, 8]
+            log_squares += rows[i, 9]
+    out[6] = amax
+    if only_amax[0] == 0:
+        out[0], out[1] = count, nonzero
+        out[2], out[3] = (total / count, squares / count) if count > 0.0 else (0.0, 0.0)
+        out[4], out[5] = (lowest, highest) if count > 0.0 else (0.0, 0.0)
+        out[7] = amin if amin < infinity else 0.0
+        out[8], out[9] = (logs / nonzero, log_squares / nonzero) if nonzero > 0.0 else (0.0, 0.0)
+
+
+def moments_of(x: Tensor, logs: bool = False, out: Tensor | None = None) -> Tensor:
+    """The `Moments` of `x` as ten float64 on its device, from one pass; nothing is copied to the host.
+
+    x: any shape and strides, on the CPU or a CUDA device. logs: also those of log|x|, at thirty times the price on
+    the CPU. out: where to put them.
+
+    >>> Moments(*moments_of(torch.tensor([3.0, 0.0, -1.0])).tolist())[:8]
+    (3.0, 2.0, 0.6666666666666666, 3.3333333333333335, -1.0, 3.0, 3.0, 1.0)
+    """
+    return _gather(x, False, logs, out)
+
+
+def amax_of(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """The largest magnitude of `x`, inf if an element is not finite, in the amax field of ten float64; others stay.
+
+    >>> float(amax_of(torch.tensor([3.0, -4.0]))[6])
+    4.0
+    """
+    return _gather(x, True, False, out)
+
+
+def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tensor:
+    x = _flat(x)
+    if out is None:
+        out = torch.zeros(len(Moments._fields), dtype=torch.float64, device=x.device)
+    n = x.numel()
+    if x.is_cuda:
+        rows = torch.zeros((kernels.MOMENTS_BLOCKS, len(RAW_MOMENTS)), dtype=torch.float64, device=x.device)
+        with torch.cuda.device(x.device):
+            stream = kernels.cuda_stream(torch.cuda.current_stream(x.device).cuda_stream)
+            kernels.cuda_moments(only_amax, logs)(kernels.cuda_array(x), n, kernels.cuda_array(rows), stream)
+        on_device(_finish, rows, _flag_on(x.device, only_amax), out)
+        return out
+    loop = kernels.moments_loop(x.element_size(), only_amax, logs)
+    size, source = x.element_size(), x.data_ptr()
+    parts = ops.parts_of(n)
+    rows = torch.zeros((len(parts), len(RAW_MOMENTS)), dtype=torch.float64)
+    row, step = rows.data_ptr(), 8 * len(RAW_MOMENTS)
+    ops.run_parts(
+        loop, [(source + first * size, length, row + i * step) for i, (first, length) in enumerate(parts)], x, rows
+    )
+    if only_amax and len(parts) == 1:
+        out[6] = rows[0, 6]
+    else:
+        _finish(rows.numpy(), (int(only_amax),), out.numpy())
+    return out
+
+
+def binades(x: Tensor) -> tuple[Tensor, int]:
+    """How many elements of `x` lie in each binade, as int64 on its device, and the binade of the first.
+
+    Entry i counts 2**(first+i) < |x| <= 2**(first+i+1): a power of two ends its binade. Zeros, inf and NaN are left
+    out; the first entry holds the container's subnormals, all of them, with its smallest normal.
+
+    >>> counts, first = binades(torch.tensor([1.0, 1.5, 2.0, 0.0]))
+    >>> {first + i: int(n) for i, n in enumerate(counts) if n}
+    {-1: 1, 0: 2}
+    """
+    x = _flat(x)
+    fields, bias = (256, 127) if x.dtype is torch.float32 else (2048, 1023)
+    bins = torch.zeros(fields, dtype=torch.int64, device=x.device)
+    if x.is_cuda:
+        integer = torch.uint32 if x.dtype is torch.float32 else torch.uint64
+        with torch.cuda.device(x.device):
+            stream = kernels.cuda_stream(torch.cuda.current_stream(x.device).cuda_stream)
+            arrays = kernels.cuda_array(x.view(integer)), x.numel(), kernels.cuda_array(bins)
+            kernels.cuda_exponents(x.element_size())(*arrays, stream)
+    else:
+        kernels.exponents_loop(x.element_size())(x.data_ptr(), x.numel(), bins.data_ptr())
+    return bins, -bias
+
+
+def _flat(x: Tensor) -> Tensor:
+    ops._require_floating(x)
+    x = x.detach()
+    if x.dtype not in (torch.float32, torch.float64):
+        x = x.float()
+    if ops._has_no_holes(x):
+        return x.as_strided((x.numel(),), (1,))
+    return x.contiguous().flatten()
+
+
+_flags: dict[tuple[torch.device, bool], Tensor] = {}
+
+
+def _flag_on(device: torch.device, flag: bool) -> Tensor:
+    found = _flags.get((device, flag))
+    if found is None:
+        found = _flags[device, flag] = torch.full((1,), int(flag), dtype=torch.int64, device=device)
+    return found
+
+
+def on_device(function: Callable[..., None], *arrays: Tensor) -> None:
+    """Run a scalar function over small contiguous tensors of one device, where they are: it changes them in place.
+
+    On the CPU the function is called with NumPy's views of them, on a CUDA device as a kernel of one thread. It must
+    be a module's own function, of what Numba compiles for CUDA.
+    """
+    device = arrays[0].device
+    if device.type == "cpu":
+        function(*(a.numpy() for a in arrays))
+        return
+    with torch.cuda.device(device):
+        stream = kernels.cuda_stream(torch.cuda.current_stream(device).cuda_stream)
+        views: list[Any] = [kernels.cuda_array(a) for a in arrays]
+        kernels.cuda_scalar(function)(stream, *views)
