@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ada_loss.rules import (
+from ada_loss.rules.loss import (
     COUNT,
     NOT_NEGATIVE,
     POSITIVE,

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ada_loss import GradScaler, LossRule, loss_rule, trajectory
-from ada_loss.rules import SYSTEMS
+from ada_loss.rules.loss import SYSTEMS
 from ada_loss.scalers import NoScaler
 
 Make = Callable[..., Any]
