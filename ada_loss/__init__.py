@@ -2,19 +2,63 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ada_loss.rules import LossRule, loss_rule, trajectory
+    from ada_loss.layerwise import AdaLossScaled
+    from ada_loss.record import Recorder
+    from ada_loss.rules import LayerRule, LossRule, layer_rule, loss_rule, trajectory
     from ada_loss.scalers import GradScaler, Updater
+    from ada_loss.transforms import (
+        AdaLossTransform,
+        AdaLossTransformBasicBlock,
+        AdaLossTransformBatchNorm,
+        AdaLossTransformBottleneck,
+        AdaLossTransformCast,
+        AdaLossTransformConv2d,
+        AdaLossTransformLinear,
+    )
 
-__all__ = ["GradScaler", "LossRule", "Updater", "loss_rule", "trajectory"]
+_HOMES = {
+    "ada_loss.layerwise": ("AdaLossScaled",),
+    "ada_loss.record": ("Recorder",),
+    "ada_loss.rules": ("LayerRule", "LossRule", "layer_rule", "loss_rule", "trajectory"),
+    "ada_loss.scalers": ("GradScaler", "Updater"),
+    "ada_loss.transforms": (
+        "AdaLossTransform",
+        "AdaLossTransformBasicBlock",
+        "AdaLossTransformBatchNorm",
+        "AdaLossTransformBottleneck",
+        "AdaLossTransformCast",
+        "AdaLossTransformConv2d",
+        "AdaLossTransformLinear",
+    ),
+}
+
+__all__ = [
+    "AdaLossScaled",
+    "AdaLossTransform",
+    "AdaLossTransformBasicBlock",
+    "AdaLossTransformBatchNorm",
+    "AdaLossTransformBottleneck",
+    "AdaLossTransformCast",
+    "AdaLossTransformConv2d",
+    "AdaLossTransformLinear",
+    "GradScaler",
+    "LayerRule",
+    "LossRule",
+    "Recorder",
+    "Updater",
+    "layer_rule",
+    "loss_rule",
+    "trajectory",
+]
 
 
 def __getattr__(name: str) -> Any:
     # on first use: the command line answers --help without importing torch
-    if name not in __all__:
-        raise AttributeError(f"module 'ada_loss' has no attribute {name!r}. Known: {', '.join(__all__)}.")
-    from ada_loss import rules, scalers
-
-    return getattr(rules, name, None) or getattr(scalers, name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'ada_loss' has no attribute {name!r}. Known: {', '.join(__all__)}.")

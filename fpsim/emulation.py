@@ -247,6 +247,8 @@ def _is_exclusive(gradient: Tensor) -> bool:
     A tensor in a hook is held twice, by the engine and by Python's argument; so is its base, by the view and by the
     name here. A storage is held by its tensors and by Python's name for it.
     """
+    if 0 in gradient.stride():
+        return False  # an expanded tensor: its elements share memory with one another
     base, tensors = gradient._base, 1
     if base is not None:
         tensors = 2
@@ -303,19 +305,20 @@ class Emulation(TorchFunctionMode):
             name: x if name in call.skip_names or name == "out" else self._prepared(x, moves, floats)
             for name, x in kwargs.items()
         }
+        operands = (*new_args, *new_kwargs.values()) if new_kwargs else new_args
         first = args[0] if keeps_first and args else None
         was_marked = _marked(first) if isinstance(first, Tensor) else None
         out = func(*new_args, **new_kwargs)
         if call.action == _SET_ITEM:
             if was_marked and isinstance(first, Tensor):
-                self._round_result(first, call, new_args, first_is_target=True)
+                self._round_result(first, call, operands, first_is_target=True)
             return out
         if moves and not writes:
             self._carry_marks(out, floats, first, was_marked)
             if call.name in HOOKED_MOVES and isinstance(out, Tensor) and out.requires_grad:
-                self._hook(out, self.scope.site(call.name), call.name, new_args)
+                self._hook(out, self.scope.site(call.name), call.name, operands)
             return out
-        return self._round_results(out, call, new_args, floats, first)
+        return self._round_results(out, call, operands, floats, first)
 
     def _prepared(self, x: Any, weights_only: bool, floats: list[Tensor]) -> Any:
         """An argument with its tensors in their formats, which are appended to `floats`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +109,7 @@ def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tenso
     if only_amax and len(parts) == 1:
         out[6] = rows[0, 6]
     else:
-        _finish(rows.numpy(), (int(only_amax),), out.numpy())
+        on_device(_finish, rows, _flag_on(x.device, only_amax), out)
     return out
 
 
@@ -158,15 +157,15 @@ def _flag_on(device: torch.device, flag: bool) -> Tensor:
     return found
 
 
-def on_device(function: Callable[..., None], *arrays: Tensor) -> None:
+def on_device(function: Any, *arrays: Tensor) -> None:
     """Run a scalar function over small contiguous tensors of one device, where they are: it changes them in place.
 
-    On the CPU the function is called with NumPy's views of them, on a CUDA device as a kernel of one thread. It must
-    be a module's own function, of what Numba compiles for CUDA.
+    On the CPU the function is called with their memory, on a CUDA device as a kernel of one thread. It indexes its
+    arguments and computes with numbers, `math` and other such functions: what Numba compiles for CUDA.
     """
     device = arrays[0].device
     if device.type == "cpu":
-        function(*(a.numpy() for a in arrays))
+        function(*(memoryview(a.numpy()) for a in arrays))  # type: ignore[arg-type]  # Python's numbers, not NumPy's
         return
     with torch.cuda.device(device):
         stream = kernels.cuda_stream(torch.cuda.current_stream(device).cuda_stream)

@@ -87,7 +87,7 @@ def approx_range(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped
     limit = overflow_limit(g, w, terms, u_max)
     if p[2] > 0.0 and w[COUNT] == 0.0:
         deviation = math.sqrt(max(g[LOG_MEAN_SQUARE] - g[LOG_MEAN] * g[LOG_MEAN], 0.0))
-        needed = math.exp(math.log(u_min) - g[LOG_MEAN] - deviation * p[3])
+        needed = math.exp(min(math.log(u_min) - g[LOG_MEAN] - deviation * p[3], 700.0))  # below float64's largest
     else:
         # raw second moments: the mean of a gradient that is constant counts too
         square = g[MEAN_SQUARE]
@@ -148,29 +148,40 @@ def bounded(factor, log2_scale, scale_bound, accumulated_bound):  # type: ignore
     return min(factor, scale_bound, accumulated_bound * math.ldexp(1.0, -log2_scale))
 
 
+def branch_exponent(amaxima, log2_scales, u_max):  # type: ignore[no-untyped-def]
+    """Where branches meet in the original, see branch_log2_scale; -4, the last that is tried, where nothing fits."""
+    largest = 0.0
+    for i in range(len(amaxima)):
+        largest = max(largest, amaxima[i])
+    best, lowest = -NEVER, NEVER
+    for i in range(len(log2_scales)):
+        k = log2_scales[i]
+        lowest = min(lowest, k)
+        if k > best and math.ldexp(largest, k) < u_max:
+            best = k
+    if best > -NEVER:
+        return best
+    while lowest >= -3 and not math.ldexp(largest, lowest) < u_max:
+        lowest -= 1
+    return lowest
+
+
 def branch_log2_scale(amaxima: Sequence[float], log2_scales: Sequence[int], u_max: float) -> int:
     """Where branches meet in the original: the largest of their scales at which the largest true gradient fits.
 
     amaxima: the largest magnitudes of the branches' gradients in their true size. If none fits, the smallest scale is
-    halved down to 1/8 at the last; OverflowError if that does not fit either.
+    halved while it is 1/8 or more; OverflowError if the last one does not fit either.
 
     >>> branch_log2_scale([100 / 64, 50 / 16], [6, 4], 65504.0)
     6
     """
-    largest = max(amaxima)
-    ordered = sorted(log2_scales, reverse=True)
-    for k in ordered:
-        if math.ldexp(largest, k) < u_max:
-            return k
-    k = ordered[-1]
-    while k >= -3 and math.ldexp(largest, k) >= u_max:
-        k -= 1
-    if math.ldexp(largest, k) >= u_max:
+    k = branch_exponent(amaxima, log2_scales, u_max)
+    if not math.ldexp(max(amaxima), k) < u_max:
         raise OverflowError(
-            f"A gradient of {largest:g} fits {u_max:g} at none of the scales down to 2**{k}. "
+            f"A gradient of {max(amaxima):g} does not fit below {u_max:g} even at the scale 2**{k}. "
             f"Its training has diverged, or the format is too narrow."
         )
-    return k
+    return int(k)
 
 
 @dataclass(frozen=True)

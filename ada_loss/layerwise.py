@@ -1,0 +1,653 @@
+"""The engine that gives each layer its own scale: it answers the emulation's question at each place of a backward."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ada_loss.rules.layer import (
+    AMAX,
+    AMIN,
+    AmaxHistory,
+    Current,
+    ElementWiseRange,
+    Exact,
+    Fixed,
+    LayerRule,
+    as_layer_rule,
+    bounded,
+    branch_exponent,
+    exact,
+    fitting_log2_scale,
+    floor_log2,
+)
+from ada_loss.transforms import PRODUCTS, AdaLossTransform, AdaLossTransformCast, Product
+from fpsim import ops
+from fpsim.emulation import is_rounded_at
+from fpsim.model import listeners
+from fpsim.moments import amax_of, binades, moments_of, on_device
+from fpsim.ops import RoundingSpec
+
+__all__ = ["AdaLossScaled", "Observed"]
+
+NEAREST = ("nearest_even", "nearest_away", "stochastic")
+MOMENTS = 10
+MOST_PRODUCTS = 1 << 27
+# What a decision leaves behind for a recorder, by number.
+UNBOUND, BOUND, POWER_OF_TWO, WANTED, FINAL = range(5)
+
+
+class Observed(Protocol):
+    """Who is told of the gradients of some steps, before they are rounded, with the scales chosen for them."""
+
+    def wants(self, step: int) -> bool: ...
+
+    def __call__(
+        self, step: int, site: str, role: str, spec: RoundingSpec, gradient: Tensor, log2_scale: Tensor, chosen: Tensor
+    ) -> None: ...
+
+
+# Decisions. Each is a function over small arrays, which runs in Python over NumPy for a gradient on the CPU, and as a
+# CUDA kernel of one thread for one on a card: no number goes to the host. `limits` holds u_min, u_max, the least and
+# the largest log2_scale, the bounds of a factor and of a scale, and the least exponent that survives.
+
+
+def _settle(k, amax, limits, out, chosen):  # type: ignore[no-untyped-def]
+    """The scale for a gradient of this amax: the wanted one, unless it would overflow; 1 if it is not finite."""
+    chosen[WANTED] = k
+    k = 0 if not amax < math.inf else min(k, fitting_log2_scale(amax, limits[1]))
+    k = min(max(k, int(limits[2])), int(limits[3]))
+    out[0] = k
+    chosen[FINAL] = k
+
+
+def keep(log2_scale, moments, limits, out, chosen):  # type: ignore[no-untyped-def]
+    """Pass the scale on."""
+    _settle(log2_scale[0], moments[AMAX], limits, out, chosen)
+
+
+def to_the_top(log2_scale, moments, limits, margin, out, chosen):  # type: ignore[no-untyped-def]
+    """The largest magnitude to the top of the range."""
+    k = log2_scale[0]
+    if 0.0 < moments[AMAX] < math.inf:
+        k = fitting_log2_scale(moments[AMAX], limits[1]) - margin[0]
+    chosen[POWER_OF_TWO] = k - log2_scale[0]
+    _settle(k, moments[AMAX], limits, out, chosen)
+
+
+def by_history(log2_scale, moments, limits, margin, history, out, chosen):  # type: ignore[no-untyped-def]
+    """The largest magnitude of the past steps to the top of the range; then remember this one's."""
+    largest = 0.0
+    for i in range(len(history)):
+        largest = max(largest, history[i])
+    k = fitting_log2_scale(largest, limits[1]) - margin[0] if largest > 0.0 else 0
+    chosen[POWER_OF_TWO] = k - log2_scale[0]
+    _settle(k, moments[AMAX], limits, out, chosen)
+    if moments[AMAX] < math.inf:
+        for i in range(len(history) - 1):
+            history[i] = history[i + 1]
+        history[len(history) - 1] = moments[AMAX]
+
+
+def by_binades(log2_scale, moments, limits, bins, first, share, out, chosen):  # type: ignore[no-untyped-def]
+    """The smallest scale at which at most a share underflows, and 1 at least."""
+    k = max(exact(bins, first[0], int(limits[6]), share[0]), 0)
+    chosen[POWER_OF_TWO] = k - log2_scale[0]
+    _settle(k, moments[AMAX], limits, out, chosen)
+
+
+def branch(amaxima, log2_scales, limits, out):  # type: ignore[no-untyped-def]
+    """Where branches meet, as in the original."""
+    out[0] = branch_exponent(amaxima, log2_scales, limits[1])
+
+
+@cache
+def choose_with(core: Callable[..., float]) -> Callable[..., None]:
+    """The decision for what a product gives: a factor from statistics, or the one of an earlier step."""
+
+    def choose(log2_scale, g, w, terms, limits, p, fresh, factor, out, chosen):  # type: ignore[no-untyped-def]
+        s = log2_scale[0]
+        if fresh[0] != 0:
+            unit = math.ldexp(1.0, -s)
+            factor[0] = core(g, w, float(terms[0]), limits[0] * unit, limits[1] * unit, unit, p)
+        bound = bounded(factor[0], s, limits[4], limits[5])
+        k = floor_log2(bound)
+        chosen[UNBOUND], chosen[BOUND], chosen[POWER_OF_TWO] = factor[0], bound, k
+        out[0] = min(max(s + k, int(limits[2])), int(limits[3]))
+
+    return choose
+
+
+class _Memory:
+    """What is kept of one place from step to step."""
+
+    __slots__ = ("chosen", "factors", "history", "moments")
+
+    def __init__(self) -> None:
+        self.factors: dict[int, Tensor] = {}  # by product; -1 is a measured one
+        self.history: Tensor | None = None
+        self.moments = torch.zeros(MOMENTS, dtype=torch.float64)
+        self.chosen = torch.full((5,), math.nan, dtype=torch.float64)
+
+    def to(self, device: torch.device) -> None:
+        self.factors = {index: factor.to(device) for index, factor in self.factors.items()}
+        self.history = None if self.history is None else self.history.to(device)
+        self.moments, self.chosen = self.moments.to(device), self.chosen.to(device)
+
+
+class _Edge:
+    """From a product to the places that the gradient of its operand reaches."""
+
+    __slots__ = ("index", "is_hidden", "other", "other_moments", "product_channel", "targets", "terms")
+
+    def __init__(self, targets: list[_Place], product: Product, index: int) -> None:
+        self.targets, self.terms, self.index = targets, product.terms, index
+        self.product_channel = product.channel
+        self.is_hidden = product.other is None
+        # saved for the backward pass anyway; let go once its moments are known
+        self.other = None if product.other is None else product.other.detach()
+        self.other_moments: Tensor | None = None
+
+
+class _Arrival(NamedTuple):
+    """What a consumer tells a place: the scale of its gradient, its amax where it is known, and who must measure."""
+
+    log2_scale: Tensor
+    amax: Tensor | None
+    measure: bool
+
+
+class _Place:
+    """One tensor whose gradient is rounded: where its scale comes from and where it goes."""
+
+    __slots__ = ("arrivals", "dtype", "edges", "engine", "is_chosen", "passes", "role", "site", "spec", "task")
+
+    def __init__(
+        self, engine: AdaLossScaled, site: str, role: str, spec: RoundingSpec, dtype: torch.dtype, is_chosen: bool
+    ) -> None:
+        self.engine, self.site, self.role, self.spec, self.dtype = engine, site, role, spec, dtype
+        self.is_chosen = is_chosen
+        self.edges: list[_Edge] = []
+        self.passes: list[_Place] = []
+        self.arrivals: list[_Arrival] = []
+        self.task = -1
+
+    def receive(self, task: int, log2_scale: Tensor, measure: bool = False) -> None:
+        if self.task != task:  # what an earlier, partial backward left behind
+            self.task, self.arrivals = task, []
+        self.arrivals.append(_Arrival(log2_scale, None, measure))
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        return self.engine._scale_at(self, gradient)
+
+
+class AdaLossScaled:
+    """Adaptive gradient scaling of a quantised model: each layer's gradient is rounded at a scale of its own.
+
+    Attaches to `model`, which is trained as before: gradients keep their true size, so that the optimizer, clipping
+    and a loss scaler need not know. `detach()`, or the end of a `with` block, leaves the model as it was. A copy of
+    the model is not scaled.
+
+    Zhao, Vogel, Ahmed, Luk, IJCAI 2020, for every format: at a matrix product the incoming gradient, rounded at scale
+    S, and the other operand tell by which power of two the outgoing gradient is to be scaled so that few of its
+    elements underflow and none overflows; other operations pass S on, and parameters' gradients are rounded at S. In
+    every step a scale at which a gradient would overflow is lowered until it fits. A gradient that holds inf or NaN is
+    passed through at scale 1; guard the step with a scaler (`GradScaler("static", ...)`) where that may happen.
+
+    model: from `fpsim.quantize`, with any format and policy; formats with float32's exponents have nothing to scale.
+    transforms: which modules' products are scaled, `[AdaLossTransformLinear(), ...]`; None for every product, and for
+    the cast of float32 gradients at the model's outputs. rule: a name ("approx_range", "abs_range",
+    "element_wise_range", "fixed", "exact", "current", "amax_history") or a rule with its parameters. The last three
+    measure each tensor itself, wherever it is rounded. init_scale: the scale of gradients that enter the model, a
+    power of two. update_every: a factor is computed anew in each n-th step, and used again in between.
+    scale_upper_bound, accum_upper_bound: of one factor and of the scale, None for no bound (the original: 16 and
+    1024). branches: where gradients of several consumers meet, "exact" rounds their sum once, at the largest of their
+    scales at which it fits; "original" rounds each at its own and the sum at the scale that the original chooses.
+    u_min: "smallest" for the format's smallest magnitude, "flush" for the half of it, where rounding flushes.
+
+    >>> import fpsim
+    >>> model = fpsim.quantize(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)), "fp16")
+    >>> x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    >>> (model(x).sum() * 1e-7).backward()
+    >>> float((model[0].weight.grad == 0).float().mean()) > 0.9
+    True
+    >>> model.zero_grad()
+    >>> with AdaLossScaled(model):
+    ...     (model(x).sum() * 1e-7).backward()
+    >>> float((model[0].weight.grad == 0).float().mean()) < 0.6
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        transforms: Iterable[AdaLossTransform | AdaLossTransformCast] | None = None,
+        init_scale: float = 1.0,
+        rule: LayerRule | str = "approx_range",
+        update_every: int = 1,
+        scale_upper_bound: float | None = None,
+        accum_upper_bound: float | None = None,
+        branches: str = "exact",
+        u_min: str = "smallest",
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model came as {type(model).__name__}. Possible: a torch.nn.Module from fpsim.quantize.")
+        try:
+            self._listeners = listeners(model)
+        except ValueError:
+            raise ValueError(
+                f"{type(model).__name__} is not quantised, and float32 has nothing to scale. "
+                f"Call fpsim.quantize(model, fmt) first and scale what it returns."
+            ) from None
+        if any(found.scaling is not None for found in self._listeners):
+            raise ValueError("This model is scaled already. Call detach() on the other AdaLossScaled first.")
+        self.rule = as_layer_rule(rule)
+        self._check(init_scale, update_every, scale_upper_bound, accum_upper_bound, branches, u_min)
+        self.model, self.init_scale, self.update_every = model, float(init_scale), update_every
+        self.scale_upper_bound, self.accum_upper_bound = scale_upper_bound, accum_upper_bound
+        self.branches, self.u_min = branches, u_min
+        self.step = 0
+        self.observer: Observed | None = None
+        self._choose(model, None if transforms is None else list(transforms))
+        self._memories: dict[tuple[str, str], _Memory] = {}
+        self._occurrences: Counter[tuple[str, str]] = Counter()
+        self._task = -1
+        self._is_update = True
+        self._told: Observed | None = None
+        self._constants: dict[Any, Tensor] = {}
+        for found in self._listeners:
+            found.scaling = self._place
+
+    def _check(
+        self,
+        init_scale: float,
+        update_every: int,
+        scale_bound: float | None,
+        accumulated_bound: float | None,
+        branches: str,
+        u_min: str,
+    ) -> None:
+        number = isinstance(init_scale, int | float) and not isinstance(init_scale, bool)
+        if not (number and 0 < init_scale < math.inf and math.frexp(init_scale)[0] == 0.5):
+            raise ValueError(
+                f"init_scale={init_scale!r} is impossible. Possible: a power of two, such as 1.0 or 2.0**15."
+            )
+        if isinstance(update_every, bool) or not isinstance(update_every, int) or update_every < 1:
+            raise ValueError(f"update_every={update_every!r} is impossible. Possible: 1 for every step, or more.")
+        for name, bound in (("scale_upper_bound", scale_bound), ("accum_upper_bound", accumulated_bound)):
+            if bound is not None and not (isinstance(bound, int | float) and 0 < bound < math.inf):
+                raise ValueError(f"{name}={bound!r} is impossible. Possible: a finite number above 0, or None.")
+        if branches not in ("exact", "original"):
+            raise ValueError(f"branches={branches!r} is impossible. Possible: 'exact' or 'original'.")
+        if u_min not in ("smallest", "flush"):
+            raise ValueError(f"u_min={u_min!r} is impossible. Possible: 'smallest' or 'flush'.")
+
+    def _choose(self, model: nn.Module, transforms: Sequence[Any] | None) -> None:
+        """Which modules' products are scaled, and whether casts are."""
+        self._casts = transforms is None
+        self._modules: set[str] | None = None
+        if transforms is None:
+            return
+        self._modules = set()
+        modules = dict(model.named_modules())
+        for transform in transforms:
+            if isinstance(transform, AdaLossTransformCast):
+                self._casts = True
+                continue
+            if not isinstance(transform, AdaLossTransform):
+                raise TypeError(
+                    f"A transform came as {transform!r}. Possible: AdaLossTransformLinear(), AdaLossTransformConv2d(), "
+                    f"..., or AdaLossTransform(YourModule)."
+                )
+            matched = [name for name, module in modules.items() if transform.matches(module)]
+            if not matched:
+                kinds = sorted({type(m).__name__ for m in modules.values()})
+                raise ValueError(
+                    f"The transform {transform} matches no module. Classes in the model: {', '.join(kinds)}. "
+                    f"Leave it out, or leave out transforms= to scale every product."
+                )
+            self._modules |= {
+                m for m in modules for name in matched if m == name or m.startswith(f"{name}.") or not name
+            }
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        return self.model(*args, **kwargs)
+
+    def __enter__(self) -> AdaLossScaled:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def detach(self) -> nn.Module:
+        """Leave the model as it was and give it back. Graphs that were made before keep their scales."""
+        for found in self._listeners:
+            if found.scaling == self._place:
+                found.scaling = None
+        return self.model
+
+    def __repr__(self) -> str:
+        words = [repr(self.rule), f"update_every={self.update_every}", f"branches={self.branches!r}"]
+        return f"AdaLossScaled({type(self.model).__name__}, {', '.join(words)}, step={self.step})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The settings, the step, and what each place remembers, as plain values; copies numbers to the host."""
+        sites = [
+            {
+                "site": site,
+                "role": role,
+                "factors": {index: float(f) for index, f in memory.factors.items()},
+                "history": None if memory.history is None else memory.history.tolist(),
+            }
+            for (site, role), memory in self._memories.items()
+            if memory.factors or memory.history is not None
+        ]
+        return {"rule": self.rule.name, "params": asdict(self.rule), "step": self.step, "sites": sites}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved. Raises ValueError for the state of another rule."""
+        if not {"rule", "params", "step", "sites"} <= set(state):
+            raise ValueError(f"The state has {sorted(state)}. It has rule, params, step and sites. Use state_dict().")
+        if (state["rule"], state["params"]) != (self.rule.name, asdict(self.rule)):
+            raise ValueError(
+                f"The state is of the rule {state['rule']!r} with {state['params']}, and this scales by {self.rule}. "
+                f"Make one with that rule, or start this one afresh."
+            )
+        self.step = int(state["step"])
+        self._memories = {}
+        for saved in state["sites"]:
+            memory = self._memories[saved["site"], saved["role"]] = _Memory()
+            memory.factors = {int(i): torch.tensor([f], dtype=torch.float64) for i, f in saved["factors"].items()}
+            if saved["history"] is not None:
+                memory.history = torch.tensor(saved["history"], dtype=torch.float64)
+
+    # The forward pass: places and what connects them.
+
+    def _place(
+        self, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...], out: Tensor
+    ) -> _Place:
+        seen = self._occurrences[site, role]
+        self._occurrences[site, role] = seen + 1
+        is_chosen = self._modules is None or site.split(":")[0] in self._modules
+        place = _Place(self, f"{site}#{seen}" if seen else site, role, spec, out.dtype, is_chosen)
+        node, nr = out.grad_fn, out.output_nr
+        if node is None:  # a leaf: nothing lies behind it
+            return place
+        for index, product in enumerate(self._products(place, operation, operands)):
+            found = _sources([(product.operand.grad_fn, product.operand.output_nr)])
+            targets = [target for target, _, _ in found if target.role == "error"]
+            if targets:
+                place.edges.append(_Edge(targets, product, index))
+        by_product = {id(target) for edge in place.edges for target in edge.targets}
+        behind = _sources([(node, None)])
+        place.passes = list({id(t): t for t, _, _ in behind if id(t) not in by_product}.values())
+        if self.branches == "original":
+            for target, consumer, index in behind:
+                if target.role == "error":
+                    consumer.register_hook(_RoundBranch(target, index))
+        node.metadata.setdefault(_KEY, {})[nr] = place  # type: ignore[attr-defined]  # a property, typed as a method
+        return place
+
+    def _products(self, place: _Place, operation: str, operands: tuple[Any, ...]) -> list[Product]:
+        find = PRODUCTS.get(operation)
+        if find is None or not self.rule.ahead or not place.is_chosen:
+            return []
+        products = find(*operands)
+        if isinstance(self.rule, ElementWiseRange) and any(p.channel is None for p in products):
+            raise NotImplementedError(
+                f"{operation} at {place.site} is no linear layer or plain convolution, and element_wise_range forms "
+                f"the products of those alone. Choose modules with transforms=, or another rule."
+            )
+        return products
+
+    # The backward pass.
+
+    def _begin(self, task: int) -> None:
+        """A new backward pass is a new step."""
+        self._task = task
+        self.step += 1
+        self._is_update = (self.step - 1) % self.update_every == 0
+        self._told = self.observer if self.observer is not None and self.observer.wants(self.step) else None
+        self._occurrences.clear()
+
+    def _scale_at(self, place: _Place, gradient: Tensor) -> Tensor:
+        task = torch._C._current_graph_task_id()
+        if task > self._task:
+            self._begin(task)
+        arrivals = place.arrivals if place.task == task else []
+        place.arrivals = []
+        device = gradient.device
+        limits = self._limits(place.spec, gradient.dtype, device)
+        wanted = self._meeting(arrivals, limits, device)
+        memory = self._memory(place, device)
+        is_cast = not arrivals and self._casts and place.role == "error" and not isinstance(self.rule, Fixed)
+        must_measure = self.rule.ahead and (is_cast or any(a.measure for a in arrivals))
+        fresh = self._is_update or (not memory.factors and (must_measure or bool(place.edges)))
+        passes_on = arrivals and self.rule.ahead and not must_measure and self._told is None
+        if passes_on and is_rounded_at(gradient, wanted):
+            log2_scale = wanted  # this very tensor was rounded at this very scale: it fits
+            if place.edges and fresh:
+                moments_of(gradient, out=memory.moments)
+        else:
+            log2_scale = self._decide(place, gradient, wanted, limits, memory, fresh, must_measure)
+        if self._told is not None:
+            chosen = memory.chosen.clone()
+            self._told(self.step, place.site, place.role, place.spec, gradient.detach(), log2_scale, chosen)
+            memory.chosen[:WANTED] = math.nan
+        self._send(place, task, gradient, log2_scale, memory, fresh)
+        return log2_scale
+
+    def _memory(self, place: _Place, device: torch.device) -> _Memory:
+        memory = self._memories.get((place.site, place.role))
+        if memory is None:
+            memory = self._memories[place.site, place.role] = _Memory()
+        if memory.moments.device != device:
+            memory.to(device)
+        return memory
+
+    def _meeting(self, arrivals: list[_Arrival], limits: Tensor, device: torch.device) -> Tensor:
+        """The scale with which a gradient arrives."""
+        if not arrivals:
+            return self._constant(torch.int64, device, math.frexp(self.init_scale)[1] - 1)
+        scales = list({id(a.log2_scale): a.log2_scale for a in arrivals}.values())
+        if len(scales) == 1:
+            return scales[0]
+        if self.branches == "original":
+            known = [a for a in arrivals if a.amax is not None]
+            out = torch.empty(1, dtype=torch.int64, device=device)
+            amaxima = torch.cat([a.amax for a in known if a.amax is not None])
+            on_device(branch, amaxima, torch.cat([a.log2_scale for a in known]), limits, out)
+            return out
+        return torch.cat(scales).amax(0, keepdim=True)
+
+    def _decide(
+        self,
+        place: _Place,
+        gradient: Tensor,
+        wanted: Tensor,
+        limits: Tensor,
+        memory: _Memory,
+        fresh: bool,
+        must_measure: bool,
+    ) -> Tensor:
+        rule, device, moments, chosen = self.rule, gradient.device, memory.moments, memory.chosen
+        if fresh and rule.ahead and (must_measure or place.edges):
+            moments_of(gradient, logs=must_measure and rule.logs, out=moments)
+        else:
+            amax_of(gradient, out=moments)
+        out = torch.empty(1, dtype=torch.int64, device=device)
+        if must_measure:
+            raised = torch.empty(1, dtype=torch.int64, device=device)
+            self._choose_factor(wanted, moments, None, 1, limits, memory, -1, fresh, raised)
+            wanted = raised
+        if rule.ahead or not place.is_chosen:
+            on_device(keep, wanted, moments, limits, out, chosen)
+        elif isinstance(rule, Current):
+            margin = self._constant(torch.int64, device, rule.margin)
+            on_device(to_the_top, wanted, moments, limits, margin, out, chosen)
+        elif isinstance(rule, AmaxHistory):
+            if memory.history is None:
+                memory.history = torch.zeros(rule.length, dtype=torch.float64, device=device)
+            margin = self._constant(torch.int64, device, rule.margin)
+            on_device(by_history, wanted, moments, limits, margin, memory.history, out, chosen)
+        else:
+            assert isinstance(rule, Exact)
+            bins, first = binades(gradient)
+            share = self._constant(torch.float64, device, rule.n_uf_threshold)
+            first_bin = self._constant(torch.int64, device, first)
+            on_device(by_binades, wanted, moments, limits, bins, first_bin, share, out, chosen)
+        return out
+
+    def _choose_factor(
+        self,
+        log2_scale: Tensor,
+        g: Tensor,
+        w: Tensor | None,
+        terms: int,
+        limits: Tensor,
+        memory: _Memory,
+        index: int,
+        fresh: bool,
+        out: Tensor,
+    ) -> None:
+        device = log2_scale.device
+        factor = memory.factors.get(index)
+        if factor is None:
+            factor = memory.factors[index] = torch.ones(1, dtype=torch.float64, device=device)
+        on_device(
+            choose_with(self.rule.core()),
+            log2_scale,
+            g,
+            self._constant(torch.float64, device, *[0.0] * MOMENTS) if w is None else w,
+            self._constant(torch.int64, device, terms),
+            limits,
+            self._constant(torch.float64, device, *self.rule.parameters()),
+            self._constant(torch.int64, device, int(fresh)),
+            factor,
+            out,
+            memory.chosen,
+        )
+
+    def _send(
+        self, place: _Place, task: int, gradient: Tensor, log2_scale: Tensor, memory: _Memory, fresh: bool
+    ) -> None:
+        for target in place.passes:
+            target.receive(task, log2_scale)
+        for edge in place.edges:
+            if edge.is_hidden:
+                for target in edge.targets:
+                    target.receive(task, log2_scale, measure=True)
+                continue
+            g, w = memory.moments, edge.other_moments
+            if fresh and edge.other is not None:
+                if isinstance(self.rule, ElementWiseRange):
+                    g = edge.other_moments = self._products_of(gradient, edge)
+                else:
+                    w = edge.other_moments = moments_of(edge.other)
+            edge.other = None
+            if isinstance(self.rule, ElementWiseRange):
+                g, w = edge.other_moments if edge.other_moments is not None else g, None
+            target = edge.targets[0]
+            limits = self._limits(target.spec, target.dtype, log2_scale.device)
+            out = torch.empty(1, dtype=torch.int64, device=log2_scale.device)
+            is_known = fresh and edge.other_moments is not None
+            self._choose_factor(log2_scale, g, w, edge.terms, limits, memory, edge.index, is_known, out)
+            for target in edge.targets:
+                target.receive(task, out)
+
+    def _products_of(self, gradient: Tensor, edge: _Edge) -> Tensor:
+        """Moments whose amin and amax are those of every product of an element and a weight of its channel."""
+        assert isinstance(self.rule, ElementWiseRange)
+        assert edge.other is not None
+        assert edge.product_channel is not None
+        along, across = edge.product_channel
+        g = gradient.detach().abs().double().movedim(along, 0).flatten(1)
+        w = edge.other.abs().double().movedim(across, 0).flatten(1)
+        if self.rule.max_rescue_ratio is None:
+            infinity = torch.tensor(math.inf, dtype=torch.float64, device=g.device)
+            amin = torch.stack([torch.where(t > 0, t, infinity).amin(1) for t in (g, w)]).prod(0).amin()
+            amax = (g.amax(1) * w.amax(1)).amax()
+            amin = torch.where(amin < math.inf, amin, 0.0)
+        else:
+            if g.numel() * w.shape[1] > MOST_PRODUCTS:
+                raise ValueError(
+                    f"max_rescue_ratio came with a layer of {g.numel() * w.shape[1]} products. Possible: up to "
+                    f"{MOST_PRODUCTS}. Choose smaller layers with transforms=, or leave max_rescue_ratio out."
+                )
+            products = (g[:, :, None] * w[:, None, :]).flatten().sort(descending=True).values
+            kept = (products.count_nonzero() * self.rule.max_rescue_ratio).ceil().clamp(min=1)
+            amax, amin = products[0], products.take(kept.long() - 1)
+        moments = torch.zeros(MOMENTS, dtype=torch.float64, device=g.device)
+        moments[AMAX], moments[AMIN] = amax, amin
+        return moments
+
+    def _limits(self, spec: RoundingSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
+        key = (spec, dtype, device)
+        found = self._constants.get(key)
+        if found is None:
+            fmt = spec.fmt
+            low, high = ops.log2_scale_limits(spec, dtype)
+            flush = math.floor(math.log2(fmt.smallest)) - (1 if spec.rounding in NEAREST else 0)
+            u_min = fmt.smallest / 2 if self.u_min == "flush" else fmt.smallest
+            bounds = [math.inf if b is None else float(b) for b in (self.scale_upper_bound, self.accum_upper_bound)]
+            found = torch.tensor([u_min, fmt.largest, low, high, *bounds, flush], dtype=torch.float64, device=device)
+            self._constants[key] = found
+        return found
+
+    def _constant(self, dtype: torch.dtype, device: torch.device, *values: float) -> Tensor:
+        key = (dtype, device, values)
+        found = self._constants.get(key)
+        if found is None:
+            found = self._constants[key] = torch.tensor(values, dtype=dtype, device=device)
+        return found
+
+
+_KEY = "ada_loss"  # under which a node of the graph keeps the places of its outputs
+
+
+def _sources(edges: Iterable[tuple[Any, int | None]]) -> list[tuple[_Place, Any, int]]:
+    """The nearest places against the direction of the forward pass, each with the node that feeds it and its input.
+
+    An output number of None looks behind a node, whatever places its own outputs have.
+    """
+    found = []
+    seen = set()
+    stack: list[tuple[Any, int | None, Any, int]] = [(node, nr, None, 0) for node, nr in edges]
+    while stack:
+        node, nr, consumer, index = stack.pop()
+        if node is None:
+            continue
+        place = None if nr is None else node.metadata.get(_KEY, {}).get(nr)
+        if place is not None:
+            found.append((place, consumer, index))
+        elif (node, nr) not in seen:
+            seen.add((node, nr))
+            stack.extend((n, i, node, j) for j, (n, i) in enumerate(node.next_functions))
+    return found
+
+
+class _RoundBranch:
+    """A hook behind a consumer: rounds its share of a gradient at its own scale, before the shares are added."""
+
+    __slots__ = ("index", "target")
+
+    def __init__(self, target: _Place, index: int) -> None:
+        self.target, self.index = target, index
+
+    def __call__(self, shares: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
+        share = shares[self.index]
+        target = self.target
+        if share is None or torch.is_grad_enabled() or not target.arrivals:
+            return None
+        arrival = target.arrivals[-1]
+        rounded = ops._rounded(share, target.spec, None, arrival.log2_scale)
+        target.arrivals[-1] = arrival._replace(amax=amax_of(rounded)[AMAX : AMAX + 1])
+        return (*shares[: self.index], rounded, *shares[self.index + 1 :])

@@ -1,0 +1,167 @@
+"""What is scaled: which modules, which operations are matrix products, and how many terms their gradients add up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+__all__ = [
+    "PRODUCTS",
+    "AdaLossTransform",
+    "AdaLossTransformBasicBlock",
+    "AdaLossTransformBatchNorm",
+    "AdaLossTransformBottleneck",
+    "AdaLossTransformCast",
+    "AdaLossTransformConv2d",
+    "AdaLossTransformLinear",
+    "Product",
+]
+
+
+class Product(NamedTuple):
+    """One operand of a matrix product: its gradient sums `terms` products of the output's gradient and `other`.
+
+    `other` is None where the operation hides it: the gradient that arrives is measured instead. channel: the
+    dimensions of the output and of `other` along which only equal places are multiplied.
+    """
+
+    operand: Tensor
+    other: Tensor | None
+    terms: int
+    channel: tuple[int, int] | None = None
+
+
+def _linear(x: Tensor, weight: Tensor, *_: Any) -> list[Product]:
+    return [Product(x, weight, weight.shape[0], (-1, 0))]
+
+
+def _convolution(x: Tensor, weight: Tensor, *_: Any) -> list[Product]:
+    groups = x.shape[1 - (weight.dim() - x.dim())] // weight.shape[1]  # an input may come without its batch
+    terms = weight.shape[0] // groups * math.prod(weight.shape[2:])
+    return [Product(x, weight, terms, (x.dim() - weight.dim() + 1, 0) if groups == 1 else None)]
+
+
+def _transposed_convolution(x: Tensor, weight: Tensor, *_: Any) -> list[Product]:
+    return [Product(x, weight, math.prod(weight.shape[1:]))]
+
+
+def _matmul(a: Tensor, b: Tensor, *_: Any) -> list[Product]:
+    inner = a.shape[-1]
+    rows = a.shape[-2] if a.dim() > 1 else 1
+    columns = b.shape[-1] if b.dim() > 1 else 1
+    batch = max(math.prod(a.shape[:-2]), math.prod(b.shape[:-2]))  # a broadcast operand sums over the batch too
+    total = batch * rows * inner * columns
+    return [Product(a, b, _per_element(total, a)), Product(b, a, _per_element(total, b))]
+
+
+def _reversed_matmul(b: Tensor, a: Tensor, *_: Any) -> list[Product]:
+    return _matmul(a, b)
+
+
+def _added_matmul(_: Tensor, a: Tensor, b: Tensor, *__: Any) -> list[Product]:
+    return _matmul(a, b)
+
+
+def _outer(a: Tensor, b: Tensor, *_: Any) -> list[Product]:
+    return [Product(a, b, b.numel()), Product(b, a, a.numel())]
+
+
+def _einsum(equation: Any, *operands: Any) -> list[Product]:
+    tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else list(operands)
+    tensors = [t for t in tensors if isinstance(t, Tensor)]
+    if not isinstance(equation, str) or "." in equation or len(tensors) != 2:
+        return _hidden(*tensors)
+    a, b = tensors
+    names = equation.replace(" ", "").split("->")[0].split(",")
+    sizes = dict(zip("".join(names), (*a.shape, *b.shape), strict=True))
+    total = math.prod(sizes.values())
+    return [Product(a, b, _per_element(total, a)), Product(b, a, _per_element(total, b))]
+
+
+def _hidden(*operands: Any) -> list[Product]:
+    """A product inside of an operation: attention's softmax stands between the two of its own."""
+    return [Product(x, None, 1) for x in operands if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> list[Product]:
+    return _hidden(query, key, value)
+
+
+def _per_element(total: int, x: Tensor) -> int:
+    return max(total // max(x.numel(), 1), 1)
+
+
+PRODUCTS: dict[str, Callable[..., list[Product]]] = {
+    "linear": _linear,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _transposed_convolution),
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "inner_product", "vdot"), _matmul),
+    "rmatmul": _reversed_matmul,
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "addmm_", "baddbmm_", "addbmm_", "addmv_"), _added_matmul),
+    **dict.fromkeys(("outer", "ger"), _outer),
+    "einsum": _einsum,
+    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("bilinear", "tensordot", "chain_matmul", "multi_dot", "inner"), _hidden),
+}
+
+
+@dataclass(frozen=True)
+class AdaLossTransform:
+    """Scale the products of all modules of a class, and of the modules inside of them.
+
+    kind: a module class, or its name, for classes that a model defines itself.
+    """
+
+    kind: type[nn.Module] | tuple[type[nn.Module], ...] | str
+
+    def matches(self, module: nn.Module) -> bool:
+        if isinstance(self.kind, str):
+            return any(base.__name__ == self.kind for base in type(module).__mro__)
+        return isinstance(module, self.kind)
+
+    def __str__(self) -> str:
+        return type(self).__name__ if type(self) is not AdaLossTransform else repr(self)
+
+
+class AdaLossTransformLinear(AdaLossTransform):
+    """nn.Linear: its input's gradient gets a factor; the parameters' gradients do not."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear)
+
+
+class AdaLossTransformConv2d(AdaLossTransform):
+    """nn.Conv2d, as nn.Linear."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d)
+
+
+class AdaLossTransformBatchNorm(AdaLossTransform):
+    """Batch normalisation passes a scale on; it is named so that lists made for the original stay valid."""
+
+    def __init__(self) -> None:
+        super().__init__((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
+
+
+class AdaLossTransformBasicBlock(AdaLossTransform):
+    """Everything in the blocks of a small ResNet, whoever wrote it: classes with the name BasicBlock."""
+
+    def __init__(self) -> None:
+        super().__init__("BasicBlock")
+
+
+class AdaLossTransformBottleneck(AdaLossTransform):
+    """Everything in the blocks of a large ResNet, whoever wrote it: classes with the name Bottleneck."""
+
+    def __init__(self) -> None:
+        super().__init__("Bottleneck")
+
+
+@dataclass(frozen=True)
+class AdaLossTransformCast:
+    """A factor where float32 gradients enter the format, from their own statistics: at the model's outputs."""
