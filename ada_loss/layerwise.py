@@ -286,6 +286,11 @@ class AdaLossScaled:
                 raise ValueError(f"{name}={bound!r} is impossible. Possible: a finite number above 0, or None.")
         if branches not in ("exact", "original"):
             raise ValueError(f"branches={branches!r} is impossible. Possible: 'exact' or 'original'.")
+        if branches == "original" and not self.rule.ahead:
+            raise ValueError(
+                f"branches='original' came with the rule {self.rule.name!r}, which measures the sum of the branches. "
+                f"Possible: branches='exact', or a rule of the original."
+            )
         if u_min not in ("smallest", "flush"):
             raise ValueError(f"u_min={u_min!r} is impossible. Possible: 'smallest' or 'flush'.")
 
@@ -425,7 +430,7 @@ class AdaLossScaled:
         arrivals = place.arrivals if place.task == task else []
         place.arrivals = []
         device = gradient.device
-        limits = self._limits(place.spec, gradient.dtype, device)
+        limits = self._limits_of(place, gradient)
         wanted = self._meeting(arrivals, limits, device)
         memory = self._memory(place, device)
         is_cast = not arrivals and self._casts and place.role == "error" and not isinstance(self.rule, Fixed)
@@ -438,11 +443,11 @@ class AdaLossScaled:
                 moments_of(gradient, out=memory.moments)
         else:
             log2_scale = self._decide(place, gradient, wanted, limits, memory, fresh, must_measure)
+        self._send(place, task, gradient, log2_scale, memory, fresh)
         if self._told is not None:
             chosen = memory.chosen.clone()
             self._told(self.step, place.site, place.role, place.spec, gradient.detach(), log2_scale, chosen)
-            memory.chosen[:WANTED] = math.nan
-        self._send(place, task, gradient, log2_scale, memory, fresh)
+            memory.chosen[:WANTED] = math.nan  # the next step may choose nothing
         return log2_scale
 
     def _memory(self, place: _Place, device: torch.device) -> _Memory:
@@ -556,7 +561,7 @@ class AdaLossScaled:
             if isinstance(self.rule, ElementWiseRange):
                 g, w = edge.other_moments if edge.other_moments is not None else g, None
             target = edge.targets[0]
-            limits = self._limits(target.spec, target.dtype, log2_scale.device)
+            limits = self._limits_of(target, log2_scale)
             out = torch.empty(1, dtype=torch.int64, device=log2_scale.device)
             is_known = fresh and edge.other_moments is not None
             self._choose_factor(log2_scale, g, w, edge.terms, limits, memory, edge.index, is_known, out)
@@ -589,7 +594,8 @@ class AdaLossScaled:
         moments[AMAX], moments[AMIN] = amax, amin
         return moments
 
-    def _limits(self, spec: RoundingSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _limits_of(self, place: _Place, gradient: Tensor) -> Tensor:
+        spec, dtype, device = place.spec, place.dtype, gradient.device
         key = (spec, dtype, device)
         found = self._constants.get(key)
         if found is None:
@@ -648,6 +654,8 @@ class _RoundBranch:
         if share is None or torch.is_grad_enabled() or not target.arrivals:
             return None
         arrival = target.arrivals[-1]
-        rounded = ops._rounded(share, target.spec, None, arrival.log2_scale)
-        target.arrivals[-1] = arrival._replace(amax=amax_of(rounded)[AMAX : AMAX + 1])
+        log2_scale, limits = torch.empty_like(arrival.log2_scale), target.engine._limits_of(target, share)
+        on_device(keep, arrival.log2_scale, amax_of(share), limits, log2_scale, torch.empty_like(limits))
+        rounded = ops._rounded(share, target.spec, None, log2_scale)
+        target.arrivals[-1] = _Arrival(log2_scale, amax_of(rounded)[AMAX : AMAX + 1], arrival.measure)
         return (*shares[: self.index], rounded, *shares[self.index + 1 :])

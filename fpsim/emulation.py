@@ -417,6 +417,8 @@ class Emulation(TorchFunctionMode):
             if observer is not None and before is not None:
                 observer(site, "activation", before, out.detach(), spec)
             _mark(out, spec)
+        elif error is not None:
+            out._fpsim = ("float32", _version(out), None)  # type: ignore[attr-defined]  # its gradient has its place
         if error is not None and out.requires_grad:
             self._hook(out, site, call.name, operands)
         return out

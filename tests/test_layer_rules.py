@@ -54,7 +54,9 @@ def test_the_half_width_is_that_of_a_normals_middle_share(
     assert z == pytest.approx(half_width, rel=1e-9)
     assert 6e-8 / z == pytest.approx(least_deviation, rel=2e-7)
     assert q == pytest.approx(quantile, abs=1e-6)
-    assert z == pytest.approx(math.sqrt(2) * float(torch.special.erfinv(torch.tensor(share, dtype=torch.float64))), rel=1e-9)
+    assert z == pytest.approx(
+        math.sqrt(2) * float(torch.special.erfinv(torch.tensor(share, dtype=torch.float64))), rel=1e-9
+    )
 
 
 A2 = [
