@@ -724,8 +724,8 @@ def test_gpt2_and_resnet_train_with_every_product_scaled() -> None:
         assert all(torch.isfinite(p.grad).all() for p in model.parameters())
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=3)
     model = quantize(ResNetForImageClassification(config), "e5m2")
-    with AdaLossScaled(model, [AdaLossTransformConv2d(), AdaLossTransformLinear()]):
-        (model(torch.randn(2, 3, 32, 32)).logits * 1e-6).sum().backward()
+    with AdaLossScaled(model, [AdaLossTransformConv2d(), AdaLossTransformLinear(), AdaLossTransformCast()]):
+        (model(torch.randn(2, 3, 32, 32)).logits * torch.randn(2, 3) * 1e-6).sum().backward()
     assert all(bool(p.grad.any()) for name, p in model.named_parameters() if "weight" in name)
 
 
