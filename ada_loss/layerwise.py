@@ -384,8 +384,11 @@ class AdaLossScaled:
         is_chosen = self._modules is None or site.split(":")[0] in self._modules
         place = _Place(self, f"{site}#{seen}" if seen else site, role, spec, out.dtype, is_chosen)
         node, nr = out.grad_fn, out.output_nr
-        if node is None:  # a leaf: nothing lies behind it
+        if node is None:
             return place
+        node.metadata.setdefault(_KEY, {})[nr] = place  # type: ignore[attr-defined]  # a property, typed as a method
+        if operation == "weight" and operands[0].grad_fn is None:
+            return place  # nothing lies behind a leaf
         for index, product in enumerate(self._products(place, operation, operands)):
             found = _sources([(product.operand.grad_fn, product.operand.output_nr)])
             targets = [target for target, _, _ in found if target.role == "error"]
@@ -398,7 +401,6 @@ class AdaLossScaled:
             for target, consumer, index in behind:
                 if target.role == "error":
                     consumer.register_hook(_RoundBranch(target, index))
-        node.metadata.setdefault(_KEY, {})[nr] = place  # type: ignore[attr-defined]  # a property, typed as a method
         return place
 
     def _products(self, place: _Place, operation: str, operands: tuple[Any, ...]) -> list[Product]:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import ada_loss
 import fpsim
 
 RESULTS = Path(__file__).parent / "results"
@@ -192,8 +193,8 @@ def resnet20() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
-def make_step(which: str, form: str) -> Callable[[], object]:
-    """A whole training step of a model: float32, ours with all roles fp16, or qtorch's Quantizer at the same sites."""
+def make_model(which: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """A model and its loss on one batch."""
     torch.manual_seed(0)
     if which == "resnet20":
         model: nn.Module = resnet20()
@@ -211,8 +212,27 @@ def make_step(which: str, form: str) -> Callable[[], object]:
         def loss(m: nn.Module) -> Tensor:
             return m(input_ids=x, labels=x).loss  # type: ignore[no-any-return]
 
-    if form == "fpsim":
+    return model, loss
+
+
+def make_step(which: str, form: str) -> Callable[[], object]:
+    """A whole training step of a model.
+
+    form: "float32"; "fpsim", all roles fp16; "qtorch", its Quantizer at the same sites; "static", fpsim with a loss
+    scale; "adaptive N M", fpsim with a scale for each layer, computed every N steps and recorded every M (0: never).
+    """
+    model, loss = make_model(which)
+    if form != "float32" and form != "qtorch":
         fpsim.quantize(model, "fp16", inplace=True)
+    scaler: Any = None
+    if form.startswith("adaptive"):
+        _, update_every, record_every = form.split()
+        handle = ada_loss.AdaLossScaled(model, update_every=int(update_every))
+        if int(record_every):
+            handle.observer = ada_loss.Recorder(int(record_every))
+        scaler = ada_loss.GradScaler(1.0)
+    elif form == "static":
+        scaler = ada_loss.GradScaler(1024.0)
     elif form == "qtorch":
         from qtorch import FloatingPoint
         from qtorch.quant import Quantizer
@@ -227,6 +247,59 @@ def make_step(which: str, form: str) -> Callable[[], object]:
         optimizer.zero_grad()
         loss(model).backward()
         optimizer.step()
+
+    def scaled_step() -> None:
+        optimizer.zero_grad()
+        scaler.scale(loss(model)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step if scaler is None else scaled_step
+
+
+def scaling(report: Report, repeats: int) -> None:
+    """Adaptive scaling over static scaling, whole training steps; our scaler over torch's, its own steps alone."""
+    for which in ("resnet20", "gpt2"):
+        for name, form, goal in (
+            ("a factor at every step", "adaptive 1 0", 1.15),
+            ("a factor at each 1000th step", "adaptive 1000 0", 1.02),
+            ("the same, recorded at each 100th", "adaptive 1000 100", None),
+        ):
+            static, adaptive = make_step(which, "static"), make_step(which, form)
+            for _ in range(2):
+                static(), adaptive()
+            _, _, ratio = paired(static, adaptive, repeats)
+            title = f"{which} {name} / static loss scale"
+            report.add("scaling", title, 1 / ratio, "times", goal, at_least=False)
+        theirs, ours = (scaler_alone(which, form) for form in ("theirs", "ours"))
+        _, _, ratio = paired(theirs, ours, 20 * repeats)
+        report.add("scaling", f"{which} our scaler's step / torch's", 1 / ratio, "times", 1.05, at_least=False)
+        # a sampled step costs more; one in a hundred is sampled
+        plain, recorded = make_step(which, "adaptive 1000 0"), make_step(which, "adaptive 1000 1")
+        for _ in range(2):
+            plain(), recorded()
+        _, _, ratio = paired(plain, recorded, max(repeats // 3, 3))
+        average = 0.99 + 0.01 / ratio
+        report.add("scaling", f"{which} recorder at each 100th step / none", average, "times", 1.01, at_least=False)
+
+
+def scaler_alone(which: str, whose: str) -> Callable[[], object]:
+    """Unscale, check, step and update for a model's parameters, with no model around it."""
+    parameters = [nn.Parameter(torch.randn_like(p)) for p in make_model(which)[0].parameters()]
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    scaler: Any = (
+        torch.amp.GradScaler("cpu", init_scale=1.0)
+        if whose == "theirs"
+        else ada_loss.GradScaler("torch", init_scale=1.0)
+    )
+    loss = torch.ones(())
+
+    def step() -> None:
+        scaler.scale(loss)
+        scaler.step(optimizer)
+        scaler.update()
 
     return step
 
@@ -264,24 +337,19 @@ def python(code: str) -> str:
 
 
 def memory(report: Report, repeats: int) -> None:
-    """Peak resident memory of a process that trains three steps, ours over float32."""
+    """Peak resident memory of a process that trains three steps, one form over another."""
     folder = str(Path(__file__).parent)
+
+    def peak(which: str, form: str) -> int:
+        return int(python(MEMORY.format(folder=folder, which=which, form=form)).splitlines()[-1])
+
     for which in ("resnet20", "gpt2"):
-        ratios = []
-        for _ in range(repeats):
-            peak = {
-                form: int(python(MEMORY.format(folder=folder, which=which, form=form)).splitlines()[-1])
-                for form in ("float32", "fpsim")
-            }
-            ratios.append(peak["fpsim"] / peak["float32"])
-        report.add(
-            "memory",
-            f"{which} peak, all roles fp16 / float32",
-            statistics.median(ratios),
-            "times",
-            1.15,
-            at_least=False,
-        )
+        for title, form, base, goal in (
+            ("all roles fp16 / float32", "fpsim", "float32", 1.15),
+            ("adaptive / static scaling", "adaptive 1 0", "static", 1.02),
+        ):
+            ratio = statistics.median(peak(which, form) / peak(which, base) for _ in range(repeats))
+            report.add("memory", f"{which} peak, {title}", ratio, "times", goal, at_least=False)
 
 
 STARTUP = """
@@ -304,7 +372,7 @@ def startup(report: Report, repeats: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    parser.add_argument("--only", nargs="+", help="sections: rounding peers small training memory startup")
+    parser.add_argument("--only", nargs="+", help="sections: startup small rounding peers training scaling memory")
     parser.add_argument("--out", type=Path, help="where to save the JSON report (default: results/<machine>.json)")
     options = parser.parse_args()
     repeats = 5 if options.quick else 21
@@ -315,6 +383,7 @@ def main() -> None:
         "rounding": lambda: rounding(report, repeats),
         "peers": lambda: peers(report, repeats),
         "training": lambda: training(report, 5 if options.quick else 15),
+        "scaling": lambda: scaling(report, 5 if options.quick else 15),
         "memory": lambda: memory(report, 1 if options.quick else 3),
     }
     for name, section in sections.items():

@@ -269,7 +269,7 @@ def tally_loop(size: int) -> Callable[..., None]:
 
 
 # What a pass over a tensor gathers: raw sums in a row of float64, one row for each part of the tensor.
-RAW_MOMENTS = (
+MOMENTS = (
     "count",
     "nonzero",
     "sum",
@@ -285,7 +285,7 @@ RAW_MOMENTS = (
 
 @cache
 def moments_loop(size: int, only_amax: bool, logs: bool) -> Callable[..., None]:
-    """Gather RAW_MOMENTS of `n` numbers of `size` bytes from address `src` into ten float64 at `row`.
+    """Gather MOMENTS of `n` numbers of `size` bytes from address `src` into ten float64 at `row`.
 
     The extremes go by bit patterns, which vectorise; so do the sums, because their order is left to the compiler.
     amax is inf where a number is not finite; amin is 0 where none is above 0. only_amax: the other fields stay.
@@ -328,9 +328,11 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Callable[..., None]:
             words[1] = uint(amin + one)
             words[2] = uint(lowest ^ sint(sint(lowest >> sign_shift) & sint(magnitude_mask)))
             words[3] = uint(highest ^ sint(sint(highest >> sign_shift) & sint(magnitude_mask)))
-            out[0], out[1], out[2], out[3] = n, nonzero, total, squares
-            out[4], out[5] = np.float64(scratch[2]), np.float64(scratch[3])
-            out[7], out[8], out[9] = np.float64(scratch[1]), logs_total, log_squares
+            whole, some = np.float64(max(n, 1)), np.float64(max(nonzero, 1))
+            out[0], out[1], out[2], out[3] = n, nonzero, total / whole, squares / whole
+            out[4], out[5] = (np.float64(scratch[2]), np.float64(scratch[3])) if n > 0 else (0.0, 0.0)
+            out[7] = np.float64(scratch[1]) if nonzero > 0 else 0.0
+            out[8], out[9] = logs_total / some, log_squares / some
         words[0] = min(amax, infinity)
         out[6] = np.float64(scratch[0])
 
@@ -367,11 +369,11 @@ MOMENTS_BLOCKS = 128  # of a fixed number, so that the sums' order, and with it 
 
 
 def cuda_moments_kernel(logs: bool) -> Callable[..., None]:
-    """The body of the CUDA kernel that gathers RAW_MOMENTS of a flat array, one row of `rows` for each block."""
+    """The body of the CUDA kernel that gathers MOMENTS of a flat array, one row of `rows` for each block."""
     _cuda()
     from numba import float64
 
-    fields, threads, infinity = len(RAW_MOMENTS), CUDA_THREADS, math.inf
+    fields, threads, infinity = len(MOMENTS), CUDA_THREADS, math.inf
 
     def kernel(x, n, rows):  # type: ignore[no-untyped-def]
         shared = cuda.shared.array((fields, threads), float64)
@@ -393,6 +395,7 @@ def cuda_moments_kernel(logs: bool) -> Callable[..., None]:
                     log = math.log(magnitude)
                     logs_total += log
                     log_squares += log * log
+        # sums while they are joined; the means come last
         row = (count, nonzero, total, squares, lowest, highest, amax, amin, logs_total, log_squares)
         for field in range(fields):
             shared[field, t] = row[field]
@@ -411,8 +414,14 @@ def cuda_moments_kernel(logs: bool) -> Callable[..., None]:
             cuda.syncthreads()
             half //= 2
         if t == 0:
+            count, nonzero = max(shared[0, 0], 1.0), max(shared[1, 0], 1.0)
             for field in range(fields):
-                rows[cuda.blockIdx.x, field] = shared[field, 0]
+                value = shared[field, 0]
+                if field == 2 or field == 3:
+                    value /= count
+                elif field > 7:
+                    value /= nonzero
+                rows[cuda.blockIdx.x, field] = value
 
     return kernel
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fpsim import kernels, ops
-from fpsim.kernels import RAW_MOMENTS
+from fpsim.kernels import MOMENTS
 
 __all__ = ["Moments", "amax_of", "binades", "moments_of", "on_device"]
 
@@ -39,8 +39,12 @@ class Moments(NamedTuple):
         return max(self.mean_square - self.mean * self.mean, 0.0)
 
 
-def _finish(rows, only_amax, out):  # type: ignore[no-untyped-def]
-    """Join rows of RAW_MOMENTS and divide; runs in Python over NumPy, and as a CUDA kernel of one thread."""
+# Below this many elements the hand-over to a second thread costs more than it saves.
+PARALLEL_FROM = {True: 1 << 21, False: 1 << 19}  # by whether only amax is wanted
+
+
+def _join(rows, only_amax, out):  # type: ignore[no-untyped-def]
+    """Join the moments of a tensor's parts; runs in Python over the memory, and as a CUDA kernel of one thread."""
     infinity = float("inf")
     count, nonzero, total, squares, logs, log_squares = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     lowest, highest, amax, amin = infinity, -infinity, 0.0, infinity
@@ -49,13 +53,13 @@ def _finish(rows, only_amax, out):  # type: ignore[no-untyped-def]
         if only_amax[0] == 0 and rows[i, 0] > 0.0:
             count += rows[i, 0]
             nonzero += rows[i, 1]
-            total += rows[i, 2]
-            squares += rows[i, 3]
+            total += rows[i, 2] * rows[i, 0]
+            squares += rows[i, 3] * rows[i, 0]
             lowest, highest = min(lowest, rows[i, 4]), max(highest, rows[i, 5])
-            if rows[i, 7] > 0.0:
+            if 0.0 < rows[i, 7] < infinity:
                 amin = min(amin, rows[i, 7])
-            logs += rows[i, 8]
-            log_squares += rows[i, 9]
+            logs += rows[i, 8] * rows[i, 1]
+            log_squares += rows[i, 9] * rows[i, 1]
     out[6] = amax
     if only_amax[0] == 0:
         out[0], out[1] = count, nonzero
@@ -89,27 +93,28 @@ def amax_of(x: Tensor, out: Tensor | None = None) -> Tensor:
 def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tensor:
     x = _flat(x)
     if out is None:
-        out = torch.zeros(len(Moments._fields), dtype=torch.float64, device=x.device)
+        out = torch.zeros(len(MOMENTS), dtype=torch.float64, device=x.device)
     n = x.numel()
     if x.is_cuda:
-        rows = torch.zeros((kernels.MOMENTS_BLOCKS, len(RAW_MOMENTS)), dtype=torch.float64, device=x.device)
+        rows = torch.zeros((kernels.MOMENTS_BLOCKS, len(MOMENTS)), dtype=torch.float64, device=x.device)
         with torch.cuda.device(x.device):
             stream = kernels.cuda_stream(torch.cuda.current_stream(x.device).cuda_stream)
-            kernels.cuda_moments(only_amax, logs)(kernels.cuda_array(x), n, kernels.cuda_array(rows), stream)
-        on_device(_finish, rows, _flag_on(x.device, only_amax), out)
+            flat = x.as_strided((n,), (1,))
+            kernels.cuda_moments(only_amax, logs)(kernels.cuda_array(flat), n, kernels.cuda_array(rows), stream)
+        on_device(_join, rows, _flag_on(x.device, only_amax), out)
         return out
-    loop = kernels.moments_loop(x.element_size(), only_amax, logs)
     size, source = x.element_size(), x.data_ptr()
+    loop = kernels.moments_loop(size, only_amax, logs)
+    if n < PARALLEL_FROM[only_amax]:
+        loop(source, n, out.data_ptr())
+        return out
     parts = ops.parts_of(n)
-    rows = torch.zeros((len(parts), len(RAW_MOMENTS)), dtype=torch.float64)
-    row, step = rows.data_ptr(), 8 * len(RAW_MOMENTS)
+    rows = torch.zeros((len(parts), len(MOMENTS)), dtype=torch.float64)
+    row, step = rows.data_ptr(), 8 * len(MOMENTS)
     ops.run_parts(
         loop, [(source + first * size, length, row + i * step) for i, (first, length) in enumerate(parts)], x, rows
     )
-    if only_amax and len(parts) == 1:
-        out[6] = rows[0, 6]
-    else:
-        on_device(_finish, rows, _flag_on(x.device, only_amax), out)
+    on_device(_join, rows, _flag_on(x.device, only_amax), out)
     return out
 
 
@@ -130,7 +135,8 @@ def binades(x: Tensor) -> tuple[Tensor, int]:
         integer = torch.uint32 if x.dtype is torch.float32 else torch.uint64
         with torch.cuda.device(x.device):
             stream = kernels.cuda_stream(torch.cuda.current_stream(x.device).cuda_stream)
-            arrays = kernels.cuda_array(x.view(integer)), x.numel(), kernels.cuda_array(bins)
+            flat = x.as_strided((x.numel(),), (1,)).view(integer)
+            arrays = kernels.cuda_array(flat), x.numel(), kernels.cuda_array(bins)
             kernels.cuda_exponents(x.element_size())(*arrays, stream)
     else:
         kernels.exponents_loop(x.element_size())(x.data_ptr(), x.numel(), bins.data_ptr())
@@ -138,13 +144,11 @@ def binades(x: Tensor) -> tuple[Tensor, int]:
 
 
 def _flat(x: Tensor) -> Tensor:
+    """A tensor of the same numbers, in float32 or float64, whose memory has no holes."""
     ops._require_floating(x)
-    x = x.detach()
-    if x.dtype not in (torch.float32, torch.float64):
-        x = x.float()
-    if ops._has_no_holes(x):
-        return x.as_strided((x.numel(),), (1,))
-    return x.contiguous().flatten()
+    if x.dtype is not torch.float32 and x.dtype is not torch.float64:
+        x = x.detach().float()
+    return x.detach() if x.is_contiguous() or ops._has_no_holes(x) else x.detach().contiguous()
 
 
 _flags: dict[tuple[torch.device, bool], Tensor] = {}

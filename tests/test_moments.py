@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fpsim.moments import Moments, amax_of, binades, moments_of
-from fpsim.ops import PARALLEL_FROM
+from fpsim.moments import PARALLEL_FROM, Moments, amax_of, binades, moments_of
 
 
 def moments(x: torch.Tensor) -> Moments:
@@ -28,7 +27,7 @@ def by_numpy(x: torch.Tensor) -> Moments:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 1000, PARALLEL_FROM + 77])
+@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 1000, PARALLEL_FROM[True] + 77])
 def test_the_moments_are_numpys(n: int, dtype: torch.dtype) -> None:
     torch.manual_seed(n)
     x = (torch.randn(n) + 0.3).to(dtype)
@@ -63,7 +62,7 @@ def test_tiny_numbers_are_not_lost() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
-@pytest.mark.parametrize("n", [3, PARALLEL_FROM + 5])
+@pytest.mark.parametrize("n", [3, PARALLEL_FROM[True] + 5])
 def test_what_is_not_finite_shows_in_amax(n: int, value: float) -> None:
     x = torch.ones(n)
     x[n // 2] = value

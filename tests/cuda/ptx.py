@@ -65,7 +65,7 @@ def test_the_kernels_of_moments_compile(floating: types.Float) -> None:
         (kernels.cuda_moments_kernel(False), (array, types.int64, rows)),
         (kernels.cuda_amax_kernel(), (array, types.int64, rows)),
         (kernels.cuda_exponents_kernel(floating.bitwidth // 8), (types.Array(integer, 1, "C"), types.int64, bins)),
-        (moments._finish, (rows, bins, types.Array(types.float64, 1, "C"))),
+        (moments._join, (rows, bins, types.Array(types.float64, 1, "C"))),
     ):
         text, _ = compile_ptx(kernel, signature, cc=(7, 5))
         assert ".entry" in text

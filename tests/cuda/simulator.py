@@ -85,10 +85,10 @@ def test_the_kernel_rounds_at_a_scale_as_the_cpu_does(name: str, dtype: torch.dt
 
 
 def gathered(x: np.ndarray, only_amax: bool = False) -> list[float]:
-    rows = np.zeros((kernels.MOMENTS_BLOCKS, len(kernels.RAW_MOMENTS)))
+    rows = np.zeros((kernels.MOMENTS_BLOCKS, len(kernels.MOMENTS)))
     kernels.cuda_moments(only_amax, True)(cuda.to_device(x), len(x), device := cuda.to_device(rows), 0)
     out, flag = cuda.to_device(np.zeros(10)), cuda.to_device(np.array([int(only_amax)]))
-    kernels.cuda_scalar(moments._finish)(0, device, flag, out)
+    kernels.cuda_scalar(moments._join)(0, device, flag, out)
     return list(out.copy_to_host())
 
 
