@@ -32,7 +32,7 @@ from ada_loss.transforms import PRODUCTS, AdaLossTransform, AdaLossTransformCast
 from fpsim import ops
 from fpsim.emulation import is_rounded_at
 from fpsim.model import listeners
-from fpsim.moments import amax_of, binades, moments_of, on_device
+from fpsim.moments import amax_of, binades, keep_memory_of, moments_of, on_device
 from fpsim.ops import RoundingSpec
 
 __all__ = ["AdaLossScaled", "Observed"]
@@ -54,8 +54,8 @@ class Observed(Protocol):
     ) -> None: ...
 
 
-# Decisions. Each is a function over small arrays, which runs in Python over NumPy for a gradient on the CPU, and as a
-# CUDA kernel of one thread for one on a card: no number goes to the host. `limits` holds u_min, u_max, the least and
+# Decisions. Each is a function over small arrays, which runs in Python for a gradient on the CPU, and is compiled as a
+# kernel of one thread for a card: no number goes to the host. `limits` holds u_min, u_max, the least and
 # the largest log2_scale, the bounds of a factor and of a scale, and the least exponent that survives.
 
 
@@ -115,7 +115,7 @@ def choose_with(core: Callable[..., float]) -> Callable[..., None]:
     def choose(log2_scale, g, w, terms, limits, p, fresh, factor, out, chosen):  # type: ignore[no-untyped-def]
         s = log2_scale[0]
         if fresh[0] != 0:
-            unit = math.ldexp(1.0, -s)
+            unit = math.ldexp(1.0, int(-s))
             factor[0] = core(g, w, float(terms[0]), limits[0] * unit, limits[1] * unit, unit, p)
         bound = bounded(factor[0], s, limits[4], limits[5])
         k = floor_log2(bound)
@@ -133,8 +133,8 @@ class _Memory:
     def __init__(self) -> None:
         self.factors: dict[int, Tensor] = {}  # by product; -1 is a measured one
         self.history: Tensor | None = None
-        self.moments = torch.zeros(MOMENTS, dtype=torch.float64)
-        self.chosen = torch.full((5,), math.nan, dtype=torch.float64)
+        self.moments = keep_memory_of(torch.zeros(MOMENTS, dtype=torch.float64))
+        self.chosen = keep_memory_of(torch.full((5,), math.nan, dtype=torch.float64))
 
     def to(self, device: torch.device) -> None:
         self.factors = {index: factor.to(device) for index, factor in self.factors.items()}
@@ -464,6 +464,8 @@ class AdaLossScaled:
         """The scale with which a gradient arrives."""
         if not arrivals:
             return self._constant(torch.int64, device, math.frexp(self.init_scale)[1] - 1)
+        if len(arrivals) == 1:
+            return arrivals[0].log2_scale
         scales = list({id(a.log2_scale): a.log2_scale for a in arrivals}.values())
         if len(scales) == 1:
             return scales[0]
@@ -607,14 +609,14 @@ class AdaLossScaled:
             u_min = fmt.smallest / 2 if self.u_min == "flush" else fmt.smallest
             bounds = [math.inf if b is None else float(b) for b in (self.scale_upper_bound, self.accum_upper_bound)]
             found = torch.tensor([u_min, fmt.largest, low, high, *bounds, flush], dtype=torch.float64, device=device)
-            self._constants[key] = found
+            self._constants[key] = keep_memory_of(found)
         return found
 
     def _constant(self, dtype: torch.dtype, device: torch.device, *values: float) -> Tensor:
         key = (dtype, device, values)
         found = self._constants.get(key)
         if found is None:
-            found = self._constants[key] = torch.tensor(values, dtype=dtype, device=device)
+            found = self._constants[key] = keep_memory_of(torch.tensor(values, dtype=dtype, device=device))
         return found
 
 

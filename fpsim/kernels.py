@@ -493,26 +493,26 @@ def cuda_exponents(size: int) -> Callable[..., None]:
     return launch
 
 
-def for_device(function: types_module.FunctionType) -> types_module.FunctionType:
-    """A copy of a Python function that calls device functions where it called Python functions."""
-
-    def translated(value: Any) -> Any:
-        is_python = isinstance(value, types_module.FunctionType)
-        return _cuda().jit(device=True)(for_device(value)) if is_python else value
-
-    code = function.__code__
-    names = {name: translated(v) for name, v in function.__globals__.items() if name in code.co_names}
-    cells = tuple(types_module.CellType(translated(cell.cell_contents)) for cell in function.__closure__ or ())
-    inside = {**function.__globals__, **names}
-    return types_module.FunctionType(code, inside, function.__name__, function.__defaults__, cells)
-
-
 @cache
 def cuda_scalar(function: types_module.FunctionType) -> Callable[..., None]:
     """A Python function over small arrays as a kernel of one thread: (stream, *arrays). Decisions stay on the card."""
-    compiled = _cuda().jit(for_device(function))
+    # the simulator runs Python over arrays of its own kind, which nothing compiled can take
+    compiled = _cuda().jit(function if numba.config.ENABLE_CUDASIM else for_device(function))
 
     def launch(stream: Any, *arrays: Any) -> None:
         compiled[1, 1, stream](*arrays)
 
     return launch
+
+
+def for_device(function: types_module.FunctionType) -> types_module.FunctionType:
+    """A copy of a Python function in which those that it calls are inlined."""
+
+    def of(value: Any) -> Any:
+        return njit(inline="always")(for_device(value)) if isinstance(value, types_module.FunctionType) else value
+
+    code = function.__code__
+    used = {name: of(value) for name, value in function.__globals__.items() if name in code.co_names}
+    cells = tuple(types_module.CellType(of(cell.cell_contents)) for cell in function.__closure__ or ())
+    inside = {**function.__globals__, **used}
+    return types_module.FunctionType(code, inside, function.__name__, function.__defaults__, cells)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fpsim import kernels, ops
 from fpsim.kernels import MOMENTS
 
-__all__ = ["Moments", "amax_of", "binades", "moments_of", "on_device"]
+__all__ = ["Moments", "amax_of", "binades", "keep_memory_of", "moments_of", "on_device"]
 
 
 class Moments(NamedTuple):
@@ -78,6 +78,7 @@ def moments_of(x: Tensor, logs: bool = False, out: Tensor | None = None) -> Tens
     >>> Moments(*moments_of(torch.tensor([3.0, 0.0, -1.0])).tolist())[:8]
     (3.0, 2.0, 0.6666666666666666, 3.3333333333333335, -1.0, 3.0, 3.0, 1.0)
     """
+    ops._require_floating(x)
     return _gather(x, False, logs, out)
 
 
@@ -87,6 +88,7 @@ def amax_of(x: Tensor, out: Tensor | None = None) -> Tensor:
     >>> float(amax_of(torch.tensor([3.0, -4.0]))[6])
     4.0
     """
+    ops._require_floating(x)
     return _gather(x, True, False, out)
 
 
@@ -99,7 +101,7 @@ def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tenso
         rows = torch.zeros((kernels.MOMENTS_BLOCKS, len(MOMENTS)), dtype=torch.float64, device=x.device)
         with torch.cuda.device(x.device):
             stream = kernels.cuda_stream(torch.cuda.current_stream(x.device).cuda_stream)
-            flat = x.as_strided((n,), (1,))
+            flat = x.detach().as_strided((n,), (1,))
             kernels.cuda_moments(only_amax, logs)(kernels.cuda_array(flat), n, kernels.cuda_array(rows), stream)
         on_device(_join, rows, _flag_on(x.device, only_amax), out)
         return out
@@ -128,6 +130,7 @@ def binades(x: Tensor) -> tuple[Tensor, int]:
     >>> {first + i: int(n) for i, n in enumerate(counts) if n}
     {-1: 1, 0: 2}
     """
+    ops._require_floating(x)
     x = _flat(x)
     fields, bias = (256, 127) if x.dtype is torch.float32 else (2048, 1023)
     bins = torch.zeros(fields, dtype=torch.int64, device=x.device)
@@ -135,7 +138,7 @@ def binades(x: Tensor) -> tuple[Tensor, int]:
         integer = torch.uint32 if x.dtype is torch.float32 else torch.uint64
         with torch.cuda.device(x.device):
             stream = kernels.cuda_stream(torch.cuda.current_stream(x.device).cuda_stream)
-            flat = x.as_strided((x.numel(),), (1,)).view(integer)
+            flat = x.detach().as_strided((x.numel(),), (1,)).view(integer)
             arrays = kernels.cuda_array(flat), x.numel(), kernels.cuda_array(bins)
             kernels.cuda_exponents(x.element_size())(*arrays, stream)
     else:
@@ -145,10 +148,22 @@ def binades(x: Tensor) -> tuple[Tensor, int]:
 
 def _flat(x: Tensor) -> Tensor:
     """A tensor of the same numbers, in float32 or float64, whose memory has no holes."""
-    ops._require_floating(x)
     if x.dtype is not torch.float32 and x.dtype is not torch.float64:
         x = x.detach().float()
-    return x.detach() if x.is_contiguous() or ops._has_no_holes(x) else x.detach().contiguous()
+    return x if x.is_contiguous() or ops._has_no_holes(x) else x.detach().contiguous()
+
+
+def memory_of(x: Tensor) -> memoryview:
+    """The memory of a CPU tensor, whose items are Python's numbers; at hand where `keep_memory_of` was called."""
+    kept = getattr(x, "_fpsim_memory", None)
+    return memoryview(x.numpy()) if kept is None else kept  # type: ignore[arg-type]
+
+
+def keep_memory_of(x: Tensor) -> Tensor:
+    """Ask once for the memory of a tensor that lives long and is used often; gives the tensor."""
+    if x.device.type == "cpu":
+        x._fpsim_memory = memoryview(x.numpy())  # type: ignore[attr-defined, arg-type]
+    return x
 
 
 _flags: dict[tuple[torch.device, bool], Tensor] = {}
@@ -157,7 +172,8 @@ _flags: dict[tuple[torch.device, bool], Tensor] = {}
 def _flag_on(device: torch.device, flag: bool) -> Tensor:
     found = _flags.get((device, flag))
     if found is None:
-        found = _flags[device, flag] = torch.full((1,), int(flag), dtype=torch.int64, device=device)
+        found = torch.full((1,), int(flag), dtype=torch.int64, device=device)
+        _flags[device, flag] = keep_memory_of(found)
     return found
 
 
@@ -169,7 +185,7 @@ def on_device(function: Any, *arrays: Tensor) -> None:
     """
     device = arrays[0].device
     if device.type == "cpu":
-        function(*(memoryview(a.numpy()) for a in arrays))  # type: ignore[arg-type]  # Python's numbers, not NumPy's
+        function(*[memory_of(a) for a in arrays])
         return
     with torch.cuda.device(device):
         stream = kernels.cuda_stream(torch.cuda.current_stream(device).cuda_stream)

@@ -13,7 +13,10 @@ import torch
 from test_rounding import ALL, fits, same
 
 import fpsim
+from ada_loss import AdaLossScaled, Recorder
+from ada_loss.rules import LAYER_RULES
 from fpsim import FloatFormat, kernels, round_to
+from fpsim.moments import binades, moments_of
 from fpsim.rounding import ROUNDINGS
 
 HERE = Path(__file__).parent
@@ -153,6 +156,44 @@ def test_gradients_transforms_and_codes_work_on_the_card() -> None:
     codes = fpsim.encode(x.detach(), "e4m3fn")
     assert codes.is_cuda
     assert torch.equal(fpsim.decode(codes, "e4m3fn"), round_to(x.detach(), "e4m3fn"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", LAYER_RULES)
+def test_an_adaptive_step_waits_for_nothing_and_decides_as_the_cpu_does(rule: str) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    x, g = torch.randn(32, 64), torch.randn(32, 8) * 1e-6
+    scales = []
+    for device in ("cpu", "cuda"):
+        model = fpsim.quantize(net, fpsim.Policy(error="e5m2", weight_grad="e5m2")).to(device)
+        inputs, gradient = x.to(device), g.to(device)
+        handle = AdaLossScaled(model, rule=rule)
+        model(inputs).backward(gradient)  # kernels compiled, constants sent
+        handle.observer = recorder = Recorder()
+        model(inputs).backward(gradient)
+        handle.observer = None
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                model(inputs).backward(gradient)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        scales.append([(row["site"], row["role"], row["log2_scale"]) for row in recorder.rows()])
+    # what a product rounds to may differ in float32's last bits: the sizes of its moments do not
+    assert scales[0] == scales[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("n", [0, 1, 1000, 2**20 + 3])
+def test_moments_on_the_card_are_those_of_the_cpu(n: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(n) * 2.0**-20).to(dtype)
+    expected, got = moments_of(x, logs=True), moments_of(x.cuda(), logs=True).cpu()
+    assert torch.equal(got[[0, 1, 4, 5, 6, 7]], expected[[0, 1, 4, 5, 6, 7]])
+    assert torch.allclose(got, expected, rtol=1e-9, atol=0 if n < 2 else 1e-15)
+    assert torch.equal(binades(x.cuda())[0].cpu(), binades(x)[0])
 
 
 @pytest.mark.gpu

@@ -145,7 +145,7 @@ def exact(bins, first, log2_threshold, share):  # type: ignore[no-untyped-def]
 
 def bounded(factor, log2_scale, scale_bound, accumulated_bound):  # type: ignore[no-untyped-def]
     """A factor within its own bound, and within the one of the scale that it multiplies."""
-    return min(factor, scale_bound, accumulated_bound * math.ldexp(1.0, -log2_scale))
+    return min(factor, scale_bound, accumulated_bound * math.ldexp(1.0, int(-log2_scale)))
 
 
 def branch_exponent(amaxima, log2_scales, u_max):  # type: ignore[no-untyped-def]
@@ -157,11 +157,11 @@ def branch_exponent(amaxima, log2_scales, u_max):  # type: ignore[no-untyped-def
     for i in range(len(log2_scales)):
         k = log2_scales[i]
         lowest = min(lowest, k)
-        if k > best and math.ldexp(largest, k) < u_max:
+        if k > best and math.ldexp(largest, int(k)) < u_max:
             best = k
     if best > -NEVER:
         return best
-    while lowest >= -3 and not math.ldexp(largest, lowest) < u_max:
+    while lowest >= -3 and not math.ldexp(largest, int(lowest)) < u_max:
         lowest -= 1
     return lowest
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from numba import cuda
 
+from ada_loss import layerwise
+from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import FloatFormat, as_format, kernels, moments, ops
 from fpsim.ops import rounding_spec
 from fpsim.rounding import NOISE_BLOCK, ROUNDINGS
@@ -119,6 +123,54 @@ def test_binades_are_counted_as_on_the_cpu(dtype: torch.dtype, monkeypatch: pyte
     size = x.element_size()
     kernels.cuda_exponents(size)(cuda.to_device(x.numpy().view(f"u{size}")), len(x), bins, 0)
     assert bins.copy_to_host().tolist() == expected.tolist()
+
+
+def on_the_card(function: Any, *arrays: torch.Tensor) -> list[torch.Tensor]:
+    sent = [cuda.to_device(a.numpy().copy()) for a in arrays]
+    kernels.cuda_scalar(function)(0, *sent)
+    return [torch.from_numpy(a.copy_to_host()) for a in sent]
+
+
+@pytest.mark.parametrize("size", [2.0**-30, 1.0, 2.0**20, 0.0, torch.inf])
+@pytest.mark.parametrize("rule", [rule for rule in LAYER_RULES.values() if rule.ahead], ids=lambda rule: rule.name)
+def test_factors_are_chosen_as_on_the_cpu(rule: type[LayerRule], size: float) -> None:
+    torch.manual_seed(0)
+    g, w = moments.moments_of(torch.randn(40) * size), moments.moments_of(torch.randn(30))
+    limits = torch.tensor([2.0**-24, 65504.0, -112, 70, 16.0, 2.0**20, -25], dtype=torch.float64)
+    arrays = [
+        torch.tensor([3]),
+        g,
+        w,
+        torch.tensor([12]),
+        limits,
+        torch.tensor(rule().parameters(), dtype=torch.float64),
+    ]
+    arrays += [torch.tensor([1]), torch.ones(1).double(), torch.zeros(1, dtype=torch.int64), torch.zeros(5).double()]
+    got = on_the_card(layerwise.choose_with(rule.core()), *arrays)
+    moments.on_device(layerwise.choose_with(rule.core()), *arrays)
+    for a, b in zip(got, arrays, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_places_decide_as_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    limits = torch.tensor([2.0**-9, 448.0, -119, 85, torch.inf, torch.inf, -10], dtype=torch.float64)
+    for size in (2.0**-30, 2.0**12, 0.0, torch.nan):
+        x = torch.randn(50) * size
+        bins, first = moments.binades(x)
+        history = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+        head = torch.tensor([5]), moments.moments_of(x), limits
+        for function, own in (
+            (layerwise.keep, ()),
+            (layerwise.to_the_top, (torch.tensor([1]),)),
+            (layerwise.by_history, (torch.tensor([0]), history)),
+            (layerwise.by_binades, (bins, torch.tensor([first]), torch.tensor([0.01], dtype=torch.float64))),
+        ):
+            arrays = [a.clone() for a in (*head, *own, torch.zeros(1, dtype=torch.int64), torch.zeros(5).double())]
+            got = on_the_card(function, *arrays)
+            moments.on_device(function, *arrays)
+            for a, b in zip(got, arrays, strict=True):
+                assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
 
 
 def test_the_formats_cover_every_shape() -> None:
