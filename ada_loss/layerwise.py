@@ -343,6 +343,14 @@ class AdaLossScaled:
         words = [repr(self.rule), f"update_every={self.update_every}", f"branches={self.branches!r}"]
         return f"AdaLossScaled({type(self.model).__name__}, {', '.join(words)}, step={self.step})"
 
+    def last_log2_scale(self, site: str, role: str = "error") -> int:
+        """The scale at which a place's gradient was rounded last; copies it to the host. KeyError for no such place."""
+        memory = self._memories.get((site, role))
+        if memory is None:
+            known = sorted({s for s, r in self._memories if r == role})
+            raise KeyError(f"No gradient was rounded at {site!r} as {role}. Sites: {', '.join(known) or 'none yet'}.")
+        return int(memory.chosen[FINAL])
+
     def state_dict(self) -> dict[str, Any]:
         """The settings, the step, and what each place remembers, as plain values; copies numbers to the host."""
         sites = [

@@ -53,7 +53,7 @@ class Recorder:
         """What `AdaLossScaled` calls, before the gradient is rounded."""
         key = torch.tensor(step)  # stochastic rounding: noise of its own, so that the training's stays as it is
         finite, nonzero = gradient.isfinite(), gradient != 0
-        count, alive = finite.numel(), nonzero.sum()
+        count, alive = finite.numel(), nonzero.sum().double()
         at_scale, unscaled = (ops._rounded(gradient, spec, key, scale) for scale in (log2_scale, None))
         limit = torch.ldexp(torch.full_like(chosen[0], spec.fmt.largest), -log2_scale[0])
         lost = finite & (~at_scale.isfinite() | (gradient.abs() > limit))

@@ -39,8 +39,10 @@ RANKS = {
     "ada_loss.lab.train": 16,
     "ada_loss.lab.plots": 15,
     "ada_loss.lab.compare": 17,
-    "ada_loss.lab": 18,
-    "ada_loss.__main__": 19,
+    "ada_loss.lab.methods": 17,
+    "ada_loss.lab.depth": 17,
+    "ada_loss.lab": 19,
+    "ada_loss.__main__": 20,
 }
 # A package enters in these files and in no other.
 ENTERS = {

@@ -16,7 +16,7 @@ import fpsim
 from ada_loss.lab.tasks import Task
 from ada_loss.lab.train import train
 
-__all__ = ["FORMATS", "compare", "format_table", "underflow_share", "write_atomically", "write_csv"]
+__all__ = ["COLUMNS", "FORMATS", "compare", "csv_bytes", "format_table", "underflow_share", "write_atomically"]
 
 FORMATS = ("fp32", "fp16", "bf16", "cb16", "e5m2", "e4m3fn")
 COLUMNS = ("format", "rounding", "accuracy", "underflow", "seconds")
@@ -104,10 +104,10 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_csv(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """The table of `compare` as a CSV file, fractions between 0 and 1."""
+def csv_bytes(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> bytes:
+    """Rows as the content of a CSV file; what is in no column is left out."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(results)
-    write_atomically(path, text.getvalue().encode())
+    writer.writerows(rows)
+    return text.getvalue().encode()

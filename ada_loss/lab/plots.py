@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -12,7 +14,16 @@ from matplotlib.figure import Figure
 
 import fpsim
 
-__all__ = ["figure_bytes", "plot_comparison", "plot_spacing", "plot_underflow", "plot_values"]
+__all__ = [
+    "figure_bytes",
+    "plot_comparison",
+    "plot_depth",
+    "plot_methods",
+    "plot_scales",
+    "plot_spacing",
+    "plot_underflow",
+    "plot_values",
+]
 
 # Okabe and Ito 2008
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
@@ -127,3 +138,102 @@ def plot_underflow(rows: Sequence[dict[str, Any]]) -> Figure:
     axes.set_xlabel("layer, from input to output")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Error of the first layer's weight gradient by gain and method, a panel for each format, of `depth_trial`."""
+    formats = list(dict.fromkeys(row["format"] for row in rows))
+    gains = list(dict.fromkeys(row["gain"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    figure = Figure(figsize=(3.6 * len(formats), 4.6), layout="constrained")
+    panels = figure.subplots(1, len(formats), sharey=True, squeeze=False)[0]
+    for fmt, axes in zip(formats, panels, strict=True):
+        for i, method in enumerate(methods):
+            found = {r["gain"]: r["error"] for r in rows if (r["format"], r["method"]) == (fmt, method)}
+            errors = [min(found[g], 3.0) if math.isfinite(found[g]) else 3.0 for g in gains]
+            style = {"color": COLOURS[i % len(COLOURS)], "marker": "osD^vP*X<>h"[i % 11], "linewidth": 1.3}
+            dashes = "-" if i < len(COLOURS) else "--"
+            axes.plot(range(len(gains)), errors, dashes, markersize=5, label=method_words(method), **style)
+        axes.set_xticks(range(len(gains)), [f"{g:g}" for g in gains])
+        axes.set_xlabel("gain of a layer: gradients grow | shrink")
+        axes.set_title(fmt, fontsize=10)
+        axes.set_yscale("log")
+        axes.axhline(1, color="black", linewidth=0.6, linestyle=":")
+        axes.grid(axis="y", linewidth=0.4, alpha=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("error of the first layer's gradient; 1: all lost, top: inf")
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False, fontsize=8
+    )
+    return figure
+
+
+def plot_methods(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Accuracy against the constant loss scale, beside the methods that choose theirs, of `run_methods`."""
+    formats = [f for f in dict.fromkeys(row["format"] for row in rows) if f != "fp32"]
+    figure = Figure(figsize=(4.2 * len(formats), 4.0), layout="constrained")
+    panels = figure.subplots(1, len(formats), sharey=True, squeeze=False)[0]
+
+    def spread(fmt: str, method: str) -> tuple[float, float]:
+        values = [100 * r["accuracy"] for r in rows if (r["format"], r["method"]) == (fmt, method)]
+        return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+    for fmt, axes in zip(formats, panels, strict=True):
+        methods = list(dict.fromkeys(r["method"] for r in rows if r["format"] == fmt))
+        constant = {
+            0 if m == "none" else round(math.log2(float(m))): m for m in methods if m == "none" or _is_number(m)
+        }
+        means, deviations = zip(*(spread(fmt, m) for m in constant.values()), strict=True)
+        axes.errorbar(list(constant), means, deviations, color=COLOURS[0], marker="o", markersize=3.5, linewidth=1.2)
+        chosen = [m for m in methods if m not in constant.values()]
+        places = [max(constant) + 2 + i for i in range(len(chosen))]
+        means, deviations = zip(*(spread(fmt, m) for m in chosen), strict=True)
+        axes.errorbar(places, means, deviations, color=COLOURS[5], marker="D", markersize=5, linestyle="", capsize=2)
+        if any(r["format"] == "fp32" for r in rows):
+            mean, deviation = spread("fp32", "none")
+            axes.axhspan(mean - deviation, mean + deviation, color="black", alpha=0.12, linewidth=0)
+            axes.axhline(mean, color="black", linewidth=0.8)
+        ticks = [k for k in constant if k % 4 == 0]
+        axes.set_xticks(
+            [*ticks, *places], [*(f"$2^{{{k}}}$" for k in ticks), *chosen], rotation=60, ha="right", fontsize=8
+        )
+        axes.set_title(fmt, fontsize=10)
+        axes.grid(axis="y", linewidth=0.4, alpha=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+    panels[0].set_ylabel("test accuracy in %; the band is float32")
+    return figure
+
+
+def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] = ()) -> Figure:
+    """Scales over the steps, a line for each name; `overflows` are steps to mark."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    for i, (name, values) in enumerate(scales.items()):
+        style = {"color": COLOURS[i % len(COLOURS)], "linestyle": "-" if i < len(COLOURS) else "--"}
+        axes.step(range(len(values)), values, where="post", label=name, linewidth=1.3, **style)
+    for step in overflows:
+        axes.axvline(step, color="black", linewidth=0.5, linestyle=":")
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("step" + ("; dotted: a gradient overflowed" if overflows else ""))
+    axes.set_ylabel("scale")
+    axes.legend(ncols=2, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    axes.grid(linewidth=0.4, alpha=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def method_words(method: str) -> str:
+    """A method's name; a constant scale as a power of two.
+
+    >>> method_words("8.0"), method_words("torch")
+    ('2^3', 'torch')
+    """
+    return f"2^{math.log2(float(method)):g}" if _is_number(method) else method
+
+
+def _is_number(word: str) -> bool:
+    try:
+        return float(word) > 0
+    except ValueError:
+        return False

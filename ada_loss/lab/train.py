@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,22 +10,57 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 import fpsim
 from ada_loss.lab.tasks import Task
+from ada_loss.layerwise import AdaLossScaled
+from ada_loss.rules import LAYER_RULES, SYSTEMS, loss_rule
+from ada_loss.scalers import GradScaler
 from fpsim.policy import FormatLike
 
-__all__ = ["Run", "train"]
+__all__ = ["OPTIMIZERS", "Run", "make_scaling", "train"]
+
+OPTIMIZERS = ("sgd", "adam")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What came out of one training: the metrics on the test data, the loss of every step, the tallies of its sites."""
+    """What came out of one training.
+
+    metrics: on the test data. losses, scales: of every step, the loss scale before it. rows: the tallies of its sites.
+    skipped: how many steps were skipped because a gradient was not finite. seconds: of training.
+    """
 
     metrics: dict[str, float]
     losses: list[float]
     rows: list[dict[str, Any]]
     seconds: float
+    scales: list[float]
+    skipped: int
+
+
+def make_scaling(method: str | float, model: nn.Module) -> tuple[GradScaler, AdaLossScaled | None]:
+    """A loss scaler, and adaptive scaling attached to the quantised model where the method asks for it.
+
+    method: "none"; a number, that scale throughout; a loss rule's name ("torch", "nnabla", ...) with its system's
+    defaults; "adaptive", or a layer rule's name ("approx_range", "exact", ...). A step with a gradient that is not
+    finite is skipped under each of them, so that they are compared on one footing.
+    """
+    constant = 1.0
+    adaptive = None
+    if isinstance(method, str):
+        if method in SYSTEMS and method not in ("none", "off", "static"):
+            return GradScaler(method), None
+        name = "approx_range" if method == "adaptive" else method
+        if name != "none":
+            if name not in LAYER_RULES:
+                known = ", ".join(["none", "a number", "adaptive", *LAYER_RULES, *SYSTEMS])
+                raise ValueError(f"Unknown scaling method {method!r}. Known: {known}.")
+            adaptive = AdaLossScaled(model, rule=name)
+    else:
+        constant = float(method)
+    return GradScaler(loss_rule("static", scale=constant, skip_overflow=True)), adaptive
 
 
 def train(
@@ -32,6 +68,8 @@ def train(
     fmt: FormatLike = None,
     rounding: str = "nearest_even",
     *,
+    scaling: str | float = "none",
+    optimizer: str = "sgd",
     epochs: int = 12,
     batch_size: int = 64,
     learning_rate: float = 0.05,
@@ -42,9 +80,10 @@ def train(
 ) -> Run:
     """Train a copy of the task's model in a format, with float32 master weights; the same bits for a seed.
 
-    SGD with momentum; the learning rate falls to zero along a cosine.
+    The learning rate falls to zero along a cosine.
 
     fmt: a format for every role, a Policy, or None for plain float32. Test metrics are computed in the format too.
+    scaling: of gradients, see make_scaling. optimizer: "sgd" with momentum, or "adam".
     record_every: tally each n-th call of every site; 0 records nothing. progress: called with 1 after every step.
 
     >>> from ada_loss.lab.tasks import digits
@@ -54,26 +93,33 @@ def train(
     """
     # float32 is a policy without roles: every run goes the same way
     model = fpsim.quantize(task.model, fmt, rounding=rounding if fmt is not None else None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum)
+    scaler, adaptive = make_scaling(scaling, model)
+    chosen = _make_optimizer(optimizer, model, learning_rate, momentum)
     x, y = task.train
     steps = epochs * -(-len(x) // batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     order = torch.Generator().manual_seed(seed)
-    losses = []
+    losses: list[float] = []
+    scales: list[float] = []
+    skipped = 0
     start = time.perf_counter()
     with (
         torch.random.fork_rng(devices=[]),
+        adaptive or nullcontext(),
         fpsim.record(model, record_every) if record_every else nullcontext() as record,
     ):
         torch.manual_seed(seed)  # the noise of stochastic rounding
         model.train()
         for _ in range(epochs):
             for batch in torch.randperm(len(x), generator=order).split(batch_size):
-                optimizer.zero_grad()
+                for group in chosen.param_groups:  # by hand: torch's schedules warn where the first step is skipped
+                    group["lr"] = learning_rate * (1 + math.cos(math.pi * len(losses) / steps)) / 2
+                chosen.zero_grad()
                 loss = task.loss(model(x[batch]), y[batch])
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                schedule.step()
+                scales.append(scaler.get_scale())
+                scaler.scale(loss).backward()
+                scaler.step(chosen)
+                skipped += scaler.overflowed(chosen)
+                scaler.update()
                 losses.append(loss.item())
                 if progress is not None:
                     progress(1)
@@ -84,4 +130,12 @@ def train(
         torch.manual_seed(seed)
         outputs = model(task.test[0])
         metrics = {name: metric(outputs, task.test[1]) for name, metric in task.metrics.items()}
-    return Run(metrics, losses, rows, seconds)
+    return Run(metrics, losses, rows, seconds, scales, skipped)
+
+
+def _make_optimizer(name: str, model: nn.Module, learning_rate: float, momentum: float) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum)
+    if name == "adam":
+        return torch.optim.Adam(model.parameters(), lr=learning_rate)
+    raise ValueError(f"Unknown optimizer {name!r}. Known: {', '.join(OPTIMIZERS)}.")

@@ -149,7 +149,7 @@ def test_factors_are_chosen_as_on_the_cpu(rule: type[LayerRule], size: float) ->
     got = on_the_card(layerwise.choose_with(rule.core()), *arrays)
     moments.on_device(layerwise.choose_with(rule.core()), *arrays)
     for a, b in zip(got, arrays, strict=True):
-        assert torch.equal(a, b)
+        assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
 
 
 def test_places_decide_as_on_the_cpu() -> None:

@@ -1,0 +1,133 @@
+"""The two comparisons of scaling methods: a controlled one in depth, and one on real images."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from ada_loss.__main__ import main
+from ada_loss.lab.depth import GAINS, depth_table, depth_trial, relu_network
+from ada_loss.lab.methods import method_table, run_methods
+from ada_loss.lab.plots import figure_bytes, plot_depth, plot_methods, plot_scales
+from ada_loss.lab.tasks import deep_digits
+from ada_loss.lab.train import make_scaling, train
+from ada_loss.scalers import GradScaler
+from fpsim import Policy, quantize
+
+ADAPTIVE = ("approx_range", "abs_range", "exact", "current")
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, object]]:
+    methods = ("none", 2.0**7, 2.0**15, "approx_range 16/1024", *ADAPTIVE)
+    return depth_trial(methods=methods)
+
+
+def errors(rows: list[dict[str, object]], fmt: str, method: str) -> list[float]:
+    found = [row for row in rows if (row["format"], row["method"]) == (fmt, method)]
+    assert [row["gain"] for row in found] == list(GAINS)
+    return [float(row["error"]) for row in found]  # type: ignore[arg-type]
+
+
+# Half an ulp is 2**-p of a number at most; 24 layers of it, as independent errors, add up to sqrt(24) times that
+@pytest.mark.parametrize(("fmt", "precision"), [("fp16", 11), ("e5m2", 3), ("e4m3fn", 4)])
+def test_adaptive_scaling_alone_is_good_at_every_depth(rows: list[dict[str, object]], fmt: str, precision: int) -> None:
+    bound = math.sqrt(24) * 2.0**-precision
+    for method in ADAPTIVE:
+        share = 1.5 if fmt == "fp16" and method in ("exact", "approx_range") else 1.0  # a thousandth may underflow
+        assert max(errors(rows, fmt, method)) < bound * share, method
+    for method in ("none", "128.0", "32768.0", "approx_range 16/1024"):
+        assert max(errors(rows, fmt, method)) > 0.9, method
+
+
+def test_the_tolerated_share_is_kept(rows: list[dict[str, object]]) -> None:
+    for row in rows:
+        if row["method"] in ("exact", "approx_range", "abs_range", "current"):
+            assert row["underflow"] <= 1.05e-3  # type: ignore[operator]
+            assert row["overflow"] == 0
+    none = {(r["format"], r["gain"]): r["underflow"] for r in rows if r["method"] == "none"}
+    assert none["fp16", 0.5] > 0.1  # type: ignore[operator]  # 15.6 % in the study
+
+
+def test_networks_have_the_gain_they_are_asked_for() -> None:
+    for layer in relu_network(0.5, depth=2, width=512)[::2]:
+        assert layer.weight.var().item() * 512 == pytest.approx(0.5, rel=0.02)  # 512**2 samples: 0.3 % each
+
+
+def test_the_trials_table_and_picture(rows: list[dict[str, object]]) -> None:
+    lines = depth_table(rows).splitlines()
+    assert lines[0] == "| format | method | gain 3 | gain 1.2 | gain 0.8 | gain 0.5 | gain 0.2 |"
+    assert len(lines) == 2 + 3 * 8
+    assert figure_bytes(plot_depth(rows))[:4] == b"\x89PNG"
+
+
+def test_without_scaling_e4m3fn_learns_nothing_and_adaptive_scaling_needs_no_tuning() -> None:
+    found = run_methods(["e4m3fn"], ["none", "torch", "adaptive"], seeds=1, epochs=20, show_progress=False)
+    accuracy = {(row["format"], row["method"]): row["accuracy"] for row in found}
+    assert accuracy["e4m3fn", "none"] < 0.2
+    assert (
+        accuracy["e4m3fn", "torch"] < 0.2
+    )  # the format saturates: nothing tells torch that its first scale is too large
+    assert accuracy["e4m3fn", "adaptive"] > accuracy["fp32", "none"] - 0.15 > 0.5
+    assert method_table(found).splitlines()[0] == "| scaling | e4m3fn |"
+    assert figure_bytes(plot_methods(found), "svg")[:5] == b"<?xml"
+
+
+def test_a_run_is_the_same_for_a_seed_and_tells_its_scales() -> None:
+    policy = Policy(error="e5m2", weight_grad="e5m2")
+    options = {"optimizer": "adam", "learning_rate": 1e-3, "epochs": 2, "scaling": "torch"}
+    a, b = (train(deep_digits(3), policy, **options) for _ in range(2))  # type: ignore[arg-type]
+    assert (a.losses, a.scales, a.skipped, a.metrics) == (b.losses, b.scales, b.skipped, b.metrics)
+    assert a.scales[0] == 65536
+    assert a.scales[-1] == 65536 * 0.5 ** (a.skipped - (a.scales[-1] != a.scales[-2])) or a.skipped == 0
+
+
+def test_methods_become_scalers() -> None:
+    model = quantize(deep_digits().model, "fp16")
+    scaler, adaptive = make_scaling("none", model)
+    assert (scaler.get_scale(), scaler.rule.skips, adaptive) == (1.0, True, None)
+    scaler, adaptive = make_scaling(1024, model)
+    assert (scaler.get_scale(), scaler.rule.skips, adaptive) == (1024.0, True, None)
+    scaler, adaptive = make_scaling("nnabla", model)
+    assert (scaler.rule.system, adaptive) == ("nnabla", None)
+    for word, name in (("adaptive", "approx_range"), ("exact", "exact")):
+        scaler, adaptive = make_scaling(word, model)
+        assert isinstance(scaler, GradScaler)
+        assert scaler.rule.skips
+        assert adaptive is not None
+        assert adaptive.rule.name == name
+        adaptive.detach()
+    with pytest.raises(ValueError, match=r"Unknown scaling method 'magic'\. Known: none, a number, adaptive, approx"):
+        make_scaling("magic", model)
+    with pytest.raises(ValueError, match=r"Unknown optimizer 'lamb'\. Known: sgd, adam\."):
+        train(deep_digits(), optimizer="lamb", epochs=1)
+
+
+def test_adaptive_training_leaves_the_task_as_it_was() -> None:
+    task = deep_digits(1)
+    before = {name: p.clone() for name, p in task.model.state_dict().items()}
+    train(task, "e5m2", scaling="adaptive", optimizer="adam", epochs=1)
+    assert all(torch.equal(before[name], p) for name, p in task.model.state_dict().items())
+
+
+def test_the_commands_write_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["scaling", "--seeds", "1", "--epochs", "1", "--methods", "none", "1024", "exact", "--out", str(tmp_path)]
+    assert main(command) == 0
+    assert "| 2^10 |" in capsys.readouterr().out
+    with (tmp_path / "scaling.csv").open() as file:
+        found = list(csv.DictReader(file))
+    assert len(found) == 1 + 3 * 3
+    assert {path.suffix for path in tmp_path.iterdir()} == {".csv", ".md", ".png", ".svg"}
+    assert main(["scaling", "--seeds", "0"]) == 2
+    assert "--seeds 0 trains nothing" in capsys.readouterr().err
+    assert main(["scaling", "--seeds", "1", "--methods", "magic", "--out", str(tmp_path)]) == 2
+    assert "Unknown scaling method 'magic'" in capsys.readouterr().err
+
+
+def test_scales_are_drawn_with_the_overflows() -> None:
+    figure = plot_scales({"torch": [4.0, 4.0, 2.0], "nnabla": [8.0, 4.0, 4.0]}, overflows=[1])
+    assert figure_bytes(figure)[:4] == b"\x89PNG"
