@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,23 +15,30 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
-def test_the_notebook_runs(path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
+def test_the_notebook_runs_and_shows_its_pictures(path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / path.name
+    copy.write_bytes(path.read_bytes())
+    options = [
         "--nbmake",
-        "--nbmake-timeout=300",
+        "--nbmake-timeout=600",
+        "--overwrite",
         "-q",
         "-n",
         "0",
         "-W",
         "default",
-        str(path),
+        "--rootdir",
+        str(tmp_path),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", *options, str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stdout[-6000:]
     assert "1 passed" in done.stdout
+    for cell in json.loads(copy.read_text())["cells"]:
+        shown = [output.get("data", {}) for output in cell.get("outputs", [])]
+        last = "".join(cell["source"]).splitlines()[-1]
+        assert ("image/png" in {kind for data in shown for kind in data}) == last.startswith("plot_"), last
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)

@@ -19,6 +19,7 @@ __all__ = [
     "plot_comparison",
     "plot_depth",
     "plot_methods",
+    "plot_rescue",
     "plot_scales",
     "plot_spacing",
     "plot_underflow",
@@ -27,6 +28,13 @@ __all__ = [
 
 # Okabe and Ito 2008
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+
+
+class Picture(Figure):
+    """A figure that a notebook shows without pyplot and its global state."""
+
+    def _repr_png_(self) -> bytes:
+        return figure_bytes(self)
 
 
 def figure_bytes(figure: Figure, kind: str = "png") -> bytes:
@@ -52,7 +60,7 @@ def _layers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def plot_comparison(results: Sequence[dict[str, Any]]) -> Figure:
     """Test accuracy by format and rounding, and the underflow of activation gradients by layer."""
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    figure = Picture(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
     formats = list(dict.fromkeys(row["format"] for row in results))
     roundings = list(dict.fromkeys(row["rounding"] for row in results))
@@ -94,7 +102,7 @@ def plot_comparison(results: Sequence[dict[str, Any]]) -> Figure:
 
 def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
     """Every value of small formats between -largest and largest, on a line each."""
-    figure = Figure(figsize=(9, 0.55 * len(formats) + 0.9), layout="constrained")
+    figure = Picture(figsize=(9, 0.55 * len(formats) + 0.9), layout="constrained")
     axes = figure.subplots()
     for i, name in enumerate(formats):
         values = [v for v in fpsim.as_format(name).values() if abs(v) <= largest]
@@ -109,7 +117,7 @@ def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
 
 def plot_spacing(formats: Sequence[str]) -> Figure:
     """The relative spacing of values over the range of each format: the staircase of precision, and where it ends."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Picture(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots()
     for i, name in enumerate(formats):
         fmt = fpsim.as_format(name)
@@ -129,7 +137,7 @@ def plot_spacing(formats: Sequence[str]) -> Figure:
 def plot_underflow(rows: Sequence[dict[str, Any]]) -> Figure:
     """Activation gradients lost to underflow by layer, of one recording."""
     shares = _layers(rows)
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    figure = Picture(figsize=(8, 3.2), layout="constrained")
     axes = figure.subplots()
     bars = axes.bar(list(shares), [100 * v for v in shares.values()], color=COLOURS[0])
     axes.bar_label(bars, [f"{100 * v:.2g}" for v in shares.values()], fontsize=8)
@@ -145,7 +153,7 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
     formats = list(dict.fromkeys(row["format"] for row in rows))
     gains = list(dict.fromkeys(row["gain"] for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    figure = Figure(figsize=(3.6 * len(formats), 4.6), layout="constrained")
+    figure = Picture(figsize=(3.6 * len(formats), 4.6), layout="constrained")
     panels = figure.subplots(1, len(formats), sharey=True, squeeze=False)[0]
     for fmt, axes in zip(formats, panels, strict=True):
         for i, method in enumerate(methods):
@@ -171,7 +179,7 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
 def plot_methods(rows: Sequence[dict[str, Any]]) -> Figure:
     """Accuracy against the constant loss scale, beside the methods that choose theirs, of `run_methods`."""
     formats = [f for f in dict.fromkeys(row["format"] for row in rows) if f != "fp32"]
-    figure = Figure(figsize=(4.2 * len(formats), 4.0), layout="constrained")
+    figure = Picture(figsize=(4.2 * len(formats), 4.0), layout="constrained")
     panels = figure.subplots(1, len(formats), sharey=True, squeeze=False)[0]
 
     def spread(fmt: str, method: str) -> tuple[float, float]:
@@ -207,7 +215,7 @@ def plot_methods(rows: Sequence[dict[str, Any]]) -> Figure:
 
 def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] = ()) -> Figure:
     """Scales over the steps, a line for each name; `overflows` are steps to mark."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Picture(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     for i, (name, values) in enumerate(scales.items()):
         style = {"color": COLOURS[i % len(COLOURS)], "linestyle": "-" if i < len(COLOURS) else "--"}
@@ -219,6 +227,24 @@ def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] 
     axes.set_ylabel("scale")
     axes.legend(ncols=2, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     axes.grid(linewidth=0.4, alpha=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def plot_rescue(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Underflow of each activation's gradient at scale 1 and at the scale it got, of a `Recorder`'s rows."""
+    chosen = [row for row in rows if row["role"] == "error"]
+    sites = list(dict.fromkeys(row["site"] for row in chosen))[::-1]  # a backward pass begins at the output
+    figure = Picture(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for i, (column, words) in enumerate((("underflow_unscaled", "without scaling"), ("underflow", "at its scale"))):
+        shares = [100 * statistics.mean(r[column] for r in chosen if r["site"] == site) for site in sites]
+        places = [x + 0.4 * i - 0.2 for x in range(len(sites))]
+        axes.bar(places, shares, 0.38, color=COLOURS[i], label=words, hatch="///" * i, edgecolor="white")
+    axes.set_xticks(range(len(sites)), sites, rotation=45, ha="right", fontsize=8)
+    axes.set_ylabel("gradients lost in %")
+    axes.set_xlabel("where, from input to output")
+    axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
