@@ -311,14 +311,14 @@ class Emulation(TorchFunctionMode):
         out = func(*new_args, **new_kwargs)
         if call.action == _SET_ITEM:
             if was_marked and isinstance(first, Tensor):
-                self._round_result(first, call, operands, first_is_target=True)
+                self._round_result(first, call, operands, floats, first)
             return out
         if moves and not writes:
             self._carry_marks(out, floats, first, was_marked)
             if call.name in HOOKED_MOVES and isinstance(out, Tensor) and out.requires_grad:
                 self._hook(out, self.scope.site(call.name), call.name, operands)
             return out
-        return self._round_results(out, call, operands, floats, first)
+        return self._round_results(out, call, operands, floats, kwargs.get("out", first))
 
     def _prepared(self, x: Any, weights_only: bool, floats: list[Tensor]) -> Any:
         """An argument with its tensors in their formats, which are appended to `floats`."""
@@ -386,28 +386,34 @@ class Emulation(TorchFunctionMode):
             )
         return ops.StraightThrough.apply(x, spec, backward)  # type: ignore[no-any-return]
 
-    def _round_results(self, out: Any, call: _Call, operands: tuple[Any, ...], floats: list[Tensor], first: Any) -> Any:
+    def _round_results(
+        self, out: Any, call: _Call, operands: tuple[Any, ...], floats: list[Tensor], target: Any
+    ) -> Any:
+        """`out` with its tensors rounded; target: what the call was told to write to, if anything."""
         if isinstance(out, Tensor):
-            if any(out is x for x in floats) and out is not first:
-                return out  # dropout in evaluation gives back its input
-            return self._round_result(out, call, operands, first_is_target=out is first)
+            return self._round_result(out, call, operands, floats, target)
         if isinstance(out, tuple | list):
             results = [
-                self._round_result(x, call, operands, first_is_target=False) if isinstance(x, Tensor) else x
-                for x in out
+                self._round_result(x, call, operands, floats, target) if isinstance(x, Tensor) else x for x in out
             ]
             if all(a is b for a, b in zip(out, results, strict=True)):
                 return out
             return type(out)(*results) if hasattr(out, "_fields") else type(out)(results)
         return out
 
-    def _round_result(self, out: Tensor, call: _Call, operands: tuple[Any, ...], first_is_target: bool) -> Tensor:
+    def _round_result(
+        self, out: Tensor, call: _Call, operands: tuple[Any, ...], floats: list[Tensor], target: Any
+    ) -> Tensor:
         specs = self.scope.specs
         if not _is_roundable(out):
             return out
+        is_plain, is_target = ops._is_plain(out), any(out is x for x in _tensors(target))
+        if not is_target and any(torch._C._is_alias_of(out, x) if is_plain else out is x for x in floats):
+            self._carry_marks(out, floats, None, None)
+            return out  # it moved: dropout in evaluation gives back its input, einsum may give a view of it
         site = self.scope.site(call.name)
         spec, error = specs.activation, specs.error
-        if not ops._is_plain(out):
+        if not is_plain:
             return self._straight_through(out, spec, error)
         if spec is not None:
             observer = self.scope.listeners.observer

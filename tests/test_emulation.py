@@ -126,6 +126,27 @@ def test_a_rounded_tensor_that_is_changed_is_rounded_again() -> None:
     assert torch.equal(z, torch.full((3,), 1.5))
 
 
+def test_a_view_that_a_computation_returns_leaves_its_operand_as_it_is() -> None:
+    weight, x = nn.Parameter(randn(5, 6)), randn(3, 6)
+    w = weight.detach().clone()
+    with emulate(Policy(activation="e4m3fn")):
+        moved = torch.einsum("ij->ji", weight)  # no copy: the parameter's own memory
+    assert torch.equal(weight, w)
+    assert torch.equal(moved, w.T)
+    with emulate(Policy(weight=FP16, activation="e4m3fn")):
+        torch.einsum("ij->ji", weight)
+        y = F.linear(x, weight)  # the same rounded copy of the weight
+    assert torch.equal(y, round_to(F.linear(round_to(x, "e4m3fn"), h(w)), "e4m3fn"))
+
+
+def test_a_result_written_over_an_operand_is_rounded() -> None:
+    with emulate(FP16):
+        a, b = randn(50) * 1.0, randn(50) * 1.0
+        expected = h(a + b)
+        torch.add(a, b, out=a)
+    assert torch.equal(a, expected)
+
+
 def test_an_input_keeps_its_values() -> None:
     x = randn(5)
     before = x.clone()
