@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -307,6 +308,8 @@ class Emulation(TorchFunctionMode):
         }
         operands = (*new_args, *new_kwargs.values()) if new_kwargs else new_args
         first = args[0] if keeps_first and args else None
+        if isinstance(first, Tensor) and not moves and call.action != _SET_ITEM:
+            self._prepare_target(first)
         was_marked = _marked(first) if isinstance(first, Tensor) else None
         out = func(*new_args, **new_kwargs)
         if call.action == _SET_ITEM:
@@ -332,6 +335,15 @@ class Emulation(TorchFunctionMode):
             return type(x)([self._prepared(item, weights_only, floats) for item in x])
         return x
 
+    def _prepare_target(self, x: Tensor) -> None:
+        """What a call changes in place is an operand too, and is brought into its format where it is."""
+        if not self._is_in_format(x, self.scope.specs.activation) and not (x.is_leaf and x.requires_grad):
+            self._round_result(x, _TARGET, (x,), [], x)
+
+    def _is_in_format(self, x: Tensor, spec: RoundingSpec | None) -> bool:
+        mark, weight = _marked(x), self.scope.specs.weight
+        return mark is not None and (spec is None or mark in (spec.text, weight and weight.text))
+
     def _operand(self, x: Tensor, weights_only: bool) -> Tensor:
         """`x` in its format: a parameter in the weights', anything else in the activations'."""
         specs = self.scope.specs
@@ -339,8 +351,7 @@ class Emulation(TorchFunctionMode):
         spec, backward = (specs.weight, specs.weight_grad) if is_weight else (specs.activation, specs.error)
         if (spec is None and backward is None) or (weights_only and not is_weight):
             return x
-        mark = _marked(x)
-        if mark is not None and (spec is None or mark == spec.text or mark == getattr(specs.weight, "text", None)):
+        if self._is_in_format(x, spec):
             return x
         key = (id(x), spec.text if spec else "")
         kept = self._operands.get(key)
@@ -408,13 +419,15 @@ class Emulation(TorchFunctionMode):
         if not _is_roundable(out):
             return out
         is_plain, is_target = ops._is_plain(out), any(out is x for x in _tensors(target))
-        if not is_target and any(torch._C._is_alias_of(out, x) if is_plain else out is x for x in floats):
+        is_same = torch._C._is_alias_of if is_plain else operator.is_  # type: ignore[attr-defined]
+        if not is_target and any(is_same(out, x) for x in floats):
             self._carry_marks(out, floats, None, None)
             return out  # it moved: dropout in evaluation gives back its input, einsum may give a view of it
         site = self.scope.site(call.name)
         spec, error = specs.activation, specs.error
         if not is_plain:
-            return self._straight_through(out, spec, error)
+            rounded = self._straight_through(out, spec, error)
+            return out.copy_(rounded) if is_target else rounded
         if spec is not None:
             observer = self.scope.listeners.observer
             before = None if observer is None else out.detach().clone()
@@ -453,11 +466,15 @@ class Emulation(TorchFunctionMode):
             return self._round_results(out, _BORDER, (), [], None)
 
 
-class _Border:
-    name = "output"
+class _Place:
+    """Where something is rounded that is no torch function's result."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
-_BORDER: Any = _Border()
+_BORDER: Any = _Place("output")
+_TARGET: Any = _Place("activation")
 NO_SPECS = RoleSpecs()
 
 

@@ -117,6 +117,42 @@ def test_in_place_calls_are_rounded_too() -> None:
         assert torch.equal(c, h(x * 3).relu())
 
 
+@pytest.mark.parametrize(
+    ("change", "slope"),
+    [
+        (lambda v: v.mul_(0.3), lambda y: 0.3),
+        (lambda v: F.leaky_relu(v, 0.1, inplace=True), lambda y: torch.where(y > 0, 1.0, 0.1)),
+    ],
+    ids=["mul_", "leaky_relu"],
+)
+def test_what_a_call_changes_in_place_is_an_operand_and_is_rounded_first(
+    change: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor | float]
+) -> None:
+    x, g = randn(1000, grad=True), randn(1000)
+    raw = x * 1.5  # outside: in no format
+    expected = round_to(change(round_to(raw.detach(), "e4m3fn")), "e4m3fn")
+    with emulate("e4m3fn"):
+        changed = change(raw)
+    assert torch.equal(changed, expected)
+    (gradient,) = torch.autograd.grad(changed, x, g)
+    assert torch.equal(gradient, round_to(round_to(g, "e4m3fn") * slope(expected), "e4m3fn") * 1.5)
+    with emulate("e4m3fn"), pytest.raises(RuntimeError, match="leaf Variable"):
+        x.mul_(2.0)
+    assert not torch.equal(x, round_to(x.detach(), "e4m3fn"))  # refused, and left as it was
+
+
+def test_a_change_in_place_is_rounded_under_a_transform() -> None:
+    def function(v: Tensor) -> Tensor:
+        with emulate("e4m3fn"):
+            y = v * 1.0
+            y.mul_(0.3)
+        return y
+
+    x = randn(5, 6)
+    expected = round_to(round_to(x, "e4m3fn") * 0.3, "e4m3fn")
+    assert torch.equal(torch.func.vmap(function)(x), expected)
+
+
 def test_a_rounded_tensor_that_is_changed_is_rounded_again() -> None:
     with emulate(FP16):
         y = torch.ones(3) * 1.5
