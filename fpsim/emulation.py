@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fpsim import ops
 from fpsim.ops import RoundingSpec
@@ -266,8 +267,8 @@ class Emulation(TorchFunctionMode):
     def __init__(self, scope: Scope) -> None:
         super().__init__()
         self.scope = scope
-        # originals are kept beside their rounded copies, so that an id is not used again in the meantime
-        self._operands: dict[tuple[int, str], tuple[Tensor, int, bool, Tensor]] = {}
+        # {original: {(its format, its gradient's): (version, rounded copy)}}: it does not keep the originals alive
+        self._operands = WeakTensorKeyDictionary()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -353,12 +354,12 @@ class Emulation(TorchFunctionMode):
             return x
         if self._is_in_format(x, spec):
             return x
-        key = (id(x), spec.text if spec else "")
-        kept = self._operands.get(key)
-        if kept is not None and kept[1] == _version(x) and kept[2] == torch.is_grad_enabled():
-            return kept[3]
-        rounded = self._rounded_operand(x, spec, backward, "weight" if is_weight else "activation")
-        self._operands[key] = (x, _version(x), torch.is_grad_enabled(), rounded)
+        copies: dict[Any, tuple[int, Tensor]] = self._operands.setdefault(x, {})
+        key, needs_grad = (spec and spec.text, backward and backward.text), x.requires_grad and torch.is_grad_enabled()
+        version, rounded = copies.get(key, (None, x))
+        if version != _version(x) or rounded.requires_grad != needs_grad:
+            rounded = self._rounded_operand(x, spec, backward, "weight" if is_weight else "activation")
+            copies[key] = _version(x), rounded
         return rounded
 
     def _rounded_operand(

@@ -328,6 +328,35 @@ def test_a_weight_used_twice_has_its_gradient_rounded_once() -> None:
     assert is_fp16(model.w.grad)
 
 
+def test_modules_that_share_an_operand_round_its_gradients_each_to_its_own_format() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.first(x), self.second(x)
+
+    formats = {"first": "e5m2", "second": FP16}
+    overrides = {name: Policy(FP16, FP16, error=f, weight_grad=f) for name, f in formats.items()}
+    model, x, g = quantize(Shared(), Policy(overrides=overrides)), h(randn(3, 5)).requires_grad_(), h(randn(3, 5))
+    for out, fmt in zip(model(x), formats.values(), strict=True):
+        into_x, into_w = torch.autograd.grad(out, (x, model.first.weight), g)
+        arrived = round_to(g, fmt)
+        assert torch.equal(into_x, round_to(arrived @ h(model.first.weight), fmt))
+        assert torch.equal(into_w, round_to(arrived.T @ x.detach(), fmt))
+
+
+def test_a_parameter_unfrozen_in_the_block_gets_its_gradient() -> None:
+    layer, x = nn.Linear(4, 3, bias=False).requires_grad_(False), randn(2, 4)
+    with emulate(FP16):
+        layer(x)
+        layer.requires_grad_(True)
+        layer(x).sum().backward()
+    assert torch.equal(layer.weight.grad, h(h(x).sum(0)).expand(3, 4))
+
+
 def test_gradients_accumulate_in_float32() -> None:
     model, x = quantize(nn.Linear(4, 4, bias=False), FP16), randn(2, 4)
     grads = []
@@ -472,6 +501,20 @@ def test_activations_die_with_their_graph() -> None:
     try:
         model(x).sum().backward()
         assert alive[0]() is None  # without the garbage collector: no reference cycle holds it
+    finally:
+        gc.enable()
+
+
+def test_operands_die_while_the_block_runs_on() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with emulate(FP16):
+            x = randn(4)
+            _ = x + x
+            alive = weakref.ref(x)
+            del x
+            assert alive() is None
     finally:
         gc.enable()
 
