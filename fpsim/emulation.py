@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 import types
@@ -160,8 +161,13 @@ class _Call:
         self.name = name.strip("_") if name.startswith("__") else name
         inner = name[2:] if name.startswith("__i") and name.endswith("__") else ""
         is_augmented = inner != "" and name not in ("__invert__", "__index__", "__int__", "__iter__")
-        self.in_place = is_augmented or (name.endswith("_") and not name.endswith("__"))
+        self.in_place = is_augmented or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         self.skip_positions, self.skip_names = NOT_OPERANDS.get(name, ((), ()))
+
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (self.in_place or "out" in kwargs or "inplace" in kwargs) and torch.is_inference_mode_enabled():
+            _note_inference_write()
+        return func(*args, **kwargs)
 
 
 _calls: dict[Any, _Call] = {}
@@ -187,8 +193,18 @@ def _is_roundable(x: Tensor) -> bool:
     return x.dtype in ops.FLOATING and x.layout is torch.strided
 
 
+# Inference tensors count no versions: for all of them, minus the number of writes that one of them may have seen.
+_inference_writes = itertools.count(1)
+_inference_version = 0
+
+
+def _note_inference_write() -> None:
+    global _inference_version
+    _inference_version = -next(_inference_writes)
+
+
 def _version(x: Tensor) -> int:
-    return -1 if x.is_inference() else x._version
+    return _inference_version if x.is_inference() else x._version
 
 
 def _mark(x: Tensor, spec: RoundingSpec, log2_scale: Tensor | None = None) -> None:
@@ -280,7 +296,7 @@ class Emulation(TorchFunctionMode):
         action, scope = call.action, self.scope
         specs = scope.specs
         if action == _PASS or specs is NO_SPECS or call.name in scope.float32:
-            return func(*args, **kwargs)
+            return call(func, args, kwargs)
         if action == _REFUSE:
             raise NotImplementedError(
                 f"{resolve_name(func) or call.name} at {scope.name or 'the top'} hides several operations in one call "
@@ -290,12 +306,11 @@ class Emulation(TorchFunctionMode):
             with self:
                 return _decomposed[func](*args, **kwargs)
         if call.in_place and args and isinstance(args[0], nn.Parameter):
-            return func(*args, **kwargs)  # an update or an initialisation, not a step of the computation
+            return call(func, args, kwargs)  # an update or an initialisation, not a step of the computation
         return self._compute(func, call, args, kwargs)
 
     def _compute(self, func: Callable[..., Any], call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        writes = call.in_place or call.action == _SET_ITEM
-        keeps_first = writes or kwargs.get("inplace") is True or (len(args) > 2 and call.name == "relu")
+        keeps_first = call.in_place or kwargs.get("inplace") is True
         moves = call.action == _MOVE
         floats: list[Tensor] = []
 
@@ -312,12 +327,12 @@ class Emulation(TorchFunctionMode):
         if isinstance(first, Tensor) and not moves and call.action != _SET_ITEM:
             self._prepare_target(first)
         was_marked = _marked(first) if isinstance(first, Tensor) else None
-        out = func(*new_args, **new_kwargs)
+        out = call(func, new_args, new_kwargs)
         if call.action == _SET_ITEM:
             if was_marked and isinstance(first, Tensor):
                 self._round_result(first, call, operands, floats, first)
             return out
-        if moves and not writes:
+        if moves and not call.in_place:
             self._carry_marks(out, floats, first, was_marked)
             if call.name in HOOKED_MOVES and isinstance(out, Tensor) and out.requires_grad:
                 self._hook(out, self.scope.site(call.name), call.name, operands)
@@ -506,6 +521,7 @@ def entered(scope: Scope) -> Iterator[Emulation]:
             emulation.scope = previous
         return
     emulation = Emulation(scope)
+    _note_inference_write()  # what happened outside was not seen
     _current.emulation = emulation
     try:
         with emulation:

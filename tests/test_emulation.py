@@ -158,8 +158,8 @@ def test_a_rounded_tensor_that_is_changed_is_rounded_again() -> None:
         y = torch.ones(3) * 1.5
     y.add_(2.0**-13)  # outside: no value of fp16 any more
     with emulate(FP16):
-        z = y * 1.0
-    assert torch.equal(z, torch.full((3,), 1.5))
+        z = y - 1.5
+    assert torch.equal(z, torch.zeros(3))
 
 
 def test_a_view_that_a_computation_returns_leaves_its_operand_as_it_is() -> None:
@@ -417,6 +417,28 @@ def test_inference_mode_and_no_grad_are_emulated() -> None:
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
             assert torch.equal(quantize(layer, FP16)(x), expected)
+
+
+def test_in_inference_mode_too_a_tensor_that_is_changed_is_rounded_again() -> None:
+    tiny = 2.0**-13  # 1.5 + tiny rounds to 1.5 in fp16; tiny itself is a value
+    with torch.inference_mode():
+        with emulate(FP16):
+            y = torch.ones(3) * 1.5
+        y.add_(tiny)
+        with emulate(FP16):
+            assert torch.equal(y - 1.5, torch.zeros(3))
+            for change in (
+                lambda v: v.fill_(1.5 + tiny),
+                lambda v: v.__setitem__(slice(None), 1.5 + tiny),
+                lambda v: torch.full((3,), 1.5 + tiny, out=v),
+            ):
+                cache = torch.ones(3)
+                assert torch.equal(cache * 2, torch.full((3,), 2.0))
+                change(cache)
+                assert torch.equal(cache - 1.5, torch.zeros(3))
+            y = torch.ones(3) * 1.5
+            y[1:] = 1.5 + tiny
+            assert torch.equal(y, torch.full((3,), 1.5))
 
 
 # What hides several operations
