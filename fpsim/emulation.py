@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
@@ -259,14 +261,35 @@ class _BackwardRounding:
         return rounded
 
 
+@cache
+def _references_in_a_hook() -> int:
+    """What `_is_exclusive` reads of a gradient that Python knows by its hook alone; Python's versions differ."""
+    found = []
+
+    class Hook:
+        def __call__(self, gradient: Tensor) -> None:
+            found.append(_references(gradient))
+
+    def _references(gradient: Tensor) -> int:
+        return sys.getrefcount(gradient)
+
+    with torch.enable_grad():
+        x = torch.zeros(1, device="cpu", requires_grad=True) * 2
+        x.register_hook(Hook())
+        (x * 2).sum().backward()
+    return found[0]
+
+
 def _is_exclusive(gradient: Tensor) -> bool:
     """Whether the autograd engine alone holds this tensor and its storage.
 
     A tensor in a hook is held twice, by the engine and by Python's argument; so is its base, by the view and by the
-    name here. A storage is held by its tensors and by Python's name for it.
+    name here. A storage is held by its tensors and by Python's name for it. A hook of the user's may have kept it.
     """
     if 0 in gradient.stride():
         return False  # an expanded tensor: its elements share memory with one another
+    if sys.getrefcount(gradient) > _references_in_a_hook():
+        return False
     base, tensors = gradient._base, 1
     if base is not None:
         tensors = 2
@@ -468,6 +491,7 @@ class Emulation(TorchFunctionMode):
     ) -> None:
         scaling = self.scope.listeners.scaling
         scale = None if scaling is None else scaling(site, role, spec, operation, operands, out)
+        _references_in_a_hook()  # known from here on: it takes a backward pass, and none should run in another
         out.register_hook(_BackwardRounding(self.scope, site, role, spec, scale))
 
     def bring_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

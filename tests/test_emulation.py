@@ -294,6 +294,17 @@ def test_the_gradient_of_a_fan_out_is_rounded_once_and_hands_of_the_user_stay_cl
     assert torch.equal(y.grad, h(gz + h(gz) * 0.5))  # type: ignore[arg-type]
 
 
+def test_a_gradient_that_a_hook_kept_is_not_changed_behind_its_back() -> None:
+    x, g, kept = randn(50, grad=True), randn(50), []
+    with emulate("e4m3fn"):
+        y = x * 1.0
+    z = y + 0.0  # outside; its backward hands on the very tensor that came
+    z.register_hook(kept.append)
+    (z * g).sum().backward()
+    assert torch.equal(kept[0], g)
+    assert torch.equal(x.grad, round_to(g, "e4m3fn"))  # type: ignore[arg-type]
+
+
 def test_a_residual_sum_does_not_mix_the_formats_of_its_branches() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
