@@ -188,7 +188,8 @@ _decomposed: dict[Any, Callable[..., Any]] = {
 }
 
 
-# A tensor whose values are known to be in a format carries a mark: the format and the tensor's version then.
+# A tensor whose values are known to be in a format carries a mark: the format, the tensor's version then, the scale of
+# a gradient, and whether it required a gradient. One that does so later has no place yet where that is rounded.
 
 
 def _is_roundable(x: Tensor) -> bool:
@@ -209,13 +210,13 @@ def _version(x: Tensor) -> int:
     return _inference_version if x.is_inference() else x._version
 
 
-def _mark(x: Tensor, spec: RoundingSpec, log2_scale: Tensor | None = None) -> None:
-    x._fpsim = (str(spec), _version(x), log2_scale)  # type: ignore[attr-defined]  # a string survives torch.save
+def _mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
+    x._fpsim = (text, _version(x), log2_scale, x.requires_grad)  # type: ignore[attr-defined]  # survives torch.save
 
 
 def _marked(x: Tensor) -> str | None:
     mark = getattr(x, "_fpsim", None)
-    return mark[0] if mark is not None and mark[1] == _version(x) else None
+    return mark[0] if mark is not None and mark[1] == _version(x) and mark[3] >= x.requires_grad else None
 
 
 def is_rounded_at(gradient: Tensor, log2_scale: Tensor | None) -> bool:
@@ -249,10 +250,10 @@ class _BackwardRounding:
         observer = self.scope.listeners.observer
         if observer is None and _is_exclusive(gradient):
             ops.round_memory_(gradient, spec, None, log2_scale)
-            _mark(gradient, spec, log2_scale)
+            _mark(gradient, spec.text, log2_scale)
             return None
         rounded = ops._rounded(gradient, spec, None, log2_scale)
-        _mark(rounded, spec, log2_scale)
+        _mark(rounded, spec.text, log2_scale)
         if observer is not None:
             before, after = gradient, rounded
             if log2_scale is not None:  # what the format sees; exact, for float64 has exponents to spare
@@ -409,7 +410,7 @@ class Emulation(TorchFunctionMode):
         rounded = x.clone()
         if spec is not None:
             ops.round_memory_(rounded, spec)
-            _mark(rounded, spec)
+            _mark(rounded, spec.text)
             if self.scope.listeners.observer is not None:
                 self.scope.listeners.observer(site, role, x.detach(), rounded.detach(), spec)
         if backward is not None and rounded.requires_grad:
@@ -424,7 +425,7 @@ class Emulation(TorchFunctionMode):
         if len(marks) == 1 and (mark := marks.pop()) is not None:
             for x in _tensors(out):
                 if x.is_floating_point():
-                    x._fpsim = (mark, _version(x), None)  # type: ignore[attr-defined]
+                    _mark(x, mark)
 
     def _straight_through(self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None) -> Tensor:
         """Round under a transform or a tracer."""
@@ -474,9 +475,9 @@ class Emulation(TorchFunctionMode):
             ops.round_memory_(out, spec)
             if observer is not None and before is not None:
                 observer(site, "activation", before, out.detach(), spec)
-            _mark(out, spec)
+            _mark(out, spec.text)
         elif error is not None:
-            out._fpsim = ("float32", _version(out), None)  # type: ignore[attr-defined]  # its gradient has its place
+            _mark(out, "float32")  # its gradient has its place
         if error is not None and out.requires_grad:
             self._hook(out, site, call.name, operands)
         return out

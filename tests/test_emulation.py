@@ -381,6 +381,27 @@ def test_gradients_accumulate_in_float32() -> None:
     assert torch.equal(model.weight.grad, grads[0] + grads[1])
 
 
+def test_what_requires_a_gradient_after_it_was_rounded_has_its_error_rounded() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 2  # without a gradient, then given one
+
+        @staticmethod
+        def backward(ctx: object, g: Tensor) -> Tensor:
+            arrived.append(g)
+            return g * 2
+
+    arrived: list[Tensor] = []
+    x, g = h(randn(50)), randn(50)
+    with emulate(FP16):
+        leaf = (x * 1.0).detach().requires_grad_()
+        out = Double.apply(leaf) * 0.3
+    out.backward(g)
+    assert torch.equal(arrived[0], h(h(g) * 0.3))
+    assert torch.equal(leaf.grad, arrived[0] * 2)  # type: ignore[arg-type]
+
+
 def test_double_backward_and_retained_graphs_work() -> None:
     model, x = quantize(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), FP16), randn(3, 4, grad=True)
     out = model(x).sum()
