@@ -241,6 +241,12 @@ class _BackwardRounding:
         self.scope, self.site, self.role, self.spec, self.scale = scope, site, role, spec, scale
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
+        if gradient.is_sparse:  # of an embedding: its rows are summed, then rounded
+            gradient = gradient.coalesce()
+            values = gradient.values()
+            rounded = self(values)
+            values, indices = values if rounded is None else rounded, gradient.indices()
+            return torch.sparse_coo_tensor(indices, values, gradient.shape, is_coalesced=True, check_invariants=False)
         spec = self.spec
         log2_scale = None if self.scale is None else self.scale(gradient)
         if _marked(gradient) == spec.text and is_rounded_at(gradient, log2_scale):

@@ -368,6 +368,18 @@ def test_a_parameter_unfrozen_in_the_block_gets_its_gradient() -> None:
     assert torch.equal(layer.weight.grad, h(h(x).sum(0)).expand(3, 4))
 
 
+@pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag], ids=lambda t: t.__name__)
+def test_a_sparse_gradient_of_an_embedding_is_rounded(table: type[nn.Module]) -> None:
+    model, g, rows = quantize(table(5, 4, sparse=True), FP16), randn(3, 4), torch.tensor([1, 2, 2])
+    if table is nn.EmbeddingBag:
+        model(rows, torch.tensor([0, 1, 2])).backward(g)  # bags of one
+    else:
+        model(rows).backward(g)
+    gradient = model.weight.grad
+    assert gradient.is_sparse
+    assert torch.equal(gradient.to_dense(), h(torch.zeros(5, 4).index_add(0, rows, h(g))))
+
+
 def test_gradients_accumulate_in_float32() -> None:
     model, x = quantize(nn.Linear(4, 4, bias=False), FP16), randn(2, 4)
     grads = []
