@@ -38,7 +38,9 @@ class _EmulatedForward:
         scope = make_scope(self.name, self.policy, self.listeners)
         self._specs, self._float32 = scope.specs, scope.float32
         is_torch = type(self.module).__module__.startswith("torch.")
-        self._float32_inside = not is_torch and _NORMALISATION.fullmatch(type(self.module).__name__) is not None
+        is_block = next(self.module.children(), None) is not None  # it has a norm in its name, and more inside
+        is_named = _NORMALISATION.fullmatch(type(self.module).__name__) is not None
+        self._float32_inside = is_named and not is_torch and not is_block
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in ("module", "name", "policy", "listeners", "inner")}
