@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple, Union
 
+import torch
 from torch import nn
 
 from fpsim.formats import FloatFormat
@@ -16,6 +17,7 @@ from fpsim.ops import RoundingSpec, rounding_spec
 __all__ = ["ROLES", "FormatLike", "Policy", "RoleSpecs", "as_policy"]
 
 ROLES = ("weight", "activation", "error", "weight_grad")
+_HOMES_OF_OPERATIONS = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft)
 
 
 class RoleSpecs(NamedTuple):
@@ -61,7 +63,16 @@ class Policy:
     float32: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.float32, str):
+            raise TypeError(f"float32 is the string {self.float32!r}. Write a tuple of names: ({self.float32!r},).")
         object.__setattr__(self, "float32", tuple(self.float32))
+        homes = (*_HOMES_OF_OPERATIONS, *(getattr(torch.ops, library) for library in torch.ops))
+        for name in self.float32:
+            if not any(hasattr(home, n) for home in homes for n in (name, f"__{name}__")):
+                raise ValueError(
+                    f"float32 names {name!r}, which is no operation of torch. Possible: names in torch, torch.Tensor, "
+                    f"torch.nn.functional, torch.linalg, torch.special, torch.fft and torch.ops, such as 'softmax'."
+                )
         for name in ("rounding", "overflow", "random_bits"):
             value = getattr(self, name)
             unknown = [role for role in value if role not in ROLES] if isinstance(value, Mapping) else []

@@ -175,6 +175,20 @@ def test_a_norm_written_in_python_is_rounded_at_its_border() -> None:
     assert got.isfinite().all()
 
 
+def test_a_block_named_after_its_norm_is_rounded_inside(x: Tensor) -> None:
+    class LinearLayerNormExp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(6, 6, bias=False), nn.LayerNorm(6)
+
+        def forward(self, v: Tensor) -> Tensor:
+            return torch.exp(self.norm(self.linear(v))) * 0.1
+
+    block = LinearLayerNormExp()
+    expected = h(nn.functional.layer_norm(h(nn.functional.linear(h(x), h(block.linear.weight))), (6,)))
+    assert torch.equal(quantize(block, "fp16")(x), h(h(torch.exp(expected)) * 0.1))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_model_computes_the_same(net: Net, x: Tensor) -> None:
     model = quantize(net, "fp16")
@@ -224,6 +238,11 @@ def test_formats_meet_at_the_border_of_modules(x: Tensor) -> None:
     assert torch.equal(model(x), expected)
 
 
+@pytest.mark.parametrize("name", ["softmax", "add_", "iadd", "layer_norm", "vector_norm", "round"])
+def test_operations_are_named_as_torch_names_them(name: str) -> None:
+    assert Policy(float32=[name]).float32 == (name,)  # type: ignore[arg-type]
+
+
 def test_roundings_may_differ_by_role() -> None:
     policy = Policy(*["e5m2"] * 4, rounding={"error": "stochastic", "weight": "toward_zero"})
     assert [str(s) for s in policy.specs()] == [
@@ -241,6 +260,8 @@ def test_roundings_may_differ_by_role() -> None:
         (lambda: Policy(weight="fp16", rounding="nearest"), ValueError, "Unknown rounding"),
         (lambda: Policy(weight="fp16", rounding={"weights": "up"}), ValueError, "no role. Roles: weight, activation"),
         (lambda: Policy(weight="e4m3fn", overflow="inf"), ValueError, "is impossible"),
+        (lambda: Policy(float32="softmax"), TypeError, r"Write a tuple of names: \('softmax',\)"),
+        (lambda: Policy(float32=("sofmax",)), ValueError, "'sofmax', which is no operation of torch"),
         (lambda: Policy(overrides={3: None}), TypeError, "neither a module name"),
         (lambda: Policy(overrides={"a": Policy(overrides={"b": None})}), ValueError, "overrides of its own"),
         (lambda: Policy(overrides={"a": "fp61"}), ValueError, "Unknown format"),
