@@ -146,7 +146,7 @@ class _Call:
     __slots__ = ("action", "in_place", "name", "skip_names", "skip_positions")
 
     def __init__(self, func: Callable[..., Any]) -> None:
-        name = getattr(func, "__name__", None) or type(func).__name__
+        name = (getattr(func, "__name__", None) or type(func).__name__).partition(".")[0]  # torch.ops.aten.add_.Tensor
         if name == "__get__":  # a property: its own name is the descriptor's
             name = getattr(getattr(func, "__self__", None), "__name__", name)
             self.action = _MOVE if name in MOVE else _PASS

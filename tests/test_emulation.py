@@ -141,6 +141,18 @@ def test_what_a_call_changes_in_place_is_an_operand_and_is_rounded_first(
     assert not torch.equal(x, round_to(x.detach(), "e4m3fn"))  # refused, and left as it was
 
 
+def test_operators_called_below_torchs_functions_are_treated_as_these_are() -> None:
+    x = randn(50)
+    expected = h(h(x) + 0.1)
+    with emulate(FP16):
+        moved = torch.ops.aten.view.default(x, [5, 10])
+        torch.ops.aten.add_.Tensor(x, 0.1)
+        with pytest.raises(NotImplementedError, match="hides several operations"):
+            torch.ops.aten.gru_cell.default(*[randn(2, 2)] * 4)
+    assert torch.equal(x, expected)
+    assert torch.equal(moved, expected.view(5, 10))  # a view of the same memory
+
+
 def test_a_change_in_place_is_rounded_under_a_transform() -> None:
     def function(v: Tensor) -> Tensor:
         with emulate("e4m3fn"):
