@@ -240,7 +240,9 @@ class _BackwardRounding:
     ) -> None:
         self.scope, self.site, self.role, self.spec, self.scale = scope, site, role, spec, scale
 
-    def __call__(self, gradient: Tensor) -> Tensor | None:
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # an output that nobody used, beside one that somebody did
+            return None
         if gradient.is_sparse:  # of an embedding: its rows are summed, then rounded
             gradient = gradient.coalesce()
             values = gradient.values()

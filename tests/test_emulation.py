@@ -426,6 +426,16 @@ def test_what_requires_a_gradient_after_it_was_rounded_has_its_error_rounded() -
     assert torch.equal(leaf.grad, arrived[0] * 2)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("used", [0, 1], ids=["std", "mean"])
+def test_an_output_that_nobody_uses_brings_no_gradient(used: int) -> None:
+    x = h(randn(8)).requires_grad_()
+    with emulate(Policy(error=FP16)):
+        outputs = torch.std_mean(x)
+    outputs[used].backward()
+    (expected,) = torch.autograd.grad(torch.std_mean(x)[used], x)
+    assert torch.equal(x.grad, h(expected))  # type: ignore[arg-type]
+
+
 def test_double_backward_and_retained_graphs_work() -> None:
     model, x = quantize(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), FP16), randn(3, 4, grad=True)
     out = model(x).sum()
