@@ -443,7 +443,7 @@ class Emulation(TorchFunctionMode):
                 f"or a transform of torch.func. Possible: loss.backward() and torch.autograd.grad. Detach the scaling "
                 f"first, or leave the transform away."
             )
-        return ops.StraightThrough.apply(x, spec, backward)  # type: ignore[no-any-return]
+        return ops._straight_through(x, spec, backward)
 
     def _round_results(
         self, out: Any, call: _Call, operands: tuple[Any, ...], floats: list[Tensor], target: Any

@@ -477,6 +477,15 @@ def test_functional_calls_and_transforms_are_emulated() -> None:
     assert torch.equal(torch.func.vmap(model)(x), expected)
 
 
+def test_tangents_pass_straight_through() -> None:
+    layer, x, t = nn.Linear(4, 3), randn(5, 4), randn(5, 4)
+    out, tangent = torch.func.jvp(quantize(layer, FP16), (x,), (t,))
+    assert torch.equal(out, h(F.linear(h(x), h(layer.weight), h(layer.bias))))
+    assert torch.equal(tangent, F.linear(t, h(layer.weight)))
+    model = quantize(nn.Sequential(layer, nn.Tanh()), FP16)
+    assert torch.func.hessian(lambda v: model(v).sum())(x[0]).isfinite().all()
+
+
 def test_inference_mode_and_no_grad_are_emulated() -> None:
     layer, x = nn.Linear(4, 3), randn(5, 4)
     expected = h(F.linear(h(x), h(layer.weight), h(layer.bias)))
