@@ -115,7 +115,7 @@ MOVE = frozenset(
     max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
     adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d pixel_shuffle pixel_unshuffle channel_shuffle
     relu relu_ max min amax amin maximum minimum abs neg negative __neg__ __abs__ cummax cummin embedding
-    _pack_padded_sequence _pad_packed_sequence pad_sequence resolve_conj resolve_neg __iter__ __reversed__
+    _pack_padded_sequence resolve_conj resolve_neg __iter__ __reversed__
     """.split()
 )
 REFUSE = {
@@ -342,6 +342,10 @@ class Emulation(TorchFunctionMode):
         return self._compute(func, call, args, kwargs)
 
     def _compute(self, func: Callable[..., Any], call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if call.name.startswith("embedding") and kwargs.get("max_norm") is not None:
+            # it changes the weight itself, not the rounded copy
+            torch.embedding_renorm_(args[1].detach(), args[0].contiguous(), kwargs["max_norm"], kwargs["norm_type"])
+            kwargs = {**kwargs, "max_norm": None}
         keeps_first = call.in_place or kwargs.get("inplace") is True
         moves = call.action == _MOVE
         floats: list[Tensor] = []

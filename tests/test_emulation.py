@@ -99,6 +99,22 @@ def test_views_copies_and_selections_change_nothing_and_stay_in_the_format() -> 
         assert is_fp16(piece)
 
 
+def test_the_value_that_pads_is_rounded() -> None:
+    with emulate(FP16):
+        y = nn.utils.rnn.pad_sequence([torch.ones(2) * 1, torch.ones(1) * 1], padding_value=0.1)
+    assert torch.equal(y, h(torch.tensor([[1.0, 1.0], [1.0, 0.1]])))
+
+
+@pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag], ids=lambda t: t.__name__)
+def test_an_embedding_with_a_largest_norm_changes_its_weight(table: type[nn.Module]) -> None:
+    layer, rows = table(5, 4, max_norm=0.5), torch.tensor([[1], [3]])
+    model = quantize(layer, FP16)
+    out = model(rows)
+    layer(rows)
+    assert torch.equal(model.weight, layer.weight)
+    assert torch.equal(out.view(2, 4), h(layer.weight)[[1, 3]])
+
+
 def test_in_place_calls_are_rounded_too() -> None:
     x = h(randn(8))
     with emulate(FP16):
