@@ -304,6 +304,9 @@ def _is_exclusive(gradient: Tensor) -> bool:
         tensors = 2
         if base._use_count() > 2 or not base.is_contiguous():  # type: ignore[attr-defined]
             return False
+        alone = object()  # known to Python by this name, as the base should be
+        if sys.getrefcount(base) > sys.getrefcount(alone):
+            return False
     if gradient._use_count() > 2:  # type: ignore[attr-defined]
         return False
     return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= tensors + 1  # type: ignore[no-any-return]

@@ -115,6 +115,20 @@ def test_an_embedding_with_a_largest_norm_changes_its_weight(table: type[nn.Modu
     assert torch.equal(out.view(2, 4), h(layer.weight)[[1, 3]])
 
 
+def test_a_weight_that_is_moved_keeps_the_format_of_weights() -> None:
+    weight, x = nn.Parameter(randn(5, 6)), randn(3, 6)
+    with emulate(Policy(weight=FP16, activation="e4m3fn")):
+        y = x @ weight.T
+    assert torch.equal(y, round_to(round_to(x, "e4m3fn") @ h(weight).T, "e4m3fn"))
+
+
+def test_a_rounded_tensor_joined_with_another_is_rounded_again() -> None:
+    raw = torch.full((2,), 1.5 + 2.0**-13)  # rounds to 1.5
+    with emulate(FP16):
+        joined = torch.cat([torch.ones(2) * 1.5, raw])
+        assert torch.equal(joined - 1.5, torch.zeros(4))
+
+
 def test_in_place_calls_are_rounded_too() -> None:
     x = h(randn(8))
     with emulate(FP16):
@@ -322,14 +336,21 @@ def test_the_gradient_of_a_fan_out_is_rounded_once_and_hands_of_the_user_stay_cl
     assert torch.equal(y.grad, h(gz + h(gz) * 0.5))  # type: ignore[arg-type]
 
 
-def test_a_gradient_that_a_hook_kept_is_not_changed_behind_its_back() -> None:
-    x, g, kept = randn(50, grad=True), randn(50), []
+@pytest.mark.parametrize("outside", [lambda y: y + 0.0, lambda y: y.view(50)], ids=["same tensor", "view of it"])
+@pytest.mark.parametrize("keep", ["itself", "detached", "retained"])
+def test_a_gradient_that_a_hook_kept_is_not_changed_behind_its_back(
+    outside: Callable[[Tensor], Tensor], keep: str
+) -> None:
+    x, g, kept = randn(5, 10, grad=True), randn(5, 10), []
     with emulate("e4m3fn"):
         y = x * 1.0
-    z = y + 0.0  # outside; its backward hands on the very tensor that came
-    z.register_hook(kept.append)
-    (z * g).sum().backward()
-    assert torch.equal(kept[0], g)
+    z = outside(y)  # its backward hands on the very tensor that came, or a view of it
+    if keep == "retained":
+        z.retain_grad()
+    else:
+        z.register_hook(lambda v: kept.append(v if keep == "itself" else v.detach()))
+    (z * g.view(z.shape)).sum().backward()
+    assert torch.equal((kept[0] if kept else z.grad).view(5, 10), g)
     assert torch.equal(x.grad, round_to(g, "e4m3fn"))  # type: ignore[arg-type]
 
 
@@ -450,6 +471,16 @@ def test_an_output_that_nobody_uses_brings_no_gradient(used: int) -> None:
     outputs[used].backward()
     (expected,) = torch.autograd.grad(torch.std_mean(x)[used], x)
     assert torch.equal(x.grad, h(expected))  # type: ignore[arg-type]
+
+
+def test_a_gradient_of_a_gradient_passes_straight_through_the_rounding() -> None:
+    x = h(randn(20)).requires_grad_()
+    with emulate(FP16):
+        y = (x * x).sum() * 1.0
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert torch.equal(first, 2 * x)
+    assert torch.equal(second, torch.full((20,), 2.0))
 
 
 def test_double_backward_and_retained_graphs_work() -> None:
