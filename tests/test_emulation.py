@@ -225,6 +225,62 @@ def test_a_result_written_over_an_operand_is_rounded() -> None:
     assert torch.equal(a, expected)
 
 
+@pytest.mark.parametrize(
+    ("role", "sites"),
+    [("activation", {"0:activation", "0:linear", "2:linear"}), ("error", {"0:linear", "2:linear"})],
+    ids=["activation", "error"],
+)
+def test_what_is_in_its_format_is_not_rounded_again(role: str, sites: set[str]) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(inplace=True), nn.Linear(4, 4, bias=False))
+    model = quantize(layers, Policy(**{role: FP16}))
+    with fpsim.record(model) as recording:
+        model(randn(3, 4)).sum().backward()
+    assert {row["site"] for row in recording.rows()} == sites
+
+
+def test_operands_in_a_tuple_are_rounded_and_so_are_results_in_one() -> None:
+    a, b = randn(3, 4), randn(4, 5)
+    with emulate(FP16):
+        product = torch.linalg.multi_dot((a, b))
+        pair = torch.std_mean(b, 0)
+    assert torch.equal(product, h(h(a) @ h(b)))
+    expected = [h(v) for v in torch.std_mean(h(b), 0)]
+    assert all(map(torch.equal, pair, expected))
+
+    def under_vmap(v: Tensor) -> tuple[Tensor, Tensor]:
+        with emulate(FP16):
+            return torch.std_mean(v)
+
+    assert all(map(torch.equal, torch.func.vmap(under_vmap, in_dims=1)(b), expected))
+
+
+def test_parameters_are_updated_and_initialised_in_float32() -> None:
+    layer = nn.Linear(4, 3)
+    before = [p.detach().clone() for p in layer.parameters()]
+    for p in layer.parameters():
+        p.grad = torch.ones_like(p)
+    with emulate("e4m3fn"):
+        torch.optim.SGD(layer.parameters(), lr=0.1, foreach=True).step()
+    assert all(map(torch.equal, layer.parameters(), [p - 0.1 for p in before]))
+    with emulate("e4m3fn"), torch.no_grad():
+        layer.weight.copy_(before[0]).mul_(0.3)
+    assert torch.equal(layer.weight, before[0] * 0.3)
+
+
+def test_the_mask_of_an_attention_is_not_rounded() -> None:
+    q, mask = h(randn(1, 5, 8)), torch.full((5, 5), 0.1).triu() + torch.full((5, 5), -1e30).tril(-1)
+    with emulate(FP16):
+        got = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    assert torch.equal(got, h(F.scaled_dot_product_attention(q, q, q, attn_mask=mask)))
+
+
+def test_a_rounding_may_be_chosen_for_the_block() -> None:
+    x = randn(50)
+    with emulate(FP16, rounding="toward_zero"):
+        y = x * 1.0
+    assert torch.equal(y, round_to(x, FP16, "toward_zero"))
+
+
 def test_an_input_keeps_its_values() -> None:
     x = randn(5)
     before = x.clone()
@@ -263,6 +319,11 @@ def test_batch_norm_statistics_stay_float32_and_are_updated() -> None:
     assert not is_fp16(model.running_var)
     model.eval(), twin.eval()
     assert torch.equal(model(x), h(twin(h(x))))
+    layer = nn.InstanceNorm2d(3, track_running_stats=True)
+    model, twin = quantize(layer, FP16), layer
+    assert torch.equal(model(x), h(twin(h(x))))
+    assert torch.equal(model.running_var, twin.running_var)
+    assert not is_fp16(model.running_var)
 
 
 # Backward
@@ -337,7 +398,7 @@ def test_the_gradient_of_a_fan_out_is_rounded_once_and_hands_of_the_user_stay_cl
 
 
 @pytest.mark.parametrize("outside", [lambda y: y + 0.0, lambda y: y.view(50)], ids=["same tensor", "view of it"])
-@pytest.mark.parametrize("keep", ["itself", "detached", "retained"])
+@pytest.mark.parametrize("keep", ["itself", "detached", "asked for"])
 def test_a_gradient_that_a_hook_kept_is_not_changed_behind_its_back(
     outside: Callable[[Tensor], Tensor], keep: str
 ) -> None:
@@ -345,13 +406,11 @@ def test_a_gradient_that_a_hook_kept_is_not_changed_behind_its_back(
     with emulate("e4m3fn"):
         y = x * 1.0
     z = outside(y)  # its backward hands on the very tensor that came, or a view of it
-    if keep == "retained":
-        z.retain_grad()
-    else:
+    if keep != "asked for":
         z.register_hook(lambda v: kept.append(v if keep == "itself" else v.detach()))
-    (z * g.view(z.shape)).sum().backward()
-    assert torch.equal((kept[0] if kept else z.grad).view(5, 10), g)
-    assert torch.equal(x.grad, round_to(g, "e4m3fn"))  # type: ignore[arg-type]
+    into_z, into_x = torch.autograd.grad((z * g.view(z.shape)).sum(), (z, x))
+    assert torch.equal((kept[0] if kept else into_z).view(5, 10), g)
+    assert torch.equal(into_x, round_to(g, "e4m3fn"))
 
 
 def test_a_residual_sum_does_not_mix_the_formats_of_its_branches() -> None:
@@ -474,13 +533,14 @@ def test_an_output_that_nobody_uses_brings_no_gradient(used: int) -> None:
 
 
 def test_a_gradient_of_a_gradient_passes_straight_through_the_rounding() -> None:
-    x = h(randn(20)).requires_grad_()
+    x = torch.arange(1.0, 6.0).requires_grad_()  # all that follows are whole numbers that fp16 has
     with emulate(FP16):
-        y = (x * x).sum() * 1.0
-    (first,) = torch.autograd.grad(y, x, create_graph=True)
+        square, triple = x * x, x * 3.0
+    y = (square + triple) * x  # outside: one gradient, which depends on x, arrives at two places
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
-    assert torch.equal(first, 2 * x)
-    assert torch.equal(second, torch.full((20,), 2.0))
+    assert torch.equal(first, 3 * x**2 + 6 * x)
+    assert torch.equal(second, 6 * x + 6)
 
 
 def test_double_backward_and_retained_graphs_work() -> None:

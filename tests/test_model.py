@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 
@@ -136,6 +137,14 @@ def test_a_quantised_model_inside_another_keeps_its_own_format(x: Tensor) -> Non
     assert torch.equal(result, nn.functional.linear(middle.bfloat16().float(), w, b).bfloat16().float())
     with pytest.raises(ValueError, match="quantised already"):
         quantize(mixed, "fp16")
+
+
+def test_a_forward_that_a_library_put_there_is_run_and_given_back(x: Tensor) -> None:
+    layer = nn.Linear(6, 6)
+    layer.forward = functools.partial(nn.functional.linear, weight=layer.weight)  # type: ignore[method-assign]
+    model = quantize(layer, "fp16")  # without the bias
+    assert torch.equal(model(x), h(nn.functional.linear(h(x), h(layer.weight))))
+    assert torch.equal(dequantize(model)(x), nn.functional.linear(x, layer.weight))
 
 
 def test_a_module_added_later_takes_the_format_around_it(net: Net, x: Tensor) -> None:
