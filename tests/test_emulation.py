@@ -268,7 +268,7 @@ def test_parameters_are_updated_and_initialised_in_float32() -> None:
 
 
 def test_the_mask_of_an_attention_is_not_rounded() -> None:
-    q, mask = h(randn(1, 5, 8)), torch.full((5, 5), 0.1).triu() + torch.full((5, 5), -1e30).tril(-1)
+    q, mask = h(randn(1, 5, 8)), 8 * randn(5, 5)
     with emulate(FP16):
         got = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
     assert torch.equal(got, h(F.scaled_dot_product_attention(q, q, q, attn_mask=mask)))

@@ -247,6 +247,25 @@ def test_formats_meet_at_the_border_of_modules(x: Tensor) -> None:
     assert torch.equal(model(x), expected)
 
 
+def test_a_pattern_holds_for_what_is_inside_and_not_for_a_longer_name() -> None:
+    model = nn.ModuleDict({"head": nn.Sequential(nn.Linear(2, 2)), "head2": nn.Linear(2, 2)})
+    policies = Policy(*["fp16"] * 4, overrides={"head": None}).for_modules(model)
+    assert [name for name, policy in policies.items() if policy.weight is None] == ["head", "head.0"]
+    with pytest.raises(ValueError, match="ModuleDict matches no module"):  # the model itself has the policy's formats
+        Policy(overrides={nn.ModuleDict: None}).for_modules(model)
+
+
+def test_an_override_takes_the_rounding_and_leaves_the_overflow() -> None:
+    rounding = {"error": "stochastic", "weight": "up"}
+    policy = Policy(*["fp16"] * 4, rounding=rounding, random_bits=8, overflow="inf", overrides={"0": "e4m3fn"})
+    assert [str(s) for s in policy.for_modules(nn.Sequential(nn.Linear(2, 2)))["0"].specs()] == [
+        "e4m3fn up",
+        "e4m3fn nearest_even",
+        "e4m3fn stochastic 8 random bits",
+        "e4m3fn nearest_even",
+    ]
+
+
 @pytest.mark.parametrize("name", ["softmax", "add_", "iadd", "layer_norm", "vector_norm", "round"])
 def test_operations_are_named_as_torch_names_them(name: str) -> None:
     assert Policy(float32=[name]).float32 == (name,)  # type: ignore[arg-type]
