@@ -210,7 +210,8 @@ class AdaLossScaled:
     scale_upper_bound, accum_upper_bound: of one factor and of the scale, None for no bound (the original: 16 and
     1024). branches: where gradients of several consumers meet, "exact" rounds their sum once, at the largest of their
     scales at which it fits; "original" rounds each at its own and the sum at the scale that the original chooses.
-    u_min: "smallest" for the format's smallest magnitude, "flush" for the half of it, where rounding flushes.
+    u_min: what the rules keep gradients above: "smallest", the format's smallest magnitude; "flush", the half of it,
+    where rounding flushes; "normal", the smallest with all its digits, which 8-bit formats are glad of.
 
     >>> import fpsim
     >>> model = fpsim.quantize(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)), "fp16")
@@ -291,8 +292,8 @@ class AdaLossScaled:
                 f"branches='original' came with the rule {self.rule.name!r}, which measures the sum of the branches. "
                 f"Possible: branches='exact', or a rule of the original."
             )
-        if u_min not in ("smallest", "flush"):
-            raise ValueError(f"u_min={u_min!r} is impossible. Possible: 'smallest' or 'flush'.")
+        if u_min not in ("smallest", "flush", "normal"):
+            raise ValueError(f"u_min={u_min!r} is impossible. Possible: 'smallest', 'flush' or 'normal'.")
 
     def _choose(self, model: nn.Module, transforms: Sequence[Any] | None) -> None:
         """Which modules' products are scaled, and whether casts are."""
@@ -443,7 +444,7 @@ class AdaLossScaled:
         limits = self._limits_of(place, gradient)
         wanted = self._meeting(arrivals, limits, device)
         memory = self._memory(place, device)
-        is_cast = not arrivals and self._casts and place.role == "error" and not isinstance(self.rule, Fixed)
+        is_cast = not arrivals and self._casts and not isinstance(self.rule, Fixed)
         must_measure = self.rule.ahead and (is_cast or any(a.measure for a in arrivals))
         fresh = self._is_update or (not memory.factors and (must_measure or bool(place.edges)))
         passes_on = arrivals and self.rule.ahead and not must_measure and self._told is None
@@ -613,10 +614,15 @@ class AdaLossScaled:
         if found is None:
             fmt = spec.fmt
             low, high = ops.log2_scale_limits(spec, dtype)
-            flush = math.floor(math.log2(fmt.smallest)) - (1 if spec.rounding in NEAREST else 0)
-            u_min = fmt.smallest / 2 if self.u_min == "flush" else fmt.smallest
+            u_min = {"smallest": fmt.smallest, "flush": fmt.smallest / 2, "normal": fmt.smallest_normal}[self.u_min]
+            lost_below = fmt.smallest_normal if self.u_min == "normal" else fmt.smallest
+            # nearest roundings, and on average stochastic ones, flush up to the half of the smallest magnitude
+            flushed = 1 if self.u_min != "normal" and spec.rounding in NEAREST else 0
+            threshold = math.floor(math.log2(lost_below)) - flushed
             bounds = [math.inf if b is None else float(b) for b in (self.scale_upper_bound, self.accum_upper_bound)]
-            found = torch.tensor([u_min, fmt.largest, low, high, *bounds, flush], dtype=torch.float64, device=device)
+            found = torch.tensor(
+                [u_min, fmt.largest, low, high, *bounds, threshold], dtype=torch.float64, device=device
+            )
             self._constants[key] = keep_memory_of(found)
         return found
 

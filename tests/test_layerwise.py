@@ -868,6 +868,36 @@ def test_noise_of_stochastic_rounding_is_the_same_at_every_power_of_two() -> Non
     assert torch.equal(*results)  # none of these is subnormal
 
 
+@pytest.mark.parametrize("rule", ["abs_range", "exact"])
+def test_gradients_may_be_kept_above_the_smallest_normal_number(rule: str) -> None:
+    # all alike but for one: just above the flush point a constant has one digit, and every copy of it the same error
+    fmt = fpsim.as_format("e4m3fn")
+    gradient = torch.full((8, 4), 0.1 / 64)
+    gradient[0, 0] = -0.9 / 64
+    errors = {}
+    for u_min in ("smallest", "normal"):
+        layer = quantize(nn.Linear(4, 4), Policy(error=fmt))
+        with AdaLossScaled(layer, rule=rule, u_min=u_min) as handle:
+            layer(torch.ones(8, 4)).backward(gradient)
+            k = handle.last_log2_scale(":linear")
+        if u_min == "normal":
+            lowest = fmt.smallest_normal / (2 if rule == "abs_range" else 1)  # its factor is rounded down
+            assert lowest <= 0.1 / 64 * 2.0**k < 2 * lowest
+        else:
+            assert fmt.smallest / 2 < 0.1 / 64 * 2.0**k < 2 * fmt.smallest
+        errors[u_min] = abs(layer.bias.grad[1].item() / gradient[:, 1].sum().item() - 1)
+    assert errors["normal"] <= 2.0**-3 < errors["smallest"]
+
+
+def test_weight_gradients_alone_are_raised_where_they_enter_the_format() -> None:
+    layer = quantize(nn.Linear(4, 4), Policy(weight_grad="e4m3fn"))
+    for rule in ("approx_range", "abs_range", "exact", "current"):
+        layer.zero_grad()
+        with AdaLossScaled(layer, rule=rule):
+            layer(torch.randn(6, 4, generator=seeded())).backward(torch.randn(6, 4, generator=seeded(1)) * 1e-9)
+        assert bool(layer.weight.grad.all()), rule
+
+
 def test_limits_of_the_container_are_said() -> None:
     model = quantize(nn.Linear(4, 4), Policy(error="fp16"))
     high = ops.log2_scale_limits(ops.rounding_spec("fp16"), torch.float32)[1]

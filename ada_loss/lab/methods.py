@@ -23,7 +23,7 @@ FORMATS = ("e5m2", "e4m3fn nan", "e4m3fn")
 METHODS: tuple[str | float, ...] = (
     "none",
     *(2.0**k for k in range(1, 21)),
-    *("torch", "nnabla", "cerebras", "approx_range", "abs_range", "exact"),
+    *("torch", "nnabla", "cerebras", "approx_range", "abs_range", "exact", "abs_range normal", "exact normal"),
 )
 EPOCHS = 40
 COLUMNS = ("format", "method", "seed", "accuracy", "skipped", "scale")

@@ -44,20 +44,22 @@ def make_scaling(method: str | float, model: nn.Module) -> tuple[GradScaler, Ada
     """A loss scaler, and adaptive scaling attached to the quantised model where the method asks for it.
 
     method: "none"; a number, that scale throughout; a loss rule's name ("torch", "nnabla", ...) with its system's
-    defaults; "adaptive", or a layer rule's name ("approx_range", "exact", ...). A step with a gradient that is not
-    finite is skipped under each of them, so that they are compared on one footing.
+    defaults; "adaptive", or a layer rule's name ("approx_range", "exact", ...), with " normal" behind it to keep
+    gradients above the smallest normal number. A step with a gradient that is not finite is skipped under each of
+    them, so that they are compared on one footing.
     """
     constant = 1.0
     adaptive = None
     if isinstance(method, str):
         if method in SYSTEMS and method not in ("none", "off", "static"):
             return GradScaler(method), None
-        name = "approx_range" if method == "adaptive" else method
-        if name != "none":
-            if name not in LAYER_RULES:
+        name, _, u_min = method.partition(" ")
+        name = "approx_range" if name == "adaptive" else name
+        if method != "none":
+            if name not in LAYER_RULES or u_min not in ("", "normal"):
                 known = ", ".join(["none", "a number", "adaptive", *LAYER_RULES, *SYSTEMS])
                 raise ValueError(f"Unknown scaling method {method!r}. Known: {known}.")
-            adaptive = AdaLossScaled(model, rule=name)
+            adaptive = AdaLossScaled(model, rule=name, u_min=u_min or "smallest")
     else:
         constant = float(method)
     return GradScaler(loss_rule("static", scale=constant, skip_overflow=True)), adaptive
