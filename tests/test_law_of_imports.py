@@ -31,6 +31,7 @@ RANKS = {
     "ada_loss.rules.layer": 10,
     "ada_loss.rules": 11,
     "ada_loss.record": 11,
+    "ada_loss.decisions": 12,
     "ada_loss.scalers": 12,
     "ada_loss.transforms": 12,
     "ada_loss.layerwise": 13,
@@ -54,7 +55,14 @@ ENTERS = {
     "sklearn": {"ada_loss.lab.tasks"},
     "qtorch": {"fpsim.compat.qtorch"},
 }
-WITHOUT_TORCH = ("fpsim.formats", "fpsim.rounding", "fpsim.kernels", "ada_loss.rules.loss", "ada_loss.rules.layer")
+WITHOUT_TORCH = (
+    "fpsim.formats",
+    "fpsim.rounding",
+    "fpsim.kernels",
+    "ada_loss.rules.loss",
+    "ada_loss.rules.layer",
+    "ada_loss.decisions",
+)
 
 
 def module_name(path: Path) -> str:

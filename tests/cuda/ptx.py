@@ -10,7 +10,7 @@ from numba import types
 from numba.cuda import compile_ptx
 from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
-from ada_loss import layerwise
+from ada_loss import decisions
 from ada_loss.rules import LAYER_RULES
 from fpsim import kernels, moments
 from fpsim.kernels import cuda_kernel
@@ -73,22 +73,22 @@ def test_the_kernels_of_moments_compile(floating: types.Float) -> None:
         assert ".entry" in text
 
 
-def decisions() -> list[tuple[str, Any, tuple[str, ...]]]:
+def every_decision() -> list[tuple[str, Any, tuple[str, ...]]]:
     """Every decision of adaptive scaling with the kinds of its arrays."""
     found = [
-        ("keep", layerwise.keep, "iffif"),
-        ("to_the_top", layerwise.to_the_top, "iffiif"),
-        ("by_history", layerwise.by_history, "iffifif"),
-        ("by_binades", layerwise.by_binades, "iffiifif"),
-        ("branch", layerwise.branch, "fifi"),
+        ("keep", decisions.keep, "iffif"),
+        ("to_the_top", decisions.to_the_top, "iffiif"),
+        ("by_history", decisions.by_history, "iffifif"),
+        ("by_binades", decisions.by_binades, "iffiifif"),
+        ("branch", decisions.branch, "fifi"),
     ]
     for rule in LAYER_RULES.values():
         if rule.ahead:
-            found.append((rule.name, layerwise.choose_with(rule.core()), "iffiffifif"))
+            found.append((rule.name, decisions.choose_with(rule.core()), "iffiffifif"))
     return [(name, function, tuple(kinds)) for name, function, kinds in found]
 
 
-@pytest.mark.parametrize(("name", "function", "kinds"), decisions(), ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(("name", "function", "kinds"), every_decision(), ids=lambda v: v if isinstance(v, str) else "")
 def test_decisions_compile_for_a_card(name: str, function: Any, kinds: tuple[str, ...]) -> None:
     arrays = {"i": types.Array(types.int64, 1, "C"), "f": types.Array(types.float64, 1, "C")}
     signature = tuple(arrays[kind] for kind in kinds)
