@@ -104,7 +104,7 @@ def run_scaling(options: argparse.Namespace) -> None:
 
 def _write(path: Path, rows: Sequence[dict[str, Any]], columns: Sequence[str], figure: Any, table: str = "") -> None:
     """The rows as CSV, the table as Markdown, the figure as PNG and SVG: each whole or not at all."""
-    from ada_loss.lab.compare import csv_bytes, write_atomically
+    from ada_loss.lab.files import csv_bytes, write_atomically
     from ada_loss.lab.plots import figure_bytes
 
     files = {"csv": csv_bytes(rows, columns), "png": figure_bytes(figure, "png"), "svg": figure_bytes(figure, "svg")}

@@ -12,7 +12,8 @@ import torch
 
 import fpsim
 from ada_loss.__main__ import main
-from ada_loss.lab.compare import compare, format_table, underflow_share, write_atomically
+from ada_loss.lab.compare import compare, format_table, underflow_share
+from ada_loss.lab.files import write_atomically
 from ada_loss.lab.plots import figure_bytes, plot_comparison
 from ada_loss.lab.tasks import digits
 from ada_loss.lab.train import train

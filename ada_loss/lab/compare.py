@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +12,7 @@ import fpsim
 from ada_loss.lab.tasks import Task
 from ada_loss.lab.train import train
 
-__all__ = ["COLUMNS", "FORMATS", "compare", "csv_bytes", "format_table", "underflow_share", "write_atomically"]
+__all__ = ["COLUMNS", "FORMATS", "compare", "format_table", "underflow_share"]
 
 FORMATS = ("fp32", "fp16", "bf16", "cb16", "e5m2", "e4m3fn")
 COLUMNS = ("format", "rounding", "accuracy", "underflow", "seconds")
@@ -91,23 +87,3 @@ def format_table(results: Sequence[dict[str, Any]]) -> str:
         percent = f"{100 * row['accuracy']:6.1f} %  {100 * row['underflow']:7.2f} %"
         lines.append(f"{row['format']:8} {row['rounding']:13} {percent}  {row['seconds']:7.1f}")
     return "\n".join(lines)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside the target and rename: a reader finds the old file or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def csv_bytes(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> bytes:
-    """Rows as the content of a CSV file; what is in no column is left out."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue().encode()

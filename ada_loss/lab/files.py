@@ -1,0 +1,32 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["csv_bytes", "write_atomically"]
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write beside the target and rename: a reader finds the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def csv_bytes(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> bytes:
+    """Rows as the content of a CSV file; what is in no column is left out."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
