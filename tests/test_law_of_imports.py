@@ -36,14 +36,23 @@ RANKS = {
     "ada_loss.transforms": 12,
     "ada_loss.layerwise": 13,
     "ada_loss": 14,
+    "ada_loss.lab.files": 15,
+    "ada_loss.lab.store": 15,
+    "ada_loss.lab.limits": 15,
+    "ada_loss.lab.environment": 15,
+    "ada_loss.lab.engines": 15,
     "ada_loss.lab.tasks": 15,
     "ada_loss.lab.train": 16,
     "ada_loss.lab.plots": 15,
     "ada_loss.lab.compare": 17,
     "ada_loss.lab.methods": 17,
+    "ada_loss.lab.cells": 18,
+    "ada_loss.lab.results": 19,
+    "ada_loss.lab.report": 20,
+    "ada_loss.lab.sweep": 20,
     "ada_loss.lab.depth": 17,
-    "ada_loss.lab": 19,
-    "ada_loss.__main__": 20,
+    "ada_loss.lab": 21,
+    "ada_loss.__main__": 22,
 }
 # A package enters in these files and in no other.
 ENTERS = {
@@ -53,6 +62,9 @@ ENTERS = {
     "numba_cuda": {"fpsim.kernels"},
     "matplotlib": {"ada_loss.lab.plots"},
     "sklearn": {"ada_loss.lab.tasks"},
+    "sqlite3": {"ada_loss.lab.store"},
+    "distributed": {"ada_loss.lab.engines"},
+    "jinja2": {"ada_loss.lab.report"},
     "qtorch": {"fpsim.compat.qtorch"},
 }
 WITHOUT_TORCH = (

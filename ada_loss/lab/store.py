@@ -1,0 +1,189 @@
+"""The ledger of a sweep: one SQLite file that says which cells there are and what became of them."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["SCHEMA_VERSION", "STATES", "CannotWrite", "Ledger"]
+
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x4C6F7373  # "Loss", in the header of the file
+CannotWrite = sqlite3.OperationalError  # what a full disk or a missing permission gives
+STATES = ("planned", "running", "done", "failed")
+
+SCHEMA = """
+CREATE TABLE cells (
+    id TEXT PRIMARY KEY,
+    position INTEGER NOT NULL,
+    config TEXT NOT NULL,
+    state TEXT NOT NULL DEFAULT 'planned' CHECK (state IN ('planned', 'running', 'done', 'failed')),
+    attempts INTEGER NOT NULL DEFAULT 0,
+    finished REAL,
+    seconds REAL,
+    metrics TEXT,
+    diverged INTEGER,
+    skipped INTEGER,
+    underflow REAL,
+    telemetry_bytes INTEGER,
+    error TEXT,
+    traceback TEXT
+) STRICT;
+CREATE INDEX cells_by_state ON cells (state);
+CREATE TABLE sessions (started REAL NOT NULL, environment TEXT NOT NULL) STRICT;
+"""
+RESULT = ("seconds", "metrics", "diverged", "skipped", "underflow", "telemetry_bytes", "error", "traceback")
+
+
+class Ledger:
+    """Cells and their states, in the file of a path. One driver writes; readers come and go (write-ahead log).
+
+    Every method that changes something is one transaction: a killed process leaves the last one that was finished.
+    readonly: for readers; a file must be there. Raises FileNotFoundError without one, ValueError for a file that is no
+    ledger or was written by a newer version.
+
+    >>> with Ledger(":memory:") as ledger:
+    ...     ledger.add([("a1", {"seed": 0}), ("b2", {"seed": 1})])
+    ...     ledger.start("a1")
+    ...     ledger.finish("a1", {"metrics": {"accuracy": 0.5}})
+    ...     ledger.counts()
+    2
+    {'planned': 1, 'running': 0, 'done': 1, 'failed': 0}
+    """
+
+    def __init__(self, path: Path | str, *, readonly: bool = False) -> None:
+        self.path = Path(path)
+        memory = str(path) == ":memory:"
+        if readonly and not self.path.exists():
+            raise FileNotFoundError(f"There is no ledger at {self.path}. Name the folder of a sweep, its `out`.")
+        if not memory and not readonly:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        uri = ":memory:" if memory else f"{self.path.absolute().as_uri()}?mode={'ro' if readonly else 'rwc'}"
+        self._sql = sqlite3.connect(uri, uri=not memory, isolation_level=None, timeout=10)
+        try:
+            self._open(readonly)
+        except sqlite3.DatabaseError as error:
+            self._sql.close()
+            if isinstance(error, sqlite3.OperationalError):  # disk full, no permission: not the content's fault
+                raise
+            raise ValueError(f"{self.path} is not a ledger of a sweep ({error}). Name another `out`.") from None
+        except BaseException:
+            self._sql.close()
+            raise
+
+    def _open(self, readonly: bool) -> None:
+        self._sql.row_factory = sqlite3.Row
+        version = self._sql.execute("PRAGMA user_version").fetchone()[0]
+        if version > SCHEMA_VERSION:
+            raise ValueError(
+                f"{self.path} was written with schema version {version}. This release reads up to {SCHEMA_VERSION}. "
+                f"Update it, or name another `out`."
+            )
+        if version == 0:
+            tables = self._sql.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if tables or readonly:
+                raise ValueError(f"{self.path} is not a ledger of a sweep. Name another `out`.")
+            self._sql.execute("PRAGMA journal_mode = WAL")
+            with self._transaction():
+                for statement in SCHEMA.strip().removesuffix(";").split(";\n"):
+                    self._sql.execute(statement)
+                self._sql.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                self._sql.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        if not readonly:
+            self._sql.execute("PRAGMA synchronous = FULL")  # 2 transactions a cell: safety costs little
+
+    def _transaction(self) -> _Transaction:
+        return _Transaction(self._sql)
+
+    def add(self, cells: Iterable[tuple[str, dict[str, Any]]]) -> int:
+        """Plan cells, (id, configuration); those that are known stay as they are. Gives how many are new."""
+        with self._transaction():
+            first = self._sql.execute("SELECT coalesce(max(position) + 1, 0) FROM cells").fetchone()[0]
+            rows = [(i, first + n, json.dumps(config)) for n, (i, config) in enumerate(cells)]
+            before = self._sql.total_changes
+            self._sql.executemany("INSERT OR IGNORE INTO cells (id, position, config) VALUES (?, ?, ?)", rows)
+            return self._sql.total_changes - before
+
+    def start(self, cell: str) -> None:
+        """A cell runs, one attempt more."""
+        self._sql.execute("UPDATE cells SET state = 'running', attempts = attempts + 1 WHERE id = ?", (cell,))
+
+    def release(self, cells: Sequence[str]) -> None:
+        """Cells are to be run again: what they gave is forgotten, their attempts are not."""
+        forgotten = ", ".join(f"{name} = NULL" for name in RESULT)
+        with self._transaction():
+            self._sql.executemany(
+                f"UPDATE cells SET state = 'planned', finished = NULL, {forgotten} WHERE id = ?", [(c,) for c in cells]
+            )
+
+    def finish(self, cell: str, result: dict[str, Any]) -> None:
+        """What a cell gave: any of "seconds", "metrics", "diverged", "skipped", "underflow", "telemetry_bytes"."""
+        self._settle(cell, "done", result)
+
+    def fail(self, cell: str, error: str, traceback: str = "") -> None:
+        """Why a cell gave nothing."""
+        self._settle(cell, "failed", {"error": error, "traceback": traceback})
+
+    def _settle(self, cell: str, state: str, result: dict[str, Any]) -> None:
+        values = {name: result.get(name) for name in RESULT}
+        if values["metrics"] is not None:
+            values["metrics"] = json.dumps(values["metrics"])
+        names = ", ".join(f"{name} = :{name}" for name in RESULT)
+        changed = self._sql.execute(
+            f"UPDATE cells SET state = :state, finished = :finished, {names} WHERE id = :id AND state = 'running'",
+            {"state": state, "finished": time.time(), "id": cell, **values},
+        )
+        assert changed.rowcount == 1, f"{cell} was settled and did not run"
+
+    def counts(self) -> dict[str, int]:
+        """How many cells there are in each state."""
+        found = dict(self._sql.execute("SELECT state, count(*) FROM cells GROUP BY state").fetchall())
+        return {state: found.get(state, 0) for state in STATES}
+
+    def states(self) -> dict[str, tuple[str, int | None]]:
+        """{id: (state, size of its telemetry)}."""
+        return {row[0]: (row[1], row[2]) for row in self._sql.execute("SELECT id, state, telemetry_bytes FROM cells")}
+
+    def rows(self, state: str | None = None) -> list[dict[str, Any]]:
+        """A dictionary for each cell, in the order they were planned: its columns, "config" and "metrics" decoded."""
+        where = "" if state is None else "WHERE state = ?"
+        found = self._sql.execute(f"SELECT * FROM cells {where} ORDER BY position, id", (state,) if state else ())
+        rows = [dict(row) for row in found]
+        for row in rows:
+            row["config"], row["metrics"] = json.loads(row["config"]), json.loads(row["metrics"] or "{}")
+        return rows
+
+    def add_session(self, environment: dict[str, Any]) -> None:
+        """Where and with what a driver began."""
+        self._sql.execute("INSERT INTO sessions VALUES (?, ?)", (time.time(), json.dumps(environment)))
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """The environments of all drivers, the first first, each with "started", in seconds since 1970."""
+        found = self._sql.execute("SELECT started, environment FROM sessions ORDER BY started")
+        return [{"started": row["started"], **json.loads(row["environment"])} for row in found]
+
+    def close(self) -> None:
+        self._sql.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Transaction:
+    """All of a block or nothing of it."""
+
+    def __init__(self, sql: sqlite3.Connection) -> None:
+        self._sql = sql
+
+    def __enter__(self) -> None:
+        self._sql.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._sql.execute("COMMIT" if kind is None else "ROLLBACK")
