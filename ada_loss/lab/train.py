@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fpsim.policy import FormatLike
 __all__ = ["OPTIMIZERS", "Run", "make_scaling", "train"]
 
 OPTIMIZERS = ("sgd", "adam")
+HISTORY = 20  # points of the tallies' history in a run, and steps between two at least: one takes 3 ms
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Run:
 
     metrics: on the test data. losses, scales: of every step, the loss scale before it. rows: the tallies of its sites.
     skipped: how many steps were skipped because a gradient was not finite. seconds: of training.
+    history: the tallies up to a step, for some 20 steps of a long run: (steps so far, rows).
     """
 
     metrics: dict[str, float]
@@ -38,6 +40,7 @@ class Run:
     seconds: float
     scales: list[float]
     skipped: int
+    history: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
 
 
 def make_scaling(method: str | float, model: nn.Module) -> tuple[GradScaler, AdaLossScaled | None]:
@@ -103,6 +106,7 @@ def train(
     losses: list[float] = []
     scales: list[float] = []
     skipped = 0
+    history: list[tuple[int, list[dict[str, Any]]]] = []
     start = time.perf_counter()
     with (
         torch.random.fork_rng(devices=[]),
@@ -123,16 +127,18 @@ def train(
                 skipped += scaler.overflowed(chosen)
                 scaler.update()
                 losses.append(loss.item())
+                if record is not None and (len(losses) % max(HISTORY, steps // HISTORY) == 0 or len(losses) == steps):
+                    history.append((len(losses), record.rows()))
                 if progress is not None:
                     progress(1)
-        rows = record.rows() if record is not None else []
+        rows = history[-1][1] if history else []
     seconds = time.perf_counter() - start
     model.eval()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         outputs = model(task.test[0])
         metrics = {name: metric(outputs, task.test[1]) for name, metric in task.metrics.items()}
-    return Run(metrics, losses, rows, seconds, scales, skipped)
+    return Run(metrics, losses, rows, seconds, scales, skipped, history)
 
 
 def _make_optimizer(name: str, model: nn.Module, learning_rate: float, momentum: float) -> torch.optim.Optimizer:

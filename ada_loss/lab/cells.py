@@ -1,0 +1,252 @@
+"""Cells: what a sweep is made of. A cell is one training, and its identity is the hash of its configuration."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+import io
+import itertools
+import json
+import math
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+import fpsim
+from ada_loss.lab.compare import underflow_share
+from ada_loss.lab.tasks import Task, find_task
+from ada_loss.lab.train import Run, make_scaling, train
+from fpsim import Policy
+
+__all__ = ["Cell", "plan", "run_cell", "task_of"]
+
+MakeTask = Callable[[int], Task]
+SET_BY_THE_SWEEP = ("scaling", "seed", "progress")
+OPTIONS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(train).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name not in SET_BY_THE_SWEEP
+}
+AT_LEAST_ONE = ("epochs", "batch_size")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training. Its configuration is complete and canonical: equal trainings have equal ones, however written.
+
+    >>> a, b = plan("digits", ["fp16"], [1024]), plan("digits", ["half"], [2.0**10], options={"epochs": 12})
+    >>> a[0].id == b[0].id
+    True
+    """
+
+    config: dict[str, Any]
+
+    @cached_property
+    def id(self) -> str:
+        text = json.dumps(self.config, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        words = (label(self.config["format"]), self.config["rounding"], label(self.config["scaling"]))
+        return f"{' '.join(words)} seed {self.config['seed']}"
+
+
+def label(value: Any) -> str:
+    """A format or a scaling method in a table.
+
+    >>> label(1024.0), label("e5m2"), label({"error": "e5m2", "weight_grad": "fp16"})
+    ('1024', 'e5m2', 'error=e5m2 weight_grad=fp16')
+    """
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    return " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
+
+
+def plan(
+    task: str | MakeTask,
+    formats: Sequence[Any],
+    scaling: Sequence[str | float],
+    *,
+    roundings: Sequence[str] = ("nearest_even",),
+    seeds: int | Sequence[int] = 1,
+    options: Mapping[str, Any] | None = None,
+) -> list[Cell]:
+    """Every combination as a cell, formats first. All that cannot be is said here, before anything runs.
+
+    formats: names, or mappings with the fields of `fpsim.Policy`. options: those of `train`.
+    Raises ValueError (TypeError for seeds that are no integers) for an unknown task, format, method, rounding or
+    option, an empty grid, and combinations that are the same training.
+
+    >>> [str(cell) for cell in plan("digits", ["fp16"], ["none", "torch"], seeds=2)][1:3]
+    ['fp16 nearest_even none seed 1', 'fp16 nearest_even torch seed 0']
+    """
+    seeds = _seeds(seeds)
+    grid = {"formats": formats, "scaling": scaling, "roundings": roundings, "seeds": seeds}
+    for name, values in grid.items():
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise TypeError(f"{name} came as {values!r}. Possible: a list. Write [{values!r}].")
+        if not values:
+            raise ValueError(f"{name} is empty, so there is no cell to run. Give at least one.")
+    task_name = task_of(task)
+    full = _options(options or {})
+    canonical = [_format(fmt) for fmt in formats]
+    for fmt in canonical:
+        for rounding in roundings:
+            policy_of(fmt, rounding)
+    methods = [_method(method) for method in scaling]
+    cells = []
+    for fmt, rounding, method, seed in itertools.product(canonical, roundings, methods, seeds):
+        words = {"task": task_name, "format": fmt, "rounding": rounding, "scaling": method, "seed": seed}
+        cells.append(Cell({**words, "options": full}))
+    _require_different(cells)
+    return cells
+
+
+def _require_different(cells: Sequence[Cell]) -> None:
+    seen: set[str] = set()
+    for cell in cells:
+        if cell.id in seen:
+            raise ValueError(
+                f"The cell '{cell}' came twice: two entries of formats, scaling, roundings or seeds mean the same. "
+                f"Every training is run once. Leave one of them out."
+            )
+        seen.add(cell.id)
+
+
+def task_of(task: str | MakeTask) -> str:
+    """What a task is called in a configuration; a function that cannot be imported has its source's hash behind it."""
+    if isinstance(task, str):
+        find_task(task)
+        return task
+    if not callable(task):
+        raise TypeError(f"task came as {type(task).__name__}. Possible: a name, 'module:function', or a function.")
+    name = f"{task.__module__}:{getattr(task, '__qualname__', type(task).__qualname__)}"
+    if task.__module__ == "__main__" or "<" in name:
+        try:
+            source = inspect.getsource(task)
+        except (OSError, TypeError):
+            source = repr(getattr(getattr(task, "__code__", None), "co_code", name))
+        name += "@" + hashlib.sha256(source.encode()).hexdigest()[:8]
+    return name
+
+
+def _seeds(seeds: int | Sequence[int]) -> Sequence[int]:
+    if isinstance(seeds, int) and not isinstance(seeds, bool):
+        return range(seeds)
+    if isinstance(seeds, str) or not isinstance(seeds, Sequence):
+        raise TypeError(f"seeds came as {seeds!r}. Possible: how many, or a list of integers.")
+    for seed in seeds:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"The seed {seed!r} is no integer. Possible: how many seeds, or a list of integers.")
+    return seeds
+
+
+def _options(options: Mapping[str, Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(train)
+    for name, value in options.items():
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(str(name), OPTIONS, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(f"Unknown key task_options.{name}.{hint} Known: {', '.join(OPTIONS)}.")
+        wanted = hints[name]
+        fits = isinstance(value, (int, float) if wanted is float else wanted) and not isinstance(value, bool)
+        if not fits or (name in AT_LEAST_ONE and value < 1):
+            words = f"{wanted.__name__}, 1 or more" if name in AT_LEAST_ONE else wanted.__name__
+            raise ValueError(
+                f"task_options.{name} came as {value!r}. Possible: {words}. Leave it out for {OPTIONS[name]!r}."
+            )
+    return {name: type(default)(options.get(name, default)) for name, default in OPTIONS.items()}
+
+
+def _format(fmt: Any) -> Any:
+    if isinstance(fmt, Mapping):
+        if "rounding" in fmt:
+            raise ValueError("A format came with 'rounding' in it. The sweep varies it: give roundings=[...].")
+        try:
+            Policy(**fmt)
+            json.dumps(fmt)
+        except TypeError as error:
+            raise ValueError(
+                f"The format {dict(fmt)!r} is no policy: {error}. Possible: a name, or the fields of fpsim.Policy "
+                f"in numbers and words. Take {{'error': 'e5m2'}}, for instance."
+            ) from None
+        return dict(fmt)
+    return str(fpsim.as_format(fmt))
+
+
+def policy_of(fmt: Any, rounding: str) -> Any:
+    """What `train` is given for a cell's format: a name, or a Policy with the rounding in it."""
+    policy = Policy(**fmt) if isinstance(fmt, Mapping) else fmt
+    fpsim.quantize(torch.nn.Linear(1, 1), policy if isinstance(fmt, str) else None, rounding=rounding)
+    return policy
+
+
+def _method(method: Any) -> str | float:
+    if isinstance(method, bool) or not isinstance(method, (str, int, float)):
+        raise TypeError(f"The scaling method {method!r} is a {type(method).__name__}. Possible: a name or a number.")
+    _, adaptive = make_scaling(method, fpsim.quantize(torch.nn.Linear(1, 1), "fp16"))
+    if adaptive is not None:
+        adaptive.detach()
+    return method if isinstance(method, str) else float(method)
+
+
+def run_cell(config: Mapping[str, Any], make_task: MakeTask | None = None) -> tuple[dict[str, Any], bytes]:
+    """Train one cell, and give its result for the ledger and its telemetry, the content of an .npz file.
+
+    A training whose loss ends as inf or NaN, or whose scale can fall no further, has diverged: that is a result.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # cells share a machine; and sums do not depend on how many cores it has
+    try:
+        task = (make_task or find_task(config["task"]))(config["seed"])
+        if not is_dataclass(task):
+            raise TypeError(f"The task gave {type(task).__name__}. It must give an ada_loss.lab.tasks.Task.")
+        fmt, rounding = config["format"], config["rounding"]
+        run = train(
+            task,
+            policy_of(fmt, rounding),
+            rounding,
+            scaling=config["scaling"],
+            seed=config["seed"],
+            **config["options"],
+        )
+    except FloatingPointError as error:
+        return {"metrics": {}, "diverged": True, "error": str(error)}, _npz({"losses": np.array([math.nan])})
+    finally:
+        torch.set_num_threads(threads)
+    diverged = not run.losses or not math.isfinite(run.losses[-1])
+    result = {"metrics": run.metrics, "seconds": run.seconds, "diverged": diverged, "skipped": run.skipped}
+    return {**result, "underflow": underflow_share(run.rows) if run.rows else None}, _npz(telemetry(run))
+
+
+def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
+    """The arrays of a run's file.
+
+    losses, scales: (steps,), the loss of each step and the loss scale before it. With a recording also, for its sites
+    in the order of the forward pass: sites.NAME, (sites,), each column of the tallies; history.steps, (points,), and
+    history.nonzero, history.underflow, (points, sites): the counts up to those steps.
+    """
+    arrays = {"losses": np.array(run.losses), "scales": np.array(run.scales)}
+    if run.rows:
+        arrays |= {f"sites.{name}": np.array([row[name] for row in run.rows]) for name in run.rows[0]}
+        arrays["history.steps"] = np.array([step for step, _ in run.history])
+        places = {(row["site"], row["role"], row["rounding"], row["format"]): i for i, row in enumerate(run.rows)}
+        for name in ("nonzero", "underflow"):
+            grid = np.zeros((len(run.history), len(run.rows)), dtype=np.int64)
+            for i, (_, rows) in enumerate(run.history):
+                for row in rows:
+                    grid[i, places[row["site"], row["role"], row["rounding"], row["format"]]] = row[name]
+            arrays[f"history.{name}"] = grid
+    return arrays
+
+
+def _npz(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
+    return content.getvalue()

@@ -1,0 +1,80 @@
+"""Tasks for the tests of the sweep: a real but tiny training, and every way in which one goes wrong."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ada_loss.lab.tasks import Task, accuracy
+
+
+def tiny(seed: int) -> Task:
+    """A logistic regression of 8 points: a few milliseconds."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 2, generator=generator)
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(2, 2, generator=generator))
+        model.bias.zero_()
+    y = (x[:, 0] > 0).long()
+    return Task("tiny", model, (x, y), (x, y), nn.functional.cross_entropy, {"accuracy": accuracy})
+
+
+def slow(seed: int) -> Task:
+    time.sleep(0.15)
+    return tiny(seed)
+
+
+def raises(seed: int) -> Task:
+    if seed == 1:
+        raise RuntimeError("seed 1 is not to be had")
+    return tiny(seed)
+
+
+def diverges(seed: int) -> Task:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, targets) * math.inf
+
+    task = tiny(seed)
+    return Task("diverges", task.model, task.train, task.test, loss, task.metrics)
+
+
+def hangs_in_python(seed: int) -> Task:
+    while seed == 1:
+        time.sleep(0.01)
+    return tiny(seed)
+
+
+def hangs_in_c(seed: int) -> Task:
+    if seed == 1:
+        time.sleep(10_000)
+    return tiny(seed)
+
+
+def kills_its_worker(seed: int) -> Task:
+    if seed == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return tiny(seed)
+
+
+def kills_its_worker_once(seed: int) -> Task:
+    """The first time it runs, as a file in the folder of an environment variable tells."""
+    mark = Path(os.environ["SWEEP_TEST_MARK"]) / f"died-{seed}"
+    if seed == 1 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return tiny(seed)
+
+
+def eats_memory(seed: int) -> Task:
+    hoard = []
+    while seed == 1:
+        hoard.append(torch.ones(2**22))  # 16 MiB
+        time.sleep(0.02)  # as fast as real ones grow, and slow enough for the watch every 100 ms
+    return tiny(seed)

@@ -1,0 +1,135 @@
+"""Cells: their identity, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import sweep_tasks
+
+from ada_loss.lab.cells import Cell, plan, run_cell, telemetry
+from ada_loss.lab.tasks import digits
+from ada_loss.lab.train import train
+
+
+def ids(*arguments: Any, **options: Any) -> list[str]:
+    return [cell.id for cell in plan(*arguments, **options)]
+
+
+def test_a_grid_has_every_combination_once() -> None:
+    cells = plan("digits", ["fp16", "e5m2"], ["none", 8], roundings=["nearest_even", "stochastic"], seeds=[3, 5])
+    words = {tuple(cell.config[k] for k in ("format", "scaling", "rounding", "seed")) for cell in cells}
+    assert len(cells) == len(words) == 2 * 2 * 2 * 2
+    assert len({cell.id for cell in cells}) == 16
+
+
+def test_equal_trainings_are_one_cell_and_any_change_makes_another() -> None:
+    one = ids("digits", ["fp16"], [1024])
+    assert one == ids("digits", ["half"], [1024.0], options={"epochs": 12, "learning_rate": 0.05})
+    assert one == [Cell(json.loads(json.dumps(plan("digits", ["fp16"], [1024])[0].config))).id]
+    others = [
+        ids("deep_digits", ["fp16"], [1024]),
+        ids("digits", ["bf16"], [1024]),
+        ids("digits", ["fp16"], [1025]),
+        ids("digits", ["fp16"], [1024], seeds=[1]),
+        ids("digits", ["fp16"], [1024], roundings=["stochastic"]),
+        ids("digits", ["fp16"], [1024], options={"epochs": 11}),
+        ids("digits", [{"error": "fp16"}], [1024]),
+    ]
+    assert len({*one, *(cell for found in others for cell in found)}) == 8
+
+
+def test_ten_thousand_cells_are_planned_quickly() -> None:
+    start = time.perf_counter()
+    assert len(set(ids("digits", ["fp16", "e5m2"], ["none", 8, "torch", "adaptive"], seeds=1250))) == 10_000
+    assert time.perf_counter() - start < 5  # measured: 0.2 s
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"task": "digts"}, "Unknown task 'digts'. Did you mean digits?"),
+        ({"task": "sweep_tasks:tony"}, "cannot be imported"),
+        ({"task": "no_such_module:f"}, "cannot be imported"),
+        ({"task": "sweep_tasks:math"}, "is a module. It must be a function"),
+        ({"formats": ["fp61"]}, "Unknown format 'fp61'"),
+        ({"formats": [{"eror": "fp16"}]}, "'eror'"),
+        ({"formats": [{"error": "fp16", "rounding": "stochastic"}]}, "give roundings="),
+        ({"formats": []}, "formats is empty"),
+        ({"formats": ["fp16", "half"]}, "The cell 'fp16 nearest_even none seed 0' came twice"),
+        ({"scaling": ["torchh"]}, "Unknown scaling method 'torchh'"),
+        ({"scaling": [1024, 1024.0]}, "came twice"),
+        ({"scaling": [-1.0]}, "-1.0"),
+        ({"scaling": []}, "scaling is empty"),
+        ({"roundings": ["neerest"]}, "neerest"),
+        ({"seeds": 0}, "seeds is empty"),
+        ({"seeds": [1, 1]}, "came twice"),
+        ({"options": {"epoch": 1}}, "Unknown key task_options.epoch. Did you mean epochs?"),
+        ({"options": {"epochs": "many"}}, "task_options.epochs came as 'many'. Possible: int, 1 or more."),
+        ({"options": {"epochs": 0}}, "task_options.epochs came as 0"),
+        ({"options": {"optimizer": 3}}, "task_options.optimizer came as 3. Possible: str"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_said_before_anything_runs(change: dict[str, Any], words: str) -> None:
+    arguments = {"task": "digits", "formats": ["fp16"], "scaling": ["none"], **change}
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        plan(**arguments)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [{"seeds": [0.5]}, {"seeds": "12"}, {"seeds": True}, {"formats": "fp16"}], ids=str)
+def test_wrong_types_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="Possible"):
+        plan(**{"task": "digits", "formats": ["fp16"], "scaling": ["none"], **change})
+
+
+def test_a_function_that_is_changed_is_another_task() -> None:
+    def one(seed: int) -> object:
+        return sweep_tasks.tiny(seed)
+
+    first = ids(one, ["fp16"], ["none"])
+
+    def one(seed: int) -> object:  # type: ignore[no-redef]
+        return sweep_tasks.tiny(seed + 1)
+
+    assert first != ids(one, ["fp16"], ["none"])
+    assert ids(sweep_tasks.tiny, ["fp16"], ["none"]) == ids("sweep_tasks:tiny", ["fp16"], ["none"])
+
+
+def test_a_cell_gives_what_training_gives() -> None:
+    options = {"epochs": 1, "record_every": 4}
+    (cell,) = plan("digits", ["e5m2"], [8], seeds=[3], options=options)
+    result, content = run_cell(cell.config)
+    run = train(digits(3), "e5m2", scaling=8, seed=3, epochs=1, record_every=4)
+    arrays = np.load(io.BytesIO(content))
+    assert result["metrics"] == run.metrics
+    assert (result["diverged"], result["skipped"]) == (False, run.skipped)
+    assert arrays["losses"].tolist() == run.losses
+    assert arrays["scales"].tolist() == run.scales == [8.0] * 22
+    assert arrays["sites.underflow"].tolist() == [row["underflow"] for row in run.rows]
+    assert arrays["history.steps"].tolist() == [20, 22]
+    assert arrays["history.underflow"][-1].tolist() == arrays["sites.underflow"].tolist()
+    assert (np.diff(arrays["history.nonzero"], axis=0) >= 0).all()
+    assert telemetry(train(digits(3), "e5m2", epochs=1)).keys() == {"losses", "scales"}
+
+
+def test_the_same_cell_gives_the_same_bytes() -> None:
+    (cell,) = plan("sweep_tasks:tiny", ["e5m2"], [8], options={"epochs": 2, "record_every": 1})
+    assert run_cell(cell.config)[1] == run_cell(cell.config)[1]
+
+
+def test_a_diverged_training_is_a_result() -> None:
+    (cell,) = plan("sweep_tasks:diverges", ["e5m2"], ["none"], options={"epochs": 1})
+    result, content = run_cell(cell.config)
+    assert result["diverged"]
+    assert not np.isfinite(np.load(io.BytesIO(content))["losses"]).any()
+    # fairseq stops by an exception once its scale has fallen below 1e-4
+    (cell,) = plan("sweep_tasks:diverges", ["e5m2"], ["fairseq"], options={"epochs": 40})
+    result, _ = run_cell(cell.config)
+    assert result["diverged"]
+    assert "scale" in result["error"]
