@@ -1,0 +1,136 @@
+"""Where cells are computed: here, in processes of this machine, on a cluster; each a `concurrent.futures` executor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import BrokenExecutor, Executor, Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ENGINES", "Engine", "open_engine"]
+
+ENGINES = ("here", "local", "tcp://HOST:PORT or tls://HOST:PORT", "a concurrent.futures.Executor")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An executor, how many cells it takes at once, and by which exceptions it says that a worker died."""
+
+    name: str
+    executor: Executor
+    slots: Callable[[], int]
+    worker_died: tuple[type[BaseException], ...] = ()
+    own_processes: bool = True  # a worker may end itself without ending the driver
+
+
+class Here(Executor):
+    """Computes at once, in this very thread. Ctrl-C comes through."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@contextmanager
+def open_engine(
+    engine: str | Executor,
+    workers: int = 1,
+    *,
+    resources: Mapping[str, float] | None = None,
+    memory_limit: str | int = "auto",
+    timeout: float = 30,
+) -> Iterator[Engine]:
+    """An engine by its name, closed in the end where it was opened here.
+
+    engine: "here"; "local", a Dask LocalCluster with as many `workers`; the address of a Dask scheduler; an executor.
+    resources: what a cell needs of a Dask worker, {"GPU": 1}; local workers have it each. memory_limit: of one local
+    worker ("4 GiB"), beyond which it is replaced; "auto" shares the machine's memory out, 0 is no limit.
+    timeout: seconds to wait for a scheduler, and for its first worker.
+    Raises ConnectionError for a scheduler that does not answer or has no worker, ImportError without Dask.
+    """
+    if isinstance(engine, Executor):
+        slots = max(workers, getattr(engine, "_max_workers", 0) or 0)
+        yield Engine(type(engine).__name__, engine, lambda: slots, (), own_processes=False)
+    elif engine == "here":
+        yield Engine("here", Here(), lambda: 1, (), own_processes=False)
+    elif engine == "local":
+        with _local_cluster(workers, resources, memory_limit) as address, _client(address, resources, timeout) as found:
+            yield found
+    elif isinstance(engine, str) and engine.startswith(("tcp://", "tls://")):
+        with _client(engine, resources, timeout) as found:
+            yield found
+    else:
+        raise ValueError(f"Unknown engine {engine!r}. Possible: {', '.join(ENGINES)}. Leave it out for the default.")
+
+
+def _distributed() -> Any:
+    try:
+        import distributed
+    except ImportError:
+        raise ImportError(
+            "Several workers or a scheduler need Dask, which is not installed. pip install 'fpsim[lab]', "
+            "or give workers=1, or an executor of concurrent.futures."
+        ) from None
+    return distributed
+
+
+@contextmanager
+def _local_cluster(workers: int, resources: Mapping[str, float] | None, memory_limit: str | int) -> Iterator[str]:
+    distributed = _distributed()
+    import dask
+
+    settings = {
+        "distributed.scheduler.allowed-failures": 0,  # the driver counts deaths, and says so
+        "distributed.worker.memory.pause": False,  # a cell that leaves memory behind would stop its worker for good
+        "distributed.worker.memory.spill": False,
+        "distributed.worker.memory.target": False,
+        "distributed.admin.log-length": 0,
+        "distributed.nanny.environ": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+    }
+    with (
+        dask.config.set(settings),
+        distributed.LocalCluster(
+            n_workers=workers,
+            threads_per_worker=1,
+            host="127.0.0.1",
+            dashboard_address="127.0.0.1:0",  # None means 8787, which another sweep may have
+            memory_limit=memory_limit,
+            resources=dict(resources or {}),
+            silence_logs="CRITICAL",
+        ) as cluster,
+    ):
+        yield cluster.scheduler_address
+
+
+@contextmanager
+def _client(address: str, resources: Mapping[str, float] | None, timeout: float) -> Iterator[Engine]:
+    distributed = _distributed()
+    try:
+        client = distributed.Client(address, timeout=timeout, set_as_default=False)
+    except (OSError, TimeoutError) as error:
+        raise ConnectionError(
+            f"No Dask scheduler answered at {address} within {timeout:g} s ({type(error).__name__}). "
+            f"Start one with `dask scheduler`, or give a higher engine_timeout."
+        ) from None
+    with client:
+        try:
+            client.wait_for_workers(1, timeout=timeout)
+        except TimeoutError:
+            raise ConnectionError(
+                f"The scheduler at {address} had no worker within {timeout:g} s. "
+                f"Start some with `dask worker {address} --nthreads 1`, or give a higher engine_timeout."
+            ) from None
+        options = {"resources": dict(resources)} if resources else {}
+        with client.get_executor(pure=False, retries=0, **options) as executor:
+            yield Engine(
+                address,
+                executor,
+                lambda: max(1, sum(client.nthreads().values())),
+                (distributed.KilledWorker, BrokenExecutor),
+            )

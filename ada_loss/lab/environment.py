@@ -1,0 +1,53 @@
+"""Where and with what a sweep was run: versions, machine, git commit, command."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+__all__ = ["environment"]
+
+PACKAGES = ("fpsim", "torch", "numpy", "numba", "distributed")
+
+
+def environment() -> dict[str, Any]:
+    """Plain words and numbers, ready for JSON.
+
+    >>> environment()["python"] == platform.python_version()
+    True
+    """
+    words = {"command": " ".join(sys.argv), "python": platform.python_version(), "system": platform.platform()}
+    return {**words, "processor": _processor(), "git": _commit(), "versions": {p: _version(p) for p in PACKAGES}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Of the folder the command was started in, with "+" where files were changed."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

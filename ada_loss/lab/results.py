@@ -1,0 +1,192 @@
+"""What a sweep gave: its ledger as tables, over seeds."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ada_loss.lab.cells import label
+from ada_loss.lab.files import csv_bytes
+from ada_loss.lab.store import Ledger
+
+__all__ = ["Results", "Table"]
+
+AXES = ("task", "format", "rounding", "scaling", "seed")
+
+
+class Results:
+    """The cells of a sweep's folder as they are now; opening it changes nothing.
+
+    Raises FileNotFoundError where there is no ledger.
+    """
+
+    def __init__(self, out: str | os.PathLike[str]) -> None:
+        self.out = Path(out)
+        with Ledger(self.out / "ledger.sqlite", readonly=True) as ledger:
+            self.cells, self.sessions, self.counts = ledger.rows(), ledger.sessions(), ledger.counts()
+
+    def __repr__(self) -> str:
+        words = ", ".join(f"{count} {state}" for state, count in self.counts.items() if count)
+        return f"Results({str(self.out)!r}: {words or 'no cells'})"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A flat row for each cell that is done: its configuration, its metrics, seconds, skipped, underflow."""
+        found = []
+        for cell in self.cells:
+            if cell["state"] == "done":
+                config = cell["config"]
+                row = {"id": cell["id"], **{axis: label(config[axis]) for axis in AXES if axis != "seed"}}
+                row |= {"seed": config["seed"], **config["options"], **cell["metrics"]}
+                row |= {"diverged": bool(cell["diverged"])}
+                found.append(row | {name: cell[name] for name in ("skipped", "underflow", "seconds")})
+        return found
+
+    def failures(self) -> list[dict[str, Any]]:
+        """The cells that failed, with "error" and "traceback"."""
+        return [cell for cell in self.cells if cell["state"] == "failed"]
+
+    def to_frame(self) -> Any:
+        """`rows` as a pandas.DataFrame."""
+        import pandas
+
+        return pandas.DataFrame(self.rows())
+
+    @property
+    def metric(self) -> str:
+        """The first metric of the task: what tables show unless told otherwise."""
+        for cell in self.cells:
+            if cell["metrics"]:
+                return next(iter(cell["metrics"]))
+        raise ValueError(f"{self!r} holds no metric yet. Run the sweep, then come back.")
+
+    def best(self, metric: str | None = None, *, largest: bool = True) -> dict[str, Any]:
+        """The row with the best value of a metric; not-a-number is never best."""
+        name = metric or self.metric
+        rows = [row for row in self.rows() if not math.isnan(row.get(name, math.nan))]
+        if not rows:
+            raise ValueError(f"No cell of {self!r} has a number for the metric {name!r}. Known: {self.metric}.")
+        return (max if largest else min)(rows, key=lambda row: row[name])
+
+    def table(
+        self,
+        rows: str = "format",
+        columns: str = "scaling",
+        metric: str | None = None,
+        where: Mapping[str, Any] | None = None,
+    ) -> Table:
+        """Mean and standard deviation of a metric over the seeds.
+
+        rows, columns: "task", "format", "rounding", "scaling", "seed", or an option of the training. where: only cells
+        with these values, {"rounding": "stochastic"}. Raises ValueError for what no cell has, and where cells that
+        differ in something else would be averaged.
+        """
+        where = where or {}
+        found = [row for row in self.rows() if all(str(row.get(k)) == label(v) for k, v in where.items())]
+        name = metric or self.metric
+        for axis in (rows, columns, name):
+            if found and axis not in set().union(*found):
+                known = ", ".join(dict.fromkeys(key for row in found for key in row))
+                raise ValueError(f"Unknown column {axis!r}. Known: {known}.")
+        for axis in (*AXES[:-1], *dict.fromkeys(key for cell in self.cells for key in cell["config"]["options"])):
+            values = list(dict.fromkeys(str(row.get(axis)) for row in found))
+            if axis not in (rows, columns) and len(values) > 1:
+                raise ValueError(
+                    f"The cells differ in {axis} ({', '.join(values)}) too, and a mean over those says nothing. "
+                    f"Choose one with where={{{axis!r}: {values[0]!r}}}, or make it the rows or the columns."
+                )
+        places: dict[tuple[str, str], list[float]] = {}
+        for row in found:
+            value = row.get(name)
+            places.setdefault((str(row[rows]), str(row[columns])), []).append(math.nan if value is None else value)
+        down, across = ([*dict.fromkeys(place[i] for place in places)] for i in (0, 1))
+        return Table(rows, columns, name, down, across, places)
+
+    def telemetry(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
+        """The arrays of a cell's file; see `ada_loss.lab.cells.telemetry`."""
+        with np.load(self.out / "telemetry" / f"{cell}.npz") as arrays:
+            return dict(arrays)
+
+
+class Table:
+    """A metric by two columns: means, standard deviations, and how many cells they are of."""
+
+    def __init__(
+        self,
+        rows: str,
+        columns: str,
+        metric: str,
+        down: Sequence[str],
+        across: Sequence[str],
+        places: dict[tuple[str, str], list[float]],
+    ) -> None:
+        self.rows, self.columns, self.metric = rows, columns, metric
+        self.down, self.across, self.places = list(down), list(across), places
+
+    def mean(self, row: str, column: str) -> float:
+        """NaN where a cell is NaN, or where there is none."""
+        values = self.places.get((row, column))
+        return statistics.fmean(values) if values else math.nan
+
+    def deviation(self, row: str, column: str) -> float:
+        """The standard deviation of the sample; NaN for less than two cells."""
+        values = self.places.get((row, column), [])
+        return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
+
+    def text(self, row: str, column: str, plus_minus: str = " ± ") -> str:
+        """A place in words: fractions in %, "-" where nothing is."""
+        if (row, column) not in self.places:
+            return "-"
+        factor, digits = (100, 1) if self.is_share else (1, 4)
+        mean, deviation = self.mean(row, column), self.deviation(row, column)
+        words = f"{factor * mean:.{digits}f}" if math.isfinite(mean) else str(mean)
+        return words if math.isnan(deviation) else f"{words}{plus_minus}{factor * deviation:.{digits}f}"
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the metric is shown in %."""
+        return self.metric in ("accuracy", "underflow")
+
+    @property
+    def title(self) -> str:
+        return f"{self.metric} in %" if self.is_share else self.metric
+
+    def __str__(self) -> str:
+        return self.to_markdown()
+
+    def to_markdown(self) -> str:
+        lines = [f"| {self.rows} \\ {self.columns} | " + " | ".join(self.across) + " |"]
+        lines.append("|---" + "|---:" * len(self.across) + "|")
+        for row in self.down:
+            lines.append(f"| {row} | " + " | ".join(self.text(row, column) for column in self.across) + " |")
+        return "\n".join(lines) + "\n"
+
+    def to_latex(self) -> str:
+        """A tabular with the rules of booktabs."""
+        lines = [rf"\begin{{tabular}}{{l{'r' * len(self.across)}}}", r"\toprule"]
+        lines.append(" & ".join(["", *map(_latex, self.across)]) + r" \\")
+        lines.append(r"\midrule")
+        for row in self.down:
+            places = (self.text(row, column, r" $\pm$ ") for column in self.across)
+            lines.append(" & ".join([_latex(row), *places]) + r" \\")
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+    def to_csv(self) -> str:
+        """A line for each place: row, column, mean, standard deviation, cells; fractions between 0 and 1."""
+        names = (self.rows, self.columns, f"{self.metric} mean", f"{self.metric} deviation", "cells")
+        lines = [
+            dict(zip(names, (row, column, self.mean(row, column), self.deviation(row, column), len(values))))
+            for (row, column), values in self.places.items()
+        ]
+        return csv_bytes(lines, names).decode()
+
+
+def _latex(text: str) -> str:
+    for plain, safe in (("\\", r"\textbackslash{}"), ("_", r"\_"), ("%", r"\%"), ("&", r"\&"), ("#", r"\#")):
+        text = text.replace(plain, safe)
+    return text

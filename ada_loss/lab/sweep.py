@@ -1,0 +1,271 @@
+"""The sweep: plan cells, run those that are not done, keep what they give."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from tqdm.auto import tqdm
+
+from ada_loss.lab.cells import Cell, MakeTask, plan, run_cell
+from ada_loss.lab.engines import Engine, open_engine
+from ada_loss.lab.environment import environment
+from ada_loss.lab.files import write_atomically
+from ada_loss.lab.limits import GRACE, TimeLimit, time_limit
+from ada_loss.lab.results import Results
+from ada_loss.lab.store import CannotWrite, Ledger
+from ada_loss.lab.tasks import find_task
+
+__all__ = ["SweepStopped", "resume", "sweep"]
+
+MOST_DEATHS = 3
+
+
+class SweepStopped(RuntimeError):
+    """A sweep that could not go on. What was done is kept."""
+
+
+def sweep(
+    task: str | MakeTask,
+    formats: Sequence[Any],
+    scaling: Sequence[str | float] = ("none",),
+    *,
+    roundings: Sequence[str] = ("nearest_even",),
+    seeds: int | Sequence[int] = 1,
+    task_options: Mapping[str, Any] | None = None,
+    workers: int = 1,
+    engine: str | Executor | None = None,
+    out: str | os.PathLike[str] = "runs/sweep",
+    time_limit: float | None = None,
+    memory_limit: str | int = "auto",
+    resources: Mapping[str, float] | None = None,
+    engine_timeout: float = 30,
+    retry_failed: bool = False,
+    show_progress: bool = True,
+) -> Results:
+    """Train the task once for each format, scaling method, rounding and seed, and give what came out.
+
+    Run it again to go on where it was stopped: cells that are done in `out` are not run again, those that failed only
+    with `retry_failed`. A cell is its configuration: what differs in anything is another cell. A training that diverges
+    is a result; one that raises, hangs or kills its worker is a failure, and the others go on.
+
+    task: a name, "module:function", or a function from a seed to a Task. formats: names, or mappings with the fields
+    of `fpsim.Policy`. scaling: see `make_scaling`. seeds: how many, or which. task_options: those of `train`.
+    engine: "here" (for one worker), "local" (processes of this machine), "tcp://..." (a Dask scheduler), or an
+    executor; see `open_engine`, also for memory_limit and resources. time_limit: seconds of one cell.
+    Raises ValueError and TypeError before any work for what cannot be, SweepStopped where it cannot go on.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ValueError(f"workers={workers!r} computes nothing. Possible: 1 or more.")
+    cells = plan(task, formats, scaling, roundings=roundings, seeds=seeds, options=task_options)
+    engine = engine or ("here" if workers == 1 and time_limit is None else "local")
+    options = {"resources": resources, "memory_limit": memory_limit, "timeout": engine_timeout}
+    function = None if isinstance(task, str) else task
+    _run(Path(out), cells, function, engine, workers, options, time_limit, retry_failed, show_progress)
+    return Results(out)
+
+
+def resume(
+    out: str | os.PathLike[str],
+    *,
+    workers: int = 1,
+    engine: str | Executor | None = None,
+    time_limit: float | None = None,
+    memory_limit: str | int = "auto",
+    resources: Mapping[str, float] | None = None,
+    engine_timeout: float = 30,
+    retry_failed: bool = False,
+    show_progress: bool = True,
+) -> Results:
+    """Go on with all cells of a ledger that are not done, and give what came out.
+
+    Raises ValueError where a task is a function that was passed to `sweep`: only that call knows it.
+    """
+    with Ledger(Path(out) / "ledger.sqlite", readonly=True) as ledger:
+        cells = [Cell(row["config"]) for row in ledger.rows()]
+    for name in {cell.config["task"] for cell in cells}:
+        if "@" in name:
+            raise ValueError(
+                f"The task {name!r} is a function of a notebook or a script. A ledger knows it by name only. "
+                f"Call sweep(...) again with the same arguments."
+            )
+        find_task(name)
+    engine = engine or ("here" if workers == 1 and time_limit is None else "local")
+    options = {"resources": resources, "memory_limit": memory_limit, "timeout": engine_timeout}
+    _run(Path(out), cells, None, engine, workers, options, time_limit, retry_failed, show_progress)
+    return Results(out)
+
+
+def _work(
+    config: Mapping[str, Any], make_task: MakeTask | None, seconds: float | None, end_process: bool
+) -> tuple[dict[str, Any], bytes, str]:
+    """What a worker does. An exception of the cell is an answer: its traceback is not lost on the way."""
+    try:
+        with time_limit(seconds, end_process=end_process):
+            return (*run_cell(config, make_task), "")
+    except Exception as error:
+        words = str(error) if isinstance(error, TimeLimit) else f"{type(error).__name__}: {error}"
+        return {"error": words}, b"", traceback.format_exc()
+
+
+def _run(
+    out: Path,
+    cells: Sequence[Cell],
+    make_task: MakeTask | None,
+    engine: str | Executor,
+    workers: int,
+    engine_options: Mapping[str, Any],
+    seconds: float | None,
+    retry_failed: bool,
+    show_progress: bool,
+) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(out / "ledger.lock", timeout=0)  # the system lets go of it when the process dies, however it dies
+    try:
+        lock.acquire()
+    except Timeout:
+        raise SweepStopped(
+            f"Another process is sweeping into {out}. One driver at a time writes a ledger. "
+            f"Wait for it, or give another out=."
+        ) from None
+    try:
+        with Ledger(out / "ledger.sqlite") as ledger:
+            todo = _prepare(ledger, out, cells, retry_failed)
+            if todo:
+                with open_engine(engine, workers, **engine_options) as opened:
+                    ledger.add_session({**environment(), "engine": opened.name})
+                    driver = _Driver(ledger, out, opened, make_task, seconds)
+                    driver.run(todo, len(cells), show_progress)
+    except (OSError, CannotWrite) as error:
+        if isinstance(error, ConnectionError):
+            raise
+        raise SweepStopped(
+            f"The sweep stopped, for {out} cannot be written: {error}. What was done is kept. "
+            f"Make room, or see to the folder, and run the same again."
+        ) from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"Interrupted. What was done is kept in {out}: run the same again to go on.") from None
+    finally:
+        lock.release()
+
+
+def _prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool) -> list[Cell]:
+    """Plan the cells, release those that a dead driver left running or whose files are damaged; give what is to do."""
+    for leftover in out.glob("telemetry/.*.tmp"):
+        leftover.unlink()
+    ledger.add((cell.id, cell.config) for cell in cells)
+    states = ledger.states()
+    again = [cell for cell, (state, _) in states.items() if state == "running"]
+    damaged = [cell for cell, (state, size) in states.items() if state == "done" and _size(out, cell) != size]
+    for cell in damaged:
+        tqdm.write(f"The telemetry of cell {cell} is missing or damaged: it will be run again.")
+    retried = [cell for cell, (state, _) in states.items() if retry_failed and state == "failed"]
+    ledger.release([*again, *damaged, *retried])
+    states = ledger.states()
+    return [cell for cell in cells if states[cell.id][0] == "planned"]
+
+
+def telemetry_path(out: Path, cell: str) -> Path:
+    return out / "telemetry" / f"{cell}.npz"
+
+
+def _size(out: Path, cell: str) -> int | None:
+    try:
+        return telemetry_path(out, cell).stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+class _Driver:
+    """One run of the loop: as many cells under way as there are slots; only this process writes."""
+
+    def __init__(
+        self, ledger: Ledger, out: Path, engine: Engine, make_task: MakeTask | None, seconds: float | None
+    ) -> None:
+        self.ledger, self.out, self.engine, self.make_task, self.seconds = ledger, out, engine, make_task, seconds
+        self.running: dict[Future[Any], tuple[Cell, float]] = {}
+        self.deaths: Counter[str] = Counter()
+        self.best, self._best = "", math.nan
+
+    def run(self, todo: Sequence[Cell], total: int, show_progress: bool) -> None:
+        waiting = deque(todo)
+        with tqdm(total=total, initial=total - len(todo), unit="cell", disable=not show_progress) as bar:
+            try:
+                while waiting or self.running:
+                    while waiting and len(self.running) < self.engine.slots():
+                        self._submit(waiting.popleft())
+                    finished, _ = wait(self.running, timeout=1, return_when=FIRST_COMPLETED)
+                    for future in finished:
+                        cell, started = self.running.pop(future)
+                        if self._settle(cell, future, time.monotonic() - started):
+                            bar.update()
+                            bar.set_postfix_str(self.best, refresh=False)
+                        else:
+                            waiting.appendleft(cell)
+            finally:  # Ctrl-C, a full disk: what ran is to be run again
+                for future in self.running:
+                    future.cancel()
+                self._try_to_release()
+
+    def _submit(self, cell: Cell) -> None:
+        self.ledger.start(cell.id)
+        try:
+            submit: Callable[..., Future[Any]] = self.engine.executor.submit
+            future = submit(_work, cell.config, self.make_task, self.seconds, self.engine.own_processes)
+        except RuntimeError as error:
+            raise SweepStopped(
+                f"The executor takes no more work: {error}. What was done is kept. "
+                f"Run the same again; engine='local' replaces workers that die."
+            ) from error
+        self.running[future] = cell, time.monotonic()
+
+    def _settle(self, cell: Cell, future: Future[Any], seconds: float) -> bool:
+        """Write down what became of a cell; False where it has to run again."""
+        try:
+            result, telemetry, trace = future.result()
+        except self.engine.worker_died:
+            return self._bury(cell, seconds)
+        except CancelledError as error:
+            raise SweepStopped(
+                f"The scheduler of {self.engine.name} is gone. What was done is kept. Start it and run the same again."
+            ) from error
+        if trace:
+            self.ledger.fail(cell.id, result["error"], trace)
+            return True
+        write_atomically(telemetry_path(self.out, cell.id), telemetry)
+        self.ledger.finish(cell.id, {**result, "telemetry_bytes": len(telemetry)})
+        self._compare(cell, result)
+        return True
+
+    def _bury(self, cell: Cell, seconds: float) -> bool:
+        self.deaths[cell.id] += 1
+        if self.seconds is not None and seconds >= self.seconds + GRACE / 2:
+            self.ledger.fail(cell.id, f"It did not end by its time limit of {self.seconds:g} s: its worker was ended.")
+            return True
+        if self.deaths[cell.id] < MOST_DEATHS:
+            return False
+        self.ledger.fail(
+            cell.id,
+            f"The worker that ran it died {MOST_DEATHS} times, for instance for lack of memory or by a crash. "
+            f"Try it with engine='here', or with more memory.",
+        )
+        return True
+
+    def _compare(self, cell: Cell, result: Mapping[str, Any]) -> None:
+        for name, value in list(result["metrics"].items())[:1]:
+            if not self._best >= value:
+                self._best, self.best = value, f"best: {cell} {name} {value:.4g}"
+
+    def _try_to_release(self) -> None:
+        try:
+            self.ledger.release([cell.id for cell, _ in self.running.values()])
+        except CannotWrite:
+            return  # the disk is full: the next driver finds them running, and releases them

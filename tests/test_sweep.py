@@ -1,0 +1,328 @@
+"""The sweep: what it gives, and the faults it survives. Every process here is a real one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import sweep_tasks
+
+from ada_loss.lab.engines import open_engine
+from ada_loss.lab.limits import TimeLimit, time_limit
+from ada_loss.lab.results import Results
+from ada_loss.lab.store import Ledger
+from ada_loss.lab.sweep import SweepStopped, resume, sweep
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["ada_loss.lab.sweep"])
+
+
+def small(out: Path, task: Any = "sweep_tasks:tiny", **options: Any) -> Results:
+    arguments = {"formats": ["e5m2"], "scaling": ["none"], "seeds": 4, "task_options": {"epochs": 1}}
+    return sweep(task, **{**arguments, **options}, out=out, show_progress=False)  # type: ignore[arg-type]
+
+
+def in_a_process(out: Path, **options: Any) -> Any:
+    process = PROCESSES.Process(target=small, args=(out,), kwargs=options)
+    process.start()
+    return process
+
+
+def wait_until(holds: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
+
+
+def done(out: Path) -> dict[str, float]:
+    """{id: when it was finished} of the cells that are done."""
+    try:
+        with Ledger(out / "ledger.sqlite", readonly=True) as ledger:
+            return {row["id"]: row["finished"] for row in ledger.rows("done")}
+    except (FileNotFoundError, ValueError, sqlite3.OperationalError):  # not yet there, or not yet complete
+        return {}
+
+
+def outcomes(results: Results) -> dict[str, Any]:
+    return {row["id"]: (row["accuracy"], results.telemetry(row["id"])["losses"].tolist()) for row in results.rows()}
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[str]:
+    """The address of two workers, for all tests that need no cluster of their own."""
+    with open_engine("local", 2) as engine:
+        yield engine.name
+
+
+def test_a_sweep_gives_a_row_for_each_cell_and_runs_none_twice(tmp_path: Path) -> None:
+    results = small(tmp_path, formats=["fp16", "e5m2"], scaling=["none", 8])
+    assert len(results.rows()) == 2 * 2 * 4
+    before = done(tmp_path)
+    assert outcomes(small(tmp_path, formats=["fp16", "e5m2"], scaling=["none", 8])) == outcomes(results)
+    assert done(tmp_path) == before
+    more = small(tmp_path, formats=["fp16", "e5m2"], scaling=["none", 8], task_options={"epochs": 2})
+    assert len(more.rows()) == 32
+    assert before.items() < done(tmp_path).items()
+
+
+def test_every_engine_gives_equal_results(tmp_path: Path, local: str) -> None:
+    expected = outcomes(small(tmp_path / "here", "digits", seeds=2))
+    assert outcomes(small(tmp_path / "cluster", "digits", seeds=2, engine=local)) == expected
+    with ThreadPoolExecutor(2) as threads:
+        assert outcomes(small(tmp_path / "threads", "digits", seeds=2, engine=threads)) == expected
+    with ProcessPoolExecutor(2, mp_context=PROCESSES) as processes:
+        assert outcomes(small(tmp_path / "processes", "digits", seeds=2, engine=processes)) == expected
+
+
+def test_a_scheduler_started_by_hand_gives_equal_results(tmp_path: Path) -> None:
+    file = tmp_path / "scheduler.json"
+    common = ["--scheduler-file", str(file), "--no-dashboard"]
+    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0", *common]
+    worker = [sys.executable, "-m", "distributed.cli.dask_worker", "--nworkers", "2", "--nthreads", "1", *common]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with contextlib.ExitStack() as stack:
+        for line in (command, worker):
+            process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            wait_until(file.exists)
+        address = json.loads(file.read_text())["address"]
+        expected = outcomes(small(tmp_path / "here"))
+        assert outcomes(small(tmp_path / "cluster", engine=address, engine_timeout=60)) == expected
+
+
+def test_a_function_of_a_notebook_is_a_task(tmp_path: Path, local: str) -> None:
+    def mine(seed: int) -> Any:
+        import sweep_tasks
+
+        return sweep_tasks.tiny(seed)
+
+    results = small(tmp_path, mine, engine=local)
+    assert len(results.rows()) == 4
+    assert small(tmp_path, mine).counts["done"] == 4
+    with pytest.raises(ValueError, match=r"Call sweep\(\.\.\.\) again"):
+        resume(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["here", "cluster"])
+def test_a_cell_that_raises_is_reported_and_the_others_go_on(tmp_path: Path, where: str, local: str) -> None:
+    engine = {"here": "here", "cluster": local}[where]
+    results = small(tmp_path, "sweep_tasks:raises", engine=engine)
+    assert results.counts == {"planned": 0, "running": 0, "done": 3, "failed": 1}
+    (failure,) = results.failures()
+    assert failure["error"] == "RuntimeError: seed 1 is not to be had"
+    assert "sweep_tasks.py" in failure["traceback"]
+    again = small(tmp_path, "sweep_tasks:raises", engine=engine)
+    assert again.failures()[0]["attempts"] == 1
+    again = small(tmp_path, "sweep_tasks:raises", engine=engine, retry_failed=True)
+    assert again.failures()[0]["attempts"] == 2
+    assert again.counts["done"] == 3
+
+
+def test_a_diverged_run_is_a_result(tmp_path: Path) -> None:
+    results = small(tmp_path, "sweep_tasks:diverges")
+    assert results.counts["done"] == 4
+    assert all(row["diverged"] for row in results.rows())
+
+
+def test_a_driver_that_is_killed_twenty_times_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    moments = random.Random(0)
+    options = {"task": "sweep_tasks:slow", "seeds": 60}
+    expected = outcomes(small(tmp_path / "undisturbed", "sweep_tasks:tiny", seeds=60))
+    out, known = tmp_path / "killed", {}
+    for _ in range(20):
+        process = in_a_process(out, **options)
+        time.sleep(moments.uniform(0, 2.5))  # the first cell takes some 1.5 s, the others 0.15 s
+        process.kill()
+        process.join()
+        now = done(out)
+        assert known.items() <= now.items()  # what was done stays, and is not done again
+        known = now
+    assert 0 < len(known) < 60
+    results = small(out, **options)
+    assert known.items() <= done(out).items()
+    assert results.counts == {"planned": 0, "running": 0, "done": 60, "failed": 0}
+    by_seed = [sorted(o.values(), key=str) for o in (outcomes(results), expected)]
+    assert by_seed[0] == by_seed[1]
+    assert len(list((out / "telemetry").iterdir())) == 60  # with dotfiles: nothing half-written is left
+
+
+def test_killing_a_driver_ends_its_workers_and_its_cells_are_run_again(tmp_path: Path) -> None:
+    options = {"task": "sweep_tasks:slow", "seeds": 40, "workers": 2}
+    process = in_a_process(tmp_path, **options)
+    wait_until(lambda: len(done(tmp_path)) >= 3)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.join()
+    wait_until(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers))
+    known = done(tmp_path)
+    assert 3 <= len(known) < 40
+    results = small(tmp_path, **{**options, "workers": 1})
+    assert results.counts["done"] == 40
+    assert known.items() <= done(tmp_path).items()
+
+
+def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    process = in_a_process(tmp_path, task="sweep_tasks:slow", seeds=40, workers=2)
+    wait_until(lambda: len(done(tmp_path)) >= 3)
+    workers = [c for c in psutil.Process(process.pid).children(True) if "spawn_main" in " ".join(c.cmdline())]
+    assert len(workers) == 2
+    workers[0].kill()
+    process.join(120)
+    assert process.exitcode == 0
+    results = Results(tmp_path)
+    assert results.counts == {"planned": 0, "running": 0, "done": 40, "failed": 0}
+    assert sorted(cell["attempts"] for cell in results.cells)[-2:] in ([1, 1], [1, 2])
+
+
+def test_a_cell_that_kills_its_worker_is_isolated(tmp_path: Path, local: str) -> None:
+    results = small(tmp_path, "sweep_tasks:kills_its_worker", engine=local)
+    assert results.counts == {"planned": 0, "running": 0, "done": 3, "failed": 1}
+    (failure,) = results.failures()
+    assert failure["config"]["seed"] == 1
+    assert failure["attempts"] == 3
+    assert "died 3 times" in failure["error"]
+
+
+def test_a_cell_whose_worker_died_once_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWEEP_TEST_MARK", str(tmp_path))
+    results = small(tmp_path / "out", "sweep_tasks:kills_its_worker_once", workers=2)
+    assert results.counts["done"] == 4
+    assert [cell["attempts"] for cell in results.cells] == [1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("task", ["hangs_in_python", "hangs_in_c"])
+def test_a_cell_that_hangs_ends_by_its_time_limit(tmp_path: Path, local: str, task: str) -> None:
+    results = small(tmp_path, f"sweep_tasks:{task}", engine=local, time_limit=2)
+    assert results.counts == {"planned": 0, "running": 0, "done": 3, "failed": 1}
+    assert "time limit of 2 s" in results.failures()[0]["error"]
+
+
+def test_a_time_limit_interrupts_and_leaves_what_ends_in_time_alone() -> None:
+    with pytest.raises(TimeLimit, match=r"time limit of 0\.05 s"), time_limit(0.05):
+        sweep_tasks.hangs_in_python(1)
+    for _ in range(200):
+        with time_limit(0.001):
+            pass
+    time.sleep(0.01)
+
+
+def test_a_cell_that_eats_memory_is_isolated(tmp_path: Path) -> None:
+    results = small(tmp_path, "sweep_tasks:eats_memory", workers=2, memory_limit="1200 MiB", time_limit=100)
+    assert results.counts == {"planned": 0, "running": 0, "done": 3, "failed": 1}
+    assert "lack of memory" in results.failures()[0]["error"]
+
+
+def test_a_second_driver_is_refused(tmp_path: Path) -> None:
+    process = in_a_process(tmp_path, task="sweep_tasks:slow", seeds=40)
+    wait_until(lambda: done(tmp_path))
+    with pytest.raises(SweepStopped, match="Another process is sweeping into"):
+        small(tmp_path, "sweep_tasks:slow", seeds=40)
+    process.kill()
+    process.join()
+    assert small(tmp_path, "sweep_tasks:slow", seeds=10).counts["done"] >= 10
+
+
+def with_small_files(limit: int, out: Path, **options: Any) -> None:
+    """A disk that is full beyond a size of each file: what a write there says is like ENOSPC, and real."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        small(out, **options)
+    except SweepStopped as error:
+        (out.parent / "says").write_text(str(error))
+        sys.exit(7)
+
+
+@pytest.mark.parametrize("limit", [600, 40_000, 70_000, 90_000], ids=str)
+def test_a_full_disk_is_a_clear_error_and_the_ledger_opens(tmp_path: Path, limit: int) -> None:
+    out = tmp_path / "out"
+    process = PROCESSES.Process(target=with_small_files, args=(limit, out), kwargs={"seeds": 60})
+    process.start()
+    process.join()
+    assert process.exitcode == 7
+    assert "cannot be written" in (tmp_path / "says").read_text()
+    known = done(out)
+    assert small(out, seeds=60).counts["done"] == 60
+    assert known.items() <= done(out).items()
+
+
+def test_a_truncated_file_is_reported_and_its_cell_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = outcomes(small(tmp_path))
+    first, second, *_ = (tmp_path / "telemetry").iterdir()
+    first.write_bytes(first.read_bytes()[:-5])
+    second.unlink()
+    results = small(tmp_path)
+    assert outcomes(results) == expected
+    said = capsys.readouterr()
+    for path in (first, second):
+        assert f"The telemetry of cell {path.stem} is missing or damaged" in said.out + said.err
+    assert sorted(cell["attempts"] for cell in results.cells) == [1, 1, 2, 2]
+
+
+def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
+    code = f"import test_sweep; test_sweep.small({str(tmp_path)!r}, 'sweep_tasks:slow', seeds=60, workers=2)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", f"if __name__ == '__main__':\n    {code}"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    wait_until(lambda: len(done(tmp_path)) >= 3)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the driver and to its workers
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode in (130, -signal.SIGINT)
+    assert said.strip().endswith(f"Interrupted. What was done is kept in {tmp_path}: run the same again to go on.")
+    with Ledger(tmp_path / "ledger.sqlite", readonly=True) as ledger:
+        assert ledger.counts()["running"] == 0
+    assert small(tmp_path, "sweep_tasks:slow", seeds=60).counts["done"] == 60
+
+
+def test_a_scheduler_that_does_not_answer_is_said_with_how_long_it_was_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError, match=r"No Dask scheduler answered at tcp://127.0.0.1:9 within 2 s"):
+        small(tmp_path, engine="tcp://127.0.0.1:9", engine_timeout=2)
+    assert small(tmp_path).counts["done"] == 4
+
+
+def test_bad_arguments_are_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+    for options in ({"workers": 0}, {"formats": ["fp61"]}, {"seeds": 0}, {"task_options": {"epoch": 1}}):
+        with pytest.raises(ValueError, match=r"Possible|Known|Give"):
+            small(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=r"Unknown engine 'slurm'\. Possible: here, local, tcp"):
+        small(tmp_path / "out", engine="slurm")
+
+
+def test_resume_goes_on_with_every_cell_of_the_ledger(tmp_path: Path) -> None:
+    results = small(tmp_path)
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.release([results.cells[2]["id"]])
+    assert outcomes(resume(tmp_path, show_progress=False)) == outcomes(results)
+    with pytest.raises(FileNotFoundError, match="There is no ledger"):
+        resume(tmp_path / "elsewhere")
+
+
+def test_the_engine_costs_less_than_fifty_milliseconds_a_cell(tmp_path: Path, local: str) -> None:
+    small(tmp_path / "warm", engine=local)
+    start = time.perf_counter()
+    small(tmp_path / "here", seeds=range(100, 150))
+    middle = time.perf_counter()
+    small(tmp_path / "cluster", seeds=range(100, 150), engine=local)
+    end = time.perf_counter()
+    # two workers: without any overhead the cluster would need half of the time
+    assert (end - middle) - (middle - start) / 2 < 50 * 0.05 + 1  # and a second to connect
