@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fpsim import ops
 from fpsim.ops import RoundingSpec
+from fpsim.statistics import lost_between
 
 __all__ = ["COLUMNS", "Recorder"]
 
@@ -52,16 +54,14 @@ class Recorder:
     ) -> None:
         """What `AdaLossScaled` calls, before the gradient is rounded."""
         key = torch.tensor(step)  # stochastic rounding: noise of its own, so that the training's stays as it is
-        finite, nonzero = gradient.isfinite(), gradient != 0
-        count, alive = finite.numel(), nonzero.sum().double()
         at_scale, unscaled = (ops._rounded(gradient, spec, key, scale) for scale in (log2_scale, None))
-        limit = torch.ldexp(torch.full_like(chosen[0], spec.fmt.largest), -log2_scale[0])
-        lost = finite & (~at_scale.isfinite() | (gradient.abs() > limit))
-        shares = [(count - alive) / max(count, 1)]
-        shares += [(nonzero & (rounded == 0)).sum() / alive.clamp(min=1) for rounded in (at_scale, unscaled)]
-        shares += [lost.sum() / max(count, 1)]
+        count = gradient.numel()
+        zeros, underflow, overflow = lost_between(gradient, at_scale, spec.fmt.largest, log2_scale).double()
+        underflow_unscaled = lost_between(gradient, unscaled, math.inf, log2_scale)[1].double()
+        alive = (count - zeros).clamp(min=1)
+        shares = [zeros / max(count, 1), underflow / alive, underflow_unscaled / alive, overflow / max(count, 1)]
         self._labels.append((step, site, role, str(spec), count))
-        self._numbers.append(torch.cat([chosen, torch.stack(shares).double()]))
+        self._numbers.append(torch.cat([chosen, torch.stack(shares)]))
 
     def __len__(self) -> int:
         return len(self._labels)

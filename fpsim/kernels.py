@@ -268,6 +268,41 @@ def tally_loop(size: int) -> Callable[..., None]:
     return loop  # type: ignore[no-any-return]
 
 
+@cache
+def lost_loop(size: int) -> Callable[..., None]:
+    """Count what `n` numbers of `size` bytes at `src` lost when they became those at `dst`.
+
+    Adds to three int64 at `counts`: zeros before; other numbers that became zero; finite ones that did not stay so, or
+    whose magnitude is above `limit`. By bit patterns, which vectorise.
+    """
+    uint, floating = (np.uint32, np.float32) if size == 4 else (np.uint64, np.float64)
+    container = rounding.BINARY32 if size == 4 else rounding.BINARY64
+    magnitude_mask = uint((1 << (8 * size - 1)) - 1)
+    zero, infinity = uint(0), uint(container.bits(float("inf")))
+
+    @njit(nogil=True)
+    def loop(src, dst, n, limit, counts):  # type: ignore[no-untyped-def]
+        x = carray(_pointer(src), (n,), uint)
+        r = carray(_pointer(dst), (n,), uint)
+        c = carray(_pointer(counts), (3,), np.int64)
+        scratch = np.full(1, limit, floating)
+        highest = scratch.view(uint)[0]
+        if np.float64(scratch[0]) > limit:
+            highest = uint(highest - uint(1))
+        zeros, underflow, overflow = 0, 0, 0
+        for i in range(n):
+            before, after = uint(x[i] & magnitude_mask), uint(r[i] & magnitude_mask)
+            zeros += before == zero
+            underflow += (before != zero) & (after == zero)
+            overflow += (before < infinity) & ((after >= infinity) | (before > highest))
+        c[0] += zeros
+        c[1] += underflow
+        c[2] += overflow
+
+    loop._cache = _Cache(loop.py_func, (size,))
+    return loop  # type: ignore[no-any-return]
+
+
 # What a pass over a tensor gathers: raw sums in a row of float64, one row for each part of the tensor.
 MOMENTS = (
     "count",

@@ -161,6 +161,38 @@ def tally(
     return sums.result()
 
 
+def lost_between(before: Tensor, after: Tensor, largest: float, log2_scale: Tensor) -> Tensor:
+    """What was lost when `before` was rounded to `after`, as three int64 on their device, nothing copied to the host.
+
+    Zeros before; other elements that became zero; elements that were finite and are not, or whose magnitude was above
+    `largest * 2**-log2_scale`, where a format that saturates loses them. before, after: same shape and floating dtype,
+    any strides. log2_scale: one integer on their device.
+
+    >>> x, r = torch.tensor([0.0, 1e-9, 1.0, 5.0]), torch.tensor([0.0, 0.0, 1.0, 4.0])
+    >>> lost_between(x, r, 4.0, torch.tensor([0])).tolist()
+    [1, 1, 1]
+    """
+    if before.device.type != "cpu":
+        return _lost_on_device(before, after, largest, log2_scale)
+    wide = torch.float64 if before.dtype is torch.float64 else torch.float32
+    x, r = (t.detach().to(wide).contiguous() for t in (before, after))
+    parts = ops.parts_of(x.numel())
+    counts = torch.zeros((len(parts), 3), dtype=torch.int64)
+    limit, size, row = math.ldexp(largest, -int(log2_scale)), x.element_size(), counts.data_ptr()
+    places = [(first * size, length, row + 24 * i) for i, (first, length) in enumerate(parts)]
+    calls = [(x.data_ptr() + at, r.data_ptr() + at, length, limit, to) for at, length, to in places]
+    ops.run_parts(kernels.lost_loop(size), calls, x, r, counts)
+    return counts.sum(0)
+
+
+def _lost_on_device(before: Tensor, after: Tensor, largest: float, log2_scale: Tensor) -> Tensor:
+    """The same as the CPU loop, in torch's own operations."""
+    magnitude, rounded = before.detach().abs().double(), after.detach().abs()
+    limit = torch.ldexp(torch.full_like(log2_scale, largest, dtype=torch.float64), -log2_scale)
+    overflow = magnitude.isfinite() & (~rounded.isfinite() | (magnitude > limit))
+    return torch.stack([m.sum() for m in (magnitude == 0, (magnitude != 0) & (rounded == 0), overflow)])
+
+
 class Recording:
     """Tallies per site and role of a model that runs; see `record`."""
 

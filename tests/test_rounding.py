@@ -266,7 +266,9 @@ def test_all_float32_agree_with_torch(name: str) -> None:
         x = torch.arange(start, start + step, dtype=torch.int64).to(torch.int32).view(torch.float32)
         expected, got = x.to(torch_cast(name)).float(), round_to(x, name)
         assert bool(((got == expected) | (got.isnan() & expected.isnan())).all()), start
-        assert torch.equal(got.signbit(), expected.signbit()), start
+        # torch's vectorised cast to bf16 turns every NaN negative; ours keeps its sign
+        signs = torch.where(x.isnan(), x, expected).signbit()
+        assert torch.equal(got.signbit(), signs), start
 
 
 @pytest.mark.parametrize("operation", ["add", "subtract", "multiply", "divide", "sqrt"])

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fpsim
-from fpsim.statistics import _Accumulator
+from fpsim.statistics import _Accumulator, _lost_on_device, lost_between
 
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2", "e2m1fn", "dlfloat16", "e4m3fnuz")
 
@@ -212,3 +212,31 @@ def test_recording_a_plain_or_a_recorded_model_is_refused() -> None:
         pass
     with pytest.raises(ValueError, match="every=0"), fpsim.record(model, every=0):
         pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_what_is_lost_at_a_scale_is_counted_as_by_hand(fmt: str, dtype: torch.dtype) -> None:
+    f, x = fpsim.as_format(fmt), samples(dtype)
+    for k in (-9, 0, 6):
+        scaled = torch.ldexp(x.double(), torch.tensor(k))
+        rounded = torch.ldexp(fpsim.round_to(scaled, fmt), torch.tensor(-k)).to(dtype)
+        expected = [0, 0, 0]
+        for before, after in zip(x.double().tolist(), rounded.double().tolist(), strict=True):
+            expected[0] += before == 0
+            expected[1] += before != 0 and after == 0
+            above = abs(before) > math.ldexp(f.largest, -k)
+            expected[2] += math.isfinite(before) and (above or not math.isfinite(after))
+        for count in (lost_between, _lost_on_device):
+            assert count(x, rounded, f.largest, torch.tensor([k])).tolist() == expected
+    assert expected[1] > 0 or f.exponent_bits == 8
+    assert expected[2] > 0
+
+
+def test_what_is_lost_between_threads_and_strides_is_the_same() -> None:
+    x = torch.randn(1500, 1400, generator=torch.Generator().manual_seed(0)) * 1e-4
+    rounded, scale = fpsim.round_to(x, "e5m2"), torch.tensor([0])
+    expected = [int((x == 0).sum()), int(((x != 0) & (rounded == 0)).sum()), 0]
+    assert lost_between(x, rounded, 57344.0, scale).tolist() == expected
+    assert lost_between(x.T, rounded.T, 57344.0, scale).tolist() == expected
+    assert lost_between(x[:0], rounded[:0], 57344.0, scale).tolist() == [0, 0, 0]
