@@ -332,16 +332,22 @@ print(next(line.split()[1] for line in Path("/proc/self/status").read_text().spl
 """
 
 
-def python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+def python(code: str, **environment: str) -> str:
+    command, variables = [sys.executable, "-c", code], {**os.environ, **environment}
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=variables).stdout.strip()
 
 
 def memory(report: Report, repeats: int) -> None:
-    """Peak resident memory of a process that trains three steps, one form over another."""
+    """Peak resident memory of a process that trains three steps, one form over another.
+
+    Tensors get memory of their own from the system, so that the peak is that of what is in use: otherwise small ones
+    that live long keep holes open in the heap, which moves the peak by some 5 %, up or down, from run to run.
+    """
     folder = str(Path(__file__).parent)
 
     def peak(which: str, form: str) -> int:
-        return int(python(MEMORY.format(folder=folder, which=which, form=form)).splitlines()[-1])
+        code = MEMORY.format(folder=folder, which=which, form=form)
+        return int(python(code, MALLOC_MMAP_THRESHOLD_="131072").splitlines()[-1])
 
     for which in ("resnet20", "gpt2"):
         for title, form, base, goal in (
