@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ENGINES", "Engine", "open_engine"]
+__all__ = ["ENGINES", "Engine", "open_engine", "refuse_in_a_starting_worker"]
 
 ENGINES = ("here", "local", "tcp://HOST:PORT or tls://HOST:PORT", "a concurrent.futures.Executor")
 
@@ -37,6 +38,15 @@ class Here(Executor):
         return future
 
 
+def refuse_in_a_starting_worker() -> None:
+    """Raise RuntimeError in a process that multiprocessing has started and that still imports the script it is from."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # what multiprocessing itself asks
+        raise RuntimeError(
+            "A worker that is starting came to sweep(), for it imports the script that calls it. "
+            "Put the call below `if __name__ == '__main__':`."
+        )
+
+
 @contextmanager
 def open_engine(
     engine: str | Executor,
@@ -52,7 +62,8 @@ def open_engine(
     resources: what a cell needs of a Dask worker, {"GPU": 1}; local workers have it each. memory_limit: of one local
     worker ("4 GiB"), beyond which it is replaced; "auto" shares the machine's memory out, 0 is no limit.
     timeout: seconds to wait for a scheduler, and for its first worker.
-    Raises ConnectionError for a scheduler that does not answer or has no worker, ImportError without Dask.
+    Raises ConnectionError for a scheduler that does not answer or has no worker and for workers that do not start,
+    ImportError without Dask.
     """
     if isinstance(engine, Executor):
         slots = max(workers, getattr(engine, "_max_workers", 0) or 0)
@@ -93,19 +104,24 @@ def _local_cluster(workers: int, resources: Mapping[str, float] | None, memory_l
         "distributed.admin.log-length": 0,
         "distributed.nanny.environ": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
     }
-    with (
-        dask.config.set(settings),
-        distributed.LocalCluster(
-            n_workers=workers,
-            threads_per_worker=1,
-            host="127.0.0.1",
-            dashboard_address="127.0.0.1:0",  # None means 8787, which another sweep may have
-            memory_limit=memory_limit,
-            resources=dict(resources or {}),
-            silence_logs="CRITICAL",
-        ) as cluster,
-    ):
-        yield cluster.scheduler_address
+    with dask.config.set(settings):
+        try:
+            cluster = distributed.LocalCluster(
+                n_workers=workers,
+                threads_per_worker=1,
+                host="127.0.0.1",
+                dashboard_address="127.0.0.1:0",  # None means 8787, which another sweep may have
+                memory_limit=memory_limit,
+                resources=dict(resources or {}),
+                silence_logs="CRITICAL",
+            )
+        except RuntimeError as error:
+            raise ConnectionError(
+                f"The workers did not start ({error}) They import the file that was started. In a script, call sweep() "
+                f"below `if __name__ == '__main__':`; from standard input, give workers=1."
+            ) from None
+        with cluster:
+            yield cluster.scheduler_address
 
 
 @contextmanager
@@ -127,10 +143,13 @@ def _client(address: str, resources: Mapping[str, float] | None, timeout: float)
                 f"Start some with `dask worker {address} --nthreads 1`, or give a higher engine_timeout."
             ) from None
         options = {"resources": dict(resources)} if resources else {}
-        with client.get_executor(pure=False, retries=0, **options) as executor:
+        executor = client.get_executor(pure=False, retries=0, **options)
+        try:
             yield Engine(
                 address,
                 executor,
                 lambda: max(1, sum(client.nthreads().values())),
                 (distributed.KilledWorker, BrokenExecutor),
             )
+        finally:
+            executor.shutdown(wait=False)  # not its `with`: that waits for cells whose workers Ctrl-C has ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 import traceback
 from collections import Counter, deque
@@ -16,7 +17,7 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from ada_loss.lab.cells import Cell, MakeTask, plan, run_cell
-from ada_loss.lab.engines import Engine, open_engine
+from ada_loss.lab.engines import Engine, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.environment import environment
 from ada_loss.lab.files import write_atomically
 from ada_loss.lab.limits import GRACE, TimeLimit, time_limit
@@ -27,6 +28,7 @@ from ada_loss.lab.tasks import find_task
 __all__ = ["SweepStopped", "resume", "sweep"]
 
 MOST_DEATHS = 3
+ONE_AT_A_TIME = threading.Lock()  # torch's thread count and random numbers belong to the process, not to a thread
 
 
 class SweepStopped(RuntimeError):
@@ -109,7 +111,7 @@ def _work(
 ) -> tuple[dict[str, Any], bytes, str]:
     """What a worker does. An exception of the cell is an answer: its traceback is not lost on the way."""
     try:
-        with time_limit(seconds, end_process=end_process):
+        with ONE_AT_A_TIME, time_limit(seconds, end_process=end_process):
             return (*run_cell(config, make_task), "")
     except Exception as error:
         words = str(error) if isinstance(error, TimeLimit) else f"{type(error).__name__}: {error}"
@@ -127,6 +129,7 @@ def _run(
     retry_failed: bool,
     show_progress: bool,
 ) -> None:
+    refuse_in_a_starting_worker()
     out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / "ledger.lock", timeout=0)  # the system lets go of it when the process dies, however it dies
     try:
