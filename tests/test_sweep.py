@@ -300,7 +300,17 @@ def test_a_scheduler_that_does_not_answer_is_said_with_how_long_it_was_waited_fo
 
 
 def test_bad_arguments_are_refused_before_a_folder_is_made(tmp_path: Path) -> None:
-    for options in ({"workers": 0}, {"formats": ["fp61"]}, {"seeds": 0}, {"task_options": {"epoch": 1}}):
+    for options in (
+        {"workers": 0},
+        {"workers": True},
+        {"time_limit": 0},
+        {"time_limit": "1 min"},
+        {"engine_timeout": None},
+        {"resources": ["GPU"]},
+        {"formats": ["fp61"]},
+        {"seeds": 0},
+        {"task_options": {"epoch": 1}},
+    ):
         with pytest.raises(ValueError, match=r"Possible|Known|Give"):
             small(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()

@@ -65,8 +65,7 @@ def sweep(
     executor; see `open_engine`, also for memory_limit and resources. time_limit: seconds of one cell.
     Raises ValueError and TypeError before any work for what cannot be, SweepStopped where it cannot go on.
     """
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise ValueError(f"workers={workers!r} computes nothing. Possible: 1 or more.")
+    _check(workers, time_limit, engine_timeout, resources)
     cells = plan(task, formats, scaling, roundings=roundings, seeds=seeds, options=task_options)
     engine = engine or ("here" if workers == 1 and time_limit is None else "local")
     options = {"resources": resources, "memory_limit": memory_limit, "timeout": engine_timeout}
@@ -91,6 +90,7 @@ def resume(
 
     Raises ValueError where a task is a function that was passed to `sweep`: only that call knows it.
     """
+    _check(workers, time_limit, engine_timeout, resources)
     with Ledger(Path(out) / "ledger.sqlite", readonly=True) as ledger:
         cells = [Cell(row["config"]) for row in ledger.rows()]
     for name in {cell.config["task"] for cell in cells}:
@@ -104,6 +104,22 @@ def resume(
     options = {"resources": resources, "memory_limit": memory_limit, "timeout": engine_timeout}
     _run(Path(out), cells, None, engine, workers, options, time_limit, retry_failed, show_progress)
     return Results(out)
+
+
+def _check(workers: Any, time_limit: Any, engine_timeout: Any, resources: Any) -> None:
+    """What comes from a user and is not seen before cells run."""
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ValueError(f"workers={workers!r} computes nothing. Possible: 1 or more.")
+    for name, seconds in (("time_limit", time_limit), ("engine_timeout", engine_timeout)):
+        if name == "time_limit" and seconds is None:
+            continue
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+            raise ValueError(f"{name}={seconds!r} is impossible. Possible: seconds, above 0.")
+    if resources is not None and not (
+        isinstance(resources, Mapping)
+        and all(isinstance(k, str) and isinstance(v, int | float) and v > 0 for k, v in resources.items())
+    ):
+        raise ValueError(f"resources={resources!r} is impossible. Possible: what a cell takes, such as {{'GPU': 1}}.")
 
 
 def _work(
