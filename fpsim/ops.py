@@ -207,7 +207,7 @@ def parts_of(n: int) -> list[tuple[int, int]]:
     return [(first, min(per_thread, n - first)) for first in range(0, max(n, 1), max(per_thread, 1))]
 
 
-def run_parts(loop: Any, parts: Sequence[tuple[int, ...]], *kept_alive: Any) -> None:
+def run_parts(loop: Any, parts: Sequence[tuple[Any, ...]], *kept_alive: Any) -> None:
     """Call a compiled loop for each part, all but the first in the pool."""
     others = [_pool().submit(_run_part, loop, part, *kept_alive) for part in parts[1:]]
     loop(*parts[0])
