@@ -133,3 +133,11 @@ def test_a_diverged_training_is_a_result() -> None:
     result, _ = run_cell(cell.config)
     assert result["diverged"]
     assert "scale" in result["error"]
+
+
+def test_float32_is_trained_once_for_each_seed() -> None:
+    cells = plan("digits", ["fp32", "fp16"], [8, "torch"], roundings=["up", "down"], seeds=2)
+    found = [tuple(cell.config[name] for name in ("rounding", "scaling", "seed")) for cell in cells[:2]]
+    assert found == [("up", "none", 0), ("up", "none", 1)]
+    assert len(cells) == 2 + 2 * 2 * 2
+    assert all(cell.config["format"] == "fp16" for cell in cells[2:])

@@ -79,12 +79,14 @@ def plan(
 ) -> list[Cell]:
     """Every combination as a cell, formats first. All that cannot be is said here, before anything runs.
 
+    float32, what the others are compared with, is trained once for each seed: there is nothing to round or to scale.
+
     formats: names, or mappings with the fields of `fpsim.Policy`. options: those of `train`.
     Raises ValueError (TypeError for seeds that are no integers) for an unknown task, format, method, rounding or
     option, an empty grid, and combinations that are the same training.
 
-    >>> [str(cell) for cell in plan("digits", ["fp16"], ["none", "torch"], seeds=2)][1:3]
-    ['fp16 nearest_even none seed 1', 'fp16 nearest_even torch seed 0']
+    >>> [str(cell) for cell in plan("digits", ["fp32", "fp16"], ["none", "torch"])]
+    ['fp32 nearest_even none seed 0', 'fp16 nearest_even none seed 0', 'fp16 nearest_even torch seed 0']
     """
     seeds = _seeds(seeds)
     grid = {"formats": formats, "scaling": scaling, "roundings": roundings, "seeds": seeds}
@@ -102,6 +104,10 @@ def plan(
     methods = [_method(method) for method in scaling]
     cells = []
     for fmt, rounding, method, seed in itertools.product(canonical, roundings, methods, seeds):
+        if fmt == "fp32":
+            if rounding != roundings[0] or method != methods[0]:
+                continue
+            method = "none"
         words = {"task": task_name, "format": fmt, "rounding": rounding, "scaling": method, "seed": seed}
         cells.append(Cell({**words, "options": full}))
     _require_different(cells)
