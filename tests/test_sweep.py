@@ -299,6 +299,16 @@ def test_a_scheduler_that_does_not_answer_is_said_with_how_long_it_was_waited_fo
     assert small(tmp_path).counts["done"] == 4
 
 
+def test_cells_run_where_their_resources_are(tmp_path: Path, local: str) -> None:
+    with open_engine("local", 1, resources={"GPU": 1}) as engine:
+        results = small(tmp_path / "slots", engine=engine.name, resources={"GPU": 1})
+        assert results.counts["done"] == 4
+        with pytest.raises(ConnectionError, match=r"offered \{'GPU': 2\} within 1 s.*--resources GPU=2"):
+            small(tmp_path / "more", engine=engine.name, resources={"GPU": 2}, engine_timeout=1)
+    with pytest.raises(ConnectionError, match=r"No worker of .* offered \{'GPU': 1\} within 1 s"):
+        small(tmp_path / "none", engine=local, resources={"GPU": 1}, engine_timeout=1)
+
+
 def test_bad_arguments_are_refused_before_a_folder_is_made(tmp_path: Path) -> None:
     for options in (
         {"workers": 0},

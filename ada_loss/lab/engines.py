@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future
 from contextlib import contextmanager
@@ -62,7 +63,8 @@ def open_engine(
     resources: what a cell needs of a Dask worker, {"GPU": 1}; local workers have it each. memory_limit: of one local
     worker ("4 GiB"), beyond which it is replaced; "auto" shares the machine's memory out, 0 is no limit.
     timeout: seconds to wait for a scheduler, and for its first worker.
-    Raises ConnectionError for a scheduler that does not answer or has no worker and for workers that do not start,
+    Raises ConnectionError for a scheduler that does not answer, has no worker or none with the resources, and for
+    workers that do not start,
     ImportError without Dask.
     """
     if isinstance(engine, Executor):
@@ -143,6 +145,11 @@ def _client(address: str, resources: Mapping[str, float] | None, timeout: float)
                 f"Start some with `dask worker {address} --nthreads 1`, or give a higher engine_timeout."
             ) from None
         options = {"resources": dict(resources)} if resources else {}
+        if resources and not _offered(client, resources, timeout):
+            raise ConnectionError(
+                f"No worker of {address} offered {dict(resources)} within {timeout:g} s, so no cell could run. "
+                f"Start some with `dask worker {address} --resources {_words(resources)}`, or leave resources out."
+            )
         executor = client.get_executor(pure=False, retries=0, **options)
         try:
             yield Engine(
@@ -153,3 +160,19 @@ def _client(address: str, resources: Mapping[str, float] | None, timeout: float)
             )
         finally:
             executor.shutdown(wait=False)  # not its `with`: that waits for cells whose workers Ctrl-C has ended
+
+
+def _offered(client: Any, resources: Mapping[str, float], timeout: float) -> bool:
+    """Whether some worker has what a cell takes, by the end of a time."""
+    end = time.monotonic() + timeout
+    while True:
+        found = [worker["resources"] for worker in client.scheduler_info(n_workers=-1)["workers"].values()]
+        if any(all(has.get(name, 0) >= amount for name, amount in resources.items()) for has in found):
+            return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+
+
+def _words(resources: Mapping[str, float]) -> str:
+    return ",".join(f"{name}={amount:g}" for name, amount in resources.items())
