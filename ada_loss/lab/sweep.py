@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from ada_loss.lab.cells import Cell, MakeTask, plan, run_cell
-from ada_loss.lab.engines import Engine, open_engine, refuse_in_a_starting_worker
+from ada_loss.lab.engines import Engine, keep_freed_memory, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.environment import environment
 from ada_loss.lab.files import write_atomically
 from ada_loss.lab.limits import GRACE, TimeLimit, time_limit
@@ -126,6 +126,8 @@ def _work(
     config: Mapping[str, Any], make_task: MakeTask | None, seconds: float | None, end_process: bool
 ) -> tuple[dict[str, Any], bytes, str]:
     """What a worker does. An exception of the cell is an answer: its traceback is not lost on the way."""
+    if end_process:
+        keep_freed_memory()
     try:
         with ONE_AT_A_TIME, time_limit(seconds, end_process=end_process):
             return (*run_cell(config, make_task), "")
