@@ -6,6 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ada_loss.lab.results import Results
+    from ada_loss.lab.sweep import resume, sweep
     from ada_loss.layerwise import AdaLossScaled
     from ada_loss.record import Recorder
     from ada_loss.rules import LayerRule, LossRule, layer_rule, loss_rule, trajectory
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "ada_loss.lab.results": ("Results",),
+    "ada_loss.lab.sweep": ("resume", "sweep"),
     "ada_loss.layerwise": ("AdaLossScaled",),
     "ada_loss.record": ("Recorder",),
     "ada_loss.rules": ("LayerRule", "LossRule", "layer_rule", "loss_rule", "trajectory"),
@@ -49,9 +53,12 @@ __all__ = [
     "LayerRule",
     "LossRule",
     "Recorder",
+    "Results",
     "Updater",
     "layer_rule",
     "loss_rule",
+    "resume",
+    "sweep",
     "trajectory",
 ]
 

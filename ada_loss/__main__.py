@@ -1,133 +1,242 @@
-"""The command line: `python -m ada_loss digits`, `depth`, `scaling`."""
+"""The command line: `python -m ada_loss`, or `ada-loss` once it is installed."""
 
 from __future__ import annotations
 
-import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-DEFAULT_FORMATS = "fp32 fp16 bf16 cb16 e5m2 e4m3fn"
+try:
+    import typer
+except ImportError:
+    raise SystemExit("The command line needs more than the library: pip install 'fpsim[lab]'.") from None
 
-DEPTH = """Send one gradient back through deep ReLU networks whose layers make it grow or shrink, with every gradient
-scaling method, and compare what arrives at the first layer with float32. Prints a table: underflow (or how many
-gradients left the range) and the relative error of the first layer's weight gradient."""
+# Everything else is imported where it is used: --help and a mistyped option answer at once.
 
-SCALING = """Train a deep network on scikit-learn's digits with gradients in small formats, all else in float32, under
-every gradient scaling method: none, each constant power of two from 2 to 2^20, three systems' dynamic loss scales as
-they start by themselves, and adaptive scaling per layer. Prints the test accuracy, mean and standard deviation over
-the seeds. A step with a gradient that is not finite is skipped under all of them."""
+FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 1, 2, 3, 130
 
-DESCRIPTION = """Train a small residual network on scikit-learn's 1,797 handwritten digits in several number formats.
+app = typer.Typer(
+    name="ada-loss",
+    help="Compare number formats and gradient scaling methods in the training of neural networks.",
+    epilog="Exit codes: 0 all is well; 1 cells failed; 2 bad input; 3 a sweep could not go on; 130 interrupted.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
 
-Every tensor of the forward and the backward pass is rounded to the format (weights where they are used, activations,
-their gradients, weight gradients); float32 master weights, SGD with momentum, no loss scaling. Columns of the table:
-accuracy on the 450 test images, computed in the format; underflow, the share of non-zero gradients of activations that
-become zero when they are rounded (sampled at every fourth call); seconds of training."""
-
-
-def parser() -> argparse.ArgumentParser:
-    main = argparse.ArgumentParser(prog="python -m ada_loss", description="Compare number formats in training.")
-    commands = main.add_subparsers(dest="command", required=True)
-    digits = commands.add_parser(
-        "digits",
-        help="what each format does to the training of a small network on real images",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    digits.add_argument(
-        "--formats", nargs="+", default=DEFAULT_FORMATS.split(), metavar="FORMAT", help=f"default: {DEFAULT_FORMATS}"
-    )
-    digits.add_argument("--epochs", type=int, default=12, help="passes over the training images (12)")
-    digits.add_argument("--seed", type=int, default=0, help="of weights, order and noise (0)")
-    digits.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for digits.csv, .png and .svg")
-    digits.set_defaults(run=run_digits)
-    depth = commands.add_parser(
-        "depth",
-        help="what each scaling method saves of a gradient on its way through a deep network",
-        description=DEPTH,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    depth.add_argument("--out", type=Path, default=Path("runs/depth"), help="folder for depth.csv, .md, .png and .svg")
-    depth.set_defaults(run=run_depth)
-    scaling = commands.add_parser(
-        "scaling",
-        help="which scaling method saves the training of a deep network on real images",
-        description=SCALING,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    scaling.add_argument("--seeds", type=int, default=5, help="runs of each method (5)")
-    scaling.add_argument("--epochs", type=int, default=40, help="passes over the training images (40)")
-    scaling.add_argument("--workers", type=int, default=1, help="processes (1)")
-    scaling.add_argument("--methods", nargs="+", metavar="METHOD", help="none, numbers and names; default: all")
-    scaling.add_argument(
-        "--out", type=Path, default=Path("runs/scaling"), help="folder for scaling.csv, .md, .png, .svg"
-    )
-    scaling.set_defaults(run=run_scaling)
-    return main
+Out = Annotated[Path, typer.Argument(help="The folder of a sweep.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Workers = Annotated[int | None, typer.Option(help="Processes of this machine.", show_default="as the file says, or 1")]
+EngineName = Annotated[str | None, typer.Option(help="here, local, or a Dask scheduler's tcp://HOST:PORT.")]
+RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Run the cells again that failed.")]
+Seconds = Annotated[float | None, typer.Option(help="Seconds that one cell may take.", show_default="no limit")]
 
 
-def run_digits(options: argparse.Namespace) -> None:
-    from ada_loss.lab.compare import COLUMNS, compare, format_table
-    from ada_loss.lab.plots import plot_comparison
-    from ada_loss.lab.tasks import digits
-
-    results = compare(digits, options.formats, epochs=options.epochs, seed=options.seed)
-    print(format_table(results))
-    _write(options.out / "digits", results, COLUMNS, plot_comparison(results))
-
-
-def run_depth(options: argparse.Namespace) -> None:
-    import torch
-    from tqdm.auto import tqdm
-
-    from ada_loss.lab.depth import COLUMNS, GAINS, METHODS, depth_table, depth_trial
-    from ada_loss.lab.plots import plot_depth
-
-    torch.set_num_threads(1)
-    with tqdm(total=3 * len(GAINS) * len(METHODS), unit="backward") as bar:
-        rows = depth_trial(progress=bar.update)
-    print(depth_table(rows))
-    _write(options.out / "depth", rows, COLUMNS, plot_depth(rows), depth_table(rows))
-
-
-def run_scaling(options: argparse.Namespace) -> None:
-    from ada_loss.lab.methods import COLUMNS, METHODS, as_method, method_table, run_methods
-    from ada_loss.lab.plots import plot_methods
-
-    methods = METHODS if options.methods is None else [as_method(word) for word in options.methods]
-    rows = run_methods(methods=methods, seeds=options.seeds, epochs=options.epochs, workers=options.workers)
-    print(method_table(rows))
-    _write(options.out / "scaling", rows, COLUMNS, plot_methods(rows), method_table(rows))
-
-
-def _write(path: Path, rows: Sequence[dict[str, Any]], columns: Sequence[str], figure: Any, table: str = "") -> None:
-    """The rows as CSV, the table as Markdown, the figure as PNG and SVG: each whole or not at all."""
-    from ada_loss.lab.files import csv_bytes, write_atomically
-    from ada_loss.lab.plots import figure_bytes
-
-    files = {"csv": csv_bytes(rows, columns), "png": figure_bytes(figure, "png"), "svg": figure_bytes(figure, "svg")}
-    if table:
-        files["md"] = (table + "\n").encode()
-    for kind, content in files.items():
-        write_atomically(path.with_suffix(f".{kind}"), content)
-    print(f"Written: {', '.join(str(path.with_suffix(f'.{kind}')) for kind in files)}")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
-    for name in ("epochs", "seeds", "workers"):
-        if getattr(options, name, 1) < 1:
-            print(f"--{name} {getattr(options, name)} trains nothing. Possible: 1 or more.", file=sys.stderr)
-            return 2
+@contextmanager
+def _said_in_words() -> Iterator[None]:
+    """What is wrong is one line on stderr and an exit code; a traceback is for what is wrong with this library."""
     try:
-        options.run(options)  # imports after the options, so that --help and a mistyped one answer at once
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+        yield
+    except (ValueError, TypeError, FileNotFoundError, ConnectionError, ImportError) as error:
+        _say(error)
+        raise typer.Exit(BAD_INPUT) from None
+    except KeyboardInterrupt as error:
+        _say(error or "Interrupted.")
+        raise typer.Exit(INTERRUPTED) from None
+    except RuntimeError as error:
+        if type(error).__name__ != "SweepStopped":
+            raise
+        _say(error)
+        raise typer.Exit(STOPPED) from None
+
+
+def _say(words: object) -> None:
+    print(words, file=sys.stderr)
+
+
+@app.command()
+def sweep(
+    config: Annotated[str, typer.Argument(help="A YAML file, or the name of a sweep that comes along (digits).")],
+    out: Annotated[Path | None, typer.Option(help="The folder to keep everything in.")] = None,
+    workers: Workers = None,
+    engine: EngineName = None,
+    seeds: Annotated[int | None, typer.Option(help="How many seeds each training is run with.")] = None,
+    time_limit: Seconds = None,
+    retry_failed: RetryFailed = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train every combination of formats, scaling methods and seeds that a file names; report what came out.
+
+    Run it again to go on where it was stopped. An option given here wins over the file.
+    """
+    with _said_in_words():
+        from ada_loss.lab.config import read_sweep
+        from ada_loss.lab.sweep import sweep as run
+
+        given = {"workers": workers, "engine": engine, "seeds": seeds, "time_limit": time_limit}
+        given |= {"out": None if out is None else str(out), "retry_failed": retry_failed or None}
+        arguments = read_sweep(config) | {name: value for name, value in given.items() if value is not None}
+        _finish(run(**arguments), as_json)
+
+
+@app.command()
+def resume(
+    out: Out,
+    workers: Workers = None,
+    engine: EngineName = None,
+    time_limit: Seconds = None,
+    retry_failed: RetryFailed = False,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a sweep that was stopped, from its folder alone."""
+    with _said_in_words():
+        from ada_loss.lab.sweep import resume as run
+
+        options: dict[str, Any] = {"engine": engine, "time_limit": time_limit, "retry_failed": retry_failed}
+        _finish(run(out, workers=1 if workers is None else workers, **options), as_json)
+
+
+def _finish(results: Any, as_json: bool) -> None:
+    """Print the tables, write the report, say which cells failed."""
+    report = results.report()
+    if as_json:
+        print(json.dumps({"out": str(results.out), "report": str(report), "counts": results.counts}))
+    else:
+        for table in results.tables():
+            print(f"{table.title}\n{table}")
+        for cell in results.failures():
+            print(f"failed: {cell['id']}: {cell['error']}")
+        print(f"Report: {report}")
+    if results.counts["failed"]:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def status(out: Out, as_json: AsJson = False) -> None:
+    """How far a sweep is. Safe while it runs."""
+    with _said_in_words():
+        from ada_loss.lab.store import Ledger  # not Results: no torch, so it answers at once
+
+        with Ledger(out / "ledger.sqlite", readonly=True) as ledger:
+            counts, seconds, failed = ledger.counts(), ledger.seconds(), ledger.rows("failed")
+    total = sum(counts.values())
+    if as_json:
+        failures = [{"id": cell["id"], "error": cell["error"]} for cell in failed]
+        print(json.dumps({"out": str(out), "cells": total, **counts, "seconds": seconds, "failures": failures}))
+        return
+    words = ", ".join(f"{count} {state}" for state, count in counts.items())
+    print(f"{total} cells: {words}; {seconds:.1f} s of training")
+    for cell in failed:
+        print(f"failed: {cell['id']}: {cell['error']}")
+
+
+@app.command()
+def table(
+    out: Out,
+    rows: Annotated[str, typer.Option(help="What goes down: format, scaling, rounding, seed, an option.")] = "format",
+    columns: Annotated[str, typer.Option(help="What goes across.")] = "scaling",
+    metric: Annotated[
+        str | None, typer.Option(help="accuracy, underflow, ...", show_default="the task's first")
+    ] = None,
+    where: Annotated[list[str] | None, typer.Option(help="Only these cells: rounding=stochastic. Repeatable.")] = None,
+    to: Annotated[str, typer.Option(help="markdown, latex, csv or json.")] = "markdown",
+) -> None:
+    """Mean and standard deviation over the seeds, as a table."""
+    with _said_in_words():
+        from ada_loss.lab.results import Results
+
+        chosen = dict(_pair(word) for word in where or [])
+        found = Results(out).table(rows, columns, metric, chosen)
+        print(found.to(to), end="")
+
+
+def _pair(word: str) -> tuple[str, str]:
+    name, equals, value = word.partition("=")
+    if not equals:
+        raise ValueError(f"--where came as {word!r}. Possible: NAME=VALUE. Take rounding=stochastic, for instance.")
+    return name, value
+
+
+@app.command()
+def report(
+    out: Out,
+    to: Annotated[Path | None, typer.Option(help="The HTML file to write.", show_default="report.html there")] = None,
+    question: Annotated[
+        str | None, typer.Option(help="What the sweep was to answer, for the head of the page.")
+    ] = None,
+) -> None:
+    """One HTML file with the tables, the pictures and every cell; it needs no network."""
+    with _said_in_words():
+        from ada_loss.lab.results import Results
+
+        print(Results(out).report(to, question=question))
+
+
+@app.command()
+def formats(as_json: AsJson = False) -> None:
+    """The catalogue of number formats."""
+    from fpsim import CATALOGUE
+
+    names = ("bits", "exponent_bits", "mantissa_bits", "largest", "smallest_normal", "smallest", "epsilon")
+    rows = [{"name": key, **{name: getattr(fmt, name) for name in names}} for key, fmt in CATALOGUE.items()]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    head = ["name", *(name.replace("_", " ") for name in names)]
+    lines = [head, *([str(row["name"]), *(f"{row[name]:.6g}" for name in names)] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        print("  ".join(word.ljust(width) for word, width in zip(line, widths)).rstrip())
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="A task's name, or 'module:function' that makes a model or a task.")],
+    fmt: Annotated[str, typer.Option("--format", help="The format for all roles.")] = "fp16",
+    as_json: AsJson = False,
+) -> None:
+    """What rounds to what in a model: its modules, and for a task every site of one training step."""
+    with _said_in_words():
+        from ada_loss.lab.describe import describe
+
+        found = describe(model, fmt)
+    print(json.dumps(found.as_dict()) if as_json else found)
+
+
+@app.command()
+def depth(
+    out: Annotated[Path, typer.Option(help="The folder for depth.csv, .md, .png and .svg.")] = Path("runs/depth"),
+) -> None:
+    """Send a gradient through deep ReLU networks whose layers make it grow or shrink, under every scaling method.
+
+    Prints underflow, or how many gradients left the range, and the relative error of the first layer's weight gradient
+    against float32.
+    """
+    with _said_in_words():
+        import torch
+        from tqdm.auto import tqdm
+
+        from ada_loss.lab.depth import COLUMNS, GAINS, METHODS, depth_table, depth_trial
+        from ada_loss.lab.files import csv_bytes, write_atomically
+        from ada_loss.lab.plots import figure_bytes, plot_depth
+
+        torch.set_num_threads(1)
+        with tqdm(total=3 * len(GAINS) * len(METHODS), unit="backward") as bar:
+            rows = depth_trial(progress=bar.update)
+        figure = plot_depth(rows)
+        files = {"csv": csv_bytes(rows, COLUMNS), "md": (depth_table(rows) + "\n").encode()}
+        files |= {kind: figure_bytes(figure, kind) for kind in ("png", "svg")}
+        for kind, content in files.items():
+            write_atomically(out / f"depth.{kind}", content)
+        print(depth_table(rows))
+        print(f"Written: {', '.join(str(out / f'depth.{kind}') for kind in files)}")
+
+
+def main() -> None:
+    app(prog_name="ada-loss")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -81,6 +81,17 @@ def machine() -> dict[str, Any]:
     }
 
 
+def save(report: Report, target: Path) -> None:
+    """Write the rows with the machine and the command, whole or not at all, and say how many goals were missed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_suffix(".tmp")
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    temporary.write_text(json.dumps({"machine": machine(), "command": command, "rows": report.rows}, indent=1) + "\n")
+    os.replace(temporary, target)
+    missed = [row for row in report.rows if row["met"] is False]
+    print(f"\n{len(missed)} of {sum(row['goal'] is not None for row in report.rows)} goals missed. Saved {target}.")
+
+
 # Rounding
 
 
@@ -396,14 +407,7 @@ def main() -> None:
         if options.only is None or name in options.only:
             section()
     about = machine()
-    target = options.out or RESULTS / f"{about['gpu'] or about['cpu']}.json".replace(" ", "-").lower()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_suffix(".tmp")
-    command = " ".join(["python", "benchmarks/report.py", *sys.argv[1:]])
-    temporary.write_text(json.dumps({"machine": about, "command": command, "rows": report.rows}, indent=1) + "\n")
-    os.replace(temporary, target)
-    missed = [row for row in report.rows if row["met"] is False]
-    print(f"\n{len(missed)} of {sum(row['goal'] is not None for row in report.rows)} goals missed. Saved {target}.")
+    save(report, options.out or RESULTS / f"{about['gpu'] or about['cpu']}.json".replace(" ", "-").lower())
 
 
 if __name__ == "__main__":

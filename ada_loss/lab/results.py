@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import statistics
@@ -105,7 +106,78 @@ class Results:
             value = row.get(name)
             places.setdefault((str(row[rows]), str(row[columns])), []).append(math.nan if value is None else value)
         down, across = ([*dict.fromkeys(place[i] for place in places)] for i in (0, 1))
-        return Table(rows, columns, name, down, across, places)
+        return Table(rows, columns, name, down, across, places, {k: label(v) for k, v in where.items()})
+
+    def tables(self, metric: str | None = None) -> list[Table]:
+        """`table` of formats and scaling methods, one for each combination of what else the cells differ in."""
+        found = self.rows()
+        if not found:
+            return []
+        others = [*AXES[:1], "rounding", *dict.fromkeys(k for cell in self.cells for k in cell["config"]["options"])]
+        varying = [axis for axis in others if len({str(row.get(axis)) for row in found}) > 1]
+        groups = dict.fromkeys(tuple((axis, str(row.get(axis))) for axis in varying) for row in found)
+        return [self.table(metric=metric, where=dict(group)) for group in groups]
+
+    def plot_accuracy(self, metric: str | None = None, where: Mapping[str, Any] | None = None) -> Any:
+        """A metric, the task's first unless named, by format and scaling method: each seed, mean and deviation."""
+        from ada_loss.lab.sweep_plots import plot_table
+
+        table = self.table(metric=metric, where=where)
+        baseline = [v for (fmt, _), values in table.places.items() if fmt == "fp32" for v in values]
+        places = {place: values for place, values in table.places.items() if place[0] != "fp32"}
+        factor = 100.0 if table.is_share else 1.0
+        return plot_table(places or table.places, table.title, factor, baseline if places else ())
+
+    def plot_underflow(self, cell: str | None = None, role: str = "error") -> Any:
+        """Where one training lost gradients, by site and step. cell: its id; the one that lost most, unless named.
+
+        Raises ValueError where nothing was recorded; give the sweep task_options={"record_every": n}.
+        """
+        from ada_loss.lab.sweep_plots import plot_heat
+
+        known = {row["id"]: row for row in self.rows()}
+        if cell is None:
+            lossy = [row for row in known.values() if row["underflow"]]
+            cell = max(lossy, key=lambda row: row["underflow"])["id"] if lossy else "with underflow"
+        if cell not in known:
+            raise ValueError(f"There is no cell {cell!r}. Known: {', '.join(known) or 'none yet'}.")
+        arrays = self.telemetry(cell)
+        if "history.steps" not in arrays:
+            raise ValueError(f"The cell {cell} recorded no sites. Give the sweep task_options={{'record_every': 4}}.")
+        chosen = np.flatnonzero(arrays["sites.role"] == role)[:: -1 if role in ("error", "weight_grad") else 1]
+        lost, nonzero = (
+            np.diff(arrays[f"history.{name}"][:, chosen], axis=0, prepend=0) for name in ("underflow", "nonzero")
+        )
+        with np.errstate(invalid="ignore"):
+            shares = np.where(nonzero > 0, lost / nonzero, np.nan)
+        row = known[cell]
+        title = f"{row['format']} {row['rounding']}, {row['scaling']}, seed {row['seed']}"
+        sites = [str(site) for site in arrays["sites.site"][chosen]]
+        return plot_heat(arrays["history.steps"].tolist(), sites, shares, title)
+
+    def plot_scales(self, where: Mapping[str, Any] | None = None) -> Any:
+        """The loss scale over the steps, a line for each format and method, of the first seed."""
+        from ada_loss.lab.plots import plot_scales
+
+        wanted = {name: label(value) for name, value in (where or {}).items()}
+        rows = [row for row in self.rows() if all(str(row.get(k)) == v for k, v in wanted.items())]
+        first: dict[str, Any] = {}
+        for row in rows:
+            first.setdefault(f"{row['format']} {row['scaling']}", self.telemetry(row["id"])["scales"])
+        scaled = {name: scales for name, scales in first.items() if len(scales) and (scales != 1).any()}
+        if not scaled:
+            raise ValueError(f"No cell of {self!r} scaled its loss. Give the sweep a method that does: 'torch'.")
+        return plot_scales(scaled)
+
+    def report(self, path: str | os.PathLike[str] | None = None, question: str | None = None) -> Path:
+        """Write one HTML file with the tables, the pictures and every cell; gives its path.
+
+        path: report.html in the sweep's folder, unless named. question: what the sweep was to answer, for the head.
+        Raises ValueError for a ledger without cells.
+        """
+        from ada_loss.lab.report import write_report
+
+        return write_report(self, Path(path) if path is not None else self.out / "report.html", question)
 
     def telemetry(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
         """The arrays of a cell's file; see `ada_loss.lab.cells.telemetry`."""
@@ -124,8 +196,9 @@ class Table:
         down: Sequence[str],
         across: Sequence[str],
         places: dict[tuple[str, str], list[float]],
+        where: Mapping[str, str] | None = None,
     ) -> None:
-        self.rows, self.columns, self.metric = rows, columns, metric
+        self.rows, self.columns, self.metric, self.where = rows, columns, metric, dict(where or {})
         self.down, self.across, self.places = list(down), list(across), places
 
     def mean(self, row: str, column: str) -> float:
@@ -154,7 +227,28 @@ class Table:
 
     @property
     def title(self) -> str:
-        return f"{self.metric} in %" if self.is_share else self.metric
+        words = f"{self.metric} in %" if self.is_share else self.metric
+        return ", ".join([words, *(f"{name} {value}" for name, value in self.where.items())])
+
+    def to(self, kind: str) -> str:
+        """As "markdown", "latex", "csv" or "json"."""
+        writers = {"markdown": self.to_markdown, "latex": self.to_latex, "csv": self.to_csv, "json": self.to_json}
+        if kind not in writers:
+            raise ValueError(f"Unknown kind of table {kind!r}. Possible: {', '.join(writers)}.")
+        return writers[kind]()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """A line for each place: row, column, mean, standard deviation, cells; fractions between 0 and 1."""
+        names = (self.rows, self.columns, f"{self.metric} mean", f"{self.metric} deviation", "cells")
+        return [
+            dict(zip(names, (row, column, self.mean(row, column), self.deviation(row, column), len(values))))
+            for (row, column), values in self.places.items()
+        ]
+
+    def to_json(self) -> str:
+        """`lines`; null for what is no number, which JSON does not have."""
+        known = [{k: None if v != v else v for k, v in line.items()} for line in self.lines()]
+        return json.dumps(known) + "\n"
 
     def __str__(self) -> str:
         return self.to_markdown()
@@ -177,13 +271,9 @@ class Table:
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
     def to_csv(self) -> str:
-        """A line for each place: row, column, mean, standard deviation, cells; fractions between 0 and 1."""
-        names = (self.rows, self.columns, f"{self.metric} mean", f"{self.metric} deviation", "cells")
-        lines = [
-            dict(zip(names, (row, column, self.mean(row, column), self.deviation(row, column), len(values))))
-            for (row, column), values in self.places.items()
-        ]
-        return csv_bytes(lines, names).decode()
+        """`lines` as the content of a CSV file."""
+        lines = self.lines()
+        return csv_bytes(lines, list(lines[0]) if lines else []).decode()
 
 
 def _latex(text: str) -> str:

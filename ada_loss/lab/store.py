@@ -144,6 +144,12 @@ class Ledger:
         found = dict(self._sql.execute("SELECT state, count(*) FROM cells GROUP BY state").fetchall())
         return {state: found.get(state, 0) for state in STATES}
 
+    def seconds(self) -> float:
+        """Of training, in all cells that are done."""
+        return float(
+            self._sql.execute("SELECT coalesce(sum(seconds), 0) FROM cells WHERE state = 'done'").fetchone()[0]
+        )
+
     def states(self) -> dict[str, tuple[str, int | None]]:
         """{id: (state, size of its telemetry)}."""
         return {row[0]: (row[1], row[2]) for row in self._sql.execute("SELECT id, state, telemetry_bytes FROM cells")}

@@ -1,0 +1,67 @@
+"""A sweep in a file: YAML whose keys are the arguments of `sweep`."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError
+
+from ada_loss.lab.sweep import sweep
+
+__all__ = ["SHIPPED", "read_sweep"]
+
+SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent / "sweeps").glob("*.yaml"))}
+KEYS = [name for name in inspect.signature(sweep).parameters if name != "show_progress"]
+REQUIRED = ("task", "formats")
+
+
+def read_sweep(name: str | Path) -> dict[str, Any]:
+    """The arguments for `sweep` that a file holds, or a sweep that comes with the library, by its name.
+
+    YAML 1.2: `1e-3` is a number, `off` and `none` are words, a key that comes twice is an error. What the values may be
+    is said by `sweep`. Raises FileNotFoundError without such a file, ValueError for what is no YAML, a key that `sweep`
+    does not know, and one that is missing.
+
+    >>> read_sweep("digits")["task"]
+    'digits'
+    """
+    path = Path(name)
+    if not path.is_file():
+        if str(name) not in SHIPPED:
+            near = difflib.get_close_matches(str(name), SHIPPED, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise FileNotFoundError(
+                f"There is no file {str(name)!r}.{hint} Possible: the path of a YAML file, or one of the sweeps that "
+                f"come with the library: {', '.join(SHIPPED)}."
+            )
+        path = SHIPPED[str(name)]
+    try:
+        content = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    except (MarkedYAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML: {_one_line(error)}. Write `key: value` lines.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {_kind(content)}. It must hold `key: value` lines: {', '.join(KEYS)}.")
+    for key in content:
+        if key not in KEYS:
+            near = difflib.get_close_matches(str(key), KEYS, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{path}: unknown key {key}.{hint} Known: {', '.join(KEYS)}.")
+    for key in REQUIRED:
+        if key not in content:
+            raise ValueError(f"{path}: the key {key} is missing. A sweep needs {' and '.join(REQUIRED)}.")
+    return content
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, MarkedYAMLError):
+        where = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        return f"{error.problem}{where}"
+    return str(error)
+
+
+def _kind(content: Any) -> str:
+    return "nothing" if content is None else f"a {type(content).__name__}"

@@ -1,0 +1,92 @@
+"""What rounds to what in a model, before anything is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import fpsim
+from ada_loss.lab.tasks import TASKS, Task, find_task
+from fpsim.policy import FormatLike
+
+__all__ = ["Description", "describe"]
+
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Description:
+    """modules: what each rounds to, by role. sites: for a task, the tallies of every site of one training step."""
+
+    modules: list[dict[str, str]]
+    sites: list[dict[str, Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"modules": self.modules, "sites": self.sites}
+
+    def __str__(self) -> str:
+        words = _columns(self.modules, list(self.modules[0]))
+        if not self.sites:
+            return words
+        rows = [
+            {
+                **{name: str(row[name]) for name in ("site", "role", "format")},
+                "elements": str(row["count"]),
+                "underflow": f"{row['underflow'] / max(row['nonzero'], 1):.2%}",
+                "overflow": f"{row['overflow'] / max(row['count'], 1):.2%}",
+            }
+            for row in self.sites
+        ]
+        head = f"The sites of one step of {BATCH} samples, forward and backward:"
+        return f"{words}\n\n{head}\n{_columns(rows, list(rows[0]))}"
+
+
+def describe(name: str, fmt: FormatLike = "fp16") -> Description:
+    """Quantise what a name means, a task or "module:function" that gives a task or a model, and look inside.
+
+    A function of a model is called without arguments, one of a task with the seed 0. Raises ValueError for an unknown
+    name, TypeError for what is neither a task nor a model.
+
+    >>> found = describe("digits", "e5m2")
+    >>> found.modules[1]["module"], found.modules[1]["error"]
+    ('stem', 'e5m2 nearest_even')
+    >>> [row["site"] for row in found.sites if row["role"] == "weight"][0]
+    'stem:weight'
+    """
+    function = find_task(name)
+    made = function(0) if name in TASKS else _call(name, function)
+    if not isinstance(made, Task | nn.Module):
+        raise TypeError(f"{name} gave a {type(made).__name__}. Possible: a torch.nn.Module, or a Task of ada_loss.lab.")
+    model = fpsim.quantize(made.model if isinstance(made, Task) else made, fmt)
+    modules = [{**row._asdict()} for row in fpsim.summary(model)]
+    return Description(modules, _sites(made, model) if isinstance(made, Task) else [])
+
+
+def _call(name: str, function: Any) -> Any:
+    """A task takes a seed; what makes a model, mostly nothing."""
+    import inspect
+
+    try:
+        required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    except (TypeError, ValueError):
+        required = []
+    wanted = [p for p in required if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if len(wanted) > 1:
+        raise ValueError(f"{name} needs {len(wanted)} arguments. Possible: a function of a seed, or of nothing.")
+    return function(0) if wanted else function()
+
+
+def _sites(task: Task, model: nn.Module) -> list[dict[str, Any]]:
+    x, y = (t[:BATCH] for t in task.train)
+    with torch.random.fork_rng(devices=[]), fpsim.record(model) as record:
+        task.loss(model(x), y).backward()
+    return record.rows()
+
+
+def _columns(rows: list[dict[str, str]], names: list[str]) -> str:
+    widths = [max(len(name), *(len(str(row[name])) for row in rows)) for name in names]
+    lines = [names, ["-" * width for width in widths], *([str(row[name]) for name in names] for row in rows)]
+    return "\n".join("  ".join(word.ljust(w) for word, w in zip(line, widths)).rstrip() for line in lines)

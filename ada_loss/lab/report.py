@@ -1,0 +1,201 @@
+"""The report of a sweep: one HTML file with everything in it, for a browser without a network."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ada_loss.lab.cells import label
+from ada_loss.lab.files import write_atomically
+from ada_loss.lab.plots import figure_bytes
+
+__all__ = ["write_report"]
+
+MOST_CURVES = 500  # cells whose curves are drawn: a curve takes 2 kB
+POINTS = 120
+WIDTH, HEIGHT = 300, 84
+
+
+def write_report(results: Any, path: Path, question: str | None = None) -> Path:
+    """Write the report of a sweep's `Results`, whole or not at all; gives its path.
+
+    Raises ValueError where the ledger holds no cell.
+    """
+    if not results.cells:
+        raise ValueError(f"{results!r} has nothing to report. Run the sweep first.")
+    environment = Environment(
+        loader=PackageLoader("ada_loss.lab", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    rows = {row["id"]: row for row in results.rows()}
+    cells = [_cell(results, cell, rows.get(cell["id"]), i < MOST_CURVES) for i, cell in enumerate(results.cells)]
+    content = environment.get_template("report.html.j2").render(
+        title=f"Sweep of {', '.join(dict.fromkeys(cell['config']['task'] for cell in results.cells))}",
+        question=question or _question(results),
+        counts=results.counts,
+        diverged=sum(row["diverged"] for row in rows.values()),
+        seconds=sum(row["seconds"] or 0 for row in rows.values()),
+        tables=_tables(results),
+        pictures=_pictures(results),
+        columns=_columns(rows.values()),
+        cells=cells,
+        without_curves=max(len(cells) - MOST_CURVES, 0),
+        sessions=[_session(session) for session in results.sessions],
+        written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+    write_atomically(path, content.encode())
+    return path
+
+
+def _question(results: Any) -> str:
+    """What was compared, in words made from the configurations."""
+    configs = [cell["config"] for cell in results.cells]
+    found = {
+        axis: [*dict.fromkeys(label(config[axis]) for config in configs)] for axis in configs[0] if axis != "options"
+    }
+    words = f"What do the formats {_list(found['format'])} do to the training of {_list(found['task'])}"
+    if found["scaling"] != ["none"]:
+        words += f" under the scaling methods {_list(found['scaling'])}"
+    words += f"? Rounded {_list([r.replace('_', ' ') for r in found['rounding']])}; "
+    return words + f"{len(configs)} trainings with {len(found['seed'])} seed{'s' * (len(found['seed']) > 1)}."
+
+
+def _list(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _tables(results: Any) -> list[dict[str, Any]]:
+    if not any(cell["metrics"] for cell in results.cells):
+        return []
+    metrics = [results.metric, *(["underflow"] if any(row["underflow"] for row in results.rows()) else [])]
+    found = []
+    for metric in metrics:
+        for table in results.tables(metric):
+            lines = []
+            for row in table.down:
+                means = {column: table.mean(row, column) for column in table.across}
+                known = [mean for mean in means.values() if math.isfinite(mean)]
+                best = (min if metric in ("underflow", "loss") else max)(known, default=math.nan)
+                texts = [(table.text(row, column), means[column] == best) for column in table.across]
+                alone = len({text for text, is_best in texts if is_best}) == sum(is_best for _, is_best in texts) == 1
+                lines.append((row, [(text, is_best and alone) for text, is_best in texts]))
+            found.append(
+                {
+                    "title": table.title,
+                    "corner": f"{table.rows} \\ {table.columns}",
+                    "across": table.across,
+                    "lines": lines,
+                }
+            )
+    return found
+
+
+def _pictures(results: Any) -> list[dict[str, str]]:
+    """Those that the results have something for, as addresses with the data in them."""
+    wanted: list[tuple[str, Any]] = []
+    for table in results.tables() if any(cell["metrics"] for cell in results.cells) else []:
+        words = f"{table.title}: each seed a dot, mean and standard deviation"
+        wanted.append((words, results.plot_accuracy(where=table.where)))
+    recorded = [row for row in results.rows() if row["underflow"]]
+    if recorded:
+        wanted.append(("Where the training that lost most lost its gradients", results.plot_underflow()))
+    moved = {row["format"] for row in results.rows() if row["scaling"] != "none"}
+    if moved:
+        fmt = next(row["format"] for row in reversed(results.rows()) if row["format"] in moved)
+        with suppress(ValueError):  # adaptive scaling alone: no loss was scaled
+            wanted.append((f"Loss scales in {fmt}, first seed", results.plot_scales({"format": fmt})))
+    found = []
+    for words, figure in wanted:
+        data = base64.b64encode(figure_bytes(figure, "svg")).decode()
+        found.append({"words": words, "address": f"data:image/svg+xml;base64,{data}"})
+    return found
+
+
+def _columns(rows: Any) -> list[str]:
+    """Of the table of cells: what differs between them, and what came out."""
+    rows = list(rows)
+    if not rows:
+        return ["format", "rounding", "scaling", "seed"]
+    names = [*dict.fromkeys(name for row in rows for name in row)]
+    varying = {name for name in names if len({str(row.get(name)) for row in rows}) > 1}
+    return [name for name in names if (name in varying and name != "id") or name in ("format", "scaling", "seed")]
+
+
+def _cell(results: Any, cell: dict[str, Any], row: dict[str, Any] | None, with_curves: bool) -> dict[str, Any]:
+    config = cell["config"]
+    shown: dict[str, Any] = {axis: label(config[axis]) for axis in ("format", "rounding", "scaling")}
+    shown |= {"seed": config["seed"], **config["options"]}
+    curves: list[dict[str, str]] = []
+    if row is not None and with_curves:
+        try:
+            arrays = results.telemetry(cell["id"])
+        except (OSError, ValueError, EOFError):
+            arrays = {}
+        curves = [c for name in ("losses", "scales") if name in arrays and (c := _curve(name, arrays[name]))]
+    return {
+        "id": cell["id"],
+        "state": "diverged" if row is not None and row["diverged"] else cell["state"],
+        "values": {name: _value(value) for name, value in {**shown, **(row or {})}.items() if name != "id"},
+        "config": json.dumps(config, indent=1),
+        "error": cell["error"],
+        "traceback": cell["traceback"],
+        "attempts": cell["attempts"],
+        "curves": curves,
+    }
+
+
+def _value(value: Any) -> tuple[str, str]:
+    """What is shown, and what is sorted by: numbers as numbers, what is missing last."""
+    if isinstance(value, bool):
+        return ("yes" if value else "no"), str(int(value))
+    if isinstance(value, int | float):
+        if not math.isfinite(value):
+            return str(value), ""
+        return (str(value) if isinstance(value, int) else f"{value:.4g}"), repr(float(value))
+    return ("-", "") if value is None else (str(value), str(value))
+
+
+def _curve(name: str, values: np.ndarray[Any, Any]) -> dict[str, str] | None:
+    """The path of a curve in an SVG of WIDTH x HEIGHT, by means of POINTS stretches; scales go by their logarithm."""
+    values = values.astype(float)
+    if name == "scales":
+        if len(values) and (values == values[0]).all():
+            return None
+        values = np.log2(values)
+    finite = values[np.isfinite(values)]
+    if len(values) < 2 or not len(finite):
+        return None
+    low, high = float(finite.min()), float(finite.max())
+    stretches = np.array_split(values, min(POINTS, len(values)))
+    points, pen = [], "M"
+    for i, stretch in enumerate(stretches):
+        known = stretch[np.isfinite(stretch)]
+        if not len(known):
+            pen = "M"
+            continue
+        x = WIDTH * i / max(len(stretches) - 1, 1)
+        y = HEIGHT * (1 - (float(known.mean()) - low) / ((high - low) or 1))
+        points.append(f"{pen}{x:.0f} {y:.1f}")
+        pen = "L"
+    words = {"losses": "loss", "scales": "log2 of the loss scale"}[name]
+    return {"words": f"{words}, {low:.4g} to {high:.4g}, {len(values)} steps", "path": " ".join(points)}
+
+
+def _session(session: dict[str, Any]) -> dict[str, str]:
+    """One line of words for each thing known of a driver's session."""
+    started = datetime.fromtimestamp(session["started"], timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    versions = ", ".join(f"{name} {v}" for name, v in session["versions"].items() if v)
+    others = {k: str(v) for k, v in session.items() if k not in ("started", "versions") and v is not None}
+    return {"started": started, **others, "versions": versions}

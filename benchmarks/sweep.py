@@ -1,0 +1,140 @@
+"""Measure the lab: `python benchmarks/sweep.py [--only SECTION ...]`. Saved as JSON like the other report."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from report import RESULTS, Report, machine, paired, save
+
+from ada_loss.lab.cells import plan
+from ada_loss.lab.config import read_sweep
+from ada_loss.lab.engines import open_engine
+from ada_loss.lab.store import Ledger
+from ada_loss.lab.sweep import sweep
+from ada_loss.lab.tasks import digits
+from ada_loss.lab.train import train
+
+TESTS = str(Path(__file__).parents[1] / "tests")
+TINY = "sweep_tasks:tiny"  # a logistic regression of 8 points
+FORMATS, METHODS = ["fp16", "bf16", "e5m2", "e4m3fn"], ["none", 8, "torch", "nnabla", "adaptive"]
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def process(words: Sequence[str], repeats: int = 9) -> float:
+    """Median seconds of a command of ours, from its start to its end."""
+    command = [sys.executable, "-m", "ada_loss", *words]
+    return statistics.median(
+        seconds_of(lambda: subprocess.run(command, check=True, capture_output=True)) for _ in range(repeats)
+    )
+
+
+def command_line(report: Report) -> None:
+    report.add("command", "ada-loss --help", process(["--help"]), "s", 0.3, at_least=False)
+
+
+def ledger(report: Report) -> None:
+    """10,000 cells, all of them done: what a sweep that is run again has to look through."""
+    with TemporaryDirectory() as folder:
+        out, cells = Path(folder), []
+
+        def planned() -> None:
+            cells.extend(plan(TINY, FORMATS, METHODS, seeds=500))
+            with Ledger(out / "ledger.sqlite") as book:
+                book.add((cell.id, cell.config) for cell in cells)
+
+        first = seconds_of(planned)
+        with Ledger(out / "ledger.sqlite") as book:
+            for cell in cells:
+                book.start(cell.id)
+                book.finish(cell.id, {"metrics": {"accuracy": 0.5}, "seconds": 1.0, "telemetry_bytes": 1})
+        (out / "telemetry").mkdir()
+        for cell in cells:
+            (out / "telemetry" / f"{cell.id}.npz").write_bytes(b"x")
+        again = seconds_of(lambda: sweep(TINY, FORMATS, METHODS, seeds=500, out=out, show_progress=False))
+        report.add("ledger", "10,000 cells planned, written and looked up", first + again, "s", 5, at_least=False)
+        report.add("ledger", "status of 10,000 cells", process(["status", folder]), "s", 0.5, at_least=False)
+
+
+def engine(report: Report, cells: int = 100) -> None:
+    """What a cell costs on a warm local cluster of one worker, less what it costs in this process."""
+    with open_engine("local", 1) as opened, TemporaryDirectory() as folder:
+
+        def run(name: str, seeds: range, where: str | Executor) -> float:
+            options: dict[str, Any] = {"task_options": {"epochs": 1}, "show_progress": False}
+            return seconds_of(
+                lambda: sweep(TINY, ["e5m2"], ["none"], seeds=seeds, engine=where, out=f"{folder}/{name}", **options)
+            )
+
+        run("warm", range(5), opened.name), run("warm here", range(5), "here")
+        connect = min(run(f"connect {i}", range(1), opened.name) for i in range(3))
+        there, here = run("cluster", range(cells), opened.name), run("here", range(cells), "here")
+        report.add("engine", "a trivial cell in this process", 1e3 * here / cells, "ms")
+        overhead = 1e3 * (there - connect - here) / (cells - 1)
+        report.add("engine", "overhead of a cell on a warm cluster", overhead, "ms", 50, at_least=False)
+
+
+def workers(report: Report) -> None:
+    """README's sweep on two workers and on one, from nothing to the last cell."""
+    arguments = read_sweep("digits")
+    times = {}
+    for count in (1, 2):
+        with TemporaryDirectory() as folder:
+            times[count] = seconds_of(lambda c=count, f=folder: sweep(**{**arguments, "out": f, "workers": c}))  # type: ignore[misc]
+        report.add("workers", f"the sweep digits, {count} worker{'s' * (count > 1)}", times[count], "s")
+    report.add("workers", "cells an hour, two workers / one", times[1] / times[2], "times", 1.7)
+
+
+def telemetry(report: Report, repeats: int = 9) -> None:
+    """A training with the default telemetry over one without."""
+    import torch
+
+    torch.set_num_threads(1)
+    task = digits()
+    for fmt, scaling in (("e5m2", "none"), ("e5m2", "adaptive")):
+
+        def run(every: int | None, f: str = fmt, s: str = scaling) -> object:
+            options = {} if every is None else {"record_every": every}
+            return train(task, f, scaling=s, epochs=4, **options)
+
+        _, _, ratio = paired(lambda: run(0), lambda: run(None), repeats)
+        name = f"digits {fmt} {scaling}, with telemetry / without"
+        report.add("telemetry", name, 1 / ratio, "times", 1.03, at_least=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", help="sections: command ledger engine workers telemetry")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    sys.path.insert(0, TESTS)
+    report = Report()
+    sections = {
+        "command": command_line,
+        "ledger": ledger,
+        "engine": engine,
+        "workers": workers,
+        "telemetry": telemetry,
+    }
+    for name, section in sections.items():
+        if options.only is None or name in options.only:
+            section(report)
+    about = machine()
+    save(report, options.out or RESULTS / f"{about['gpu'] or about['cpu']}-sweep.json".replace(" ", "-").lower())
+
+
+if __name__ == "__main__":
+    main()

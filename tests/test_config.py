@@ -1,0 +1,85 @@
+"""Sweeps in YAML files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ada_loss.lab.cells import plan
+from ada_loss.lab.config import SHIPPED, read_sweep
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "mine.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_holds_the_arguments_of_sweep(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        """
+        task: digits
+        formats: [fp16, {error: e5m2, weight_grad: fp16}]
+        scaling: [none, off, 1024, 1e3]   # words and numbers of YAML 1.2
+        seeds: [0, 7]
+        task_options: {epochs: 1, learning_rate: 1e-3}
+        time_limit: null
+        """,
+    )
+    assert read_sweep(path) == {
+        "task": "digits",
+        "formats": ["fp16", {"error": "e5m2", "weight_grad": "fp16"}],
+        "scaling": ["none", "off", 1024, 1000.0],
+        "seeds": [0, 7],
+        "task_options": {"epochs": 1, "learning_rate": 0.001},
+        "time_limit": None,
+    }
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_sweep_that_comes_along_can_be_planned(name: str) -> None:
+    read = read_sweep(name)
+    cells = plan(
+        read["task"],
+        read["formats"],
+        read.get("scaling", ["none"]),
+        roundings=read.get("roundings", ["nearest_even"]),
+        seeds=read.get("seeds", 1),
+        options=read.get("task_options"),
+    )
+    assert len(cells) > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("task: digits\nformats: [fp16]\nscalings: [none]", r"unknown key scalings\. Did you mean scaling\?"),
+        ("task: digits\nformats: [fp16]\nformats: [bf16]", r"is no YAML: found duplicate key .*formats.* in line 3"),
+        ("task: digits\nformats: [fp16", r"is no YAML: .* in line"),
+        ("task: digits", r"the key formats is missing"),
+        ("formats: [fp16]", r"the key task is missing"),
+        ("", r"holds nothing\. It must hold"),
+        ("- fp16", r"holds a list"),
+        ("task: !!python/object/apply:os.system ['true']\nformats: [fp16]", r"is no YAML: could not determine"),
+        ("task: digits\nformats: [fp16]\nshow_progress: false", r"unknown key show_progress"),
+    ],
+)
+def test_what_is_no_sweep_is_refused_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        read_sweep(written(tmp_path, text))
+    assert "mine.yaml" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"task: \xff\xfe")
+    with pytest.raises(ValueError, match=r"mine\.yaml is no YAML"):
+        read_sweep(path)
+
+
+def test_a_file_that_is_not_there_is_named_with_what_is() -> None:
+    with pytest.raises(FileNotFoundError, match=r"'digit'\. Did you mean digits\?"):
+        read_sweep("digit")

@@ -1,0 +1,179 @@
+"""The report in a real browser: it opens, sorts, shows its cells, and fits on a phone and on paper."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ada_loss.lab.report import MOST_CURVES
+from ada_loss.lab.results import Results
+from ada_loss.lab.store import Ledger
+from ada_loss.lab.sweep import sweep
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1200,1600",
+)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """A real sweep, with cells that failed."""
+    out = tmp_path_factory.mktemp("report")
+    options: Any = {"task_options": {"epochs": 2, "record_every": 1}, "out": out, "show_progress": False}
+    sweep("sweep_tasks:raises", ["fp16", "e5m2"], ["none"], seeds=[0, 1], **options)
+    return sweep("sweep_tasks:raises", ["fp16", "e5m2"], ["none", "torch", 8], seeds=[0, 2, 10], **options)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("there is no Chromium with its driver on this machine")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(browser: Any, results: Results) -> Any:
+    browser.get(f"file://{results.report()}")
+    return browser
+
+
+def column(page: Any, head: str) -> list[str]:
+    return page.execute_script(  # type: ignore[no-any-return]
+        """const table = document.getElementById("sortable"), heads = [...table.tHead.rows[0].cells];
+        const i = heads.findIndex(head => head.textContent === arguments[0]);
+        return [...table.tBodies[0].rows].map(row => row.cells[i].textContent);""",
+        head,
+    )
+
+
+def click(page: Any, head: str) -> str:
+    return page.execute_script(  # type: ignore[no-any-return]
+        """const head = [...document.querySelectorAll("#sortable th")].find(th => th.textContent === arguments[0]);
+        head.querySelector("button").click();
+        return head.getAttribute("aria-sort");""",
+        head,
+    )
+
+
+def test_it_opens_without_an_error_and_asks_nothing_of_a_network(page: Any) -> None:
+    assert [entry for entry in page.get_log("browser") if entry["level"] in ("WARNING", "SEVERE")] == []
+    log = " ".join(entry["message"] for entry in page.get_log("performance") if "requestWillBeSent" in entry["message"])
+    assert "http://" not in log.replace("http://www.w3.org", "")
+    assert "https://" not in log
+    assert page.title == "Sweep of sweep_tasks:raises"
+    assert all(page.execute_script("return [...document.images].map(image => image.naturalWidth > 100)"))
+
+
+def test_heads_sort_numbers_as_numbers_both_ways(page: Any) -> None:
+    before = column(page, "seed")
+    assert click(page, "seed") == "ascending"
+    assert column(page, "seed") == sorted(before, key=int)
+    assert click(page, "seed") == "descending"
+    assert column(page, "seed") == sorted(before, key=int, reverse=True)
+    click(page, "format")
+    assert column(page, "format") == sorted(column(page, "format"))
+    click(page, "accuracy")
+    shown = column(page, "accuracy")
+    assert shown[-2:] == ["-", "-"]  # cells that failed have none, and are last
+    assert [float(x) for x in shown[:-2]] == sorted(float(x) for x in shown[:-2])
+    click(page, "accuracy")
+    assert column(page, "accuracy")[-2:] == ["-", "-"]
+
+
+def test_a_head_can_be_reached_and_pressed_by_the_keyboard(page: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    button = page.find_element("css selector", "#sortable th:nth-child(2) button")
+    button.send_keys(Keys.ENTER)
+    assert page.execute_script("return arguments[0].parentElement.getAttribute('aria-sort')", button) == "ascending"
+
+
+def test_a_cells_number_opens_what_is_known_of_it(page: Any, results: Results) -> None:
+    failed = results.failures()[0]["id"]
+    page.execute_script(f"""document.querySelector('a[href="#cell-{failed}"]').click()""")
+    section = page.find_element("id", f"cell-{failed}")
+    assert section.get_attribute("open") == "true"
+    assert "RuntimeError: seed 1 is not to be had" in section.text
+    assert "sweep_tasks.py" in section.text
+    done = results.rows()[-1]["id"]
+    page.execute_script(f"location.hash = 'cell-{done}'")
+    section = page.find_element("id", f"cell-{done}")
+    path = section.find_element("css selector", "path").get_attribute("d")
+    assert path.startswith("M0 ")
+    assert '"epochs": 2' in section.text
+
+
+@pytest.mark.parametrize("width", [360, 1400])
+def test_the_page_never_scrolls_sideways(page: Any, width: int) -> None:
+    metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    page.execute_script("document.querySelectorAll('details').forEach(cell => cell.open = true)")
+    assert page.execute_script("return document.documentElement.scrollWidth") <= width
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_it_prints(page: Any) -> None:
+    assert base64.b64decode(page.print_page()).startswith(b"%PDF")
+
+
+def test_what_came_from_outside_is_shown_and_not_run(browser: Any, tmp_path: Path) -> None:
+    evil = "<script>document.title = 'taken'</script>"
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        config = {"task": evil, "format": evil, "rounding": "up", "scaling": evil, "seed": 0, "options": {}}
+        ledger.add([("a", config)])
+        ledger.start("a")
+        ledger.fail("a", evil, evil)
+    browser.get(f"file://{Results(tmp_path).report(question=evil)}")
+    assert browser.title == f"Sweep of {evil}"
+    assert browser.find_element("class name", "question").text == evil
+
+
+def test_the_question_is_asked_in_words(results: Results) -> None:
+    text = results.report().read_text()
+    assert "What do the formats fp16 and e5m2 do to the training of sweep_tasks:raises under the scaling" in text
+    assert "18 of 20" in text.replace("<b>", "").replace("</b>", "")
+    assert '<b class="failed">2 failed</b>' in text
+    assert text.count("<h3>") == 1  # accuracy; nothing underflowed
+    assert "<dt>versions</dt>" in text
+
+
+def test_a_ledger_without_cells_has_nothing_to_report(tmp_path: Path) -> None:
+    Ledger(tmp_path / "ledger.sqlite").close()
+    with pytest.raises(ValueError, match=r"has nothing to report\. Run the sweep first"):
+        Results(tmp_path).report()
+
+
+def test_thousands_of_cells_are_listed_and_curves_left_out_are_said(tmp_path: Path) -> None:
+    count = MOST_CURVES + 30
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        config = {"task": "digits", "format": "fp16", "rounding": "up", "scaling": "none", "options": {}}
+        ledger.add((f"c{i}", {**config, "seed": i}) for i in range(count))
+        for i in range(count):
+            ledger.start(f"c{i}")
+            ledger.finish(f"c{i}", {"metrics": {"accuracy": 0.5}, "seconds": 1.0, "underflow": 0.0})
+    text = Results(tmp_path).report().read_text()
+    assert text.count("<details") == count
+    assert "The curves of the last 30 cells are left out" in text

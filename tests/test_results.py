@@ -1,0 +1,171 @@
+"""What a sweep's results say, against arithmetic by hand on a ledger written by hand."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ada_loss.lab.files import write_atomically
+from ada_loss.lab.plots import figure_bytes
+from ada_loss.lab.results import Results
+from ada_loss.lab.store import Ledger
+
+ACCURACIES = {
+    ("fp32", "none"): (0.9, 0.8),
+    ("fp16", "none"): (0.9, 0.7),
+    ("fp16", "torch"): (0.5, 0.5),
+    ("e5m2", "none"): (0.25, math.nan),
+    ("e5m2", "torch"): (0.75, 0.7),
+}
+
+
+def npz(**arrays: Any) -> bytes:
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    return content.getvalue()
+
+
+def written(
+    out: Path, cells: dict[tuple[str, str], tuple[float, ...]], roundings: tuple[str, ...] = ("nearest_even",)
+) -> Results:
+    with Ledger(out / "ledger.sqlite") as ledger:
+        for rounding in roundings:
+            for (fmt, scaling), values in cells.items():
+                for seed, value in enumerate(values):
+                    config = {"task": "digits", "format": fmt, "rounding": rounding, "scaling": scaling, "seed": seed}
+                    cell = f"{fmt}-{scaling}-{rounding}-{seed}"
+                    ledger.add([(cell, {**config, "options": {"epochs": 3}})])
+                    ledger.start(cell)
+                    scales = np.array([4.0, 2.0, 2.0]) if scaling == "torch" else np.ones(3)
+                    telemetry = npz(losses=np.array([3.0, 2.0, 1.0]), scales=scales)
+                    write_atomically(out / "telemetry" / f"{cell}.npz", telemetry)
+                    result = {"metrics": {"accuracy": value}, "seconds": 2.0, "skipped": seed, "underflow": 0.25}
+                    result |= {"diverged": math.isnan(value), "telemetry_bytes": len(telemetry)}
+                    ledger.finish(cell, result)
+    return Results(out)
+
+
+def test_a_table_holds_means_and_deviations_of_the_sample(tmp_path: Path) -> None:
+    table = written(tmp_path, ACCURACIES).table()
+    assert table.down == ["fp32", "fp16", "e5m2"]
+    assert table.across == ["none", "torch"]
+    assert table.mean("fp16", "none") == pytest.approx((0.9 + 0.7) / 2)
+    assert table.deviation("fp16", "none") == pytest.approx(math.sqrt(2 * 0.1**2))
+    assert table.text("fp16", "none") == "80.0 ± 14.1"
+    assert table.text("e5m2", "none") == "nan"
+    assert table.text("fp32", "torch") == "-"
+    assert table.title == "accuracy in %"
+
+
+def test_a_table_goes_to_markdown_latex_csv_and_json(tmp_path: Path) -> None:
+    table = written(tmp_path, {("fp_16", "none"): (0.5,)}).table()
+    assert table.to("markdown") == "| format \\ scaling | none |\n|---|---:|\n| fp_16 | 50.0 |\n"
+    assert table.to("latex").splitlines() == [
+        r"\begin{tabular}{lr}",
+        r"\toprule",
+        r" & none \\",
+        r"\midrule",
+        r"fp\_16 & 50.0 \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    (line,) = csv.DictReader(table.to("csv").splitlines())
+    assert (line["format"], line["accuracy mean"], line["cells"]) == ("fp_16", "0.5", "1")
+    assert json.loads(table.to("json")) == [
+        {"format": "fp_16", "scaling": "none", "accuracy mean": 0.5, "accuracy deviation": None, "cells": 1}
+    ]
+    with pytest.raises(ValueError, match=r"'word'\. Possible: markdown, latex, csv, json"):
+        table.to("word")
+
+
+def test_what_else_differs_makes_tables_of_its_own_and_is_never_averaged(tmp_path: Path) -> None:
+    results = written(tmp_path, {("fp16", "none"): (0.5,)}, ("nearest_even", "stochastic"))
+    assert [table.title for table in results.tables()] == [
+        "accuracy in %, rounding nearest_even",
+        "accuracy in %, rounding stochastic",
+    ]
+    with pytest.raises(ValueError, match=r"differ in rounding .* Choose one with where=\{'rounding': 'nearest_even'\}"):
+        results.table()
+    assert results.table(where={"rounding": "stochastic"}).mean("fp16", "none") == 0.5
+    with pytest.raises(ValueError, match="Unknown column 'colour'"):
+        results.table("colour")
+
+
+def test_the_best_cell_is_never_not_a_number(tmp_path: Path) -> None:
+    results = written(tmp_path, ACCURACIES)
+    assert (results.best()["format"], results.best()["seed"]) == ("fp32", 0)
+    assert results.best("skipped", largest=False)["seed"] == 0
+    with pytest.raises(ValueError, match=r"No cell .* has a number for the metric 'loss'"):
+        results.best("loss")
+
+
+def test_a_frame_holds_a_row_for_each_cell_that_is_done(tmp_path: Path) -> None:
+    frame = written(tmp_path, ACCURACIES).to_frame()
+    assert len(frame) == 10
+    assert frame[(frame.format == "fp16") & (frame.scaling == "torch")].accuracy.tolist() == [0.5, 0.5]
+    assert frame.diverged.sum() == 1
+
+
+def test_the_accuracy_picture_has_a_panel_for_each_format_and_a_dot_for_each_seed(tmp_path: Path) -> None:
+    figure = written(tmp_path, ACCURACIES).plot_accuracy()
+    panels = [axes for axes in figure.axes if axes.get_visible()]
+    assert [axes.get_title() for axes in panels] == ["fp16", "e5m2"]
+    assert [text.get_text() for text in panels[0].get_yticklabels()] == ["none", "torch"]
+    lines = [line.get_xydata().tolist() for line in panels[0].lines]
+    assert [[85.0, 0.0], [85.0, 1.0]] in [[[round(x, 9), y] for x, y in line] for line in lines]  # float32's mean
+    assert [[90.0, 0.0], [70.0, 0.0]] in lines
+    assert [[50.0, 1.0], [50.0, 1.0]] in lines
+    diverged = [line for line in panels[1].lines if line.get_label() == "diverged"]
+    assert [line.get_ydata().tolist() for line in diverged] == [[0]]
+    for kind, head in (("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")):
+        assert figure_bytes(figure, kind).startswith(head)
+
+
+def test_one_method_alone_puts_the_formats_into_one_panel(tmp_path: Path) -> None:
+    figure = written(tmp_path, {("fp16", "none"): (0.5, 0.6), ("bf16", "none"): (0.7, 0.8)}).plot_accuracy()
+    (panel,) = figure.axes
+    assert [text.get_text() for text in panel.get_yticklabels()] == ["fp16", "bf16"]
+
+
+def test_underflow_is_shown_between_two_points_of_time_and_not_summed(tmp_path: Path) -> None:
+    results = written(tmp_path, {("e5m2", "none"): (0.5,)})
+    telemetry = {
+        "losses": np.ones(3),
+        "scales": np.ones(3),
+        "sites.site": np.array(["a:x", "b:x", "a:x"]),
+        "sites.role": np.array(["activation", "error", "error"]),
+        "history.steps": np.array([2, 4]),
+        "history.nonzero": np.array([[9, 10, 10], [9, 20, 10]]),
+        "history.underflow": np.array([[9, 1, 5], [9, 6, 5]]),
+    }
+    write_atomically(tmp_path / "telemetry" / "e5m2-none-nearest_even-0.npz", npz(**telemetry))
+    axes, _ = results.plot_underflow("e5m2-none-nearest_even-0").axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["a:x", "b:x"]  # from input to output
+    shares = axes.collections[0].get_array().filled(math.nan).tolist()
+    assert shares[0][0] == 50
+    assert math.isnan(shares[0][1])  # nothing came, so nothing could be lost
+    assert shares[1] == [10, 50]
+
+
+def test_pictures_of_what_was_not_recorded_are_refused(tmp_path: Path) -> None:
+    results = written(tmp_path, {("e5m2", "none"): (0.5,)})
+    with pytest.raises(ValueError, match=r"recorded no sites.*record_every"):
+        results.plot_underflow()
+    with pytest.raises(ValueError, match="There is no cell 'e4'"):
+        results.plot_underflow("e4")
+    with pytest.raises(ValueError, match="scaled its loss"):
+        results.plot_scales()
+
+
+def test_scales_are_drawn_for_the_methods_that_scale(tmp_path: Path) -> None:
+    figure = written(tmp_path, ACCURACIES).plot_scales({"format": "fp16"})
+    (line,) = figure.axes[0].lines
+    assert line.get_label() == "fp16 torch"
+    assert line.get_ydata().tolist() == [4.0, 2.0, 2.0]
