@@ -44,8 +44,6 @@ RANKS = {
     "ada_loss.lab.train": 16,
     "ada_loss.lab.plots": 15,
     "ada_loss.lab.sweep_plots": 16,
-    "ada_loss.lab.compare": 17,
-    "ada_loss.lab.methods": 17,
     "ada_loss.lab.cells": 18,
     "ada_loss.lab.report": 19,
     "ada_loss.lab.results": 20,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from ada_loss.__main__ import main
 from ada_loss.lab.depth import GAINS, depth_table, depth_trial, relu_network
-from ada_loss.lab.methods import method_table, run_methods
-from ada_loss.lab.plots import figure_bytes, plot_depth, plot_methods, plot_scales
+from ada_loss.lab.plots import figure_bytes, plot_depth, plot_scales
+from ada_loss.lab.sweep import sweep
 from ada_loss.lab.tasks import deep_digits
 from ada_loss.lab.train import make_scaling, train
 from ada_loss.scalers import GradScaler
@@ -65,16 +63,26 @@ def test_the_trials_table_and_picture(rows: list[dict[str, object]]) -> None:
     assert figure_bytes(plot_depth(rows))[:4] == b"\x89PNG"
 
 
-def test_without_scaling_e4m3fn_learns_nothing_and_adaptive_scaling_needs_no_tuning() -> None:
-    found = run_methods(["e4m3fn"], ["none", "torch", "adaptive"], seeds=1, epochs=20, show_progress=False)
-    accuracy = {(row["format"], row["method"]): row["accuracy"] for row in found}
-    assert accuracy["e4m3fn", "none"] < 0.2
-    assert (
-        accuracy["e4m3fn", "torch"] < 0.2
-    )  # the format saturates: nothing tells torch that its first scale is too large
-    assert accuracy["e4m3fn", "adaptive"] > accuracy["fp32", "none"] - 0.15 > 0.5
-    assert method_table(found).splitlines()[0] == "| scaling | e4m3fn |"
-    assert figure_bytes(plot_methods(found), "svg")[:5] == b"<?xml"
+def test_without_scaling_e4m3fn_learns_nothing_and_adaptive_scaling_needs_no_tuning(tmp_path: Path) -> None:
+    policy = {"error": "e4m3fn", "weight_grad": "e4m3fn"}
+    options = {"epochs": 20, "optimizer": "adam", "learning_rate": 1e-3}
+    methods = ["none", "torch", "adaptive"]
+    results = sweep("deep_digits", ["fp32", policy], methods, task_options=options, out=tmp_path, show_progress=False)
+    table, row = results.table(), "error=e4m3fn weight_grad=e4m3fn"
+    assert table.mean(row, "none") < 0.2
+    assert table.mean(row, "torch") < 0.2  # it saturates: nothing tells torch that its first scale is too large
+    assert table.mean(row, "adaptive") > table.mean("fp32", "none") - 0.15 > 0.5
+
+
+def test_many_constants_are_a_line_beside_the_methods_that_choose(tmp_path: Path) -> None:
+    constants = [2.0**k for k in range(6)]
+    results = sweep(
+        "sweep_tasks:tiny", ["fp32", "fp16"], [*constants, "torch"], seeds=2, out=tmp_path, show_progress=False
+    )
+    (panel,) = results.plot_accuracy().axes
+    assert panel.get_title() == "fp16"
+    line = next(line for line in panel.lines if len(line.get_xdata()) == 6)
+    assert line.get_xdata().tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_run_is_the_same_for_a_seed_and_tells_its_scales() -> None:
@@ -112,20 +120,6 @@ def test_adaptive_training_leaves_the_task_as_it_was() -> None:
     before = {name: p.clone() for name, p in task.model.state_dict().items()}
     train(task, "e5m2", scaling="adaptive", optimizer="adam", epochs=1)
     assert all(torch.equal(before[name], p) for name, p in task.model.state_dict().items())
-
-
-def test_the_commands_write_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["scaling", "--seeds", "1", "--epochs", "1", "--methods", "none", "1024", "exact", "--out", str(tmp_path)]
-    assert main(command) == 0
-    assert "| 2^10 |" in capsys.readouterr().out
-    with (tmp_path / "scaling.csv").open() as file:
-        found = list(csv.DictReader(file))
-    assert len(found) == 1 + 3 * 3
-    assert {path.suffix for path in tmp_path.iterdir()} == {".csv", ".md", ".png", ".svg"}
-    assert main(["scaling", "--seeds", "0"]) == 2
-    assert "--seeds 0 trains nothing" in capsys.readouterr().err
-    assert main(["scaling", "--seeds", "1", "--methods", "magic", "--out", str(tmp_path)]) == 2
-    assert "Unknown scaling method 'magic'" in capsys.readouterr().err
 
 
 def test_scales_are_drawn_with_the_overflows() -> None:

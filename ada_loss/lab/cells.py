@@ -19,9 +19,8 @@ import numpy as np
 import torch
 
 import fpsim
-from ada_loss.lab.compare import underflow_share
 from ada_loss.lab.tasks import Task, find_task
-from ada_loss.lab.train import Run, make_scaling, train
+from ada_loss.lab.train import Run, make_scaling, train, underflow_share
 from fpsim import Policy
 
 __all__ = ["Cell", "plan", "run_cell", "task_of"]

@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -16,7 +15,6 @@ import fpsim
 
 __all__ = [
     "figure_bytes",
-    "plot_comparison",
     "plot_depth",
     "plot_methods",
     "plot_rescue",
@@ -56,48 +54,6 @@ def _layers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
             nonzero[layer] = nonzero.get(layer, 0) + row["nonzero"]
             underflow[layer] = underflow.get(layer, 0) + row["underflow"]
     return {layer: underflow[layer] / n for layer, n in nonzero.items() if n and layer in underflow}
-
-
-def plot_comparison(results: Sequence[dict[str, Any]]) -> Figure:
-    """Test accuracy by format and rounding, and the underflow of activation gradients by layer."""
-    figure = Picture(figsize=(10, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
-    formats = list(dict.fromkeys(row["format"] for row in results))
-    roundings = list(dict.fromkeys(row["rounding"] for row in results))
-    width = 0.8 / len(roundings)
-    for r, rounding in enumerate(roundings):
-        chosen = [row for row in results if row["rounding"] == rounding]
-        positions = [formats.index(row["format"]) + (r - (len(roundings) - 1) / 2) * width for row in chosen]
-        heights = [100 * row["accuracy"] for row in chosen]
-        words = rounding.replace("_", " ")
-        bars = left.bar(
-            positions, heights, width * 0.92, color=COLOURS[r], label=words, hatch="/" * 3 * (r % 2), edgecolor="white"
-        )
-        left.bar_label(bars, [f"{h:.1f}" for h in heights], fontsize=7, padding=1)
-    left.set_xticks(range(len(formats)), formats)
-    left.set_ylim(0, 105)
-    left.set_ylabel("test accuracy in %")
-    left.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False, fontsize=8)
-    nearest = [row for row in results if row["rounding"] == roundings[0] and _layers(row["sites"])]
-    layers = list(dict.fromkeys(layer for row in nearest for layer in _layers(row["sites"])))
-    for row, colour, marker in zip(nearest, (*COLOURS[1:], *COLOURS), "osD^vP*X" * 3, strict=False):
-        shares = _layers(row["sites"])
-        y = [100 * shares.get(layer, np.nan) for layer in layers]
-        right.plot(range(len(layers)), y, marker=marker, markersize=4, color=colour, label=row["format"], linewidth=1.4)
-    right.set_xticks(range(len(layers)), layers, rotation=35, ha="right", fontsize=8)
-    right.set_ylabel("activation gradients lost to underflow in %")
-    right.set_xlabel("layer, from input to output")
-    right.set_yscale("symlog", linthresh=0.01)
-    right.set_ylim(bottom=0)
-    right.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda v, _: f"{v:g}"))
-    title = f"{roundings[0].replace('_', ' ')}; no marker where no gradient arrived"
-    right.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=7, frameon=False, fontsize=8, title=title)
-    right.get_legend().get_title().set_fontsize(8)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", linewidth=0.4, alpha=0.6)
-        axes.set_axisbelow(True)
-    return figure
 
 
 def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
@@ -177,7 +133,10 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
 
 
 def plot_methods(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Accuracy against the constant loss scale, beside the methods that choose theirs, of `run_methods`."""
+    """Accuracy against the constant loss scale, beside the methods that choose theirs.
+
+    rows: with "format", "method", "accuracy" each; the format "fp32" is the baseline.
+    """
     formats = [f for f in dict.fromkeys(row["format"] for row in rows) if f != "fp32"]
     figure = Picture(figsize=(4.2 * len(formats), 4.0), layout="constrained")
     panels = figure.subplots(1, len(formats), sharey=True, squeeze=False)[0]

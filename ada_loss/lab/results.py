@@ -18,6 +18,7 @@ from ada_loss.lab.store import Ledger
 
 __all__ = ["Results", "Table"]
 
+MANY_CONSTANTS = 6  # scales that make a line
 AXES = ("task", "format", "rounding", "scaling", "seed")
 
 
@@ -119,10 +120,19 @@ class Results:
         return [self.table(metric=metric, where=dict(group)) for group in groups]
 
     def plot_accuracy(self, metric: str | None = None, where: Mapping[str, Any] | None = None) -> Any:
-        """A metric, the task's first unless named, by format and scaling method: each seed, mean and deviation."""
+        """A metric, the task's first unless named, by format and scaling method: each seed, mean and deviation.
+
+        With many constants among the methods, a line over them, beside the methods that choose their scale.
+        """
         from ada_loss.lab.sweep_plots import plot_table
 
         table = self.table(metric=metric, where=where)
+        constants = [column for column in table.across if _is_number(column)]
+        if table.is_share and len(constants) >= MANY_CONSTANTS:
+            from ada_loss.lab.plots import plot_methods
+
+            flat = ((place, value) for place, values in table.places.items() for value in values)
+            return plot_methods([{"format": f, "method": m, "accuracy": value} for (f, m), value in flat])
         baseline = [v for (fmt, _), values in table.places.items() if fmt == "fp32" for v in values]
         places = {place: values for place, values in table.places.items() if place[0] != "fp32"}
         factor = 100.0 if table.is_share else 1.0
@@ -274,6 +284,13 @@ class Table:
         """`lines` as the content of a CSV file."""
         lines = self.lines()
         return csv_bytes(lines, list(lines[0]) if lines else []).decode()
+
+
+def _is_number(word: str) -> bool:
+    try:
+        return float(word) > 0
+    except ValueError:
+        return False
 
 
 def _latex(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from ada_loss.rules import LAYER_RULES, SYSTEMS, loss_rule
 from ada_loss.scalers import GradScaler
 from fpsim.policy import FormatLike
 
-__all__ = ["OPTIMIZERS", "Run", "make_scaling", "train"]
+__all__ = ["OPTIMIZERS", "Run", "make_scaling", "train", "underflow_share"]
 
 OPTIMIZERS = ("sgd", "adam")
 HISTORY = 20  # points of the tallies' history in a run, and steps between two at least: one takes 3 ms
@@ -41,6 +41,17 @@ class Run:
     scales: list[float]
     skipped: int
     history: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
+
+
+def underflow_share(rows: Sequence[dict[str, Any]], role: str = "error") -> float:
+    """Share of the non-zero elements of a role's tensors that became zero when they were rounded.
+
+    >>> underflow_share([{"role": "error", "nonzero": 8, "underflow": 2}])
+    0.25
+    """
+    chosen = [row for row in rows if row["role"] == role]
+    nonzero = sum(row["nonzero"] for row in chosen)
+    return sum(row["underflow"] for row in chosen) / nonzero if nonzero else 0.0
 
 
 def make_scaling(method: str | float, model: nn.Module) -> tuple[GradScaler, AdaLossScaled | None]:
