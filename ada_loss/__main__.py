@@ -30,6 +30,7 @@ Out = Annotated[Path, typer.Argument(help="The folder of a sweep.", show_default
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Workers = Annotated[int | None, typer.Option(help="Processes of this machine.", show_default="as the file says, or 1")]
 EngineName = Annotated[str | None, typer.Option(help="here, local, or a Dask scheduler's tcp://HOST:PORT.")]
+Device = Annotated[str | None, typer.Option(help="Where cells compute: cpu, cuda.", show_default="cpu")]
 RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Run the cells again that failed.")]
 Seconds = Annotated[float | None, typer.Option(help="Seconds that one cell may take.", show_default="no limit")]
 
@@ -62,6 +63,7 @@ def sweep(
     out: Annotated[Path | None, typer.Option(help="The folder to keep everything in.")] = None,
     workers: Workers = None,
     engine: EngineName = None,
+    device: Device = None,
     seeds: Annotated[int | None, typer.Option(help="How many seeds each training is run with.")] = None,
     time_limit: Seconds = None,
     retry_failed: RetryFailed = False,
@@ -76,7 +78,7 @@ def sweep(
         from ada_loss.lab.sweep import sweep as run
 
         given = {"workers": workers, "engine": engine, "seeds": seeds, "time_limit": time_limit}
-        given |= {"out": None if out is None else str(out), "retry_failed": retry_failed or None}
+        given |= {"device": device, "out": None if out is None else str(out), "retry_failed": retry_failed or None}
         arguments = read_sweep(config) | {name: value for name, value in given.items() if value is not None}
         _finish(run(**arguments), as_json)
 
@@ -86,6 +88,7 @@ def resume(
     out: Out,
     workers: Workers = None,
     engine: EngineName = None,
+    device: Device = None,
     time_limit: Seconds = None,
     retry_failed: RetryFailed = False,
     as_json: AsJson = False,
@@ -95,7 +98,8 @@ def resume(
         from ada_loss.lab.sweep import resume as run
 
         options: dict[str, Any] = {"engine": engine, "time_limit": time_limit, "retry_failed": retry_failed}
-        _finish(run(out, workers=1 if workers is None else workers, **options), as_json)
+        options |= {"workers": 1 if workers is None else workers, "device": device or "cpu"}
+        _finish(run(out, **options), as_json)
 
 
 def _finish(results: Any, as_json: bool) -> None:

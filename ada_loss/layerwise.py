@@ -274,6 +274,11 @@ class AdaLossScaled:
             raise KeyError(f"No gradient was rounded at {site!r} as {role}. Sites: {', '.join(known) or 'none yet'}.")
         return int(memory.chosen[FINAL])
 
+    def log2_scales(self, role: str = "error") -> dict[str, int]:
+        """The scales at which gradients were rounded last, by site, from input to output; copies them to the host."""
+        kept = [(site, memory.chosen) for (site, r), memory in self._memories.items() if r == role]
+        return {site: int(chosen[FINAL]) for site, chosen in reversed(kept) if not bool(chosen[FINAL].isnan())}
+
     def state_dict(self) -> dict[str, Any]:
         """The settings, the step, and what each place remembers, as plain values; copies numbers to the host."""
         sites = [
@@ -284,7 +289,6 @@ class AdaLossScaled:
                 "history": None if memory.history is None else memory.history.tolist(),
             }
             for (site, role), memory in self._memories.items()
-            if memory.factors or memory.history is not None
         ]
         return {"rule": self.rule.name, "params": asdict(self.rule), "step": self.step, "sites": sites}
 

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from fpsim import ops
 from fpsim.emulation import NO_SPECS, Listeners, Scope, entered, make_scope
 from fpsim.policy import FormatLike, Policy, RoleSpecs, as_policy
 
-__all__ = ["Summary", "dequantize", "quantize", "summary"]
+__all__ = ["Summary", "dequantize", "quantize", "round_parameters_", "summary"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -211,6 +212,28 @@ def summary(model: nn.Module) -> Summary:
     if not rows:
         raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
     return rows
+
+
+def round_parameters_(model: nn.Module) -> None:
+    """Round each parameter of a quantised model, in place, to the format in which its module uses it.
+
+    As hardware without a float32 master copy keeps them: an update below half an ulp is lost. Parameters that are used
+    in float32 stay; one that several modules share is rounded as the first of them uses it.
+
+    >>> model = quantize(nn.Linear(1, 1, bias=False), "e5m2")
+    >>> with torch.no_grad():
+    ...     _ = model.weight.fill_(1.01)
+    >>> round_parameters_(model)
+    >>> model.weight.item()
+    1.0
+    """
+    done: set[int] = set()
+    for forward in _emulated(model):
+        for parameter in forward.module.parameters(recurse=False):
+            if forward.specs.weight is not None and id(parameter) not in done and parameter.is_floating_point():
+                done.add(id(parameter))
+                ops.round_memory_(parameter.detach(), forward.specs.weight)
+                torch.autograd.graph.increment_version(parameter)
 
 
 def listeners(model: nn.Module) -> list[Listeners]:

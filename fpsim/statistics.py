@@ -211,6 +211,10 @@ class Recording:
             self._sums[key] = _Accumulator(spec.fmt, before.device)
         self._sums[key].add(before, after)
 
+    def continue_from(self, other: Recording) -> None:
+        """Go on where another recording is, for instance one that was saved and loaded."""
+        self._every, self._seen, self._sums = other._every, other._seen, other._sums
+
     def clear(self) -> None:
         """Forget everything recorded so far."""
         self._seen.clear()
@@ -233,11 +237,12 @@ class Recording:
 
 
 @contextmanager
-def record(model: nn.Module, every: int = 1) -> Iterator[Recording]:
+def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> Iterator[Recording]:
     """Tally what rounding does at every site of a quantised model, while the block runs it forward and backward.
 
     A site is a module's name and the operation in it ("layer1.conv1:conv2d"); a role is "weight", "activation",
-    "error" or "weight_grad". every: tally each n-th call of a site. Recording changes no result.
+    "error" or "weight_grad". every: tally each n-th call of a site. into: a recording that goes on, with its own
+    `every`. Recording changes no result.
     Raises ValueError for a model that is not quantised.
 
     >>> import fpsim
@@ -249,7 +254,7 @@ def record(model: nn.Module, every: int = 1) -> Iterator[Recording]:
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every={every!r} is impossible. Possible: 1 for every call of a site, n for each n-th.")
-    recording = Recording(every)
+    recording = Recording(every) if into is None else into
     registered = listeners(model)
     busy = [listener for listener in registered if listener.observer is not None]
     if busy:

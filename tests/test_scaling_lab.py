@@ -111,7 +111,7 @@ def test_methods_become_scalers() -> None:
         adaptive.detach()
     with pytest.raises(ValueError, match=r"Unknown scaling method 'magic'\. Known: none, a number, adaptive, approx"):
         make_scaling("magic", model)
-    with pytest.raises(ValueError, match=r"Unknown optimizer 'lamb'\. Known: sgd, adam\."):
+    with pytest.raises(ValueError, match=r"Unknown optimizer 'lamb'\. Known: sgd, adam, adamw\."):
         train(deep_digits(), optimizer="lamb", epochs=1)
 
 

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,19 +21,19 @@ import torch
 
 import fpsim
 from ada_loss.lab.tasks import Task, find_task
-from ada_loss.lab.train import Run, make_scaling, train, underflow_share
+from ada_loss.lab.train import CHOICES, Run, make_scaling, train, underflow_share
 from fpsim import Policy
 
 __all__ = ["Cell", "plan", "run_cell", "task_of"]
 
 MakeTask = Callable[[int], Task]
-SET_BY_THE_SWEEP = ("scaling", "seed", "progress")
+SET_BY_THE_SWEEP = ("scaling", "seed", "device", "checkpoint", "checkpoint_seconds", "progress")
 OPTIONS = {
     name: parameter.default
     for name, parameter in inspect.signature(train).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY and name not in SET_BY_THE_SWEEP
 }
-AT_LEAST_ONE = ("epochs", "batch_size")
+AT_LEAST = {"epochs": 1, "batch_size": 1, "micro_batches": 1, "learning_rate": 0}
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,13 @@ def _options(options: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"Unknown key task_options.{name}.{hint} Known: {', '.join(OPTIONS)}.")
         wanted = hints[name]
         fits = isinstance(value, (int, float) if wanted is float else wanted) and not isinstance(value, bool)
-        if not fits or (name in AT_LEAST_ONE and value < 1):
-            words = f"{wanted.__name__}, 1 or more" if name in AT_LEAST_ONE else wanted.__name__
+        least = AT_LEAST.get(name, 0)
+        if (
+            not fits
+            or (wanted is not str and not least <= value < math.inf)
+            or value not in CHOICES.get(name, (value,))
+        ):
+            words = ", ".join(CHOICES[name]) if name in CHOICES else f"{wanted.__name__}, {least} or more"
             raise ValueError(
                 f"task_options.{name} came as {value!r}. Possible: {words}. Leave it out for {OPTIONS[name]!r}."
             )
@@ -201,8 +207,12 @@ def _method(method: Any) -> str | float:
     return method if isinstance(method, str) else float(method)
 
 
-def run_cell(config: Mapping[str, Any], make_task: MakeTask | None = None) -> tuple[dict[str, Any], bytes]:
+def run_cell(
+    config: Mapping[str, Any], make_task: MakeTask | None = None, device: str = "cpu", checkpoint: Path | None = None
+) -> tuple[dict[str, Any], bytes]:
     """Train one cell, and give its result for the ledger and its telemetry, the content of an .npz file.
+
+    checkpoint: a file from which it goes on if it was interrupted; see `train`.
 
     A training whose loss ends as inf or NaN, or whose scale can fall no further, has diverged: that is a result.
     """
@@ -219,6 +229,8 @@ def run_cell(config: Mapping[str, Any], make_task: MakeTask | None = None) -> tu
             rounding,
             scaling=config["scaling"],
             seed=config["seed"],
+            device=device,
+            checkpoint=checkpoint,
             **config["options"],
         )
     except FloatingPointError as error:
@@ -233,21 +245,34 @@ def run_cell(config: Mapping[str, Any], make_task: MakeTask | None = None) -> tu
 def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
     """The arrays of a run's file.
 
-    losses, scales: (steps,), the loss of each step and the loss scale before it. With a recording also, for its sites
-    in the order of the forward pass: sites.NAME, (sites,), each column of the tallies; history.steps, (points,), and
-    history.nonzero, history.underflow, (points, sites): the counts up to those steps.
+    losses, scales: (steps,), the loss of each step and the loss scale before it. skipped: the steps at which a gradient
+    was not finite. evaluations.steps, evaluations.NAME: (evaluations,), test metrics on the way. With a recording also,
+    for its sites in the order of the forward pass: sites.NAME, (sites,), each column of the tallies; history.steps,
+    (points,), and history.NAME, (points, sites): the counts up to those steps of elements, nonzero, underflow and
+    overflow. With adaptive scaling then too: layers.steps, (points,), layers.site, (layers,), layers.log2_scale,
+    (points, layers), NaN where a layer had no gradient.
     """
-    arrays = {"losses": np.array(run.losses), "scales": np.array(run.scales)}
+    arrays = {"losses": np.array(run.losses), "scales": np.array(run.scales), "skipped": np.array(run.skipped_steps)}
+    if run.evaluations:
+        arrays["evaluations.steps"] = np.array([step for step, _ in run.evaluations])
+        for name in run.metrics:
+            arrays[f"evaluations.{name}"] = np.array([metrics[name] for _, metrics in run.evaluations])
+    if run.layer_scales:
+        sites = [*dict.fromkeys(site for _, scales in run.layer_scales for site in scales)]
+        arrays["layers.steps"] = np.array([step for step, _ in run.layer_scales])
+        arrays["layers.site"] = np.array(sites)
+        grid = [[scales.get(site, math.nan) for site in sites] for _, scales in run.layer_scales]
+        arrays["layers.log2_scale"] = np.array(grid)
     if run.rows:
         arrays |= {f"sites.{name}": np.array([row[name] for row in run.rows]) for name in run.rows[0]}
         arrays["history.steps"] = np.array([step for step, _ in run.history])
         places = {(row["site"], row["role"], row["rounding"], row["format"]): i for i, row in enumerate(run.rows)}
-        for name in ("nonzero", "underflow"):
-            grid = np.zeros((len(run.history), len(run.rows)), dtype=np.int64)
+        for name in ("count", "nonzero", "underflow", "overflow"):
+            counts = np.zeros((len(run.history), len(run.rows)), dtype=np.int64)
             for i, (_, rows) in enumerate(run.history):
                 for row in rows:
-                    grid[i, places[row["site"], row["role"], row["rounding"], row["format"]]] = row[name]
-            arrays[f"history.{name}"] = grid
+                    counts[i, places[row["site"], row["role"], row["rounding"], row["format"]]] = row[name]
+            arrays[f"history.{'elements' if name == 'count' else name}"] = counts
     return arrays
 
 

@@ -10,6 +10,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def sweep(
     workers: int = 1,
     engine: str | Executor | None = None,
     out: str | os.PathLike[str] = "runs/sweep",
+    device: str = "cpu",
     time_limit: float | None = None,
     memory_limit: str | int = "auto",
     resources: Mapping[str, float] | None = None,
@@ -62,15 +64,17 @@ def sweep(
     task: a name, "module:function", or a function from a seed to a Task. formats: names, or mappings with the fields
     of `fpsim.Policy`. scaling: see `make_scaling`. seeds: how many, or which. task_options: those of `train`.
     engine: "here" (for one worker), "local" (processes of this machine), "tcp://..." (a Dask scheduler), or an
-    executor; see `open_engine`, also for memory_limit and resources. time_limit: seconds of one cell.
+    executor; see `open_engine`, also for memory_limit and resources. device: where cells compute, "cpu" or "cuda".
+    time_limit: seconds of one cell. A cell that was interrupted goes on from its checkpoint in `out`, to the same bits.
     Raises ValueError and TypeError before any work for what cannot be, SweepStopped where it cannot go on.
     """
-    _check(workers, time_limit, engine_timeout, resources)
+    _check(workers, time_limit, engine_timeout, resources, device)
     cells = plan(task, formats, scaling, roundings=roundings, seeds=seeds, options=task_options)
     engine = engine or ("here" if workers == 1 and time_limit is None else "local")
     options = {"resources": resources, "memory_limit": memory_limit, "timeout": engine_timeout}
     function = None if isinstance(task, str) else task
-    _run(Path(out), cells, function, engine, workers, options, time_limit, retry_failed, show_progress)
+    orders = _Orders(function, time_limit, device)
+    _run(Path(out), cells, orders, engine, workers, options, retry_failed, show_progress)
     return Results(out)
 
 
@@ -79,6 +83,7 @@ def resume(
     *,
     workers: int = 1,
     engine: str | Executor | None = None,
+    device: str = "cpu",
     time_limit: float | None = None,
     memory_limit: str | int = "auto",
     resources: Mapping[str, float] | None = None,
@@ -90,7 +95,7 @@ def resume(
 
     Raises ValueError where a task is a function that was passed to `sweep`: only that call knows it.
     """
-    _check(workers, time_limit, engine_timeout, resources)
+    _check(workers, time_limit, engine_timeout, resources, device)
     with Ledger(Path(out) / "ledger.sqlite", readonly=True) as ledger:
         cells = [Cell(row["config"]) for row in ledger.rows()]
     for name in {cell.config["task"] for cell in cells}:
@@ -102,11 +107,12 @@ def resume(
         find_task(name)
     engine = engine or ("here" if workers == 1 and time_limit is None else "local")
     options = {"resources": resources, "memory_limit": memory_limit, "timeout": engine_timeout}
-    _run(Path(out), cells, None, engine, workers, options, time_limit, retry_failed, show_progress)
+    orders = _Orders(None, time_limit, device)
+    _run(Path(out), cells, orders, engine, workers, options, retry_failed, show_progress)
     return Results(out)
 
 
-def _check(workers: Any, time_limit: Any, engine_timeout: Any, resources: Any) -> None:
+def _check(workers: Any, time_limit: Any, engine_timeout: Any, resources: Any, device: Any) -> None:
     """What comes from a user and is not seen before cells run."""
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise ValueError(f"workers={workers!r} computes nothing. Possible: 1 or more.")
@@ -120,17 +126,28 @@ def _check(workers: Any, time_limit: Any, engine_timeout: Any, resources: Any) -
         and all(isinstance(k, str) and isinstance(v, int | float) and v > 0 for k, v in resources.items())
     ):
         raise ValueError(f"resources={resources!r} is impossible. Possible: what a cell takes, such as {{'GPU': 1}}.")
+    if not isinstance(device, str) or device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r} is impossible. Possible: 'cpu', 'cuda', or one card such as 'cuda:1'.")
+
+
+@dataclass(frozen=True)
+class _Orders:
+    """What is the same for all cells of a run, and no part of what they are."""
+
+    make_task: MakeTask | None
+    seconds: float | None
+    device: str
 
 
 def _work(
-    config: Mapping[str, Any], make_task: MakeTask | None, seconds: float | None, end_process: bool
+    config: Mapping[str, Any], orders: _Orders, end_process: bool, checkpoint: Path
 ) -> tuple[dict[str, Any], bytes, str]:
     """What a worker does. An exception of the cell is an answer: its traceback is not lost on the way."""
     if end_process:
         keep_freed_memory()
     try:
-        with ONE_AT_A_TIME, time_limit(seconds, end_process=end_process):
-            return (*run_cell(config, make_task), "")
+        with ONE_AT_A_TIME, time_limit(orders.seconds, end_process=end_process):
+            return (*run_cell(config, orders.make_task, orders.device, checkpoint), "")
     except Exception as error:
         words = str(error) if isinstance(error, TimeLimit) else f"{type(error).__name__}: {error}"
         return {"error": words}, b"", traceback.format_exc()
@@ -139,11 +156,10 @@ def _work(
 def _run(
     out: Path,
     cells: Sequence[Cell],
-    make_task: MakeTask | None,
+    orders: _Orders,
     engine: str | Executor,
     workers: int,
     engine_options: Mapping[str, Any],
-    seconds: float | None,
     retry_failed: bool,
     show_progress: bool,
 ) -> None:
@@ -163,7 +179,7 @@ def _run(
             if todo:
                 with open_engine(engine, workers, **engine_options) as opened:
                     ledger.add_session({**environment(), "engine": opened.name})
-                    driver = _Driver(ledger, out, opened, make_task, seconds)
+                    driver = _Driver(ledger, out, opened, orders)
                     driver.run(todo, len(cells), show_progress)
     except (OSError, CannotWrite) as error:
         if isinstance(error, ConnectionError):
@@ -208,10 +224,8 @@ def _size(out: Path, cell: str) -> int | None:
 class _Driver:
     """One run of the loop: as many cells under way as there are slots; only this process writes."""
 
-    def __init__(
-        self, ledger: Ledger, out: Path, engine: Engine, make_task: MakeTask | None, seconds: float | None
-    ) -> None:
-        self.ledger, self.out, self.engine, self.make_task, self.seconds = ledger, out, engine, make_task, seconds
+    def __init__(self, ledger: Ledger, out: Path, engine: Engine, orders: _Orders) -> None:
+        self.ledger, self.out, self.engine, self.orders = ledger, out, engine, orders
         self.running: dict[Future[Any], tuple[Cell, float]] = {}
         self.deaths: Counter[str] = Counter()
         self.best, self._best = "", math.nan
@@ -240,7 +254,8 @@ class _Driver:
         self.ledger.start(cell.id)
         try:
             submit: Callable[..., Future[Any]] = self.engine.executor.submit
-            future = submit(_work, cell.config, self.make_task, self.seconds, self.engine.own_processes)
+            checkpoint = (self.out / "checkpoints" / f"{cell.id}.pt").absolute()
+            future = submit(_work, cell.config, self.orders, self.engine.own_processes, checkpoint)
         except RuntimeError as error:
             raise SweepStopped(
                 f"The executor takes no more work: {error}. What was done is kept. "
@@ -268,8 +283,9 @@ class _Driver:
 
     def _bury(self, cell: Cell, seconds: float) -> bool:
         self.deaths[cell.id] += 1
-        if self.seconds is not None and seconds >= self.seconds + GRACE / 2:
-            self.ledger.fail(cell.id, f"It did not end by its time limit of {self.seconds:g} s: its worker was ended.")
+        limit = self.orders.seconds
+        if limit is not None and seconds >= limit + GRACE / 2:
+            self.ledger.fail(cell.id, f"It did not end by its time limit of {limit:g} s: its worker was ended.")
             return True
         if self.deaths[cell.id] < MOST_DEATHS:
             return False
