@@ -96,7 +96,8 @@ def plan(
         if not values:
             raise ValueError(f"{name} is empty, so there is no cell to run. Give at least one.")
     task_name = task_of(task)
-    full = _options(options or {})
+    function = find_task(task) if isinstance(task, str) else task
+    full = _options({**getattr(function, "options", {}), **(options or {})})
     canonical = [_format(fmt) for fmt in formats]
     for fmt in canonical:
         for rounding in roundings:

@@ -1,28 +1,15 @@
-"""Tasks: functions from a seed to a model, data, a loss and metrics. All offline and real."""
+"""scikit-learn's images of digits, for a convolutional network and for a deep plain one."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
-from importlib import import_module
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["TASKS", "Task", "deep_digits", "digits", "find_task"]
+from ada_loss.lab.tasks.task import Task, accuracy
 
-
-@dataclass(frozen=True)
-class Task:
-    """What is trained. `loss` takes outputs and targets; so does each metric, and gives a float."""
-
-    name: str
-    model: nn.Module
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    loss: Callable[[Tensor, Tensor], Tensor]
-    metrics: dict[str, Callable[[Tensor, Tensor], float]]
+__all__ = ["deep_digits", "digits"]
 
 
 class ResidualBlock(nn.Module):
@@ -56,12 +43,6 @@ class DigitsNet(nn.Module):
         x = self.block(torch.relu(self.bn(self.stem(x))))
         x = torch.relu(self.bn_down(self.down(x)))
         return self.head(x.mean(dim=(2, 3)))  # type: ignore[no-any-return]
-
-
-def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Share of the samples whose largest output is the target's; NaN outputs are wrong."""
-    right = (outputs.argmax(dim=1) == targets) & ~outputs.isnan().any(dim=1)
-    return float(right.float().mean())
 
 
 class DeepNet(nn.Sequential):
@@ -111,35 +92,3 @@ def _digits(name: str, make_model: Callable[[], nn.Module], seed: int) -> Task:
         torch.manual_seed(seed)
         model = make_model()
     return Task(name, model, (x_train, y_train), (x_test, y_test), nn.functional.cross_entropy, {"accuracy": accuracy})
-
-
-TASKS: dict[str, Callable[[int], Task]] = {"digits": digits, "deep_digits": deep_digits}
-
-
-def find_task(name: str) -> Callable[[int], Task]:
-    """The task of a name, or of an import path "package.module:function".
-
-    Raises ValueError for an unknown name, and for a path where nothing callable is.
-
-    >>> find_task("digits") is digits
-    True
-    >>> find_task("digit")
-    Traceback (most recent call last):
-    ValueError: Unknown task 'digit'. Did you mean digits? Known: digits, deep_digits, or your own as 'module:function'.
-    """
-    module, colon, function = name.partition(":")
-    if not colon:
-        if name in TASKS:
-            return TASKS[name]
-        near = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"Unknown task {name!r}.{hint} Known: {', '.join(TASKS)}, or your own as 'module:function'.")
-    try:
-        found = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"The task {name!r} cannot be imported: {error}. Possible: 'module:function', of a module on Python's path."
-        ) from None
-    if not callable(found):
-        raise ValueError(f"The task {name!r} is a {type(found).__name__}. It must be a function from a seed to a Task.")
-    return found  # type: ignore[no-any-return]

@@ -1,0 +1,59 @@
+"""Tasks: functions from a seed to a model, data, a loss and metrics. All real; all but CIFAR need no network."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from importlib import import_module
+
+from ada_loss.lab.tasks.chars import chars
+from ada_loss.lab.tasks.digits import deep_digits, digits
+from ada_loss.lab.tasks.pictures import cifar10, cifar100, patches
+from ada_loss.lab.tasks.task import Task, accuracy, trained_with
+
+__all__ = [
+    "TASKS",
+    "Task",
+    "accuracy",
+    "chars",
+    "cifar10",
+    "cifar100",
+    "deep_digits",
+    "digits",
+    "find_task",
+    "patches",
+    "trained_with",
+]
+
+TASKS: dict[str, Callable[[int], Task]] = {
+    make_task.__name__: make_task for make_task in (digits, deep_digits, patches, chars, cifar10, cifar100)
+}
+
+
+def find_task(name: str) -> Callable[[int], Task]:
+    """The task of a name, or of an import path "package.module:function".
+
+    Raises ValueError for an unknown name, and for a path where nothing callable is.
+
+    >>> find_task("digits") is digits
+    True
+    >>> find_task("digit")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: Unknown task 'digit'. Did you mean digits? Known: digits, deep_digits, patches, chars, ...
+    """
+    module, colon, function = name.partition(":")
+    if not colon:
+        if name in TASKS:
+            return TASKS[name]
+        near = difflib.get_close_matches(name, TASKS, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"Unknown task {name!r}.{hint} Known: {', '.join(TASKS)}, or your own as 'module:function'.")
+    try:
+        found = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"The task {name!r} cannot be imported: {error}. Possible: 'module:function', of a module on Python's path."
+        ) from None
+    if not callable(found):
+        raise ValueError(f"The task {name!r} is a {type(found).__name__}. It must be a function from a seed to a Task.")
+    return found  # type: ignore[no-any-return]

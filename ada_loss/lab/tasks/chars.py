@@ -1,0 +1,91 @@
+"""A small GPT that learns the characters of Python's own documentation."""
+
+from __future__ import annotations
+
+import math
+import pydoc_data.topics
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ada_loss.lab.tasks.task import Task, trained_with
+
+__all__ = ["chars"]
+
+CONTEXT = 64
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a layer for each place, Radford et al. 2019. (batch, time, width)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        parts = self.attend(self.norm1(x)).view(batch, time, 3, self.heads, width // self.heads)
+        q, k, v = (part.transpose(1, 2) for part in parts.unbind(2))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(attended.transpose(1, 2).reshape(batch, time, width))
+        return x + self.narrow(F.gelu(self.widen(self.norm2(x))))  # type: ignore[no-any-return]
+
+
+class SmallGPT(nn.Module):
+    """Numbers of characters, (batch, time), to the logits of the next ones, (batch, time, characters)."""
+
+    def __init__(self, characters: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.character, self.place = nn.Embedding(characters, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, characters, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.character(x) + self.place(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            y = block(y)
+        return self.head(self.norm(y))  # type: ignore[no-any-return]
+
+
+def next_character(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy over all places, in nats."""
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def bits_per_character(outputs: Tensor, targets: Tensor) -> float:
+    """The same in bits."""
+    return next_character(outputs, targets).item() / math.log(2)
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Share of the characters that were foreseen; NaN outputs are wrong."""
+    right = (outputs.argmax(dim=-1) == targets) & ~outputs.isnan().any(dim=-1)
+    return float(right.float().mean())
+
+
+@trained_with(optimizer="adamw", learning_rate=3e-3, warmup=20, weight_decay=0.01, epochs=1, batch_size=32)
+def chars(seed: int = 0) -> Task:
+    """The 465,000 characters of `pydoc_data.topics`, in stretches of 64, the last tenth for the test.
+
+    In float32 an epoch brings 3.3 bits and 40 % of the characters (Python 3.11, seed 0), in 7 s on two cores.
+    The text is that of the Python that runs, so numbers of different versions are not to be compared.
+
+    >>> task = chars()
+    >>> task.train[0].shape[1], bool((task.train[0][0, 1:] == task.train[1][0, :-1]).all())
+    (64, True)
+    """
+    text = "\n".join(pydoc_data.topics.topics.values())
+    known = {character: number for number, character in enumerate(sorted(set(text)))}
+    numbers = torch.tensor([known[character] for character in text])
+    stretches = numbers[: (len(numbers) - 1) // CONTEXT * CONTEXT].view(-1, CONTEXT)
+    following = numbers[1 : 1 + stretches.numel()].view(-1, CONTEXT)
+    split = len(stretches) * 9 // 10
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = SmallGPT(len(known))
+    data = ((stretches[:split], following[:split]), (stretches[split:], following[split:]))
+    return Task("chars", model, *data, next_character, {"accuracy": accuracy, "bits_per_character": bits_per_character})

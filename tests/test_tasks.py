@@ -1,0 +1,164 @@
+"""The tasks: what they hold, that tests are not trained on, and that they can be learned."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ada_loss.lab.cells import OPTIONS, plan
+from ada_loss.lab.tasks import TASKS, Task, chars, cifar10, cifar100, find_task, patches, trained_with
+from ada_loss.lab.tasks.pictures import resnet20
+from ada_loss.lab.train import train
+
+OFFLINE = [name for name in TASKS if not name.startswith("cifar")]
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_a_seed_makes_the_weights_and_nothing_else(name: str) -> None:
+    state = torch.get_rng_state()
+    first, second, other = TASKS[name](3), TASKS[name](3), TASKS[name](4)
+    assert torch.equal(torch.get_rng_state(), state)
+    weights = [torch.cat([p.flatten() for p in task.model.parameters()]) for task in (first, second, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    for part in ("train", "test"):
+        assert torch.equal(getattr(first, part)[0], getattr(other, part)[0])
+        assert torch.equal(getattr(first, part)[1], getattr(other, part)[1])
+
+
+def test_resnet20_has_the_parameters_of_the_paper() -> None:
+    # He et al. 2016, table 6: 0.27 M, here without the two batch normalisations' running statistics
+    model = resnet20(10)
+    assert sum(p.numel() for p in model.parameters()) == 269_722
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_no_test_patch_shares_a_pixel_with_a_training_patch() -> None:
+    task = patches()
+    assert task.train[1].bincount().tolist() == [200] * 9
+    assert task.test[1].bincount().tolist() == [60] * 9
+    # the images are textured: two equal rows of 32 pixels would be the same place
+    rows = [
+        {tuple(row.flatten().tolist()) for image in part[0][::7] for row in image[:, ::8].unbind(1)}
+        for part in (task.train, task.test)
+    ]
+    plain = {row for row in rows[0] & rows[1] if len(set(row)) > 24}
+    assert not plain
+
+
+def test_characters_are_followed_by_the_next_ones_and_the_test_is_the_end_of_the_text() -> None:
+    task = chars()
+    x, y = task.train
+    assert torch.equal(x.flatten()[1:], y.flatten()[:-1])
+    assert y.flatten()[-1] == task.test[0].flatten()[0]
+    untrained = task.metrics["bits_per_character"](task.model(task.test[0][:8]), task.test[1][:8])
+    assert 5 < untrained < 9  # log2(103) is 6.7
+    run = train(task, "bf16", steps=60, optimizer="adamw", learning_rate=3e-3, batch_size=32, scaling="adaptive")
+    assert run.metrics["bits_per_character"] < 5
+    assert run.metrics["accuracy"] > 0.2
+
+
+def test_patches_can_be_learned_in_eight_bits() -> None:
+    task = patches()
+    small = Task(
+        "few", resnet20(9, width=4), task.train, (task.test[0][::4], task.test[1][::4]), task.loss, task.metrics
+    )
+    run = train(small, "e5m2", scaling="adaptive", steps=40, learning_rate=0.1)
+    assert run.losses[-1] < run.losses[0] - 0.4
+
+
+def test_a_tasks_own_options_are_part_of_its_cells_and_those_of_the_sweep_win() -> None:
+    (cell,) = plan("chars", ["fp16"], ["none"], options={"epochs": 3})
+    assert cell.config["options"] == {**OPTIONS, **chars.options, "epochs": 3}
+
+    @trained_with(learning_rate="fast")
+    def mine(seed: int) -> Task:
+        raise AssertionError("made before it was checked")
+
+    with pytest.raises(ValueError, match=r"task_options\.learning_rate came as 'fast'"):
+        plan(mine, ["fp16"], ["none"])
+
+
+# CIFAR, in tiny files of the true layout
+
+
+def archive(root: Path, name: str, files: dict[str, dict[bytes, Any]]) -> None:
+    folder = {"cifar-10": "cifar-10-batches-py", "cifar-100": "cifar-100-python"}[name]
+    with tarfile.open(root / f"{name}-python.tar.gz", "w:gz") as packed:
+        for file, content in files.items():
+            data = pickle.dumps(content)
+            entry = tarfile.TarInfo(f"{folder}/{file}")
+            entry.size = len(data)
+            packed.addfile(entry, io.BytesIO(data))
+
+
+def batch(first: int, count: int, labels: bytes = b"labels") -> dict[bytes, Any]:
+    """Image i is i everywhere in red, 100 + its column in green, 200 in blue."""
+    red = np.repeat(np.arange(first, first + count, dtype=np.uint8)[:, None], 1024, 1)
+    green = np.tile(np.tile(np.arange(32, dtype=np.uint8), 32) + 100, (count, 1))
+    blue = np.full((count, 1024), 200, np.uint8)
+    return {b"data": np.concatenate([red, green, blue], 1), labels: [i % 10 for i in range(first, first + count)]}
+
+
+def test_cifar10_is_read_from_its_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADA_LOSS_DATA", str(tmp_path))
+    files = {f"data_batch_{i}": batch(4 * (i - 1), 4) for i in range(1, 6)} | {"test_batch": batch(20, 3)}
+    archive(tmp_path, "cifar-10", files)
+    task = cifar10()
+    assert task.train[0].shape == (20, 3, 32, 32)
+    assert task.train[1].tolist() == [i % 10 for i in range(20)]
+    assert task.test[1].tolist() == [0, 1, 2]
+    red, green = task.train[0][:, 0], task.train[0][:, 1]
+    mean, deviation = 9.5, torch.arange(20.0).repeat_interleave(1024).std().item()
+    assert red[7].flatten().tolist() == pytest.approx([(7 - mean) / deviation] * 1024, rel=1e-5)
+    assert bool((green.diff(dim=2) > 0).all())  # columns are the last dimension
+    assert train(task, steps=1).metrics["accuracy"] <= 1
+
+
+def test_cifar100_has_its_fine_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADA_LOSS_DATA", str(tmp_path))
+    archive(tmp_path, "cifar-100", {"train": batch(0, 6, b"fine_labels"), "test": batch(6, 2, b"fine_labels")})
+    task = cifar100()
+    assert (len(task.train[0]), len(task.test[0])) == (6, 2)
+    assert task.model(task.test[0]).shape == (2, 100)
+
+
+def test_files_that_are_not_there_and_cannot_be_fetched_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADA_LOSS_DATA", str(tmp_path))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # a real connection, refused
+    with pytest.raises(FileNotFoundError, match=r"cifar-10 is not in .*Put cifar-10-python\.tar\.gz there"):
+        cifar10()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADA_LOSS_DATA", str(tmp_path))
+    packed = tmp_path / "cifar-100-python.tar.gz"
+    packed.write_bytes(b"no archive")
+    with pytest.raises(ValueError, match="cannot be unpacked"):
+        cifar100()
+    archive(tmp_path, "cifar-100", {"train": batch(0, 6, b"fine_labels")})
+    with pytest.raises(FileNotFoundError, match="test is missing"):
+        cifar100()
+    folder = tmp_path / "cifar-100-python"
+    (folder / "test").write_bytes(b"")
+    with pytest.raises(ValueError, match="is no file of cifar-100"):
+        cifar100()
+    (folder / "test").write_bytes(pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"fine_labels": [1]}))
+    with pytest.raises(ValueError, match="2 images and 1 labels"):
+        cifar100()
+
+
+def test_a_task_of_ones_own_is_found_by_its_path() -> None:
+    assert find_task("ada_loss.lab.tasks:chars") is chars
+    with pytest.raises(ValueError, match="cannot be imported"):
+        find_task("nowhere:task")
