@@ -26,12 +26,6 @@ from fpsim.policy import FormatLike, Policy, RoleSpecs, as_policy
 __all__ = ["Emulation", "Observer", "Scope", "emulate"]
 
 
-class Observer(Protocol):
-    """What is told of every tensor, before and after it is rounded."""
-
-    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: RoundingSpec) -> None: ...
-
-
 class Scaling(Protocol):
     """Who answers, at each place of the backward pass: at which scale is this gradient rounded?
 
@@ -47,12 +41,26 @@ class Scaling(Protocol):
     ) -> Callable[[Tensor], Tensor | None]: ...
 
 
+class Observer(Protocol):
+    """Who is told of tensors before and after they are rounded: a site's name, a role, both tensors, the rounding."""
+
+    def wants(self, site: str, role: str) -> bool:
+        """Whether it is to be told of this call; asked once for each, and what it does not want costs nothing."""
+        ...
+
+    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: RoundingSpec) -> None: ...
+
+
 class Listeners:
     """Who is told and who is asked, shared by all modules of one quantised model. Not copied or pickled with it."""
 
     def __init__(self) -> None:
         self.observer: Observer | None = None
         self.scaling: Scaling | None = None
+
+    def watching(self, site: str, role: str) -> Observer | None:
+        """The observer, if there is one and it wants this call."""
+        return self.observer if self.observer is not None and self.observer.wants(site, role) else None
 
     def __deepcopy__(self, memo: Any) -> Listeners:
         return Listeners()
@@ -255,7 +263,7 @@ class _BackwardRounding:
             return None
         if torch.is_grad_enabled() or not ops._is_plain(gradient):  # double backward, or a transform
             return ops._round_differentiably(gradient, spec, log2_scale)
-        observer = self.scope.listeners.observer
+        observer = self.scope.listeners.watching(self.site, self.role)
         if observer is None and _is_exclusive(gradient):
             ops.round_memory_(gradient, spec, None, log2_scale)
             _mark(gradient, spec.text, log2_scale)
@@ -426,8 +434,9 @@ class Emulation(TorchFunctionMode):
         if spec is not None:
             ops.round_memory_(rounded, spec)
             _mark(rounded, spec.text)
-            if self.scope.listeners.observer is not None:
-                self.scope.listeners.observer(site, role, x.detach(), rounded.detach(), spec)
+            observer = self.scope.listeners.watching(site, role)
+            if observer is not None:
+                observer(site, role, x.detach(), rounded.detach(), spec)
         if backward is not None and rounded.requires_grad:
             gradient_role = "weight_grad" if role == "weight" else "error"
             self._register(rounded, site, gradient_role, backward, role, (x,))
@@ -484,7 +493,7 @@ class Emulation(TorchFunctionMode):
             rounded = self._straight_through(out, spec, error)
             return out.copy_(rounded) if is_target else rounded
         if spec is not None:
-            observer = self.scope.listeners.observer
+            observer = self.scope.listeners.watching(site, "activation")
             before = None if observer is None else out.detach().clone()
             # below autograd: what the operation saved for its backward is the rounded value, as on hardware
             ops.round_memory_(out, spec)

@@ -201,11 +201,13 @@ class Recording:
         self._seen: Counter[tuple[str, str]] = Counter()
         self._sums: dict[tuple[str, str, RoundingSpec], _Accumulator] = {}
 
-    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: RoundingSpec) -> None:
-        """The observer: called by the emulation for each tensor, before and after it is rounded."""
+    def wants(self, site: str, role: str) -> bool:
+        """Whether this call of a site is one of those that are tallied."""
         self._seen[site, role] += 1
-        if (self._seen[site, role] - 1) % self._every:
-            return
+        return (self._seen[site, role] - 1) % self._every == 0
+
+    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: RoundingSpec) -> None:
+        """The observer: called by the emulation for each tensor that it wants, before and after it is rounded."""
         key = (site, role, spec)
         if key not in self._sums:
             self._sums[key] = _Accumulator(spec.fmt, before.device)

@@ -31,7 +31,8 @@ CHOICES = {
     "master_weights": ("float32", "none"),
     "accumulation": ("float32", "float64"),
 }
-HISTORY = 20  # points of the tallies' history in a run, and steps between two at least: one takes 3 ms
+HISTORY = 20  # points of the tallies' history in a long run
+SAMPLES = 5  # of a site, between two points at least: a point takes 3 ms
 EVALUATED = 256  # samples at once
 
 
@@ -132,7 +133,7 @@ def train(
     master_weights: str = "float32",
     accumulation: str = "float32",
     seed: int = 0,
-    record_every: int = 0,
+    record_every: int = 100,
     evaluate_every: int = 0,
     device: str = "cpu",
     checkpoint: Path | None = None,
@@ -177,7 +178,7 @@ def train(
     settings = [str(fmt), rounding, scaling, seed, total, batch_size, micro_batches, learning_rate, warmup, momentum]
     settings += [*words.values(), accumulation, weight_decay, max_gradient_norm, record_every, evaluate_every]
     checkpoints = None if checkpoint is None else Checkpoints(checkpoint, machines, settings, checkpoint_seconds)
-    points = max(HISTORY, total // HISTORY)
+    points = max(SAMPLES * record_every, total // HISTORY)
     with (
         torch.random.fork_rng(devices=[]),
         adaptive or nullcontext(),
@@ -212,10 +213,9 @@ def train(
                     if master_weights == "none":
                         round_parameters_(model)
                     state.batches += 1
-                    if (done + 1) % points == 0 or done + 1 == total:
-                        if recording is not None:
-                            state.history.append((done + 1, recording.rows()))
-                        if adaptive is not None and record_every:
+                    if recording is not None and ((done + 1) % points == 0 or done + 1 == total):
+                        state.history.append((done + 1, recording.rows()))
+                        if adaptive is not None:
                             state.layer_scales.append((done + 1, adaptive.log2_scales()))
                     if progress is not None:
                         progress(1)
