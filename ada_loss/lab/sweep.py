@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
@@ -25,6 +26,7 @@ from ada_loss.lab.limits import GRACE, TimeLimit, time_limit
 from ada_loss.lab.results import Results
 from ada_loss.lab.store import CannotWrite, Ledger
 from ada_loss.lab.tasks import find_task
+from ada_loss.lab.tracking import Tracker, make_trackers
 
 __all__ = ["SweepStopped", "resume", "sweep"]
 
@@ -53,6 +55,7 @@ def sweep(
     resources: Mapping[str, float] | None = None,
     engine_timeout: float = 30,
     retry_failed: bool = False,
+    track: Sequence[str | Tracker] = (),
     show_progress: bool = True,
 ) -> Results:
     """Train the task once for each format, scaling method, rounding and seed, and give what came out.
@@ -66,6 +69,7 @@ def sweep(
     engine: "here" (for one worker), "local" (processes of this machine), "tcp://..." (a Dask scheduler), or an
     executor; see `open_engine`, also for memory_limit and resources. device: where cells compute, "cpu" or "cuda".
     time_limit: seconds of one cell. A cell that was interrupted goes on from its checkpoint in `out`, to the same bits.
+    track: who else is told of finished cells, "tensorboard" and "mlflow" in the sweep's folder, or trackers.
     Raises ValueError and TypeError before any work for what cannot be, SweepStopped where it cannot go on.
     """
     _check(workers, time_limit, engine_timeout, resources, device)
@@ -74,7 +78,7 @@ def sweep(
     options = {"resources": resources, "memory_limit": memory_limit, "timeout": engine_timeout}
     function = None if isinstance(task, str) else task
     orders = _Orders(function, time_limit, device)
-    _run(Path(out), cells, orders, engine, workers, options, retry_failed, show_progress)
+    _run(Path(out), cells, orders, engine, workers, options, retry_failed, track, show_progress)
     return Results(out)
 
 
@@ -89,6 +93,7 @@ def resume(
     resources: Mapping[str, float] | None = None,
     engine_timeout: float = 30,
     retry_failed: bool = False,
+    track: Sequence[str | Tracker] = (),
     show_progress: bool = True,
 ) -> Results:
     """Go on with all cells of a ledger that are not done, and give what came out.
@@ -108,7 +113,7 @@ def resume(
     engine = engine or ("here" if workers == 1 and time_limit is None else "local")
     options = {"resources": resources, "memory_limit": memory_limit, "timeout": engine_timeout}
     orders = _Orders(None, time_limit, device)
-    _run(Path(out), cells, orders, engine, workers, options, retry_failed, show_progress)
+    _run(Path(out), cells, orders, engine, workers, options, retry_failed, track, show_progress)
     return Results(out)
 
 
@@ -161,9 +166,11 @@ def _run(
     workers: int,
     engine_options: Mapping[str, Any],
     retry_failed: bool,
+    track: Sequence[str | Tracker],
     show_progress: bool,
 ) -> None:
     refuse_in_a_starting_worker()
+    trackers = make_trackers(track, out)
     out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / "ledger.lock", timeout=0)  # the system lets go of it when the process dies, however it dies
     try:
@@ -176,10 +183,12 @@ def _run(
     try:
         with Ledger(out / "ledger.sqlite") as ledger:
             todo = _prepare(ledger, out, cells, retry_failed)
+            telling = _Telling(trackers, out)
+            telling.catch_up(ledger)
             if todo:
                 with open_engine(engine, workers, **engine_options) as opened:
                     ledger.add_session({**environment(), "engine": opened.name})
-                    driver = _Driver(ledger, out, opened, orders)
+                    driver = _Driver(ledger, out, opened, orders, telling)
                     driver.run(todo, len(cells), show_progress)
     except (OSError, CannotWrite) as error:
         if isinstance(error, ConnectionError):
@@ -221,11 +230,46 @@ def _size(out: Path, cell: str) -> int | None:
         return None
 
 
+class _Telling:
+    """Trackers are told once of each cell that is done. One that fails is left out: no result is lost for it."""
+
+    def __init__(self, trackers: Sequence[Tracker], out: Path) -> None:
+        self.trackers, self.out = [*trackers], out
+
+    def catch_up(self, ledger: Ledger) -> None:
+        """Tell of what was done before, and not told: by another run, or just before a crash."""
+        for tracker in [*self.trackers]:
+            known = self._try(tracker, tracker.known) or set()
+            for row in ledger.rows("done"):
+                if tracker in self.trackers and row["id"] not in known:
+                    self._log(tracker, row["id"], row["config"], row)
+
+    def tell(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+        for tracker in [*self.trackers]:
+            self._log(tracker, cell, config, row)
+
+    def _log(self, tracker: Tracker, cell: str, config: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+        complete = {**dict.fromkeys(("seconds", "skipped", "underflow", "diverged")), **row}
+        self._try(tracker, lambda: tracker.log(cell, config, complete, telemetry_path(self.out, cell)))
+
+    def _try(self, tracker: Tracker, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception as error:  # whatever a store may say: the ledger has the cell
+            self.trackers.remove(tracker)
+            warnings.warn(
+                f"{type(tracker).__name__} failed ({type(error).__name__}: {error}) and is told no more. The results "
+                f"are in {self.out}. See to it and run the same again: it is told of what it missed.",
+                stacklevel=2,
+            )
+            return None
+
+
 class _Driver:
     """One run of the loop: as many cells under way as there are slots; only this process writes."""
 
-    def __init__(self, ledger: Ledger, out: Path, engine: Engine, orders: _Orders) -> None:
-        self.ledger, self.out, self.engine, self.orders = ledger, out, engine, orders
+    def __init__(self, ledger: Ledger, out: Path, engine: Engine, orders: _Orders, telling: _Telling) -> None:
+        self.ledger, self.out, self.engine, self.orders, self.telling = ledger, out, engine, orders, telling
         self.running: dict[Future[Any], tuple[Cell, float]] = {}
         self.deaths: Counter[str] = Counter()
         self.best, self._best = "", math.nan
@@ -278,6 +322,7 @@ class _Driver:
             return True
         write_atomically(telemetry_path(self.out, cell.id), telemetry)
         self.ledger.finish(cell.id, {**result, "telemetry_bytes": len(telemetry)})
+        self.telling.tell(cell.id, cell.config, result)
         self._compare(cell, result)
         return True
 

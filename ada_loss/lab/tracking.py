@@ -1,0 +1,141 @@
+"""Trackers: who else is told of finished cells. TensorBoard and MLflow, each an extra."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ada_loss.lab.cells import label
+
+__all__ = ["TRACKERS", "MLflow", "TensorBoard", "Tracker", "make_trackers"]
+
+
+class Tracker(Protocol):
+    """Told of each cell that is done, by the driver, after the ledger has it."""
+
+    def known(self) -> set[str]:
+        """The ids of the cells that it was told of, in earlier runs too."""
+        ...
+
+    def log(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any], telemetry: Path) -> None:
+        """row: the ledger's, with "metrics", "seconds", "skipped", "underflow", "diverged". telemetry: an .npz file."""
+        ...
+
+
+def _parameters(config: Mapping[str, Any]) -> dict[str, str]:
+    axes = {name: label(value) for name, value in config.items() if name != "options"}
+    return axes | {name: str(value) for name, value in config["options"].items()}
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    found = {**row["metrics"], **{name: row[name] for name in ("seconds", "skipped", "underflow", "diverged")}}
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+class TensorBoard:
+    """A run for each cell in `folder`: loss and loss scale over the steps, underflow by role, and the hyperparameters.
+
+    Raises ImportError without the package: pip install 'fpsim[tensorboard]'.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ImportError("TensorBoard is not installed: pip install 'fpsim[tensorboard]'.") from None
+        self.folder, self._writer = Path(folder), SummaryWriter
+
+    def known(self) -> set[str]:
+        return {path.name for path in self.folder.glob("*") if not path.name.startswith(".")}
+
+    def log(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any], telemetry: Path) -> None:
+        unfinished = self.folder / f".{cell}.{os.getpid()}"
+        with self._writer(str(unfinished)) as writer:
+            with np.load(telemetry) as arrays:
+                for name, word in (("losses", "loss"), ("scales", "scale")):
+                    for step, value in enumerate(arrays.get(name, ())):
+                        writer.add_scalar(word, value, step)
+                if "history.steps" in arrays:
+                    for role in dict.fromkeys(arrays["sites.role"].tolist()):
+                        chosen = arrays["sites.role"] == role
+                        lost, nonzero = (arrays[f"history.{n}"][:, chosen].sum(1) for n in ("underflow", "nonzero"))
+                        for step, share in zip(arrays["history.steps"], lost / np.maximum(nonzero, 1)):
+                            writer.add_scalar(f"underflow/{role}", share, int(step))
+            metrics = {f"final/{name}": value for name, value in _numbers(row).items()}
+            writer.add_hparams(_parameters(config), metrics, run_name=".")
+        unfinished.rename(self.folder / cell)  # whole or not at all
+
+
+class MLflow:
+    """A run for each cell: parameters, final metrics, and the telemetry file as an artifact; the cell's id is a tag.
+
+    No series: a row in MLflow's store for each step takes longer than the training. uri: of the tracking store.
+    Raises ImportError without the package: pip install 'fpsim[mlflow]'.
+    """
+
+    def __init__(self, uri: str, experiment: str = "fpsim", artifacts: str | None = None) -> None:
+        try:
+            from mlflow.tracking import MlflowClient
+        except ImportError:
+            raise ImportError("MLflow is not installed: pip install 'fpsim[mlflow]'.") from None
+        logging.getLogger("alembic").setLevel(logging.WARNING)  # a line for each table otherwise
+        self._client = MlflowClient(uri)
+        found = self._client.get_experiment_by_name(experiment)
+        self._experiment = (
+            found.experiment_id if found else self._client.create_experiment(experiment, artifact_location=artifacts)
+        )
+
+    def known(self) -> set[str]:
+        found: set[str] = set()
+        token = None
+        while True:
+            page = self._client.search_runs([self._experiment], "attributes.status = 'FINISHED'", page_token=token)
+            found |= {run.data.tags.get("cell", "") for run in page}
+            token = page.token
+            if not token:
+                return found
+
+    def log(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any], telemetry: Path) -> None:
+        from mlflow.entities import Metric, Param, RunTag
+
+        run = self._client.create_run(self._experiment, run_name=cell).info.run_id
+        now = int(1000 * time.time())
+        metrics = [Metric(name, value, now, 0) for name, value in _numbers(row).items()]
+        parameters = [Param(name, value) for name, value in _parameters(config).items()]
+        tags = [RunTag("cell", cell), RunTag("configuration", json.dumps(config))]
+        self._client.log_batch(run, metrics, parameters, tags)
+        self._client.log_artifact(run, str(telemetry))
+        self._client.set_terminated(run)
+
+
+TRACKERS = ("tensorboard", "mlflow")
+
+
+def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
+    """Trackers by name, which keep what they are told in a sweep's folder, or as they are.
+
+    Raises ValueError for an unknown name, ImportError for one whose package is not there.
+    """
+    if isinstance(wanted, str) or not isinstance(wanted, Sequence):
+        raise ValueError(f"track={wanted!r} is impossible. Possible: a list of {', '.join(TRACKERS)}, or trackers.")
+    made: list[Tracker] = []
+    for tracker in wanted:
+        if tracker == "tensorboard":
+            made.append(TensorBoard(out / "tensorboard"))
+        elif tracker == "mlflow":
+            folder = (out / "mlflow").absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
+            made.append(MLflow(uri, out.absolute().name, artifacts))
+        elif isinstance(tracker, str):
+            raise ValueError(f"Unknown tracker {tracker!r}. Known: {', '.join(TRACKERS)}, or an object of your own.")
+        else:
+            made.append(tracker)
+    return made

@@ -1,0 +1,101 @@
+"""Trackers, against the real libraries on local stores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ada_loss.lab.results import Results
+from ada_loss.lab.sweep import sweep
+from ada_loss.lab.tracking import MLflow, TensorBoard
+
+
+def small(out: Path, **options: Any) -> Results:
+    arguments = {"formats": ["e5m2"], "scaling": ["none", "torch"], "seeds": 2, "task_options": {"epochs": 3}}
+    return sweep("sweep_tasks:tiny", **{**arguments, **options}, out=out, show_progress=False)  # type: ignore[arg-type]
+
+
+def test_tensorboard_gets_curves_and_hyperparameters_of_each_cell_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    results = small(tmp_path, track=["tensorboard"], task_options={"epochs": 3, "record_every": 1})
+    folders = {path.name: path for path in (tmp_path / "tensorboard").iterdir()}
+    assert folders.keys() == {row["id"] for row in results.rows()}
+    for row in results.rows():
+        events = EventAccumulator(str(folders[row["id"]])).Reload()
+        arrays = results.telemetry(row["id"])
+        assert [e.value for e in events.Scalars("loss")] == pytest.approx(arrays["losses"].tolist(), rel=1e-6)
+        assert [e.value for e in events.Scalars("scale")] == arrays["scales"].tolist()
+        assert events.Scalars("underflow/error")[-1].step == 3
+        assert events.Scalars("final/accuracy")[0].value == pytest.approx(row["accuracy"])
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "tensorboard").rglob("*")}
+    small(tmp_path, track=["tensorboard"], task_options={"epochs": 3, "record_every": 1})
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "tensorboard").rglob("*")} == times
+
+
+def test_mlflow_gets_parameters_metrics_and_the_file_of_each_cell_once(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    results = small(tmp_path, track=["mlflow"])
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow' / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name(tmp_path.name)
+    runs = {run.data.tags["cell"]: run for run in client.search_runs([experiment.experiment_id])}
+    assert runs.keys() == {row["id"] for row in results.rows()}
+    for row in results.rows():
+        run = runs[row["id"]]
+        assert run.info.status == "FINISHED"
+        assert run.data.metrics["accuracy"] == row["accuracy"]
+        assert (run.data.params["format"], run.data.params["scaling"]) == ("e5m2", row["scaling"])
+        assert run.data.params["epochs"] == "3"
+        assert [file.path for file in client.list_artifacts(run.info.run_id)] == [f"{row['id']}.npz"]
+    small(tmp_path, track=["mlflow"], seeds=3)
+    assert len(client.search_runs([experiment.experiment_id])) == 6
+
+
+def test_what_was_done_without_a_tracker_is_told_later(tmp_path: Path) -> None:
+    results = small(tmp_path)
+    assert TensorBoard(tmp_path / "tensorboard").known() == set()
+    small(tmp_path, track=["tensorboard"])
+    assert TensorBoard(tmp_path / "tensorboard").known() == {row["id"] for row in results.rows()}
+
+
+class Fails:
+    """A store that is full after one cell."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def known(self) -> set[str]:
+        return set(self.told)
+
+    def log(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any], telemetry: Path) -> None:
+        assert telemetry.exists()
+        if len(self.told) == 1:
+            raise OSError("the store is full")
+        self.told.append(cell)
+
+
+def test_a_tracker_that_fails_loses_no_result_and_is_told_later_what_it_missed(tmp_path: Path) -> None:
+    tracker = Fails()
+    with pytest.warns(UserWarning, match="Fails failed .OSError: the store is full. and is told no more") as warned:
+        results = small(tmp_path, track=[tracker])
+    assert len(warned) == 1
+    assert results.counts["done"] == 4
+    assert len(tracker.told) == 1
+
+
+def test_unknown_trackers_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Unknown tracker 'wandb'\. Known: tensorboard, mlflow"):
+        small(tmp_path / "out", track=["wandb"])
+    with pytest.raises(ValueError, match="Possible: a list of"):
+        small(tmp_path / "out", track="mlflow")
+    assert not (tmp_path / "out" / "ledger.sqlite").exists()
+
+
+def test_a_store_elsewhere_can_be_named(tmp_path: Path) -> None:
+    tracker = MLflow(f"sqlite:///{tmp_path / 'other.db'}", "mine", (tmp_path / "art").as_uri())
+    results = small(tmp_path / "out", track=[tracker])
+    assert tracker.known() == {row["id"] for row in results.rows()}
