@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ada_loss.lab.results import Results
+    from ada_loss.lab.search import search
     from ada_loss.lab.sweep import resume, sweep
     from ada_loss.layerwise import AdaLossScaled
     from ada_loss.record import Recorder
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ada_loss.lab.results": ("Results",),
+    "ada_loss.lab.search": ("search",),
     "ada_loss.lab.sweep": ("resume", "sweep"),
     "ada_loss.layerwise": ("AdaLossScaled",),
     "ada_loss.record": ("Recorder",),
@@ -58,6 +60,7 @@ __all__ = [
     "layer_rule",
     "loss_rule",
     "resume",
+    "search",
     "sweep",
     "trajectory",
 ]

@@ -78,3 +78,20 @@ def eats_memory(seed: int) -> Task:
         hoard.append(torch.ones(2**22))  # 16 MiB
         time.sleep(0.02)  # as fast as real ones grow, and slow enough for the watch every 100 ms
     return tiny(seed)
+
+
+def sorts(seed: int) -> Task:
+    """Points to the left and to the right of 1, told apart by a threshold: it takes four bits of an activation.
+
+    In steps of an eighth between 0 and 2, so that 0.875 and 1.125 need 1 + 3 significant bits, and no training at all.
+    """
+    x = torch.arange(1, 16).reshape(-1, 1) / 8 + seed * 0.0
+    y = (x[:, 0] > 1).long()
+    model = nn.Linear(1, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.0], [1.0]]))
+        model.bias.copy_(torch.tensor([1.0, 0.0]))
+    keep = (x[:, 0] != 1).nonzero().flatten()
+    return Task(
+        "sorts", model, (x[keep], y[keep]), (x[keep], y[keep]), nn.functional.cross_entropy, {"accuracy": accuracy}
+    )

@@ -56,6 +56,7 @@ RANKS = {
     "ada_loss.lab.sweep": 23,
     "ada_loss.lab.depth": 17,
     "ada_loss.lab.describe": 19,
+    "ada_loss.lab.search": 24,
     "ada_loss.lab.config": 24,
     "ada_loss.lab": 25,
     "ada_loss": 26,
