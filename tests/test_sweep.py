@@ -23,7 +23,7 @@ import pytest
 import sweep_tasks
 
 from ada_loss.lab.engines import open_engine
-from ada_loss.lab.limits import TimeLimit, time_limit
+from ada_loss.lab.limits import TimeLimit, within_time
 from ada_loss.lab.results import Results
 from ada_loss.lab.store import Ledger
 from ada_loss.lab.sweep import SweepStopped, resume, sweep
@@ -215,12 +215,18 @@ def test_a_cell_that_hangs_ends_by_its_time_limit(tmp_path: Path, local: str, ta
 
 
 def test_a_time_limit_interrupts_and_leaves_what_ends_in_time_alone() -> None:
-    with pytest.raises(TimeLimit, match=r"time limit of 0\.05 s"), time_limit(0.05):
-        sweep_tasks.hangs_in_python(1)
-    for _ in range(200):
-        with time_limit(0.001):
-            pass
-    time.sleep(0.01)
+    with pytest.raises(TimeLimit, match=r"time limit of 0\.05 s"):
+        within_time(0.05, lambda: sweep_tasks.hangs_in_python(1))
+    words = []
+    for _ in range(300):
+        try:
+            # about as long as the limit: the interruption comes at every place
+            assert within_time(0.001, lambda: sum(range(10_000))) == 49_995_000
+        except TimeLimit as error:
+            words.append(str(error))
+        sum(range(1000))  # never here
+    assert len(words) < 300
+    assert set(words) <= {"It ran for longer than its time limit of 0.001 s."}
 
 
 def test_a_cell_that_eats_memory_is_isolated(tmp_path: Path) -> None:

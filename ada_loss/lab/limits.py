@@ -5,49 +5,56 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
 
-__all__ = ["TimeLimit", "time_limit"]
+__all__ = ["GRACE", "TimeLimit", "within_time"]
 
 GRACE = 10.0
+Result = TypeVar("Result")
 
 
 class TimeLimit(Exception):
     """A cell ran for longer than it may."""
 
 
-@contextmanager
-def time_limit(seconds: float | None, *, end_process: bool = False, grace: float = GRACE) -> Iterator[None]:
-    """Raise TimeLimit in a block that runs for longer, between two instructions of its Python code.
+def within_time(
+    seconds: float | None, work: Callable[[], Result], *, end_process: bool = False, grace: float = GRACE
+) -> Result:
+    """What `work` gives; TimeLimit is raised in it if it runs for longer, between two instructions of its Python code.
 
     end_process: a call into C that never returns sees no exception, so the process ends `grace` seconds later.
 
-    >>> with time_limit(60):
-    ...     pass
+    >>> within_time(60, lambda: 1 + 1)
+    2
     """
     if seconds is None:
-        yield
-        return
-    thread, lock, over = threading.get_ident(), threading.Lock(), [False]
+        return work()
+    thread, lock, over, fired = ctypes.c_ulong(threading.get_ident()), threading.Lock(), [False], [False]
 
     def interrupt() -> None:
         with lock:
             if not over[0]:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeLimit))
+                fired[0] = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(TimeLimit))
 
     timer = threading.Timer(seconds, interrupt)
     timer.daemon = True
-    if end_process:
-        faulthandler.dump_traceback_later(seconds + grace, exit=True, file=2)
-    timer.start()
+    # one frame, and no context manager: an exception that comes at any line must find its handler
     try:
-        yield
+        if end_process:
+            faulthandler.dump_traceback_later(seconds + grace, exit=True, file=2)
+        timer.start()
+        try:
+            return work()
+        finally:
+            with lock:
+                over[0] = True
+            if fired[0]:  # it may be on its way still, and would come out of some later line
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
     except TimeLimit:
         raise TimeLimit(f"It ran for longer than its time limit of {seconds:g} s.") from None
     finally:
-        with lock:
-            over[0] = True
         timer.cancel()
         if end_process:
             faulthandler.cancel_dump_traceback_later()

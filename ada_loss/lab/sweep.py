@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ada_loss.lab.cells import Cell, MakeTask, plan, run_cell
 from ada_loss.lab.engines import Engine, keep_freed_memory, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.environment import environment
 from ada_loss.lab.files import write_atomically
-from ada_loss.lab.limits import GRACE, TimeLimit, time_limit
+from ada_loss.lab.limits import GRACE, TimeLimit, within_time
 from ada_loss.lab.results import Results
 from ada_loss.lab.store import CannotWrite, Ledger
 from ada_loss.lab.tasks import find_task
@@ -151,8 +152,9 @@ def _work(
     if end_process:
         keep_freed_memory()
     try:
-        with ONE_AT_A_TIME, time_limit(orders.seconds, end_process=end_process):
-            return (*run_cell(config, orders.make_task, orders.device, checkpoint), "")
+        with ONE_AT_A_TIME:
+            work = partial(run_cell, config, orders.make_task, orders.device, checkpoint)
+            return (*within_time(orders.seconds, work, end_process=end_process), "")
     except Exception as error:
         words = str(error) if isinstance(error, TimeLimit) else f"{type(error).__name__}: {error}"
         return {"error": words}, b"", traceback.format_exc()
