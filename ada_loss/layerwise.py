@@ -374,8 +374,8 @@ class AdaLossScaled:
         must_measure = self.rule.ahead and (is_cast or any(a.measure for a in arrivals))
         fresh = self._is_update or (not memory.factors and (must_measure or bool(place.edges)))
         passes_on = arrivals and self.rule.ahead and not must_measure and self._told is None
-        if passes_on and is_rounded_at(gradient, wanted):
-            log2_scale = wanted  # this very tensor was rounded at this very scale: it fits
+        if passes_on and is_rounded_at(gradient, wanted, place.spec):
+            log2_scale = wanted  # this very tensor was rounded in this format at this very scale: it fits
             if place.edges and fresh:
                 moments_of(gradient, out=memory.moments)
         else:

@@ -33,7 +33,7 @@ class Scaling(Protocol):
     rounding, the operation with its operands (tensors rounded already, and the call's other arguments), and what came
     out. Returns what to call in the backward pass with the gradient, before it is rounded: log2 of the scale as an
     int64 tensor of one element on the gradient's device, within `ops.log2_scale_limits`, or None for 1. A gradient
-    itself always has its true size; `is_rounded_at(gradient, log2_scale)` tells where it was rounded a moment ago.
+    itself always has its true size; `is_rounded_at(gradient, log2_scale, spec)` tells how it was rounded a moment ago.
     """
 
     def __call__(
@@ -227,10 +227,9 @@ def _marked(x: Tensor) -> str | None:
     return mark[0] if mark is not None and mark[1] == _version(x) and mark[3] >= x.requires_grad else None
 
 
-def is_rounded_at(gradient: Tensor, log2_scale: Tensor | None) -> bool:
-    """Whether this very tensor was rounded at this very scale, on the other side of an addition or a view."""
-    mark = getattr(gradient, "_fpsim", None)
-    return mark is not None and mark[1] == _version(gradient) and mark[2] is log2_scale
+def is_rounded_at(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> bool:
+    """Whether this very tensor was rounded so at this very scale, on the other side of an addition or a view."""
+    return _marked(gradient) == spec.text and gradient._fpsim[2] is log2_scale  # type: ignore[attr-defined]
 
 
 class _BackwardRounding:
@@ -259,7 +258,7 @@ class _BackwardRounding:
             return torch.sparse_coo_tensor(indices, values, gradient.shape, is_coalesced=True, check_invariants=False)
         spec = self.spec
         log2_scale = None if self.scale is None else self.scale(gradient)
-        if _marked(gradient) == spec.text and is_rounded_at(gradient, log2_scale):
+        if is_rounded_at(gradient, log2_scale, spec):
             return None
         if torch.is_grad_enabled() or not ops._is_plain(gradient):  # double backward, or a transform
             return ops._round_differentiably(gradient, spec, log2_scale)

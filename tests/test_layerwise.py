@@ -537,6 +537,30 @@ def test_each_role_and_module_has_the_range_of_its_own_format() -> None:
     assert {row["format"] for row in recorder.rows()} == set(largest)
 
 
+class Added(nn.Module):
+    """A layer, and an addition behind it, which hands the very tensor on that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x) + 1.0)
+
+
+def test_a_gradient_that_passes_into_a_narrower_format_is_fitted_into_it() -> None:
+    torch.manual_seed(0)
+    policy = Policy(error="fp16", overrides={"inner": Policy(error="e4m3fn")})
+    model = quantize(Added(), policy)
+    out_gradient = torch.ones(2, 4)
+    with AdaLossScaled(model, rule="fixed", init_scale=2.0**12) as handle:  # fits fp16, and is far beyond e4m3fn
+        model(torch.randn(2, 4)).backward(out_gradient)
+        k = handle.last_log2_scale("inner:linear")
+    passed = round_to(out_gradient @ model.head.weight.detach(), "fp16")
+    assert passed.abs().max() * 2.0**k <= 448 < passed.abs().max() * 2.0 ** (k + 1)
+    assert torch.equal(model.inner.bias.grad, (round_to(passed * 2.0**k, "e4m3fn") / 2.0**k).sum(0))
+
+
 # Training as it is done.
 
 
