@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ada_loss.decisions import FINAL, WANTED, branch, by_binades, by_history, choose_with, keep, to_the_top
+from ada_loss.decisions import WANTED, branch, by_binades, by_history, choose_with, keep, to_the_top
 from ada_loss.rules.layer import (
     AMAX,
     AMIN,
@@ -50,11 +50,12 @@ class Observed(Protocol):
 class _Memory:
     """What is kept of one place from step to step."""
 
-    __slots__ = ("chosen", "factors", "history", "moments")
+    __slots__ = ("chosen", "factors", "history", "log2_scale", "moments")
 
     def __init__(self) -> None:
         self.factors: dict[int, Tensor] = {}  # by product; -1 is a measured one
         self.history: Tensor | None = None
+        self.log2_scale: Tensor | None = None  # the last one
         self.moments = keep_memory_of(torch.zeros(MOMENTS, dtype=torch.float64))
         self.chosen = keep_memory_of(torch.full((5,), math.nan, dtype=torch.float64))
 
@@ -269,15 +270,15 @@ class AdaLossScaled:
     def last_log2_scale(self, site: str, role: str = "error") -> int:
         """The scale at which a place's gradient was rounded last; copies it to the host. KeyError for no such place."""
         memory = self._memories.get((site, role))
-        if memory is None:
-            known = sorted({s for s, r in self._memories if r == role})
+        if memory is None or memory.log2_scale is None:
+            known = sorted({s for (s, r), m in self._memories.items() if r == role and m.log2_scale is not None})
             raise KeyError(f"No gradient was rounded at {site!r} as {role}. Sites: {', '.join(known) or 'none yet'}.")
-        return int(memory.chosen[FINAL])
+        return int(memory.log2_scale)
 
     def log2_scales(self, role: str = "error") -> dict[str, int]:
         """The scales at which gradients were rounded last, by site, from input to output; copies them to the host."""
-        kept = [(site, memory.chosen) for (site, r), memory in self._memories.items() if r == role]
-        return {site: int(chosen[FINAL]) for site, chosen in reversed(kept) if not bool(chosen[FINAL].isnan())}
+        kept = [(site, memory.log2_scale) for (site, r), memory in self._memories.items() if r == role]
+        return {site: int(log2_scale) for site, log2_scale in reversed(kept) if log2_scale is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """The settings, the step, and what each place remembers, as plain values; copies numbers to the host."""
@@ -380,6 +381,7 @@ class AdaLossScaled:
                 moments_of(gradient, out=memory.moments)
         else:
             log2_scale = self._decide(place, gradient, wanted, limits, memory, fresh, must_measure)
+        memory.log2_scale = log2_scale
         self._send(place, task, gradient, log2_scale, memory, fresh)
         if self._told is not None:
             chosen = memory.chosen.clone()
