@@ -90,7 +90,19 @@ class _Arrival(NamedTuple):
 class _Place:
     """One tensor whose gradient is rounded: where its scale comes from and where it goes."""
 
-    __slots__ = ("arrivals", "dtype", "edges", "engine", "is_chosen", "passes", "role", "site", "spec", "task")
+    __slots__ = (
+        "arrivals",
+        "dtype",
+        "edges",
+        "engine",
+        "is_chosen",
+        "made_in",
+        "passes",
+        "role",
+        "site",
+        "spec",
+        "task",
+    )
 
     def __init__(
         self, engine: AdaLossScaled, site: str, role: str, spec: RoundingSpec, dtype: torch.dtype, is_chosen: bool
@@ -101,6 +113,7 @@ class _Place:
         self.passes: list[_Place] = []
         self.arrivals: list[_Arrival] = []
         self.task = -1
+        self.made_in = torch._C._current_graph_task_id()  # the backward pass that runs a checkpoint's forward, or -1
 
     def receive(self, task: int, log2_scale: Tensor, measure: bool = False) -> None:
         if self.task != task:  # what an earlier, partial backward left behind
@@ -183,6 +196,7 @@ class AdaLossScaled:
         self._memories: dict[tuple[str, str], _Memory] = {}
         self._occurrences: Counter[tuple[str, str]] = Counter()
         self._task = -1
+        self._roots: dict[int, int] = {}
         self._is_update = True
         self._told: Observed | None = None
         self._constants: dict[Any, Tensor] = {}
@@ -315,10 +329,8 @@ class AdaLossScaled:
     def _place(
         self, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...], out: Tensor
     ) -> _Place:
-        seen = self._occurrences[site, role]
-        self._occurrences[site, role] = seen + 1
         is_chosen = self._modules is None or site.split(":")[0] in self._modules
-        place = _Place(self, f"{site}#{seen}" if seen else site, role, spec, out.dtype, is_chosen)
+        place = _Place(self, site, role, spec, out.dtype, is_chosen)
         node, nr = out.grad_fn, out.output_nr
         if node is None:
             return place
@@ -353,6 +365,12 @@ class AdaLossScaled:
 
     # The backward pass.
 
+    def _root_of(self, place: _Place, task: int) -> int:
+        """The backward pass to which one belongs that a checkpoint runs inside of it."""
+        if place.made_in < 0:
+            return task
+        return self._roots.setdefault(task, self._roots.get(place.made_in, place.made_in))
+
     def _begin(self, task: int) -> None:
         """A new backward pass is a new step."""
         self._task = task
@@ -360,17 +378,20 @@ class AdaLossScaled:
         self._is_update = (self.step - 1) % self.update_every == 0
         self._told = self.observer if self.observer is not None and self.observer.wants(self.step) else None
         self._occurrences.clear()
+        self._roots.clear()
 
     def _scale_at(self, place: _Place, gradient: Tensor) -> Tensor:
         task = torch._C._current_graph_task_id()
-        if task > self._task:
-            self._begin(task)
+        root = self._root_of(place, task)
+        if root > self._task:
+            self._begin(root)
+        site = self._name_of(place)
         arrivals = place.arrivals if place.task == task else []
         place.arrivals = []
         device = gradient.device
         limits = self._limits_of(place, gradient)
         wanted = self._meeting(arrivals, limits, device)
-        memory = self._memory(place, device)
+        memory = self._memory(site, place.role, device)
         is_cast = not arrivals and self._casts and not isinstance(self.rule, Fixed)
         must_measure = self.rule.ahead and (is_cast or any(a.measure for a in arrivals))
         fresh = self._is_update or (not memory.factors and (must_measure or bool(place.edges)))
@@ -385,14 +406,23 @@ class AdaLossScaled:
         self._send(place, task, gradient, log2_scale, memory, fresh)
         if self._told is not None:
             chosen = memory.chosen.clone()
-            self._told(self.step, place.site, place.role, place.spec, gradient.detach(), log2_scale, chosen)
+            self._told(self.step, site, place.role, place.spec, gradient.detach(), log2_scale, chosen)
             memory.chosen[:WANTED] = math.nan  # the next step may choose nothing
         return log2_scale
 
-    def _memory(self, place: _Place, device: torch.device) -> _Memory:
-        memory = self._memories.get((place.site, place.role))
+    def _name_of(self, place: _Place) -> str:
+        """A site's name, with a number from the second of its uses that a backward pass reaches: the last comes first.
+
+        Counted here, for not every forward pass is followed by a backward pass.
+        """
+        seen = self._occurrences[place.site, place.role]
+        self._occurrences[place.site, place.role] = seen + 1
+        return f"{place.site}#{seen}" if seen else place.site
+
+    def _memory(self, site: str, role: str, device: torch.device) -> _Memory:
+        memory = self._memories.get((site, role))
         if memory is None:
-            memory = self._memories[place.site, place.role] = _Memory()
+            memory = self._memories[site, role] = _Memory()
         if memory.moments.device != device:
             memory.to(device)
         return memory

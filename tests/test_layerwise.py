@@ -641,27 +641,61 @@ def test_frozen_parameters_and_unused_outputs_need_no_gradient() -> None:
         assert bool(model.first.weight.grad.any())
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.use_reentrant = use_reentrant  # None for no checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.use_reentrant is None:
+            return self.last(self.block(h))
+        return self.last(checkpoint(self.block, h, use_reentrant=self.use_reentrant))
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_changes_no_gradient(use_reentrant: bool) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self, do_checkpoint: bool) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
-            self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-            self.do_checkpoint = do_checkpoint
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.first(x)
-            h = checkpoint(self.block, h, use_reentrant=use_reentrant) if self.do_checkpoint else self.block(h)
-            return self.last(h)
-
     results = []
-    for do_checkpoint in (False, True):
-        model = quantize(Checkpointed(do_checkpoint), "e5m2")
+    for way in (None, use_reentrant):
+        model = quantize(Checkpointed(way), "e5m2")
         with AdaLossScaled(model, rule="current"):
             results.append(backward(model, torch.randn(4, 8, generator=seeded()), 1e-6))
     assert_same(*results)  # measured scales do not depend on what is upstream, which a nested backward hides
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_makes_no_step_of_its_own_and_no_other_places(use_reentrant: bool) -> None:
+    model = quantize(Checkpointed(use_reentrant), "e5m2")
+    with AdaLossScaled(model, update_every=2) as handle:
+        handle.observer = recorder = Recorder()
+        for size in (1e-3, 1e-5, 1e-7):
+            backward(model, torch.randn(4, 8, generator=seeded()), size)
+    assert handle.step == 3
+    rows = recorder.rows()
+    sites = [[row["site"] for row in rows if row["step"] == step] for step in (1, 2, 3)]
+    assert sites[0] == sites[1] == sites[2]
+    assert not any("#" in site for site in sites[0])
+    factors = [row["unbound"] for row in rows if row["site"] == "block.2:linear"]
+    assert factors[0] == factors[1] != factors[2]  # computed anew in the third step, inside the checkpoint too
+
+
+def test_a_forward_pass_without_a_backward_pass_leaves_no_trace() -> None:
+    # a validation that forgets torch.no_grad(), or a forward that was interrupted
+    results = []
+    x = torch.randn(4, 8, generator=seeded())
+    for forwards in (0, 1):
+        torch.manual_seed(0)
+        model = quantize(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), "e5m2")
+        with AdaLossScaled(model, rule="amax_history"):
+            for _ in range(3):
+                backward(model, x, 1e-6)
+            for _ in range(forwards):
+                model(x)
+            results.append(backward(model, x, 1e-6))
+    assert_same(*results)
 
 
 def test_a_retained_graph_gives_the_same_again() -> None:
