@@ -13,6 +13,7 @@ from functools import cache
 
 from ada_loss.rules.layer import (
     AMAX,
+    COUNT,
     bounded,
     branch_exponent,
     exact,
@@ -20,8 +21,9 @@ from ada_loss.rules.layer import (
     floor_log2,
 )
 
-__all__ = ["branch", "by_binades", "by_history", "choose_with", "keep", "to_the_top"]
+__all__ = ["ANEW", "IF_UNKNOWN", "REUSE", "branch", "by_binades", "by_history", "choose_with", "keep", "to_the_top"]
 
+REUSE, IF_UNKNOWN, ANEW = range(3)  # when a factor is computed
 UNBOUND, BOUND, POWER_OF_TWO, WANTED, FINAL = range(5)  # the fields of `chosen`
 
 
@@ -76,16 +78,22 @@ def branch(amaxima, log2_scales, limits, out):  # type: ignore[no-untyped-def]
 
 @cache
 def choose_with(core: Callable[..., float]) -> Callable[..., None]:
-    """The decision for what a product gives: a factor from statistics, or the one of an earlier step."""
+    """The decision for what a product gives: a factor from statistics, or the one of an earlier step.
 
-    def choose(log2_scale, g, w, terms, limits, p, fresh, factor, out, chosen):  # type: ignore[no-untyped-def]
+    A gradient of zeros or one that is not finite tells nothing, nor do such weights: the factor stays what it was; 0
+    is one that is not known yet, and scales by 1.
+    """
+
+    def choose(log2_scale, g, w, terms, limits, p, when, factor, out, chosen):  # type: ignore[no-untyped-def]
         s = log2_scale[0]
-        if fresh[0] != 0:
+        tells = 0.0 < g[AMAX] < math.inf and (w[COUNT] == 0.0 or 0.0 < w[AMAX] < math.inf)
+        if tells and (when[0] == ANEW or (when[0] == IF_UNKNOWN and factor[0] == 0.0)):
             unit = math.ldexp(1.0, int(-s))
             factor[0] = core(g, w, float(terms[0]), limits[0] * unit, limits[1] * unit, unit, p)
-        bound = bounded(factor[0], s, limits[4], limits[5])
+        unbound = factor[0] if factor[0] > 0.0 else 1.0
+        bound = bounded(unbound, s, limits[4], limits[5])
         k = floor_log2(bound)
-        chosen[UNBOUND], chosen[BOUND], chosen[POWER_OF_TWO] = factor[0], bound, k
+        chosen[UNBOUND], chosen[BOUND], chosen[POWER_OF_TWO] = unbound, bound, k
         out[0] = min(max(s + k, int(limits[2])), int(limits[3]))
 
     return choose

@@ -11,7 +11,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ada_loss.decisions import WANTED, branch, by_binades, by_history, choose_with, keep, to_the_top
+from ada_loss.decisions import (
+    ANEW,
+    IF_UNKNOWN,
+    REUSE,
+    WANTED,
+    branch,
+    by_binades,
+    by_history,
+    choose_with,
+    keep,
+    to_the_top,
+)
 from ada_loss.rules.layer import (
     AMAX,
     AMIN,
@@ -50,14 +61,29 @@ class Observed(Protocol):
 class _Memory:
     """What is kept of one place from step to step."""
 
-    __slots__ = ("chosen", "factors", "history", "log2_scale", "moments")
+    __slots__ = ("chosen", "factors", "history", "log2_scale", "moments", "noticed")
 
     def __init__(self) -> None:
-        self.factors: dict[int, Tensor] = {}  # by product; -1 is a measured one
+        self.factors: dict[int, Tensor] = {}  # by product; -1 is a measured one; 0 is one not known yet
+        self.noticed: dict[int, Tensor] = {}  # the same on the host, where a card's may come later
         self.history: Tensor | None = None
         self.log2_scale: Tensor | None = None  # the last one
         self.moments = keep_memory_of(torch.zeros(MOMENTS, dtype=torch.float64))
         self.chosen = keep_memory_of(torch.full((5,), math.nan, dtype=torch.float64))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all factors are. On a card it may be true and not noticed yet, for nothing waits for the copy."""
+        return bool(self.noticed) and all(factor.item() != 0 for factor in self.noticed.values())
+
+    def notice(self, index: int) -> None:
+        factor = self.factors[index]
+        if factor.device.type == "cpu":
+            self.noticed[index] = factor
+            return
+        if index not in self.noticed:
+            self.noticed[index] = torch.zeros(1, dtype=torch.float64, pin_memory=True)
+        self.noticed[index].copy_(factor, non_blocking=True)
 
     def to(self, device: torch.device) -> None:
         self.factors = {index: factor.to(device) for index, factor in self.factors.items()}
@@ -142,7 +168,8 @@ class AdaLossScaled:
     the cast of float32 gradients at the model's outputs. rule: a name ("approx_range", "abs_range",
     "element_wise_range", "fixed", "exact", "current", "amax_history") or a rule with its parameters. The last three
     measure each tensor itself, wherever it is rounded. init_scale: the scale of gradients that enter the model, a
-    power of two. update_every: a factor is computed anew in each n-th step, and used again in between.
+    power of two. update_every: a factor is computed anew in each n-th step, a step being a backward pass, and used
+    again in between; where the gradient is zero or not finite the last one stays, or the next step finds the first.
     scale_upper_bound, accum_upper_bound: of one factor and of the scale, None for no bound (the original: 16 and
     1024). branches: where gradients of several consumers meet, "exact" rounds their sum once, at the largest of their
     scales at which it fits; "original" rounds each at its own and the sum at the scale that the original chooses.
@@ -321,6 +348,7 @@ class AdaLossScaled:
         for saved in state["sites"]:
             memory = self._memories[saved["site"], saved["role"]] = _Memory()
             memory.factors = {int(i): torch.tensor([f], dtype=torch.float64) for i, f in saved["factors"].items()}
+            memory.noticed = dict(memory.factors)
             if saved["history"] is not None:
                 memory.history = torch.tensor(saved["history"], dtype=torch.float64)
 
@@ -394,7 +422,7 @@ class AdaLossScaled:
         memory = self._memory(site, place.role, device)
         is_cast = not arrivals and self._casts and not isinstance(self.rule, Fixed)
         must_measure = self.rule.ahead and (is_cast or any(a.measure for a in arrivals))
-        fresh = self._is_update or (not memory.factors and (must_measure or bool(place.edges)))
+        fresh = self._is_update or ((must_measure or bool(place.edges)) and not memory.is_known)
         passes_on = arrivals and self.rule.ahead and not must_measure and self._told is None
         if passes_on and is_rounded_at(gradient, wanted, place.spec):
             log2_scale = wanted  # this very tensor was rounded in this format at this very scale: it fits
@@ -497,9 +525,10 @@ class AdaLossScaled:
         out: Tensor,
     ) -> None:
         device = log2_scale.device
+        when = REUSE if not fresh else ANEW if self._is_update else IF_UNKNOWN
         factor = memory.factors.get(index)
         if factor is None:
-            factor = memory.factors[index] = torch.ones(1, dtype=torch.float64, device=device)
+            factor = memory.factors[index] = torch.zeros(1, dtype=torch.float64, device=device)
         on_device(
             choose_with(self.rule.core()),
             log2_scale,
@@ -508,11 +537,13 @@ class AdaLossScaled:
             self._constant(torch.int64, device, terms),
             limits,
             self._constant(torch.float64, device, *self.rule.parameters()),
-            self._constant(torch.int64, device, int(fresh)),
+            self._constant(torch.int64, device, when),
             factor,
             out,
             memory.chosen,
         )
+        if self.update_every > 1 and when != REUSE:
+            memory.notice(index)
 
     def _send(
         self, place: _Place, task: int, gradient: Tensor, log2_scale: Tensor, memory: _Memory, fresh: bool

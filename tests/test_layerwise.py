@@ -589,6 +589,50 @@ def test_a_scale_is_reused_between_updates_and_computed_anew_after() -> None:
     assert factors[3] == pytest.approx(factors[0] / 10, rel=0.01)  # of gradients ten times larger
 
 
+@pytest.mark.parametrize("value", [0.0, math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("rule", AHEAD)
+def test_a_gradient_that_tells_nothing_decides_nothing_for_the_steps_to_come(rule: str, value: float) -> None:
+    # the first step of a residual network whose blocks begin with zero, or of a dynamic loss scale, which overflows
+    torch.manual_seed(0)
+    model = quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)), Policy(error="e5m2"))
+    x = torch.randn(4, 8, generator=seeded())
+    small = {"fixed": layer_rule("fixed", fixed_loss_scale=4.0)}.get(rule, rule)
+
+    def scales(*sizes: float) -> list[dict[str, int]]:
+        with AdaLossScaled(model, rule=small, update_every=4) as handle:
+            found = []
+            for size in sizes:
+                backward(model, x, size)
+                found.append(handle.log2_scales())
+        return found
+
+    used = scales(1e-6)[0]
+    assert max(used.values()) > 0
+    first = scales(value, 1e-6, 1e-6)
+    assert set(first[0].values()) == {0}
+    assert first[1:] == [used, used]
+    later = scales(1e-6, 1e-6, 1e-6, 1e-6, value, 1e-6)  # the fifth step updates
+    assert later[5] == used
+
+
+def test_weights_of_zero_decide_nothing_for_the_steps_to_come() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = quantize(net, Policy(error="e5m2"))
+    x, scales = torch.randn(4, 8, generator=seeded()), []
+    for zeroed in (False, True):
+        model.load_state_dict(net.state_dict())
+        with AdaLossScaled(model, rule="abs_range", update_every=4) as handle:
+            if zeroed:
+                nn.init.zeros_(model[1].weight)
+                backward(model, x, 1e-4)
+                model.load_state_dict(net.state_dict())
+            backward(model, x, 1e-4)
+            scales.append(handle.log2_scales())
+    assert scales[0] == scales[1]
+    assert scales[0]["0:linear"] > scales[0]["1:linear"]
+
+
 def test_steps_are_backward_passes_not_calls_of_a_layer() -> None:
     layer = nn.Linear(8, 8)
     model = quantize(nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), layer), Policy(error="fp16"))
