@@ -62,6 +62,21 @@ def test_what_was_done_without_a_tracker_is_told_later(tmp_path: Path) -> None:
     assert TensorBoard(tmp_path / "tensorboard").known() == {row["id"] for row in results.rows()}
 
 
+@pytest.mark.parametrize("tracker", ["tensorboard", "mlflow"])
+def test_a_cell_that_runs_again_for_its_damaged_file_is_not_told_twice(tmp_path: Path, tracker: str) -> None:
+    results = small(tmp_path, track=[tracker])
+    (tmp_path / "telemetry" / f"{results.rows()[0]['id']}.npz").unlink()
+    assert small(tmp_path, track=[tracker]).cells[0]["attempts"] == 2
+    if tracker == "mlflow":
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow' / 'mlflow.db'}")
+        experiment = client.get_experiment_by_name(tmp_path.name)
+        assert len(client.search_runs([experiment.experiment_id])) == 4
+    else:
+        assert TensorBoard(tmp_path / tracker).known() == {row["id"] for row in results.rows()}
+
+
 class Fails:
     """A store that is full after one cell."""
 

@@ -237,20 +237,23 @@ class _Telling:
 
     def __init__(self, trackers: Sequence[Tracker], out: Path) -> None:
         self.trackers, self.out = [*trackers], out
+        self.known: dict[int, set[str]] = {}  # by tracker: a cell whose file was damaged runs again, and is known
 
     def catch_up(self, ledger: Ledger) -> None:
         """Tell of what was done before, and not told: by another run, or just before a crash."""
         for tracker in [*self.trackers]:
-            known = self._try(tracker, tracker.known) or set()
+            self.known[id(tracker)] = self._try(tracker, tracker.known) or set()
             for row in ledger.rows("done"):
-                if tracker in self.trackers and row["id"] not in known:
-                    self._log(tracker, row["id"], row["config"], row)
+                self._log(tracker, row["id"], row["config"], row)
 
     def tell(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any]) -> None:
         for tracker in [*self.trackers]:
             self._log(tracker, cell, config, row)
 
     def _log(self, tracker: Tracker, cell: str, config: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+        if tracker not in self.trackers or cell in self.known[id(tracker)]:
+            return
+        self.known[id(tracker)].add(cell)
         complete = {**dict.fromkeys(("seconds", "skipped", "underflow", "diverged")), **row}
         self._try(tracker, lambda: tracker.log(cell, config, complete, telemetry_path(self.out, cell)))
 
