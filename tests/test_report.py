@@ -160,6 +160,34 @@ def test_the_question_is_asked_in_words(results: Results) -> None:
     assert "<dt>versions</dt>" in text
 
 
+def test_what_went_wrong_is_gathered_with_its_cells(page: Any, results: Results) -> None:
+    (item,) = page.find_elements("css selector", ".failures li")
+    assert "failed: RuntimeError: seed 1 is not to be had" in item.text
+    assert len(item.find_elements("tag name", "a")) == 2
+    item.find_element("tag name", "a").click()
+    assert page.find_element("id", f"cell-{results.failures()[0]['id']}").get_attribute("open") == "true"
+
+
+def test_a_training_that_its_rule_stopped_is_reported(tmp_path: Path) -> None:
+    options: Any = {"task_options": {"epochs": 300, "record_every": 1}, "out": tmp_path, "show_progress": False}
+    results = sweep("sweep_tasks:diverges", ["fp16"], ["deepspeed"], **options)
+    (row,) = results.rows()
+    arrays = results.telemetry(row["id"])
+    assert arrays["scales"].tolist()[:3] == [65536.0, 32768.0, 16384.0]
+    assert len(arrays["losses"]) == row["skipped"] == len(arrays["scales"]) < 300
+    text = results.report().read_text()
+    assert '<b class="diverged">' in text
+    assert '<b class="failed">diverged</b>: The rule &#39;deepspeed&#39; stops' in text
+
+
+def test_what_all_trainings_share_is_said_once(results: Results) -> None:
+    text = results.report().read_text()
+    shared = text.split("All of them with")[1].split("</p>")[0]
+    assert "epochs <b>2</b>" in shared
+    assert "rounding <b>nearest_even</b>" in shared
+    assert "seed <b>" not in shared
+
+
 def test_a_ledger_without_cells_has_nothing_to_report(tmp_path: Path) -> None:
     Ledger(tmp_path / "ledger.sqlite").close()
     with pytest.raises(ValueError, match=r"has nothing to report\. Run the sweep first"):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ada_loss.lab.files import write_atomically
-from ada_loss.lab.plots import figure_bytes
+from ada_loss.lab.plots import figure_bytes, plot_scales
 from ada_loss.lab.results import Results
 from ada_loss.lab.store import Ledger
 
@@ -169,3 +169,45 @@ def test_scales_are_drawn_for_the_methods_that_scale(tmp_path: Path) -> None:
     (line,) = figure.axes[0].lines
     assert line.get_label() == "fp16 torch"
     assert line.get_ydata().tolist() == [4.0, 2.0, 2.0]
+
+
+def test_lines_can_be_told_apart_without_colour(tmp_path: Path) -> None:
+    figure = plot_scales({f"method {i}": [1.0, 2.0] for i in range(11)})
+    styles = [(line.get_marker(), line.get_linestyle()) for line in figure.axes[0].lines]
+    assert len(set(styles)) == 11
+
+
+def test_the_scales_of_layers_are_drawn_by_site_and_step(tmp_path: Path) -> None:
+    results = written(tmp_path, {("e5m2", "adaptive"): (0.5,), ("fp16", "adaptive"): (0.5,)})
+    with pytest.raises(ValueError, match=r"scaled layer by layer.*'adaptive'.*record_every"):
+        results.plot_layer_scales()
+    for fmt, offset in (("e5m2", 0.0), ("fp16", 5.0)):
+        grid = np.array([[3.0, 9.0], [math.nan, 8.0]]) + offset
+        layers = {"layers.steps": np.array([2, 4]), "layers.site": np.array(["a:x", "b:x"]), "layers.log2_scale": grid}
+        (tmp_path / f"telemetry/{fmt}-adaptive-nearest_even-0.npz").write_bytes(npz(**layers))
+    (axes, _) = results.plot_layer_scales({"format": "fp16"}).axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["a:x", "b:x"]
+    shown = axes.collections[0].get_array().filled(math.nan).tolist()
+    assert shown[1] == [14, 13]
+    assert shown[0][0] == 8
+    assert math.isnan(shown[0][1])
+    assert "fp16" in axes.get_title()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04", b"no archive at all", "half"])
+def test_telemetry_that_cannot_be_read_is_named_and_passed_over_in_pictures(tmp_path: Path, content: Any) -> None:
+    results = written(tmp_path, {("fp16", "torch"): (0.5, 0.6)})
+    cell = "fp16-torch-nearest_even-0"
+    path = tmp_path / "telemetry" / f"{cell}.npz"
+    whole = path.read_bytes()
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(whole[: len(whole) // 2] if content == "half" else content)
+    with pytest.raises(ValueError, match=rf"telemetry of cell {cell} is missing or damaged.*Run the sweep again"):
+        results.telemetry(cell)
+    (line,) = results.plot_scales().axes[0].lines  # of the other seed
+    assert line.get_ydata().tolist() == [4.0, 2.0, 2.0]
+    text = results.report().read_text()
+    assert '<b class="failed">telemetry lost</b>' in text
+    assert f'<a href="#cell-{cell}">1</a>' in text.split("What went wrong")[1].split("</ul>")[0]

@@ -21,7 +21,7 @@ import torch
 
 import fpsim
 from ada_loss.lab.tasks import Task, find_task
-from ada_loss.lab.train import CHOICES, Run, make_scaling, train, underflow_share
+from ada_loss.lab.train import CHOICES, Run, Stopped, make_scaling, train, underflow_share
 from fpsim import Policy
 
 __all__ = ["Cell", "plan", "run_cell", "task_of"]
@@ -234,13 +234,15 @@ def run_cell(
             checkpoint=checkpoint,
             **config["options"],
         )
-    except FloatingPointError as error:
-        return {"metrics": {}, "diverged": True, "error": str(error)}, _npz({"losses": np.array([math.nan])})
+        error = None
+    except Stopped as stopped:
+        run, error = stopped.run, str(stopped)
     finally:
         torch.set_num_threads(threads)
-    diverged = not run.losses or not math.isfinite(run.losses[-1])
+    diverged = error is not None or not run.losses or not math.isfinite(run.losses[-1])
     result = {"metrics": run.metrics, "seconds": run.seconds, "diverged": diverged, "skipped": run.skipped}
-    return {**result, "underflow": underflow_share(run.rows) if run.rows else None}, _npz(telemetry(run))
+    result |= {"underflow": underflow_share(run.rows) if run.rows else None, "error": error}
+    return result, _npz(telemetry(run))
 
 
 def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:

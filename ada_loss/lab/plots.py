@@ -26,6 +26,8 @@ __all__ = [
 
 # Okabe and Ito 2008
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+MARKERS = "osD^vP*X<>h"
+DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))  # each line can be told from the others in print
 
 
 class Picture(Figure):
@@ -115,7 +117,7 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
         for i, method in enumerate(methods):
             found = {r["gain"]: r["error"] for r in rows if (r["format"], r["method"]) == (fmt, method)}
             errors = [min(found[g], 3.0) if math.isfinite(found[g]) else 3.0 for g in gains]
-            style = {"color": COLOURS[i % len(COLOURS)], "marker": "osD^vP*X<>h"[i % 11], "linewidth": 1.3}
+            style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.3}
             dashes = "-" if i < len(COLOURS) else "--"
             axes.plot(range(len(gains)), errors, dashes, markersize=5, label=method_words(method), **style)
         axes.set_xticks(range(len(gains)), [f"{g:g}" for g in gains])
@@ -177,14 +179,15 @@ def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] 
     figure = Picture(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     for i, (name, values) in enumerate(scales.items()):
-        style = {"color": COLOURS[i % len(COLOURS)], "linestyle": "-" if i < len(COLOURS) else "--"}
+        marks = {"marker": MARKERS[i % len(MARKERS)], "markersize": 4.5, "markevery": (0.04 + 0.011 * i, 0.15)}
+        style = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)], **marks}
         axes.step(range(len(values)), values, where="post", label=name, linewidth=1.3, **style)
     for step in overflows:
         axes.axvline(step, color="black", linewidth=0.5, linestyle=":")
     axes.set_yscale("log", base=2)
     axes.set_xlabel("step" + ("; dotted: a gradient overflowed" if overflows else ""))
     axes.set_ylabel("scale")
-    axes.legend(ncols=2, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    axes.legend(ncols=1 + len(scales) // 20, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     axes.grid(linewidth=0.4, alpha=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -47,8 +47,10 @@ def write_report(results: Any, path: Path, question: str | None = None) -> Path:
         counts=results.counts,
         diverged=sum(row["diverged"] for row in rows.values()),
         seconds=sum(row["seconds"] or 0 for row in rows.values()),
+        shared=_shared(results),
         tables=_tables(results),
         pictures=_pictures(results),
+        failures=_failures(cells),
         columns=_columns(rows.values()),
         cells=cells,
         without_curves=max(len(cells) - MOST_CURVES, 0),
@@ -108,19 +110,42 @@ def _pictures(results: Any) -> list[dict[str, str]]:
     for table in results.tables() if any(cell["metrics"] for cell in results.cells) else []:
         words = f"{table.title}: each seed a dot, mean and standard deviation"
         wanted.append((words, results.plot_accuracy(where=table.where)))
-    recorded = [row for row in results.rows() if row["underflow"]]
-    if recorded:
-        wanted.append(("Where the training that lost most lost its gradients", results.plot_underflow()))
-    moved = {row["format"] for row in results.rows() if row["scaling"] != "none"}
-    if moved:
-        fmt = next(row["format"] for row in reversed(results.rows()) if row["format"] in moved)
-        with suppress(ValueError):  # adaptive scaling alone: no loss was scaled
-            wanted.append((f"Loss scales in {fmt}, first seed", results.plot_scales({"format": fmt})))
+    moved = [row["format"] for row in results.rows() if row["scaling"] != "none"]
+    last = {"format": moved[-1]} if moved else None
+    for words, plot in (
+        ("Where the training that lost most lost its gradients", results.plot_underflow),
+        (f"Loss scales in {moved[-1] if moved else ''}, first seed", lambda: results.plot_scales(last)),
+        ("The scale of each layer's gradient", lambda: results.plot_layer_scales(last)),
+    ):
+        with suppress(ValueError):  # nothing was recorded, or nothing was scaled in this way
+            wanted.append((words, plot()))
     found = []
     for words, figure in wanted:
         data = base64.b64encode(figure_bytes(figure, "svg")).decode()
         found.append({"words": words, "address": f"data:image/svg+xml;base64,{data}"})
     return found
+
+
+def _shared(results: Any) -> dict[str, str]:
+    """The settings that all trainings have in common."""
+    configs = [{**cell["config"], **cell["config"]["options"]} for cell in results.cells]
+    common = {name: value for name, value in configs[0].items() if all(c.get(name) == value for c in configs)}
+    return {name: label(value) for name, value in common.items() if name != "options"}
+
+
+def _failures(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What went wrong, each with the cells where it did: those that failed, that diverged, and that lost a file."""
+    found: dict[str, dict[str, Any]] = {}
+    for number, cell in enumerate(cells, 1):
+        words = []
+        if cell["state"] in ("failed", "diverged"):
+            words.append((cell["state"], cell["error"] or "the loss is no number in the end"))
+        if cell["damage"]:
+            words.append(("telemetry lost", "its file is missing or damaged; run the sweep again to train it anew"))
+        for state, error in words:
+            failure = found.setdefault(f"{state}: {error}", {"state": state, "error": error, "cells": []})
+            failure["cells"].append((number, cell["id"]))
+    return [*found.values()]
 
 
 def _columns(rows: Any) -> list[str]:
@@ -138,12 +163,13 @@ def _cell(results: Any, cell: dict[str, Any], row: dict[str, Any] | None, with_c
     shown: dict[str, Any] = {axis: label(config[axis]) for axis in ("format", "rounding", "scaling")}
     shown |= {"seed": config["seed"], **config["options"]}
     curves: list[dict[str, str]] = []
+    damage = ""
     if row is not None and with_curves:
         try:
             arrays = results.telemetry(cell["id"])
-        except (OSError, ValueError, EOFError):
-            arrays = {}
-        curves = [c for name in ("losses", "scales") if name in arrays and (c := _curve(name, arrays[name]))]
+            curves = [c for name in ("losses", "scales") if name in arrays and (c := _curve(name, arrays[name]))]
+        except ValueError as error:
+            damage = str(error)
     return {
         "id": cell["id"],
         "state": "diverged" if row is not None and row["diverged"] else cell["state"],
@@ -153,6 +179,7 @@ def _cell(results: Any, cell: dict[str, Any], row: dict[str, Any] | None, with_c
         "traceback": cell["traceback"],
         "attempts": cell["attempts"],
         "curves": curves,
+        "damage": damage,
     }
 
 

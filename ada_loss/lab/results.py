@@ -6,6 +6,8 @@ import json
 import math
 import os
 import statistics
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,7 +91,7 @@ class Results:
         differ in something else would be averaged.
         """
         where = where or {}
-        found = [row for row in self.rows() if all(str(row.get(k)) == label(v) for k, v in where.items())]
+        found = self._rows(where)
         name = metric or self.metric
         for axis in (rows, columns, name):
             if found and axis not in set().union(*found):
@@ -147,8 +149,10 @@ class Results:
 
         known = {row["id"]: row for row in self.rows()}
         if cell is None:
-            lossy = [row for row in known.values() if row["underflow"]]
-            cell = max(lossy, key=lambda row: row["underflow"])["id"] if lossy else "with underflow"
+            lossy = sorted((row for row in known.values() if row["underflow"]), key=lambda row: -row["underflow"])
+            ids = [row["id"] for row in lossy]
+            recorded = (id for id in ids if "history.steps" in self._arrays(id))
+            cell = next(recorded, ids[0] if ids else "with underflow")
         if cell not in known:
             raise ValueError(f"There is no cell {cell!r}. Known: {', '.join(known) or 'none yet'}.")
         arrays = self.telemetry(cell)
@@ -160,24 +164,41 @@ class Results:
         )
         with np.errstate(invalid="ignore"):
             shares = np.where(nonzero > 0, lost / nonzero, np.nan)
-        row = known[cell]
-        title = f"{row['format']} {row['rounding']}, {row['scaling']}, seed {row['seed']}"
         sites = [str(site) for site in arrays["sites.site"][chosen]]
-        return plot_heat(arrays["history.steps"].tolist(), sites, shares, title)
+        steps = arrays["history.steps"].tolist()
+        return plot_heat(steps, sites, 100 * shares, _words(known[cell]), "gradients lost in %", (0, 100))
 
     def plot_scales(self, where: Mapping[str, Any] | None = None) -> Any:
         """The loss scale over the steps, a line for each format and method, of the first seed."""
         from ada_loss.lab.plots import plot_scales
 
-        wanted = {name: label(value) for name, value in (where or {}).items()}
-        rows = [row for row in self.rows() if all(str(row.get(k)) == v for k, v in wanted.items())]
         first: dict[str, Any] = {}
-        for row in rows:
-            first.setdefault(f"{row['format']} {row['scaling']}", self.telemetry(row["id"])["scales"])
+        for row in self._rows(where):
+            name = f"{row['format']} {row['scaling']}"
+            if name not in first and "scales" in (arrays := self._arrays(row["id"])):
+                first[name] = arrays["scales"]
         scaled = {name: scales for name, scales in first.items() if len(scales) and (scales != 1).any()}
         if not scaled:
             raise ValueError(f"No cell of {self!r} scaled its loss. Give the sweep a method that does: 'torch'.")
         return plot_scales(scaled)
+
+    def plot_layer_scales(self, where: Mapping[str, Any] | None = None) -> Any:
+        """The scale of each site's gradient, by site and step, of the first training with adaptive scaling.
+
+        where: only cells with these values. Raises ValueError where no such training was recorded.
+        """
+        from ada_loss.lab.sweep_plots import plot_heat
+
+        for row in self._rows(where):
+            arrays = self._arrays(row["id"])
+            if "layers.steps" in arrays:
+                sites = [str(site) for site in arrays["layers.site"]]
+                steps, scales = arrays["layers.steps"].tolist(), arrays["layers.log2_scale"]
+                return plot_heat(steps, sites, scales, _words(row), "log2 of the scale")
+        raise ValueError(
+            f"No recorded cell of {self!r} scaled layer by layer. Give the sweep the method 'adaptive', and "
+            f"task_options={{'record_every': 4}}."
+        )
 
     def report(self, path: str | os.PathLike[str] | None = None, question: str | None = None) -> Path:
         """Write one HTML file with the tables, the pictures and every cell; gives its path.
@@ -190,9 +211,30 @@ class Results:
         return write_report(self, Path(path) if path is not None else self.out / "report.html", question)
 
     def telemetry(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
-        """The arrays of a cell's file; see `ada_loss.lab.cells.telemetry`."""
-        with np.load(self.out / "telemetry" / f"{cell}.npz") as arrays:
-            return dict(arrays)
+        """The arrays of a cell's file; see `ada_loss.lab.cells.telemetry`.
+
+        Raises ValueError for a file that is missing or damaged.
+        """
+        path = self.out / "telemetry" / f"{cell}.npz"
+        try:
+            with path.open("rb") as file, np.load(file) as arrays:
+                return dict(arrays)
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(
+                f"The telemetry of cell {cell} is missing or damaged ({error}). Run the sweep again: a cell without "
+                f"its file is trained again."
+            ) from None
+
+    def _arrays(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
+        """`telemetry`, for a choice among cells: none where the file cannot be read."""
+        try:
+            return self.telemetry(cell)
+        except ValueError:
+            return {}
+
+    def _rows(self, where: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+        wanted = {name: label(value) for name, value in (where or {}).items()}
+        return [row for row in self.rows() if all(str(row.get(k)) == v for k, v in wanted.items())]
 
 
 class Table:
@@ -284,6 +326,10 @@ class Table:
         """`lines` as the content of a CSV file."""
         lines = self.lines()
         return csv_bytes(lines, list(lines[0]) if lines else []).decode()
+
+
+def _words(row: Mapping[str, Any]) -> str:
+    return f"{row['format']} {row['rounding'].replace('_', ' ')}, {row['scaling']}, seed {row['seed']}"
 
 
 def _is_number(word: str) -> bool:

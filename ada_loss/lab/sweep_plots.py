@@ -1,4 +1,4 @@
-"""The pictures of a sweep: a metric by format and method, underflow by site and step."""
+"""The pictures of a sweep: a metric by format and method, underflow and scales by site and step."""
 
 from __future__ import annotations
 
@@ -93,17 +93,25 @@ def _spread(values: Sequence[float]) -> list[float]:
     return [*finite, mean - deviation, mean + deviation]
 
 
-def plot_heat(steps: Sequence[int], sites: Sequence[str], shares: np.ndarray, title: str) -> Figure:  # type: ignore[type-arg]
-    """Underflow by site, from input to output, and step. shares: (steps, sites), NaN where nothing could be lost."""
+def plot_heat(
+    steps: Sequence[int],
+    sites: Sequence[str],
+    values: np.ndarray,  # type: ignore[type-arg]
+    title: str,
+    words: str,
+    limits: tuple[float | None, float | None] = (None, None),
+) -> Figure:
+    """A number by site, from input to output, and step. values: (steps, sites), NaN where there is none."""
     if len(sites) > SHOWN_SITES:
+        title += f"; {SHOWN_SITES} of {len(sites)} sites"
         chosen = np.linspace(0, len(sites) - 1, SHOWN_SITES).round().astype(int)
-        sites, shares = [sites[i] for i in chosen], shares[:, chosen]
-        title += f"; {SHOWN_SITES} sites of more"
+        sites, values = [sites[i] for i in chosen], values[:, chosen]
     figure = Picture(figsize=(7.2, 1.1 + 0.19 * len(sites)), layout="constrained")
     axes = figure.subplots()
     edges = [0, *steps]
-    mesh = axes.pcolormesh(edges, range(len(sites) + 1), 100 * shares.T, cmap="cividis", vmin=0, vmax=100)
-    mesh.set_edgecolor("face")  # no hairlines between the cells of a vector picture
+    low, high = limits
+    mesh = axes.pcolormesh(edges, range(len(sites) + 1), values.T, cmap="cividis", vmin=low, vmax=high)
+    mesh.set(edgecolor="face", linewidth=0.2)  # no hairlines between the cells of a vector picture
     axes.set_facecolor("0.85")
     axes.set_yticks([i + 0.5 for i in range(len(sites))], sites, fontsize=7)
     axes.tick_params(axis="x", labelsize=8)
@@ -111,6 +119,6 @@ def plot_heat(steps: Sequence[int], sites: Sequence[str], shares: np.ndarray, ti
     axes.set_xlabel("step", fontsize=9)
     axes.set_title(title, fontsize=9)
     bar = figure.colorbar(mesh, ax=axes, pad=0.02)
-    bar.set_label("gradients lost in %", fontsize=9)
+    bar.set_label(words, fontsize=9)
     bar.ax.tick_params(labelsize=8)
     return figure

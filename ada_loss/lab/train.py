@@ -23,7 +23,7 @@ from fpsim.model import round_parameters_
 from fpsim.policy import FormatLike
 from fpsim.statistics import Recording
 
-__all__ = ["CHOICES", "Run", "make_scaling", "train", "underflow_share"]
+__all__ = ["CHOICES", "Run", "Stopped", "make_scaling", "train", "underflow_share"]
 
 CHOICES = {
     "optimizer": ("sgd", "adam", "adamw"),
@@ -60,6 +60,14 @@ class Run:
     def skipped(self) -> int:
         """How many steps were skipped."""
         return len(self.skipped_steps)
+
+
+class Stopped(FloatingPointError):
+    """A training that its loss rule stopped, since its scale cannot fall further; run: what came out until then."""
+
+    def __init__(self, message: str, run: Run) -> None:
+        super().__init__(message)
+        self.run = run
 
 
 def underflow_share(rows: Sequence[dict[str, Any]], role: str = "error") -> float:
@@ -152,7 +160,8 @@ def train(
     record_every: tally each n-th call of every site; 0 records nothing. evaluate_every: test metrics after each n-th
     epoch too. checkpoint: a file from which an interrupted training goes on, written every `checkpoint_seconds` and
     removed in the end. progress: called with 1 after every step.
-    Raises ValueError for an unknown word, and for numbers with which nothing is trained.
+    Raises ValueError for an unknown word, and for numbers with which nothing is trained; Stopped where the loss rule
+    stops the training.
 
     >>> from ada_loss.lab.tasks import digits
     >>> run = train(digits(), "bf16", epochs=1)
@@ -209,7 +218,13 @@ def train(
                     scaler.step(chosen)
                     if scaler.overflowed(chosen):
                         state.skipped_steps.append(done)
-                    scaler.update()
+                    try:
+                        scaler.update()
+                    except FloatingPointError as error:
+                        if recording is not None:
+                            state.history.append((done + 1, recording.rows()))
+                        state.seconds += time.perf_counter() - start
+                        raise Stopped(str(error), _run(state, {})) from None
                     if master_weights == "none":
                         round_parameters_(model)
                     state.batches += 1
@@ -227,18 +242,21 @@ def train(
             if evaluate_every and finished % evaluate_every == 0 and len(state.losses) < total:
                 state.evaluations.append((len(state.losses), _evaluate(task, model, test, seed)))
                 model.train()
-    seconds = state.seconds + time.perf_counter() - start
+    state.seconds += time.perf_counter() - start
     metrics = _evaluate(task, model, test, seed)
     if evaluate_every:
         state.evaluations.append((len(state.losses), metrics))
     if checkpoints is not None:
         checkpoints.remove()
-    rows = state.history[-1][1] if state.history else []
+    return _run(state, metrics)
+
+
+def _run(state: _State, metrics: dict[str, float]) -> Run:
     return Run(
         metrics,
         state.losses,
-        rows,
-        seconds,
+        state.history[-1][1] if state.history else [],
+        state.seconds,
         state.scales,
         state.skipped_steps,
         state.history,
