@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
@@ -38,7 +37,7 @@ from ada_loss.transforms import PRODUCTS, AdaLossTransform, AdaLossTransformCast
 from fpsim import ops
 from fpsim.emulation import is_rounded_at
 from fpsim.model import listeners
-from fpsim.moments import amax_of, binades, keep_memory_of, moments_of, on_device
+from fpsim.moments import amax_of, binades, keep_memory_of, memory_of, moments_of, on_device
 from fpsim.ops import RoundingSpec
 
 __all__ = ["AdaLossScaled", "Observed"]
@@ -221,12 +220,13 @@ class AdaLossScaled:
         self.observer: Observed | None = None
         self._choose(model, None if transforms is None else list(transforms))
         self._memories: dict[tuple[str, str], _Memory] = {}
-        self._occurrences: Counter[tuple[str, str]] = Counter()
+        self._occurrences: dict[tuple[str, str], int] = {}
         self._task = -1
         self._roots: dict[int, int] = {}
         self._is_update = True
         self._told: Observed | None = None
         self._constants: dict[Any, Tensor] = {}
+        self._decided = keep_memory_of(torch.zeros(1, dtype=torch.int64))
         for found in self._listeners:
             found.scaling = self._place
 
@@ -347,7 +347,8 @@ class AdaLossScaled:
         self._memories = {}
         for saved in state["sites"]:
             memory = self._memories[saved["site"], saved["role"]] = _Memory()
-            memory.factors = {int(i): torch.tensor([f], dtype=torch.float64) for i, f in saved["factors"].items()}
+            factors = {int(i): torch.tensor([f], dtype=torch.float64) for i, f in saved["factors"].items()}
+            memory.factors = {i: keep_memory_of(factor) for i, factor in factors.items()}
             memory.noticed = dict(memory.factors)
             if saved["history"] is not None:
                 memory.history = torch.tensor(saved["history"], dtype=torch.float64)
@@ -443,8 +444,9 @@ class AdaLossScaled:
 
         Counted here, for not every forward pass is followed by a backward pass.
         """
-        seen = self._occurrences[place.site, place.role]
-        self._occurrences[place.site, place.role] = seen + 1
+        key = place.site, place.role
+        seen = self._occurrences.get(key, 0)
+        self._occurrences[key] = seen + 1
         return f"{place.site}#{seen}" if seen else place.site
 
     def _memory(self, site: str, role: str, device: torch.device) -> _Memory:
@@ -468,10 +470,12 @@ class AdaLossScaled:
             return scales[0]
         if self.branches == "original":
             known = [a for a in arrivals if a.amax is not None]
-            out = torch.empty(1, dtype=torch.int64, device=device)
+            out = self._scale_on(device)
             amaxima = torch.cat([a.amax for a in known if a.amax is not None])
             on_device(branch, amaxima, torch.cat([a.log2_scale for a in known]), limits, out)
-            return out
+            return self._settled(out)
+        if device.type == "cpu":
+            return max(scales, key=lambda scale: memory_of(scale)[0])  # type: ignore[no-any-return]
         return torch.cat(scales).amax(0, keepdim=True)
 
     def _decide(
@@ -489,11 +493,9 @@ class AdaLossScaled:
             moments_of(gradient, logs=must_measure and rule.logs, out=moments)
         else:
             amax_of(gradient, out=moments)
-        out = torch.empty(1, dtype=torch.int64, device=device)
         if must_measure:
-            raised = torch.empty(1, dtype=torch.int64, device=device)
-            self._choose_factor(wanted, moments, None, 1, limits, memory, -1, fresh, raised)
-            wanted = raised
+            wanted = self._choose_factor(wanted, moments, None, 1, limits, memory, -1, fresh)
+        out = self._scale_on(device)
         if rule.ahead or not place.is_chosen:
             on_device(keep, wanted, moments, limits, out, chosen)
         elif isinstance(rule, Current):
@@ -510,7 +512,7 @@ class AdaLossScaled:
             share = self._constant(torch.float64, device, rule.n_uf_threshold)
             first_bin = self._constant(torch.int64, device, first)
             on_device(by_binades, wanted, moments, limits, bins, first_bin, share, out, chosen)
-        return out
+        return self._settled(out)
 
     def _choose_factor(
         self,
@@ -522,13 +524,14 @@ class AdaLossScaled:
         memory: _Memory,
         index: int,
         fresh: bool,
-        out: Tensor,
-    ) -> None:
+    ) -> Tensor:
         device = log2_scale.device
         when = REUSE if not fresh else ANEW if self._is_update else IF_UNKNOWN
         factor = memory.factors.get(index)
         if factor is None:
-            factor = memory.factors[index] = torch.zeros(1, dtype=torch.float64, device=device)
+            factor = keep_memory_of(torch.zeros(1, dtype=torch.float64, device=device))
+            memory.factors[index] = factor
+        out = self._scale_on(device)
         on_device(
             choose_with(self.rule.core()),
             log2_scale,
@@ -544,6 +547,15 @@ class AdaLossScaled:
         )
         if self.update_every > 1 and when != REUSE:
             memory.notice(index)
+        return self._settled(out)
+
+    def _scale_on(self, device: torch.device) -> Tensor:
+        """Where a decision writes a scale; see _settled."""
+        return self._decided if device.type == "cpu" else torch.empty(1, dtype=torch.int64, device=device)
+
+    def _settled(self, out: Tensor) -> Tensor:
+        """The scale that was written. On the CPU equal ones are one tensor, which costs less to find than to make."""
+        return self._constant(torch.int64, out.device, memory_of(out)[0]) if out is self._decided else out
 
     def _send(
         self, place: _Place, task: int, gradient: Tensor, log2_scale: Tensor, memory: _Memory, fresh: bool
@@ -566,11 +578,10 @@ class AdaLossScaled:
                 g, w = edge.other_moments if edge.other_moments is not None else g, None
             target = edge.targets[0]
             limits = self._limits_of(target, log2_scale)
-            out = torch.empty(1, dtype=torch.int64, device=log2_scale.device)
             is_known = fresh and edge.other_moments is not None
-            self._choose_factor(log2_scale, g, w, edge.terms, limits, memory, edge.index, is_known, out)
+            scale = self._choose_factor(log2_scale, g, w, edge.terms, limits, memory, edge.index, is_known)
             for target in edge.targets:
-                target.receive(task, out)
+                target.receive(task, scale)
 
     def _products_of(self, gradient: Tensor, edge: _Edge) -> Tensor:
         """Moments whose amin and amax are those of every product of an element and a weight of its channel."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from fpsim import kernels, ops
 from fpsim.kernels import MOMENTS
 
-__all__ = ["Moments", "amax_of", "binades", "keep_memory_of", "moments_of", "on_device"]
+__all__ = ["Moments", "amax_of", "binades", "keep_memory_of", "memory_of", "moments_of", "on_device"]
 
 
 class Moments(NamedTuple):

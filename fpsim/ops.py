@@ -51,6 +51,9 @@ class RoundingSpec:
     def __str__(self) -> str:
         return self.text
 
+    def __hash__(self) -> int:
+        return hash(self.text)  # kept by the string; the kernel is looked up in every call
+
 
 @lru_cache(maxsize=None, typed=True)  # typed: True is no number of bits
 def rounding_spec(
