@@ -177,6 +177,19 @@ def test_unknown_words_are_refused(name: str) -> None:
         train(digits(), **{name: "magic"})
 
 
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        *[("epochs", 0), ("steps", -1), ("batch_size", 0), ("batch_size", -3), ("micro_batches", 0), ("warmup", -1)],
+        *[("record_every", -1), ("evaluate_every", -1), ("learning_rate", math.nan), ("learning_rate", -0.1)],
+        *[("momentum", -0.1), ("weight_decay", math.inf), ("max_gradient_norm", -1.0)],
+    ],
+)
+def test_impossible_numbers_are_refused(name: str, number: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name} came as {number}. Possible: a finite number, "):
+        train(digits(), **{name: number})
+
+
 # Checkpoints
 
 OPTIONS: dict[str, Any] = {"epochs": 6, "record_every": 3, "evaluate_every": 2, "seed": 5, "micro_batches": 2}

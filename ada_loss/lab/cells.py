@@ -21,7 +21,7 @@ import torch
 
 import fpsim
 from ada_loss.lab.tasks import Task, find_task
-from ada_loss.lab.train import CHOICES, Run, Stopped, make_scaling, train, underflow_share
+from ada_loss.lab.train import AT_LEAST, CHOICES, Run, Stopped, make_scaling, train, underflow_share
 from fpsim import Policy
 
 __all__ = ["Cell", "plan", "run_cell", "task_of"]
@@ -33,7 +33,6 @@ OPTIONS = {
     for name, parameter in inspect.signature(train).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY and name not in SET_BY_THE_SWEEP
 }
-AT_LEAST = {"epochs": 1, "batch_size": 1, "micro_batches": 1, "learning_rate": 0}
 
 
 @dataclass(frozen=True)

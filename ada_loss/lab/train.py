@@ -23,7 +23,7 @@ from fpsim.model import round_parameters_
 from fpsim.policy import FormatLike
 from fpsim.statistics import Recording
 
-__all__ = ["CHOICES", "Run", "Stopped", "make_scaling", "train", "underflow_share"]
+__all__ = ["AT_LEAST", "CHOICES", "Run", "Stopped", "make_scaling", "train", "underflow_share"]
 
 CHOICES = {
     "optimizer": ("sgd", "adam", "adamw"),
@@ -31,6 +31,7 @@ CHOICES = {
     "master_weights": ("float32", "none"),
     "accumulation": ("float32", "float64"),
 }
+AT_LEAST = {"epochs": 1, "batch_size": 1, "micro_batches": 1}  # 0 for other numbers
 HISTORY = 20  # points of the tallies' history in a long run
 SAMPLES = 5  # of a site, between two points at least: a point takes 3 ms
 EVALUATED = 256  # samples at once
@@ -160,8 +161,8 @@ def train(
     record_every: tally each n-th call of every site; 0 records nothing. evaluate_every: test metrics after each n-th
     epoch too. checkpoint: a file from which an interrupted training goes on, written every `checkpoint_seconds` and
     removed in the end. progress: called with 1 after every step.
-    Raises ValueError for an unknown word, and for numbers with which nothing is trained; Stopped where the loss rule
-    stops the training.
+    Raises ValueError for an unknown word, and for impossible numbers; Stopped where the loss rule stops the
+    training.
 
     >>> from ada_loss.lab.tasks import digits
     >>> run = train(digits(), "bf16", epochs=1)
@@ -172,6 +173,12 @@ def train(
     for name, word in {**words, "accumulation": accumulation}.items():
         if word not in CHOICES[name]:
             raise ValueError(f"Unknown {name} {word!r}. Known: {', '.join(CHOICES[name])}.")
+    counts = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "micro_batches": micro_batches}
+    counts |= {"warmup": warmup, "record_every": record_every, "evaluate_every": evaluate_every}
+    sizes = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay}
+    for name, number in {**counts, **sizes, "max_gradient_norm": max_gradient_norm}.items():
+        if not AT_LEAST.get(name, 0) <= number < math.inf:
+            raise ValueError(f"{name} came as {number!r}. Possible: a finite number, {AT_LEAST.get(name, 0)} or more.")
     container = torch.float64 if accumulation == "float64" else torch.float32
     # float32 is a policy without roles: every run goes the same way
     model = fpsim.quantize(task.model, fmt, rounding=rounding if fmt is not None else None).to(device, container)
