@@ -86,6 +86,14 @@ def test_accumulation_in_float64_rounds_each_result_once() -> None:
     assert train(task, "bf16", accumulation="float64", **options).metrics == {"sum": 1.0}
 
 
+def test_a_policy_keeps_its_own_rounding_unless_another_is_asked_for() -> None:
+    own = fpsim.Policy(error="e3m2", rounding={"error": "toward_zero"})
+    options: dict[str, Any] = {"steps": 3, "record_every": 1}
+    assert {row["rounding"] for row in train(digits(), own, **options).rows} == {"toward_zero"}
+    assert {row["rounding"] for row in train(digits(), own, "up", **options).rows} == {"up"}
+    assert {row["rounding"] for row in train(digits(), "e5m2", **options).rows} == {"nearest_even"}
+
+
 def test_micro_batches_add_up_to_the_batch() -> None:
     # in float64 the order of a sum moves the 16th digit; batch normalisation sees parts, so a network without it
     task = Task(

@@ -125,7 +125,7 @@ class _State:
 def train(
     task: Task,
     fmt: FormatLike = None,
-    rounding: str = "nearest_even",
+    rounding: str | None = None,
     *,
     scaling: str | float = "none",
     optimizer: str = "sgd",
@@ -152,6 +152,7 @@ def train(
     """Train a copy of the task's model in a format; the same bits for a seed, also if it is interrupted and resumed.
 
     fmt: a format for every role, a Policy, or None for plain float32. Test metrics are computed in the format too.
+    rounding: of every role, if not the policy's own, or nearest-even.
     scaling: of gradients, see make_scaling. optimizer: "sgd" with momentum, "adam" or "adamw". epochs: passes over the
     training data; steps: how many there are in all, if not 0. micro_batches: parts of a batch whose gradients are
     added up. learning_rate: its largest value, after `warmup` steps of a linear rise; schedule: how it goes from there,
@@ -181,7 +182,7 @@ def train(
             raise ValueError(f"{name} came as {number!r}. Possible: a finite number, {AT_LEAST.get(name, 0)} or more.")
     container = torch.float64 if accumulation == "float64" else torch.float32
     # float32 is a policy without roles: every run goes the same way
-    model = fpsim.quantize(task.model, fmt, rounding=rounding if fmt is not None else None).to(device, container)
+    model = fpsim.quantize(task.model, fmt, rounding=rounding).to(device, container)
     scaler, adaptive = make_scaling(scaling, model)
     chosen = _make_optimizer(optimizer, model, learning_rate, momentum, weight_decay)
     (x, y), test = ([_placed(t, device, container) for t in data] for data in (task.train, task.test))
