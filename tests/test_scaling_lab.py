@@ -115,6 +115,19 @@ def test_methods_become_scalers() -> None:
         train(deep_digits(), optimizer="lamb", epochs=1)
 
 
+@pytest.mark.parametrize("method", ["magic", "off", "static", "jmp"])
+def test_every_method_that_an_error_names_is_possible(method: str) -> None:
+    model = quantize(deep_digits().model, "fp16")
+    with pytest.raises(ValueError, match=f"Unknown scaling method '{method}'") as error:
+        make_scaling(method, model)
+    none, number, *names = str(error.value).split("Known: ")[1].rstrip(".").split(", ")
+    assert (none, number) == ("none", "a number")
+    for name in names:
+        _, adaptive = make_scaling(name, model)
+        if adaptive is not None:
+            adaptive.detach()
+
+
 def test_adaptive_training_leaves_the_task_as_it_was() -> None:
     task = deep_digits(1)
     before = {name: p.clone() for name, p in task.model.state_dict().items()}

@@ -32,6 +32,7 @@ CHOICES = {
     "accumulation": ("float32", "float64"),
 }
 AT_LEAST = {"epochs": 1, "batch_size": 1, "micro_batches": 1}  # 0 for other numbers
+DYNAMIC = tuple(name for name, rule in SYSTEMS.items() if rule.dynamic and name != "jmp")  # jmp has no first scale
 HISTORY = 20  # points of the tallies' history in a long run
 SAMPLES = 5  # of a site, between two points at least: a point takes 3 ms
 EVALUATED = 256  # samples at once
@@ -93,13 +94,13 @@ def make_scaling(method: str | float, model: nn.Module) -> tuple[GradScaler, Ada
     constant = 1.0
     adaptive = None
     if isinstance(method, str):
-        if method in SYSTEMS and method not in ("none", "off", "static"):
+        if method in DYNAMIC:
             return GradScaler(method), None
         name, _, u_min = method.partition(" ")
         name = "approx_range" if name == "adaptive" else name
         if method != "none":
             if name not in LAYER_RULES or u_min not in ("", "normal"):
-                known = ", ".join(["none", "a number", "adaptive", *LAYER_RULES, *SYSTEMS])
+                known = ", ".join(["none", "a number", "adaptive", *LAYER_RULES, *DYNAMIC])
                 raise ValueError(f"Unknown scaling method {method!r}. Known: {known}.")
             adaptive = AdaLossScaled(model, rule=name, u_min=u_min or "smallest")
     else:
