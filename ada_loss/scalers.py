@@ -17,6 +17,7 @@ from ada_loss.rules.loss import (
     COUNT,
     NOT_NEGATIVE,
     POSITIVE,
+    REACHED,
     STEPS,
     SYSTEMS,
     LossRule,
@@ -298,7 +299,7 @@ class GradScaler:
                 f"The state of the rule {name!r} came without {sorted(names - set(state))} and with "
                 f"{sorted(set(state) - names)}. It has {', '.join(sorted(names))}. Save it with state_dict()."
             )
-        rule = replace(rule, **state)
+        rule = _changed(rule, state.pop("scale"), **state)
         require("max_gradient_norm", norm, POSITIVE.or_none(), "GradScaler", None)
         self.max_gradient_norm = norm
         self._progress = {}
@@ -408,7 +409,7 @@ class GradScaler:
 
     def _set_parameter(self, name: str, value: float) -> None:
         self._parameter(name)
-        self._adopt(replace(self.rule, **{name: value}))
+        self._adopt(_changed(self.rule, self.rule.scale, **{name: value}))
 
 
 class NoScaler(GradScaler):
@@ -575,6 +576,12 @@ class _Progress:
 
 _OnDevice = Callable[[torch.device], Tensor]
 Gradients = dict[tuple[torch.device, torch.dtype], list[Tensor]]
+
+
+def _changed(rule: LossRule, scale: float, **others: Any) -> LossRule:
+    """The rule with other parameters and memories, at a scale at which it may have arrived but not begin: 0 or inf."""
+    require("scale", scale, REACHED, "GradScaler")
+    return replace(rule, **others, scale=1.0).evolve(scale=float(scale))
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

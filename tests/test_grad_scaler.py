@@ -940,6 +940,26 @@ def test_states_pass_between_torchs_class_and_ours() -> None:
     assert here.rule == loss_rule("torch", scale=3.0, good=2, growth_interval=5, **factors)
 
 
+@pytest.mark.parametrize("system", ["torch", "nnabla", "apex", "apex_hysteresis", "keras"])  # without a floor
+def test_a_scale_that_fell_to_zero_can_be_saved_and_set_right(system: str) -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    fallen = GradScaler(system)
+    gradients(fallen, weight, optimizer, *[math.nan] * 1100)  # 2**-1074 is the smallest float
+    assert fallen.get_scale() == 0.0
+    scaler = GradScaler(system)
+    scaler.load_state_dict(fallen.state_dict())
+    assert scaler.rule == fallen.rule
+    if system == "torch":
+        theirs = torchs()
+        theirs.load_state_dict(scaler.state_dict())
+        scaler.load_state_dict(theirs.state_dict())
+        scaler.set_growth_factor(4.0)
+        assert (scaler.get_growth_factor(), scaler.get_scale()) == (4.0, 0.0)
+    scaler.load_state_dict(GradScaler(system).state_dict())
+    assert scaler.rule == GradScaler(system).rule
+
+
 def test_a_state_of_another_rule_is_refused() -> None:
     message = r"state is of the rule 'nnabla', and this scaler goes by 'fairseq'.*Make one, GradScaler\('nn"
     scaler = GradScaler("fairseq")
@@ -950,15 +970,17 @@ def test_a_state_of_another_rule_is_refused() -> None:
     assert scaler.rule == loss_rule("fairseq")
 
 
-@pytest.mark.parametrize("spoilt", ["missing", "unknown", "impossible"])
+@pytest.mark.parametrize("spoilt", ["missing", "unknown", "impossible", "no number"])
 def test_a_spoilt_state_is_refused_and_changes_nothing(spoilt: str) -> None:
     scaler = GradScaler("nnabla")
     state = GradScaler("nnabla", scale=2.0).state_dict()
     if spoilt == "missing":
         del state["N"]
+    elif spoilt == "no number":
+        state["scale"] = math.nan
     else:
         state["M" if spoilt == "unknown" else "N"] = 0
-    with pytest.raises((RuntimeError, ValueError), match=r"'N'|'M'|N=0"):
+    with pytest.raises((RuntimeError, ValueError), match=r"'N'|'M'|N=0|scale=nan"):
         scaler.load_state_dict(state)
     assert scaler.rule == loss_rule("nnabla")
 
