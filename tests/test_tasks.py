@@ -162,3 +162,22 @@ def test_a_task_of_ones_own_is_found_by_its_path() -> None:
     assert find_task("ada_loss.lab.tasks:chars") is chars
     with pytest.raises(ValueError, match="cannot be imported"):
         find_task("nowhere:task")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ([(torch.ones(2, 1), torch.ones(2))] * 3, "came as list"),
+        (({"pixels": torch.ones(2, 1)}, torch.ones(2)), "came as dict and Tensor"),
+        ((np.ones((2, 1)), torch.ones(2)), "came as ndarray and Tensor"),
+        ((torch.ones(3, 1), torch.ones(2)), "came with 3 inputs and 2 targets"),
+        ((torch.ones(0, 1), torch.ones(0)), "came with 0 inputs and 0 targets"),
+    ],
+    ids=["batches", "dict", "numpy", "unequal", "empty"],
+)
+def test_data_that_cannot_be_trained_on_are_refused(data: Any, words: str) -> None:
+    good = (torch.ones(2, 1), torch.ones(2))
+    for part in ("train", "test"):
+        pair = (data, good) if part == "train" else (good, data)
+        with pytest.raises((TypeError, ValueError), match=f"^{part} of the task 'mine' {words}.* Possible: "):
+            Task("mine", torch.nn.Linear(1, 1), *pair, torch.nn.functional.mse_loss, {})

@@ -13,7 +13,10 @@ __all__ = ["Task", "accuracy", "trained_with"]
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained. `loss` takes outputs and targets; so does each metric, and gives a float."""
+    """What is trained. `loss` takes outputs and targets; so does each metric, and gives a float.
+
+    train, test: inputs and targets, tensors of one length. Raises TypeError or ValueError for others.
+    """
 
     name: str
     model: nn.Module
@@ -21,6 +24,22 @@ class Task:
     test: tuple[Tensor, Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]
     metrics: dict[str, Callable[[Tensor, Tensor], float]]
+
+    def __post_init__(self) -> None:
+        for part, data in (("train", self.train), ("test", self.test)):
+            is_pair = isinstance(data, tuple | list) and len(data) == 2
+            if not is_pair or not all(isinstance(t, Tensor) for t in data):
+                came = " and ".join(type(t).__name__ for t in data) if is_pair else type(data).__name__
+                raise TypeError(
+                    f"{part} of the task {self.name!r} came as {came}. Possible: two tensors, inputs and targets. "
+                    f"Put batches together with torch.cat."
+                )
+            inputs, targets = data
+            if not 0 < len(inputs) == len(targets):
+                raise ValueError(
+                    f"{part} of the task {self.name!r} came with {len(inputs)} inputs and {len(targets)} targets. "
+                    f"Possible: the same number of both, 1 or more."
+                )
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
