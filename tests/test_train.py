@@ -172,6 +172,14 @@ def test_a_training_tells_what_happened_on_its_way() -> None:
     assert plain.metrics == run.metrics
 
 
+def test_a_metric_that_gives_a_tensor_becomes_a_number() -> None:
+    task = digits()
+    task.metrics["right"] = lambda out, y: (out.argmax(1) == y).float().mean()  # type: ignore[assignment,return-value]
+    metrics = train(task, steps=1).metrics
+    assert type(metrics["right"]) is float  # a sweep writes it as JSON
+    assert metrics["right"] == metrics["accuracy"]
+
+
 def test_skipped_steps_are_named() -> None:
     policy = fpsim.Policy(error="e5m2", weight_grad="e5m2")
     run = train(digits(), policy, scaling=2.0**30, steps=3)

@@ -316,7 +316,7 @@ def _evaluate(task: Task, model: nn.Module, test: Sequence[Tensor], seed: int) -
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         outputs = torch.cat([model(part) for part in test[0].split(EVALUATED)])
-        return {name: metric(outputs, test[1]) for name, metric in task.metrics.items()}
+        return {name: float(metric(outputs, test[1])) for name, metric in task.metrics.items()}
 
 
 def _make_optimizer(
