@@ -17,7 +17,7 @@ from torch import nn
 import fpsim
 from ada_loss.lab.cells import telemetry
 from ada_loss.lab.tasks import Task, digits
-from ada_loss.lab.train import Run, train
+from ada_loss.lab.train import Run, _State, train
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["ada_loss.lab.train", "sklearn.datasets"])
@@ -265,22 +265,42 @@ def test_a_training_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path, case
     assert not path.exists()
 
 
-def test_a_foreign_or_damaged_checkpoint_is_left_aside_with_a_warning(tmp_path: Path) -> None:
-    path, kept = tmp_path / "cell.pt", tmp_path / "kept"
+def interrupted(path: Path, task: Task, **options: Any) -> None:
+    """Leave the checkpoint of a training's first two steps behind."""
 
     def stop(_: int) -> None:
         if path.exists():
-            kept.write_bytes(path.read_bytes())
+            kept.append(path.read_bytes())
 
-    options: dict[str, Any] = {"checkpoint": path, "checkpoint_seconds": 0.0}
-    train(digits(), steps=3, progress=stop, **options)
-    plain = train(digits(), steps=4)
-    path.write_bytes(kept.read_bytes())
+    kept: list[bytes] = []
+    train(task, steps=3, progress=stop, checkpoint=path, checkpoint_seconds=0.0, **options)
+    path.write_bytes(kept[-1])
+
+
+def test_a_foreign_or_damaged_checkpoint_is_left_aside_with_a_warning(tmp_path: Path) -> None:
+    path, task = tmp_path / "cell.pt", digits()
+    interrupted(path, task)
+    whole, plain = path.read_bytes(), train(task, steps=3)
     with pytest.warns(UserWarning, match="is of another training"):
-        assert train(digits(), steps=4, **options).losses == plain.losses
-    path.write_bytes(kept.read_bytes()[:-100])
+        assert train(task, steps=4, checkpoint=path).losses == train(task, steps=4).losses
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1  # in the numbers, beyond the pickle
+    for damaged in (whole[:-100], b"", bytes(flipped), b"text"):
+        path.write_bytes(damaged)
+        with pytest.warns(UserWarning, match="cannot be read"):
+            assert train(task, steps=3, checkpoint=path).losses == plain.losses
+    path.write_bytes(whole)
+    assert train(task, steps=3, checkpoint=path).losses == plain.losses
+
+
+def test_a_checkpoint_with_what_this_version_does_not_know_is_left_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, task = tmp_path / "cell.pt", digits()
+    with monkeypatch.context() as newer:
+        state = type("_NewState", (_State,), {"__module__": _State.__module__})
+        newer.setattr("ada_loss.lab.train._NewState", state, raising=False)
+        newer.setattr("ada_loss.lab.train._State", state)
+        interrupted(path, task)
     with pytest.warns(UserWarning, match="cannot be read"):
-        assert train(digits(), steps=4, **options).losses == plain.losses
-    path.write_bytes(b"")
-    with pytest.warns(UserWarning, match="cannot be read"):
-        assert train(digits(), steps=4, **options).losses == plain.losses
+        assert train(task, steps=3, checkpoint=path).losses == train(task, steps=3).losses

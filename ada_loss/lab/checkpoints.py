@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
-import pickle
 import time
 import warnings
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 from ada_loss.lab.files import write_atomically
 
 __all__ = ["Checkpoints"]
+
+DIGEST = hashlib.sha256().digest_size
 
 
 class Checkpoints:
@@ -40,7 +41,8 @@ class Checkpoints:
         states = {name: machine.state_dict() for name, machine in self.machines.items()}
         noise = torch.get_rng_state()
         torch.save({"settings": self.settings, "states": states, "noise": noise, "gathered": gathered}, content)
-        write_atomically(self.path, content.getvalue())
+        packed = content.getvalue()
+        write_atomically(self.path, hashlib.sha256(packed).digest() + packed)
         self._last = time.monotonic()
 
     def load(self) -> tuple[Any, ...] | None:
@@ -48,9 +50,9 @@ class Checkpoints:
         if not self.path.exists():
             return None
         try:
-            saved = torch.load(self.path, weights_only=False)
+            saved = self._read()
             settings = saved["settings"]
-        except (RuntimeError, OSError, EOFError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        except Exception as error:  # a pickle of another version may raise anything
             warnings.warn(f"The checkpoint {self.path} cannot be read ({error}). Training begins anew.", stacklevel=3)
             return None
         if settings != self.settings:
@@ -60,6 +62,13 @@ class Checkpoints:
             machine.load_state_dict(saved["states"][name])
         torch.set_rng_state(saved["noise"])
         return saved["gathered"]  # type: ignore[no-any-return]
+
+    def _read(self) -> Any:
+        content = self.path.read_bytes()
+        digest, packed = content[:DIGEST], content[DIGEST:]
+        if hashlib.sha256(packed).digest() != digest:  # torch.load would take a weight with a flipped bit as it is
+            raise ValueError("it is damaged")
+        return torch.load(io.BytesIO(packed), weights_only=False)
 
     def remove(self) -> None:
         """The training is done."""
