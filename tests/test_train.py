@@ -7,6 +7,7 @@ import multiprocessing
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +305,23 @@ def test_a_checkpoint_with_what_this_version_does_not_know_is_left_aside(
         interrupted(path, task)
     with pytest.warns(UserWarning, match="cannot be read"):
         assert train(task, steps=3, checkpoint=path).losses == train(task, steps=3).losses
+
+
+@pytest.mark.parametrize("what", ["weights", "model", "inputs", "targets", "version"])
+def test_a_checkpoint_of_another_beginning_is_left_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    path, task = tmp_path / "cell.pt", digits()
+    (x, y), model = task.train, task.model
+    other = {
+        "weights": replace(task, model=digits(1).model),
+        "model": replace(task, model=nn.Sequential(nn.Flatten(), nn.Linear(64, 10))),
+        "inputs": replace(task, train=(1 - x, y)),
+        "targets": replace(task, train=(x, 9 - y)),
+        "version": replace(task, model=model),
+    }[what]
+    interrupted(path, task)
+    if what == "version":
+        monkeypatch.setattr("ada_loss.lab.train.versions", lambda: {"torch": "9.0"})
+    with pytest.warns(UserWarning, match="is of another training"):
+        assert train(other, steps=3, checkpoint=path).losses == train(other, steps=3).losses

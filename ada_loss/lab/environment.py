@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-__all__ = ["environment"]
+__all__ = ["environment", "versions"]
 
 PACKAGES = ("fpsim", "torch", "numpy", "numba", "distributed")
 
@@ -20,7 +20,16 @@ def environment() -> dict[str, Any]:
     True
     """
     words = {"command": " ".join(sys.argv), "python": platform.python_version(), "system": platform.platform()}
-    return {**words, "processor": _processor(), "git": _commit(), "versions": {p: _version(p) for p in PACKAGES}}
+    return {**words, "processor": _processor(), "git": _commit(), "versions": versions()}
+
+
+def versions() -> dict[str, str | None]:
+    """Of the packages on which the numbers depend; None for one that is not installed.
+
+    >>> versions()["torch"] == version("torch")
+    True
+    """
+    return {package: _version(package) for package in PACKAGES}
 
 
 def _version(package: str) -> str | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import fpsim
 from ada_loss.lab.checkpoints import Checkpoints
+from ada_loss.lab.environment import versions
 from ada_loss.lab.tasks import Task
 from ada_loss.layerwise import AdaLossScaled
 from ada_loss.rules import LAYER_RULES, SYSTEMS, loss_rule
@@ -162,7 +164,8 @@ def train(
     format after each step. accumulation: the container in which an operation adds up before it rounds.
     record_every: tally each n-th call of every site; 0 records nothing. evaluate_every: test metrics after each n-th
     epoch too. checkpoint: a file from which an interrupted training goes on, written every `checkpoint_seconds` and
-    removed in the end. progress: called with 1 after every step.
+    removed in the end; one of another model, other data, settings or versions is left aside with a warning.
+    progress: called with 1 after every step.
     Raises ValueError for an unknown word, and for impossible numbers; Stopped where the loss rule stops the
     training.
 
@@ -193,9 +196,14 @@ def train(
     machines = {"model": model, "optimizer": chosen, "scaler": scaler}
     if adaptive is not None:
         machines["adaptive"] = adaptive  # type: ignore[assignment]
-    settings = [str(fmt), rounding, scaling, seed, total, batch_size, micro_batches, learning_rate, warmup, momentum]
-    settings += [*words.values(), accumulation, weight_decay, max_gradient_norm, record_every, evaluate_every]
-    checkpoints = None if checkpoint is None else Checkpoints(checkpoint, machines, settings, checkpoint_seconds)
+    settings: list[Any] = [str(fmt), rounding, scaling, seed, total, batch_size, micro_batches, learning_rate, warmup]
+    settings += [*words.values(), accumulation, momentum, weight_decay, max_gradient_norm]
+    settings += [record_every, evaluate_every, device]
+    checkpoints = None
+    if checkpoint is not None:
+        start_from = {"inputs": x, "targets": y, **dict(model.named_parameters()), **dict(model.named_buffers())}
+        settings += [versions(), _fingerprint(start_from)]
+        checkpoints = Checkpoints(checkpoint, machines, settings, checkpoint_seconds)
     points = max(SAMPLES * record_every, total // HISTORY)
     with (
         torch.random.fork_rng(devices=[]),
@@ -276,6 +284,14 @@ def _run(state: _State, metrics: dict[str, float]) -> Run:
 
 def _placed(data: Tensor, device: str, container: torch.dtype) -> Tensor:
     return data.to(device, container if data.is_floating_point() else data.dtype)
+
+
+def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().reshape(-1).cpu().numpy())
+    return digest.hexdigest()
 
 
 def _backward(
