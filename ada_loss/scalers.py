@@ -363,6 +363,8 @@ class GradScaler:
         scale = getattr(optimizer, "grad_scale", None)
         if progress.stage is Stage.READY:
             self._check(progress, _gradients(optimizer), _one_on)
+        elif not progress.found_inf and _gradients(optimizer):  # they came after unscale_
+            progress.require_checked()
         found = _sum(progress.found_inf.values())
         if progress.stage is Stage.READY and found is not None:
             scale = self._scale_on(found.device) * (1 if scale is None else scale)

@@ -576,6 +576,29 @@ def test_a_step_without_any_gradient_is_refused(make: Make) -> None:
         scaler.step(optimizer)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_gradients_that_came_after_unscaling_are_not_stepped_with(fused: bool) -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
+    scaler = ours(init_scale=8.0)
+    loss = scaler.scale(weight.sum())
+    scaler.unscale_(optimizer)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="No inf checks were recorded"):
+        scaler.step(optimizer)
+    assert weight.item() == 0.0
+
+
+def test_a_fused_step_without_any_gradient_does_nothing(make: Make) -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    scaler = make()
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert weight.item() == 0.0
+
+
 def test_a_closure_is_refused(make: Make) -> None:
     scaler, _, optimizer = ready(make)
     message = "Closure use is not currently supported if GradScaler is enabled"
