@@ -139,6 +139,20 @@ def test_it_prints(page: Any) -> None:
     assert base64.b64decode(page.print_page()).startswith(b"%PDF")
 
 
+def test_nothing_is_cut_off_on_paper(page: Any) -> None:
+    a4 = 718  # pixels between the margins
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    metrics = {"width": a4, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    widths = "return ['main', '#sortable', '.picture img'].map(s => document.querySelector(s).scrollWidth)"
+    try:
+        assert max(page.execute_script(widths)) <= a4
+        assert not page.find_element("id", "cell-by-cell").is_displayed()  # with all of them closed
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
 def test_what_came_from_outside_is_shown_and_not_run(browser: Any, tmp_path: Path) -> None:
     evil = "<script>document.title = 'taken'</script>"
     with Ledger(tmp_path / "ledger.sqlite") as ledger:

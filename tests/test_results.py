@@ -16,6 +16,7 @@ from ada_loss.lab.files import write_atomically
 from ada_loss.lab.plots import figure_bytes, plot_scales
 from ada_loss.lab.results import Results
 from ada_loss.lab.store import Ledger
+from ada_loss.lab.sweep_plots import plot_table
 
 ACCURACIES = {
     ("fp32", "none"): (0.9, 0.8),
@@ -175,6 +176,13 @@ def test_lines_can_be_told_apart_without_colour(tmp_path: Path) -> None:
     figure = plot_scales({f"method {i}": [1.0, 2.0] for i in range(11)})
     styles = [(line.get_marker(), line.get_linestyle()) for line in figure.axes[0].lines]
     assert len(set(styles)) == 11
+
+
+def test_a_long_label_stays_inside_of_its_picture() -> None:
+    figure = plot_table({("fp16", "none"): [0.5]}, "accuracy in %" + ", some_long_option 12" * 4)
+    figure.draw_without_rendering()
+    label = figure.findobj(lambda part: getattr(part, "get_text", str)().startswith("accuracy"))[0]
+    assert label.get_window_extent().width <= figure.bbox.width
 
 
 def test_the_scales_of_layers_are_drawn_by_site_and_step(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ __all__ = ["plot_heat", "plot_table"]
 
 PANELS_A_ROW = 4
 SHOWN_SITES = 60
+LETTERS_AN_INCH = 13  # of the label below
 
 
 def plot_table(
@@ -59,7 +61,7 @@ def plot_table(
     panels[0, 0].set_ylim(len(methods) - 0.5, -0.5)
     panels[0, 0].set_xlim(lowest - margin, highest + margin)
     words = title + ("; dashed: float32" if baseline else "")
-    figure.supxlabel(words, fontsize=9)
+    figure.supxlabel(textwrap.fill(words, round(LETTERS_AN_INCH * size[0])), fontsize=9)
     return figure
 
 
