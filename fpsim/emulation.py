@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fpsim import ops
+from fpsim import ops, recurrent
 from fpsim.ops import RoundingSpec
 from fpsim.policy import FormatLike, Policy, RoleSpecs, as_policy
 
@@ -84,12 +84,19 @@ class Scope:
         self.counts[operation] = seen + 1
         return f"{self.name}:{operation}_{seen}" if seen else f"{self.name}:{operation}"
 
+    def repeated(self, times: int) -> Iterator[int]:
+        """The passes of a loop, each with the sites of the first."""
+        before = dict(self.counts)
+        for i in range(times):
+            self.counts = dict(before)
+            yield i
+
 
 # What to do with a torch function, by name.
 #
 # PASS: nothing is computed in the format: metadata, comparisons, random and constant tensors, autograd's controls.
 # MOVE: values that come out are values that went in, or their negatives: views, copies, selections.
-# REFUSE: one call hides several operations, and there is no emulation of its inside.
+# REFUSE: one call hides several operations, and there is no emulation of its inside. DECOMPOSE: there is.
 # The rest computes: operands are brought into the format, the result is rounded.
 
 PASS = frozenset(
@@ -129,13 +136,6 @@ MOVE = frozenset(
 REFUSE = {
     "_transformer_encoder_layer_fwd": "call nn.TransformerEncoderLayer with a gradient or in training mode",
     "_native_multi_head_attention": "call nn.MultiheadAttention with a gradient or in training mode",
-    **dict.fromkeys(
-        (
-            *("lstm", "gru", "rnn_tanh", "rnn_relu", "quantized_lstm", "quantized_gru"),
-            *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
-        ),
-        "leave its module in float32 (overrides={'its.name': None}), or write the recurrence with nn.Linear",
-    ),
 }
 # Operands that are statistics or masks, not numbers of the computation: (positions, names).
 NOT_OPERANDS = {
@@ -164,7 +164,7 @@ class _Call:
             self.action = _SET_ITEM
         elif name in REFUSE:
             self.action = _REFUSE
-        elif func is F.multi_head_attention_forward:
+        elif func is F.multi_head_attention_forward or name in recurrent.OPERATIONS:
             self.action = _DECOMPOSE
         else:
             self.action = _MOVE if name in MOVE else _COMPUTE
@@ -345,8 +345,9 @@ class Emulation(TorchFunctionMode):
                 f"and cannot be emulated. To do: {REFUSE[call.name]}."
             )
         if action == _DECOMPOSE:
+            inner = _decomposed.get(func) or partial(recurrent.OPERATIONS[call.name], scope.repeated)
             with self:
-                return _decomposed[func](*args, **kwargs)
+                return inner(*args, **kwargs)
         if call.in_place and args and isinstance(args[0], nn.Parameter):
             return call(func, args, kwargs)  # an update or an initialisation, not a step of the computation
         return self._compute(func, call, args, kwargs)

@@ -137,11 +137,6 @@ def _require_emulable(name: str, module: nn.Module, policy: Policy) -> None:
         return
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"{where} is compiled by TorchScript, which cannot be intercepted. Quantise the Python module.")
-    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-        raise TypeError(
-            f"{where} hides its gates in one fused call and cannot be emulated. Leave it in float32 with "
-            f"Policy(..., overrides={{{name or 'its name'!r}: None}}), or write the recurrence with nn.Linear."
-        )
 
 
 def dequantize(model: Model, *, inplace: bool = False) -> Model:

@@ -20,6 +20,7 @@ RANKS = {
     "fpsim.moments": 4,
     "fpsim.matmul": 4,
     "fpsim.blocks": 4,
+    "fpsim.recurrent": 4,
     "fpsim.emulation": 5,
     "fpsim.model": 6,
     "fpsim.statistics": 7,

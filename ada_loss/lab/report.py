@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def write_report(results: Any, path: Path, question: str | None = None) -> Path:
         cells=cells,
         without_curves=max(len(cells) - MOST_CURVES, 0),
         sessions=[_session(session) for session in results.sessions],
-        written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
     write_atomically(path, content.encode())
     return path
@@ -222,7 +222,7 @@ def _curve(name: str, values: np.ndarray[Any, Any]) -> dict[str, str] | None:
 
 def _session(session: dict[str, Any]) -> dict[str, str]:
     """One line of words for each thing known of a driver's session."""
-    started = datetime.fromtimestamp(session["started"], timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    started = datetime.fromtimestamp(session["started"], UTC).strftime("%Y-%m-%d %H:%M UTC")
     versions = ", ".join(f"{name} {v}" for name, v in session["versions"].items() if v)
     others = {k: str(v) for k, v in session.items() if k not in ("started", "versions") and v is not None}
     return {"started": started, **others, "versions": versions}

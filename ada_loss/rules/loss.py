@@ -16,7 +16,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["SYSTEMS", "LossRule", "as_loss_rule", "loss_rule", "trajectory"]
 
