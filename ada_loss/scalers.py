@@ -59,21 +59,22 @@ class GradScaler:
     (tensor([0.5000]), 8.0)
     """
 
-    def __new__(cls, rule: LossRule | str | float = "torch", *, enabled: bool = True, **_: Any) -> GradScaler:
+    def __new__(cls, rule: object = "torch", *, enabled: bool = True, **_: Any) -> GradScaler:
         off = not enabled or isinstance(rule, Off) or (isinstance(rule, str) and SYSTEMS.get(rule) is Off)
         return object.__new__(NoScaler if off and cls is GradScaler else cls)
 
     def __init__(
         self,
-        rule: LossRule | str | float = "torch",
+        rule: LossRule | str | float | torch.device = "torch",
         *,
         max_gradient_norm: float | None = None,
         enabled: bool = True,
         device: str | torch.device | None = None,
         **params: Any,
     ) -> None:
-        if isinstance(rule, str):
-            rule = loss_rule("torch" if rule in DEVICES else rule, **params)
+        if isinstance(rule, str | torch.device):
+            name = str(rule)
+            rule = loss_rule("torch" if name.partition(":")[0] in DEVICES else name, **params)
         elif params:
             raise TypeError(
                 f"Parameters came beside the rule {rule!r}: {', '.join(params)}. "

@@ -695,6 +695,12 @@ def test_a_scaler_takes_a_rule_a_name_or_a_number() -> None:
     assert GradScaler().rule == loss_rule("torch")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:1", torch.device("cpu"), torch.device("cuda", 0)], ids=str)
+def test_a_device_in_the_place_of_the_rule_means_torchs_rule(device: Any) -> None:
+    assert GradScaler(device, init_scale=2.0).rule == loss_rule("torch", init_scale=2.0)
+    assert isinstance(GradScaler(device, enabled=False), NoScaler)
+
+
 @pytest.mark.parametrize("scaler", [GradScaler("off"), GradScaler("none"), GradScaler(loss_rule("off"))])
 def test_off_is_a_value(scaler: GradScaler) -> None:
     assert isinstance(scaler, NoScaler)
