@@ -418,7 +418,7 @@ class GradScaler:
 class NoScaler(GradScaler):
     """What `GradScaler(enabled=False)` and `GradScaler("off")` give: no scaling, no checks, nothing skipped.
 
-    `max_gradient_norm` still clips.
+    `max_gradient_norm` still clips. Setting a parameter of the rule does nothing, for there is none to read.
 
     >>> GradScaler(enabled=False).scale(torch.tensor(3.0))
     tensor(3.)
@@ -446,6 +446,9 @@ class NoScaler(GradScaler):
         return False
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
+        pass
+
+    def _set_parameter(self, name: str, value: float) -> None:
         pass
 
     def is_enabled(self) -> bool:

@@ -512,6 +512,9 @@ def test_a_disabled_scaler_does_nothing(make: Make) -> None:
     assert scaler.get_scale() == 1.0
     assert scaler.state_dict() == {}
     scaler.load_state_dict({"anything": 1})
+    scaler.set_growth_factor(3.0)
+    scaler.set_backoff_factor(0.25)
+    scaler.set_growth_interval(7)
     scaler.unscale_(optimizer)
     scaler.unscale_(optimizer)
     scaler.update()
