@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fpsim
 from ada_loss.lab.files import write_atomically
 from ada_loss.lab.tasks import digits
 from ada_loss.lab.train import train, underflow_share
@@ -17,6 +18,23 @@ def test_a_seed_gives_the_same_training_bit_for_bit() -> None:
         first, second = (train(digits(3), "e5m2", rounding, epochs=1, seed=3) for _ in range(2))
         assert first.losses == second.losses
         assert first.metrics == second.metrics
+
+
+def test_a_seed_gives_the_same_training_beside_a_stream_of_noise_of_its_own() -> None:
+    expected = train(digits(3), "e5m2", "stochastic", steps=3, seed=3)
+    x = torch.full((64,), 1.5)
+    fpsim.manual_seed(7)
+    try:
+        undisturbed = [fpsim.round_to(x, "e5m0", "stochastic") for _ in range(2)]
+        fpsim.manual_seed(7)
+        before = fpsim.round_to(x, "e5m0", "stochastic")
+        run = train(digits(3), "e5m2", "stochastic", steps=3, seed=3)
+        after = fpsim.round_to(x, "e5m0", "stochastic")
+    finally:
+        fpsim.manual_seed(None)
+    assert (run.losses, run.metrics) == (expected.losses, expected.metrics)
+    assert torch.equal(before, undisturbed[0])
+    assert torch.equal(after, undisturbed[1])
 
 
 def test_training_leaves_the_task_and_torchs_randomness_alone() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ada_loss.lab.tasks import Task
 from ada_loss.layerwise import AdaLossScaled
 from ada_loss.rules import LAYER_RULES, SYSTEMS, loss_rule
 from ada_loss.scalers import GradScaler
+from fpsim import ops
 from fpsim.model import round_parameters_
 from fpsim.policy import FormatLike
 from fpsim.statistics import Recording
@@ -207,6 +208,7 @@ def train(
     points = max(SAMPLES * record_every, total // HISTORY)
     with (
         torch.random.fork_rng(devices=[]),
+        _noise_of_torch(),
         adaptive or nullcontext(),
     ):
         torch.manual_seed(seed)  # the noise of stochastic rounding
@@ -259,8 +261,8 @@ def train(
             if evaluate_every and finished % evaluate_every == 0 and len(state.losses) < total:
                 state.evaluations.append((len(state.losses), _evaluate(task, model, test, seed)))
                 model.train()
-    state.seconds += time.perf_counter() - start
-    metrics = _evaluate(task, model, test, seed)
+        state.seconds += time.perf_counter() - start
+        metrics = _evaluate(task, model, test, seed)
     if evaluate_every:
         state.evaluations.append((len(state.losses), metrics))
     if checkpoints is not None:
@@ -280,6 +282,16 @@ def _run(state: _State, metrics: dict[str, float]) -> Run:
         state.layer_scales,
         state.evaluations,
     )
+
+
+@contextmanager
+def _noise_of_torch() -> Iterator[None]:
+    """Without the stream of `fpsim.manual_seed`, of which neither a training's seed nor its checkpoints know."""
+    own, ops._generator = ops._generator, None
+    try:
+        yield
+    finally:
+        ops._generator = own
 
 
 def _placed(data: Tensor, device: str, container: torch.dtype) -> Tensor:
