@@ -56,6 +56,11 @@ def test_networks_have_the_gain_they_are_asked_for() -> None:
         assert layer.weight.var().item() * 512 == pytest.approx(0.5, rel=0.02)  # 512**2 samples: 0.3 % each
 
 
+def test_a_network_whose_gradients_are_zero_in_float32_too_has_none_to_lose() -> None:
+    (row,) = depth_trial(["fp16"], [2.0**-100], ["none"], depth=8, width=16, batch=4)
+    assert (row["underflow"], row["overflow"]) == (0.0, 0)
+
+
 def test_the_trials_table_and_picture(rows: list[dict[str, object]]) -> None:
     lines = depth_table(rows).splitlines()
     assert lines[0] == "| format | method | gain 3 | gain 1.2 | gain 0.8 | gain 0.5 | gain 0.2 |"

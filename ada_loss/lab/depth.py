@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fpsim
 from ada_loss.lab.plots import method_words
+from ada_loss.lab.train import underflow_share
 from ada_loss.layerwise import AdaLossScaled
 from ada_loss.rules import LAYER_RULES, loss_rule
 
@@ -107,11 +108,10 @@ def _run(model: nn.Sequential, method: str | float, x: Tensor, gradient: Tensor,
         with fpsim.record(model) as recording:
             weight_gradient = _backward(model, x, gradient * scale) / scale
         log2_scale = math.log2(scale) if scaled is None else float(scaled.last_log2_scale("0:linear"))
-    rows = [row for row in recording.rows() if row["role"] == "error"]
-    alive = sum(row["nonzero"] for row in rows)
+    rows = recording.rows()
     return {
-        "underflow": sum(row["underflow"] for row in rows) / alive,
-        "overflow": sum(row["overflow"] for row in rows),
+        "underflow": underflow_share(rows),
+        "overflow": sum(row["overflow"] for row in rows if row["role"] == "error"),
         "error": float((weight_gradient - reference).norm() / reference.norm()),
         "log2_scale": log2_scale,
     }
