@@ -61,6 +61,11 @@ def test_a_network_whose_gradients_are_zero_in_float32_too_has_none_to_lose() ->
     assert (row["underflow"], row["overflow"]) == (0.0, 0)
 
 
+def test_a_rule_that_looks_at_the_largest_gradient_is_tried_too() -> None:
+    (row,) = depth_trial(["fp16"], [2.0], ["logmax"], depth=2, width=16, batch=4)
+    assert row["log2_scale"] == 14  # its ceiling: these gradients are far below 2**(16 - 14)
+
+
 def test_the_trials_table_and_picture(rows: list[dict[str, object]]) -> None:
     lines = depth_table(rows).splitlines()
     assert lines[0] == "| format | method | gain 3 | gain 1.2 | gain 0.8 | gain 0.5 | gain 0.2 |"

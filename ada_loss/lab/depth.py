@@ -128,9 +128,10 @@ def _settled(model: nn.Sequential, system: str, x: Tensor, gradient: Tensor) -> 
     rule = loss_rule(system)
     for _ in range(STEPS):
         _backward(model, x, gradient * rule.scale)
-        ok = all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+        largest = torch.stack([p.grad.abs().amax() for p in model.parameters() if p.grad is not None]).amax().item()
+        ok = math.isfinite(largest)
         try:
-            rule = rule.adjust(ok)
+            rule = rule.adjust(ok, largest / rule.scale if ok else None)
         except FloatingPointError:  # its floor
             break
     return rule.scale
