@@ -325,3 +325,16 @@ def test_a_checkpoint_of_another_beginning_is_left_aside(
         monkeypatch.setattr("ada_loss.lab.train.versions", lambda: {"torch": "9.0"})
     with pytest.warns(UserWarning, match="is of another training"):
         assert train(other, steps=3, checkpoint=path).losses == train(other, steps=3).losses
+
+
+@pytest.mark.gpu
+def test_on_a_card_dropout_is_the_same_with_evaluations_and_after_an_interruption(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
+    path, task = tmp_path / "cell.pt", replace(digits(), model=model)
+    state = torch.cuda.get_rng_state()
+    plain = train(task, steps=3, batch_size=1000, device="cuda")
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert train(task, steps=3, batch_size=1000, device="cuda", evaluate_every=1).losses == plain.losses
+    interrupted(path, task, batch_size=1000, device="cuda")
+    torch.rand(5, device="cuda")
+    assert train(task, steps=3, batch_size=1000, device="cuda", checkpoint=path).losses == plain.losses

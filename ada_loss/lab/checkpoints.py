@@ -23,12 +23,15 @@ class Checkpoints:
     """The file of one training: the states of its machines, what it has gathered, and where its random numbers are.
 
     machines: what has `state_dict` and `load_state_dict`, by name. settings: words and numbers; the file of a training
-    with other ones is left aside with a warning, and so is one that cannot be read. The file is a pickle: load none
-    that you do not trust.
+    with other ones is left aside with a warning, and so is one that cannot be read. cards: CUDA devices that draw
+    random numbers beside the CPU. The file is a pickle: load none that you do not trust.
     """
 
-    def __init__(self, path: Path, machines: Mapping[str, Any], settings: Sequence[Any], seconds: float) -> None:
+    def __init__(
+        self, path: Path, machines: Mapping[str, Any], settings: Sequence[Any], seconds: float, cards: Sequence[str]
+    ) -> None:
         self.path, self.machines, self.settings, self.seconds = path, machines, [*settings], seconds
+        self.cards = cards
         self._last = time.monotonic()
 
     def is_due(self) -> bool:
@@ -39,7 +42,7 @@ class Checkpoints:
         """Write all of it, whole or not at all."""
         content = io.BytesIO()
         states = {name: machine.state_dict() for name, machine in self.machines.items()}
-        noise = torch.get_rng_state()
+        noise = [torch.get_rng_state(), *(torch.cuda.get_rng_state(card) for card in self.cards)]
         torch.save({"settings": self.settings, "states": states, "noise": noise, "gathered": gathered}, content)
         packed = content.getvalue()
         write_atomically(self.path, hashlib.sha256(packed).digest() + packed)
@@ -60,7 +63,10 @@ class Checkpoints:
             return None
         for name, machine in self.machines.items():
             machine.load_state_dict(saved["states"][name])
-        torch.set_rng_state(saved["noise"])
+        noise, *noises = saved["noise"]
+        torch.set_rng_state(noise)
+        for card, noise in zip(self.cards, noises, strict=True):
+            torch.cuda.set_rng_state(noise, card)
         return saved["gathered"]  # type: ignore[no-any-return]
 
     def _read(self) -> Any:

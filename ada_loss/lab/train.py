@@ -194,6 +194,7 @@ def train(
     total = steps or epochs * -(-len(x) // batch_size)
     order = torch.Generator().manual_seed(seed)
     state, recording = _State(order.get_state()), Recording(record_every) if record_every else None
+    cards = [device] if device.startswith("cuda") else []  # their dropout has random numbers of its own
     machines = {"model": model, "optimizer": chosen, "scaler": scaler}
     if adaptive is not None:
         machines["adaptive"] = adaptive  # type: ignore[assignment]
@@ -204,10 +205,10 @@ def train(
     if checkpoint is not None:
         start_from = {"inputs": x, "targets": y, **dict(model.named_parameters()), **dict(model.named_buffers())}
         settings += [versions(), _fingerprint(start_from)]
-        checkpoints = Checkpoints(checkpoint, machines, settings, checkpoint_seconds)
+        checkpoints = Checkpoints(checkpoint, machines, settings, checkpoint_seconds, cards)
     points = max(SAMPLES * record_every, total // HISTORY)
     with (
-        torch.random.fork_rng(devices=[]),
+        torch.random.fork_rng(devices=cards),
         _noise_of_torch(),
         adaptive or nullcontext(),
     ):
@@ -259,10 +260,10 @@ def train(
             state.batches = 0
             finished = len(state.losses) // len(epoch)
             if evaluate_every and finished % evaluate_every == 0 and len(state.losses) < total:
-                state.evaluations.append((len(state.losses), _evaluate(task, model, test, seed)))
+                state.evaluations.append((len(state.losses), _evaluate(task, model, test, seed, cards)))
                 model.train()
         state.seconds += time.perf_counter() - start
-        metrics = _evaluate(task, model, test, seed)
+        metrics = _evaluate(task, model, test, seed, cards)
     if evaluate_every:
         state.evaluations.append((len(state.losses), metrics))
     if checkpoints is not None:
@@ -338,10 +339,12 @@ def _rate(schedule: str, warmup: int, step: int, total: int) -> float:
     return (1 + math.cos(math.pi * share)) / 2 if schedule == "cosine" else 1 - share
 
 
-def _evaluate(task: Task, model: nn.Module, test: Sequence[Tensor], seed: int) -> dict[str, float]:
+def _evaluate(
+    task: Task, model: nn.Module, test: Sequence[Tensor], seed: int, cards: Sequence[str]
+) -> dict[str, float]:
     """The task's metrics on its test data, computed in the format, with noise of their own."""
     model.eval()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng(devices=cards):
         torch.manual_seed(seed)
         outputs = torch.cat([model(part) for part in test[0].split(EVALUATED)])
         return {name: float(metric(outputs, test[1])) for name, metric in task.metrics.items()}
