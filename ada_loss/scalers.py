@@ -164,6 +164,7 @@ class GradScaler:
             )
         norm = _clip(_gradients(optimizer), max_norm)
         if norm is not None:
+            progress.require_checked()
             progress.found_inf[norm.device] += ~torch.isfinite(norm)
             progress.known = None
 

@@ -589,6 +589,8 @@ def test_gradients_that_came_after_unscaling_are_not_stepped_with(fused: bool) -
     loss.backward()
     with pytest.raises(RuntimeError, match="No inf checks were recorded"):
         scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match="No inf checks were recorded"):
+        scaler.clip_(optimizer, 1.0)
     assert weight.item() == 0.0
 
 
