@@ -146,6 +146,11 @@ def as_policy(fmt: FormatLike) -> Policy:
     """
     if isinstance(fmt, Policy):
         return fmt
+    if isinstance(fmt, Mapping):
+        raise TypeError(
+            f"A format came as the mapping {fmt!r}. Possible: a name, a FloatFormat, a Policy, or None. "
+            f"Formats by role are a fpsim.Policy(**mapping)."
+        )
     return Policy(fmt, fmt, fmt, fmt)
 
 
