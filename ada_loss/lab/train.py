@@ -166,7 +166,7 @@ def train(
     record_every: tally each n-th call of every site; 0 records nothing. evaluate_every: test metrics after each n-th
     epoch too. checkpoint: a file from which an interrupted training goes on, written every `checkpoint_seconds` and
     removed in the end; one of another model, other data, settings or versions is left aside with a warning.
-    progress: called with 1 after every step.
+    progress: called with 1 after every step, and before the first with the steps of the checkpoint.
     Raises ValueError for an unknown word, and for impossible numbers; Stopped where the loss rule stops the
     training.
 
