@@ -18,7 +18,7 @@ from torch import nn
 import fpsim
 from ada_loss.lab.cells import telemetry
 from ada_loss.lab.tasks import Task, digits
-from ada_loss.lab.train import Run, _State, train
+from ada_loss.lab.train import Run, Stopped, _State, train
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["ada_loss.lab.train", "sklearn.datasets"])
@@ -338,3 +338,20 @@ def test_on_a_card_dropout_is_the_same_with_evaluations_and_after_an_interruptio
     interrupted(path, task, batch_size=1000, device="cuda")
     torch.rand(5, device="cuda")
     assert train(task, steps=3, batch_size=1000, device="cuda", checkpoint=path).losses == plain.losses
+
+
+def test_a_norm_that_overflows_skips_the_step_as_an_inf_does() -> None:
+    task = digits(0)
+    huge = replace(task, loss=lambda outputs, y: nn.functional.cross_entropy(outputs, y) * 1e36)
+    run = train(huge, steps=3, max_gradient_norm=1.0)
+    assert run.skipped_steps == [0, 1, 2]
+
+
+def test_a_training_that_its_rule_stopped_leaves_no_checkpoint(tmp_path: Path) -> None:
+    task = digits(0)
+    lost = replace(task, loss=lambda outputs, y: outputs.sum() * math.inf)
+    with pytest.raises(Stopped, match="deepspeed") as stopped:
+        train(lost, "fp16", scaling="deepspeed", steps=100, record_every=1, checkpoint=tmp_path / "c", checkpoint_seconds=0)
+    assert len(stopped.value.run.losses) == len(stopped.value.run.scales) < 100
+    assert stopped.value.run.rows
+    assert not list(tmp_path.iterdir())

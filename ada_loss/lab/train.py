@@ -234,7 +234,7 @@ def train(
                     state.losses.append(_backward(task, model, scaler, chosen, x, y, batch, micro_batches))
                     if max_gradient_norm:
                         scaler.unscale_(chosen)
-                        nn.utils.clip_grad_norm_(model.parameters(), max_gradient_norm)
+                        scaler.clip_(chosen, max_gradient_norm)
                     scaler.step(chosen)
                     if scaler.overflowed(chosen):
                         state.skipped_steps.append(done)
@@ -244,6 +244,8 @@ def train(
                         if recording is not None:
                             state.history.append((done + 1, recording.rows()))
                         state.seconds += time.perf_counter() - start
+                        if checkpoints is not None:
+                            checkpoints.remove()
                         raise Stopped(str(error), _run(state, {})) from None
                     if master_weights == "none":
                         round_parameters_(model)
