@@ -16,6 +16,7 @@ from ada_loss.lab.files import write_atomically
 from ada_loss.lab.plots import figure_bytes
 from ada_loss.lab.results import Results
 from ada_loss.lab.store import Ledger
+from ada_loss.lab.sweep import sweep
 
 ACCURACIES = {
     ("fp32", "none"): (0.9, 0.8),
@@ -169,3 +170,13 @@ def test_scales_are_drawn_for_the_methods_that_scale(tmp_path: Path) -> None:
     (line,) = figure.axes[0].lines
     assert line.get_label() == "fp16 torch"
     assert line.get_ydata().tolist() == [4.0, 2.0, 2.0]
+
+
+def test_trainings_that_all_diverged_have_a_report_and_no_tables(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"task_options": {"epochs": 40}, "out": tmp_path, "show_progress": False}
+    results = sweep("sweep_tasks:diverges", ["e5m2"], ["fairseq"], **options)  # its scale can fall no further
+    assert results.rows()[0]["diverged"]
+    assert results.tables() == []
+    assert results.report().exists()
+    with pytest.raises(ValueError, match="holds no metric: no training came to its end"):
+        results.table()

@@ -65,7 +65,7 @@ class Results:
         for cell in self.cells:
             if cell["metrics"]:
                 return next(iter(cell["metrics"]))
-        raise ValueError(f"{self!r} holds no metric yet. Run the sweep, then come back.")
+        raise ValueError(f"{self!r} holds no metric: no training came to its end. Run more cells, or see to the task.")
 
     def best(self, metric: str | None = None, *, largest: bool = True) -> dict[str, Any]:
         """The row with the best value of a metric; not-a-number is never best."""
@@ -110,9 +110,12 @@ class Results:
         return Table(rows, columns, name, down, across, places, {k: label(v) for k, v in where.items()})
 
     def tables(self, metric: str | None = None) -> list[Table]:
-        """`table` of formats and scaling methods, one for each combination of what else the cells differ in."""
+        """`table` of formats and scaling methods, one for each combination of what else the cells differ in.
+
+        None where no training came to its end.
+        """
         found = self.rows()
-        if not found:
+        if not any(cell["metrics"] for cell in self.cells):
             return []
         others = [*AXES[:1], "rounding", *dict.fromkeys(k for cell in self.cells for k in cell["config"]["options"])]
         varying = [axis for axis in others if len({str(row.get(axis)) for row in found}) > 1]
@@ -173,8 +176,10 @@ class Results:
         rows = [row for row in self.rows() if all(str(row.get(k)) == v for k, v in wanted.items())]
         first: dict[str, Any] = {}
         for row in rows:
-            first.setdefault(f"{row['format']} {row['scaling']}", self.telemetry(row["id"])["scales"])
-        scaled = {name: scales for name, scales in first.items() if len(scales) and (scales != 1).any()}
+            name = f"{row['format']} {row['scaling']}"
+            if name not in first and len(scales := self.telemetry(row["id"]).get("scales", ())):  # none: it diverged
+                first[name] = scales
+        scaled = {name: scales for name, scales in first.items() if (scales != 1).any()}
         if not scaled:
             raise ValueError(f"No cell of {self!r} scaled its loss. Give the sweep a method that does: 'torch'.")
         return plot_scales(scaled)
