@@ -180,3 +180,20 @@ def test_trainings_that_all_diverged_have_a_report_and_no_tables(tmp_path: Path)
     assert results.report().exists()
     with pytest.raises(ValueError, match="holds no metric: no training came to its end"):
         results.table()
+
+
+@pytest.mark.parametrize("epochs", [3, 3.0, "3", "3.0"], ids=repr)
+def test_a_number_chooses_cells_however_it_is_written(tmp_path: Path, epochs: Any) -> None:
+    results = written(tmp_path, {("fp16", "none"): (0.5,)})
+    assert results.table(where={"epochs": epochs, "diverged": False}).mean("fp16", "none") == 0.5
+
+
+def test_a_choice_that_no_cell_meets_is_said(tmp_path: Path) -> None:
+    results = written(tmp_path, {("fp16", "none"): (0.5,), ("bf16", "torch"): (0.5,)})
+    for look in (results.table, results.plot_scales):
+        with pytest.raises(ValueError, match=r"has format=half\. Its values: fp16, bf16\."):
+            look(where={"format": "half"})
+        with pytest.raises(ValueError, match=r"has scaling=torch\. Its values: none\."):
+            look(where={"format": "fp16", "scaling": "torch"})
+        with pytest.raises(ValueError, match=r"has colour=1\. Known columns: id, task, format"):
+            look(where={"colour": 1})

@@ -49,6 +49,17 @@ class Results:
                 found.append(row | {name: cell[name] for name in ("skipped", "underflow", "seconds")})
         return found
 
+    def _chosen(self, where: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The rows with these values. Raises ValueError for a value that no row has."""
+        found = self.rows()
+        for name, value in where.items():
+            rows, found = found, [row for row in found if name in row and _word(row[name]) == _word(value)]
+            if rows and not found:
+                known = ", ".join(dict.fromkeys(str(row[name]) for row in rows if name in row))
+                known = f"Its values: {known}" if known else f"Known columns: {', '.join(rows[0])}"
+                raise ValueError(f"No cell that is done has {name}={label(value)}. {known}.")
+        return found
+
     def failures(self) -> list[dict[str, Any]]:
         """The cells that failed, with "error" and "traceback"."""
         return [cell for cell in self.cells if cell["state"] == "failed"]
@@ -89,7 +100,7 @@ class Results:
         differ in something else would be averaged.
         """
         where = where or {}
-        found = [row for row in self.rows() if all(str(row.get(k)) == label(v) for k, v in where.items())]
+        found = self._chosen(where)
         name = metric or self.metric
         for axis in (rows, columns, name):
             if found and axis not in set().union(*found):
@@ -172,10 +183,8 @@ class Results:
         """The loss scale over the steps, a line for each format and method, of the first seed."""
         from ada_loss.lab.plots import plot_scales
 
-        wanted = {name: label(value) for name, value in (where or {}).items()}
-        rows = [row for row in self.rows() if all(str(row.get(k)) == v for k, v in wanted.items())]
         first: dict[str, Any] = {}
-        for row in rows:
+        for row in self._chosen(where or {}):
             name = f"{row['format']} {row['scaling']}"
             if name not in first and len(scales := self.telemetry(row["id"]).get("scales", ())):  # none: it diverged
                 first[name] = scales
@@ -289,6 +298,14 @@ class Table:
         """`lines` as the content of a CSV file."""
         lines = self.lines()
         return csv_bytes(lines, list(lines[0]) if lines else []).decode()
+
+
+def _word(value: Any) -> str:
+    """One word for a value, however it was written: 0, 0.0 and "0.0" are one number."""
+    try:
+        return label(value if isinstance(value, bool) else float(value))
+    except (TypeError, ValueError):
+        return label(value)
 
 
 def _is_number(word: str) -> bool:
