@@ -197,3 +197,13 @@ def test_a_choice_that_no_cell_meets_is_said(tmp_path: Path) -> None:
             look(where={"format": "fp16", "scaling": "torch"})
         with pytest.raises(ValueError, match=r"has colour=1\. Known columns: id, task, format"):
             look(where={"colour": 1})
+
+
+def test_only_numbers_have_a_mean_and_a_best(tmp_path: Path) -> None:
+    results = written(tmp_path, {("fp16", "none"): (0.5,)})
+    for look in (results.best, lambda name: results.table(metric=name)):
+        with pytest.raises(ValueError, match=r"The column 'format' holds words: 'fp16'\. Name one of numbers"):
+            look("format")
+    results.cells[0]["underflow"] = None  # nothing was recorded
+    with pytest.raises(ValueError, match="has a number for the metric 'underflow'"):
+        results.best("underflow")

@@ -81,7 +81,7 @@ class Results:
     def best(self, metric: str | None = None, *, largest: bool = True) -> dict[str, Any]:
         """The row with the best value of a metric; not-a-number is never best."""
         name = metric or self.metric
-        rows = [row for row in self.rows() if not math.isnan(row.get(name, math.nan))]
+        rows = [row for row in self.rows() if not math.isnan(_number(row, name))]
         if not rows:
             raise ValueError(f"No cell of {self!r} has a number for the metric {name!r}. Known: {self.metric}.")
         return (max if largest else min)(rows, key=lambda row: row[name])
@@ -115,8 +115,7 @@ class Results:
                 )
         places: dict[tuple[str, str], list[float]] = {}
         for row in found:
-            value = row.get(name)
-            places.setdefault((str(row[rows]), str(row[columns])), []).append(math.nan if value is None else value)
+            places.setdefault((str(row[rows]), str(row[columns])), []).append(_number(row, name))
         down, across = ([*dict.fromkeys(place[i] for place in places)] for i in (0, 1))
         return Table(rows, columns, name, down, across, places, {k: label(v) for k, v in where.items()})
 
@@ -298,6 +297,14 @@ class Table:
         """`lines` as the content of a CSV file."""
         lines = self.lines()
         return csv_bytes(lines, list(lines[0]) if lines else []).decode()
+
+
+def _number(row: Mapping[str, Any], name: str) -> float:
+    """NaN where a training came to none."""
+    value = row.get(name)
+    if isinstance(value, str):
+        raise ValueError(f"The column {name!r} holds words: {value!r}. Name one of numbers, a metric or 'underflow'.")
+    return math.nan if value is None else value
 
 
 def _word(value: Any) -> str:
