@@ -207,3 +207,17 @@ def test_only_numbers_have_a_mean_and_a_best(tmp_path: Path) -> None:
     results.cells[0]["underflow"] = None  # nothing was recorded
     with pytest.raises(ValueError, match="has a number for the metric 'underflow'"):
         results.best("underflow")
+
+
+def test_a_damaged_file_is_named_with_the_remedy(tmp_path: Path) -> None:
+    results = written(tmp_path, {("fp16", "none"): (0.5,)})
+    cell = results.cells[0]["id"]
+    path = tmp_path / "telemetry" / f"{cell}.npz"
+    whole = path.read_bytes()
+    for size in (0, 10, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=f"{cell}.npz is missing or damaged .* Run the sweep again"):
+            results.telemetry(cell)
+    path.unlink()
+    with pytest.raises(ValueError, match="missing or damaged"):
+        results.telemetry(cell)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import statistics
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -203,9 +206,18 @@ class Results:
         return write_report(self, Path(path) if path is not None else self.out / "report.html", question)
 
     def telemetry(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
-        """The arrays of a cell's file; see `ada_loss.lab.cells.telemetry`."""
-        with np.load(self.out / "telemetry" / f"{cell}.npz") as arrays:
-            return dict(arrays)
+        """The arrays of a cell's file; see `ada_loss.lab.cells.telemetry`.
+
+        Raises ValueError for a file that is missing or damaged.
+        """
+        path = self.out / "telemetry" / f"{cell}.npz"
+        try:
+            with np.load(io.BytesIO(path.read_bytes())) as arrays:
+                return dict(arrays)
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(
+                f"The telemetry {path} is missing or damaged ({error}). Run the sweep again: it repeats that cell."
+            ) from None
 
 
 class Table:
