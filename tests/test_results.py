@@ -86,6 +86,12 @@ def test_a_table_goes_to_markdown_latex_csv_and_json(tmp_path: Path) -> None:
         table.to("word")
 
 
+def test_a_policy_with_overrides_is_shown_in_latex_as_it_is(tmp_path: Path) -> None:
+    table = written(tmp_path, {("overrides={'a_b': 50%} \\ ~ ^ $&#", "none"): (0.5,)}).table()
+    safe = r"overrides=\{'a\_b': 50\%\} \textbackslash{} \textasciitilde{} \textasciicircum{} \$\&\#"
+    assert table.to("latex").splitlines()[4] == rf"{safe} & 50.0 \\"
+
+
 def test_what_else_differs_makes_tables_of_its_own_and_is_never_averaged(tmp_path: Path) -> None:
     results = written(tmp_path, {("fp16", "none"): (0.5,)}, ("nearest_even", "stochastic"))
     assert [table.title for table in results.tables()] == [

@@ -334,7 +334,15 @@ def _is_number(word: str) -> bool:
         return False
 
 
+LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        **{c: f"\\{c}" for c in "_%&#${}"},
+    }
+)
+
+
 def _latex(text: str) -> str:
-    for plain, safe in (("\\", r"\textbackslash{}"), ("_", r"\_"), ("%", r"\%"), ("&", r"\&"), ("#", r"\#")):
-        text = text.replace(plain, safe)
-    return text
+    return text.translate(LATEX)
