@@ -204,9 +204,10 @@ def inspect(
     """What rounds to what in a model: its modules, and for a task every site of one training step."""
     with _said_in_words():
         from ada_loss.lab.describe import describe
+        from ada_loss.lab.files import strict_json
 
         found = describe(model, fmt)
-    print(json.dumps(found.as_dict()) if as_json else found)
+        print(strict_json(found.as_dict()) if as_json else found)
 
 
 @app.command()

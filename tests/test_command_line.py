@@ -94,6 +94,8 @@ def test_inspect_shows_modules_and_sites() -> None:
     said = ada_loss("inspect", "digits", "--format", "e5m2").stdout
     assert "block.conv1  Conv2d" in said
     assert "block.conv1:conv2d" in said
+    sites = json.loads(ada_loss("inspect", "sweep_tasks:tiny", "--json").stdout, parse_constant=pytest.fail)["sites"]
+    assert {row["role"] for row in sites} == {"weight", "activation", "error", "weight_grad"}
     told = json.loads(ada_loss("inspect", "torch.nn:Identity", "--json").stdout)
     assert told == {
         "modules": [

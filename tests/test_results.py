@@ -82,6 +82,8 @@ def test_a_table_goes_to_markdown_latex_csv_and_json(tmp_path: Path) -> None:
     assert json.loads(table.to("json")) == [
         {"format": "fp_16", "scaling": "none", "accuracy mean": 0.5, "accuracy deviation": None, "cells": 1}
     ]
+    table.places["fp_16", "none"] = [math.inf]
+    assert json.loads(table.to("json"), parse_constant=pytest.fail)[0]["accuracy mean"] is None
     with pytest.raises(ValueError, match=r"'word'\. Possible: markdown, latex, csv, json"):
         table.to("word")
 

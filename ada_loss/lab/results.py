@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 import statistics
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ada_loss.lab.cells import label
-from ada_loss.lab.files import csv_bytes
+from ada_loss.lab.files import csv_bytes, strict_json
 from ada_loss.lab.store import Ledger
 
 __all__ = ["Results", "Table"]
@@ -281,9 +280,8 @@ class Table:
         ]
 
     def to_json(self) -> str:
-        """`lines`; null for what is no number, which JSON does not have."""
-        known = [{k: None if v != v else v for k, v in line.items()} for line in self.lines()]
-        return json.dumps(known) + "\n"
+        """`lines`; null for what is no finite number."""
+        return strict_json(self.lines()) + "\n"
 
     def __str__(self) -> str:
         return self.to_markdown()
