@@ -135,6 +135,14 @@ def test_a_cell_that_raises_is_reported_and_the_others_go_on(tmp_path: Path, whe
     assert again.counts["done"] == 3
 
 
+def test_a_metric_may_be_a_tensor_of_one_number_and_fails_its_cell_otherwise(tmp_path: Path) -> None:
+    results = small(tmp_path / "tensors", "sweep_tasks:measured_in_tensors")
+    assert results.counts == {"planned": 0, "running": 0, "done": 3, "failed": 1}
+    assert "only one element tensors" in results.failures()[0]["error"]
+    expected = {row["seed"]: row["accuracy"] for row in small(tmp_path / "floats").rows()}
+    assert {row["seed"]: row["accuracy"] for row in results.rows()} == {s: expected[s] for s in (0, 2, 3)}
+
+
 def test_a_diverged_run_is_a_result(tmp_path: Path) -> None:
     results = small(tmp_path, "sweep_tasks:diverges")
     assert results.counts["done"] == 4

@@ -239,7 +239,8 @@ def run_cell(
     finally:
         torch.set_num_threads(threads)
     diverged = not run.losses or not math.isfinite(run.losses[-1])
-    result = {"metrics": run.metrics, "seconds": run.seconds, "diverged": diverged, "skipped": run.skipped}
+    metrics = {name: float(value) for name, value in run.metrics.items()}  # a tensor of one number is welcome, too
+    result = {"metrics": metrics, "seconds": run.seconds, "diverged": diverged, "skipped": run.skipped}
     return {**result, "underflow": underflow_share(run.rows) if run.rows else None}, _npz(telemetry(run))
 
 
