@@ -82,7 +82,19 @@ def test_what_cannot_be_is_said_before_anything_runs(change: dict[str, Any], wor
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("change", [{"seeds": [0.5]}, {"seeds": "12"}, {"seeds": True}, {"formats": "fp16"}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seeds": [0.5]},
+        {"seeds": "12"},
+        {"seeds": True},
+        {"formats": "fp16"},
+        {"roundings": [None]},
+        {"roundings": [{"error": "stochastic"}]},
+        {"options": ["epochs"]},
+    ],
+    ids=str,
+)
 def test_wrong_types_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="Possible"):
         plan(**{"task": "digits", "formats": ["fp16"], "scaling": ["none"], **change})

@@ -95,6 +95,11 @@ def plan(
             raise TypeError(f"{name} came as {values!r}. Possible: a list. Write [{values!r}].")
         if not values:
             raise ValueError(f"{name} is empty, so there is no cell to run. Give at least one.")
+    for rounding in roundings:
+        if not isinstance(rounding, str):
+            raise TypeError(f"The rounding {rounding!r} is no name. Possible: a list of names, one for all roles each.")
+    if not isinstance(options or {}, Mapping):
+        raise TypeError(f"task_options came as {options!r}. Possible: a mapping, {{'epochs': 3}} for instance.")
     task_name = task_of(task)
     function = find_task(task) if isinstance(task, str) else task
     full = _options({**getattr(function, "options", {}), **(options or {})})
