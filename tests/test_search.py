@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import multiprocessing
 import time
 from pathlib import Path
@@ -87,6 +89,12 @@ def test_the_front_holds_what_nothing_beats_in_bits_and_accuracy(tmp_path: Path)
             assert any(f["bits"] <= row["bits"] and f["accuracy"] >= row["accuracy"] for f in front)
     assert [row["bits"] for row in front] == sorted({row["bits"] for row in front})
     assert len(found.to_frame()) == len(found.rows)
+
+
+def test_a_trial_that_diverged_hides_nothing_of_the_front(tmp_path: Path) -> None:
+    rows = [{"bits": b, "accuracy": a, "complete": True} for b, a in ((4, math.nan), (6, 0.9), (8, 0.8), (9, 0.95))]
+    result = dataclasses.replace(small(tmp_path), rows=rows)
+    assert [row["bits"] for row in result.front()] == [6, 9]
 
 
 def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:

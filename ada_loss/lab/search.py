@@ -51,7 +51,8 @@ class SearchResult:
 
     def front(self) -> list[dict[str, Any]]:
         """The rows that no other beats in both bits and accuracy, the smallest first."""
-        complete = sorted((r for r in self.rows if r["complete"]), key=lambda r: (r["bits"], -r["accuracy"]))
+        complete = [row for row in self.rows if row["complete"] and not math.isnan(row["accuracy"])]
+        complete.sort(key=lambda row: (row["bits"], -row["accuracy"]))
         found: list[dict[str, Any]] = []
         for row in complete:
             if not found or row["accuracy"] > found[-1]["accuracy"]:
