@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -311,6 +312,13 @@ def test_a_scheduler_that_does_not_answer_is_said_with_how_long_it_was_waited_fo
     with pytest.raises(ConnectionError, match=r"No Dask scheduler answered at tcp://127.0.0.1:9 within 2 s"):
         small(tmp_path, engine="tcp://127.0.0.1:9", engine_timeout=2)
     assert small(tmp_path).counts["done"] == 4
+
+
+def test_a_port_that_is_no_scheduler_s_is_waited_for_no_longer(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # takes the connection, and says nothing
+        address = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match=f"No Dask scheduler answered at {address} within 1 s"):
+            small(tmp_path, engine=address, engine_timeout=1)
 
 
 def test_cells_run_where_their_resources_are(tmp_path: Path, local: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import BrokenExecutor, Executor, Future
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -149,6 +150,7 @@ def _local_cluster(workers: int, resources: Mapping[str, float] | None, memory_l
 def _client(address: str, resources: Mapping[str, float] | None, timeout: float) -> Iterator[Engine]:
     distributed = _distributed()
     try:
+        _shake_hands(distributed, address, timeout)
         client = distributed.Client(address, timeout=timeout, set_as_default=False)
     except (OSError, TimeoutError) as error:
         raise ConnectionError(
@@ -179,6 +181,18 @@ def _client(address: str, resources: Mapping[str, float] | None, timeout: float)
             )
         finally:
             executor.shutdown(wait=False)  # not its `with`: that waits for cells whose workers Ctrl-C has ended
+
+
+def _shake_hands(distributed: Any, address: str, timeout: float) -> None:
+    """Raise OSError where no scheduler answers in time. Dask waits without end for what listens and says nothing."""
+
+    async def connect() -> None:
+        secrets = distributed.Security().get_connection_args("client")
+        comm = await asyncio.wait_for(distributed.core.connect(address, timeout=timeout, **secrets), timeout)
+        comm.abort()
+
+    with ThreadPoolExecutor(1) as thread:  # a notebook's own thread runs a loop already
+        thread.submit(asyncio.run, connect()).result()
 
 
 def _offered(client: Any, resources: Mapping[str, float], timeout: float) -> bool:
