@@ -308,6 +308,15 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert small(tmp_path, "sweep_tasks:slow", seeds=60).counts["done"] == 60
 
 
+def test_a_cell_that_is_interrupted_in_this_very_process_does_not_run_on_in_the_ledger(tmp_path: Path) -> None:
+    def interrupted(seed: int) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="run the same again to go on"):
+        small(tmp_path, interrupted)
+    assert Results(tmp_path).counts == {"planned": 4, "running": 0, "done": 0, "failed": 0}
+
+
 def test_a_scheduler_that_does_not_answer_is_said_with_how_long_it_was_waited_for(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match=r"No Dask scheduler answered at tcp://127.0.0.1:9 within 2 s"):
         small(tmp_path, engine="tcp://127.0.0.1:9", engine_timeout=2)

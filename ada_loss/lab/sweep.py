@@ -353,6 +353,7 @@ class _Driver:
 
     def _try_to_release(self) -> None:
         try:
-            self.ledger.release([cell.id for cell, _ in self.running.values()])
+            states = self.ledger.states()  # not only of self.running: one may have been interrupted on its way there
+            self.ledger.release([cell for cell, (state, _) in states.items() if state == "running"])
         except CannotWrite:
             return  # the disk is full: the next driver finds them running, and releases them
