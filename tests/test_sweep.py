@@ -209,6 +209,21 @@ def test_a_cell_that_kills_its_worker_is_isolated(tmp_path: Path, local: str) ->
     assert "died 3 times" in failure["error"]
 
 
+def test_an_executor_whose_worker_died_is_named_and_the_cell_may_run_again(tmp_path: Path) -> None:
+    with (
+        ProcessPoolExecutor(1, mp_context=PROCESSES) as processes,
+        pytest.raises(SweepStopped, match=r"takes no more work: .* terminated abruptly.* engine='local' replaces"),
+    ):
+        small(tmp_path, "sweep_tasks:kills_its_worker", engine=processes)
+    assert Results(tmp_path).counts["running"] == 0
+
+
+def test_a_task_that_cannot_travel_fails_its_cells_with_the_reason(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(1, mp_context=PROCESSES) as processes:
+        results = small(tmp_path, lambda seed: sweep_tasks.tiny(seed), engine=processes, seeds=1)
+    assert "Can't pickle" in results.failures()[0]["error"]
+
+
 def test_a_cell_whose_worker_died_once_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWEEP_TEST_MARK", str(tmp_path))
     results = small(tmp_path / "out", "sweep_tasks:kills_its_worker_once", workers=2)

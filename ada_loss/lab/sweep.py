@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -306,11 +306,14 @@ class _Driver:
             checkpoint = (self.out / "checkpoints" / f"{cell.id}.pt").absolute()
             future = submit(_work, cell.config, self.orders, self.engine.own_processes, checkpoint)
         except RuntimeError as error:
-            raise SweepStopped(
-                f"The executor takes no more work: {error}. What was done is kept. "
-                f"Run the same again; engine='local' replaces workers that die."
-            ) from error
+            raise self._refused(error) from error
         self.running[future] = cell, time.monotonic()
+
+    def _refused(self, error: RuntimeError) -> SweepStopped:
+        return SweepStopped(
+            f"The executor takes no more work: {error}. What was done is kept. "
+            f"Run the same again; engine='local' replaces workers that die."
+        )
 
     def _settle(self, cell: Cell, future: Future[Any], seconds: float) -> bool:
         """Write down what became of a cell; False where it has to run again."""
@@ -322,6 +325,10 @@ class _Driver:
             raise SweepStopped(
                 f"The scheduler of {self.engine.name} is gone. What was done is kept. Start it and run the same again."
             ) from error
+        except BrokenExecutor as error:
+            raise self._refused(error) from error
+        except Exception as error:  # of the way there or back: _work itself gives those of the cell as an answer
+            result, telemetry, trace = {"error": f"{type(error).__name__}: {error}"}, b"", traceback.format_exc()
         if trace:
             self.ledger.fail(cell.id, result["error"], trace)
             return True
