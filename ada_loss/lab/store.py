@@ -77,7 +77,11 @@ class Ledger:
 
     def _open(self, readonly: bool) -> None:
         self._sql.row_factory = sqlite3.Row
-        version = self._sql.execute("PRAGMA user_version").fetchone()[0]
+        owner, version = (
+            self._sql.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+        )
+        if version and owner != APPLICATION_ID:
+            raise ValueError(f"{self.path} is not a ledger of a sweep. Name another `out`.")
         if version > SCHEMA_VERSION:
             raise ValueError(
                 f"{self.path} was written with schema version {version}. This release reads up to {SCHEMA_VERSION}. "
