@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,8 +41,11 @@ def _said_in_words() -> Iterator[None]:
     """What is wrong is one line on stderr and an exit code; a traceback is for what is wrong with this library."""
     try:
         yield
-    except (ValueError, TypeError, FileNotFoundError, ConnectionError, ImportError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         _say(error)
+        raise typer.Exit(BAD_INPUT) from None
+    except sqlite3.DatabaseError as error:
+        _say(f"The ledger cannot be read: {error}. Name another folder, or put its ledger.sqlite there again.")
         raise typer.Exit(BAD_INPUT) from None
     except KeyboardInterrupt as error:
         _say(error or "Interrupted.")

@@ -172,16 +172,18 @@ def _run(
     show_progress: bool,
 ) -> None:
     refuse_in_a_starting_worker()
-    trackers = make_trackers(track, out)
-    out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / "ledger.lock", timeout=0)  # the system lets go of it when the process dies, however it dies
     try:
+        trackers = make_trackers(track, out)
+        out.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
         raise SweepStopped(
             f"Another process is sweeping into {out}. One driver at a time writes a ledger. "
             f"Wait for it, or give another out=."
         ) from None
+    except OSError as error:
+        raise _cannot_be_written(out, error) from error
     try:
         with Ledger(out / "ledger.sqlite") as ledger:
             todo = _prepare(ledger, out, cells, retry_failed)
@@ -195,14 +197,18 @@ def _run(
     except (OSError, CannotWrite) as error:
         if isinstance(error, ConnectionError):
             raise
-        raise SweepStopped(
-            f"The sweep stopped, for {out} cannot be written: {error}. What was done is kept. "
-            f"Make room, or see to the folder, and run the same again."
-        ) from error
+        raise _cannot_be_written(out, error) from error
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted. What was done is kept in {out}: run the same again to go on.") from None
     finally:
         lock.release()
+
+
+def _cannot_be_written(out: Path, error: Exception) -> SweepStopped:
+    return SweepStopped(
+        f"The sweep stopped, for {out} cannot be written: {error}. What was done is kept. "
+        f"Make room, or see to the folder, and run the same again."
+    )
 
 
 def _prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool) -> list[Cell]:
