@@ -304,8 +304,20 @@ def test_a_truncated_file_is_reported_and_its_cell_run_again(
     assert outcomes(results) == expected
     said = capsys.readouterr()
     for path in (first, second):
-        assert f"The telemetry of cell {path.stem} is missing or damaged" in said.out + said.err
+        assert f"The telemetry of cell {path.stem} is missing or damaged" in said.err
+    assert not said.out  # which is JSON, where it was asked for
     assert sorted(cell["attempts"] for cell in results.cells) == [1, 1, 2, 2]
+
+
+def test_a_second_sweep_into_a_folder_takes_nothing_from_the_first(tmp_path: Path) -> None:
+    small(tmp_path, "sweep_tasks:raises")
+    small(tmp_path, retry_failed=True)  # which has not failed
+    results = small(tmp_path, formats=["fp16"], retry_failed=True)
+    assert results.counts == {"planned": 0, "running": 0, "done": 11, "failed": 1}
+    damaged = results.rows()[0]["id"]
+    (tmp_path / "telemetry" / f"{damaged}.npz").unlink()
+    assert small(tmp_path, formats=["fp16"]).counts["planned"] == 0
+    assert damaged in [row["id"] for row in Results(tmp_path).rows()]
 
 
 def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:

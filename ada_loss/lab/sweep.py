@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import time
 import traceback
@@ -218,10 +219,11 @@ def _prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: boo
     ledger.add((cell.id, cell.config) for cell in cells)
     states = ledger.states()
     again = [cell for cell, (state, _) in states.items() if state == "running"]
-    damaged = [cell for cell, (state, size) in states.items() if state == "done" and _size(out, cell) != size]
+    asked = {cell.id: states[cell.id] for cell in cells}  # another sweep into the folder keeps what it has
+    damaged = [cell for cell, (state, size) in asked.items() if state == "done" and _size(out, cell) != size]
     for cell in damaged:
-        tqdm.write(f"The telemetry of cell {cell} is missing or damaged: it will be run again.")
-    retried = [cell for cell, (state, _) in states.items() if retry_failed and state == "failed"]
+        tqdm.write(f"The telemetry of cell {cell} is missing or damaged: it will be run again.", file=sys.stderr)
+    retried = [cell for cell, (state, _) in asked.items() if retry_failed and state == "failed"]
     ledger.release([*again, *damaged, *retried])
     states = ledger.states()
     return [cell for cell in cells if states[cell.id][0] == "planned"]
