@@ -58,6 +58,7 @@ def test_a_sweep_that_comes_along_can_be_planned(name: str) -> None:
         ("task: digits\nformats: [fp16]\nscalings: [none]", r"unknown key scalings\. Did you mean scaling\?"),
         ("task: digits\nformats: [fp16]\nformats: [bf16]", r"is no YAML: found duplicate key .*formats.* in line 3"),
         ("task: digits\nformats: [fp16", r"is no YAML: .* in line"),
+        ("task: digits\x07", r"is no YAML: .*special characters are not allowed"),
         ("task: digits", r"the key formats is missing"),
         ("formats: [fp16]", r"the key task is missing"),
         ("", r"holds nothing\. It must hold"),

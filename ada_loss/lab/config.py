@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from ada_loss.lab.sweep import sweep
 
@@ -41,7 +41,7 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
         path = SHIPPED[str(name)]
     try:
         content = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
-    except (MarkedYAMLError, UnicodeDecodeError) as error:
+    except (YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {_one_line(error)}. Write `key: value` lines.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {_kind(content)}. It must hold `key: value` lines: {', '.join(KEYS)}.")
@@ -60,7 +60,7 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, MarkedYAMLError):
         where = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         return f"{error.problem}{where}"
-    return str(error)
+    return " ".join(str(error).split())
 
 
 def _kind(content: Any) -> str:
