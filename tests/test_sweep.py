@@ -378,12 +378,14 @@ def test_bad_arguments_are_refused_before_a_folder_is_made(tmp_path: Path) -> No
         {"formats": ["fp61"]},
         {"seeds": 0},
         {"task_options": {"epoch": 1}},
+        {"engine": "slurm"},
+        {"retry_failed": "no"},
     ):
         with pytest.raises(ValueError, match=r"Possible|Known|Give"):
             small(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match=r"Unknown engine 'slurm'\. Possible: here, local, tcp"):
-        small(tmp_path / "out", engine="slurm")
+    with pytest.raises(ValueError, match=r"out=None is impossible\. Possible: the path of a folder"):
+        small(None)  # type: ignore[arg-type]
 
 
 def test_resume_goes_on_with_every_cell_of_the_ledger(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["ENGINES", "Engine", "keep_freed_memory", "open_engine", "refuse_in_a_starting_worker"]
+__all__ = ["ENGINES", "Engine", "keep_freed_memory", "open_engine", "refuse_in_a_starting_worker", "require_known"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 ENGINES = ("here", "local", "tcp://HOST:PORT or tls://HOST:PORT", "a concurrent.futures.Executor")
@@ -41,6 +41,14 @@ class Here(Executor):
         except Exception as error:
             future.set_exception(error)
         return future
+
+
+def require_known(engine: object) -> None:
+    """Raise ValueError for what is no engine."""
+    if isinstance(engine, Executor) or engine in ("here", "local"):
+        return
+    if not isinstance(engine, str) or not engine.startswith(("tcp://", "tls://")):
+        raise ValueError(f"Unknown engine {engine!r}. Possible: {', '.join(ENGINES)}. Leave it out for the default.")
 
 
 def refuse_in_a_starting_worker() -> None:
@@ -86,6 +94,7 @@ def open_engine(
     workers that do not start,
     ImportError without Dask.
     """
+    require_known(engine)
     if isinstance(engine, Executor):
         slots = max(workers, getattr(engine, "_max_workers", 0) or 0)
         yield Engine(type(engine).__name__, engine, lambda: slots, (), own_processes=False)
@@ -94,11 +103,9 @@ def open_engine(
     elif engine == "local":
         with _local_cluster(workers, resources, memory_limit) as address, _client(address, resources, timeout) as found:
             yield found
-    elif isinstance(engine, str) and engine.startswith(("tcp://", "tls://")):
+    else:
         with _client(engine, resources, timeout) as found:
             yield found
-    else:
-        raise ValueError(f"Unknown engine {engine!r}. Possible: {', '.join(ENGINES)}. Leave it out for the default.")
 
 
 def _distributed() -> Any:

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from ada_loss.lab.cells import Cell, MakeTask, plan, run_cell
-from ada_loss.lab.engines import Engine, keep_freed_memory, open_engine, refuse_in_a_starting_worker
+from ada_loss.lab.engines import Engine, keep_freed_memory, open_engine, refuse_in_a_starting_worker, require_known
 from ada_loss.lab.environment import environment
 from ada_loss.lab.files import write_atomically
 from ada_loss.lab.limits import GRACE, TimeLimit, within_time
@@ -74,7 +74,7 @@ def sweep(
     track: who else is told of finished cells, "tensorboard" and "mlflow" in the sweep's folder, or trackers.
     Raises ValueError and TypeError before any work for what cannot be, SweepStopped where it cannot go on.
     """
-    _check(workers, time_limit, engine_timeout, resources, device)
+    _check(workers, time_limit, engine_timeout, resources, device, out, engine, retry_failed)
     cells = plan(task, formats, scaling, roundings=roundings, seeds=seeds, options=task_options)
     engine = engine or ("here" if workers == 1 and time_limit is None else "local")
     options = {"resources": resources, "memory_limit": memory_limit, "timeout": engine_timeout}
@@ -102,7 +102,7 @@ def resume(
 
     Raises ValueError where a task is a function that was passed to `sweep`: only that call knows it.
     """
-    _check(workers, time_limit, engine_timeout, resources, device)
+    _check(workers, time_limit, engine_timeout, resources, device, out, engine, retry_failed)
     with Ledger(Path(out) / "ledger.sqlite", readonly=True) as ledger:
         cells = [Cell(row["config"]) for row in ledger.rows()]
     for name in {cell.config["task"] for cell in cells}:
@@ -119,7 +119,16 @@ def resume(
     return Results(out)
 
 
-def _check(workers: Any, time_limit: Any, engine_timeout: Any, resources: Any, device: Any) -> None:
+def _check(
+    workers: Any,
+    time_limit: Any,
+    engine_timeout: Any,
+    resources: Any,
+    device: Any,
+    out: Any,
+    engine: Any,
+    retry_failed: Any,
+) -> None:
     """What comes from a user and is not seen before cells run."""
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise ValueError(f"workers={workers!r} computes nothing. Possible: 1 or more.")
@@ -135,6 +144,12 @@ def _check(workers: Any, time_limit: Any, engine_timeout: Any, resources: Any, d
         raise ValueError(f"resources={resources!r} is impossible. Possible: what a cell takes, such as {{'GPU': 1}}.")
     if not isinstance(device, str) or device.partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} is impossible. Possible: 'cpu', 'cuda', or one card such as 'cuda:1'.")
+    if not isinstance(out, str | os.PathLike):
+        raise ValueError(f"out={out!r} is impossible. Possible: the path of a folder.")
+    if engine is not None:
+        require_known(engine)
+    if not isinstance(retry_failed, bool):  # YAML 1.2 has `no` for a word
+        raise ValueError(f"retry_failed={retry_failed!r} is impossible. Possible: true or false.")
 
 
 @dataclass(frozen=True)
