@@ -136,6 +136,15 @@ def test_a_cell_that_raises_is_reported_and_the_others_go_on(tmp_path: Path, whe
     assert again.counts["done"] == 3
 
 
+def test_a_task_that_exits_ends_its_cell_alone(tmp_path: Path) -> None:
+    def exits(seed: int) -> Any:
+        return sys.exit(0) if seed == 1 else sweep_tasks.tiny(seed)
+
+    results = small(tmp_path, exits)
+    assert results.counts == {"planned": 0, "running": 0, "done": 3, "failed": 1}
+    assert results.failures()[0]["error"] == "SystemExit: 0"
+
+
 def test_a_metric_may_be_a_tensor_of_one_number_and_fails_its_cell_otherwise(tmp_path: Path) -> None:
     results = small(tmp_path / "tensors", "sweep_tasks:measured_in_tensors")
     assert results.counts == {"planned": 0, "running": 0, "done": 3, "failed": 1}

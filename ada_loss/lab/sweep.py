@@ -171,7 +171,7 @@ def _work(
         with ONE_AT_A_TIME:
             work = partial(run_cell, config, orders.make_task, orders.device, checkpoint)
             return (*within_time(orders.seconds, work, end_process=end_process), "")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         words = str(error) if isinstance(error, TimeLimit) else f"{type(error).__name__}: {error}"
         return {"error": words}, b"", traceback.format_exc()
 
