@@ -38,6 +38,11 @@ def test_a_file_holds_the_arguments_of_sweep(tmp_path: Path) -> None:
     }
 
 
+def test_the_home_folder_is_meant_by_a_tilde(tmp_path: Path) -> None:
+    path = written(tmp_path, "task: digits\nformats: [fp16]\nout: ~/runs/mine")
+    assert read_sweep(path)["out"] == str(Path.home() / "runs" / "mine")
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_sweep_that_comes_along_can_be_planned(name: str) -> None:
     read = read_sweep(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
     for key in REQUIRED:
         if key not in content:
             raise ValueError(f"{path}: the key {key} is missing. A sweep needs {' and '.join(REQUIRED)}.")
+    if isinstance(content.get("out"), str):
+        content["out"] = os.path.expanduser(content["out"])  # no shell does it here
     return content
 
 
