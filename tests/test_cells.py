@@ -37,6 +37,8 @@ def test_equal_trainings_are_one_cell_and_any_change_makes_another() -> None:
     one = ids("digits", ["fp16"], [1024])
     assert one == ids("digits", ["half"], [1024.0], options={"epochs": 12, "learning_rate": 0.05})
     assert one == [Cell(json.loads(json.dumps(plan("digits", ["fp16"], [1024])[0].config))).id]
+    policy = ids("digits", [{"error": "fp16", "weight": "bf16"}], ["none"])
+    assert policy == ids("digits", [{"weight": "bfloat16", "error": "half", "activation": None}], ["none"])
     others = [
         ids("deep_digits", ["fp16"], [1024]),
         ids("digits", ["bf16"], [1024]),

@@ -24,6 +24,7 @@ import fpsim
 from ada_loss.lab.tasks import Task, find_task
 from ada_loss.lab.train import CHOICES, Run, make_scaling, train, underflow_share
 from fpsim import Policy
+from fpsim.policy import ROLES
 
 __all__ = ["Cell", "plan", "run_cell", "task_of"]
 
@@ -225,7 +226,7 @@ def _format(fmt: Any) -> Any:
                 f"The format {dict(fmt)!r} is no policy: {error}. Possible: a name, or the fields of fpsim.Policy "
                 f"in numbers and words. Take {{'error': 'e5m2'}}, for instance."
             ) from None
-        return dict(fmt)
+        return {k: str(fpsim.as_format(v)) if k in ROLES else v for k, v in fmt.items() if v is not None}
     return str(fpsim.as_format(fmt))
 
 
