@@ -150,7 +150,9 @@ def test_a_class_of_a_notebook_that_is_changed_makes_another_task(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "task", [functools.partial(shifted, 3), types.MethodType(shifted, 3), operator.itemgetter(0)], ids=str
+    "task",
+    [functools.partial(shifted, 3), types.MethodType(shifted, 3), operator.itemgetter(0)],
+    ids=["partial", "method", "object"],
 )
 def test_what_has_arguments_of_its_own_is_no_task(task: Any) -> None:
     with pytest.raises(TypeError, match=r"Write one around it: def mine"):
