@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,12 +38,14 @@ Seconds = Annotated[float | None, typer.Option(help="Seconds that one cell may t
 @contextmanager
 def _said_in_words() -> Iterator[None]:
     """What is wrong is one line on stderr and an exit code; a traceback is for what is wrong with this library."""
+    from ada_loss.lab.store import Damaged
+
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
         _say(error)
         raise typer.Exit(BAD_INPUT) from None
-    except sqlite3.DatabaseError as error:
+    except Damaged as error:
         _say(f"The ledger cannot be read: {error}. Name another folder, or put its ledger.sqlite there again.")
         raise typer.Exit(BAD_INPUT) from None
     except KeyboardInterrupt as error:

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SCHEMA_VERSION", "STATES", "CannotWrite", "Ledger"]
+__all__ = ["SCHEMA_VERSION", "STATES", "CannotWrite", "Damaged", "Ledger"]
 
 SCHEMA_VERSION = 1
 APPLICATION_ID = 0x4C6F7373  # "Loss", in the header of the file
 CannotWrite = sqlite3.OperationalError  # what a full disk or a missing permission gives
+Damaged = sqlite3.DatabaseError
 STATES = ("planned", "running", "done", "failed")
 
 SCHEMA = """
