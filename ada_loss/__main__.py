@@ -38,10 +38,15 @@ Seconds = Annotated[float | None, typer.Option(help="Seconds that one cell may t
 @contextmanager
 def _said_in_words() -> Iterator[None]:
     """What is wrong is one line on stderr and an exit code; a traceback is for what is wrong with this library."""
+    from ada_loss.lab.store import Damaged
+
     try:
         yield
-    except (ValueError, TypeError, FileNotFoundError, ConnectionError, ImportError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         _say(error)
+        raise typer.Exit(BAD_INPUT) from None
+    except Damaged as error:
+        _say(f"The ledger cannot be read: {error}. Name another folder, or put its ledger.sqlite there again.")
         raise typer.Exit(BAD_INPUT) from None
     except KeyboardInterrupt as error:
         _say(error or "Interrupted.")
@@ -204,9 +209,10 @@ def inspect(
     """What rounds to what in a model: its modules, and for a task every site of one training step."""
     with _said_in_words():
         from ada_loss.lab.describe import describe
+        from ada_loss.lab.files import strict_json
 
         found = describe(model, fmt)
-    print(json.dumps(found.as_dict()) if as_json else found)
+        print(strict_json(found.as_dict()) if as_json else found)
 
 
 @app.command()

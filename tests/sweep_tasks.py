@@ -26,6 +26,17 @@ def tiny(seed: int) -> Task:
     return Task("tiny", model, (x, y), (x, y), nn.functional.cross_entropy, {"accuracy": accuracy})
 
 
+def measured_in_tensors(seed: int) -> Task:
+    """A metric as many write it; of the seed 1, one that is no number at all."""
+    task = tiny(seed)
+
+    def share(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        right = (outputs.argmax(dim=1) == targets).float()
+        return right if seed == 1 else right.mean()
+
+    return Task("tensors", task.model, task.train, task.test, task.loss, {"accuracy": share})  # type: ignore[dict-item]
+
+
 def slow(seed: int) -> Task:
     time.sleep(0.15)
     return tiny(seed)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+import operator
+import subprocess
+import sys
 import time
+import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +37,8 @@ def test_equal_trainings_are_one_cell_and_any_change_makes_another() -> None:
     one = ids("digits", ["fp16"], [1024])
     assert one == ids("digits", ["half"], [1024.0], options={"epochs": 12, "learning_rate": 0.05})
     assert one == [Cell(json.loads(json.dumps(plan("digits", ["fp16"], [1024])[0].config))).id]
+    policy = ids("digits", [{"error": "fp16", "weight": "bf16"}], ["none"])
+    assert policy == ids("digits", [{"weight": "bfloat16", "error": "half", "activation": None}], ["none"])
     others = [
         ids("deep_digits", ["fp16"], [1024]),
         ids("digits", ["bf16"], [1024]),
@@ -82,7 +90,19 @@ def test_what_cannot_be_is_said_before_anything_runs(change: dict[str, Any], wor
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("change", [{"seeds": [0.5]}, {"seeds": "12"}, {"seeds": True}, {"formats": "fp16"}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seeds": [0.5]},
+        {"seeds": "12"},
+        {"seeds": True},
+        {"formats": "fp16"},
+        {"roundings": [None]},
+        {"roundings": [{"error": "stochastic"}]},
+        {"options": ["epochs"]},
+    ],
+    ids=str,
+)
 def test_wrong_types_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="Possible"):
         plan(**{"task": "digits", "formats": ["fp16"], "scaling": ["none"], **change})
@@ -99,6 +119,44 @@ def test_a_function_that_is_changed_is_another_task() -> None:
 
     assert first != ids(one, ["fp16"], ["none"])
     assert ids(sweep_tasks.tiny, ["fp16"], ["none"]) == ids("sweep_tasks:tiny", ["fp16"], ["none"])
+
+
+def shifted(by: int, word: str = "") -> Any:
+    class Model:
+        def make(self, seed: int) -> object:
+            return sweep_tasks.tiny(seed + by)
+
+    def mine(seed: int) -> object:
+        return word, Model().make(seed)
+
+    return mine
+
+
+def test_what_a_function_takes_from_around_it_is_part_of_the_task() -> None:
+    one = ids(shifted(1), ["fp16"], ["none"])
+    assert one == ids(shifted(1), ["fp16"], ["none"])
+    assert one != ids(shifted(1, "other"), ["fp16"], ["none"])
+    assert one != ids(shifted(2), ["fp16"], ["none"])  # in the method of a class
+
+
+def test_a_class_of_a_notebook_that_is_changed_makes_another_task(tmp_path: Path) -> None:
+    code = "things = [object()]\nclass Net:\n    width = 3\ndef mine(seed):\n    return Net.width, things\n"
+    code += "from ada_loss.lab.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
+    told = []
+    for text in (code, code, code.replace("3", "4")):
+        (tmp_path / "mine.py").write_text(text)
+        told.append(subprocess.run([sys.executable, tmp_path / "mine.py"], capture_output=True, text=True).stdout)
+    assert told[0] == told[1] != told[2]
+
+
+@pytest.mark.parametrize(
+    "task",
+    [functools.partial(shifted, 3), types.MethodType(shifted, 3), operator.itemgetter(0)],
+    ids=["partial", "method", "object"],
+)
+def test_what_has_arguments_of_its_own_is_no_task(task: Any) -> None:
+    with pytest.raises(TypeError, match=r"Write one around it: def mine"):
+        ids(task, ["fp16"], ["none"])
 
 
 def test_a_cell_gives_what_training_gives() -> None:

@@ -94,6 +94,8 @@ def test_inspect_shows_modules_and_sites() -> None:
     said = ada_loss("inspect", "digits", "--format", "e5m2").stdout
     assert "block.conv1  Conv2d" in said
     assert "block.conv1:conv2d" in said
+    sites = json.loads(ada_loss("inspect", "sweep_tasks:tiny", "--json").stdout, parse_constant=pytest.fail)["sites"]
+    assert {row["role"] for row in sites} == {"weight", "activation", "error", "weight_grad"}
     told = json.loads(ada_loss("inspect", "torch.nn:Identity", "--json").stdout)
     assert told == {
         "modules": [
@@ -122,6 +124,21 @@ def test_bad_input_is_one_line_and_the_exit_code_2(words: list[str], said: str) 
     done = ada_loss(*words, code=2)
     assert said in done.stderr
     assert done.stdout == ""
+
+
+def test_a_target_that_cannot_be_written_is_one_line(tmp_path: Path, out: Path) -> None:
+    config, file = tmp_path / "mine.yaml", tmp_path / "file"
+    config.write_text(CONFIG)
+    file.touch()
+    assert f"{file} cannot be written" in ada_loss("sweep", config, "--out", file, code=3).stderr
+    assert "File exists" in ada_loss("report", out, "--to", file / "report.html", code=2).stderr
+
+
+def test_a_ledger_that_is_damaged_is_one_line(tmp_path: Path, out: Path) -> None:
+    content = (out / "ledger.sqlite").read_bytes()
+    (tmp_path / "ledger.sqlite").write_bytes(content[:4096] + b"?" * (len(content) - 4096))
+    for command in ("status", "table", "resume"):
+        assert "The ledger cannot be read: database disk" in ada_loss(command, tmp_path, code=2).stderr
 
 
 def test_a_mistyped_configuration_is_named_with_its_place(tmp_path: Path) -> None:

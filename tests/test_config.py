@@ -38,6 +38,11 @@ def test_a_file_holds_the_arguments_of_sweep(tmp_path: Path) -> None:
     }
 
 
+def test_the_home_folder_is_meant_by_a_tilde(tmp_path: Path) -> None:
+    path = written(tmp_path, "task: digits\nformats: [fp16]\nout: ~/runs/mine")
+    assert read_sweep(path)["out"] == str(Path.home() / "runs" / "mine")
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_sweep_that_comes_along_can_be_planned(name: str) -> None:
     read = read_sweep(name)
@@ -58,6 +63,7 @@ def test_a_sweep_that_comes_along_can_be_planned(name: str) -> None:
         ("task: digits\nformats: [fp16]\nscalings: [none]", r"unknown key scalings\. Did you mean scaling\?"),
         ("task: digits\nformats: [fp16]\nformats: [bf16]", r"is no YAML: found duplicate key .*formats.* in line 3"),
         ("task: digits\nformats: [fp16", r"is no YAML: .* in line"),
+        ("task: digits\x07", r"is no YAML: .*special characters are not allowed"),
         ("task: digits", r"the key formats is missing"),
         ("formats: [fp16]", r"the key task is missing"),
         ("", r"holds nothing\. It must hold"),

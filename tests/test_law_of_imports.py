@@ -55,7 +55,7 @@ RANKS = {
     "ada_loss.lab.tracking": 21,
     "ada_loss.lab.results": 22,
     "ada_loss.lab.sweep": 23,
-    "ada_loss.lab.depth": 17,
+    "ada_loss.lab.depth": 20,
     "ada_loss.lab.describe": 19,
     "ada_loss.lab.search": 24,
     "ada_loss.lab.config": 24,

@@ -16,6 +16,7 @@ from ada_loss.lab.files import write_atomically
 from ada_loss.lab.plots import figure_bytes, plot_scales
 from ada_loss.lab.results import Results
 from ada_loss.lab.store import Ledger
+from ada_loss.lab.sweep import sweep
 from ada_loss.lab.sweep_plots import plot_table
 
 ACCURACIES = {
@@ -82,8 +83,16 @@ def test_a_table_goes_to_markdown_latex_csv_and_json(tmp_path: Path) -> None:
     assert json.loads(table.to("json")) == [
         {"format": "fp_16", "scaling": "none", "accuracy mean": 0.5, "accuracy deviation": None, "cells": 1}
     ]
+    table.places["fp_16", "none"] = [math.inf]
+    assert json.loads(table.to("json"), parse_constant=pytest.fail)[0]["accuracy mean"] is None
     with pytest.raises(ValueError, match=r"'word'\. Possible: markdown, latex, csv, json"):
         table.to("word")
+
+
+def test_a_policy_with_overrides_is_shown_in_latex_as_it_is(tmp_path: Path) -> None:
+    table = written(tmp_path, {("overrides={'a_b': 50%} \\ ~ ^ $&#", "none"): (0.5,)}).table()
+    safe = r"overrides=\{'a\_b': 50\%\} \textbackslash{} \textasciitilde{} \textasciicircum{} \$\&\#"
+    assert table.to("latex").splitlines()[4] == rf"{safe} & 50.0 \\"
 
 
 def test_what_else_differs_makes_tables_of_its_own_and_is_never_averaged(tmp_path: Path) -> None:
@@ -212,10 +221,61 @@ def test_telemetry_that_cannot_be_read_is_named_and_passed_over_in_pictures(tmp_
         path.unlink()
     else:
         path.write_bytes(whole[: len(whole) // 2] if content == "half" else content)
-    with pytest.raises(ValueError, match=rf"telemetry of cell {cell} is missing or damaged.*Run the sweep again"):
+    with pytest.raises(ValueError, match=rf"telemetry .*{cell}.npz is missing or damaged.*Run the sweep again"):
         results.telemetry(cell)
     (line,) = results.plot_scales().axes[0].lines  # of the other seed
     assert line.get_ydata().tolist() == [4.0, 2.0, 2.0]
     text = results.report().read_text()
     assert '<b class="failed">telemetry lost</b>' in text
     assert f'<a href="#cell-{cell}">1</a>' in text.split("What went wrong")[1].split("</ul>")[0]
+
+
+def test_trainings_that_all_diverged_have_a_report_and_no_tables(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"task_options": {"epochs": 40}, "out": tmp_path, "show_progress": False}
+    results = sweep("sweep_tasks:diverges", ["e5m2"], ["fairseq"], **options)  # its scale can fall no further
+    assert results.rows()[0]["diverged"]
+    assert results.tables() == []
+    assert results.report().exists()
+    with pytest.raises(ValueError, match="holds no metric: no training came to its end"):
+        results.table()
+
+
+@pytest.mark.parametrize("epochs", [3, 3.0, "3", "3.0"], ids=repr)
+def test_a_number_chooses_cells_however_it_is_written(tmp_path: Path, epochs: Any) -> None:
+    results = written(tmp_path, {("fp16", "none"): (0.5,)})
+    assert results.table(where={"epochs": epochs, "diverged": False}).mean("fp16", "none") == 0.5
+
+
+def test_a_choice_that_no_cell_meets_is_said(tmp_path: Path) -> None:
+    results = written(tmp_path, {("fp16", "none"): (0.5,), ("bf16", "torch"): (0.5,)})
+    for look in (results.table, results.plot_scales):
+        with pytest.raises(ValueError, match=r"has format=half\. Its values: fp16, bf16\."):
+            look(where={"format": "half"})
+        with pytest.raises(ValueError, match=r"has scaling=torch\. Its values: none\."):
+            look(where={"format": "fp16", "scaling": "torch"})
+        with pytest.raises(ValueError, match=r"has colour=1\. Known columns: id, task, format"):
+            look(where={"colour": 1})
+
+
+def test_only_numbers_have_a_mean_and_a_best(tmp_path: Path) -> None:
+    results = written(tmp_path, {("fp16", "none"): (0.5,)})
+    for look in (results.best, lambda name: results.table(metric=name)):
+        with pytest.raises(ValueError, match=r"The column 'format' holds words: 'fp16'\. Name one of numbers"):
+            look("format")
+    results.cells[0]["underflow"] = None  # nothing was recorded
+    with pytest.raises(ValueError, match="has a number for the metric 'underflow'"):
+        results.best("underflow")
+
+
+def test_a_damaged_file_is_named_with_the_remedy(tmp_path: Path) -> None:
+    results = written(tmp_path, {("fp16", "none"): (0.5,)})
+    cell = results.cells[0]["id"]
+    path = tmp_path / "telemetry" / f"{cell}.npz"
+    whole = path.read_bytes()
+    for size in (0, 10, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=f"{cell}.npz is missing or damaged .* Run the sweep again"):
+            results.telemetry(cell)
+    path.unlink()
+    with pytest.raises(ValueError, match="missing or damaged"):
+        results.telemetry(cell)

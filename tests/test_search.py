@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import multiprocessing
 import time
 from pathlib import Path
@@ -89,7 +91,15 @@ def test_the_front_holds_what_nothing_beats_in_bits_and_accuracy(tmp_path: Path)
     assert len(found.to_frame()) == len(found.rows)
 
 
+def test_a_trial_that_diverged_hides_nothing_of_the_front(tmp_path: Path) -> None:
+    rows = [{"bits": b, "accuracy": a, "complete": True} for b, a in ((4, math.nan), (6, 0.9), (8, 0.8), (9, 0.95))]
+    result = dataclasses.replace(small(tmp_path), rows=rows)
+    assert [row["bits"] for row in result.front()] == [6, 9]
+
+
 def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Unknown metric 'f1'\. Known: accuracy\."):
+        small(tmp_path, metric="f1")
     with pytest.raises(ValueError, match=r"Even \{'activation': 'e2m0'\} is below float32 .* by more than the toler"):
         small(tmp_path, exponent_bits=(2, 2), mantissa_bits=(0, 0))
 
@@ -99,6 +109,8 @@ def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
     [
         ({"roles": ["weights"]}, r"roles=\['weights'\] is impossible"),
         ({"roles": []}, "each once"),
+        ({"roles": None}, "each once"),
+        ({"exponent_bits": 5}, "exponent_bits=5 is impossible"),
         ({"roles": ["error", "error"]}, "each once"),
         ({"tolerance": 2}, "tolerance=2 is impossible"),
         ({"trials": 0}, "trials=0 is impossible"),

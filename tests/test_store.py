@@ -85,6 +85,12 @@ def test_what_is_no_ledger_is_refused_and_left_alone(path: Path) -> None:
     sql.close()
     with pytest.raises(ValueError, match="not a ledger"):
         Ledger(other)
+    with sqlite3.connect(other) as sql:
+        sql.execute("PRAGMA user_version = 1")  # as many programs number their own
+    sql.close()
+    for readonly in (False, True):
+        with pytest.raises(ValueError, match="not a ledger"):
+            Ledger(other, readonly=readonly)
     with pytest.raises(FileNotFoundError, match="There is no ledger"):
         Ledger(path.with_name("nothing"), readonly=True)
 

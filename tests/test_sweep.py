@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -135,6 +136,23 @@ def test_a_cell_that_raises_is_reported_and_the_others_go_on(tmp_path: Path, whe
     assert again.counts["done"] == 3
 
 
+def test_a_task_that_exits_ends_its_cell_alone(tmp_path: Path) -> None:
+    def exits(seed: int) -> Any:
+        return sys.exit(0) if seed == 1 else sweep_tasks.tiny(seed)
+
+    results = small(tmp_path, exits)
+    assert results.counts == {"planned": 0, "running": 0, "done": 3, "failed": 1}
+    assert results.failures()[0]["error"] == "SystemExit: 0"
+
+
+def test_a_metric_may_be_a_tensor_of_one_number_and_fails_its_cell_otherwise(tmp_path: Path) -> None:
+    results = small(tmp_path / "tensors", "sweep_tasks:measured_in_tensors")
+    assert results.counts == {"planned": 0, "running": 0, "done": 3, "failed": 1}
+    assert "only one element tensors" in results.failures()[0]["error"]
+    expected = {row["seed"]: row["accuracy"] for row in small(tmp_path / "floats").rows()}
+    assert {row["seed"]: row["accuracy"] for row in results.rows()} == {s: expected[s] for s in (0, 2, 3)}
+
+
 def test_a_diverged_run_is_a_result(tmp_path: Path) -> None:
     results = small(tmp_path, "sweep_tasks:diverges")
     assert results.counts["done"] == 4
@@ -202,6 +220,21 @@ def test_a_cell_that_kills_its_worker_is_isolated(tmp_path: Path, local: str) ->
     assert failure["config"]["seed"] == 1
     assert failure["attempts"] == 3
     assert "died 3 times" in failure["error"]
+
+
+def test_an_executor_whose_worker_died_is_named_and_the_cell_may_run_again(tmp_path: Path) -> None:
+    with (
+        ProcessPoolExecutor(1, mp_context=PROCESSES) as processes,
+        pytest.raises(SweepStopped, match=r"takes no more work: .* terminated abruptly.* engine='local' replaces"),
+    ):
+        small(tmp_path, "sweep_tasks:kills_its_worker", engine=processes)
+    assert Results(tmp_path).counts["running"] == 0
+
+
+def test_a_task_that_cannot_travel_fails_its_cells_with_the_reason(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(1, mp_context=PROCESSES) as processes:
+        results = small(tmp_path, lambda seed: sweep_tasks.tiny(seed), engine=processes, seeds=1)
+    assert "Can't pickle" in results.failures()[0]["error"]
 
 
 def test_a_cell_whose_worker_died_once_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,8 +317,20 @@ def test_a_truncated_file_is_reported_and_its_cell_run_again(
     assert outcomes(results) == expected
     said = capsys.readouterr()
     for path in (first, second):
-        assert f"The telemetry of cell {path.stem} is missing or damaged" in said.out + said.err
+        assert f"The telemetry of cell {path.stem} is missing or damaged" in said.err
+    assert not said.out  # which is JSON, where it was asked for
     assert sorted(cell["attempts"] for cell in results.cells) == [1, 1, 2, 2]
+
+
+def test_a_second_sweep_into_a_folder_takes_nothing_from_the_first(tmp_path: Path) -> None:
+    small(tmp_path, "sweep_tasks:raises")
+    small(tmp_path, retry_failed=True)  # which has not failed
+    results = small(tmp_path, formats=["fp16"], retry_failed=True)
+    assert results.counts == {"planned": 0, "running": 0, "done": 11, "failed": 1}
+    damaged = results.rows()[0]["id"]
+    (tmp_path / "telemetry" / f"{damaged}.npz").unlink()
+    assert small(tmp_path, formats=["fp16"]).counts["planned"] == 0
+    assert damaged in [row["id"] for row in Results(tmp_path).rows()]
 
 
 def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
@@ -303,10 +348,26 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert small(tmp_path, "sweep_tasks:slow", seeds=60).counts["done"] == 60
 
 
+def test_a_cell_that_is_interrupted_in_this_very_process_does_not_run_on_in_the_ledger(tmp_path: Path) -> None:
+    def interrupted(seed: int) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="run the same again to go on"):
+        small(tmp_path, interrupted)
+    assert Results(tmp_path).counts == {"planned": 4, "running": 0, "done": 0, "failed": 0}
+
+
 def test_a_scheduler_that_does_not_answer_is_said_with_how_long_it_was_waited_for(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match=r"No Dask scheduler answered at tcp://127.0.0.1:9 within 2 s"):
         small(tmp_path, engine="tcp://127.0.0.1:9", engine_timeout=2)
     assert small(tmp_path).counts["done"] == 4
+
+
+def test_a_port_that_is_no_scheduler_s_is_waited_for_no_longer(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # takes the connection, and says nothing
+        address = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match=f"No Dask scheduler answered at {address} within 1 s"):
+            small(tmp_path, engine=address, engine_timeout=1)
 
 
 def test_cells_run_where_their_resources_are(tmp_path: Path, local: str) -> None:
@@ -330,12 +391,14 @@ def test_bad_arguments_are_refused_before_a_folder_is_made(tmp_path: Path) -> No
         {"formats": ["fp61"]},
         {"seeds": 0},
         {"task_options": {"epoch": 1}},
+        {"engine": "slurm"},
+        {"retry_failed": "no"},
     ):
         with pytest.raises(ValueError, match=r"Possible|Known|Give"):
             small(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match=r"Unknown engine 'slurm'\. Possible: here, local, tcp"):
-        small(tmp_path / "out", engine="slurm")
+    with pytest.raises(ValueError, match=r"out=None is impossible\. Possible: the path of a folder"):
+        small(None)  # type: ignore[arg-type]
 
 
 def test_resume_goes_on_with_every_cell_of_the_ledger(tmp_path: Path) -> None:

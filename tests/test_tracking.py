@@ -105,6 +105,8 @@ def test_a_tracker_that_fails_loses_no_result_and_is_told_later_what_it_missed(t
 def test_unknown_trackers_are_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Unknown tracker 'wandb'\. Known: tensorboard, mlflow"):
         small(tmp_path / "out", track=["wandb"])
+    with pytest.raises(ValueError, match=r"Unknown tracker 3\. Known: tensorboard, mlflow, or an object of your own"):
+        small(tmp_path / "out", track=[3])
     with pytest.raises(ValueError, match="Possible: a list of"):
         small(tmp_path / "out", track="mlflow")
     assert not (tmp_path / "out" / "ledger.sqlite").exists()

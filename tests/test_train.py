@@ -351,7 +351,15 @@ def test_a_training_that_its_rule_stopped_leaves_no_checkpoint(tmp_path: Path) -
     task = digits(0)
     lost = replace(task, loss=lambda outputs, y: outputs.sum() * math.inf)
     with pytest.raises(Stopped, match="deepspeed") as stopped:
-        train(lost, "fp16", scaling="deepspeed", steps=100, record_every=1, checkpoint=tmp_path / "c", checkpoint_seconds=0)
+        train(
+            lost,
+            "fp16",
+            scaling="deepspeed",
+            steps=100,
+            record_every=1,
+            checkpoint=tmp_path / "c",
+            checkpoint_seconds=0,
+        )
     assert len(stopped.value.run.losses) == len(stopped.value.run.scales) < 100
     assert stopped.value.run.rows
     assert not list(tmp_path.iterdir())

@@ -9,8 +9,9 @@ import io
 import itertools
 import json
 import math
+import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,7 @@ import fpsim
 from ada_loss.lab.tasks import Task, find_task
 from ada_loss.lab.train import AT_LEAST, CHOICES, Run, Stopped, make_scaling, train, underflow_share
 from fpsim import Policy
+from fpsim.policy import ROLES
 
 __all__ = ["Cell", "plan", "run_cell", "task_of"]
 
@@ -94,6 +96,11 @@ def plan(
             raise TypeError(f"{name} came as {values!r}. Possible: a list. Write [{values!r}].")
         if not values:
             raise ValueError(f"{name} is empty, so there is no cell to run. Give at least one.")
+    for rounding in roundings:
+        if not isinstance(rounding, str):
+            raise TypeError(f"The rounding {rounding!r} is no name. Possible: a list of names, one for all roles each.")
+    if not isinstance(options or {}, Mapping):
+        raise TypeError(f"task_options came as {options!r}. Possible: a mapping, {{'epochs': 3}} for instance.")
     task_name = task_of(task)
     function = find_task(task) if isinstance(task, str) else task
     full = _options({**getattr(function, "options", {}), **(options or {})})
@@ -126,20 +133,51 @@ def _require_different(cells: Sequence[Cell]) -> None:
 
 
 def task_of(task: str | MakeTask) -> str:
-    """What a task is called in a configuration; a function that cannot be imported has its source's hash behind it."""
+    """What a task is called in a configuration; a function that cannot be imported has a hash behind it.
+
+    It is the hash of its source and of what that takes from around it: numbers, words, functions and classes of the
+    same notebook or script. Data that lies there is not looked at. Raises TypeError for what is no function.
+    """
     if isinstance(task, str):
         find_task(task)
         return task
-    if not callable(task):
-        raise TypeError(f"task came as {type(task).__name__}. Possible: a name, 'module:function', or a function.")
-    name = f"{task.__module__}:{getattr(task, '__qualname__', type(task).__qualname__)}"
-    if task.__module__ == "__main__" or "<" in name:
-        try:
-            source = inspect.getsource(task)
-        except (OSError, TypeError):
-            source = repr(getattr(getattr(task, "__code__", None), "co_code", name))
-        name += "@" + hashlib.sha256(source.encode()).hexdigest()[:8]
-    return name
+    name = f"{getattr(task, '__module__', '')}:{getattr(task, '__qualname__', '')}"
+    module = sys.modules.get(name.partition(":")[0])
+    if not name.startswith("__main__:") and getattr(module, name.partition(":")[2], None) is task:
+        return name
+    if not inspect.isfunction(task):  # the arguments of a partial or a method are in no name
+        raise TypeError(
+            f"task came as {type(task).__name__}. Possible: a name, 'module:function', or a function. "
+            f"Write one around it: def mine(seed): return make(seed, ...)."
+        )
+    return name + "@" + hashlib.sha256("\n".join(_sources(task, task.__module__, set())).encode()).hexdigest()[:8]
+
+
+def _sources(thing: Any, module: str, seen: set[int]) -> Iterator[str]:
+    """The source of a function or class, then of what it takes from around it."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    try:
+        yield inspect.getsource(thing)
+    except (OSError, TypeError):
+        yield repr(getattr(getattr(thing, "__code__", None), "co_code", thing.__qualname__))
+    around = inspect.getclosurevars(thing) if inspect.isfunction(thing) else None
+    names = {**around.globals, **around.nonlocals} if around else dict(vars(thing))
+    for name, value in sorted(names.items()):
+        if around and _is_plain(value):
+            yield f"{name} = {value!r}"
+        elif (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module:
+            yield from _sources(value, module, seen)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether its repr is the same in every process."""
+    if isinstance(value, dict):
+        value = [*value.items()]
+    return (
+        all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, int | float | str | None)
+    )
 
 
 def _seeds(seeds: int | Sequence[int]) -> Sequence[int]:
@@ -187,7 +225,7 @@ def _format(fmt: Any) -> Any:
                 f"The format {dict(fmt)!r} is no policy: {error}. Possible: a name, or the fields of fpsim.Policy "
                 f"in numbers and words. Take {{'error': 'e5m2'}}, for instance."
             ) from None
-        return dict(fmt)
+        return {k: str(fpsim.as_format(v)) if k in ROLES else v for k, v in fmt.items() if v is not None}
     return str(fpsim.as_format(fmt))
 
 

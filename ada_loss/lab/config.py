@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from ada_loss.lab.sweep import sweep
 
@@ -41,7 +42,7 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
         path = SHIPPED[str(name)]
     try:
         content = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
-    except (MarkedYAMLError, UnicodeDecodeError) as error:
+    except (YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {_one_line(error)}. Write `key: value` lines.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {_kind(content)}. It must hold `key: value` lines: {', '.join(KEYS)}.")
@@ -53,6 +54,8 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
     for key in REQUIRED:
         if key not in content:
             raise ValueError(f"{path}: the key {key} is missing. A sweep needs {' and '.join(REQUIRED)}.")
+    if isinstance(content.get("out"), str):
+        content["out"] = os.path.expanduser(content["out"])  # no shell does it here
     return content
 
 
@@ -60,7 +63,7 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, MarkedYAMLError):
         where = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         return f"{error.problem}{where}"
-    return str(error)
+    return " ".join(str(error).split())
 
 
 def _kind(content: Any) -> str:

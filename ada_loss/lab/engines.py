@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import BrokenExecutor, Executor, Future
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["ENGINES", "Engine", "keep_freed_memory", "open_engine", "refuse_in_a_starting_worker"]
+__all__ = ["ENGINES", "Engine", "keep_freed_memory", "open_engine", "refuse_in_a_starting_worker", "require_known"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 ENGINES = ("here", "local", "tcp://HOST:PORT or tls://HOST:PORT", "a concurrent.futures.Executor")
@@ -40,6 +41,14 @@ class Here(Executor):
         except Exception as error:
             future.set_exception(error)
         return future
+
+
+def require_known(engine: object) -> None:
+    """Raise ValueError for what is no engine."""
+    if isinstance(engine, Executor) or engine in ("here", "local"):
+        return
+    if not isinstance(engine, str) or not engine.startswith(("tcp://", "tls://")):
+        raise ValueError(f"Unknown engine {engine!r}. Possible: {', '.join(ENGINES)}. Leave it out for the default.")
 
 
 def refuse_in_a_starting_worker() -> None:
@@ -85,6 +94,7 @@ def open_engine(
     workers that do not start,
     ImportError without Dask.
     """
+    require_known(engine)
     if isinstance(engine, Executor):
         slots = max(workers, getattr(engine, "_max_workers", 0) or 0)
         yield Engine(type(engine).__name__, engine, lambda: slots, (), own_processes=False)
@@ -93,11 +103,9 @@ def open_engine(
     elif engine == "local":
         with _local_cluster(workers, resources, memory_limit) as address, _client(address, resources, timeout) as found:
             yield found
-    elif isinstance(engine, str) and engine.startswith(("tcp://", "tls://")):
+    else:
         with _client(engine, resources, timeout) as found:
             yield found
-    else:
-        raise ValueError(f"Unknown engine {engine!r}. Possible: {', '.join(ENGINES)}. Leave it out for the default.")
 
 
 def _distributed() -> Any:
@@ -149,6 +157,7 @@ def _local_cluster(workers: int, resources: Mapping[str, float] | None, memory_l
 def _client(address: str, resources: Mapping[str, float] | None, timeout: float) -> Iterator[Engine]:
     distributed = _distributed()
     try:
+        _shake_hands(distributed, address, timeout)
         client = distributed.Client(address, timeout=timeout, set_as_default=False)
     except (OSError, TimeoutError) as error:
         raise ConnectionError(
@@ -179,6 +188,18 @@ def _client(address: str, resources: Mapping[str, float] | None, timeout: float)
             )
         finally:
             executor.shutdown(wait=False)  # not its `with`: that waits for cells whose workers Ctrl-C has ended
+
+
+def _shake_hands(distributed: Any, address: str, timeout: float) -> None:
+    """Raise OSError where no scheduler answers in time. Dask waits without end for what listens and says nothing."""
+
+    async def connect() -> None:
+        secrets = distributed.Security().get_connection_args("client")
+        comm = await asyncio.wait_for(distributed.core.connect(address, timeout=timeout, **secrets), timeout)
+        comm.abort()
+
+    with ThreadPoolExecutor(1) as thread:  # a notebook's own thread runs a loop already
+        thread.submit(asyncio.run, connect()).result()
 
 
 def _offered(client: Any, resources: Mapping[str, float], timeout: float) -> bool:

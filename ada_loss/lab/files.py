@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["csv_bytes", "write_atomically"]
+__all__ = ["csv_bytes", "strict_json", "write_atomically"]
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -30,3 +31,12 @@ def csv_bytes(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> bytes:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue().encode()
+
+
+def strict_json(content: Any) -> str:
+    """As JSON, null for inf and not-a-number, which it does not have.
+
+    >>> strict_json({"sqnr": [1.5, float("-inf"), float("nan")]})
+    '{"sqnr": [1.5, null, null]}'
+    """
+    return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import io
 import math
 import os
 import statistics
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ada_loss.lab.cells import label
-from ada_loss.lab.files import csv_bytes
+from ada_loss.lab.files import csv_bytes, strict_json
 from ada_loss.lab.store import Ledger
 
 __all__ = ["Results", "Table"]
@@ -51,6 +51,17 @@ class Results:
                 found.append(row | {name: cell[name] for name in ("skipped", "underflow", "seconds")})
         return found
 
+    def _chosen(self, where: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The rows with these values. Raises ValueError for a value that no row has."""
+        found = self.rows()
+        for name, value in where.items():
+            rows, found = found, [row for row in found if name in row and _word(row[name]) == _word(value)]
+            if rows and not found:
+                known = ", ".join(dict.fromkeys(str(row[name]) for row in rows if name in row))
+                known = f"Its values: {known}" if known else f"Known columns: {', '.join(rows[0])}"
+                raise ValueError(f"No cell that is done has {name}={label(value)}. {known}.")
+        return found
+
     def failures(self) -> list[dict[str, Any]]:
         """The cells that failed, with "error" and "traceback"."""
         return [cell for cell in self.cells if cell["state"] == "failed"]
@@ -67,12 +78,12 @@ class Results:
         for cell in self.cells:
             if cell["metrics"]:
                 return next(iter(cell["metrics"]))
-        raise ValueError(f"{self!r} holds no metric yet. Run the sweep, then come back.")
+        raise ValueError(f"{self!r} holds no metric: no training came to its end. Run more cells, or see to the task.")
 
     def best(self, metric: str | None = None, *, largest: bool = True) -> dict[str, Any]:
         """The row with the best value of a metric; not-a-number is never best."""
         name = metric or self.metric
-        rows = [row for row in self.rows() if not math.isnan(row.get(name, math.nan))]
+        rows = [row for row in self.rows() if not math.isnan(_number(row, name))]
         if not rows:
             raise ValueError(f"No cell of {self!r} has a number for the metric {name!r}. Known: {self.metric}.")
         return (max if largest else min)(rows, key=lambda row: row[name])
@@ -91,7 +102,7 @@ class Results:
         differ in something else would be averaged.
         """
         where = where or {}
-        found = self._rows(where)
+        found = self._chosen(where)
         name = metric or self.metric
         for axis in (rows, columns, name):
             if found and axis not in set().union(*found):
@@ -106,15 +117,17 @@ class Results:
                 )
         places: dict[tuple[str, str], list[float]] = {}
         for row in found:
-            value = row.get(name)
-            places.setdefault((str(row[rows]), str(row[columns])), []).append(math.nan if value is None else value)
+            places.setdefault((str(row[rows]), str(row[columns])), []).append(_number(row, name))
         down, across = ([*dict.fromkeys(place[i] for place in places)] for i in (0, 1))
         return Table(rows, columns, name, down, across, places, {k: label(v) for k, v in where.items()})
 
     def tables(self, metric: str | None = None) -> list[Table]:
-        """`table` of formats and scaling methods, one for each combination of what else the cells differ in."""
+        """`table` of formats and scaling methods, one for each combination of what else the cells differ in.
+
+        None where no training came to its end.
+        """
         found = self.rows()
-        if not found:
+        if not any(cell["metrics"] for cell in self.cells):
             return []
         others = [*AXES[:1], "rounding", *dict.fromkeys(k for cell in self.cells for k in cell["config"]["options"])]
         varying = [axis for axis in others if len({str(row.get(axis)) for row in found}) > 1]
@@ -173,7 +186,7 @@ class Results:
         from ada_loss.lab.plots import plot_scales
 
         first: dict[str, Any] = {}
-        for row in self._rows(where):
+        for row in self._chosen(where or {}):
             name = f"{row['format']} {row['scaling']}"
             if name not in first and "scales" in (arrays := self._arrays(row["id"])):
                 first[name] = arrays["scales"]
@@ -189,7 +202,7 @@ class Results:
         """
         from ada_loss.lab.sweep_plots import plot_heat
 
-        for row in self._rows(where):
+        for row in self._chosen(where or {}):
             arrays = self._arrays(row["id"])
             if "layers.steps" in arrays:
                 sites = [str(site) for site in arrays["layers.site"]]
@@ -217,12 +230,11 @@ class Results:
         """
         path = self.out / "telemetry" / f"{cell}.npz"
         try:
-            with path.open("rb") as file, np.load(file) as arrays:
+            with np.load(io.BytesIO(path.read_bytes())) as arrays:
                 return dict(arrays)
-        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
             raise ValueError(
-                f"The telemetry of cell {cell} is missing or damaged ({error}). Run the sweep again: a cell without "
-                f"its file is trained again."
+                f"The telemetry {path} is missing or damaged ({error}). Run the sweep again: it repeats that cell."
             ) from None
 
     def _arrays(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
@@ -231,10 +243,6 @@ class Results:
             return self.telemetry(cell)
         except ValueError:
             return {}
-
-    def _rows(self, where: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-        wanted = {name: label(value) for name, value in (where or {}).items()}
-        return [row for row in self.rows() if all(str(row.get(k)) == v for k, v in wanted.items())]
 
 
 class Table:
@@ -298,9 +306,8 @@ class Table:
         ]
 
     def to_json(self) -> str:
-        """`lines`; null for what is no number, which JSON does not have."""
-        known = [{k: None if v != v else v for k, v in line.items()} for line in self.lines()]
-        return json.dumps(known) + "\n"
+        """`lines`; null for what is no finite number."""
+        return strict_json(self.lines()) + "\n"
 
     def __str__(self) -> str:
         return self.to_markdown()
@@ -332,6 +339,22 @@ def _words(row: Mapping[str, Any]) -> str:
     return f"{row['format']} {row['rounding'].replace('_', ' ')}, {row['scaling']}, seed {row['seed']}"
 
 
+def _number(row: Mapping[str, Any], name: str) -> float:
+    """NaN where a training came to none."""
+    value = row.get(name)
+    if isinstance(value, str):
+        raise ValueError(f"The column {name!r} holds words: {value!r}. Name one of numbers, a metric or 'underflow'.")
+    return math.nan if value is None else value
+
+
+def _word(value: Any) -> str:
+    """One word for a value, however it was written: 0, 0.0 and "0.0" are one number."""
+    try:
+        return label(value if isinstance(value, bool) else float(value))
+    except (TypeError, ValueError):
+        return label(value)
+
+
 def _is_number(word: str) -> bool:
     try:
         return float(word) > 0
@@ -339,7 +362,15 @@ def _is_number(word: str) -> bool:
         return False
 
 
+LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        **{c: f"\\{c}" for c in "_%&#${}"},
+    }
+)
+
+
 def _latex(text: str) -> str:
-    for plain, safe in (("\\", r"\textbackslash{}"), ("_", r"\_"), ("%", r"\%"), ("&", r"\&"), ("#", r"\#")):
-        text = text.replace(plain, safe)
-    return text
+    return text.translate(LATEX)

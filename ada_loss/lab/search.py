@@ -51,7 +51,8 @@ class SearchResult:
 
     def front(self) -> list[dict[str, Any]]:
         """The rows that no other beats in both bits and accuracy, the smallest first."""
-        complete = sorted((r for r in self.rows if r["complete"]), key=lambda r: (r["bits"], -r["accuracy"]))
+        complete = [row for row in self.rows if row["complete"] and not math.isnan(row["accuracy"])]
+        complete.sort(key=lambda row: (row["bits"], -row["accuracy"]))
         found: list[dict[str, Any]] = []
         for row in complete:
             if not found or row["accuracy"] > found[-1]["accuracy"]:
@@ -153,11 +154,15 @@ def search(
 
 
 def _check(roles: Any, exponent_bits: Any, mantissa_bits: Any, tolerance: Any, trials: Any) -> None:
-    unknown = [role for role in roles if role not in ROLES]
-    if unknown or isinstance(roles, str) or not roles or len(set(roles)) < len(roles):
+    fits = isinstance(roles, Sequence) and not isinstance(roles, str) and all(role in ROLES for role in roles)
+    if not fits or not roles or len(set(roles)) < len(roles):
         raise ValueError(f"roles={roles!r} is impossible. Possible: some of {', '.join(ROLES)}, each once.")
     for name, span, least, most in (("exponent_bits", exponent_bits, 1, 8), ("mantissa_bits", mantissa_bits, 0, 23)):
-        fits = len(span) == 2 and all(isinstance(b, int) and not isinstance(b, bool) for b in span)
+        fits = (
+            isinstance(span, Sequence)
+            and len(span) == 2
+            and all(isinstance(b, int) and not isinstance(b, bool) for b in span)
+        )
         if not fits or not least <= span[0] <= span[1] <= most:
             raise ValueError(f"{name}={span!r} is impossible. Possible: least and most, within {least} and {most}.")
     for e, m in itertools.product(exponent_bits, mantissa_bits):
@@ -201,6 +206,8 @@ class _Trying:
         self.run, self.roles, self.scaling, self.seeds, self.tolerance = run, roles, scaling, [*seeds], tolerance
         (found,) = run(["fp32"], ["none"], self.seeds)
         self.metric = metric or next(iter(found[0]), "accuracy")
+        if found[0] and self.metric not in found[0]:
+            raise ValueError(f"Unknown metric {metric!r}. Known: {', '.join(found[0])}.")
         self.tried: dict[Bits, list[float]] = {}
         self.baseline = statistics.fmean(self._values(found))
         if not math.isfinite(self.baseline):

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SCHEMA_VERSION", "STATES", "CannotWrite", "Ledger"]
+__all__ = ["SCHEMA_VERSION", "STATES", "CannotWrite", "Damaged", "Ledger"]
 
 SCHEMA_VERSION = 1
 APPLICATION_ID = 0x4C6F7373  # "Loss", in the header of the file
 CannotWrite = sqlite3.OperationalError  # what a full disk or a missing permission gives
+Damaged = sqlite3.DatabaseError
 STATES = ("planned", "running", "done", "failed")
 
 SCHEMA = """
@@ -77,7 +78,11 @@ class Ledger:
 
     def _open(self, readonly: bool) -> None:
         self._sql.row_factory = sqlite3.Row
-        version = self._sql.execute("PRAGMA user_version").fetchone()[0]
+        owner, version = (
+            self._sql.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+        )
+        if version and owner != APPLICATION_ID:
+            raise ValueError(f"{self.path} is not a ledger of a sweep. Name another `out`.")
         if version > SCHEMA_VERSION:
             raise ValueError(
                 f"{self.path} was written with schema version {version}. This release reads up to {SCHEMA_VERSION}. "

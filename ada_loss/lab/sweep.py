@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import time
 import traceback
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from ada_loss.lab.cells import Cell, MakeTask, plan, run_cell
-from ada_loss.lab.engines import Engine, keep_freed_memory, open_engine, refuse_in_a_starting_worker
+from ada_loss.lab.engines import Engine, keep_freed_memory, open_engine, refuse_in_a_starting_worker, require_known
 from ada_loss.lab.environment import environment
 from ada_loss.lab.files import write_atomically
 from ada_loss.lab.limits import GRACE, TimeLimit, within_time
@@ -73,7 +74,7 @@ def sweep(
     track: who else is told of finished cells, "tensorboard" and "mlflow" in the sweep's folder, or trackers.
     Raises ValueError and TypeError before any work for what cannot be, SweepStopped where it cannot go on.
     """
-    _check(workers, time_limit, engine_timeout, resources, device)
+    _check(workers, time_limit, engine_timeout, resources, device, out, engine, retry_failed)
     cells = plan(task, formats, scaling, roundings=roundings, seeds=seeds, options=task_options)
     engine = engine or ("here" if workers == 1 and time_limit is None else "local")
     options = {"resources": resources, "memory_limit": memory_limit, "timeout": engine_timeout}
@@ -101,7 +102,7 @@ def resume(
 
     Raises ValueError where a task is a function that was passed to `sweep`: only that call knows it.
     """
-    _check(workers, time_limit, engine_timeout, resources, device)
+    _check(workers, time_limit, engine_timeout, resources, device, out, engine, retry_failed)
     with Ledger(Path(out) / "ledger.sqlite", readonly=True) as ledger:
         cells = [Cell(row["config"]) for row in ledger.rows()]
     for name in {cell.config["task"] for cell in cells}:
@@ -118,7 +119,16 @@ def resume(
     return Results(out)
 
 
-def _check(workers: Any, time_limit: Any, engine_timeout: Any, resources: Any, device: Any) -> None:
+def _check(
+    workers: Any,
+    time_limit: Any,
+    engine_timeout: Any,
+    resources: Any,
+    device: Any,
+    out: Any,
+    engine: Any,
+    retry_failed: Any,
+) -> None:
     """What comes from a user and is not seen before cells run."""
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise ValueError(f"workers={workers!r} computes nothing. Possible: 1 or more.")
@@ -134,6 +144,12 @@ def _check(workers: Any, time_limit: Any, engine_timeout: Any, resources: Any, d
         raise ValueError(f"resources={resources!r} is impossible. Possible: what a cell takes, such as {{'GPU': 1}}.")
     if not isinstance(device, str) or device.partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} is impossible. Possible: 'cpu', 'cuda', or one card such as 'cuda:1'.")
+    if not isinstance(out, str | os.PathLike):
+        raise ValueError(f"out={out!r} is impossible. Possible: the path of a folder.")
+    if engine is not None:
+        require_known(engine)
+    if not isinstance(retry_failed, bool):  # YAML 1.2 has `no` for a word
+        raise ValueError(f"retry_failed={retry_failed!r} is impossible. Possible: true or false.")
 
 
 @dataclass(frozen=True)
@@ -155,7 +171,7 @@ def _work(
         with ONE_AT_A_TIME:
             work = partial(run_cell, config, orders.make_task, orders.device, checkpoint)
             return (*within_time(orders.seconds, work, end_process=end_process), "")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         words = str(error) if isinstance(error, TimeLimit) else f"{type(error).__name__}: {error}"
         return {"error": words}, b"", traceback.format_exc()
 
@@ -172,16 +188,18 @@ def _run(
     show_progress: bool,
 ) -> None:
     refuse_in_a_starting_worker()
-    trackers = make_trackers(track, out)
-    out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / "ledger.lock", timeout=0)  # the system lets go of it when the process dies, however it dies
     try:
+        trackers = make_trackers(track, out)
+        out.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
         raise SweepStopped(
             f"Another process is sweeping into {out}. One driver at a time writes a ledger. "
             f"Wait for it, or give another out=."
         ) from None
+    except OSError as error:
+        raise _cannot_be_written(out, error) from error
     try:
         with Ledger(out / "ledger.sqlite") as ledger:
             todo = _prepare(ledger, out, cells, retry_failed)
@@ -195,14 +213,18 @@ def _run(
     except (OSError, CannotWrite) as error:
         if isinstance(error, ConnectionError):
             raise
-        raise SweepStopped(
-            f"The sweep stopped, for {out} cannot be written: {error}. What was done is kept. "
-            f"Make room, or see to the folder, and run the same again."
-        ) from error
+        raise _cannot_be_written(out, error) from error
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted. What was done is kept in {out}: run the same again to go on.") from None
     finally:
         lock.release()
+
+
+def _cannot_be_written(out: Path, error: Exception) -> SweepStopped:
+    return SweepStopped(
+        f"The sweep stopped, for {out} cannot be written: {error}. What was done is kept. "
+        f"Make room, or see to the folder, and run the same again."
+    )
 
 
 def _prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool) -> list[Cell]:
@@ -212,10 +234,11 @@ def _prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: boo
     ledger.add((cell.id, cell.config) for cell in cells)
     states = ledger.states()
     again = [cell for cell, (state, _) in states.items() if state == "running"]
-    damaged = [cell for cell, (state, size) in states.items() if state == "done" and _size(out, cell) != size]
+    asked = {cell.id: states[cell.id] for cell in cells}  # another sweep into the folder keeps what it has
+    damaged = [cell for cell, (state, size) in asked.items() if state == "done" and _size(out, cell) != size]
     for cell in damaged:
-        tqdm.write(f"The telemetry of cell {cell} is missing or damaged: it will be run again.")
-    retried = [cell for cell, (state, _) in states.items() if retry_failed and state == "failed"]
+        tqdm.write(f"The telemetry of cell {cell} is missing or damaged: it will be run again.", file=sys.stderr)
+    retried = [cell for cell, (state, _) in asked.items() if retry_failed and state == "failed"]
     ledger.release([*again, *damaged, *retried])
     states = ledger.states()
     return [cell for cell in cells if states[cell.id][0] == "planned"]
@@ -306,11 +329,14 @@ class _Driver:
             checkpoint = (self.out / "checkpoints" / f"{cell.id}.pt").absolute()
             future = submit(_work, cell.config, self.orders, self.engine.own_processes, checkpoint)
         except RuntimeError as error:
-            raise SweepStopped(
-                f"The executor takes no more work: {error}. What was done is kept. "
-                f"Run the same again; engine='local' replaces workers that die."
-            ) from error
+            raise self._refused(error) from error
         self.running[future] = cell, time.monotonic()
+
+    def _refused(self, error: RuntimeError) -> SweepStopped:
+        return SweepStopped(
+            f"The executor takes no more work: {error}. What was done is kept. "
+            f"Run the same again; engine='local' replaces workers that die."
+        )
 
     def _settle(self, cell: Cell, future: Future[Any], seconds: float) -> bool:
         """Write down what became of a cell; False where it has to run again."""
@@ -322,6 +348,10 @@ class _Driver:
             raise SweepStopped(
                 f"The scheduler of {self.engine.name} is gone. What was done is kept. Start it and run the same again."
             ) from error
+        except BrokenExecutor as error:
+            raise self._refused(error) from error
+        except Exception as error:  # of the way there or back: _work itself gives those of the cell as an answer
+            result, telemetry, trace = {"error": f"{type(error).__name__}: {error}"}, b"", traceback.format_exc()
         if trace:
             self.ledger.fail(cell.id, result["error"], trace)
             return True
@@ -353,6 +383,7 @@ class _Driver:
 
     def _try_to_release(self) -> None:
         try:
-            self.ledger.release([cell.id for cell, _ in self.running.values()])
+            states = self.ledger.states()  # not only of self.running: one may have been interrupted on its way there
+            self.ledger.release([cell for cell, (state, _) in states.items() if state == "running"])
         except CannotWrite:
             return  # the disk is full: the next driver finds them running, and releases them

@@ -134,7 +134,7 @@ def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
             folder.mkdir(parents=True, exist_ok=True)
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
             made.append(MLflow(uri, out.absolute().name, artifacts))
-        elif isinstance(tracker, str):
+        elif not (hasattr(tracker, "known") and hasattr(tracker, "log")):
             raise ValueError(f"Unknown tracker {tracker!r}. Known: {', '.join(TRACKERS)}, or an object of your own.")
         else:
             made.append(tracker)
