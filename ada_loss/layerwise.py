@@ -329,6 +329,7 @@ class AdaLossScaled:
                 "role": role,
                 "factors": {index: float(f) for index, f in memory.factors.items()},
                 "history": None if memory.history is None else memory.history.tolist(),
+                "log2_scale": None if memory.log2_scale is None else int(memory.log2_scale),
             }
             for (site, role), memory in self._memories.items()
         ]
@@ -352,6 +353,8 @@ class AdaLossScaled:
             memory.noticed = dict(memory.factors)
             if saved["history"] is not None:
                 memory.history = torch.tensor(saved["history"], dtype=torch.float64)
+            if saved.get("log2_scale") is not None:
+                memory.log2_scale = torch.tensor([saved["log2_scale"]])
 
     # The forward pass: places and what connects them.
 

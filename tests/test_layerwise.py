@@ -863,6 +863,7 @@ def test_a_saved_state_goes_on_to_the_same_bits(rule: str, tmp_path: Any) -> Non
     second = AdaLossScaled(quantize(net, "e5m2"), rule=rule, update_every=4)
     second.load_state_dict(torch.load(tmp_path / "scaling.pt", weights_only=True))
     assert second.state_dict() == first.state_dict()
+    assert second.log2_scales() == first.log2_scales() != {}
     assert second.step == 6
     for got, want in zip(run(second, range(6, 10)), expected[6:], strict=True):
         assert_same(got, want)

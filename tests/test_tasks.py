@@ -44,6 +44,8 @@ def test_no_test_patch_shares_a_pixel_with_a_training_patch() -> None:
     task = patches()
     assert task.train[1].bincount().tolist() == [200] * 9
     assert task.test[1].bincount().tolist() == [60] * 9
+    known = {image.numpy().tobytes() for image in task.train[0]}
+    assert not any(image.numpy().tobytes() in known for image in task.test[0])  # nor is one plain like another
     # the images are textured: two equal rows of 32 pixels would be the same place
     rows = [
         {tuple(row.flatten().tolist()) for image in part[0][::7] for row in image[:, ::8].unbind(1)}

@@ -262,8 +262,10 @@ def train(
             state.batches = 0
             finished = len(state.losses) // len(epoch)
             if evaluate_every and finished % evaluate_every == 0 and len(state.losses) < total:
+                state.seconds += time.perf_counter() - start
                 state.evaluations.append((len(state.losses), _evaluate(task, model, test, seed, cards)))
                 model.train()
+                start = time.perf_counter()
         state.seconds += time.perf_counter() - start
         metrics = _evaluate(task, model, test, seed, cards)
     if evaluate_every:

@@ -24,6 +24,7 @@ __all__ = ["CIFAR", "Cifar", "cifar10", "cifar100", "patches", "resnet20"]
 PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "hubble_deep_field", "immunohistochemistry", "retina", "rocket")
 SIDE, STRIDE = 32, 12
 TRAINING_SHARE = 0.7  # of an image's width, from the left
+MOST_PLAIN = 8  # of 255: patches of a plain background are the same everywhere, and tell nothing
 TRAINED, TESTED = 200, 60  # patches of each photograph
 
 
@@ -73,7 +74,7 @@ def patches(seed: int = 0) -> Task:
     """32x32 patches of the nine colour photographs in scikit-image and scikit-learn: from which one is it?
 
     Training patches come from the left 70 % of a photograph and test patches from the rest, so that none overlap: the
-    network has to know the subject, not the place. In float32 0.79 (seed 0), in 32 s on two cores.
+    network has to know the subject, not the place. In float32 0.77 (seed 0), in a minute on a slow core.
 
     >>> task = patches()
     >>> task.train[0].shape, task.test[0].shape
@@ -92,11 +93,13 @@ def patches(seed: int = 0) -> Task:
         height, width = photograph.shape[:2]
         border = int(TRAINING_SHARE * width)
         for part, left, right, count in (("train", 0, border, TRAINED), ("test", border, width, TESTED)):
-            corners = [
-                (y, x) for y in range(0, height - SIDE + 1, STRIDE) for x in range(left, right - SIDE + 1, STRIDE)
+            cut = [
+                photograph[y : y + SIDE, x : x + SIDE, :3]
+                for y in range(0, height - SIDE + 1, STRIDE)
+                for x in range(left, right - SIDE + 1, STRIDE)
             ]
-            picked = draw.choice(len(corners), count, replace=False)
-            chosen[part].append([photograph[y : y + SIDE, x : x + SIDE, :3] for y, x in (corners[i] for i in picked)])
+            cut = [image for image in cut if np.ptp(image) > MOST_PLAIN]
+            chosen[part].append([cut[i] for i in draw.choice(len(cut), count, replace=False)])
     found = []
     for part in ("train", "test"):
         images = torch.from_numpy(np.stack([image for images in chosen[part] for image in images])).permute(0, 3, 1, 2)
