@@ -9,8 +9,11 @@ import torch
 
 import fpsim
 
+LONG = ("test_notebooks.py", "test_cuda.py", "test_sweep.py")  # begun first, so that no worker waits for them alone
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
     exhaustive = "slow" in (config.getoption("-m") or "")
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -130,6 +130,8 @@ def _local_cluster(workers: int, resources: Mapping[str, float] | None, memory_l
         "distributed.worker.memory.spill": False,
         "distributed.worker.memory.target": False,
         "distributed.admin.log-length": 0,
+        "distributed.admin.tick.interval": "1s",  # looks at the event loop, by default every 20 ms in each process
+        "distributed.admin.system-monitor.interval": "10s",
         "distributed.worker.profile.enabled": False,  # it would look at the training every 10 ms
         "distributed.nanny.environ": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
     }
