@@ -564,14 +564,14 @@ def test_a_gradient_that_passes_into_a_narrower_format_is_fitted_into_it() -> No
 def test_the_last_scale_is_known_where_it_only_passed() -> None:
     model = quantize(Added(), Policy(error="fp16"))
     with AdaLossScaled(model, rule="fixed", init_scale=2.0**3) as handle:
-        backward(model, torch.randn(2, 4, generator=seeded()))
-        assert handle.last_log2_scale("inner:linear") == handle.last_log2_scale(":add") == 3
-        assert handle.log2_scales() == {"inner:linear": 3, ":add": 3, "head:linear": 3}
-        state = handle.state_dict()
-        handle.load_state_dict(state)
         assert handle.log2_scales() == {}
         with pytest.raises(KeyError, match=r"No gradient was rounded at 'inner:linear' as error\. Sites: none yet"):
             handle.last_log2_scale("inner:linear")
+        backward(model, torch.randn(2, 4, generator=seeded()))
+        assert handle.last_log2_scale("inner:linear") == handle.last_log2_scale(":add") == 3
+        assert handle.log2_scales() == {"inner:linear": 3, ":add": 3, "head:linear": 3}
+        handle.load_state_dict(handle.state_dict())
+        assert handle.log2_scales() == {"inner:linear": 3, ":add": 3, "head:linear": 3}
 
 
 # Training as it is done.
