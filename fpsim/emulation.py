@@ -136,6 +136,7 @@ MOVE = frozenset(
 REFUSE = {
     "_transformer_encoder_layer_fwd": "call nn.TransformerEncoderLayer with a gradient or in training mode",
     "_native_multi_head_attention": "call nn.MultiheadAttention with a gradient or in training mode",
+    **dict.fromkeys(("quantized_lstm", "quantized_gru"), "quantise the float32 module instead"),
 }
 # Operands that are statistics or masks, not numbers of the computation: (positions, names).
 NOT_OPERANDS = {

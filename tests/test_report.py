@@ -118,6 +118,7 @@ def test_a_cells_number_opens_what_is_known_of_it(page: Any, results: Results) -
     assert section.get_attribute("open") == "true"
     assert "RuntimeError: seed 1 is not to be had" in section.text
     assert "sweep_tasks.py" in section.text
+    assert "task\nsweep_tasks:raises" in section.text
     done = results.rows()[-1]["id"]
     page.execute_script(f"location.hash = 'cell-{done}'")
     section = page.find_element("id", f"cell-{done}")

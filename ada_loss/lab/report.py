@@ -160,7 +160,7 @@ def _columns(rows: Any) -> list[str]:
 
 def _cell(results: Any, cell: dict[str, Any], row: dict[str, Any] | None, with_curves: bool) -> dict[str, Any]:
     config = cell["config"]
-    shown: dict[str, Any] = {axis: label(config[axis]) for axis in ("format", "rounding", "scaling")}
+    shown: dict[str, Any] = {axis: label(config[axis]) for axis in ("task", "format", "rounding", "scaling")}
     shown |= {"seed": config["seed"], **config["options"]}
     curves: list[dict[str, str]] = []
     damage = ""

@@ -17,6 +17,7 @@ import numpy as np
 from ada_loss.lab.cells import label
 from ada_loss.lab.files import csv_bytes, strict_json
 from ada_loss.lab.store import Ledger
+from ada_loss.rules import LAYER_RULES
 
 __all__ = ["Results", "Table"]
 
@@ -203,6 +204,8 @@ class Results:
         from ada_loss.lab.sweep_plots import plot_heat
 
         for row in self._chosen(where or {}):
+            if row["scaling"].partition(" ")[0] not in ("adaptive", *LAYER_RULES):
+                continue  # its file need not be read
             arrays = self._arrays(row["id"])
             if "layers.steps" in arrays:
                 sites = [str(site) for site in arrays["layers.site"]]
