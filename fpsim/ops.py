@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, overload
@@ -142,6 +143,17 @@ def manual_seed(seed: int | None) -> None:
     """
     global _generator
     _generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+
+@contextmanager
+def noise_of_torch() -> Iterator[None]:
+    """Inside, noise follows `torch.manual_seed`; the stream of `manual_seed`, if there is one, goes on afterwards."""
+    global _generator
+    own, _generator = _generator, None
+    try:
+        yield
+    finally:
+        _generator = own
 
 
 def _new_key() -> Tensor:

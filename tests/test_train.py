@@ -95,6 +95,18 @@ def test_a_policy_keeps_its_own_rounding_unless_another_is_asked_for() -> None:
     assert {row["rounding"] for row in train(digits(), "e5m2", **options).rows} == {"nearest_even"}
 
 
+def test_a_trainings_noise_follows_its_seed_and_leaves_the_callers_stream_as_it_was() -> None:
+    options: dict[str, Any] = {"steps": 2, "record_every": 0}
+    plain = train(digits(), "e5m2", "stochastic", **options).losses
+    x = torch.full((64,), 1.1)
+    fpsim.manual_seed(7)
+    first, second = (fpsim.round_to(x, "e5m2", "stochastic") for _ in range(2))
+    fpsim.manual_seed(7)
+    assert torch.equal(fpsim.round_to(x, "e5m2", "stochastic"), first)
+    assert train(digits(), "e5m2", "stochastic", **options).losses == plain
+    assert torch.equal(fpsim.round_to(x, "e5m2", "stochastic"), second)
+
+
 def test_micro_batches_add_up_to_the_batch() -> None:
     # in float64 the order of a sum moves the 16th digit; batch normalisation sees parts, so a network without it
     task = Task(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -209,7 +209,7 @@ def train(
     points = max(SAMPLES * record_every, total // HISTORY)
     with (
         torch.random.fork_rng(devices=cards),
-        _noise_of_torch(),
+        ops.noise_of_torch(),  # of its own stream neither a seed nor a checkpoint knows
         adaptive or nullcontext(),
     ):
         torch.manual_seed(seed)  # the noise of stochastic rounding
@@ -287,16 +287,6 @@ def _run(state: _State, metrics: dict[str, float]) -> Run:
         state.layer_scales,
         state.evaluations,
     )
-
-
-@contextmanager
-def _noise_of_torch() -> Iterator[None]:
-    """Without the stream of `fpsim.manual_seed`, of which neither a training's seed nor its checkpoints know."""
-    own, ops._generator = ops._generator, None
-    try:
-        yield
-    finally:
-        ops._generator = own
 
 
 def _placed(data: Tensor, device: str, container: torch.dtype) -> Tensor:
