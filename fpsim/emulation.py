@@ -199,6 +199,8 @@ _decomposed: dict[Any, Callable[..., Any]] = {
 
 # A tensor whose values are known to be in a format carries a mark: the format, the tensor's version then, the scale of
 # a gradient, and whether it required a gradient. One that does so later has no place yet where that is rounded.
+# A weight's mark says so: in another module its format may be that of weights, and an activation still has to fit.
+_OF_A_WEIGHT = " of a weight"
 
 
 def _is_roundable(x: Tensor) -> bool:
@@ -406,7 +408,9 @@ class Emulation(TorchFunctionMode):
 
     def _is_in_format(self, x: Tensor, spec: RoundingSpec | None) -> bool:
         mark, weight = _marked(x), self.scope.specs.weight
-        return mark is not None and (spec is None or mark in (spec.text, weight and weight.text))
+        if mark is None or spec is None or mark == spec.text:
+            return mark is not None
+        return weight is not None and mark == weight.text + _OF_A_WEIGHT
 
     def _operand(self, x: Tensor, weights_only: bool) -> Tensor:
         """`x` in its format: a parameter in the weights', anything else in the activations'."""
@@ -434,7 +438,9 @@ class Emulation(TorchFunctionMode):
         rounded = x.clone()
         if spec is not None:
             ops.round_memory_(rounded, spec)
-            _mark(rounded, spec.text)
+            activation = self.scope.specs.activation
+            is_activation = role == "activation" or (activation is not None and activation.text == spec.text)
+            _mark(rounded, spec.text if is_activation else spec.text + _OF_A_WEIGHT)
             observer = self.scope.listeners.watching(site, role)
             if observer is not None:
                 observer(site, role, x.detach(), rounded.detach(), spec)

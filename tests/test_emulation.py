@@ -122,6 +122,14 @@ def test_a_weight_that_is_moved_keeps_the_format_of_weights() -> None:
     assert torch.equal(y, round_to(round_to(x, "e4m3fn") @ h(weight).T, "e4m3fn"))
 
 
+def test_an_activation_in_the_format_of_the_next_modules_weights_is_rounded_as_an_activation() -> None:
+    layers, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), randn(3, 4)
+    model = quantize(layers, Policy(weight=FP16, activation="e4m3fn", overrides={"0": FP16}))
+    hidden = h(F.linear(h(x), h(layers[0].weight), h(layers[0].bias)))
+    expected = F.linear(round_to(hidden, "e4m3fn"), h(layers[1].weight), h(layers[1].bias))
+    assert torch.equal(model(x), round_to(expected, "e4m3fn"))
+
+
 def test_a_rounded_tensor_joined_with_another_is_rounded_again() -> None:
     raw = torch.full((2,), 1.5 + 2.0**-13)  # rounds to 1.5
     with emulate(FP16):
