@@ -106,7 +106,7 @@ PASS = frozenset(
     size stride dim ndimension numel nelement element_size storage_offset data_ptr is_contiguous is_pinned
     storage untyped_storage type get_device is_floating_point is_complex is_signed is_inference is_same_size
     is_set_to is_shared has_names requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward
-    item tolist numpy detach_ is_nonzero allclose equal isfinite isnan isinf isneginf isposinf isclose
+    grad item tolist numpy detach_ is_nonzero allclose equal isfinite isnan isinf isneginf isposinf isclose
     eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ argmax argmin argsort nonzero argwhere
     logical_and logical_or logical_not logical_xor signbit searchsorted bucketize histc bincount unique
     unique_consecutive result_type promote_types can_cast is_tensor is_storage record_stream pin_memory share_memory_
@@ -181,7 +181,21 @@ class _Call:
         return func(*args, **kwargs)
 
 
-_calls: dict[Any, _Call] = {}
+class _BackwardCall(_Call):
+    """A backward pass may run modules again, of a checkpoint: they enter a mode of their own, for this one is off."""
+
+    __slots__ = ()
+
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        emulation, _current.emulation = _current.emulation, None
+        try:
+            return super().__call__(func, args, kwargs)
+        finally:
+            _current.emulation = emulation
+
+
+_BACKWARD_PASSES = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_calls: dict[Any, _Call] = {f: _BackwardCall(f) for f in _BACKWARD_PASSES}
 
 
 def _without_override_check(func: types.FunctionType) -> Callable[..., Any]:

@@ -577,6 +577,34 @@ def test_checkpointed_modules_give_the_same_gradients(reentrant: bool) -> None:
             assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_module_that_a_backward_pass_inside_the_block_runs_again_is_emulated(reentrant: bool) -> None:
+    model = quantize(nn.Sequential(nn.Linear(6, 6), nn.Sigmoid(), nn.Linear(6, 6)), "e5m2")
+    x = randn(4, 6, grad=True)
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with emulate("e5m2"):
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+
+
+def test_a_forward_may_take_gradients_of_its_input() -> None:
+    class Force(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = nn.Linear(3, 1, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+    model, x = quantize(Force(), Policy("fp16", "fp16", "fp16", "fp16", overrides={"energy": "bf16"})), randn(2, 3)
+    force = model(x.requires_grad_())
+    assert torch.equal(force, model.energy.weight.bfloat16().float().expand(2, 3))
+    force.sum().backward()
+    assert torch.equal(model.energy.weight.grad, torch.full((1, 3), 2.0))
+
+
 def test_functional_calls_and_transforms_are_emulated() -> None:
     layer, x = nn.Linear(4, 3), randn(5, 4)
     model = quantize(layer, FP16)
