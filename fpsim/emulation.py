@@ -104,7 +104,7 @@ PASS = frozenset(
     __set__ __delete__ __hash__ __len__ __bool__ __int__ __float__ __index__ __repr__ __str__ __format__
     __contains__ __dir__ __reduce__ __reduce_ex__ __setstate__ __deepcopy__ __array__ __dlpack__ __dlpack_device__
     size stride dim ndimension numel nelement element_size storage_offset data_ptr is_contiguous is_pinned
-    storage untyped_storage type get_device is_floating_point is_complex is_signed is_inference is_same_size
+    storage untyped_storage get_device is_floating_point is_complex is_signed is_inference is_same_size
     is_set_to is_shared has_names requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward
     grad item tolist numpy detach_ is_nonzero allclose equal isfinite isnan isinf isneginf isposinf isclose
     eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ argmax argmin argsort nonzero argwhere
@@ -120,9 +120,10 @@ PASS = frozenset(
 )
 MOVE = frozenset(
     """
-    T mT H mH real view view_as reshape reshape_as flatten unflatten squeeze unsqueeze squeeze_ unsqueeze_ transpose
-    transpose_ t t_ permute swapaxes swapdims movedim moveaxis adjoint expand expand_as broadcast_to broadcast_tensors
-    contiguous clone detach alias to cpu cuda type_as float double half bfloat16 positive narrow select diagonal unfold
+    T mT H mH real imag view_as_real view_as_complex values _values view view_as reshape reshape_as flatten unflatten
+    squeeze unsqueeze squeeze_ unsqueeze_ transpose transpose_ t t_ permute swapaxes swapdims movedim moveaxis adjoint
+    expand expand_as broadcast_to broadcast_tensors contiguous clone detach alias
+    to cpu cuda type type_as float double half bfloat16 positive narrow select diagonal unfold
     as_strided chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind meshgrid
     atleast_1d atleast_2d atleast_3d cat concat concatenate stack hstack vstack dstack column_stack row_stack
     block_diag index_select gather take take_along_dim masked_select __getitem__ flip fliplr flipud roll rot90 tile
@@ -396,7 +397,7 @@ class Emulation(TorchFunctionMode):
             if was_marked and isinstance(first, Tensor):
                 self._round_result(first, call, operands, floats, first)
             return out
-        if moves and not call.in_place:
+        if moves:
             self._carry_marks(out, floats, first, was_marked)
             if call.name in HOOKED_MOVES and isinstance(out, Tensor) and out.requires_grad:
                 self._hook(out, self.scope.site(call.name), call.name, operands)

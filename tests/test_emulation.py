@@ -223,6 +223,36 @@ def test_a_view_that_a_computation_returns_leaves_its_operand_as_it_is() -> None
     assert torch.equal(y, round_to(F.linear(round_to(x, "e4m3fn"), h(w)), "e4m3fn"))
 
 
+@pytest.mark.parametrize(
+    ("view", "owner"),
+    [
+        (torch.imag, lambda: torch.randn(8, dtype=torch.complex64)),
+        (torch.view_as_real, lambda: torch.randn(8, dtype=torch.complex64)),
+        (torch.Tensor.values, lambda: torch.randn(3, 3).to_sparse_coo().coalesce()),
+        (lambda x: x.unsqueeze_(0), lambda: torch.randn(8)),
+        (lambda x: x.t_(), lambda: torch.randn(3, 3)),
+    ],
+    ids=["imag", "view_as_real", "sparse values", "unsqueeze_", "t_"],
+)
+def test_a_view_of_what_is_in_no_format_leaves_its_numbers_and_is_rounded_where_it_is_used(
+    view: Callable[[Tensor], Tensor], owner: Callable[[], Tensor]
+) -> None:
+    x = owner()
+    numbers = view(x.clone())
+    with emulate("e5m2"):
+        seen = view(x)
+        doubled = seen * 2.0
+    assert torch.equal(seen, numbers)
+    assert torch.equal(doubled, 2.0 * round_to(numbers, "e5m2"))
+
+
+def test_a_weight_converted_by_type_keeps_the_format_of_weights() -> None:
+    weight, x = nn.Parameter(randn(5, 6)), randn(3, 5).double()
+    with emulate(Policy(weight="e4m3fn", activation=FP16)):
+        y = x @ weight.type(torch.float64)
+    assert torch.equal(y, round_to(round_to(x, FP16) @ round_to(weight.detach(), "e4m3fn").double(), FP16))
+
+
 def test_a_result_written_over_an_operand_is_rounded() -> None:
     with emulate(FP16):
         a, b = randn(50) * 1.0, randn(50) * 1.0
