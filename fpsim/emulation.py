@@ -139,10 +139,15 @@ REFUSE = {
     "_native_multi_head_attention": "call nn.MultiheadAttention with a gradient or in training mode",
     **dict.fromkeys(("quantized_lstm", "quantized_gru"), "quantise the float32 module instead"),
 }
-# Operands that are statistics or masks, not numbers of the computation: (positions, names).
-NOT_OPERANDS = {
-    "batch_norm": ((1, 2), ("running_mean", "running_var")),
-    "instance_norm": ((1, 2), ("running_mean", "running_var")),
+# Operands that are statistics or masks, not numbers of the computation: (positions, names). By function, or by name.
+_STATISTICS = ("running_mean", "running_var")
+_BELOW = """
+    batch_norm instance_norm native_batch_norm cudnn_batch_norm
+    _native_batch_norm_legit _native_batch_norm_legit_no_training
+    """
+NOT_OPERANDS: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    **dict.fromkeys((F.batch_norm, F.instance_norm), ((1, 2), _STATISTICS)),
+    **dict.fromkeys(_BELOW.split(), ((3, 4), _STATISTICS)),  # torch's operators have the weight and the bias first
     "scaled_dot_product_attention": ((3,), ("attn_mask",)),
 }
 HOOKED_MOVES = ("embedding",)  # their gradient is summed into a weight: it is an error before that
@@ -174,7 +179,7 @@ class _Call:
         inner = name[2:] if name.startswith("__i") and name.endswith("__") else ""
         is_augmented = inner != "" and name not in ("__invert__", "__index__", "__int__", "__iter__")
         self.in_place = is_augmented or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        self.skip_positions, self.skip_names = NOT_OPERANDS.get(name, ((), ()))
+        self.skip_positions, self.skip_names = NOT_OPERANDS.get(func) or NOT_OPERANDS.get(name, ((), ()))
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (self.in_place or "out" in kwargs or "inplace" in kwargs) and torch.is_inference_mode_enabled():

@@ -362,6 +362,26 @@ def test_batch_norm_statistics_stay_float32_and_are_updated() -> None:
     assert not is_fp16(model.running_var)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [torch.batch_norm, torch.ops.aten.batch_norm, torch.ops.aten.native_batch_norm, torch.instance_norm],
+    ids=["torch", "operator", "native", "instance"],
+)
+def test_statistics_are_those_of_an_operator_whose_weight_comes_first(function: Callable[..., Tensor]) -> None:
+    x, weight, bias = randn(6, 3, 5), randn(3), randn(3)
+    mean, variance = randn(3), torch.rand(3)
+    expected_mean, expected_variance = mean.clone(), variance.clone()
+    rest = (True, 0.1, 1e-5) if function is torch.ops.aten.native_batch_norm else (True, 0.1, 1e-5, False)
+    with emulate("e5m2"):
+        out = function(x, weight, bias, mean, variance, *rest)
+    x, weight, bias = (round_to(v, "e5m2") for v in (x, weight, bias))
+    expected = function(x, weight, bias, expected_mean, expected_variance, *rest)
+    first = (lambda v: v[0]) if isinstance(out, tuple) else (lambda v: v)
+    assert torch.equal(first(out), round_to(first(expected), "e5m2"))
+    assert torch.equal(mean, expected_mean)
+    assert torch.equal(variance, expected_variance)
+
+
 # Backward
 
 
