@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import io
 import pickle
 
@@ -147,6 +148,21 @@ def test_a_forward_that_a_library_put_there_is_run_and_given_back(x: Tensor) -> 
     assert torch.equal(dequantize(model)(x), nn.functional.linear(x, layer.weight))
 
 
+def test_a_forward_has_the_signature_it_had(net: Net) -> None:
+    model = quantize(net, "fp16")
+    for kept in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert inspect.signature(kept.forward) == inspect.signature(net.forward)
+
+
+def test_a_forward_may_be_static(x: Tensor) -> None:
+    class Square(nn.Module):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x * x
+
+    assert torch.equal(quantize(Square(), "fp16")(x), h(h(x) * h(x)))
+
+
 def test_a_module_added_later_takes_the_format_around_it(net: Net, x: Tensor) -> None:
     model = quantize(net, "fp16")
     model.lm_head = nn.Linear(6, 3)
@@ -208,6 +224,14 @@ def test_a_compiled_model_computes_the_same(net: Net, x: Tensor) -> None:
     expected.sum().backward()
     for mine, theirs in zip(compiled.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside"])
+def test_an_exported_model_computes_the_same(net: Net, x: Tensor, inside: bool) -> None:
+    model = quantize(net, "fp16")
+    exported = torch.export.export(nn.Sequential(model) if inside else model, (x,))
+    assert torch.equal(exported.module()(x), model(x))
 
 
 # Policies
