@@ -596,6 +596,11 @@ def entered(scope: Scope) -> Iterator[Emulation]:
         finally:
             emulation.scope = previous
         return
+    if torch._C._is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace came to emulated code, and would see no rounding. Possible: torch.compile and "
+            "torch.export. Trace the model that fpsim.dequantize(model) gives, or export the quantised one."
+        )
     emulation = Emulation(scope)
     _note_inference_write()  # what happened outside was not seen
     _current.emulation = emulation

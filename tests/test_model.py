@@ -341,3 +341,9 @@ def test_bad_input_is_refused_with_what_to_do(make: object, error: type[Exceptio
 def test_a_scripted_module_is_refused() -> None:
     with pytest.raises(TypeError, match="compiled by TorchScript"):
         quantize(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "fp16")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_trace_is_refused(net: Net, x: Tensor) -> None:
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace came to emulated code"):
+        torch.jit.trace(quantize(net, "fp16"), (x,))
