@@ -7,7 +7,7 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -72,10 +72,18 @@ class Listeners:
 class Scope:
     """The module whose forward runs: its name, its formats, and the operations counted so far."""
 
-    __slots__ = ("counts", "float32", "listeners", "name", "specs")
+    __slots__ = ("counts", "float32", "listeners", "name", "specs", "weights")
 
-    def __init__(self, name: str, specs: RoleSpecs, float32: tuple[str, ...], listeners: Listeners) -> None:
+    def __init__(
+        self,
+        name: str,
+        specs: RoleSpecs,
+        float32: tuple[str, ...],
+        listeners: Listeners,
+        weights: Collection[int] = (),
+    ) -> None:
         self.name, self.specs, self.float32, self.listeners = name, specs, float32, listeners
+        self.weights = weights  # the id of each tensor that stands in for a parameter
         self.counts: dict[str, int] = {}
 
     def site(self, operation: str) -> str:
@@ -435,7 +443,7 @@ class Emulation(TorchFunctionMode):
     def _operand(self, x: Tensor, weights_only: bool) -> Tensor:
         """`x` in its format: a parameter in the weights', anything else in the activations'."""
         specs = self.scope.specs
-        is_weight = isinstance(x, nn.Parameter)
+        is_weight = isinstance(x, nn.Parameter) or id(x) in self.scope.weights
         spec, backward = (specs.weight, specs.weight_grad) if is_weight else (specs.activation, specs.error)
         if (spec is None and backward is None) or (weights_only and not is_weight):
             return x

@@ -77,7 +77,7 @@ class _EmulatedForward:
         specs = self.specs
         forward = self._true_forward()
         inside = self._float32_inside and specs is not NO_SPECS
-        scope = Scope(self.name, specs, self._float32, self.listeners)
+        scope = Scope(self.name, specs, self._float32, self.listeners, _replaced_parameters(self.module))
         with entered(scope) as emulation:
             if not inside:
                 return forward(*args, **kwargs)
@@ -86,6 +86,20 @@ class _EmulatedForward:
             out = forward(*args, **kwargs)
             scope.specs = specs
             return emulation.bring_out(out)
+
+
+def _replaced_parameters(module: nn.Module) -> list[int]:
+    """The ids of the plain tensors that torch.func.functional_call put in the place of parameters.
+
+    Of the module and its children: an attention uses the weights of its last layer itself.
+    """
+    return [
+        id(p)
+        for m in (module, *module._modules.values())
+        if m is not None
+        for p in m._parameters.values()
+        if type(p) is not nn.Parameter and p is not None and not isinstance(p, nn.Parameter)
+    ]
 
 
 class _EmulatedRepr:

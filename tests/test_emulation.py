@@ -668,6 +668,22 @@ def test_functional_calls_and_transforms_are_emulated() -> None:
     assert torch.equal(torch.func.vmap(model)(x), expected)
 
 
+@pytest.mark.parametrize("attention", [False, True], ids=["linear", "attention"])
+def test_a_tensor_in_the_place_of_a_parameter_has_the_formats_of_weights(attention: bool) -> None:
+    layer, x = nn.MultiheadAttention(4, 2) if attention else nn.Linear(4, 3), randn(5, 4)
+    model = quantize(layer, Policy(weight="e4m3fn", activation="bf16", error="bf16", weight_grad="e5m2"))
+    inputs = (x, x, x) if attention else (x,)
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    for out in (model(*inputs), torch.func.functional_call(model, parameters, inputs)):
+        (out[0] if attention else out).square().sum().backward()
+    if not attention:
+        weight, bias = (round_to(p.detach(), "e4m3fn") for p in (layer.weight, layer.bias))
+        assert torch.equal(out, round_to(F.linear(round_to(x, "bf16"), weight, bias), "bf16"))
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, round_to(p.grad, "e5m2"))
+        assert torch.equal(parameters[name].grad, p.grad)
+
+
 def test_tangents_pass_straight_through() -> None:
     layer, x, t = nn.Linear(4, 3), randn(5, 4), randn(5, 4)
     out, tangent = torch.func.jvp(quantize(layer, FP16), (x,), (t,))
