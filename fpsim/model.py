@@ -123,7 +123,9 @@ def quantize(
     optimizers update), and `deepcopy`, `pickle` and `torch.save` work. Any of its submodules may be called alone.
 
     Integer, boolean, complex, sparse and float8 tensors pass as they are. Code that a checkpoint runs again outside of
-    any module, and methods of the model other than the forwards of its modules, are not seen.
+    any module, and methods of the model other than the forwards of its modules, are not seen. Nor is the emulation by
+    `torch.fx.symbolic_trace`, which reads the class of the model, and by the copies of a `torch.fx.GraphModule`, which
+    write their forward anew. What `copy.copy` and `nn.DataParallel` make runs on the parameters of the original.
 
     fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module.
     rounding: the rounding of every role, if not nearest-even or the policy's own.
