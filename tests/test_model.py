@@ -324,6 +324,11 @@ def test_roundings_may_differ_by_role() -> None:
             ValueError,
             "Conv2d matches no module.*LayerNorm",
         ),
+        (
+            lambda: quantize(nn.Linear(2, 2), Policy(overrides={nn.Linear: None})),
+            ValueError,
+            r"Linear matches no module.*\(none: the model has no submodules\); the model itself",
+        ),
         (lambda: quantize(lambda x: x, "fp16"), TypeError, r"function.*torch\.nn\.Module.*emulate"),
         (lambda: quantize(Net(), 16), TypeError, "A format is wanted"),
         (lambda: quantize(Net(), {"error": "e5m2"}), TypeError, r"came as the mapping .* fpsim\.Policy\(\*\*mapping\)"),
