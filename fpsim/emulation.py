@@ -7,7 +7,7 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -72,10 +72,18 @@ class Listeners:
 class Scope:
     """The module whose forward runs: its name, its formats, and the operations counted so far."""
 
-    __slots__ = ("counts", "float32", "listeners", "name", "specs")
+    __slots__ = ("counts", "float32", "listeners", "name", "specs", "weights")
 
-    def __init__(self, name: str, specs: RoleSpecs, float32: tuple[str, ...], listeners: Listeners) -> None:
+    def __init__(
+        self,
+        name: str,
+        specs: RoleSpecs,
+        float32: tuple[str, ...],
+        listeners: Listeners,
+        weights: Collection[int] = (),
+    ) -> None:
         self.name, self.specs, self.float32, self.listeners = name, specs, float32, listeners
+        self.weights = weights  # the id of each tensor that stands in for a parameter
         self.counts: dict[str, int] = {}
 
     def site(self, operation: str) -> str:
@@ -104,9 +112,9 @@ PASS = frozenset(
     __set__ __delete__ __hash__ __len__ __bool__ __int__ __float__ __index__ __repr__ __str__ __format__
     __contains__ __dir__ __reduce__ __reduce_ex__ __setstate__ __deepcopy__ __array__ __dlpack__ __dlpack_device__
     size stride dim ndimension numel nelement element_size storage_offset data_ptr is_contiguous is_pinned
-    storage untyped_storage type get_device is_floating_point is_complex is_signed is_inference is_same_size
+    storage untyped_storage get_device is_floating_point is_complex is_signed is_inference is_same_size
     is_set_to is_shared has_names requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward
-    item tolist numpy detach_ is_nonzero allclose equal isfinite isnan isinf isneginf isposinf isclose
+    grad item tolist numpy detach_ is_nonzero allclose equal isfinite isnan isinf isneginf isposinf isclose
     eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ argmax argmin argsort nonzero argwhere
     logical_and logical_or logical_not logical_xor signbit searchsorted bucketize histc bincount unique
     unique_consecutive result_type promote_types can_cast is_tensor is_storage record_stream pin_memory share_memory_
@@ -120,9 +128,10 @@ PASS = frozenset(
 )
 MOVE = frozenset(
     """
-    T mT H mH real view view_as reshape reshape_as flatten unflatten squeeze unsqueeze squeeze_ unsqueeze_ transpose
-    transpose_ t t_ permute swapaxes swapdims movedim moveaxis adjoint expand expand_as broadcast_to broadcast_tensors
-    contiguous clone detach alias to cpu cuda type_as float double half bfloat16 positive narrow select diagonal unfold
+    T mT H mH real imag view_as_real view_as_complex values _values view view_as reshape reshape_as flatten unflatten
+    squeeze unsqueeze squeeze_ unsqueeze_ transpose transpose_ t t_ permute swapaxes swapdims movedim moveaxis adjoint
+    expand expand_as broadcast_to broadcast_tensors contiguous clone detach alias
+    to cpu cuda type type_as float double half bfloat16 positive narrow select diagonal unfold
     as_strided chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind meshgrid
     atleast_1d atleast_2d atleast_3d cat concat concatenate stack hstack vstack dstack column_stack row_stack
     block_diag index_select gather take take_along_dim masked_select __getitem__ flip fliplr flipud roll rot90 tile
@@ -138,10 +147,15 @@ REFUSE = {
     "_native_multi_head_attention": "call nn.MultiheadAttention with a gradient or in training mode",
     **dict.fromkeys(("quantized_lstm", "quantized_gru"), "quantise the float32 module instead"),
 }
-# Operands that are statistics or masks, not numbers of the computation: (positions, names).
-NOT_OPERANDS = {
-    "batch_norm": ((1, 2), ("running_mean", "running_var")),
-    "instance_norm": ((1, 2), ("running_mean", "running_var")),
+# Operands that are statistics or masks, not numbers of the computation: (positions, names). By function, or by name.
+_STATISTICS = ("running_mean", "running_var")
+_BELOW = """
+    batch_norm instance_norm native_batch_norm cudnn_batch_norm
+    _native_batch_norm_legit _native_batch_norm_legit_no_training
+    """
+NOT_OPERANDS: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    **dict.fromkeys((F.batch_norm, F.instance_norm), ((1, 2), _STATISTICS)),
+    **dict.fromkeys(_BELOW.split(), ((3, 4), _STATISTICS)),  # torch's operators have the weight and the bias first
     "scaled_dot_product_attention": ((3,), ("attn_mask",)),
 }
 HOOKED_MOVES = ("embedding",)  # their gradient is summed into a weight: it is an error before that
@@ -173,7 +187,7 @@ class _Call:
         inner = name[2:] if name.startswith("__i") and name.endswith("__") else ""
         is_augmented = inner != "" and name not in ("__invert__", "__index__", "__int__", "__iter__")
         self.in_place = is_augmented or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        self.skip_positions, self.skip_names = NOT_OPERANDS.get(name, ((), ()))
+        self.skip_positions, self.skip_names = NOT_OPERANDS.get(func) or NOT_OPERANDS.get(name, ((), ()))
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (self.in_place or "out" in kwargs or "inplace" in kwargs) and torch.is_inference_mode_enabled():
@@ -181,7 +195,21 @@ class _Call:
         return func(*args, **kwargs)
 
 
-_calls: dict[Any, _Call] = {}
+class _BackwardCall(_Call):
+    """A backward pass may run modules again, of a checkpoint: they enter a mode of their own, for this one is off."""
+
+    __slots__ = ()
+
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        emulation, _current.emulation = _current.emulation, None
+        try:
+            return super().__call__(func, args, kwargs)
+        finally:
+            _current.emulation = emulation
+
+
+_BACKWARD_PASSES = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_calls: dict[Any, _Call] = {f: _BackwardCall(f) for f in _BACKWARD_PASSES}
 
 
 def _without_override_check(func: types.FunctionType) -> Callable[..., Any]:
@@ -199,6 +227,8 @@ _decomposed: dict[Any, Callable[..., Any]] = {
 
 # A tensor whose values are known to be in a format carries a mark: the format, the tensor's version then, the scale of
 # a gradient, and whether it required a gradient. One that does so later has no place yet where that is rounded.
+# A weight's mark says so: in another module its format may be that of weights, and an activation still has to fit.
+_OF_A_WEIGHT = " of a weight"
 
 
 def _is_roundable(x: Tensor) -> bool:
@@ -380,7 +410,7 @@ class Emulation(TorchFunctionMode):
             if was_marked and isinstance(first, Tensor):
                 self._round_result(first, call, operands, floats, first)
             return out
-        if moves and not call.in_place:
+        if moves:
             self._carry_marks(out, floats, first, was_marked)
             if call.name in HOOKED_MOVES and isinstance(out, Tensor) and out.requires_grad:
                 self._hook(out, self.scope.site(call.name), call.name, operands)
@@ -406,12 +436,14 @@ class Emulation(TorchFunctionMode):
 
     def _is_in_format(self, x: Tensor, spec: RoundingSpec | None) -> bool:
         mark, weight = _marked(x), self.scope.specs.weight
-        return mark is not None and (spec is None or mark in (spec.text, weight and weight.text))
+        if mark is None or spec is None or mark == spec.text:
+            return mark is not None
+        return weight is not None and mark == weight.text + _OF_A_WEIGHT
 
     def _operand(self, x: Tensor, weights_only: bool) -> Tensor:
         """`x` in its format: a parameter in the weights', anything else in the activations'."""
         specs = self.scope.specs
-        is_weight = isinstance(x, nn.Parameter)
+        is_weight = isinstance(x, nn.Parameter) or id(x) in self.scope.weights
         spec, backward = (specs.weight, specs.weight_grad) if is_weight else (specs.activation, specs.error)
         if (spec is None and backward is None) or (weights_only and not is_weight):
             return x
@@ -434,7 +466,9 @@ class Emulation(TorchFunctionMode):
         rounded = x.clone()
         if spec is not None:
             ops.round_memory_(rounded, spec)
-            _mark(rounded, spec.text)
+            activation = self.scope.specs.activation
+            is_activation = role == "activation" or (activation is not None and activation.text == spec.text)
+            _mark(rounded, spec.text if is_activation else spec.text + _OF_A_WEIGHT)
             observer = self.scope.listeners.watching(site, role)
             if observer is not None:
                 observer(site, role, x.detach(), rounded.detach(), spec)
@@ -570,6 +604,11 @@ def entered(scope: Scope) -> Iterator[Emulation]:
         finally:
             emulation.scope = previous
         return
+    if torch._C._is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace came to emulated code, and would see no rounding. Possible: torch.compile and "
+            "torch.export. Trace the model that fpsim.dequantize(model) gives, or export the quantised one."
+        )
     emulation = Emulation(scope)
     _note_inference_write()  # what happened outside was not seen
     _current.emulation = emulation

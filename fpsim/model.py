@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,14 +34,22 @@ class _EmulatedForward:
         self._prepare()
 
     def _prepare(self) -> None:
-        forward = self.inner or type(self.module).forward
-        functools.update_wrapper(self, forward, updated=())
+        forward = self._true_forward()
+        functools.update_wrapper(self, forward, updated=())  # bound: its signature has no self
+        self.__code__ = getattr(forward, "__code__", None)  # torch.export asks where it is written
         scope = make_scope(self.name, self.policy, self.listeners)
         self._specs, self._float32 = scope.specs, scope.float32
         is_torch = type(self.module).__module__.startswith("torch.")
         is_block = next(self.module.children(), None) is not None  # it has a norm in its name, and more inside
         is_named = _NORMALISATION.fullmatch(type(self.module).__name__) is not None
         self._float32_inside = is_named and not is_torch and not is_block
+
+    def _true_forward(self) -> Callable[..., Any]:
+        """What `module.forward` would be without this: a method, a static one, or what a library put there."""
+        if self.inner is not None:
+            return self.inner  # type: ignore[no-any-return]
+        of_class = next(vars(c)["forward"] for c in type(self.module).__mro__ if "forward" in vars(c))
+        return of_class.__get__(self.module) if hasattr(of_class, "__get__") else of_class  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in ("module", "name", "policy", "listeners", "inner")}
@@ -55,17 +63,21 @@ class _EmulatedForward:
         duplicate.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()})
         return duplicate
 
+    def __getattr__(self, name: str) -> Any:
+        if "module" not in self.__dict__ or "_specs" in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._prepare()  # after a copy or a load, once the module is whole again
+        return getattr(self, name)
+
     @property
     def specs(self) -> RoleSpecs:
-        if "_specs" not in self.__dict__:  # after a copy or a load, once the module is whole again
-            self._prepare()
-        return self._specs
+        return self._specs  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         specs = self.specs
-        forward = self.inner or functools.partial(type(self.module).forward, self.module)
+        forward = self._true_forward()
         inside = self._float32_inside and specs is not NO_SPECS
-        scope = Scope(self.name, specs, self._float32, self.listeners)
+        scope = Scope(self.name, specs, self._float32, self.listeners, _replaced_parameters(self.module))
         with entered(scope) as emulation:
             if not inside:
                 return forward(*args, **kwargs)
@@ -74,6 +86,20 @@ class _EmulatedForward:
             out = forward(*args, **kwargs)
             scope.specs = specs
             return emulation.bring_out(out)
+
+
+def _replaced_parameters(module: nn.Module) -> list[int]:
+    """The ids of the plain tensors that torch.func.functional_call put in the place of parameters.
+
+    Of the module and its children: an attention uses the weights of its last layer itself.
+    """
+    return [
+        id(p)
+        for m in (module, *module._modules.values())
+        if m is not None
+        for p in m._parameters.values()
+        if type(p) is not nn.Parameter and p is not None and not isinstance(p, nn.Parameter)
+    ]
 
 
 class _EmulatedRepr:
@@ -97,7 +123,9 @@ def quantize(
     optimizers update), and `deepcopy`, `pickle` and `torch.save` work. Any of its submodules may be called alone.
 
     Integer, boolean, complex, sparse and float8 tensors pass as they are. Code that a checkpoint runs again outside of
-    any module, and methods of the model other than the forwards of its modules, are not seen.
+    any module, and methods of the model other than the forwards of its modules, are not seen. Nor is the emulation by
+    `torch.fx.symbolic_trace`, which reads the class of the model, and by the copies of a `torch.fx.GraphModule`, which
+    write their forward anew. What `copy.copy` and `nn.DataParallel` make runs on the parameters of the original.
 
     fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module.
     rounding: the rounding of every role, if not nearest-even or the policy's own.

@@ -164,8 +164,11 @@ def _matches(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bo
 def _no_match(pattern: str | type[nn.Module], modules: Mapping[str, nn.Module]) -> str:
     names = [name for name in modules if name]
     if isinstance(pattern, type):
-        kinds = sorted({type(m).__name__ for m in modules.values()})
-        return f"The pattern {pattern.__name__} matches no module. Classes in the model: {', '.join(kinds)}."
+        kinds = sorted({type(m).__name__ for name, m in modules.items() if name})
+        return (
+            f"The pattern {pattern.__name__} matches no module. Classes inside the model: "
+            f"{', '.join(kinds) or '(none: the model has no submodules)'}; the model itself has the policy's formats."
+        )
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:5]
     return (
         f"The pattern {pattern!r} matches no module. Names are those of model.named_modules(), for instance "

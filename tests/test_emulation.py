@@ -122,6 +122,14 @@ def test_a_weight_that_is_moved_keeps_the_format_of_weights() -> None:
     assert torch.equal(y, round_to(round_to(x, "e4m3fn") @ h(weight).T, "e4m3fn"))
 
 
+def test_an_activation_in_the_format_of_the_next_modules_weights_is_rounded_as_an_activation() -> None:
+    layers, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), randn(3, 4)
+    model = quantize(layers, Policy(weight=FP16, activation="e4m3fn", overrides={"0": FP16}))
+    hidden = h(F.linear(h(x), h(layers[0].weight), h(layers[0].bias)))
+    expected = F.linear(round_to(hidden, "e4m3fn"), h(layers[1].weight), h(layers[1].bias))
+    assert torch.equal(model(x), round_to(expected, "e4m3fn"))
+
+
 def test_a_rounded_tensor_joined_with_another_is_rounded_again() -> None:
     raw = torch.full((2,), 1.5 + 2.0**-13)  # rounds to 1.5
     with emulate(FP16):
@@ -213,6 +221,36 @@ def test_a_view_that_a_computation_returns_leaves_its_operand_as_it_is() -> None
         torch.einsum("ij->ji", weight)
         y = F.linear(x, weight)  # the same rounded copy of the weight
     assert torch.equal(y, round_to(F.linear(round_to(x, "e4m3fn"), h(w)), "e4m3fn"))
+
+
+@pytest.mark.parametrize(
+    ("view", "owner"),
+    [
+        (torch.imag, lambda: torch.randn(8, dtype=torch.complex64)),
+        (torch.view_as_real, lambda: torch.randn(8, dtype=torch.complex64)),
+        (torch.Tensor.values, lambda: torch.randn(3, 3).to_sparse_coo().coalesce()),
+        (lambda x: x.unsqueeze_(0), lambda: torch.randn(8)),
+        (lambda x: x.t_(), lambda: torch.randn(3, 3)),
+    ],
+    ids=["imag", "view_as_real", "sparse values", "unsqueeze_", "t_"],
+)
+def test_a_view_of_what_is_in_no_format_leaves_its_numbers_and_is_rounded_where_it_is_used(
+    view: Callable[[Tensor], Tensor], owner: Callable[[], Tensor]
+) -> None:
+    x = owner()
+    numbers = view(x.clone())
+    with emulate("e5m2"):
+        seen = view(x)
+        doubled = seen * 2.0
+    assert torch.equal(seen, numbers)
+    assert torch.equal(doubled, 2.0 * round_to(numbers, "e5m2"))
+
+
+def test_a_weight_converted_by_type_keeps_the_format_of_weights() -> None:
+    weight, x = nn.Parameter(randn(5, 6)), randn(3, 5).double()
+    with emulate(Policy(weight="e4m3fn", activation=FP16)):
+        y = x @ weight.type(torch.float64)
+    assert torch.equal(y, round_to(round_to(x, FP16) @ round_to(weight.detach(), "e4m3fn").double(), FP16))
 
 
 def test_a_result_written_over_an_operand_is_rounded() -> None:
@@ -322,6 +360,26 @@ def test_batch_norm_statistics_stay_float32_and_are_updated() -> None:
     assert torch.equal(model(x), h(twin(h(x))))
     assert torch.equal(model.running_var, twin.running_var)
     assert not is_fp16(model.running_var)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.batch_norm, torch.ops.aten.batch_norm, torch.ops.aten.native_batch_norm, torch.instance_norm],
+    ids=["torch", "operator", "native", "instance"],
+)
+def test_statistics_are_those_of_an_operator_whose_weight_comes_first(function: Callable[..., Tensor]) -> None:
+    x, weight, bias = randn(6, 3, 5), randn(3), randn(3)
+    mean, variance = randn(3), torch.rand(3)
+    expected_mean, expected_variance = mean.clone(), variance.clone()
+    rest = (True, 0.1, 1e-5) if function is torch.ops.aten.native_batch_norm else (True, 0.1, 1e-5, False)
+    with emulate("e5m2"):
+        out = function(x, weight, bias, mean, variance, *rest)
+    x, weight, bias = (round_to(v, "e5m2") for v in (x, weight, bias))
+    expected = function(x, weight, bias, expected_mean, expected_variance, *rest)
+    first = (lambda v: v[0]) if isinstance(out, tuple) else (lambda v: v)
+    assert torch.equal(first(out), round_to(first(expected), "e5m2"))
+    assert torch.equal(mean, expected_mean)
+    assert torch.equal(variance, expected_variance)
 
 
 # Backward
@@ -569,6 +627,34 @@ def test_checkpointed_modules_give_the_same_gradients(reentrant: bool) -> None:
             assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_module_that_a_backward_pass_inside_the_block_runs_again_is_emulated(reentrant: bool) -> None:
+    model = quantize(nn.Sequential(nn.Linear(6, 6), nn.Sigmoid(), nn.Linear(6, 6)), "e5m2")
+    x = randn(4, 6, grad=True)
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with emulate("e5m2"):
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+
+
+def test_a_forward_may_take_gradients_of_its_input() -> None:
+    class Force(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = nn.Linear(3, 1, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+    model, x = quantize(Force(), Policy("fp16", "fp16", "fp16", "fp16", overrides={"energy": "bf16"})), randn(2, 3)
+    force = model(x.requires_grad_())
+    assert torch.equal(force, model.energy.weight.bfloat16().float().expand(2, 3))
+    force.sum().backward()
+    assert torch.equal(model.energy.weight.grad, torch.full((1, 3), 2.0))
+
+
 def test_functional_calls_and_transforms_are_emulated() -> None:
     layer, x = nn.Linear(4, 3), randn(5, 4)
     model = quantize(layer, FP16)
@@ -580,6 +666,22 @@ def test_functional_calls_and_transforms_are_emulated() -> None:
     )(parameters, x)
     assert torch.equal(per_sample["weight"], h(x)[:, None, :].expand(5, 3, 4))
     assert torch.equal(torch.func.vmap(model)(x), expected)
+
+
+@pytest.mark.parametrize("attention", [False, True], ids=["linear", "attention"])
+def test_a_tensor_in_the_place_of_a_parameter_has_the_formats_of_weights(attention: bool) -> None:
+    layer, x = nn.MultiheadAttention(4, 2) if attention else nn.Linear(4, 3), randn(5, 4)
+    model = quantize(layer, Policy(weight="e4m3fn", activation="bf16", error="bf16", weight_grad="e5m2"))
+    inputs = (x, x, x) if attention else (x,)
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    for out in (model(*inputs), torch.func.functional_call(model, parameters, inputs)):
+        (out[0] if attention else out).square().sum().backward()
+    if not attention:
+        weight, bias = (round_to(p.detach(), "e4m3fn") for p in (layer.weight, layer.bias))
+        assert torch.equal(out, round_to(F.linear(round_to(x, "bf16"), weight, bias), "bf16"))
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, round_to(p.grad, "e5m2"))
+        assert torch.equal(parameters[name].grad, p.grad)
 
 
 def test_tangents_pass_straight_through() -> None:

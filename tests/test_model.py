@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import io
 import pickle
 
@@ -147,6 +148,21 @@ def test_a_forward_that_a_library_put_there_is_run_and_given_back(x: Tensor) -> 
     assert torch.equal(dequantize(model)(x), nn.functional.linear(x, layer.weight))
 
 
+def test_a_forward_has_the_signature_it_had(net: Net) -> None:
+    model = quantize(net, "fp16")
+    for kept in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert inspect.signature(kept.forward) == inspect.signature(net.forward)
+
+
+def test_a_forward_may_be_static(x: Tensor) -> None:
+    class Square(nn.Module):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x * x
+
+    assert torch.equal(quantize(Square(), "fp16")(x), h(h(x) * h(x)))
+
+
 def test_a_module_added_later_takes_the_format_around_it(net: Net, x: Tensor) -> None:
     model = quantize(net, "fp16")
     model.lm_head = nn.Linear(6, 3)
@@ -208,6 +224,14 @@ def test_a_compiled_model_computes_the_same(net: Net, x: Tensor) -> None:
     expected.sum().backward()
     for mine, theirs in zip(compiled.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside"])
+def test_an_exported_model_computes_the_same(net: Net, x: Tensor, inside: bool) -> None:
+    model = quantize(net, "fp16")
+    exported = torch.export.export(nn.Sequential(model) if inside else model, (x,))
+    assert torch.equal(exported.module()(x), model(x))
 
 
 # Policies
@@ -300,6 +324,11 @@ def test_roundings_may_differ_by_role() -> None:
             ValueError,
             "Conv2d matches no module.*LayerNorm",
         ),
+        (
+            lambda: quantize(nn.Linear(2, 2), Policy(overrides={nn.Linear: None})),
+            ValueError,
+            r"Linear matches no module.*\(none: the model has no submodules\); the model itself",
+        ),
         (lambda: quantize(lambda x: x, "fp16"), TypeError, r"function.*torch\.nn\.Module.*emulate"),
         (lambda: quantize(Net(), 16), TypeError, "A format is wanted"),
         (lambda: quantize(Net(), {"error": "e5m2"}), TypeError, r"came as the mapping .* fpsim\.Policy\(\*\*mapping\)"),
@@ -317,3 +346,9 @@ def test_bad_input_is_refused_with_what_to_do(make: object, error: type[Exceptio
 def test_a_scripted_module_is_refused() -> None:
     with pytest.raises(TypeError, match="compiled by TorchScript"):
         quantize(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "fp16")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_trace_is_refused(net: Net, x: Tensor) -> None:
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace came to emulated code"):
+        torch.jit.trace(quantize(net, "fp16"), (x,))
