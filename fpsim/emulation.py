@@ -158,7 +158,8 @@ NOT_OPERANDS: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {
     **dict.fromkeys(_BELOW.split(), ((3, 4), _STATISTICS)),  # torch's operators have the weight and the bias first
     "scaled_dot_product_attention": ((3,), ("attn_mask",)),
 }
-HOOKED_MOVES = ("embedding",)  # their gradient is summed into a weight: it is an error before that
+# What is looked up in a weight is an activation, and its gradient, which is summed into the weight, an error.
+LOOK_UPS = ("embedding",)
 
 _PASS, _MOVE, _COMPUTE, _REFUSE, _DECOMPOSE, _SET_ITEM = range(6)
 
@@ -412,9 +413,13 @@ class Emulation(TorchFunctionMode):
             return out
         if moves:
             self._carry_marks(out, floats, first, was_marked)
-            if call.name in HOOKED_MOVES and isinstance(out, Tensor) and out.requires_grad:
-                self._hook(out, self.scope.site(call.name), call.name, operands)
-            return out
+            if call.name not in LOOK_UPS or not isinstance(out, Tensor):
+                return out
+            activation = self.scope.specs.activation
+            if activation is None or _marked(out) == activation.text:
+                if out.requires_grad:
+                    self._hook(out, self.scope.site(call.name), call.name, operands)
+                return out
         return self._round_results(out, call, operands, floats, kwargs.get("out", first))
 
     def _prepared(self, x: Any, weights_only: bool, floats: list[Tensor]) -> Any:

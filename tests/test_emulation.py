@@ -130,6 +130,17 @@ def test_an_activation_in_the_format_of_the_next_modules_weights_is_rounded_as_a
     assert torch.equal(model(x), round_to(expected, "e4m3fn"))
 
 
+def test_what_is_looked_up_in_a_weight_is_an_activation() -> None:
+    layers, words = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4)), torch.tensor([1, 5])
+    model = quantize(layers, Policy(weight=FP16, activation="e4m3fn"))
+    x = round_to(h(layers[0].weight)[words], "e4m3fn")
+    assert torch.equal(model[0](words), x)
+    expected = round_to(F.linear(x, h(layers[1].weight), h(layers[1].bias)), "e4m3fn")
+    assert torch.equal(model(words), expected)
+    model = quantize(layers, Policy(weight=None, activation="e4m3fn"))
+    assert torch.equal(model[0](words), round_to(layers[0].weight[words], "e4m3fn"))
+
+
 def test_a_rounded_tensor_joined_with_another_is_rounded_again() -> None:
     raw = torch.full((2,), 1.5 + 2.0**-13)  # rounds to 1.5
     with emulate(FP16):
