@@ -150,8 +150,9 @@ def search(
 ) -> None:
     """Find the smallest formats, by role, with which a task keeps the accuracy of float32.
 
-    Prints what nothing beats in both bits and accuracy, and the smallest that is within the tolerance. Run it again to
-    go on where it was stopped.
+    Prints what nothing beats in both bits and accuracy, and the smallest within the tolerance.
+
+    Run it again to go on where it was stopped.
     """
     command = shlex.join(["ada-loss", *sys.argv[1:]])
     with _said_in_words(f" Go on with: {command}"):
