@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 1, 2, 3, 130
 app = typer.Typer(
     name="ada-loss",
     help="Compare number formats and gradient scaling methods in the training of neural networks.",
-    epilog="Exit codes: 0 all is well; 1 cells failed; 2 bad input; 3 a sweep could not go on; 130 interrupted.",
+    epilog="Exit codes: 0 all is well; 1 cells failed; 2 bad input; 3 it could not go on; 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -36,8 +37,11 @@ Seconds = Annotated[float | None, typer.Option(help="Seconds that one cell may t
 
 
 @contextmanager
-def _said_in_words() -> Iterator[None]:
-    """What is wrong is one line on stderr and an exit code; a traceback is for what is wrong with this library."""
+def _said_in_words(again: str = "") -> Iterator[None]:
+    """What is wrong is one line on stderr and an exit code; a traceback is for what is wrong with this library.
+
+    again: what is said beside, where work was stopped and can go on.
+    """
     from ada_loss.lab.store import Damaged
 
     try:
@@ -49,12 +53,12 @@ def _said_in_words() -> Iterator[None]:
         _say(f"The ledger cannot be read: {error}. Name another folder, or put its ledger.sqlite there again.")
         raise typer.Exit(BAD_INPUT) from None
     except KeyboardInterrupt as error:
-        _say(error or "Interrupted.")
+        _say(f"{error or 'Interrupted.'}{again}")
         raise typer.Exit(INTERRUPTED) from None
     except RuntimeError as error:
         if type(error).__name__ != "SweepStopped":
             raise
-        _say(error)
+        _say(f"{error}{again}")
         raise typer.Exit(STOPPED) from None
 
 
@@ -120,6 +124,69 @@ def _finish(results: Any, as_json: bool) -> None:
         print(f"Report: {report}")
     if results.counts["failed"]:
         raise typer.Exit(FAILED)
+
+
+@app.command()
+def search(
+    task: Annotated[str, typer.Argument(help="A task's name, or 'module:function' that makes one.")],
+    roles: Annotated[
+        list[str], typer.Option(help="Which get small formats, with commas between; the others stay in float32.")
+    ] = ["weight,activation,error,weight_grad"],  # noqa: B006
+    scaling: Annotated[str, typer.Option(help="How gradients are scaled: a method's name or a number.")] = "none",
+    rounding: Annotated[str, typer.Option(help="nearest_even, stochastic, ...")] = "nearest_even",
+    tolerance: Annotated[float, typer.Option(help="How far below float32 the mean over the seeds may be.")] = 0.01,
+    seeds: Annotated[int, typer.Option(help="How many seeds each training is run with.")] = 3,
+    trials: Annotated[int, typer.Option(help="How many combinations are proposed before bits are taken away.")] = 30,
+    exponent_bits: Annotated[tuple[int, int], typer.Option(help="Least and most.")] = (2, 8),
+    mantissa_bits: Annotated[tuple[int, int], typer.Option(help="Least and most.")] = (0, 10),
+    metric: Annotated[
+        str | None, typer.Option(help="What is to be kept; larger is better.", show_default="the task's first")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Processes of this machine, and how many are proposed at once.")] = 1,
+    engine: EngineName = None,
+    device: Annotated[str, typer.Option(help="Where cells compute: cpu, cuda.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="The folder to keep everything in.")] = Path("runs/search"),
+    as_json: AsJson = False,
+) -> None:
+    """Find the smallest formats, by role, with which a task keeps the accuracy of float32.
+
+    Prints what nothing beats in both bits and accuracy, and the smallest within the tolerance.
+
+    Run it again to go on where it was stopped.
+    """
+    command = shlex.join(["ada-loss", *sys.argv[1:]])
+    with _said_in_words(f" Go on with: {command}"):
+        from ada_loss.lab.files import strict_json
+        from ada_loss.lab.search import search as run
+
+        found = run(
+            task,
+            roles=[role.strip() for word in roles for role in word.split(",")],
+            exponent_bits=exponent_bits,
+            mantissa_bits=mantissa_bits,
+            tolerance=tolerance,
+            scaling=_number_or_name(scaling),
+            rounding=rounding,
+            seeds=seeds,
+            trials=trials,
+            metric=metric,
+            workers=workers,
+            engine=engine,
+            device=device,
+            out=out,
+        )
+        if as_json:
+            told = {name: getattr(found, name) for name in ("formats", "bits", "metric", "accuracy", "baseline")}
+            print(strict_json({"out": str(out), **told, "front": found.front()}))
+        else:
+            print(f"{found}\nEvery training: {out / 'ledger.sqlite'}")
+
+
+def _number_or_name(word: str) -> float | str:
+    try:
+        return float(word)
+    except ValueError:
+        return word
 
 
 @app.command()

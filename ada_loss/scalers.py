@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from ada_loss.rules.loss import (
     POSITIVE,
     REACHED,
     STEPS,
-    SYSTEMS,
     LossRule,
     Off,
     Torch,
@@ -59,10 +59,6 @@ class GradScaler:
     (tensor([0.5000]), 8.0)
     """
 
-    def __new__(cls, rule: object = "torch", *, enabled: bool = True, **_: Any) -> GradScaler:
-        off = not enabled or isinstance(rule, Off) or (isinstance(rule, str) and SYSTEMS.get(rule) is Off)
-        return object.__new__(NoScaler if off and cls is GradScaler else cls)
-
     def __init__(
         self,
         rule: LossRule | str | float | torch.device = "torch",
@@ -83,6 +79,9 @@ class GradScaler:
         require("max_gradient_norm", max_gradient_norm, POSITIVE.or_none(), "GradScaler", None)
         self.max_gradient_norm = max_gradient_norm
         self._rule = as_loss_rule(rule)
+        if not enabled or isinstance(self._rule, Off):
+            cls: Any = type(self)
+            self._rule, self.__class__ = Off(), _disabled(cls)
         self._ahead: tuple[Tensor, Tensor] | None = None  # scale and count, once the device has adjusted them
         self._scales: dict[torch.device, Tensor] = {}  # the scale, and its inverse, where they are needed
         self._inverses: dict[torch.device, Tensor] = {}
@@ -426,8 +425,7 @@ class NoScaler(GradScaler):
     """
 
     def __init__(self, *args: Any, enabled: bool = False, **params: Any) -> None:
-        super().__init__(*args, **params)
-        self._rule = Off()
+        super().__init__(*args, **params, enabled=False)
 
     def scale(self, outputs: Any) -> Any:
         return outputs
@@ -460,6 +458,25 @@ class NoScaler(GradScaler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         pass
+
+
+@cache
+def _disabled(cls: Any) -> Any:
+    """`NoScaler` for a class of scalers: what a subclass overrides stays, and its `super()` is `NoScaler`."""
+    if cls is GradScaler:
+        return NoScaler
+    if issubclass(cls, NoScaler):
+        return cls
+
+    def reduce(self: GradScaler) -> Any:  # pickle would look for this class by its name, and find the subclass
+        return _blank, (cls,), self.__getstate__()
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls, NoScaler), {**names, "__reduce__": reduce})
+
+
+def _blank(cls: Any) -> Any:
+    return object.__new__(_disabled(cls))
 
 
 class Updater:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ada_loss.lab.tasks import Task, accuracy
+from ada_loss.lab.tasks.task import trained_with
 
 
 def tiny(seed: int) -> Task:
@@ -91,6 +92,7 @@ def eats_memory(seed: int) -> Task:
     return tiny(seed)
 
 
+@trained_with(steps=1, learning_rate=0.0)
 def sorts(seed: int) -> Task:
     """Points to the left and to the right of 1, told apart by a threshold: it takes four bits of an activation.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import json
 import operator
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import sweep_tasks
+import torch
+from torch import nn
 
 from ada_loss.lab.cells import Cell, plan, run_cell, telemetry
 from ada_loss.lab.tasks import digits
@@ -137,6 +141,93 @@ def test_what_a_function_takes_from_around_it_is_part_of_the_task() -> None:
     assert one == ids(shifted(1), ["fp16"], ["none"])
     assert one != ids(shifted(1, "other"), ["fp16"], ["none"])
     assert one != ids(shifted(2), ["fp16"], ["none"])  # in the method of a class
+
+
+DATA = {
+    "tensor": torch.tensor([1.0, 2.0]),
+    "of another number": torch.tensor([1.0, 3.0]),
+    "of another type": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+    "of another shape": torch.tensor([[1.0, 2.0]]),
+    "of no dimension": torch.tensor(1.0),
+    "array": np.array([1.0, 2.0], dtype=np.float32),
+    "of another byte order": np.array([1.0, 2.0], dtype=">f4"),
+    "of numbers' bits": np.array([1.0, 2.0], dtype=np.float32).view(np.int32),
+    "of objects": np.array([1.0, "a"], dtype=object),
+    "of other objects": np.array([1.0, "b"], dtype=object),
+    "scalar": np.float32(1),
+    "list": [torch.tensor([1.0, 2.0]), object],
+    "longer list": [torch.tensor([1.0, 2.0]), object, np.array(3)],
+    "mapping": {"x": torch.tensor([1.0, 2.0])},
+    "of mappings": ({"x": [torch.tensor([1.0, 2.0])]},),
+    "with another key": ({"y": [torch.tensor([1.0, 2.0])]},),
+}
+
+
+def closed_over(data: Any) -> Any:
+    return lambda seed: (data, sweep_tasks.tiny(seed))
+
+
+def by_default(data: Any) -> Any:
+    def mine(seed: int, *, points: Any = data) -> object:
+        return points, sweep_tasks.tiny(seed)
+
+    return mine
+
+
+def inside(data: Any) -> Any:
+    class Points:
+        held = data
+
+    return lambda seed: (Points, sweep_tasks.tiny(seed))
+
+
+@pytest.mark.parametrize("make", [closed_over, by_default, inside])
+def test_tensors_and_arrays_are_part_of_the_task(make: Any) -> None:
+    first = {name: ids(make(data), ["fp16"], ["none"])[0] for name, data in DATA.items()}
+    assert first == {name: ids(make(copy.deepcopy(data)), ["fp16"], ["none"])[0] for name, data in DATA.items()}
+    assert len({*first.values()}) == len(DATA)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        torch.arange(6.0).reshape(2, 3).T,
+        torch.ones(1).expand(5),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.eye(3).to_sparse(),
+        nn.Parameter(torch.ones(2)),
+        torch.empty(0, 3),
+        torch.empty(2, device="meta"),
+        np.arange(6.0).reshape(2, 3).T[:, ::-1],
+    ],
+    ids=["transposed", "expanded", "conjugated", "sparse", "parameter", "empty", "meta", "strided"],
+)
+def test_a_tensor_is_known_by_its_values_however_it_lies(data: Any) -> None:
+    plain = data.detach().to_dense().resolve_conj().contiguous() if isinstance(data, torch.Tensor) else data.copy()
+    assert ids(closed_over(data), ["fp16"], ["none"]) == ids(closed_over(plain), ["fp16"], ["none"])
+
+
+def test_the_identity_of_a_task_with_data_is_the_same_in_every_process(tmp_path: Path) -> None:
+    code = "import numpy as np, torch\nx, z = torch.arange(3.0), np.ones(2)\n"
+    code += "y = {'a': [np.arange(3)], 'b': {'u', 'v'}}\n"
+    code += "def mine(seed, *, x=x):\n    def loss():\n        return z\n    return y, loss\n"
+    code += "from ada_loss.lab.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
+    told = []
+    changes = (
+        ("", ""),
+        ("", ""),
+        ("arange(3.0)", "arange(1.0, 4.0)"),
+        ("[np.arange(3)]", "[-np.arange(3)]"),
+        ("ones", "zeros"),
+    )
+    for number, (old, new) in enumerate(changes):
+        assert old in code
+        (tmp_path / "mine.py").write_text(code.replace(old, new))
+        environment = {**os.environ, "PYTHONHASHSEED": str(number)}
+        command = [sys.executable, tmp_path / "mine.py"]
+        told.append(subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout)
+    assert told[0] == told[1]
+    assert len({*told}) == 4
 
 
 def test_a_class_of_a_notebook_that_is_changed_makes_another_task(tmp_path: Path) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from ada_loss.__main__ import app
+from ada_loss.lab.search import ROLES, search
+from ada_loss.lab.store import Ledger
 from ada_loss.lab.sweep import sweep
 
 CONFIG = """
@@ -22,10 +30,17 @@ task_options: {epochs: 1}
 """
 
 
-def ada_loss(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+def started(*words: object) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-m", "ada_loss", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+
+
+def ada_loss(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    process = started(*words)
+    said = process.communicate()
+    done = subprocess.CompletedProcess(process.args, process.returncode, *said)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done
@@ -59,6 +74,68 @@ def test_a_sweep_runs_prints_its_table_and_names_its_report(tmp_path: Path) -> N
 def test_failed_cells_are_an_exit_code_of_their_own(out: Path) -> None:
     done = ada_loss("resume", out, code=1)
     assert "RuntimeError: seed 1 is not to be had" in done.stdout
+
+
+SORTS = ("search", "sweep_tasks:sorts", "--roles", "activation", "--trials", 6, "--seeds", 2, "--tolerance", 0)
+NARROW = ("--exponent-bits", 2, 5, "--mantissa-bits", 0, 4)
+
+
+def test_a_search_prints_what_nothing_beats_and_the_answer_in_words(tmp_path: Path) -> None:
+    done = ada_loss(*SORTS, *NARROW, "--out", tmp_path)
+    *table, answer, place = done.stdout.splitlines()
+    assert table[:2] == ["| bits | activation | accuracy in % |", "|---:|---|---:|"]
+    # 1.125 takes three bits behind the point, and two of the exponent span 0 to 2
+    assert table[-1] == "| 6 | e2m3 | 100.0 ± 0.0 |"
+    bits = [int(line.split("|")[1]) for line in table[2:]]
+    assert bits == sorted(set(bits))
+    assert answer == "Smallest found: activation e2m3. 6 bits, accuracy 100.0 %; float32's is 100.0 %."
+    assert place == f"Every training: {tmp_path / 'ledger.sqlite'}"
+    told = json.loads(ada_loss(*SORTS, *NARROW, "--out", tmp_path, "--json").stdout)
+    assert (told["formats"], told["bits"], told["accuracy"], told["baseline"]) == ({"activation": "e2m3"}, 6, 1.0, 1.0)
+    assert [row["bits"] for row in told["front"]] == bits
+    with Ledger(tmp_path / "ledger.sqlite", readonly=True) as ledger:
+        assert all(cell["attempts"] == 1 for cell in ledger.rows())  # the second went over what was done
+
+
+def test_json_of_a_search_with_one_seed_has_no_number_that_is_none(tmp_path: Path) -> None:
+    options = ("--seeds", 1, "--roles", "activation, weight", "--roles", "error", "--trials", 1, "--scaling", 8)
+    done = ada_loss("search", "sweep_tasks:tiny", *options, "--out", tmp_path, "--tolerance", 1, "--json")
+    told = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert [*told["formats"]] == ["activation", "weight", "error"]
+    assert {row["deviation"] for row in told["front"]} == {None}
+    with Ledger(tmp_path / "ledger.sqlite", readonly=True) as ledger:
+        assert {cell["config"]["scaling"] for cell in ledger.rows()} == {"none", 8.0}
+
+
+def test_a_search_that_is_stopped_names_the_command_that_goes_on(tmp_path: Path) -> None:
+    options = ("--roles", "error", "--seeds", 2, "--trials", 8, "--tolerance", 0.5, "--workers", 2)
+    words = ("search", "sweep_tasks:slow", *options, "--out", tmp_path / "a folder")
+    process = started(*words)
+    ledger = tmp_path / "a folder" / "ledger.sqlite"
+    while not ledger.exists() or json.loads(ada_loss("status", ledger.parent, "--json").stdout)["done"] < 3:
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the driver and to its workers
+    last = process.communicate(timeout=60)[1].splitlines()[-1]
+    assert process.returncode == 130
+    assert last.startswith("Interrupted.")
+    assert last.endswith(f"Go on with: {shlex.join(['ada-loss', *map(str, words)])}")
+    with Ledger(ledger, readonly=True) as opened:
+        assert opened.counts()["running"] == 0
+    assert "Smallest found: error e" in ada_loss(*words).stdout
+
+
+def test_a_search_without_options_is_that_of_the_library() -> None:
+    command = typer.main.get_command(app).commands["search"]  # type: ignore[attr-defined]
+    here = {parameter.name: parameter.default for parameter in command.params}
+    there = {name: parameter.default for name, parameter in inspect.signature(search).parameters.items()}
+    (roles,) = here.pop("roles")
+    assert tuple(roles.split(",")) == there["roles"] == ROLES
+    assert str(here.pop("out")) == there["out"]
+    assert here.pop("device") == inspect.signature(sweep).parameters["device"].default
+    shared = here.keys() & there.keys() - {"task"}
+    assert shared == here.keys() - {"task", "as_json"}
+    assert {name: here[name] for name in shared} == {name: there[name] for name in shared}
 
 
 def test_status_tells_how_far_a_sweep_is(out: Path) -> None:
@@ -116,6 +193,10 @@ def test_inspect_shows_modules_and_sites() -> None:
         (["status", "nowhere"], "There is no ledger at"),
         (["table", "nowhere"], "There is no ledger at"),
         (["report", "nowhere"], "There is no ledger at"),
+        (["search", "digit"], "Did you mean digits?"),
+        (["search", "digits", "--roles", "weights"], "roles=['weights'] is impossible. Possible: some of weight,"),
+        (["search", "digits", "--exponent-bits", "5", "4"], "exponent_bits=(5, 4) is impossible"),
+        (["search", "digits", "--scaling", "torchh"], "Unknown scaling method 'torchh'"),
         (["inspect", "digit"], "Did you mean digits?"),
         (["inspect", "digits", "--format", "fp61"], "Unknown format 'fp61'"),
     ],
@@ -131,6 +212,9 @@ def test_a_target_that_cannot_be_written_is_one_line(tmp_path: Path, out: Path) 
     config.write_text(CONFIG)
     file.touch()
     assert f"{file} cannot be written" in ada_loss("sweep", config, "--out", file, code=3).stderr
+    said = ada_loss(*SORTS, "--out", file, code=3).stderr
+    assert f"{file} cannot be written" in said
+    assert said.rstrip().endswith(f"--out {file}")
     assert "File exists" in ada_loss("report", out, "--to", file / "report.html", code=2).stderr
 
 

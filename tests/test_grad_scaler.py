@@ -712,6 +712,65 @@ def test_off_is_a_value(scaler: GradScaler) -> None:
     assert not scaler.is_enabled()
 
 
+def counting(base: Any) -> Any:
+    class Counting(base):  # as users write one: it passes on what it is given, and adds to a method
+        def __init__(self, owner: str, growth: float, **params: Any) -> None:
+            super().__init__("cpu", growth_factor=growth, **params)
+            self.owner, self.steps = owner, 0
+
+        def step(self, optimizer: torch.optim.Optimizer) -> Any:
+            self.steps += 1
+            return super().step(optimizer)
+
+    Counting.__qualname__ = f"{base.__module__.partition('.')[0]}_counting"
+    return Counting
+
+
+torch_counting, ada_loss_counting = counting(torch.amp.GradScaler), counting(GradScaler)  # pickle finds them here
+COUNTING = pytest.mark.parametrize("counting", [torch_counting, ada_loss_counting], ids=["torch", "ours"])
+
+
+@COUNTING
+def test_a_disabled_scaler_of_a_subclass_does_nothing_but_what_that_adds(counting: Any) -> None:
+    model, optimizer = model_and_optimizer()
+    scaler = counting("me", 2.0, enabled=False)
+    assert isinstance(scaler, counting)
+    loss = model(torch.ones(1, 8)).sum()
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    spoil(model)
+    expected = model[1].weight - model[1].weight.grad
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.step(optimizer)  # without update() between
+    scaler.update()
+    assert torch.equal(model[1].weight, expected)  # nothing is checked, and nothing skipped
+    assert (scaler.is_enabled(), scaler.get_scale(), scaler.state_dict()) == (False, 1.0, {})
+    for again in (scaler, copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert isinstance(again, counting)
+        assert (again.owner, again.steps, again.is_enabled()) == ("me", 2, False)
+
+
+@COUNTING
+def test_an_enabled_scaler_of_a_subclass_scales(counting: Any) -> None:
+    scaler = counting("me", 4.0, init_scale=8.0)
+    assert (scaler.is_enabled(), scaler.get_growth_factor()) == (True, 4.0)
+    assert scaler.scale(torch.ones(())).item() == 8.0
+    assert counting("me", 4.0).is_enabled()  # and another that is disabled changes nothing of it
+
+
+@pytest.mark.parametrize("rule", ["off", loss_rule("off")], ids=["name", "rule"])
+def test_off_is_a_value_for_a_subclass_that_chooses_it_by_itself(rule: Any) -> None:
+    class Mine(GradScaler):
+        def __init__(self) -> None:
+            super().__init__(rule)
+
+    assert isinstance(Mine(), Mine)
+    assert isinstance(Mine(), NoScaler)
+    assert not Mine().is_enabled()
+
+
 def test_calling_a_scaler_scales() -> None:
     weight = nn.Parameter(torch.zeros(2))
     GradScaler(8.0)(weight.sum()).backward()

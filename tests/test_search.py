@@ -17,16 +17,21 @@ from ada_loss.lab.sweep import sweep
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["ada_loss.lab.search"])
-STILL: dict[str, Any] = {"task_options": {"steps": 1, "learning_rate": 0.0}, "show_progress": False}
 
 
 def small(out: Path, **options: Any) -> SearchResult:
-    arguments: dict[str, Any] = {"roles": ["activation"], "seeds": 1, "trials": 6, "tolerance": 0.0, **STILL}
+    arguments: dict[str, Any] = {
+        "roles": ["activation"],
+        "seeds": 1,
+        "trials": 6,
+        "tolerance": 0.0,
+        "show_progress": False,
+    }
     return search("sweep_tasks:sorts", **{**arguments, **options}, out=out)
 
 
 def accuracy_of(out: Path, name: str) -> float:
-    results = sweep("sweep_tasks:sorts", [{"activation": name}], ["none"], out=out, **STILL)
+    results = sweep("sweep_tasks:sorts", [{"activation": name}], ["none"], out=out, show_progress=False)
     return float(results.rows()[0]["accuracy"])
 
 
@@ -117,6 +122,9 @@ def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
         ({"exponent_bits": (5, 4)}, "Possible: least and most, within 1 and 8"),
         ({"mantissa_bits": (0, 30)}, "within 0 and 23"),
         ({"exponent_bits": (1, 8)}, "A float32 cannot hold"),
+        ({"scaling": "torchh"}, "Unknown scaling method 'torchh'"),
+        ({"rounding": "neerest"}, "neerest"),
+        ({"seeds": 0}, "seeds is empty"),
     ],
 )
 def test_what_cannot_be_searched_is_refused_before_any_work(tmp_path: Path, options: Any, words: str) -> None:

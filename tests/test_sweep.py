@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ import pytest
 import sweep_tasks
 
 from ada_loss.lab.config import read_sweep
-from ada_loss.lab.engines import open_engine
+from ada_loss.lab.engines import open_engine, require_known, require_memory
 from ada_loss.lab.limits import TimeLimit, within_time
 from ada_loss.lab.results import Results
 from ada_loss.lab.store import Ledger
@@ -398,6 +400,39 @@ def test_a_port_that_is_no_scheduler_s_is_waited_for_no_longer(tmp_path: Path) -
             small(tmp_path, engine=address, engine_timeout=1)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"engine": "tcp://host:x"},
+            r"'tcp://host:x' is no address\. Possible: tcp://HOST:PORT or .* from 1 to 65535\.",
+        ),
+        (
+            {"workers": 2, "memory_limit": "lots"},
+            r"memory_limit='lots' is impossible\. Possible: 'auto', .*'4 GiB', or 0",
+        ),
+    ],
+    ids=["port", "memory"],
+)
+def test_what_dask_would_refuse_later_is_refused_in_words(tmp_path: Path, options: Any, words: str) -> None:
+    small(tmp_path)
+    for call in (partial(small, tmp_path), partial(resume, tmp_path)):
+        with pytest.raises(ValueError, match=words):
+            call(**options)
+    with pytest.raises(ValueError, match=words), open_engine(**{"engine": "local", **options}):
+        pytest.fail("an engine was opened")
+
+
+@pytest.mark.parametrize("memory_limit", ["auto", "4 GiB", "1.5e3MB", 0, "0", 0.5, 2**30, None])
+def test_what_dask_takes_for_memory_is_taken(memory_limit: Any) -> None:
+    require_memory(memory_limit)
+
+
+@pytest.mark.parametrize("engine", ["tcp://127.0.0.1:8786", "tls://scheduler.example:1", "tcp://[::1]:65535"])
+def test_what_is_an_address_is_taken(engine: str) -> None:
+    require_known(engine)
+
+
 def test_cells_run_where_their_resources_are(tmp_path: Path, local: str) -> None:
     with open_engine("local", 1, resources={"GPU": 1}) as engine:
         results = small(tmp_path / "slots", engine=engine.name, resources={"GPU": 1})
@@ -420,6 +455,17 @@ def test_bad_arguments_are_refused_before_a_folder_is_made(tmp_path: Path) -> No
         {"seeds": 0},
         {"task_options": {"epoch": 1}},
         {"engine": "slurm"},
+        {"engine": "tcp://host:x"},
+        {"engine": "tcp://host"},
+        {"engine": "tls://host:99999"},
+        {"engine": "tcp://host:8786/status"},
+        {"memory_limit": "lots"},
+        {"memory_limit": "MB"},
+        {"memory_limit": "1e400 B"},
+        {"memory_limit": -1},
+        {"memory_limit": math.nan},
+        {"memory_limit": [1]},
+        {"memory_limit": True},
         {"retry_failed": "no"},
     ):
         with pytest.raises(ValueError, match=r"Possible|Known|Give"):

@@ -135,8 +135,9 @@ def _require_different(cells: Sequence[Cell]) -> None:
 def task_of(task: str | MakeTask) -> str:
     """What a task is called in a configuration; a function that cannot be imported has a hash behind it.
 
-    It is the hash of its source and of what that takes from around it: numbers, words, functions and classes of the
-    same notebook or script. Data that lies there is not looked at. Raises TypeError for what is no function.
+    It is the hash of its source and of what that takes from around it and has for defaults: numbers, words, tensors,
+    arrays, lists, tuples and mappings of them, functions and classes of the same notebook or script. Other objects,
+    such as a module that was trained there, are not looked at. Raises TypeError for what is no function.
     """
     if isinstance(task, str):
         find_task(task)
@@ -162,13 +163,55 @@ def _sources(thing: Any, module: str, seen: set[int]) -> Iterator[str]:
         yield inspect.getsource(thing)
     except (OSError, TypeError):
         yield repr(getattr(getattr(thing, "__code__", None), "co_code", thing.__qualname__))
-    around = inspect.getclosurevars(thing) if inspect.isfunction(thing) else None
-    names = {**around.globals, **around.nonlocals} if around else dict(vars(thing))
-    for name, value in sorted(names.items()):
-        if around and _is_plain(value):
-            yield f"{name} = {value!r}"
-        elif (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module:
-            yield from _sources(value, module, seen)
+    for name, value in sorted((_around(thing) if inspect.isfunction(thing) else _held(thing)).items()):
+        yield from _words(name, value, module, seen)
+
+
+def _around(function: Any) -> dict[str, Any]:
+    """The names a function takes from around it, those of functions inside it too, and its defaults."""
+    codes, names = [function.__code__], set()
+    for code in codes:  # which grows
+        names |= {*code.co_names}
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    return {
+        **{name: value for name, value in function.__globals__.items() if name in names},
+        **inspect.getclosurevars(function).nonlocals,
+        **{f"{p.name}=": p.default for p in parameters if p.default is not p.empty},
+    }
+
+
+def _held(cls: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(cls).items() if inspect.isfunction(value) or not name.startswith("__")}
+
+
+def _words(name: str, value: Any, module: str, seen: set[int]) -> Iterator[str]:
+    """What is known of a value, in words that are the same in every process; nothing for other objects."""
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        value = value.tolist()  # its bytes are addresses
+    elif isinstance(value, torch.Tensor) and value.is_nested:
+        value = value.unbind()  # it has no shape
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        yield f"{name} = {_digest(value)}"
+    elif _is_plain(value):
+        yield f"{name} = {value!r}"
+    elif isinstance(value, list | tuple | dict):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            place = repr(key) if _is_plain(key) else type(key).__name__
+            yield from _words(f"{name}[{place}]", part, module, seen)
+    elif (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module:
+        yield from _sources(value, module, seen)
+
+
+def _digest(data: Any) -> str:
+    """Element type, shape and the hash of the bytes of an array or a tensor, wherever it lies."""
+    words = f"{data.dtype} {tuple(data.shape)}"
+    if isinstance(data, torch.Tensor):
+        if data.is_meta:
+            return words
+        flat = data.detach().to_dense().cpu().resolve_conj().resolve_neg().flatten().contiguous()
+        data = flat.view(torch.uint8).numpy()  # NumPy has no bfloat16
+    return f"{words} {hashlib.sha256(data.tobytes()).hexdigest()}"
 
 
 def _is_plain(value: Any) -> bool:

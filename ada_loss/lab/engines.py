@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["ENGINES", "Engine", "keep_freed_memory", "open_engine", "refuse_in_a_starting_worker", "require_known"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "keep_freed_memory",
+    "open_engine",
+    "refuse_in_a_starting_worker",
+    "require_known",
+    "require_memory",
+]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 ENGINES = ("here", "local", "tcp://HOST:PORT or tls://HOST:PORT", "a concurrent.futures.Executor")
+ADDRESS = re.compile(r"(tcp|tls)://(\[[^\]]+\]|[^\s:/@]+):(?P<port>[0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,39 @@ def require_known(engine: object) -> None:
         return
     if not isinstance(engine, str) or not engine.startswith(("tcp://", "tls://")):
         raise ValueError(f"Unknown engine {engine!r}. Possible: {', '.join(ENGINES)}. Leave it out for the default.")
+    match = ADDRESS.fullmatch(engine)
+    if match is None or not 0 < int(match["port"]) < 2**16:
+        raise ValueError(
+            f"The engine {engine!r} is no address. Possible: {ENGINES[2]}, where PORT is a number from 1 to "
+            f"{2**16 - 1}. Take what `dask scheduler` prints."
+        )
+
+
+def require_memory(memory_limit: object) -> None:
+    """Raise ValueError for what is no memory of a local worker."""
+    try:
+        fits = memory_limit is None or memory_limit == "auto" or 0 <= _bytes(memory_limit) < math.inf
+    except (TypeError, ValueError, OverflowError):
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"memory_limit={memory_limit!r} is impossible. Possible: 'auto', a number of bytes such as '4 GiB', or 0 "
+            f"for no limit. Leave it out to share the machine's memory out."
+        )
+
+
+def _bytes(memory_limit: Any) -> float:
+    """As Dask reads it: numbers up to 1 are a share of the machine's memory."""
+    with suppress(ValueError):
+        if not isinstance(memory_limit, bool):
+            return float(memory_limit)
+    if not isinstance(memory_limit, str) or not any(map(str.isdigit, memory_limit)):
+        raise TypeError
+    try:
+        from dask.utils import parse_bytes
+    except ImportError:
+        return 0.0  # then there is no local worker either
+    return float(parse_bytes(memory_limit))
 
 
 def refuse_in_a_starting_worker() -> None:
@@ -92,9 +136,10 @@ def open_engine(
     timeout: seconds to wait for a scheduler, and for its first worker.
     Raises ConnectionError for a scheduler that does not answer, has no worker or none with the resources, and for
     workers that do not start,
-    ImportError without Dask.
+    ImportError without Dask, ValueError for what is no engine or no memory.
     """
     require_known(engine)
+    require_memory(memory_limit)
     if isinstance(engine, Executor):
         slots = max(workers, getattr(engine, "_max_workers", 0) or 0)
         yield Engine(type(engine).__name__, engine, lambda: slots, (), own_processes=False)

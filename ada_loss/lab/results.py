@@ -19,9 +19,10 @@ from ada_loss.lab.files import csv_bytes, strict_json
 from ada_loss.lab.store import Ledger
 from ada_loss.rules import LAYER_RULES
 
-__all__ = ["Results", "Table"]
+__all__ = ["Results", "Table", "heading", "mean_and_deviation"]
 
 MANY_CONSTANTS = 6  # scales that make a line
+SHARES = ("accuracy", "underflow")  # metrics that are shown in %
 AXES = ("task", "format", "rounding", "scaling", "seed")
 
 
@@ -278,20 +279,17 @@ class Table:
         """A place in words: fractions in %, "-" where nothing is."""
         if (row, column) not in self.places:
             return "-"
-        factor, digits = (100, 1) if self.is_share else (1, 4)
-        mean, deviation = self.mean(row, column), self.deviation(row, column)
-        words = f"{factor * mean:.{digits}f}" if math.isfinite(mean) else str(mean)
-        return words if math.isnan(deviation) else f"{words}{plus_minus}{factor * deviation:.{digits}f}"
+        return mean_and_deviation(self.metric, self.mean(row, column), self.deviation(row, column), plus_minus)
 
     @property
     def is_share(self) -> bool:
         """Whether the metric is shown in %."""
-        return self.metric in ("accuracy", "underflow")
+        return self.metric in SHARES
 
     @property
     def title(self) -> str:
-        words = f"{self.metric} in %" if self.is_share else self.metric
-        return ", ".join([words, *(f"{name} {value}" for name, value in self.where.items())])
+        words = [heading(self.metric), *(f"{name} {value}" for name, value in self.where.items())]
+        return ", ".join(words)
 
     def to(self, kind: str) -> str:
         """As "markdown", "latex", "csv" or "json"."""
@@ -336,6 +334,26 @@ class Table:
         """`lines` as the content of a CSV file."""
         lines = self.lines()
         return csv_bytes(lines, list(lines[0]) if lines else []).decode()
+
+
+def heading(metric: str) -> str:
+    """A metric with its unit.
+
+    >>> heading("accuracy"), heading("loss")
+    ('accuracy in %', 'loss')
+    """
+    return f"{metric} in %" if metric in SHARES else metric
+
+
+def mean_and_deviation(metric: str, mean: float, deviation: float = math.nan, plus_minus: str = " ± ") -> str:
+    """A mean with its deviation, in the unit of `heading`; alone where there is none.
+
+    >>> mean_and_deviation("accuracy", 0.975, 0.004), mean_and_deviation("loss", 0.975)
+    ('97.5 ± 0.4', '0.9750')
+    """
+    factor, digits = (100, 1) if metric in SHARES else (1, 4)
+    words = f"{factor * mean:.{digits}f}" if math.isfinite(mean) else str(mean)
+    return words if math.isnan(deviation) else f"{words}{plus_minus}{factor * deviation:.{digits}f}"
 
 
 def _words(row: Mapping[str, Any]) -> str:

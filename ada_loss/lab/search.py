@@ -15,7 +15,7 @@ from typing import Any
 import fpsim
 from ada_loss.lab.cells import MakeTask, plan
 from ada_loss.lab.engines import open_engine
-from ada_loss.lab.results import Results
+from ada_loss.lab.results import SHARES, Results, heading, mean_and_deviation
 from ada_loss.lab.sweep import sweep
 from fpsim import Policy
 
@@ -33,7 +33,8 @@ class SearchResult:
 
     formats: of the smallest policy that was found, by role. bits: of one number, added over the roles. accuracy,
     baseline: means over the seeds, of the policy and of float32. rows: what was tried, in that order: formats, bits,
-    accuracy, deviation, seeds, kept. results: all cells.
+    accuracy, deviation, seeds, kept. results: all cells. metric: what is called accuracy here. In words, with the
+    front as a Markdown table, it is `str` of it.
     """
 
     formats: dict[str, str]
@@ -42,6 +43,20 @@ class SearchResult:
     baseline: float
     rows: list[dict[str, Any]] = field(repr=False)
     results: Results
+    metric: str = "accuracy"
+
+    def __str__(self) -> str:
+        lines = [f"| bits | {' | '.join(self.formats)} | {heading(self.metric)} |"]
+        lines.append("|---:" + "|---" * len(self.formats) + "|---:|")
+        for row in self.front():
+            formats = " | ".join(row[role] for role in self.formats)
+            value = mean_and_deviation(self.metric, row["accuracy"], row["deviation"])
+            lines.append(f"| {row['bits']} | {formats} | {value} |")
+        formats = ", ".join(f"{role} {name}" for role, name in self.formats.items())
+        unit = " %" if self.metric in SHARES else ""
+        here, there = (mean_and_deviation(self.metric, value) + unit for value in (self.accuracy, self.baseline))
+        lines.append(f"Smallest found: {formats}. {self.bits} bits, {self.metric} {here}; float32's is {there}.")
+        return "\n".join(lines)
 
     @property
     def policy(self) -> Policy:
@@ -109,6 +124,9 @@ def search(
         import optuna
     except ImportError:
         raise ImportError("A search needs Optuna, which is not installed: pip install 'fpsim[search]'.") from None
+    widest = tuple((exponent_bits[1], mantissa_bits[1]) for _ in roles)
+    # for what it refuses, before float32 is trained
+    plan(task, [_formats(roles, widest)], [scaling], roundings=[rounding], seeds=seeds, options=task_options)
     with _kept_open(engine, workers, options) as where:
 
         def run(formats: Sequence[Any], methods: Sequence[Any], chosen: Sequence[int]) -> list[list[dict[str, float]]]:
@@ -138,7 +156,6 @@ def search(
                 trial.set_constraint("accuracy", trying.violation(bits))
                 study.tell(trial, trying.size(bits))
         kept = [bits for bits in trying.tried if trying.keeps(bits)]
-        widest = tuple((exponent_bits[1], mantissa_bits[1]) for _ in roles)
         best = min(kept, key=lambda bits: (trying.size(bits), -trying.mean(bits)), default=widest)
         if not kept:
             trying.evaluate([widest])
@@ -150,7 +167,8 @@ def search(
                 )
         best = trying.descend(best, exponent_bits[0], mantissa_bits[0])
     rows = [trying.row(bits) for bits in trying.tried]
-    return SearchResult(trying.formats(best), trying.size(best), trying.mean(best), trying.baseline, rows, Results(out))
+    answer = trying.formats(best), trying.size(best), trying.mean(best), trying.baseline
+    return SearchResult(*answer, rows, Results(out), trying.metric)
 
 
 def _check(roles: Any, exponent_bits: Any, mantissa_bits: Any, tolerance: Any, trials: Any) -> None:
@@ -191,6 +209,10 @@ def _proposal(trial: Any, roles: Sequence[str], exponents: tuple[int, int], mant
     )
 
 
+def _formats(roles: Sequence[str], bits: Bits) -> dict[str, str]:
+    return {role: f"e{e}m{m}" for role, (e, m) in zip(roles, bits)}
+
+
 class _Trying:
     """What is known of each policy that was tried."""
 
@@ -214,7 +236,7 @@ class _Trying:
             raise ValueError(f"float32 itself gives {self.baseline} for {self.metric}. See to the task first.")
 
     def formats(self, bits: Bits) -> dict[str, str]:
-        return {role: f"e{e}m{m}" for role, (e, m) in zip(self.roles, bits)}
+        return _formats(self.roles, bits)
 
     def size(self, bits: Bits) -> int:
         return sum(1 + e + m for e, m in bits)

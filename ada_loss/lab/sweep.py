@@ -21,7 +21,14 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from ada_loss.lab.cells import Cell, MakeTask, plan, run_cell
-from ada_loss.lab.engines import Engine, keep_freed_memory, open_engine, refuse_in_a_starting_worker, require_known
+from ada_loss.lab.engines import (
+    Engine,
+    keep_freed_memory,
+    open_engine,
+    refuse_in_a_starting_worker,
+    require_known,
+    require_memory,
+)
 from ada_loss.lab.environment import environment
 from ada_loss.lab.files import write_atomically
 from ada_loss.lab.limits import GRACE, TimeLimit, within_time
@@ -74,7 +81,7 @@ def sweep(
     track: who else is told of finished cells, "tensorboard" and "mlflow" in the sweep's folder, or trackers.
     Raises ValueError and TypeError before any work for what cannot be, SweepStopped where it cannot go on.
     """
-    _check(workers, time_limit, engine_timeout, resources, device, out, engine, retry_failed)
+    _check(workers, time_limit, engine_timeout, memory_limit, resources, device, out, engine, retry_failed)
     cells = plan(task, formats, scaling, roundings=roundings, seeds=seeds, options=task_options)
     engine = engine or ("here" if workers == 1 and time_limit is None else "local")
     options = {"resources": resources, "memory_limit": memory_limit, "timeout": engine_timeout}
@@ -102,7 +109,7 @@ def resume(
 
     Raises ValueError where a task is a function that was passed to `sweep`: only that call knows it.
     """
-    _check(workers, time_limit, engine_timeout, resources, device, out, engine, retry_failed)
+    _check(workers, time_limit, engine_timeout, memory_limit, resources, device, out, engine, retry_failed)
     with Ledger(Path(out) / "ledger.sqlite", readonly=True) as ledger:
         cells = [Cell(row["config"]) for row in ledger.rows()]
     for name in {cell.config["task"] for cell in cells}:
@@ -123,6 +130,7 @@ def _check(
     workers: Any,
     time_limit: Any,
     engine_timeout: Any,
+    memory_limit: Any,
     resources: Any,
     device: Any,
     out: Any,
@@ -148,6 +156,7 @@ def _check(
         raise ValueError(f"out={out!r} is impossible. Possible: the path of a folder.")
     if engine is not None:
         require_known(engine)
+    require_memory(memory_limit)
     if not isinstance(retry_failed, bool):  # YAML 1.2 has `no` for a word
         raise ValueError(f"retry_failed={retry_failed!r} is impossible. Possible: true or false.")
 
