@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 __all__ = [
@@ -53,7 +54,7 @@ def _matmul(a: Tensor, b: Tensor, *_: Any) -> list[Product]:
     inner = a.shape[-1]
     rows = a.shape[-2] if a.dim() > 1 else 1
     columns = b.shape[-1] if b.dim() > 1 else 1
-    batch = max(math.prod(a.shape[:-2]), math.prod(b.shape[:-2]))  # a broadcast operand sums over the batch too
+    batch = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))  # a broadcast operand sums over it too
     total = batch * rows * inner * columns
     return [Product(a, b, _per_element(total, a)), Product(b, a, _per_element(total, b))]
 

@@ -268,7 +268,15 @@ def test_groups_count_only_their_own_terms() -> None:
 
 @pytest.mark.parametrize(
     ("a", "b"),
-    [((4, 5), (5, 3)), ((2, 4, 5), (2, 5, 3)), ((2, 4, 5), (5, 3)), ((4, 5), (2, 5, 3)), ((5,), (5,)), ((5,), (5, 3))],
+    [
+        ((4, 5), (5, 3)),
+        ((2, 4, 5), (2, 5, 3)),
+        ((2, 4, 5), (5, 3)),
+        ((4, 5), (2, 5, 3)),
+        ((2, 1, 4, 5), (6, 5, 3)),  # both are broadcast
+        ((5,), (5,)),
+        ((5,), (5, 3)),
+    ],
     ids=str,
 )
 def test_a_matrix_products_terms_are_those_that_a_gradient_of_ones_adds_up(a: tuple[int], b: tuple[int]) -> None:
