@@ -99,7 +99,7 @@ class _Edge:
         self.targets, self.terms, self.index = targets, product.terms, index
         self.product_channel = product.channel
         self.is_hidden = product.other is None
-        # saved for the backward pass anyway; let go once its moments are known
+        # saved for the backward pass anyway; let go once its moments are known, and kept where they are the products'
         self.other = None if product.other is None else product.other.detach()
         self.other_moments: Tensor | None = None
 
@@ -570,18 +570,17 @@ class AdaLossScaled:
                 for target in edge.targets:
                     target.receive(task, log2_scale, measure=True)
                 continue
-            g, w = memory.moments, edge.other_moments
-            if fresh and edge.other is not None:
-                if isinstance(self.rule, ElementWiseRange):
-                    g = edge.other_moments = self._products_of(gradient, edge)
-                else:
-                    w = edge.other_moments = moments_of(edge.other)
-            edge.other = None
             if isinstance(self.rule, ElementWiseRange):
-                g, w = edge.other_moments if edge.other_moments is not None else g, None
+                g, w = self._products_of(gradient, edge) if fresh else memory.moments, None
+                is_known = fresh
+            else:
+                if fresh and edge.other is not None:
+                    edge.other_moments = moments_of(edge.other)
+                edge.other = None
+                g, w = memory.moments, edge.other_moments
+                is_known = fresh and w is not None
             target = edge.targets[0]
             limits = self._limits_of(target, log2_scale)
-            is_known = fresh and edge.other_moments is not None
             scale = self._choose_factor(log2_scale, g, w, edge.terms, limits, memory, edge.index, is_known)
             for target in edge.targets:
                 target.receive(task, scale)

@@ -979,6 +979,17 @@ def test_element_wise_range_works_for_convolutions() -> None:
     assert row["unbound"] == pytest.approx(expected, rel=1e-9)
 
 
+def test_element_wise_range_forms_the_products_of_each_gradient_that_a_graph_is_given() -> None:
+    model = quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Policy(error="fp16"))
+    with AdaLossScaled(model, [AdaLossTransformLinear()], rule="element_wise_range") as handle:
+        handle.observer = recorder = Recorder()
+        loss = model(torch.ones(2, 8)).sum()
+        for size in (2.0**-30, 2.0**-20, 2.0**-30):
+            (loss * size).backward(retain_graph=True)
+    factors = [row["unbound"] for row in recorder.rows() if row["site"] == "1:linear"]
+    assert factors[0] == factors[2] == factors[1] * 2.0**10
+
+
 def test_noise_of_stochastic_rounding_is_the_same_at_every_power_of_two() -> None:
     layer = quantize(nn.Linear(8, 8, bias=False), Policy(error="e5m2"), rounding="stochastic")
     g = torch.randn(4, 8, generator=seeded())
