@@ -591,8 +591,13 @@ class AdaLossScaled:
         assert edge.other is not None
         assert edge.product_channel is not None
         along, across = edge.product_channel
-        g = gradient.detach().abs().double().movedim(along, 0).flatten(1)
-        w = edge.other.abs().double().movedim(across, 0).flatten(1)
+        moments = torch.zeros(MOMENTS, dtype=torch.float64, device=gradient.device)
+        if gradient.numel() == 0 or edge.other.numel() == 0:
+            return moments
+        g, w = (  # by channel; a vector has one element in each
+            x.detach().abs().double().movedim(channel, 0).unsqueeze(-1).flatten(1)
+            for x, channel in ((gradient, along), (edge.other, across))
+        )
         if self.rule.max_rescue_ratio is None:
             infinity = torch.tensor(math.inf, dtype=torch.float64, device=g.device)
             amin = torch.stack([torch.where(t > 0, t, infinity).amin(1) for t in (g, w)]).prod(0).amin()
@@ -607,7 +612,6 @@ class AdaLossScaled:
             products = (g[:, :, None] * w[:, None, :]).flatten().sort(descending=True).values
             kept = (products.count_nonzero() * self.rule.max_rescue_ratio).ceil().clamp(min=1)
             amax, amin = products[0], products.take(kept.long() - 1)
-        moments = torch.zeros(MOMENTS, dtype=torch.float64, device=g.device)
         moments[AMAX], moments[AMIN] = amax, amin
         return moments
 

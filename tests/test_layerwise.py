@@ -990,6 +990,18 @@ def test_element_wise_range_forms_the_products_of_each_gradient_that_a_graph_is_
     assert factors[0] == factors[2] == factors[1] * 2.0**10
 
 
+@pytest.mark.parametrize("ratio", [None, 0.5])
+def test_element_wise_range_takes_vectors_and_empty_batches(ratio: float | None) -> None:
+    model = quantize(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), Policy(error="fp16"))
+    results = []
+    for shape in ((3,), (1, 3), (0, 3)):
+        with AdaLossScaled(model, rule=layer_rule("element_wise_range", max_rescue_ratio=ratio)) as handle:
+            model(torch.ones(shape)).sum().mul(1e-7).backward()
+            results.append(handle.log2_scales())
+    assert results[0] == results[1]
+    assert set(results[2].values()) == {0}
+
+
 def test_noise_of_stochastic_rounding_is_the_same_at_every_power_of_two() -> None:
     layer = quantize(nn.Linear(8, 8, bias=False), Policy(error="e5m2"), rounding="stochastic")
     g = torch.randn(4, 8, generator=seeded())
