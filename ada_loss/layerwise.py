@@ -44,6 +44,7 @@ __all__ = ["AdaLossScaled", "Observed"]
 
 NEAREST = ("nearest_even", "nearest_away", "stochastic")
 MOMENTS = 10
+MEASURED = -1  # the number of a product whose gradient is measured, in the place of a product's own
 MOST_PRODUCTS = 1 << 27
 
 
@@ -63,17 +64,18 @@ class _Memory:
     __slots__ = ("chosen", "factors", "history", "log2_scale", "moments", "noticed")
 
     def __init__(self) -> None:
-        self.factors: dict[int, Tensor] = {}  # by product; -1 is a measured one; 0 is one not known yet
+        self.factors: dict[int, Tensor] = {}  # by product, or MEASURED; 0 is one not known yet
         self.noticed: dict[int, Tensor] = {}  # the same on the host, where a card's may come later
         self.history: Tensor | None = None
         self.log2_scale: Tensor | None = None  # the last one
         self.moments = keep_memory_of(torch.zeros(MOMENTS, dtype=torch.float64))
         self.chosen = keep_memory_of(torch.full((5,), math.nan, dtype=torch.float64))
 
-    @property
-    def is_known(self) -> bool:
-        """Whether all factors are. On a card it may be true and not noticed yet, for nothing waits for the copy."""
-        return bool(self.noticed) and all(factor.item() != 0 for factor in self.noticed.values())
+    def knows(self, predicted: list[int], measured: bool) -> bool:
+        """Whether these factors are known. On a card they may be and not be noticed yet: nothing waits for the copy."""
+        noticed = self.noticed
+        indices = [*predicted, MEASURED] if measured else predicted
+        return all(index in noticed and noticed[index].item() != 0 for index in indices)
 
     def notice(self, index: int) -> None:
         factor = self.factors[index]
@@ -123,6 +125,7 @@ class _Place:
         "is_chosen",
         "made_in",
         "passes",
+        "predicted",
         "role",
         "site",
         "spec",
@@ -135,6 +138,7 @@ class _Place:
         self.engine, self.site, self.role, self.spec, self.dtype = engine, site, role, spec, dtype
         self.is_chosen = is_chosen
         self.edges: list[_Edge] = []
+        self.predicted: list[int] = []  # the products among them for which a factor is chosen here
         self.passes: list[_Place] = []
         self.arrivals: list[_Arrival] = []
         self.task = -1
@@ -374,6 +378,8 @@ class AdaLossScaled:
             targets = [target for target, _, _ in found if target.role == "error"]
             if targets:
                 place.edges.append(_Edge(targets, product, index))
+                if product.other is not None:
+                    place.predicted.append(index)
         by_product = {id(target) for edge in place.edges for target in edge.targets}
         behind = _sources([(node, None)])
         place.passes = list({id(t): t for t, _, _ in behind if id(t) not in by_product}.values())
@@ -426,11 +432,12 @@ class AdaLossScaled:
         memory = self._memory(site, place.role, device)
         is_cast = not arrivals and self._casts and not isinstance(self.rule, Fixed)
         must_measure = self.rule.ahead and (is_cast or any(a.measure for a in arrivals))
-        fresh = self._is_update or ((must_measure or bool(place.edges)) and not memory.is_known)
+        chooses = must_measure or bool(place.predicted)
+        fresh = chooses and (self._is_update or not memory.knows(place.predicted, must_measure))
         passes_on = arrivals and self.rule.ahead and not must_measure and self._told is None
         if passes_on and is_rounded_at(gradient, wanted, place.spec):
             log2_scale = wanted  # this very tensor was rounded in this format at this very scale: it fits
-            if place.edges and fresh:
+            if fresh:
                 moments_of(gradient, out=memory.moments)
         else:
             log2_scale = self._decide(place, gradient, wanted, limits, memory, fresh, must_measure)
@@ -492,12 +499,12 @@ class AdaLossScaled:
         must_measure: bool,
     ) -> Tensor:
         rule, device, moments, chosen = self.rule, gradient.device, memory.moments, memory.chosen
-        if fresh and rule.ahead and (must_measure or place.edges):
+        if fresh:
             moments_of(gradient, logs=must_measure and rule.logs, out=moments)
         else:
             amax_of(gradient, out=moments)
         if must_measure:
-            wanted = self._choose_factor(wanted, moments, None, 1, limits, memory, -1, fresh)
+            wanted = self._choose_factor(wanted, moments, None, 1, limits, memory, MEASURED, fresh)
         out = self._scale_on(device)
         if rule.ahead or not place.is_chosen:
             on_device(keep, wanted, moments, limits, out, chosen)

@@ -623,6 +623,31 @@ def test_a_gradient_that_tells_nothing_decides_nothing_for_the_steps_to_come(rul
     assert later[5] == used
 
 
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.queries = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.queries(x) @ self.keys(x).t()
+
+
+def test_a_factor_that_is_wanted_between_updates_for_the_first_time_is_found_at_once() -> None:
+    torch.manual_seed(0)
+    model = quantize(Scores(), Policy(error="e4m3fn"))
+    x = torch.randn(4, 4, generator=seeded()) * 2.0**-8
+    used = []
+    for frozen in (False, True):
+        with AdaLossScaled(model, update_every=100) as handle:
+            model.keys.requires_grad_(not frozen)
+            backward(model, x, 1e-4)
+            model.keys.requires_grad_(True)
+            backward(model, x, 1e-4)
+            used.append(handle.log2_scales())
+    assert used[0] == used[1]
+    assert used[0]["keys:linear"] > used[0][":matmul"]
+
+
 def test_weights_of_zero_decide_nothing_for_the_steps_to_come() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
