@@ -237,6 +237,39 @@ def test_a_linear_layers_scale_is_the_formulas() -> None:
     assert torch.equal(model[2].weight.grad, gy.t() @ torch.relu(model[0](x)))
 
 
+class Called(nn.Module):
+    def __init__(self, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call, self.first = call, nn.Linear(4, 4)
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4) * 1e-3), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.first(x), self.weight, self.bias)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w, b: F.linear(x, bias=b, weight=w),
+        lambda x, w, b: F.linear(x, bias=None, weight=w),
+        lambda x, w, b: F.linear(weight=w, input=x),
+        lambda x, w, b: torch.matmul(other=w.t(), input=x),
+        lambda x, w, b: torch.addmm(mat2=w.t(), mat1=x, input=b),
+        lambda x, w, b: torch.baddbmm(b, batch2=w.t()[None], batch1=x[None])[0],
+    ],
+    ids=["bias first", "no bias", "weight first", "matmul", "addmm", "baddbmm"],
+)
+def test_operands_that_are_named_in_another_order_are_the_same_operands(call: Callable[..., Tensor]) -> None:
+    scales = []
+    for way in (F.linear, call):
+        torch.manual_seed(0)
+        model = quantize(Called(way), Policy(error="fp16"))
+        with AdaLossScaled(model) as handle:
+            backward(model, torch.randn(3, 4, generator=seeded()), 1e-6)
+            scales.append(handle.last_log2_scale("first:linear"))
+    assert scales[0] == scales[1] > 0
+
+
 def test_parameters_gradients_are_rounded_at_the_scale_of_their_layer() -> None:
     layer = quantize(nn.Linear(4, 2, bias=False), Policy(error="e5m2", weight_grad="e5m2"))
     x = torch.randn(3, 4, generator=seeded())
