@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +37,8 @@ class Product(NamedTuple):
 
 
 def _linear(x: Tensor, weight: Tensor, *_: Any) -> list[Product]:
+    if weight.dim() == 1:  # one output, whose dimension is left out
+        return [Product(x, weight, 1)]
     return [Product(x, weight, weight.shape[0], (-1, 0))]
 
 
@@ -88,6 +90,10 @@ def _hidden(*operands: Any) -> list[Product]:
     return [Product(x, None, 1) for x in operands if isinstance(x, Tensor) and x.is_floating_point()]
 
 
+def _matrices(operands: Sequence[Tensor], *_: Any) -> list[Product]:
+    return _hidden(*operands)
+
+
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> list[Product]:
     return _hidden(query, key, value)
 
@@ -100,13 +106,14 @@ PRODUCTS: dict[str, Callable[..., list[Product]]] = {
     "linear": _linear,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _transposed_convolution),
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "inner_product", "vdot"), _matmul),
+    **dict.fromkeys(("matmul", "linalg_matmul", "mm", "bmm", "mv", "dot", "inner_product", "vdot"), _matmul),
     "rmatmul": _reversed_matmul,
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "addmm_", "baddbmm_", "addbmm_", "addmv_"), _added_matmul),
     **dict.fromkeys(("outer", "ger"), _outer),
     "einsum": _einsum,
     "scaled_dot_product_attention": _attention,
-    **dict.fromkeys(("bilinear", "tensordot", "chain_matmul", "multi_dot", "inner"), _hidden),
+    "linalg_multi_dot": _matrices,
+    **dict.fromkeys(("bilinear", "tensordot", "chain_matmul", "inner", "linalg_vecdot"), _hidden),
 }
 
 

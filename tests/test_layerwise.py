@@ -270,6 +270,30 @@ def test_operands_that_are_named_in_another_order_are_the_same_operands(call: Ca
     assert scales[0] == scales[1] > 0
 
 
+@pytest.mark.parametrize(
+    ("product", "spelt"),
+    [
+        (lambda x, w: x @ w.t(), lambda x, w: torch.linalg.matmul(x, w.t())),
+        (lambda x, w: torch.chain_matmul(x, w.t(), w), lambda x, w: torch.linalg.multi_dot([x, w.t(), w])),
+        (lambda x, w: torch.inner(x, w[0]), lambda x, w: torch.linalg.vecdot(x, w[0])),
+        (lambda x, w: F.linear(x, w[:1])[:, 0], lambda x, w: F.linear(x, w[0])),
+    ],
+    ids=["matmul", "multi_dot", "vecdot", "one output"],
+)
+@pytest.mark.filterwarnings("ignore:.*chain_matmul is deprecated:UserWarning")
+def test_a_product_is_the_same_however_it_is_spelt(
+    product: Callable[[Tensor, Tensor], Tensor], spelt: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    scales = []
+    for way in (product, spelt):
+        torch.manual_seed(0)
+        model = quantize(Called(lambda x, w, _, way=way: way(x, w)), Policy(error="fp16"))
+        with AdaLossScaled(model) as handle:
+            backward(model, torch.randn(3, 4, generator=seeded()), 1e-2)
+            scales.append(handle.last_log2_scale("first:linear"))
+    assert scales[0] == scales[1] > 0
+
+
 def test_parameters_gradients_are_rounded_at_the_scale_of_their_layer() -> None:
     layer = quantize(nn.Linear(4, 2, bias=False), Policy(error="e5m2", weight_grad="e5m2"))
     x = torch.randn(3, 4, generator=seeded())
