@@ -68,8 +68,8 @@ class _Memory:
         self.noticed: dict[int, Tensor] = {}  # the same on the host, where a card's may come later
         self.history: Tensor | None = None
         self.log2_scale: Tensor | None = None  # the last one
-        self.moments = keep_memory_of(torch.zeros(MOMENTS, dtype=torch.float64))
-        self.chosen = keep_memory_of(torch.full((5,), math.nan, dtype=torch.float64))
+        self.moments = keep_memory_of(torch.zeros(MOMENTS, dtype=torch.float64, device="cpu"))
+        self.chosen = keep_memory_of(torch.full((5,), math.nan, dtype=torch.float64, device="cpu"))
 
     def knows(self, predicted: list[int], measured: bool) -> bool:
         """Whether these factors are known. On a card they may be and not be noticed yet: nothing waits for the copy."""
@@ -83,7 +83,7 @@ class _Memory:
             self.noticed[index] = factor
             return
         if index not in self.noticed:
-            self.noticed[index] = torch.zeros(1, dtype=torch.float64, pin_memory=True)
+            self.noticed[index] = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=True)
         self.noticed[index].copy_(factor, non_blocking=True)
 
     def to(self, device: torch.device) -> None:
@@ -230,7 +230,7 @@ class AdaLossScaled:
         self._is_update = True
         self._told: Observed | None = None
         self._constants: dict[Any, Tensor] = {}
-        self._decided = keep_memory_of(torch.zeros(1, dtype=torch.int64))
+        self._decided = keep_memory_of(torch.zeros(1, dtype=torch.int64, device="cpu"))
         for found in self._listeners:
             found.scaling = self._place
 
@@ -352,13 +352,13 @@ class AdaLossScaled:
         self._memories = {}
         for saved in state["sites"]:
             memory = self._memories[saved["site"], saved["role"]] = _Memory()
-            factors = {int(i): torch.tensor([f], dtype=torch.float64) for i, f in saved["factors"].items()}
-            memory.factors = {i: keep_memory_of(factor) for i, factor in factors.items()}
+            for i, f in saved["factors"].items():
+                memory.factors[int(i)] = keep_memory_of(torch.tensor([f], dtype=torch.float64, device="cpu"))
             memory.noticed = dict(memory.factors)
             if saved["history"] is not None:
-                memory.history = torch.tensor(saved["history"], dtype=torch.float64)
+                memory.history = torch.tensor(saved["history"], dtype=torch.float64, device="cpu")
             if saved.get("log2_scale") is not None:
-                memory.log2_scale = torch.tensor([saved["log2_scale"]])
+                memory.log2_scale = torch.tensor([saved["log2_scale"]], device="cpu")
 
     # The forward pass: places and what connects them.
 

@@ -959,6 +959,28 @@ def test_a_saved_state_goes_on_to_the_same_bits(rule: str, tmp_path: Any) -> Non
         assert_same(got, want)
 
 
+@pytest.mark.parametrize("rule", ["approx_range", "amax_history"])
+def test_scales_stay_with_the_gradients_whatever_the_default_device(rule: str) -> None:
+    torch.manual_seed(0)
+    model = quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "e5m2", rounding="stochastic")
+    x, weights = torch.randn(4, 8), torch.randn(4, 8) * 1e-6
+    results, states, rows = [], [], []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        model.zero_grad()
+        with torch.device(device), AdaLossScaled(model, rule=rule, update_every=2) as handle:
+            handle.observer = recorder = Recorder()
+            for _ in range(3):
+                (model(x) * weights).sum().backward()
+                handle.load_state_dict(handle.state_dict())
+            states.append(handle.state_dict())
+        results.append(gradients(model))
+        rows.append(str(recorder.rows()))
+    assert_same(*results)
+    assert states[0] == states[1]
+    assert rows[0] == rows[1]
+
+
 def test_a_state_of_another_rule_is_refused() -> None:
     one = AdaLossScaled(quantize(nn.Linear(2, 2), "fp16"), rule="exact")
     two = AdaLossScaled(quantize(nn.Linear(2, 2), "fp16"))
