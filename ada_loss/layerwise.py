@@ -617,7 +617,7 @@ class AdaLossScaled:
                     f"{MOST_PRODUCTS}. Choose smaller layers with transforms=, or leave max_rescue_ratio out."
                 )
             products = (g[:, :, None] * w[:, None, :]).flatten().sort(descending=True).values
-            kept = (products.count_nonzero() * self.rule.max_rescue_ratio).ceil().clamp(min=1)
+            kept = (products.count_nonzero().double() * self.rule.max_rescue_ratio).ceil().clamp(min=1)
             amax, amin = products[0], products.take(kept.long() - 1)
         moments[AMAX], moments[AMIN] = amax, amin
         return moments

@@ -1106,6 +1106,18 @@ def test_element_wise_range_takes_vectors_and_empty_batches(ratio: float | None)
     assert set(results[2].values()) == {0}
 
 
+def test_element_wise_range_counts_more_products_than_float32_can() -> None:
+    layer = quantize(nn.Linear(4097, 1, bias=False), Policy(error="fp16"))
+    nn.init.ones_(layer.weight)
+    x = torch.ones(4099, 1, requires_grad=True).expand(4099, 4097)
+    rule = layer_rule("element_wise_range", max_rescue_ratio=1.0)
+    with AdaLossScaled(layer, [AdaLossTransformLinear()], rule=rule) as handle:
+        handle.observer = recorder = Recorder()
+        layer(x).sum().mul(2.0**-30).backward()
+    (row,) = (row for row in recorder.rows() if row["site"] == ":linear")
+    assert row["unbound"] == 2.0**6  # of 2**-30, below the smallest number, 2**-24
+
+
 def test_noise_of_stochastic_rounding_is_the_same_at_every_power_of_two() -> None:
     layer = quantize(nn.Linear(8, 8, bias=False), Policy(error="e5m2"), rounding="stochastic")
     g = torch.randn(4, 8, generator=seeded())
