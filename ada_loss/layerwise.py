@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
 
@@ -112,6 +112,7 @@ class _Arrival(NamedTuple):
     log2_scale: Tensor
     amax: Tensor | None
     measure: bool
+    sender: _Place | _Edge
 
 
 class _Place:
@@ -144,10 +145,10 @@ class _Place:
         self.task = -1
         self.made_in = torch._C._current_graph_task_id()  # the backward pass that runs a checkpoint's forward, or -1
 
-    def receive(self, task: int, log2_scale: Tensor, measure: bool = False) -> None:
+    def receive(self, task: int, sender: _Place | _Edge, log2_scale: Tensor, measure: bool = False) -> None:
         if self.task != task:  # what an earlier, partial backward left behind
             self.task, self.arrivals = task, []
-        self.arrivals.append(_Arrival(log2_scale, None, measure))
+        self.arrivals.append(_Arrival(log2_scale, None, measure, sender))
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
         return self.engine._scale_at(self, gradient)
@@ -373,21 +374,38 @@ class AdaLossScaled:
         node.metadata.setdefault(_KEY, {})[nr] = place  # type: ignore[attr-defined]  # a property, typed as a method
         if operation == "weight" and operands[0].grad_fn is None:
             return place  # nothing lies behind a leaf
+        senders: dict[tuple[Any, int], _Place | _Edge] = {}
+        if self.branches == "original":
+            senders = dict.fromkeys(_entries(operands), place)
         for index, product in enumerate(self._products(place, operation, operands)):
-            found = _sources([(product.operand.grad_fn, product.operand.output_nr)])
+            entry = product.operand.grad_fn, product.operand.output_nr
+            found = _sources([entry])
             targets = [target for target, _, _ in found if target.role == "error"]
             if targets:
                 place.edges.append(_Edge(targets, product, index))
+                senders[entry] = place.edges[-1]
                 if product.other is not None:
                     place.predicted.append(index)
         by_product = {id(target) for edge in place.edges for target in edge.targets}
         behind = _sources([(node, None)])
         place.passes = list({id(t): t for t, _, _ in behind if id(t) not in by_product}.values())
         if self.branches == "original":
-            for target, consumer, index in behind:
-                if target.role == "error":
-                    consumer.register_hook(_RoundBranch(target, index))
+            self._round_shares(place, node, senders)
         return place
+
+    def _round_shares(self, place: _Place, node: Any, senders: Mapping[tuple[Any, int], _Place | _Edge]) -> None:
+        """Where gradients leave an operation, before any other is added to them."""
+        seen, stack = {node}, [node]
+        while stack:
+            consumer = stack.pop()
+            for index, entry in enumerate(consumer.next_functions):
+                if entry in senders or (entry[0] is not None and entry[1] in entry[0].metadata.get(_KEY, {})):
+                    targets = [target for target, _, _ in _sources([entry]) if target.role == "error"]
+                    if targets:
+                        consumer.register_hook(_RoundBranch(senders.get(entry, place), targets, index))
+                elif entry[0] is not None and entry[0] not in seen:
+                    seen.add(entry[0])
+                    stack.append(entry[0])
 
     def _products(self, place: _Place, operation: str, operands: tuple[Any, ...]) -> list[Product]:
         find = PRODUCTS.get(operation)
@@ -478,8 +496,8 @@ class AdaLossScaled:
         scales = list({id(a.log2_scale): a.log2_scale for a in arrivals}.values())
         if len(scales) == 1:
             return scales[0]
-        if self.branches == "original":
-            known = [a for a in arrivals if a.amax is not None]
+        known = [a for a in arrivals if a.amax is not None]
+        if known:  # branches="original"
             out = self._scale_on(device)
             amaxima = torch.cat([a.amax for a in known if a.amax is not None])
             on_device(branch, amaxima, torch.cat([a.log2_scale for a in known]), limits, out)
@@ -571,11 +589,11 @@ class AdaLossScaled:
         self, place: _Place, task: int, gradient: Tensor, log2_scale: Tensor, memory: _Memory, fresh: bool
     ) -> None:
         for target in place.passes:
-            target.receive(task, log2_scale)
+            target.receive(task, place, log2_scale)
         for edge in place.edges:
             if edge.is_hidden:
                 for target in edge.targets:
-                    target.receive(task, log2_scale, measure=True)
+                    target.receive(task, edge, log2_scale, measure=True)
                 continue
             if isinstance(self.rule, ElementWiseRange):
                 g, w = self._products_of(gradient, edge) if fresh else memory.moments, None
@@ -590,7 +608,7 @@ class AdaLossScaled:
             limits = self._limits_of(target, log2_scale)
             scale = self._choose_factor(log2_scale, g, w, edge.terms, limits, memory, edge.index, is_known)
             for target in edge.targets:
-                target.receive(task, scale)
+                target.receive(task, edge, scale)
 
     def _products_of(self, gradient: Tensor, edge: _Edge) -> Tensor:
         """Moments whose amin and amax are those of every product of an element and a weight of its channel."""
@@ -652,6 +670,15 @@ class AdaLossScaled:
 _KEY = "ada_loss"  # under which a node of the graph keeps the places of its outputs
 
 
+def _entries(operands: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    """Where the gradients of operands enter the graph behind them."""
+    for x in operands:
+        if isinstance(x, Tensor) and x.grad_fn is not None:
+            yield x.grad_fn, x.output_nr
+        elif isinstance(x, tuple | list):
+            yield from _entries(x)
+
+
 def _sources(edges: Iterable[tuple[Any, int | None]]) -> list[tuple[_Place, Any, int]]:
     """The nearest places against the direction of the forward pass, each with the node that feeds it and its input.
 
@@ -676,19 +703,22 @@ def _sources(edges: Iterable[tuple[Any, int | None]]) -> list[tuple[_Place, Any,
 class _RoundBranch:
     """A hook behind a consumer: rounds its share of a gradient at its own scale, before the shares are added."""
 
-    __slots__ = ("index", "target")
+    __slots__ = ("index", "sender", "targets")
 
-    def __init__(self, target: _Place, index: int) -> None:
-        self.target, self.index = target, index
+    def __init__(self, sender: _Place | _Edge, targets: list[_Place], index: int) -> None:
+        self.sender, self.targets, self.index = sender, targets, index
 
     def __call__(self, shares: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
-        share = shares[self.index]
-        target = self.target
-        if share is None or torch.is_grad_enabled() or not target.arrivals:
+        share, first = shares[self.index], self.targets[0]
+        sent = next((arrival for arrival in first.arrivals if arrival.sender is self.sender), None)
+        if share is None or sent is None:
             return None
-        arrival = target.arrivals[-1]
-        log2_scale, limits = torch.empty_like(arrival.log2_scale), target.engine._limits_of(target, share)
-        on_device(keep, arrival.log2_scale, amax_of(share), limits, log2_scale, torch.empty_like(limits))
-        rounded = ops._rounded(share, target.spec, None, log2_scale)
-        target.arrivals[-1] = _Arrival(log2_scale, amax_of(rounded)[AMAX : AMAX + 1], arrival.measure)
+        log2_scale, limits = torch.empty_like(sent.log2_scale), first.engine._limits_of(first, share)
+        on_device(keep, sent.log2_scale, amax_of(share), limits, log2_scale, torch.empty_like(limits))
+        rounded = ops._round_differentiably(share, first.spec, log2_scale)
+        arrival = sent._replace(log2_scale=log2_scale, amax=amax_of(rounded)[AMAX : AMAX + 1])
+        for target in self.targets:  # in the place of what was sent, or beside it where an operand is taken twice
+            open_ = (i for i, a in enumerate(target.arrivals) if a.sender is self.sender and a.amax is None)
+            at = next(open_, len(target.arrivals))
+            target.arrivals[at : at + 1] = [arrival]
         return (*shares[: self.index], rounded, *shares[self.index + 1 :])
