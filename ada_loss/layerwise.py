@@ -302,6 +302,12 @@ class AdaLossScaled:
     def __exit__(self, *_: object) -> None:
         self.detach()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "An AdaLossScaled belongs to the model that it is attached to, and is neither copied nor pickled. Copy or "
+            "save its .model and its state_dict(), and give them to a new one."
+        )
+
     def detach(self) -> nn.Module:
         """Leave the model as it was and give it back. Graphs that were made before keep their scales."""
         for found in self._listeners:

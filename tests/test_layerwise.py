@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -1029,6 +1030,14 @@ def test_scales_stay_with_the_gradients_whatever_the_default_device(rule: str) -
     assert_same(*results)
     assert states[0] == states[1]
     assert rows[0] == rows[1]
+
+
+def test_a_copy_of_the_scaling_itself_is_refused_with_what_to_do() -> None:
+    with AdaLossScaled(quantize(nn.Linear(2, 2), "fp16")) as handle:
+        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"neither copied nor pickled\. Copy or save its \.model and its state"):
+                duplicate(handle)
+        copy.deepcopy(handle.model)
 
 
 def test_a_state_of_another_rule_is_refused() -> None:
