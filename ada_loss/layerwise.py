@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
 
@@ -44,6 +44,7 @@ __all__ = ["AdaLossScaled", "Observed"]
 
 NEAREST = ("nearest_even", "nearest_away", "stochastic")
 MOMENTS = 10
+MEASURED = -1  # the number of a product whose gradient is measured, in the place of a product's own
 MOST_PRODUCTS = 1 << 27
 
 
@@ -63,17 +64,18 @@ class _Memory:
     __slots__ = ("chosen", "factors", "history", "log2_scale", "moments", "noticed")
 
     def __init__(self) -> None:
-        self.factors: dict[int, Tensor] = {}  # by product; -1 is a measured one; 0 is one not known yet
+        self.factors: dict[int, Tensor] = {}  # by product, or MEASURED; 0 is one not known yet
         self.noticed: dict[int, Tensor] = {}  # the same on the host, where a card's may come later
         self.history: Tensor | None = None
         self.log2_scale: Tensor | None = None  # the last one
-        self.moments = keep_memory_of(torch.zeros(MOMENTS, dtype=torch.float64))
-        self.chosen = keep_memory_of(torch.full((5,), math.nan, dtype=torch.float64))
+        self.moments = keep_memory_of(torch.zeros(MOMENTS, dtype=torch.float64, device="cpu"))
+        self.chosen = keep_memory_of(torch.full((5,), math.nan, dtype=torch.float64, device="cpu"))
 
-    @property
-    def is_known(self) -> bool:
-        """Whether all factors are. On a card it may be true and not noticed yet, for nothing waits for the copy."""
-        return bool(self.noticed) and all(factor.item() != 0 for factor in self.noticed.values())
+    def knows(self, predicted: list[int], measured: bool) -> bool:
+        """Whether these factors are known. On a card they may be and not be noticed yet: nothing waits for the copy."""
+        noticed = self.noticed
+        indices = [*predicted, MEASURED] if measured else predicted
+        return all(index in noticed and noticed[index].item() != 0 for index in indices)
 
     def notice(self, index: int) -> None:
         factor = self.factors[index]
@@ -81,7 +83,7 @@ class _Memory:
             self.noticed[index] = factor
             return
         if index not in self.noticed:
-            self.noticed[index] = torch.zeros(1, dtype=torch.float64, pin_memory=True)
+            self.noticed[index] = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=True)
         self.noticed[index].copy_(factor, non_blocking=True)
 
     def to(self, device: torch.device) -> None:
@@ -99,7 +101,7 @@ class _Edge:
         self.targets, self.terms, self.index = targets, product.terms, index
         self.product_channel = product.channel
         self.is_hidden = product.other is None
-        # saved for the backward pass anyway; let go once its moments are known
+        # saved for the backward pass anyway; let go once its moments are known, and kept where they are the products'
         self.other = None if product.other is None else product.other.detach()
         self.other_moments: Tensor | None = None
 
@@ -110,6 +112,7 @@ class _Arrival(NamedTuple):
     log2_scale: Tensor
     amax: Tensor | None
     measure: bool
+    sender: _Place | _Edge
 
 
 class _Place:
@@ -123,6 +126,7 @@ class _Place:
         "is_chosen",
         "made_in",
         "passes",
+        "predicted",
         "role",
         "site",
         "spec",
@@ -135,15 +139,16 @@ class _Place:
         self.engine, self.site, self.role, self.spec, self.dtype = engine, site, role, spec, dtype
         self.is_chosen = is_chosen
         self.edges: list[_Edge] = []
+        self.predicted: list[int] = []  # the products among them for which a factor is chosen here
         self.passes: list[_Place] = []
         self.arrivals: list[_Arrival] = []
         self.task = -1
         self.made_in = torch._C._current_graph_task_id()  # the backward pass that runs a checkpoint's forward, or -1
 
-    def receive(self, task: int, log2_scale: Tensor, measure: bool = False) -> None:
+    def receive(self, task: int, sender: _Place | _Edge, log2_scale: Tensor, measure: bool = False) -> None:
         if self.task != task:  # what an earlier, partial backward left behind
             self.task, self.arrivals = task, []
-        self.arrivals.append(_Arrival(log2_scale, None, measure))
+        self.arrivals.append(_Arrival(log2_scale, None, measure, sender))
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
         return self.engine._scale_at(self, gradient)
@@ -226,7 +231,7 @@ class AdaLossScaled:
         self._is_update = True
         self._told: Observed | None = None
         self._constants: dict[Any, Tensor] = {}
-        self._decided = keep_memory_of(torch.zeros(1, dtype=torch.int64))
+        self._decided = keep_memory_of(torch.zeros(1, dtype=torch.int64, device="cpu"))
         for found in self._listeners:
             found.scaling = self._place
 
@@ -297,6 +302,12 @@ class AdaLossScaled:
     def __exit__(self, *_: object) -> None:
         self.detach()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "An AdaLossScaled belongs to the model that it is attached to, and is neither copied nor pickled. Copy or "
+            "save its .model and its state_dict(), and give them to a new one."
+        )
+
     def detach(self) -> nn.Module:
         """Leave the model as it was and give it back. Graphs that were made before keep their scales."""
         for found in self._listeners:
@@ -348,13 +359,13 @@ class AdaLossScaled:
         self._memories = {}
         for saved in state["sites"]:
             memory = self._memories[saved["site"], saved["role"]] = _Memory()
-            factors = {int(i): torch.tensor([f], dtype=torch.float64) for i, f in saved["factors"].items()}
-            memory.factors = {i: keep_memory_of(factor) for i, factor in factors.items()}
+            for i, f in saved["factors"].items():
+                memory.factors[int(i)] = keep_memory_of(torch.tensor([f], dtype=torch.float64, device="cpu"))
             memory.noticed = dict(memory.factors)
             if saved["history"] is not None:
-                memory.history = torch.tensor(saved["history"], dtype=torch.float64)
+                memory.history = torch.tensor(saved["history"], dtype=torch.float64, device="cpu")
             if saved.get("log2_scale") is not None:
-                memory.log2_scale = torch.tensor([saved["log2_scale"]])
+                memory.log2_scale = torch.tensor([saved["log2_scale"]], device="cpu")
 
     # The forward pass: places and what connects them.
 
@@ -369,19 +380,38 @@ class AdaLossScaled:
         node.metadata.setdefault(_KEY, {})[nr] = place  # type: ignore[attr-defined]  # a property, typed as a method
         if operation == "weight" and operands[0].grad_fn is None:
             return place  # nothing lies behind a leaf
+        senders: dict[tuple[Any, int], _Place | _Edge] = {}
+        if self.branches == "original":
+            senders = dict.fromkeys(_entries(operands), place)
         for index, product in enumerate(self._products(place, operation, operands)):
-            found = _sources([(product.operand.grad_fn, product.operand.output_nr)])
+            entry = product.operand.grad_fn, product.operand.output_nr
+            found = _sources([entry])
             targets = [target for target, _, _ in found if target.role == "error"]
             if targets:
                 place.edges.append(_Edge(targets, product, index))
+                senders[entry] = place.edges[-1]
+                if product.other is not None:
+                    place.predicted.append(index)
         by_product = {id(target) for edge in place.edges for target in edge.targets}
         behind = _sources([(node, None)])
         place.passes = list({id(t): t for t, _, _ in behind if id(t) not in by_product}.values())
         if self.branches == "original":
-            for target, consumer, index in behind:
-                if target.role == "error":
-                    consumer.register_hook(_RoundBranch(target, index))
+            self._round_shares(place, node, senders)
         return place
+
+    def _round_shares(self, place: _Place, node: Any, senders: Mapping[tuple[Any, int], _Place | _Edge]) -> None:
+        """Where gradients leave an operation, before any other is added to them."""
+        seen, stack = {node}, [node]
+        while stack:
+            consumer = stack.pop()
+            for index, entry in enumerate(consumer.next_functions):
+                if entry in senders or (entry[0] is not None and entry[1] in entry[0].metadata.get(_KEY, {})):
+                    targets = [target for target, _, _ in _sources([entry]) if target.role == "error"]
+                    if targets:
+                        consumer.register_hook(_RoundBranch(senders.get(entry, place), targets, index))
+                elif entry[0] is not None and entry[0] not in seen:
+                    seen.add(entry[0])
+                    stack.append(entry[0])
 
     def _products(self, place: _Place, operation: str, operands: tuple[Any, ...]) -> list[Product]:
         find = PRODUCTS.get(operation)
@@ -426,11 +456,12 @@ class AdaLossScaled:
         memory = self._memory(site, place.role, device)
         is_cast = not arrivals and self._casts and not isinstance(self.rule, Fixed)
         must_measure = self.rule.ahead and (is_cast or any(a.measure for a in arrivals))
-        fresh = self._is_update or ((must_measure or bool(place.edges)) and not memory.is_known)
+        chooses = must_measure or bool(place.predicted)
+        fresh = chooses and (self._is_update or not memory.knows(place.predicted, must_measure))
         passes_on = arrivals and self.rule.ahead and not must_measure and self._told is None
         if passes_on and is_rounded_at(gradient, wanted, place.spec):
             log2_scale = wanted  # this very tensor was rounded in this format at this very scale: it fits
-            if place.edges and fresh:
+            if fresh:
                 moments_of(gradient, out=memory.moments)
         else:
             log2_scale = self._decide(place, gradient, wanted, limits, memory, fresh, must_measure)
@@ -471,8 +502,8 @@ class AdaLossScaled:
         scales = list({id(a.log2_scale): a.log2_scale for a in arrivals}.values())
         if len(scales) == 1:
             return scales[0]
-        if self.branches == "original":
-            known = [a for a in arrivals if a.amax is not None]
+        known = [a for a in arrivals if a.amax is not None]
+        if known:  # branches="original"
             out = self._scale_on(device)
             amaxima = torch.cat([a.amax for a in known if a.amax is not None])
             on_device(branch, amaxima, torch.cat([a.log2_scale for a in known]), limits, out)
@@ -492,12 +523,12 @@ class AdaLossScaled:
         must_measure: bool,
     ) -> Tensor:
         rule, device, moments, chosen = self.rule, gradient.device, memory.moments, memory.chosen
-        if fresh and rule.ahead and (must_measure or place.edges):
+        if fresh:
             moments_of(gradient, logs=must_measure and rule.logs, out=moments)
         else:
             amax_of(gradient, out=moments)
         if must_measure:
-            wanted = self._choose_factor(wanted, moments, None, 1, limits, memory, -1, fresh)
+            wanted = self._choose_factor(wanted, moments, None, 1, limits, memory, MEASURED, fresh)
         out = self._scale_on(device)
         if rule.ahead or not place.is_chosen:
             on_device(keep, wanted, moments, limits, out, chosen)
@@ -564,27 +595,26 @@ class AdaLossScaled:
         self, place: _Place, task: int, gradient: Tensor, log2_scale: Tensor, memory: _Memory, fresh: bool
     ) -> None:
         for target in place.passes:
-            target.receive(task, log2_scale)
+            target.receive(task, place, log2_scale)
         for edge in place.edges:
             if edge.is_hidden:
                 for target in edge.targets:
-                    target.receive(task, log2_scale, measure=True)
+                    target.receive(task, edge, log2_scale, measure=True)
                 continue
-            g, w = memory.moments, edge.other_moments
-            if fresh and edge.other is not None:
-                if isinstance(self.rule, ElementWiseRange):
-                    g = edge.other_moments = self._products_of(gradient, edge)
-                else:
-                    w = edge.other_moments = moments_of(edge.other)
-            edge.other = None
             if isinstance(self.rule, ElementWiseRange):
-                g, w = edge.other_moments if edge.other_moments is not None else g, None
+                g, w = self._products_of(gradient, edge) if fresh else memory.moments, None
+                is_known = fresh
+            else:
+                if fresh and edge.other is not None:
+                    edge.other_moments = moments_of(edge.other)
+                edge.other = None
+                g, w = memory.moments, edge.other_moments
+                is_known = fresh and w is not None
             target = edge.targets[0]
             limits = self._limits_of(target, log2_scale)
-            is_known = fresh and edge.other_moments is not None
             scale = self._choose_factor(log2_scale, g, w, edge.terms, limits, memory, edge.index, is_known)
             for target in edge.targets:
-                target.receive(task, scale)
+                target.receive(task, edge, scale)
 
     def _products_of(self, gradient: Tensor, edge: _Edge) -> Tensor:
         """Moments whose amin and amax are those of every product of an element and a weight of its channel."""
@@ -592,8 +622,13 @@ class AdaLossScaled:
         assert edge.other is not None
         assert edge.product_channel is not None
         along, across = edge.product_channel
-        g = gradient.detach().abs().double().movedim(along, 0).flatten(1)
-        w = edge.other.abs().double().movedim(across, 0).flatten(1)
+        moments = torch.zeros(MOMENTS, dtype=torch.float64, device=gradient.device)
+        if gradient.numel() == 0 or edge.other.numel() == 0:
+            return moments
+        g, w = (  # by channel; a vector has one element in each
+            x.detach().abs().double().movedim(channel, 0).unsqueeze(-1).flatten(1)
+            for x, channel in ((gradient, along), (edge.other, across))
+        )
         if self.rule.max_rescue_ratio is None:
             infinity = torch.tensor(math.inf, dtype=torch.float64, device=g.device)
             amin = torch.stack([torch.where(t > 0, t, infinity).amin(1) for t in (g, w)]).prod(0).amin()
@@ -606,9 +641,8 @@ class AdaLossScaled:
                     f"{MOST_PRODUCTS}. Choose smaller layers with transforms=, or leave max_rescue_ratio out."
                 )
             products = (g[:, :, None] * w[:, None, :]).flatten().sort(descending=True).values
-            kept = (products.count_nonzero() * self.rule.max_rescue_ratio).ceil().clamp(min=1)
+            kept = (products.count_nonzero().double() * self.rule.max_rescue_ratio).ceil().clamp(min=1)
             amax, amin = products[0], products.take(kept.long() - 1)
-        moments = torch.zeros(MOMENTS, dtype=torch.float64, device=g.device)
         moments[AMAX], moments[AMIN] = amax, amin
         return moments
 
@@ -642,6 +676,15 @@ class AdaLossScaled:
 _KEY = "ada_loss"  # under which a node of the graph keeps the places of its outputs
 
 
+def _entries(operands: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    """Where the gradients of operands enter the graph behind them."""
+    for x in operands:
+        if isinstance(x, Tensor) and x.grad_fn is not None:
+            yield x.grad_fn, x.output_nr
+        elif isinstance(x, tuple | list):
+            yield from _entries(x)
+
+
 def _sources(edges: Iterable[tuple[Any, int | None]]) -> list[tuple[_Place, Any, int]]:
     """The nearest places against the direction of the forward pass, each with the node that feeds it and its input.
 
@@ -666,19 +709,22 @@ def _sources(edges: Iterable[tuple[Any, int | None]]) -> list[tuple[_Place, Any,
 class _RoundBranch:
     """A hook behind a consumer: rounds its share of a gradient at its own scale, before the shares are added."""
 
-    __slots__ = ("index", "target")
+    __slots__ = ("index", "sender", "targets")
 
-    def __init__(self, target: _Place, index: int) -> None:
-        self.target, self.index = target, index
+    def __init__(self, sender: _Place | _Edge, targets: list[_Place], index: int) -> None:
+        self.sender, self.targets, self.index = sender, targets, index
 
     def __call__(self, shares: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
-        share = shares[self.index]
-        target = self.target
-        if share is None or torch.is_grad_enabled() or not target.arrivals:
+        share, first = shares[self.index], self.targets[0]
+        sent = next((arrival for arrival in first.arrivals if arrival.sender is self.sender), None)
+        if share is None or sent is None:
             return None
-        arrival = target.arrivals[-1]
-        log2_scale, limits = torch.empty_like(arrival.log2_scale), target.engine._limits_of(target, share)
-        on_device(keep, arrival.log2_scale, amax_of(share), limits, log2_scale, torch.empty_like(limits))
-        rounded = ops._rounded(share, target.spec, None, log2_scale)
-        target.arrivals[-1] = _Arrival(log2_scale, amax_of(rounded)[AMAX : AMAX + 1], arrival.measure)
+        log2_scale, limits = torch.empty_like(sent.log2_scale), first.engine._limits_of(first, share)
+        on_device(keep, sent.log2_scale, amax_of(share), limits, log2_scale, torch.empty_like(limits))
+        rounded = ops._round_differentiably(share, first.spec, log2_scale)
+        arrival = sent._replace(log2_scale=log2_scale, amax=amax_of(rounded)[AMAX : AMAX + 1])
+        for target in self.targets:  # in the place of what was sent, or beside it where an operand is taken twice
+            open_ = (i for i, a in enumerate(target.arrivals) if a.sender is self.sender and a.amax is None)
+            at = next(open_, len(target.arrivals))
+            target.arrivals[at : at + 1] = [arrival]
         return (*shares[: self.index], rounded, *shares[self.index + 1 :])

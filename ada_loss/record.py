@@ -53,7 +53,7 @@ class Recorder:
         self, step: int, site: str, role: str, spec: RoundingSpec, gradient: Tensor, log2_scale: Tensor, chosen: Tensor
     ) -> None:
         """What `AdaLossScaled` calls, before the gradient is rounded."""
-        key = torch.tensor(step)  # stochastic rounding: noise of its own, so that the training's stays as it is
+        key = torch.tensor(step, device="cpu")  # noise of its own, so that the training's stays as it is
         at_scale, unscaled = (ops._rounded(gradient, spec, key, scale) for scale in (log2_scale, None))
         count = gradient.numel()
         zeros, underflow, overflow = lost_between(gradient, at_scale, spec.fmt.largest, log2_scale).double()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 __all__ = [
@@ -36,6 +37,8 @@ class Product(NamedTuple):
 
 
 def _linear(x: Tensor, weight: Tensor, *_: Any) -> list[Product]:
+    if weight.dim() == 1:  # one output, whose dimension is left out
+        return [Product(x, weight, 1)]
     return [Product(x, weight, weight.shape[0], (-1, 0))]
 
 
@@ -53,7 +56,7 @@ def _matmul(a: Tensor, b: Tensor, *_: Any) -> list[Product]:
     inner = a.shape[-1]
     rows = a.shape[-2] if a.dim() > 1 else 1
     columns = b.shape[-1] if b.dim() > 1 else 1
-    batch = max(math.prod(a.shape[:-2]), math.prod(b.shape[:-2]))  # a broadcast operand sums over the batch too
+    batch = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))  # a broadcast operand sums over it too
     total = batch * rows * inner * columns
     return [Product(a, b, _per_element(total, a)), Product(b, a, _per_element(total, b))]
 
@@ -87,6 +90,10 @@ def _hidden(*operands: Any) -> list[Product]:
     return [Product(x, None, 1) for x in operands if isinstance(x, Tensor) and x.is_floating_point()]
 
 
+def _matrices(operands: Sequence[Tensor], *_: Any) -> list[Product]:
+    return _hidden(*operands)
+
+
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> list[Product]:
     return _hidden(query, key, value)
 
@@ -99,13 +106,14 @@ PRODUCTS: dict[str, Callable[..., list[Product]]] = {
     "linear": _linear,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _transposed_convolution),
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "inner_product", "vdot"), _matmul),
+    **dict.fromkeys(("matmul", "linalg_matmul", "mm", "bmm", "mv", "dot", "inner_product", "vdot"), _matmul),
     "rmatmul": _reversed_matmul,
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "addmm_", "baddbmm_", "addbmm_", "addmv_"), _added_matmul),
     **dict.fromkeys(("outer", "ger"), _outer),
     "einsum": _einsum,
     "scaled_dot_product_attention": _attention,
-    **dict.fromkeys(("bilinear", "tensordot", "chain_matmul", "multi_dot", "inner"), _hidden),
+    "linalg_multi_dot": _matrices,
+    **dict.fromkeys(("bilinear", "tensordot", "chain_matmul", "inner", "linalg_vecdot"), _hidden),
 }
 
 

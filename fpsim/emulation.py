@@ -30,10 +30,11 @@ class Scaling(Protocol):
     """Who answers, at each place of the backward pass: at which scale is this gradient rounded?
 
     Asked once in the forward pass, when the place is made: the site's name, the role ("error" or "weight_grad"), the
-    rounding, the operation with its operands (tensors rounded already, and the call's other arguments), and what came
-    out. Returns what to call in the backward pass with the gradient, before it is rounded: log2 of the scale as an
-    int64 tensor of one element on the gradient's device, within `ops.log2_scale_limits`, or None for 1. A gradient
-    itself always has its true size; `is_rounded_at(gradient, log2_scale, spec)` tells how it was rounded a moment ago.
+    rounding, the operation with its operands (tensors rounded already, and the call's other arguments, in the order of
+    torch's own parameters however they were named), and what came out. Returns what to call in the backward pass with
+    the gradient, before it is rounded: log2 of the scale as an int64 tensor of one element on the gradient's device,
+    within `ops.log2_scale_limits`, or None for 1. A gradient itself always has its true size;
+    `is_rounded_at(gradient, log2_scale, spec)` tells how it was rounded a moment ago.
     """
 
     def __call__(
@@ -160,6 +161,15 @@ NOT_OPERANDS: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {
 }
 # What is looked up in a weight is an activation, and its gradient, which is summed into the weight, an error.
 LOOK_UPS = ("embedding",)
+
+# Operands that may be given by name, in the order in which any operation has those that it takes.
+_OPERANDS = "input input1 query mat mat1 batch1 input2 key weight other mat2 vec vec2 tensor batch2 value".split()
+_RANKS = {name: rank for rank, name in enumerate(_OPERANDS)}
+
+
+def _in_order(named: dict[str, Any]) -> list[Any]:
+    return [named[name] for name in sorted(named, key=lambda name: _RANKS.get(name, len(_RANKS)))]
+
 
 _PASS, _MOVE, _COMPUTE, _REFUSE, _DECOMPOSE, _SET_ITEM = range(6)
 
@@ -401,7 +411,7 @@ class Emulation(TorchFunctionMode):
             name: x if name in call.skip_names or name == "out" else self._prepared(x, moves, floats)
             for name, x in kwargs.items()
         }
-        operands = (*new_args, *new_kwargs.values()) if new_kwargs else new_args
+        operands = (*new_args, *_in_order(new_kwargs)) if new_kwargs else new_args
         first = args[0] if keeps_first and args else None
         if isinstance(first, Tensor) and not moves and call.action != _SET_ITEM:
             self._prepare_target(first)

@@ -111,7 +111,7 @@ def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tenso
         loop(source, n, out.data_ptr())
         return out
     parts = ops.parts_of(n)
-    rows = torch.zeros((len(parts), len(MOMENTS)), dtype=torch.float64)
+    rows = torch.zeros((len(parts), len(MOMENTS)), dtype=torch.float64, device=x.device)
     row, step = rows.data_ptr(), 8 * len(MOMENTS)
     ops.run_parts(
         loop, [(source + first * size, length, row + i * step) for i, (first, length) in enumerate(parts)], x, rows

@@ -177,7 +177,7 @@ def lost_between(before: Tensor, after: Tensor, largest: float, log2_scale: Tens
     wide = torch.float64 if before.dtype is torch.float64 else torch.float32
     x, r = (t.detach().to(wide).contiguous() for t in (before, after))
     parts = ops.parts_of(x.numel())
-    counts = torch.zeros((len(parts), 3), dtype=torch.int64)
+    counts = torch.zeros((len(parts), 3), dtype=torch.int64, device=x.device)
     limit, size, row = math.ldexp(largest, -int(log2_scale)), x.element_size(), counts.data_ptr()
     places = [(first * size, length, row + 24 * i) for i, (first, length) in enumerate(parts)]
     calls = [(x.data_ptr() + at, r.data_ptr() + at, length, limit, to) for at, length, to in places]

@@ -84,6 +84,16 @@ def test_approx_range_gives_the_factors_of_its_three_generations(
     assert 2.0 ** floor_log2(bounded(factor, 9, 16.0, 1024.0)) == final[2]
 
 
+@pytest.mark.parametrize("share", [1e-6, 1e-10, 1e-14, 1e-17, 1e-300])
+def test_a_share_however_small_has_its_half_width(share: float) -> None:
+    # erf(x) = 2 x / sqrt(pi) to the first order; the next is smaller by x**2 / 3, some 5e-13 at the largest of these
+    assert ApproxRange(share).parameters()[0] == pytest.approx(share * math.sqrt(math.pi / 2), rel=1e-12, abs=0)
+    g = moments(alternating(1e-6, 4, 4))
+    assert ApproxRange(share).factor(g, NONE, 1, 2.0**-24, 65504.0) == pytest.approx(
+        min(2.0**-24 / (share * math.sqrt(math.pi / 2)) / 1e-6, 65504.0 / 1e-6), rel=1e-12
+    )
+
+
 def test_the_lognormal_form_gives_its_golden_factors() -> None:
     g = moments(torch.tensor([2.0**-30, -(2.0**-26), 2.0**-34, 0.0]).double(), logs=True)
     assert g.log_mean == pytest.approx(-20.794415417, rel=1e-10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -237,6 +238,63 @@ def test_a_linear_layers_scale_is_the_formulas() -> None:
     assert torch.equal(model[2].weight.grad, gy.t() @ torch.relu(model[0](x)))
 
 
+class Called(nn.Module):
+    def __init__(self, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call, self.first = call, nn.Linear(4, 4)
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4) * 1e-3), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.first(x), self.weight, self.bias)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w, b: F.linear(x, bias=b, weight=w),
+        lambda x, w, b: F.linear(x, bias=None, weight=w),
+        lambda x, w, b: F.linear(weight=w, input=x),
+        lambda x, w, b: torch.matmul(other=w.t(), input=x),
+        lambda x, w, b: torch.addmm(mat2=w.t(), mat1=x, input=b),
+        lambda x, w, b: torch.baddbmm(b, batch2=w.t()[None], batch1=x[None])[0],
+    ],
+    ids=["bias first", "no bias", "weight first", "matmul", "addmm", "baddbmm"],
+)
+def test_operands_that_are_named_in_another_order_are_the_same_operands(call: Callable[..., Tensor]) -> None:
+    scales = []
+    for way in (F.linear, call):
+        torch.manual_seed(0)
+        model = quantize(Called(way), Policy(error="fp16"))
+        with AdaLossScaled(model) as handle:
+            backward(model, torch.randn(3, 4, generator=seeded()), 1e-6)
+            scales.append(handle.last_log2_scale("first:linear"))
+    assert scales[0] == scales[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("product", "spelt"),
+    [
+        (lambda x, w: x @ w.t(), lambda x, w: torch.linalg.matmul(x, w.t())),
+        (lambda x, w: torch.chain_matmul(x, w.t(), w), lambda x, w: torch.linalg.multi_dot([x, w.t(), w])),
+        (lambda x, w: torch.inner(x, w[0]), lambda x, w: torch.linalg.vecdot(x, w[0])),
+        (lambda x, w: F.linear(x, w[:1])[:, 0], lambda x, w: F.linear(x, w[0])),
+    ],
+    ids=["matmul", "multi_dot", "vecdot", "one output"],
+)
+@pytest.mark.filterwarnings("ignore:.*chain_matmul is deprecated:UserWarning")
+def test_a_product_is_the_same_however_it_is_spelt(
+    product: Callable[[Tensor, Tensor], Tensor], spelt: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    scales = []
+    for way in (product, spelt):
+        torch.manual_seed(0)
+        model = quantize(Called(lambda x, w, _, way=way: way(x, w)), Policy(error="fp16"))
+        with AdaLossScaled(model) as handle:
+            backward(model, torch.randn(3, 4, generator=seeded()), 1e-2)
+            scales.append(handle.last_log2_scale("first:linear"))
+    assert scales[0] == scales[1] > 0
+
+
 def test_parameters_gradients_are_rounded_at_the_scale_of_their_layer() -> None:
     layer = quantize(nn.Linear(4, 2, bias=False), Policy(error="e5m2", weight_grad="e5m2"))
     x = torch.randn(3, 4, generator=seeded())
@@ -268,7 +326,15 @@ def test_groups_count_only_their_own_terms() -> None:
 
 @pytest.mark.parametrize(
     ("a", "b"),
-    [((4, 5), (5, 3)), ((2, 4, 5), (2, 5, 3)), ((2, 4, 5), (5, 3)), ((4, 5), (2, 5, 3)), ((5,), (5,)), ((5,), (5, 3))],
+    [
+        ((4, 5), (5, 3)),
+        ((2, 4, 5), (2, 5, 3)),
+        ((2, 4, 5), (5, 3)),
+        ((4, 5), (2, 5, 3)),
+        ((2, 1, 4, 5), (6, 5, 3)),  # both are broadcast
+        ((5,), (5,)),
+        ((5,), (5, 3)),
+    ],
     ids=str,
 )
 def test_a_matrix_products_terms_are_those_that_a_gradient_of_ones_adds_up(a: tuple[int], b: tuple[int]) -> None:
@@ -438,6 +504,56 @@ def test_in_the_originals_way_each_branch_is_rounded_first() -> None:
     assert k == min(scales)  # the larger gradient does not fit at the smaller one's scale
     assert rows["first:linear"]["log2_wanted"] == k
     assert torch.equal(model.first.weight.grad, (round_to(total * 2.0**k, "fp16") / 2.0**k).t() @ x)
+
+
+class Moved(Fork):
+    """The same with the branches parted further on, or their operands made before either is used."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.first(x)
+        if self.way == "behind a ReLU":
+            h = F.relu(h)
+            return self.small(h), self.large(h)
+        a, b = h.flip(0), h.flip(1).flip(1)
+        return self.small(a).flip(0), self.large(b)
+
+
+@pytest.mark.parametrize("way", ["behind a ReLU", "made before"])
+def test_in_the_originals_way_a_branch_is_rounded_where_it_ends_wherever_that_is(way: str) -> None:
+    model, _, a, b = fork()
+    nn.init.uniform_(model.first.weight, 0.5, 1.0)
+    moved = Moved(way)
+    moved.load_state_dict(model.state_dict())
+    x, moved = torch.full((2, 4), 0.5), quantize(moved, Policy(error="fp16"))  # the ReLU passes all
+    for k in range(-4, 24, 4):
+        results = []
+        for each in (model, moved):
+            each.zero_grad()
+            rows = forked(each, x, a * 2.0**k, b * 2.0**-k, "original")
+            met = next(row["log2_wanted"] for row in rows if row["site"] == "first:linear")
+            results.append((each.first.weight.grad, met))
+        assert torch.equal(results[0][0], results[1][0]), k
+        assert results[0][1] == results[1][1], k
+
+
+def test_in_the_originals_way_branches_go_backward_twice() -> None:
+    torch.manual_seed(0)
+    model = quantize(Fork(), "fp16")
+    x, results = torch.randn(3, 4, requires_grad=True), []
+    for branches in ("exact", "original"):
+        model.zero_grad()
+        with AdaLossScaled(model, branches=branches):
+            small, large = model(x)
+            loss = (small.sin().sum() + large.sin().sum() * 2.0**-10) * 2.0**-10
+            (g,) = torch.autograd.grad(loss, x, create_graph=True)
+            g.square().sum().backward()
+            results.append(gradients(model))
+    for name, exact in results[0].items():  # nothing underflows here: the same to a few units in fp16's last place
+        assert torch.allclose(exact, results[1][name], rtol=2.0**-7, atol=2.0**-9 * float(exact.abs().max())), name
 
 
 def test_a_cast_raises_what_enters_the_model() -> None:
@@ -613,6 +729,31 @@ def test_a_gradient_that_tells_nothing_decides_nothing_for_the_steps_to_come(rul
     assert first[1:] == [used, used]
     later = scales(1e-6, 1e-6, 1e-6, 1e-6, value, 1e-6)  # the fifth step updates
     assert later[5] == used
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.queries = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.queries(x) @ self.keys(x).t()
+
+
+def test_a_factor_that_is_wanted_between_updates_for_the_first_time_is_found_at_once() -> None:
+    torch.manual_seed(0)
+    model = quantize(Scores(), Policy(error="e4m3fn"))
+    x = torch.randn(4, 4, generator=seeded()) * 2.0**-8
+    used = []
+    for frozen in (False, True):
+        with AdaLossScaled(model, update_every=100) as handle:
+            model.keys.requires_grad_(not frozen)
+            backward(model, x, 1e-4)
+            model.keys.requires_grad_(True)
+            backward(model, x, 1e-4)
+            used.append(handle.log2_scales())
+    assert used[0] == used[1]
+    assert used[0]["keys:linear"] > used[0][":matmul"]
 
 
 def test_weights_of_zero_decide_nothing_for_the_steps_to_come() -> None:
@@ -869,6 +1010,36 @@ def test_a_saved_state_goes_on_to_the_same_bits(rule: str, tmp_path: Any) -> Non
         assert_same(got, want)
 
 
+@pytest.mark.parametrize("rule", ["approx_range", "amax_history"])
+def test_scales_stay_with_the_gradients_whatever_the_default_device(rule: str) -> None:
+    torch.manual_seed(0)
+    model = quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "e5m2", rounding="stochastic")
+    x, weights = torch.randn(4, 8), torch.randn(4, 8) * 1e-6
+    results, states, rows = [], [], []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        model.zero_grad()
+        with torch.device(device), AdaLossScaled(model, rule=rule, update_every=2) as handle:
+            handle.observer = recorder = Recorder()
+            for _ in range(3):
+                (model(x) * weights).sum().backward()
+                handle.load_state_dict(handle.state_dict())
+            states.append(handle.state_dict())
+        results.append(gradients(model))
+        rows.append(str(recorder.rows()))
+    assert_same(*results)
+    assert states[0] == states[1]
+    assert rows[0] == rows[1]
+
+
+def test_a_copy_of_the_scaling_itself_is_refused_with_what_to_do() -> None:
+    with AdaLossScaled(quantize(nn.Linear(2, 2), "fp16")) as handle:
+        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"neither copied nor pickled\. Copy or save its \.model and its state"):
+                duplicate(handle)
+        copy.deepcopy(handle.model)
+
+
 def test_a_state_of_another_rule_is_refused() -> None:
     one = AdaLossScaled(quantize(nn.Linear(2, 2), "fp16"), rule="exact")
     two = AdaLossScaled(quantize(nn.Linear(2, 2), "fp16"))
@@ -969,6 +1140,41 @@ def test_element_wise_range_works_for_convolutions() -> None:
     expected = min(max(fp16.smallest / smallest, 1.0), fp16.largest / (27 * largest))
     row = next(row for row in recorder.rows() if row["site"] == "1:conv2d")
     assert row["unbound"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_element_wise_range_forms_the_products_of_each_gradient_that_a_graph_is_given() -> None:
+    model = quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Policy(error="fp16"))
+    with AdaLossScaled(model, [AdaLossTransformLinear()], rule="element_wise_range") as handle:
+        handle.observer = recorder = Recorder()
+        loss = model(torch.ones(2, 8)).sum()
+        for size in (2.0**-30, 2.0**-20, 2.0**-30):
+            (loss * size).backward(retain_graph=True)
+    factors = [row["unbound"] for row in recorder.rows() if row["site"] == "1:linear"]
+    assert factors[0] == factors[2] == factors[1] * 2.0**10
+
+
+@pytest.mark.parametrize("ratio", [None, 0.5])
+def test_element_wise_range_takes_vectors_and_empty_batches(ratio: float | None) -> None:
+    model = quantize(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), Policy(error="fp16"))
+    results = []
+    for shape in ((3,), (1, 3), (0, 3)):
+        with AdaLossScaled(model, rule=layer_rule("element_wise_range", max_rescue_ratio=ratio)) as handle:
+            model(torch.ones(shape)).sum().mul(1e-7).backward()
+            results.append(handle.log2_scales())
+    assert results[0] == results[1]
+    assert set(results[2].values()) == {0}
+
+
+def test_element_wise_range_counts_more_products_than_float32_can() -> None:
+    layer = quantize(nn.Linear(4097, 1, bias=False), Policy(error="fp16"))
+    nn.init.ones_(layer.weight)
+    x = torch.ones(4099, 1, requires_grad=True).expand(4099, 4097)
+    rule = layer_rule("element_wise_range", max_rescue_ratio=1.0)
+    with AdaLossScaled(layer, [AdaLossTransformLinear()], rule=rule) as handle:
+        handle.observer = recorder = Recorder()
+        layer(x).sum().mul(2.0**-30).backward()
+    (row,) = (row for row in recorder.rows() if row["site"] == ":linear")
+    assert row["unbound"] == 2.0**6  # of 2**-30, below the smallest number, 2**-24
 
 
 def test_noise_of_stochastic_rounding_is_the_same_at_every_power_of_two() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fpsim.moments import PARALLEL_FROM, Moments, amax_of, binades, moments_of
+from fpsim.statistics import lost_between
 
 
 def moments(x: torch.Tensor) -> Moments:
@@ -107,3 +108,10 @@ def test_a_power_of_two_ends_its_binade(dtype: torch.dtype) -> None:
             ] += 1
     counts, first = binades(x)
     assert {first + i: n for i, n in enumerate(counts.tolist()) if n} == expected
+
+
+def test_parts_of_a_large_tensor_are_joined_whatever_the_default_device() -> None:
+    x = torch.ones(PARALLEL_FROM[True])
+    with torch.device("meta"):  # whose memory is nowhere
+        assert float(amax_of(x)[6]) == float(moments_of(x)[6]) == 1.0
+        assert lost_between(x, x, 0.5, torch.zeros(1, dtype=torch.int64, device="cpu")).tolist() == [0, 0, len(x)]

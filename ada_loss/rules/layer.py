@@ -97,7 +97,7 @@ def approx_range(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped
                 square = square * (0.5 * terms)  # half of the terms are zero behind a ReLU
         if square == 0.0:
             return 1.0
-        needed = u_min / (p[0] * math.sqrt(square))
+        needed = u_min / p[0] / math.sqrt(square)  # their product may underflow
     return min(max(needed, 1.0), limit)
 
 
@@ -252,6 +252,9 @@ class ApproxRange(LayerRule):
         normal, share = NormalDist(), self.n_uf_threshold
         # sqrt(2) erfinv(2q - 1) is the normal's quantile at q
         half_width = normal.inv_cdf((1 + share) / 2)
+        # and a step of Newton's, for 1 + share has lost digits of a small one
+        slope = math.sqrt(2 / math.pi) * math.exp(-half_width * half_width / 2)
+        half_width += (share - math.erf(half_width / math.sqrt(2))) / slope
         kind = ("grad+weight", "grad", "product").index(self.stats)
         return half_width, float(kind), float(self.lognormal), normal.inv_cdf(share)
 
