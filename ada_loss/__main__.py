@@ -24,6 +24,7 @@ app = typer.Typer(
     help="Compare number formats and gradient scaling methods in the training of neural networks.",
     epilog="Exit codes: 0 all is well; 1 cells failed; 2 bad input; 3 it could not go on; 130 interrupted.",
     no_args_is_help=True,
+    rich_markup_mode=None,  # the boxes take as long to import as all the rest
     pretty_exceptions_enable=False,
 )
 
