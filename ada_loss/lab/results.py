@@ -17,7 +17,7 @@ import numpy as np
 from ada_loss.lab.cells import label
 from ada_loss.lab.files import csv_bytes, strict_json
 from ada_loss.lab.store import Ledger
-from ada_loss.rules import LAYER_RULES
+from ada_loss.lab.train import scales_by_layer
 
 __all__ = ["Results", "Table", "heading", "mean_and_deviation"]
 
@@ -205,7 +205,7 @@ class Results:
         from ada_loss.lab.sweep_plots import plot_heat
 
         for row in self._chosen(where or {}):
-            if row["scaling"].partition(" ")[0] not in ("adaptive", *LAYER_RULES):
+            if not scales_by_layer(row["scaling"]):
                 continue  # its file need not be read
             arrays = self._arrays(row["id"])
             if "layers.steps" in arrays:

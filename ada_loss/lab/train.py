@@ -26,7 +26,7 @@ from fpsim.model import round_parameters_
 from fpsim.policy import FormatLike
 from fpsim.statistics import Recording
 
-__all__ = ["AT_LEAST", "CHOICES", "Run", "Stopped", "make_scaling", "train", "underflow_share"]
+__all__ = ["AT_LEAST", "CHOICES", "Run", "Stopped", "make_scaling", "scales_by_layer", "train", "underflow_share"]
 
 CHOICES = {
     "optimizer": ("sgd", "adam", "adamw"),
@@ -86,6 +86,11 @@ def underflow_share(rows: Sequence[dict[str, Any]], role: str = "error") -> floa
     return sum(row["underflow"] for row in chosen) / nonzero if nonzero else 0.0
 
 
+def scales_by_layer(method: str | float) -> bool:
+    """Whether a method, in the words of `make_scaling`, gives each layer a scale of its own."""
+    return isinstance(method, str) and method.partition(" ")[0] in ("adaptive", *LAYER_RULES)
+
+
 def make_scaling(method: str | float, model: nn.Module) -> tuple[GradScaler, AdaLossScaled | None]:
     """A loss scaler, and adaptive scaling attached to the quantised model where the method asks for it.
 
@@ -100,12 +105,12 @@ def make_scaling(method: str | float, model: nn.Module) -> tuple[GradScaler, Ada
         if method in DYNAMIC:
             return GradScaler(method), None
         name, _, u_min = method.partition(" ")
-        name = "approx_range" if name == "adaptive" else name
         if method != "none":
-            if name not in LAYER_RULES or u_min not in ("", "normal"):
+            if not scales_by_layer(method) or u_min not in ("", "normal"):
                 known = ", ".join(["none", "a number", "adaptive", *LAYER_RULES, *DYNAMIC])
                 raise ValueError(f"Unknown scaling method {method!r}. Known: {known}.")
-            adaptive = AdaLossScaled(model, rule=name, u_min=u_min or "smallest")
+            rule = "approx_range" if name == "adaptive" else name
+            adaptive = AdaLossScaled(model, rule=rule, u_min=u_min or "smallest")
     else:
         constant = float(method)
     return GradScaler(loss_rule("static", scale=constant, skip_overflow=True)), adaptive
