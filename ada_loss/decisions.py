@@ -21,7 +21,18 @@ from ada_loss.rules.layer import (
     floor_log2,
 )
 
-__all__ = ["ANEW", "IF_UNKNOWN", "REUSE", "branch", "by_binades", "by_history", "choose_with", "keep", "to_the_top"]
+__all__ = [
+    "ANEW",
+    "IF_UNKNOWN",
+    "REUSE",
+    "branch",
+    "by_binades",
+    "by_history",
+    "choose_with",
+    "hold",
+    "keep",
+    "to_the_top",
+]
 
 REUSE, IF_UNKNOWN, ANEW = range(3)  # when a factor is computed
 UNBOUND, BOUND, POWER_OF_TWO, WANTED, FINAL = range(5)  # the fields of `chosen`
@@ -39,6 +50,11 @@ def _settle(k, amax, limits, out, chosen):  # type: ignore[no-untyped-def]
 def keep(log2_scale, moments, limits, out, chosen):  # type: ignore[no-untyped-def]
     """Pass the scale on."""
     _settle(log2_scale[0], moments[AMAX], limits, out, chosen)
+
+
+def hold(wanted, kept, moments, out):  # type: ignore[no-untyped-def]
+    """The scale to be kept for the steps to come."""
+    out[0] = wanted[0] if 0.0 < moments[AMAX] < math.inf else kept[0]
 
 
 def to_the_top(log2_scale, moments, limits, margin, out, chosen):  # type: ignore[no-untyped-def]

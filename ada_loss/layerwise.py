@@ -19,6 +19,7 @@ from ada_loss.decisions import (
     by_binades,
     by_history,
     choose_with,
+    hold,
     keep,
     to_the_top,
 )
@@ -35,7 +36,7 @@ from ada_loss.rules.layer import (
 )
 from ada_loss.transforms import PRODUCTS, AdaLossTransform, AdaLossTransformCast, Product
 from fpsim import ops
-from fpsim.emulation import is_rounded_at
+from fpsim.emulation import is_rounded_at, mark_rounded
 from fpsim.model import listeners
 from fpsim.moments import amax_of, binades, keep_memory_of, memory_of, moments_of, on_device
 from fpsim.ops import RoundingSpec
@@ -46,6 +47,7 @@ NEAREST = ("nearest_even", "nearest_away", "stochastic")
 MOMENTS = 10
 MEASURED = -1  # the number of a product whose gradient is measured, in the place of a product's own
 MOST_PRODUCTS = 1 << 27
+ROOM = 16.0  # how much a gradient may grow from step to step without being looked at before it is rounded
 
 
 class Observed(Protocol):
@@ -61,21 +63,22 @@ class Observed(Protocol):
 class _Memory:
     """What is kept of one place from step to step."""
 
-    __slots__ = ("chosen", "factors", "history", "log2_scale", "moments", "noticed")
+    __slots__ = ("ceiling", "chosen", "factors", "history", "kept", "log2_scale", "moments", "noticed")
 
     def __init__(self) -> None:
         self.factors: dict[int, Tensor] = {}  # by product, or MEASURED; 0 is one not known yet
         self.noticed: dict[int, Tensor] = {}  # the same on the host, where a card's may come later
+        self.kept: Tensor | None = None  # the scale between updates, unless its gradient would overflow
+        self.ceiling = 0.0  # on the CPU, the largest magnitude that fits at it; 0 where that is not known
         self.history: Tensor | None = None
         self.log2_scale: Tensor | None = None  # the last one
         self.moments = keep_memory_of(torch.zeros(MOMENTS, dtype=torch.float64, device="cpu"))
         self.chosen = keep_memory_of(torch.full((5,), math.nan, dtype=torch.float64, device="cpu"))
 
-    def knows(self, predicted: list[int], measured: bool) -> bool:
+    def knows(self, indices: Iterable[int]) -> bool:
         """Whether these factors are known. On a card they may be and not be noticed yet: nothing waits for the copy."""
         noticed = self.noticed
-        indices = [*predicted, MEASURED] if measured else predicted
-        return all(index in noticed and noticed[index].item() != 0 for index in indices)
+        return all(index in noticed and memory_of(noticed[index])[0] != 0 for index in indices)
 
     def notice(self, index: int) -> None:
         factor = self.factors[index]
@@ -83,12 +86,14 @@ class _Memory:
             self.noticed[index] = factor
             return
         if index not in self.noticed:
-            self.noticed[index] = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=True)
+            pinned = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=True)
+            self.noticed[index] = keep_memory_of(pinned)
         self.noticed[index].copy_(factor, non_blocking=True)
 
     def to(self, device: torch.device) -> None:
         self.factors = {index: factor.to(device) for index, factor in self.factors.items()}
         self.history = None if self.history is None else self.history.to(device)
+        self.kept, self.ceiling = None if self.kept is None else self.kept.to(device), 0.0
         self.moments, self.chosen = self.moments.to(device), self.chosen.to(device)
 
 
@@ -107,12 +112,13 @@ class _Edge:
 
 
 class _Arrival(NamedTuple):
-    """What a consumer tells a place: the scale of its gradient, its amax where it is known, and who must measure."""
+    """What a consumer tells a place: the scale of its gradient, whether it was chosen anew, and who must measure."""
 
     log2_scale: Tensor
-    amax: Tensor | None
+    anew: bool
     measure: bool
     sender: _Place | _Edge
+    amax: Tensor | None = None  # where it is known
 
 
 class _Place:
@@ -124,6 +130,7 @@ class _Place:
         "edges",
         "engine",
         "is_chosen",
+        "is_linked",
         "made_in",
         "passes",
         "predicted",
@@ -138,6 +145,7 @@ class _Place:
     ) -> None:
         self.engine, self.site, self.role, self.spec, self.dtype = engine, site, role, spec, dtype
         self.is_chosen = is_chosen
+        self.is_linked = engine._is_linking()
         self.edges: list[_Edge] = []
         self.predicted: list[int] = []  # the products among them for which a factor is chosen here
         self.passes: list[_Place] = []
@@ -145,13 +153,13 @@ class _Place:
         self.task = -1
         self.made_in = torch._C._current_graph_task_id()  # the backward pass that runs a checkpoint's forward, or -1
 
-    def receive(self, task: int, sender: _Place | _Edge, log2_scale: Tensor, measure: bool = False) -> None:
+    def receive(self, task: int, arrival: _Arrival) -> None:
         if self.task != task:  # what an earlier, partial backward left behind
             self.task, self.arrivals = task, []
-        self.arrivals.append(_Arrival(log2_scale, None, measure, sender))
+        self.arrivals.append(arrival)
 
-    def __call__(self, gradient: Tensor) -> Tensor | None:
-        return self.engine._scale_at(self, gradient)
+    def __call__(self, gradient: Tensor, may_round: bool) -> Tensor | None:
+        return self.engine._scale_at(self, gradient, may_round)
 
 
 class AdaLossScaled:
@@ -172,8 +180,9 @@ class AdaLossScaled:
     the cast of float32 gradients at the model's outputs. rule: a name ("approx_range", "abs_range",
     "element_wise_range", "fixed", "exact", "current", "amax_history") or a rule with its parameters. The last three
     measure each tensor itself, wherever it is rounded. init_scale: the scale of gradients that enter the model, a
-    power of two. update_every: a factor is computed anew in each n-th step, a step being a backward pass, and used
-    again in between; where the gradient is zero or not finite the last one stays, or the next step finds the first.
+    power of two. update_every: scales are chosen anew in each n-th step, a step being a backward pass, and kept in
+    between, each place its own; where the gradient is zero or not finite the last one stays, or the next step finds
+    the first.
     scale_upper_bound, accum_upper_bound: of one factor and of the scale, None for no bound (the original: 16 and
     1024). branches: where gradients of several consumers meet, "exact" rounds their sum once, at the largest of their
     scales at which it fits; "original" rounds each at its own and the sum at the scale that the original chooses.
@@ -228,7 +237,11 @@ class AdaLossScaled:
         self._occurrences: dict[tuple[str, str], int] = {}
         self._task = -1
         self._roots: dict[int, int] = {}
+        self._keeps = self.rule.ahead and branches == "exact" and update_every > 1  # scales, from step to step
+        self._updated = -update_every  # the last step in which all scales were chosen anew
         self._is_update = True
+        self._links = True  # whether places of the step that runs know one another
+        self._asked, self._are_known = -1, False  # whether all scales and factors are, and in which step that was asked
         self._told: Observed | None = None
         self._constants: dict[Any, Tensor] = {}
         self._decided = keep_memory_of(torch.zeros(1, dtype=torch.int64, device="cpu"))
@@ -339,29 +352,37 @@ class AdaLossScaled:
                 "site": site,
                 "role": role,
                 "factors": {index: float(f) for index, f in memory.factors.items()},
+                "kept": None if memory.kept is None else int(memory.kept),
+                "amax": float(memory.moments[AMAX]),
                 "history": None if memory.history is None else memory.history.tolist(),
                 "log2_scale": None if memory.log2_scale is None else int(memory.log2_scale),
             }
             for (site, role), memory in self._memories.items()
         ]
-        return {"rule": self.rule.name, "params": asdict(self.rule), "step": self.step, "sites": sites}
+        own = {"rule": self.rule.name, "params": asdict(self.rule), "step": self.step, "updated": self._updated}
+        return {**own, "sites": sites}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was saved. Raises ValueError for the state of another rule."""
-        if not {"rule", "params", "step", "sites"} <= set(state):
-            raise ValueError(f"The state has {sorted(state)}. It has rule, params, step and sites. Use state_dict().")
+        if not {"rule", "params", "step", "updated", "sites"} <= set(state):
+            raise ValueError(
+                f"The state has {sorted(state)}. It has rule, params, step, updated and sites. Use state_dict()."
+            )
         if (state["rule"], state["params"]) != (self.rule.name, asdict(self.rule)):
             raise ValueError(
                 f"The state is of the rule {state['rule']!r} with {state['params']}, and this scales by {self.rule}. "
                 f"Make one with that rule, or start this one afresh."
             )
-        self.step = int(state["step"])
+        self.step, self._updated, self._asked = int(state["step"]), int(state["updated"]), -1
         self._memories = {}
         for saved in state["sites"]:
             memory = self._memories[saved["site"], saved["role"]] = _Memory()
             for i, f in saved["factors"].items():
                 memory.factors[int(i)] = keep_memory_of(torch.tensor([f], dtype=torch.float64, device="cpu"))
             memory.noticed = dict(memory.factors)
+            memory.moments[AMAX] = saved["amax"]
+            if saved["kept"] is not None:
+                memory.kept = self._constant(torch.int64, torch.device("cpu"), saved["kept"])
             if saved["history"] is not None:
                 memory.history = torch.tensor(saved["history"], dtype=torch.float64, device="cpu")
             if saved.get("log2_scale") is not None:
@@ -375,7 +396,7 @@ class AdaLossScaled:
         is_chosen = self._modules is None or site.split(":")[0] in self._modules
         place = _Place(self, site, role, spec, out.dtype, is_chosen)
         node, nr = out.grad_fn, out.output_nr
-        if node is None:
+        if node is None or not place.is_linked:
             return place
         node.metadata.setdefault(_KEY, {})[nr] = place  # type: ignore[attr-defined]  # a property, typed as a method
         if operation == "weight" and operands[0].grad_fn is None:
@@ -433,45 +454,116 @@ class AdaLossScaled:
             return task
         return self._roots.setdefault(task, self._roots.get(place.made_in, place.made_in))
 
-    def _begin(self, task: int) -> None:
+    def _is_linking(self) -> bool:
+        """Whether places that are made now have to know one another: the step that runs, or the next, chooses scales.
+
+        Between updates none is chosen, and what it costs to follow the graph is saved.
+        """
+        if not self._keeps:
+            return True
+        if torch._C._current_graph_task_id() >= 0:  # a checkpoint's forward pass
+            return self._links
+        if self.step + 1 - self._updated >= self.update_every:
+            return True
+        if self._asked != self.step:
+            self._asked = self.step
+            known = (memory.kept is not None and memory.knows(memory.noticed) for memory in self._memories.values())
+            self._are_known = all(known)
+        return not self._are_known
+
+    def _begin(self, task: int, links: bool) -> None:
         """A new backward pass is a new step."""
-        self._task = task
+        self._task, self._links = task, links
         self.step += 1
-        self._is_update = (self.step - 1) % self.update_every == 0
+        self._is_update = links and self.step - self._updated >= self.update_every
+        if self._is_update:
+            self._updated = self.step
         self._told = self.observer if self.observer is not None and self.observer.wants(self.step) else None
         self._occurrences.clear()
         self._roots.clear()
 
-    def _scale_at(self, place: _Place, gradient: Tensor) -> Tensor:
+    def _scale_at(self, place: _Place, gradient: Tensor, may_round: bool) -> Tensor:
         task = torch._C._current_graph_task_id()
         root = self._root_of(place, task)
         if root > self._task:
-            self._begin(root)
+            self._begin(root, place.is_linked)
         site = self._name_of(place)
-        arrivals = place.arrivals if place.task == task else []
-        place.arrivals = []
-        device = gradient.device
-        limits = self._limits_of(place, gradient)
-        wanted = self._meeting(arrivals, limits, device)
-        memory = self._memory(site, place.role, device)
-        is_cast = not arrivals and self._casts and not isinstance(self.rule, Fixed)
-        must_measure = self.rule.ahead and (is_cast or any(a.measure for a in arrivals))
-        chooses = must_measure or bool(place.predicted)
-        fresh = chooses and (self._is_update or not memory.knows(place.predicted, must_measure))
-        passes_on = arrivals and self.rule.ahead and not must_measure and self._told is None
-        if passes_on and is_rounded_at(gradient, wanted, place.spec):
-            log2_scale = wanted  # this very tensor was rounded in this format at this very scale: it fits
-            if fresh:
-                moments_of(gradient, out=memory.moments)
+        memory = self._memory(site, place.role, gradient.device)
+        if place.is_linked or memory.kept is None:
+            log2_scale = self._choose_at(place, task, gradient, memory)
         else:
-            log2_scale = self._decide(place, gradient, wanted, limits, memory, fresh, must_measure)
+            log2_scale = self._keep_at(place, gradient, memory.kept, memory, may_round)
         memory.log2_scale = log2_scale
-        self._send(place, task, gradient, log2_scale, memory, fresh)
         if self._told is not None:
             chosen = memory.chosen.clone()
             self._told(self.step, site, place.role, place.spec, gradient.detach(), log2_scale, chosen)
-            memory.chosen[:WANTED] = math.nan  # the next step may choose nothing
         return log2_scale
+
+    def _keep_at(self, place: _Place, gradient: Tensor, kept: Tensor, memory: _Memory, may_round: bool) -> Tensor:
+        """The scale between updates: the one that was kept, or a lower one where the gradient would overflow at it.
+
+        On the CPU a gradient is rounded in the pass that looks at it, where the one before it left so much room that
+        this one will fit. If it does not after all, it has been rounded once when its scale is lowered.
+        """
+        if self._told is None:
+            if is_rounded_at(gradient, kept, place.spec):
+                return kept  # this very tensor was rounded in this format at this very scale: it fits
+            numbers = memory_of(memory.moments)
+            if may_round and 0.0 < numbers[AMAX] * ROOM <= memory.ceiling:
+                amax = ops.round_fitting_(gradient, place.spec, kept, memory.ceiling)
+                if amax is not None and amax <= memory.ceiling:
+                    numbers[AMAX] = amax
+                    mark_rounded(gradient, kept, place.spec)
+                    return kept
+        limits = self._limits_of(place, gradient)
+        if gradient.is_cpu:
+            memory.ceiling = self._ceiling(kept, limits)
+        return self._decide(place, gradient, kept, limits, memory)
+
+    def _ceiling(self, log2_scale: Tensor, limits: Tensor) -> float:
+        """Up to which magnitude gradients fit at a scale; 0 where a tensor cannot be rounded at that."""
+        k, (_, largest, low, high, *_) = memory_of(log2_scale)[0], memory_of(limits)
+        return math.ldexp(largest, -k) if low <= k <= high else 0.0
+
+    def _choose_at(self, place: _Place, task: int, gradient: Tensor, memory: _Memory) -> Tensor:
+        """The scale in a step in which scales are chosen. It is handed on to the places that this one knows."""
+        limits = self._limits_of(place, gradient)
+        arrivals = place.arrivals if place.task == task else []
+        place.arrivals = []
+        is_cast = not arrivals and self._casts and not isinstance(self.rule, Fixed)
+        must_measure = self.rule.ahead and (is_cast or any(a.measure for a in arrivals))
+        is_known = memory.knows([*place.predicted, MEASURED] if must_measure else place.predicted)
+        anew = self._is_update or not is_known or memory.kept is None or any(a.anew for a in arrivals)
+        wanted = memory.kept if not anew else self._meeting(arrivals, limits, gradient.device)
+        assert wanted is not None
+        must_measure = must_measure and anew
+        fresh = (must_measure or bool(place.predicted)) and (self._is_update or not is_known)
+        if anew and self._told is not None:
+            memory.chosen[:WANTED] = math.nan  # what an earlier step chose
+        is_passed_on = arrivals and self.rule.ahead and not must_measure and not self._keeps and self._told is None
+        if is_passed_on and is_rounded_at(gradient, wanted, place.spec):
+            log2_scale = wanted
+            if fresh:
+                moments_of(gradient, out=memory.moments)
+        else:
+            if fresh:
+                moments_of(gradient, logs=must_measure and self.rule.logs, out=memory.moments)
+            if must_measure:
+                wanted = self._choose_factor(wanted, memory.moments, None, 1, limits, memory, MEASURED, fresh)
+            log2_scale = self._decide(place, gradient, wanted, limits, memory, is_measured=fresh)
+        if anew and self._keeps and place.is_linked:
+            memory.kept = self._held(wanted, memory)
+            memory.ceiling = self._ceiling(memory.kept, limits) if gradient.is_cpu else 0.0
+        self._send(place, task, gradient, log2_scale, memory, fresh, anew)
+        return log2_scale
+
+    def _held(self, wanted: Tensor, memory: _Memory) -> Tensor:
+        """The scale to be kept: a gradient of zeros or one that is not finite came with none that tells anything."""
+        if memory.kept is None:
+            return wanted
+        out = self._scale_on(wanted.device)
+        on_device(hold, wanted, memory.kept, memory.moments, out)
+        return self._settled(out)
 
     def _name_of(self, place: _Place) -> str:
         """A site's name, with a number from the second of its uses that a backward pass reaches: the last comes first.
@@ -519,16 +611,12 @@ class AdaLossScaled:
         wanted: Tensor,
         limits: Tensor,
         memory: _Memory,
-        fresh: bool,
-        must_measure: bool,
+        is_measured: bool = False,
     ) -> Tensor:
+        """The scale at which a gradient is rounded that came with one; never one at which it overflows."""
         rule, device, moments, chosen = self.rule, gradient.device, memory.moments, memory.chosen
-        if fresh:
-            moments_of(gradient, logs=must_measure and rule.logs, out=moments)
-        else:
+        if not is_measured:
             amax_of(gradient, out=moments)
-        if must_measure:
-            wanted = self._choose_factor(wanted, moments, None, 1, limits, memory, MEASURED, fresh)
         out = self._scale_on(device)
         if rule.ahead or not place.is_chosen:
             on_device(keep, wanted, moments, limits, out, chosen)
@@ -592,14 +680,14 @@ class AdaLossScaled:
         return self._constant(torch.int64, out.device, memory_of(out)[0]) if out is self._decided else out
 
     def _send(
-        self, place: _Place, task: int, gradient: Tensor, log2_scale: Tensor, memory: _Memory, fresh: bool
+        self, place: _Place, task: int, gradient: Tensor, log2_scale: Tensor, memory: _Memory, fresh: bool, anew: bool
     ) -> None:
         for target in place.passes:
-            target.receive(task, place, log2_scale)
+            target.receive(task, _Arrival(log2_scale, anew, False, place))
         for edge in place.edges:
             if edge.is_hidden:
                 for target in edge.targets:
-                    target.receive(task, edge, log2_scale, measure=True)
+                    target.receive(task, _Arrival(log2_scale, anew, True, edge))
                 continue
             if isinstance(self.rule, ElementWiseRange):
                 g, w = self._products_of(gradient, edge) if fresh else memory.moments, None
@@ -614,7 +702,7 @@ class AdaLossScaled:
             limits = self._limits_of(target, log2_scale)
             scale = self._choose_factor(log2_scale, g, w, edge.terms, limits, memory, edge.index, is_known)
             for target in edge.targets:
-                target.receive(task, edge, scale)
+                target.receive(task, _Arrival(scale, anew, False, edge))
 
     def _products_of(self, gradient: Tensor, edge: _Edge) -> Tensor:
         """Moments whose amin and amax are those of every product of an element and a weight of its channel."""

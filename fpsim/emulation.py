@@ -34,12 +34,13 @@ class Scaling(Protocol):
     torch's own parameters however they were named), and what came out. Returns what to call in the backward pass with
     the gradient, before it is rounded: log2 of the scale as an int64 tensor of one element on the gradient's device,
     within `ops.log2_scale_limits`, or None for 1. A gradient itself always has its true size;
-    `is_rounded_at(gradient, log2_scale, spec)` tells how it was rounded a moment ago.
+    `is_rounded_at(gradient, log2_scale, spec)` tells how it was rounded a moment ago. The second argument tells whether
+    nobody else holds the gradient or is told of it: then it may be rounded at once, in place, with `mark_rounded`.
     """
 
     def __call__(
         self, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...], out: Tensor
-    ) -> Callable[[Tensor], Tensor | None]: ...
+    ) -> Callable[[Tensor, bool], Tensor | None]: ...
 
 
 class Observer(Protocol):
@@ -274,6 +275,11 @@ def is_rounded_at(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpe
     return _marked(gradient) == spec.text and gradient._fpsim[2] is log2_scale  # type: ignore[attr-defined]
 
 
+def mark_rounded(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> None:
+    """Note that this very tensor has been rounded so."""
+    _mark(gradient, spec.text, log2_scale)
+
+
 class _BackwardRounding:
     """A tensor hook: rounds the gradient that arrives, in place where nobody else holds it."""
 
@@ -285,7 +291,7 @@ class _BackwardRounding:
         site: str,
         role: str,
         spec: RoundingSpec,
-        scale: Callable[[Tensor], Tensor | None] | None,
+        scale: Callable[[Tensor, bool], Tensor | None] | None,
     ) -> None:
         self.scope, self.site, self.role, self.spec, self.scale = scope, site, role, spec, scale
 
@@ -299,18 +305,23 @@ class _BackwardRounding:
             values, indices = values if rounded is None else rounded, gradient.indices()
             return torch.sparse_coo_tensor(indices, values, gradient.shape, is_coalesced=True, check_invariants=False)
         spec = self.spec
-        log2_scale = None if self.scale is None else self.scale(gradient)
+        log2_scale = None
+        is_plain = not torch.is_grad_enabled() and ops._is_plain(gradient)  # no double backward, no transform
+        listeners = self.scope.listeners
+        if self.scale is not None:
+            may_round = is_plain and listeners.observer is None and _is_exclusive(gradient)
+            log2_scale = self.scale(gradient, may_round)
         if is_rounded_at(gradient, log2_scale, spec):
             return None
-        if torch.is_grad_enabled() or not ops._is_plain(gradient):  # double backward, or a transform
+        if not is_plain:
             return ops._round_differentiably(gradient, spec, log2_scale)
-        observer = self.scope.listeners.watching(self.site, self.role)
+        observer = listeners.watching(self.site, self.role)
         if observer is None and _is_exclusive(gradient):
             ops.round_memory_(gradient, spec, None, log2_scale)
-            _mark(gradient, spec.text, log2_scale)
+            mark_rounded(gradient, log2_scale, spec)
             return None
         rounded = ops._rounded(gradient, spec, None, log2_scale)
-        _mark(rounded, spec.text, log2_scale)
+        mark_rounded(rounded, log2_scale, spec)
         if observer is not None:
             before, after = gradient, rounded
             if log2_scale is not None:  # what the format sees; exact, for float64 has exponents to spare

@@ -98,6 +98,54 @@ def fill_noise(noise, block, key0, key1):  # type: ignore[no-untyped-def]
         noise[lane + 96], noise[lane + 112] = w3, exchange_halves(w3)
 
 
+def _integers(width: int) -> tuple[Any, Any]:
+    return (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
+
+
+@cache
+def _cpu_body(rule: int, shape: int, width: int, in_place: bool, limited: bool) -> Callable[..., Any]:
+    """Round the patterns of array `x` into `y`: two arrays that share no memory or, `in_place`, one.
+
+    limited: patterns of a magnitude above `limit` stay as they are, and the largest magnitude is given back.
+    """
+    round_bits, at_scale = make_round(rule, shape, width), make_at_scale(width)
+    uint, sint = _integers(width)
+    to_top, magnitude_mask = uint(width - 32), uint((1 << (width - 1)) - 1)
+
+    @njit(inline="always")
+    def body(x, y, n, p, key, block, log2_scale, limit):  # type: ignore[no-untyped-def]
+        shift, zero_sign, mask, odd = sint(p[0]), uint(p[5]), uint(p[6] << (width - 32)), uint(p[7])
+        origin, largest, overflow, smallest = at_scale(p[1], p[2], p[3], p[4], log2_scale)
+        amax = uint(0)
+        if rule == STOCHASTIC:
+            noise = np.empty(NOISE_BLOCK, np.uint32)
+            for start in range(0, n, NOISE_BLOCK):
+                fill_noise(noise, block, key[0], key[1])
+                block += 1
+                ys = y[start : start + NOISE_BLOCK]
+                xs = ys if in_place else x[start : start + NOISE_BLOCK]
+                for i in range(len(ys)):
+                    bits, word = uint(uint(noise[i]) << to_top), xs[i]
+                    rounded = round_bits(word, bits, shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
+                    if limited:
+                        magnitude = uint(word & magnitude_mask)
+                        amax = max(amax, magnitude)
+                        rounded = word if magnitude > limit else rounded
+                    ys[i] = rounded
+        else:
+            for i in range(n):
+                word = x[i]
+                rounded = round_bits(word, uint(0), shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
+                if limited:
+                    magnitude = uint(word & magnitude_mask)
+                    amax = max(amax, magnitude)
+                    rounded = word if magnitude > limit else rounded
+                y[i] = rounded
+        return amax
+
+    return body  # type: ignore[no-any-return]
+
+
 @cache
 def cpu_loop(rule: int, shape: int, width: int) -> Callable[..., None]:
     """Round `n` patterns from address `src` to address `dst` (which may be `src`).
@@ -106,34 +154,8 @@ def cpu_loop(rule: int, shape: int, width: int) -> Callable[..., None]:
     `block`, so that a tensor cut at multiples of NOISE_BLOCK gets the same bits. `log2_scale` is the address of an
     int64, see rounding.at_scale. Holds no lock, allocates no array but one block of noise.
     """
-    round_bits, at_scale = make_round(rule, shape, width), make_at_scale(width)
-    uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
-    to_top = uint(width - 32)
-
-    def make_body(in_place: bool) -> Callable[..., None]:
-        @njit(inline="always")
-        def body(x, y, n, p, key, block, log2_scale):  # type: ignore[no-untyped-def]
-            shift, zero_sign, mask, odd = sint(p[0]), uint(p[5]), uint(p[6] << (width - 32)), uint(p[7])
-            origin, largest, overflow, smallest = at_scale(p[1], p[2], p[3], p[4], log2_scale)
-            if rule == STOCHASTIC:
-                noise = np.empty(NOISE_BLOCK, np.uint32)
-                for start in range(0, n, NOISE_BLOCK):
-                    fill_noise(noise, block, key[0], key[1])
-                    block += 1
-                    ys = y[start : start + NOISE_BLOCK]
-                    xs = ys if in_place else x[start : start + NOISE_BLOCK]
-                    for i in range(len(ys)):
-                        bits = uint(uint(noise[i]) << to_top)
-                        ys[i] = round_bits(
-                            xs[i], bits, shift, origin, largest, overflow, smallest, zero_sign, mask, odd
-                        )
-            else:
-                for i in range(n):
-                    y[i] = round_bits(x[i], uint(0), shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
-
-        return body  # type: ignore[no-any-return]
-
-    out_of_place, in_place = make_body(False), make_body(True)
+    uint, _ = _integers(width)
+    out_of_place, in_place = (_cpu_body(rule, shape, width, same, False) for same in (False, True))
 
     @njit(nogil=True)
     def loop(src, dst, n, parameters, key, block, log2_scale):  # type: ignore[no-untyped-def]
@@ -142,9 +164,38 @@ def cpu_loop(rule: int, shape: int, width: int) -> Callable[..., None]:
         k = carray(_pointer(key), (2,), np.uint32)
         y = carray(_pointer(dst), (n,), uint)
         if src == dst:  # LLVM vectorises what it knows to be one array, and what it finds to be two at run time
-            in_place(y, y, n, p, k, block, scale)
+            in_place(y, y, n, p, k, block, scale, uint(0))
         else:
-            out_of_place(carray(_pointer(src), (n,), uint), y, n, p, k, block, scale)
+            out_of_place(carray(_pointer(src), (n,), uint), y, n, p, k, block, scale, uint(0))
+
+    loop._cache = _Cache(loop.py_func, (rule, shape, width))
+    return loop  # type: ignore[no-any-return]
+
+
+@cache
+def cpu_fitting_loop(rule: int, shape: int, width: int) -> Callable[..., float]:
+    """Round in place those of `n` patterns at address `src` whose magnitude is at most `ceiling`, in one pass.
+
+    Gives the largest magnitude of all, inf where one is not finite. The rest is as in `cpu_loop`.
+    """
+    body = _cpu_body(rule, shape, width, True, True)
+    uint, _ = _integers(width)
+    floating, container = (np.float32, rounding.BINARY32) if width == 32 else (np.float64, rounding.BINARY64)
+    infinity, one = uint(container.bits(float("inf"))), uint(1)
+
+    @njit(nogil=True)
+    def loop(src, n, parameters, key, block, log2_scale, ceiling):  # type: ignore[no-untyped-def]
+        p = carray(_pointer(parameters), (8,), np.int64)
+        scale = carray(_pointer(log2_scale), (1,), np.int64)[0]
+        k = carray(_pointer(key), (2,), np.uint32)
+        x = carray(_pointer(src), (n,), uint)
+        scratch = np.full(1, ceiling, floating)
+        words = scratch.view(uint)
+        limit = words[0]
+        if limit == infinity or np.float64(scratch[0]) > ceiling:
+            limit = uint(limit - one)
+        words[0] = min(body(x, x, n, p, k, block, scale, limit), infinity)
+        return np.float64(scratch[0])
 
     loop._cache = _Cache(loop.py_func, (rule, shape, width))
     return loop  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, overload
 
 import numpy as np
@@ -22,6 +22,7 @@ from fpsim.rounding import NOISE_BLOCK, ROUNDINGS, Plan, make_plan, needs_wider_
 
 __all__ = ["Rounder", "RoundingSpec", "decode", "encode", "manual_seed", "round_to", "round_to_"]
 
+_CONTAINERS = {32: torch.float32, 64: torch.float64}  # by width
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # Below this many elements a second thread costs more than it saves: 30 us for the hand-over, 0.2 ns an element.
 PARALLEL_FROM = 1 << 18
@@ -95,6 +96,10 @@ class _Kernel:
         self._parameters = np.array(plan.parameters, np.int64)
         self.address = self._parameters.ctypes.data
         self.loop = kernels.cpu_loop(plan.rule, plan.shape, plan.width)
+
+    @cached_property
+    def fitting_loop(self) -> Any:
+        return kernels.cpu_fitting_loop(self.plan.rule, self.plan.shape, self.plan.width)
 
 
 @cache
@@ -182,9 +187,9 @@ def _pool() -> ThreadPoolExecutor:
     return pool
 
 
-def _run_part(loop: Any, arguments: tuple[int, ...], *kept_alive: Any) -> None:
+def _run_part(loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> Any:
     """One thread's part. It holds the tensors: Ctrl-C in the caller must not free memory that is written to."""
-    loop(*arguments)
+    return loop(*arguments)
 
 
 def _launch(src: Tensor, dst: Tensor, kernel: _Kernel, key: Tensor | None, log2_scale: Tensor | None = None) -> None:
@@ -222,12 +227,11 @@ def parts_of(n: int) -> list[tuple[int, int]]:
     return [(first, min(per_thread, n - first)) for first in range(0, max(n, 1), max(per_thread, 1))]
 
 
-def run_parts(loop: Any, parts: Sequence[tuple[Any, ...]], *kept_alive: Any) -> None:
-    """Call a compiled loop for each part, all but the first in the pool."""
+def run_parts(loop: Any, parts: Sequence[tuple[Any, ...]], *kept_alive: Any) -> list[Any]:
+    """Call a compiled loop for each part, all but the first in the pool, and give what it gave."""
     others = [_pool().submit(_run_part, loop, part, *kept_alive) for part in parts[1:]]
-    loop(*parts[0])
-    for other in others:
-        other.result()
+    first = loop(*parts[0])
+    return [first, *(other.result() for other in others)]
 
 
 @cache
@@ -275,10 +279,32 @@ def round_memory_(x: Tensor, spec: RoundingSpec, key: Tensor | None = None, log2
         direct = x.is_contiguous()  # noise goes by the logical index, so memory order must be logical order
     else:
         direct = _has_no_holes(x)
-    if direct and x.dtype is (torch.float32 if width == 32 else torch.float64):
+    if direct and x.dtype is _CONTAINERS[width]:
         _launch(x, x, _kernel(spec, width), key, log2_scale)
     else:
         x.detach().data.copy_(_rounded(x, spec, key, log2_scale))
+
+
+def round_fitting_(x: Tensor, spec: RoundingSpec, log2_scale: Tensor, ceiling: float) -> float | None:
+    """`round_memory_` that looks for the largest magnitude in the same pass and gives it, inf for what is not finite.
+
+    Elements above `ceiling` stay as they are; if there is one, it is for the caller to round all at another scale.
+    None, and nothing done, where there is no such loop: on a card, not in the container's dtype, not in one piece.
+    """
+    n, width = x.numel(), _width_for(spec, x.dtype)
+    is_stochastic = spec.rounding == "stochastic"
+    in_order = x.is_contiguous() or (not is_stochastic and _has_no_holes(x))
+    if width == 0 or x.dtype is not _CONTAINERS[width] or not in_order or not x.is_cpu:
+        return None
+    kernel, key = _kernel(spec, width), _new_key() if is_stochastic and n else None
+    source, scale, size = x.data_ptr(), log2_scale.data_ptr(), width // 8
+    rest = kernel.address, _NO_KEY_ADDRESS if key is None else key.data_ptr()
+    if n < PARALLEL_FROM:
+        return kernel.fitting_loop(source, n, *rest, 0, scale, ceiling)  # type: ignore[no-any-return]
+    parts = [
+        (source + first * size, length, *rest, first // NOISE_BLOCK, scale, ceiling) for first, length in parts_of(n)
+    ]
+    return max(run_parts(kernel.fitting_loop, parts, x, kernel, key, log2_scale))
 
 
 def _rounded(x: Tensor, spec: RoundingSpec, key: Tensor | None = None, log2_scale: Tensor | None = None) -> Tensor:
@@ -288,7 +314,7 @@ def _rounded(x: Tensor, spec: RoundingSpec, key: Tensor | None = None, log2_scal
         return x.detach().clone()
     if spec.rounding == "stochastic" and key is None:
         key = _new_key()
-    container = torch.float32 if width == 32 else torch.float64
+    container = _CONTAINERS[width]
     direct = x.is_contiguous() or (spec.rounding != "stochastic" and _has_no_holes(x))
     if x.dtype is container and direct:
         out = torch.empty_like(x, requires_grad=False)
@@ -519,7 +545,7 @@ def round_to(
     width = _width_for(spec, x.dtype)
     if width == 0:
         return out.copy_(x.detach())
-    direct = x.is_contiguous() and x.dtype is (torch.float32 if width == 32 else torch.float64)
+    direct = x.is_contiguous() and x.dtype is _CONTAINERS[width]
     if direct and not _overlap(x, out):
         _launch(x, out, _kernel(spec, width), _new_key() if spec.rounding == "stochastic" else None)
         torch.autograd.graph.increment_version(out)
