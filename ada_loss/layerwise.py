@@ -508,7 +508,7 @@ class AdaLossScaled:
         if self._told is None:
             if is_rounded_at(gradient, kept, place.spec):
                 return kept  # this very tensor was rounded in this format at this very scale: it fits
-            numbers = memory_of(memory.moments)
+            numbers: Any = memory_of(memory.moments)
             if may_round and 0.0 < numbers[AMAX] * ROOM <= memory.ceiling:
                 amax = ops.round_fitting_(gradient, place.spec, kept, memory.ceiling)
                 if amax is not None and amax <= memory.ceiling:

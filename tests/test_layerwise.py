@@ -740,20 +740,24 @@ class Scores(nn.Module):
         return self.queries(x) @ self.keys(x).t()
 
 
-def test_a_factor_that_is_wanted_between_updates_for_the_first_time_is_found_at_once() -> None:
+def test_a_place_that_comes_between_updates_is_measured_and_has_its_factor_from_the_next_step_on() -> None:
     torch.manual_seed(0)
     model = quantize(Scores(), Policy(error="e4m3fn"))
     x = torch.randn(4, 4, generator=seeded()) * 2.0**-8
-    used = []
+    used, measured = [], {}
     for frozen in (False, True):
         with AdaLossScaled(model, update_every=100) as handle:
             model.keys.requires_grad_(not frozen)
             backward(model, x, 1e-4)
             model.keys.requires_grad_(True)
             backward(model, x, 1e-4)
+            measured = handle.log2_scales()
+            backward(model, x, 1e-4)
             used.append(handle.log2_scales())
     assert used[0] == used[1]
     assert used[0]["keys:linear"] > used[0][":matmul"]
+    assert measured.pop("keys:linear") > 0
+    assert measured.items() < used[0].items()
 
 
 def test_weights_of_zero_decide_nothing_for_the_steps_to_come() -> None:
@@ -772,6 +776,125 @@ def test_weights_of_zero_decide_nothing_for_the_steps_to_come() -> None:
             scales.append(handle.log2_scales())
     assert scales[0] == scales[1]
     assert scales[0]["0:linear"] > scales[0]["1:linear"]
+
+
+def spied(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """What calls of a function gave."""
+    given, function = [], getattr(owner, name)
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        given.append(function(*args, **kwargs))
+        return given[-1]
+
+    monkeypatch.setattr(owner, name, spy)
+    return given
+
+
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+@pytest.mark.parametrize("fmt", ["fp16", "e5m2", "e4m3fn"])
+def test_between_updates_gradients_are_looked_at_as_they_are_rounded_and_come_out_the_same(
+    case: tuple[nn.Module, Tensor], fmt: str, rounding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = case
+    model = quantize(model, Policy(error=fmt, weight_grad=fmt), rounding=rounding)
+    at_once = spied(monkeypatch, ops, "round_fitting_")
+    sizes = (1e-6, 1e-6, 3e-6, 2.5e-7)
+
+    def run(update_every: int, observer: Recorder | None) -> list[dict[str, Tensor]]:
+        torch.manual_seed(0)
+        with AdaLossScaled(model, update_every=update_every) as handle:
+            handle.observer = observer
+            return [backward(model, x, size) for size in sizes]
+
+    kept = run(100, None)
+    assert len(at_once) > len(sizes)
+    at_once.clear()
+    for got, want in zip(kept, run(100, Recorder()), strict=True):  # who is told sees gradients before they are rounded
+        assert_same(got, want)
+    assert at_once == []
+    assert_same(kept[1], run(1, None)[1])  # of gradients of the same size
+
+
+def test_a_gradient_that_outgrows_its_scale_at_once_is_rounded_again_at_a_lower_one() -> None:
+    model = quantize(nn.Linear(1, 64), Policy(error="e4m3fn"))
+    spec, x = ops.rounding_spec("e4m3fn"), torch.ones(1, 1)
+    gradient = torch.randn(1, 64, generator=seeded()) * torch.exp2(-torch.arange(64.0) % 16)
+    with AdaLossScaled(model, update_every=100) as handle:
+        for size in (2.0**-20, 2.0**-20, 2.0**-3):
+            model.zero_grad()
+            (model(x) * (gradient * size)).sum().backward()
+            if size < 0.1:
+                before = handle.last_log2_scale(":linear")
+        after = handle.last_log2_scale(":linear")
+        assert after < before
+        largest = float(gradient.abs().max()) / 8
+        assert largest * 2.0**after <= 448 < largest * 2.0 ** (after + 1)
+        fits = gradient.abs() / 8 <= 448 * 2.0**-before
+        assert 0 < int(fits.sum()) < 64
+        once = torch.where(fits, ops._rounded(gradient / 8, spec, None, torch.tensor([before])), gradient / 8)
+        assert torch.equal(gradients(model)["bias"], ops._rounded(once, spec, None, torch.tensor([after]))[0])
+        (model(x) * (gradient * 2.0**-20)).sum().backward()
+        assert handle.last_log2_scale(":linear") == before  # kept all the same
+
+
+def test_between_updates_a_place_keeps_its_scale_whatever_another_has_to_lower() -> None:
+    torch.manual_seed(0)
+    model = quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Policy(error="fp16"))
+    model[1].weight.data[0] = 0.0  # nothing of this output's gradient reaches the first layer
+    x, gradient = torch.randn(4, 8, generator=seeded()), torch.randn(4, 8, generator=seeded(1)) * 1e-7
+    with AdaLossScaled(model, update_every=100) as handle:
+        for _ in range(2):
+            model(x).backward(gradient)
+        before = handle.log2_scales()
+        large = gradient.clone()
+        large[:, 0] = 1e6
+        model(x).backward(large)
+        after = handle.log2_scales()
+    assert after["1:linear"] < before["1:linear"]
+    assert after["0:linear"] == before["0:linear"]
+
+
+def places(out: Tensor) -> int:
+    """How many nodes behind a tensor know of a place."""
+    found, seen, stack = 0, set(), [out.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += "ada_loss" in node.metadata
+            stack.extend(n for n, _ in node.next_functions)
+    return found
+
+
+def test_no_graph_is_followed_between_updates() -> None:
+    torch.manual_seed(0)
+    model = quantize(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), "e5m2")
+    x, known = torch.randn(4, 8, generator=seeded()), []
+    for rule, update_every in (("approx_range", 3), ("approx_range", 1), ("exact", 3)):
+        with AdaLossScaled(model, rule=rule, update_every=update_every):
+            for _ in range(7):
+                out = model(x)
+                known.append(places(out) > 0)
+                out.backward(torch.ones_like(out) * 1e-6)
+    assert known == [True, False, False] * 2 + [True] * 15
+
+
+@pytest.mark.parametrize("ahead", [2, 3])
+def test_updates_come_also_where_forward_passes_run_ahead(ahead: int) -> None:
+    torch.manual_seed(0)
+    model = quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Policy(error="fp16"))
+    x, scales = torch.randn(4, 8, generator=seeded()), []
+    with AdaLossScaled(model, update_every=2) as handle:
+        backward(model, x, 1e-4)
+        for _ in range(4):
+            outs = [model(x) for _ in range(ahead)]
+            for out in outs:
+                out.backward(torch.ones_like(out) * 1e-7)
+            scales.append(handle.log2_scales())
+    with AdaLossScaled(model) as handle:
+        out = model(x)
+        out.backward(torch.ones_like(out) * 1e-7)
+        assert scales[-1] == handle.log2_scales()
 
 
 def test_steps_are_backward_passes_not_calls_of_a_layer() -> None:
