@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ada_loss.branches import round_shares
 from ada_loss.decisions import (
     ANEW,
     IF_UNKNOWN,
@@ -23,6 +24,7 @@ from ada_loss.decisions import (
     keep,
     to_the_top,
 )
+from ada_loss.places import MOMENTS, Arrival, Edge, Memory, Place, register, sources
 from ada_loss.rules.layer import (
     AMAX,
     AMIN,
@@ -44,10 +46,8 @@ from fpsim.ops import RoundingSpec
 __all__ = ["AdaLossScaled", "Observed"]
 
 NEAREST = ("nearest_even", "nearest_away", "stochastic")
-MOMENTS = 10
 MEASURED = -1  # the number of a product whose gradient is measured, in the place of a product's own
 MOST_PRODUCTS = 1 << 27
-ROOM = 16.0  # how much a gradient may grow from step to step without being looked at before it is rounded
 
 
 class Observed(Protocol):
@@ -58,108 +58,6 @@ class Observed(Protocol):
     def __call__(
         self, step: int, site: str, role: str, spec: RoundingSpec, gradient: Tensor, log2_scale: Tensor, chosen: Tensor
     ) -> None: ...
-
-
-class _Memory:
-    """What is kept of one place from step to step."""
-
-    __slots__ = ("ceiling", "chosen", "factors", "history", "kept", "log2_scale", "moments", "noticed")
-
-    def __init__(self) -> None:
-        self.factors: dict[int, Tensor] = {}  # by product, or MEASURED; 0 is one not known yet
-        self.noticed: dict[int, Tensor] = {}  # the same on the host, where a card's may come later
-        self.kept: Tensor | None = None  # the scale between updates, unless its gradient would overflow
-        self.ceiling = 0.0  # on the CPU, the largest magnitude that fits at it; 0 where that is not known
-        self.history: Tensor | None = None
-        self.log2_scale: Tensor | None = None  # the last one
-        self.moments = keep_memory_of(torch.zeros(MOMENTS, dtype=torch.float64, device="cpu"))
-        self.chosen = keep_memory_of(torch.full((5,), math.nan, dtype=torch.float64, device="cpu"))
-
-    def knows(self, indices: Iterable[int]) -> bool:
-        """Whether these factors are known. On a card they may be and not be noticed yet: nothing waits for the copy."""
-        noticed = self.noticed
-        return all(index in noticed and memory_of(noticed[index])[0] != 0 for index in indices)
-
-    def notice(self, index: int) -> None:
-        factor = self.factors[index]
-        if factor.device.type == "cpu":
-            self.noticed[index] = factor
-            return
-        if index not in self.noticed:
-            pinned = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=True)
-            self.noticed[index] = keep_memory_of(pinned)
-        self.noticed[index].copy_(factor, non_blocking=True)
-
-    def to(self, device: torch.device) -> None:
-        self.factors = {index: factor.to(device) for index, factor in self.factors.items()}
-        self.history = None if self.history is None else self.history.to(device)
-        self.kept, self.ceiling = None if self.kept is None else self.kept.to(device), 0.0
-        self.moments, self.chosen = self.moments.to(device), self.chosen.to(device)
-
-
-class _Edge:
-    """From a product to the places that the gradient of its operand reaches."""
-
-    __slots__ = ("index", "is_hidden", "other", "other_moments", "product_channel", "targets", "terms")
-
-    def __init__(self, targets: list[_Place], product: Product, index: int) -> None:
-        self.targets, self.terms, self.index = targets, product.terms, index
-        self.product_channel = product.channel
-        self.is_hidden = product.other is None
-        # saved for the backward pass anyway; let go once its moments are known, and kept where they are the products'
-        self.other = None if product.other is None else product.other.detach()
-        self.other_moments: Tensor | None = None
-
-
-class _Arrival(NamedTuple):
-    """What a consumer tells a place: the scale of its gradient, whether it was chosen anew, and who must measure."""
-
-    log2_scale: Tensor
-    anew: bool
-    measure: bool
-    sender: _Place | _Edge
-    amax: Tensor | None = None  # where it is known
-
-
-class _Place:
-    """One tensor whose gradient is rounded: where its scale comes from and where it goes."""
-
-    __slots__ = (
-        "arrivals",
-        "dtype",
-        "edges",
-        "engine",
-        "is_chosen",
-        "is_linked",
-        "made_in",
-        "passes",
-        "predicted",
-        "role",
-        "site",
-        "spec",
-        "task",
-    )
-
-    def __init__(
-        self, engine: AdaLossScaled, site: str, role: str, spec: RoundingSpec, dtype: torch.dtype, is_chosen: bool
-    ) -> None:
-        self.engine, self.site, self.role, self.spec, self.dtype = engine, site, role, spec, dtype
-        self.is_chosen = is_chosen
-        self.is_linked = engine._is_linking()
-        self.edges: list[_Edge] = []
-        self.predicted: list[int] = []  # the products among them for which a factor is chosen here
-        self.passes: list[_Place] = []
-        self.arrivals: list[_Arrival] = []
-        self.task = -1
-        self.made_in = torch._C._current_graph_task_id()  # the backward pass that runs a checkpoint's forward, or -1
-
-    def receive(self, task: int, arrival: _Arrival) -> None:
-        if self.task != task:  # what an earlier, partial backward left behind
-            self.task, self.arrivals = task, []
-        self.arrivals.append(arrival)
-
-    def __call__(self, gradient: Tensor, may_round: bool) -> Tensor | None:
-        return self.engine._scale_at(self, gradient, may_round)
 
 
 class AdaLossScaled:
@@ -233,7 +131,7 @@ class AdaLossScaled:
         self.step = 0
         self.observer: Observed | None = None
         self._choose(model, None if transforms is None else list(transforms))
-        self._memories: dict[tuple[str, str], _Memory] = {}
+        self._memories: dict[tuple[str, str], Memory] = {}
         self._occurrences: dict[tuple[str, str], int] = {}
         self._task = -1
         self._roots: dict[int, int] = {}
@@ -376,7 +274,7 @@ class AdaLossScaled:
         self.step, self._updated, self._asked = int(state["step"]), int(state["updated"]), -1
         self._memories = {}
         for saved in state["sites"]:
-            memory = self._memories[saved["site"], saved["role"]] = _Memory()
+            memory = self._memories[saved["site"], saved["role"]] = Memory()
             for i, f in saved["factors"].items():
                 memory.factors[int(i)] = keep_memory_of(torch.tensor([f], dtype=torch.float64, device="cpu"))
             memory.noticed = dict(memory.factors)
@@ -392,49 +290,32 @@ class AdaLossScaled:
 
     def _place(
         self, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...], out: Tensor
-    ) -> _Place:
+    ) -> Place:
         is_chosen = self._modules is None or site.split(":")[0] in self._modules
-        place = _Place(self, site, role, spec, out.dtype, is_chosen)
-        node, nr = out.grad_fn, out.output_nr
-        if node is None or not place.is_linked:
+        is_linked = self._is_linking()
+        place = Place(self, site, role, spec, out.dtype, is_chosen, is_linked)
+        if not is_linked or out.grad_fn is None:
             return place
-        node.metadata.setdefault(_KEY, {})[nr] = place  # type: ignore[attr-defined]  # a property, typed as a method
+        register(place, out.grad_fn, out.output_nr)
         if operation == "weight" and operands[0].grad_fn is None:
             return place  # nothing lies behind a leaf
-        senders: dict[tuple[Any, int], _Place | _Edge] = {}
-        if self.branches == "original":
-            senders = dict.fromkeys(_entries(operands), place)
+        entries = []
         for index, product in enumerate(self._products(place, operation, operands)):
             entry = product.operand.grad_fn, product.operand.output_nr
-            found = _sources([entry])
-            targets = [target for target, _, _ in found if target.role == "error"]
+            targets = [target for target in sources([entry]) if target.role == "error"]
             if targets:
-                place.edges.append(_Edge(targets, product, index))
-                senders[entry] = place.edges[-1]
+                place.edges.append(Edge(targets, product, index))
+                entries.append((entry, place.edges[-1]))
                 if product.other is not None:
                     place.predicted.append(index)
         by_product = {id(target) for edge in place.edges for target in edge.targets}
-        behind = _sources([(node, None)])
-        place.passes = list({id(t): t for t, _, _ in behind if id(t) not in by_product}.values())
+        behind = sources([(out.grad_fn, None)])
+        place.passes = list({id(target): target for target in behind if id(target) not in by_product}.values())
         if self.branches == "original":
-            self._round_shares(place, node, senders)
+            round_shares(place, out.grad_fn, operands, entries)
         return place
 
-    def _round_shares(self, place: _Place, node: Any, senders: Mapping[tuple[Any, int], _Place | _Edge]) -> None:
-        """Where gradients leave an operation, before any other is added to them."""
-        seen, stack = {node}, [node]
-        while stack:
-            consumer = stack.pop()
-            for index, entry in enumerate(consumer.next_functions):
-                if entry in senders or (entry[0] is not None and entry[1] in entry[0].metadata.get(_KEY, {})):
-                    targets = [target for target, _, _ in _sources([entry]) if target.role == "error"]
-                    if targets:
-                        consumer.register_hook(_RoundBranch(senders.get(entry, place), targets, index))
-                elif entry[0] is not None and entry[0] not in seen:
-                    seen.add(entry[0])
-                    stack.append(entry[0])
-
-    def _products(self, place: _Place, operation: str, operands: tuple[Any, ...]) -> list[Product]:
+    def _products(self, place: Place, operation: str, operands: tuple[Any, ...]) -> list[Product]:
         find = PRODUCTS.get(operation)
         if find is None or not self.rule.ahead or not place.is_chosen:
             return []
@@ -448,7 +329,7 @@ class AdaLossScaled:
 
     # The backward pass.
 
-    def _root_of(self, place: _Place, task: int) -> int:
+    def _root_of(self, place: Place, task: int) -> int:
         """The backward pass to which one belongs that a checkpoint runs inside of it."""
         if place.made_in < 0:
             return task
@@ -461,7 +342,8 @@ class AdaLossScaled:
         """
         if not self._keeps:
             return True
-        if torch._C._current_graph_task_id() >= 0:  # a checkpoint's forward pass
+        task = torch._C._current_graph_task_id()
+        if task >= 0 and self._roots.get(task, task) <= self._task:  # a checkpoint's forward pass
             return self._links
         if self.step + 1 - self._updated >= self.update_every:
             return True
@@ -482,7 +364,7 @@ class AdaLossScaled:
         self._occurrences.clear()
         self._roots.clear()
 
-    def _scale_at(self, place: _Place, gradient: Tensor, may_round: bool) -> Tensor:
+    def scale_at(self, place: Place, gradient: Tensor, may_round: bool) -> Tensor:
         task = torch._C._current_graph_task_id()
         root = self._root_of(place, task)
         if root > self._task:
@@ -499,7 +381,7 @@ class AdaLossScaled:
             self._told(self.step, site, place.role, place.spec, gradient.detach(), log2_scale, chosen)
         return log2_scale
 
-    def _keep_at(self, place: _Place, gradient: Tensor, kept: Tensor, memory: _Memory, may_round: bool) -> Tensor:
+    def _keep_at(self, place: Place, gradient: Tensor, kept: Tensor, memory: Memory, may_round: bool) -> Tensor:
         """The scale between updates: the one that was kept, or a lower one where the gradient would overflow at it.
 
         On the CPU a gradient is rounded in the pass that looks at it, where the one before it left so much room that
@@ -508,14 +390,13 @@ class AdaLossScaled:
         if self._told is None:
             if is_rounded_at(gradient, kept, place.spec):
                 return kept  # this very tensor was rounded in this format at this very scale: it fits
-            numbers: Any = memory_of(memory.moments)
-            if may_round and 0.0 < numbers[AMAX] * ROOM <= memory.ceiling:
+            if may_round and memory.has_room():
                 amax = ops.round_fitting_(gradient, place.spec, kept, memory.ceiling)
                 if amax is not None and amax <= memory.ceiling:
-                    numbers[AMAX] = amax
+                    memory_of(memory.moments)[AMAX] = amax  # type: ignore[call-overload]
                     mark_rounded(gradient, kept, place.spec)
                     return kept
-        limits = self._limits_of(place, gradient)
+        limits = self.limits_of(place, gradient)
         if gradient.is_cpu:
             memory.ceiling = self._ceiling(kept, limits)
         return self._decide(place, gradient, kept, limits, memory)
@@ -525,9 +406,9 @@ class AdaLossScaled:
         k, (_, largest, low, high, *_) = memory_of(log2_scale)[0], memory_of(limits)
         return math.ldexp(largest, -k) if low <= k <= high else 0.0
 
-    def _choose_at(self, place: _Place, task: int, gradient: Tensor, memory: _Memory) -> Tensor:
+    def _choose_at(self, place: Place, task: int, gradient: Tensor, memory: Memory) -> Tensor:
         """The scale in a step in which scales are chosen. It is handed on to the places that this one knows."""
-        limits = self._limits_of(place, gradient)
+        limits = self.limits_of(place, gradient)
         arrivals = place.arrivals if place.task == task else []
         place.arrivals = []
         is_cast = not arrivals and self._casts and not isinstance(self.rule, Fixed)
@@ -557,7 +438,7 @@ class AdaLossScaled:
         self._send(place, task, gradient, log2_scale, memory, fresh, anew)
         return log2_scale
 
-    def _held(self, wanted: Tensor, memory: _Memory) -> Tensor:
+    def _held(self, wanted: Tensor, memory: Memory) -> Tensor:
         """The scale to be kept: a gradient of zeros or one that is not finite came with none that tells anything."""
         if memory.kept is None:
             return wanted
@@ -565,7 +446,7 @@ class AdaLossScaled:
         on_device(hold, wanted, memory.kept, memory.moments, out)
         return self._settled(out)
 
-    def _name_of(self, place: _Place) -> str:
+    def _name_of(self, place: Place) -> str:
         """A site's name, with a number from the second of its uses that a backward pass reaches: the last comes first.
 
         Counted here, for not every forward pass is followed by a backward pass.
@@ -575,15 +456,15 @@ class AdaLossScaled:
         self._occurrences[key] = seen + 1
         return f"{place.site}#{seen}" if seen else place.site
 
-    def _memory(self, site: str, role: str, device: torch.device) -> _Memory:
+    def _memory(self, site: str, role: str, device: torch.device) -> Memory:
         memory = self._memories.get((site, role))
         if memory is None:
-            memory = self._memories[site, role] = _Memory()
+            memory = self._memories[site, role] = Memory()
         if memory.moments.device != device:
             memory.to(device)
         return memory
 
-    def _meeting(self, arrivals: list[_Arrival], limits: Tensor, device: torch.device) -> Tensor:
+    def _meeting(self, arrivals: list[Arrival], limits: Tensor, device: torch.device) -> Tensor:
         """The scale with which a gradient arrives."""
         if not arrivals:
             return self._constant(torch.int64, device, math.frexp(self.init_scale)[1] - 1)
@@ -606,11 +487,11 @@ class AdaLossScaled:
 
     def _decide(
         self,
-        place: _Place,
+        place: Place,
         gradient: Tensor,
         wanted: Tensor,
         limits: Tensor,
-        memory: _Memory,
+        memory: Memory,
         is_measured: bool = False,
     ) -> Tensor:
         """The scale at which a gradient is rounded that came with one; never one at which it overflows."""
@@ -643,7 +524,7 @@ class AdaLossScaled:
         w: Tensor | None,
         terms: int,
         limits: Tensor,
-        memory: _Memory,
+        memory: Memory,
         index: int,
         fresh: bool,
     ) -> Tensor:
@@ -680,14 +561,14 @@ class AdaLossScaled:
         return self._constant(torch.int64, out.device, memory_of(out)[0]) if out is self._decided else out
 
     def _send(
-        self, place: _Place, task: int, gradient: Tensor, log2_scale: Tensor, memory: _Memory, fresh: bool, anew: bool
+        self, place: Place, task: int, gradient: Tensor, log2_scale: Tensor, memory: Memory, fresh: bool, anew: bool
     ) -> None:
         for target in place.passes:
-            target.receive(task, _Arrival(log2_scale, anew, False, place))
+            target.receive(task, Arrival(log2_scale, anew, False, place))
         for edge in place.edges:
             if edge.is_hidden:
                 for target in edge.targets:
-                    target.receive(task, _Arrival(log2_scale, anew, True, edge))
+                    target.receive(task, Arrival(log2_scale, anew, True, edge))
                 continue
             if isinstance(self.rule, ElementWiseRange):
                 g, w = self._products_of(gradient, edge) if fresh else memory.moments, None
@@ -699,12 +580,12 @@ class AdaLossScaled:
                 g, w = memory.moments, edge.other_moments
                 is_known = fresh and w is not None
             target = edge.targets[0]
-            limits = self._limits_of(target, log2_scale)
+            limits = self.limits_of(target, log2_scale)
             scale = self._choose_factor(log2_scale, g, w, edge.terms, limits, memory, edge.index, is_known)
             for target in edge.targets:
-                target.receive(task, _Arrival(scale, anew, False, edge))
+                target.receive(task, Arrival(scale, anew, False, edge))
 
-    def _products_of(self, gradient: Tensor, edge: _Edge) -> Tensor:
+    def _products_of(self, gradient: Tensor, edge: Edge) -> Tensor:
         """Moments whose amin and amax are those of every product of an element and a weight of its channel."""
         assert isinstance(self.rule, ElementWiseRange)
         assert edge.other is not None
@@ -734,7 +615,7 @@ class AdaLossScaled:
         moments[AMAX], moments[AMIN] = amax, amin
         return moments
 
-    def _limits_of(self, place: _Place, gradient: Tensor) -> Tensor:
+    def limits_of(self, place: Place, gradient: Tensor) -> Tensor:
         spec, dtype, device = place.spec, place.dtype, gradient.device
         key = (spec, dtype, device)
         found = self._constants.get(key)
@@ -759,60 +640,3 @@ class AdaLossScaled:
         if found is None:
             found = self._constants[key] = keep_memory_of(torch.tensor(values, dtype=dtype, device=device))
         return found
-
-
-_KEY = "ada_loss"  # under which a node of the graph keeps the places of its outputs
-
-
-def _entries(operands: Iterable[Any]) -> Iterator[tuple[Any, int]]:
-    """Where the gradients of operands enter the graph behind them."""
-    for x in operands:
-        if isinstance(x, Tensor) and x.grad_fn is not None:
-            yield x.grad_fn, x.output_nr
-        elif isinstance(x, tuple | list):
-            yield from _entries(x)
-
-
-def _sources(edges: Iterable[tuple[Any, int | None]]) -> list[tuple[_Place, Any, int]]:
-    """The nearest places against the direction of the forward pass, each with the node that feeds it and its input.
-
-    An output number of None looks behind a node, whatever places its own outputs have.
-    """
-    found = []
-    seen = set()
-    stack: list[tuple[Any, int | None, Any, int]] = [(node, nr, None, 0) for node, nr in edges]
-    while stack:
-        node, nr, consumer, index = stack.pop()
-        if node is None:
-            continue
-        place = None if nr is None else node.metadata.get(_KEY, {}).get(nr)
-        if place is not None:
-            found.append((place, consumer, index))
-        elif (node, nr) not in seen:
-            seen.add((node, nr))
-            stack.extend((n, i, node, j) for j, (n, i) in enumerate(node.next_functions))
-    return found
-
-
-class _RoundBranch:
-    """A hook behind a consumer: rounds its share of a gradient at its own scale, before the shares are added."""
-
-    __slots__ = ("index", "sender", "targets")
-
-    def __init__(self, sender: _Place | _Edge, targets: list[_Place], index: int) -> None:
-        self.sender, self.targets, self.index = sender, targets, index
-
-    def __call__(self, shares: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
-        share, first = shares[self.index], self.targets[0]
-        sent = next((arrival for arrival in first.arrivals if arrival.sender is self.sender), None)
-        if share is None or sent is None:
-            return None
-        log2_scale, limits = torch.empty_like(sent.log2_scale), first.engine._limits_of(first, share)
-        on_device(keep, sent.log2_scale, amax_of(share), limits, log2_scale, torch.empty_like(limits))
-        rounded = ops._round_differentiably(share, first.spec, log2_scale)
-        arrival = sent._replace(log2_scale=log2_scale, amax=amax_of(rounded)[AMAX : AMAX + 1])
-        for target in self.targets:  # in the place of what was sent, or beside it where an operand is taken twice
-            open_ = (i for i, a in enumerate(target.arrivals) if a.sender is self.sender and a.amax is None)
-            at = next(open_, len(target.arrivals))
-            target.arrivals[at : at + 1] = [arrival]
-        return (*shares[: self.index], rounded, *shares[self.index + 1 :])

@@ -77,6 +77,7 @@ def every_decision() -> list[tuple[str, Any, tuple[str, ...]]]:
     """Every decision of adaptive scaling with the kinds of its arrays."""
     found = [
         ("keep", decisions.keep, "iffif"),
+        ("hold", decisions.hold, "iifi"),
         ("to_the_top", decisions.to_the_top, "iffiif"),
         ("by_history", decisions.by_history, "iffifif"),
         ("by_binades", decisions.by_binades, "iffiifif"),

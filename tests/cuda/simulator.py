@@ -171,6 +171,8 @@ def test_places_decide_as_on_the_cpu() -> None:
             moments.on_device(function, *arrays)
             for a, b in zip(got, arrays, strict=True):
                 assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
+        scales = torch.tensor([5]), torch.tensor([7]), head[1], torch.zeros(1, dtype=torch.int64)
+        assert int(on_the_card(decisions.hold, *scales)[3]) == (5 if 0 < size < torch.inf else 7)
 
 
 def test_the_formats_cover_every_shape() -> None:

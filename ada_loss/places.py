@@ -1,0 +1,170 @@
+"""Places where gradients are rounded: what is kept of each, what each is told, and how they find one another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ada_loss.rules.layer import AMAX
+from ada_loss.transforms import Product
+from fpsim.moments import keep_memory_of, memory_of
+from fpsim.ops import RoundingSpec
+
+__all__ = ["MOMENTS", "Arrival", "Edge", "Engine", "Memory", "Place", "is_entry", "register", "sources"]
+
+MOMENTS = 10
+ROOM = 16.0  # by how much a gradient may outgrow the last one without being looked at before it is rounded
+_KEY = "ada_loss"  # under which a node of the graph keeps the places of its outputs
+
+
+class Engine(Protocol):
+    """Who decides for places."""
+
+    def scale_at(self, place: Place, gradient: Tensor, may_round: bool) -> Tensor | None: ...
+
+    def limits_of(self, place: Place, gradient: Tensor) -> Tensor: ...
+
+
+class Memory:
+    """What is kept of one place from step to step."""
+
+    __slots__ = ("ceiling", "chosen", "factors", "history", "kept", "log2_scale", "moments", "noticed")
+
+    def __init__(self) -> None:
+        self.factors: dict[int, Tensor] = {}  # by product, or MEASURED; 0 is one not known yet
+        self.noticed: dict[int, Tensor] = {}  # the same on the host, where a card's may come later
+        self.kept: Tensor | None = None  # the scale between updates, unless its gradient would overflow
+        self.ceiling = 0.0  # on the CPU, the largest magnitude that fits at it; 0 where that is not known
+        self.history: Tensor | None = None
+        self.log2_scale: Tensor | None = None  # the last one
+        self.moments = keep_memory_of(torch.zeros(MOMENTS, dtype=torch.float64, device="cpu"))
+        self.chosen = keep_memory_of(torch.full((5,), math.nan, dtype=torch.float64, device="cpu"))
+
+    def has_room(self) -> bool:
+        """Whether the last gradient left so much room below the ceiling that the next one will fit."""
+        return self.ceiling > 0.0 and 0.0 < memory_of(self.moments)[AMAX] * ROOM <= self.ceiling
+
+    def knows(self, indices: Iterable[int]) -> bool:
+        """Whether these factors are known. On a card they may be and not be noticed yet: nothing waits for the copy."""
+        noticed = self.noticed
+        return all(index in noticed and memory_of(noticed[index])[0] != 0 for index in indices)
+
+    def notice(self, index: int) -> None:
+        factor = self.factors[index]
+        if factor.device.type == "cpu":
+            self.noticed[index] = factor
+            return
+        if index not in self.noticed:
+            pinned = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=True)
+            self.noticed[index] = keep_memory_of(pinned)
+        self.noticed[index].copy_(factor, non_blocking=True)
+
+    def to(self, device: torch.device) -> None:
+        self.factors = {index: factor.to(device) for index, factor in self.factors.items()}
+        self.history = None if self.history is None else self.history.to(device)
+        self.kept, self.ceiling = None if self.kept is None else self.kept.to(device), 0.0
+        self.moments, self.chosen = self.moments.to(device), self.chosen.to(device)
+
+
+class Edge:
+    """From a product to the places that the gradient of its operand reaches."""
+
+    __slots__ = ("index", "is_hidden", "other", "other_moments", "product_channel", "targets", "terms")
+
+    def __init__(self, targets: list[Place], product: Product, index: int) -> None:
+        self.targets, self.terms, self.index = targets, product.terms, index
+        self.product_channel = product.channel
+        self.is_hidden = product.other is None
+        # saved for the backward pass anyway; let go once its moments are known, and kept where they are the products'
+        self.other = None if product.other is None else product.other.detach()
+        self.other_moments: Tensor | None = None
+
+
+class Arrival(NamedTuple):
+    """What a consumer tells a place: the scale of its gradient, whether it was chosen anew, and who must measure."""
+
+    log2_scale: Tensor
+    anew: bool
+    measure: bool
+    sender: Place | Edge
+    amax: Tensor | None = None  # where it is known
+
+
+class Place:
+    """One tensor whose gradient is rounded: where its scale comes from and where it goes."""
+
+    __slots__ = (
+        "arrivals",
+        "dtype",
+        "edges",
+        "engine",
+        "is_chosen",
+        "is_linked",
+        "made_in",
+        "passes",
+        "predicted",
+        "role",
+        "site",
+        "spec",
+        "task",
+    )
+
+    def __init__(
+        self,
+        engine: Engine,
+        site: str,
+        role: str,
+        spec: RoundingSpec,
+        dtype: torch.dtype,
+        is_chosen: bool,
+        is_linked: bool,
+    ) -> None:
+        self.engine, self.site, self.role, self.spec, self.dtype = engine, site, role, spec, dtype
+        self.is_chosen, self.is_linked = is_chosen, is_linked
+        self.edges: list[Edge] = []
+        self.predicted: list[int] = []  # the products among them for which a factor is chosen here
+        self.passes: list[Place] = []
+        self.arrivals: list[Arrival] = []
+        self.task = -1
+        self.made_in = torch._C._current_graph_task_id()  # the backward pass that runs a checkpoint's forward, or -1
+
+    def receive(self, task: int, arrival: Arrival) -> None:
+        if self.task != task:  # what an earlier, partial backward left behind
+            self.task, self.arrivals = task, []
+        self.arrivals.append(arrival)
+
+    def __call__(self, gradient: Tensor, may_round: bool) -> Tensor | None:
+        return self.engine.scale_at(self, gradient, may_round)
+
+
+def register(place: Place, node: Any, nr: int) -> None:
+    """Let others find a place: that of output `nr` of a node of the graph."""
+    node.metadata.setdefault(_KEY, {})[nr] = place
+
+
+def is_entry(node: Any, nr: int) -> bool:
+    """Whether there is a place right there."""
+    return node is not None and nr in node.metadata.get(_KEY, {})
+
+
+def sources(edges: Iterable[tuple[Any, int | None]]) -> list[Place]:
+    """The nearest places against the direction of the forward pass.
+
+    An output number of None looks behind a node, whatever places its own outputs have.
+    """
+    found, seen, stack = [], set(), list(edges)
+    while stack:
+        node, nr = stack.pop()
+        if node is None:
+            continue
+        place = None if nr is None else node.metadata.get(_KEY, {}).get(nr)
+        if place is not None:
+            found.append(place)
+        elif (node, nr) not in seen:
+            seen.add((node, nr))
+            stack.extend(node.next_functions)
+    return found
