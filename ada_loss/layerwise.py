@@ -80,10 +80,12 @@ class AdaLossScaled:
     measure each tensor itself, wherever it is rounded. init_scale: the scale of gradients that enter the model, a
     power of two. update_every: scales are chosen anew in each n-th step, a step being a backward pass, and kept in
     between, each place its own; where the gradient is zero or not finite the last one stays, or the next step finds
-    the first.
+    the first. A gradient that overflows between updates, more than 16 times as large as in the step before, may have
+    been rounded once already when its scale is lowered.
     scale_upper_bound, accum_upper_bound: of one factor and of the scale, None for no bound (the original: 16 and
     1024). branches: where gradients of several consumers meet, "exact" rounds their sum once, at the largest of their
-    scales at which it fits; "original" rounds each at its own and the sum at the scale that the original chooses.
+    scales at which it fits; "original" rounds each at its own and the sum at the scale that the original chooses, and
+    keeps factors between updates, not scales.
     u_min: what the rules keep gradients above: "smallest", the format's smallest magnitude; "flush", the half of it,
     where rounding flushes; "normal", the smallest with all its digits, which 8-bit formats are glad of.
 
@@ -371,14 +373,14 @@ class AdaLossScaled:
             self._begin(root, place.is_linked)
         site = self._name_of(place)
         memory = self._memory(site, place.role, gradient.device)
+        seen = None if self._told is None else gradient.detach().clone()  # who is told sees it before it is rounded
         if place.is_linked or memory.kept is None:
             log2_scale = self._choose_at(place, task, gradient, memory)
         else:
             log2_scale = self._keep_at(place, gradient, memory.kept, memory, may_round)
         memory.log2_scale = log2_scale
-        if self._told is not None:
-            chosen = memory.chosen.clone()
-            self._told(self.step, site, place.role, place.spec, gradient.detach(), log2_scale, chosen)
+        if self._told is not None and seen is not None:
+            self._told(self.step, site, place.role, place.spec, seen, log2_scale, memory.chosen.clone())
         return log2_scale
 
     def _keep_at(self, place: Place, gradient: Tensor, kept: Tensor, memory: Memory, may_round: bool) -> Tensor:
@@ -387,19 +389,24 @@ class AdaLossScaled:
         On the CPU a gradient is rounded in the pass that looks at it, where the one before it left so much room that
         this one will fit. If it does not after all, it has been rounded once when its scale is lowered.
         """
-        if self._told is None:
-            if is_rounded_at(gradient, kept, place.spec):
-                return kept  # this very tensor was rounded in this format at this very scale: it fits
-            if may_round and memory.has_room():
-                amax = ops.round_fitting_(gradient, place.spec, kept, memory.ceiling)
-                if amax is not None and amax <= memory.ceiling:
-                    memory_of(memory.moments)[AMAX] = amax  # type: ignore[call-overload]
-                    mark_rounded(gradient, kept, place.spec)
-                    return kept
+        if self._told is None and is_rounded_at(gradient, kept, place.spec):
+            return kept  # this very tensor was rounded in this format at this very scale: it fits
+        fits = may_round and memory.has_room() and self._round_what_fits(place, gradient, kept, memory)
+        if fits and self._told is None:
+            return kept
         limits = self.limits_of(place, gradient)
         if gradient.is_cpu:
             memory.ceiling = self._ceiling(kept, limits)
-        return self._decide(place, gradient, kept, limits, memory)
+        return self._decide(place, gradient, kept, limits, memory, is_measured=fits)
+
+    def _round_what_fits(self, place: Place, gradient: Tensor, log2_scale: Tensor, memory: Memory) -> bool:
+        """Round in place what is below the ceiling, and tell whether all is."""
+        amax = ops.round_fitting_(gradient, place.spec, log2_scale, memory.ceiling)
+        if amax is None or amax > memory.ceiling:
+            return False
+        memory_of(memory.moments)[AMAX] = amax  # type: ignore[call-overload]
+        mark_rounded(gradient, log2_scale, place.spec)
+        return True
 
     def _ceiling(self, log2_scale: Tensor, limits: Tensor) -> float:
         """Up to which magnitude gradients fit at a scale; 0 where a tensor cannot be rounded at that."""

@@ -28,8 +28,9 @@ class Recorder:
 
     One row for each step that is sampled and each place where a gradient is rounded. The columns: unbound, the factor
     that the rule asked for at the place's last product; bound, what its bounds left of it; log2_power_of_two, of the
-    factor (NaN where the place chose none); log2_wanted, the scale with which the gradient came or that was measured;
-    log2_scale, the one at which it was rounded; limited, whether the overflow limit or the container lowered it.
+    factor (between updates they are the last ones, and NaN where the place chose none); log2_wanted, the scale with
+    which the gradient came or that was measured or kept; log2_scale, the one at which it was rounded; limited, whether
+    the overflow limit or the container lowered it.
     zeros: share of the elements that are zero in float32 already; underflow, underflow_unscaled: shares of the others
     that become zero when they are rounded at the scale, and at scale 1; overflow: share of all elements that are
     finite and lost to inf, NaN or saturation at the scale.

@@ -159,8 +159,9 @@ def test_gradients_transforms_and_codes_work_on_the_card() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("update_every", [1, 3])
 @pytest.mark.parametrize("rule", LAYER_RULES)
-def test_an_adaptive_step_waits_for_nothing_and_decides_as_the_cpu_does(rule: str) -> None:
+def test_an_adaptive_step_waits_for_nothing_and_decides_as_the_cpu_does(rule: str, update_every: int) -> None:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
     x, g = torch.randn(32, 64), torch.randn(32, 8) * 1e-6
@@ -168,7 +169,7 @@ def test_an_adaptive_step_waits_for_nothing_and_decides_as_the_cpu_does(rule: st
     for device in ("cpu", "cuda"):
         model = fpsim.quantize(net, fpsim.Policy(error="e5m2", weight_grad="e5m2")).to(device)
         inputs, gradient = x.to(device), g.to(device)
-        handle = AdaLossScaled(model, rule=rule)
+        handle = AdaLossScaled(model, rule=rule, update_every=update_every)
         model(inputs).backward(gradient)  # kernels compiled, constants sent
         handle.observer = recorder = Recorder()
         model(inputs).backward(gradient)
