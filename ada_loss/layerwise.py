@@ -254,6 +254,7 @@ class AdaLossScaled:
                 "factors": {index: float(f) for index, f in memory.factors.items()},
                 "kept": None if memory.kept is None else int(memory.kept),
                 "amax": float(memory.moments[AMAX]),
+                "ceiling": memory.ceiling,
                 "history": None if memory.history is None else memory.history.tolist(),
                 "log2_scale": None if memory.log2_scale is None else int(memory.log2_scale),
             }
@@ -283,6 +284,7 @@ class AdaLossScaled:
             memory.moments[AMAX] = saved["amax"]
             if saved["kept"] is not None:
                 memory.kept = self._constant(torch.int64, torch.device("cpu"), saved["kept"])
+                memory.ceiling = saved["ceiling"]
             if saved["history"] is not None:
                 memory.history = torch.tensor(saved["history"], dtype=torch.float64, device="cpu")
             if saved.get("log2_scale") is not None:
@@ -389,8 +391,10 @@ class AdaLossScaled:
         On the CPU a gradient is rounded in the pass that looks at it, where the one before it left so much room that
         this one will fit. If it does not after all, it has been rounded once when its scale is lowered.
         """
-        if self._told is None and is_rounded_at(gradient, kept, place.spec):
-            return kept  # this very tensor was rounded in this format at this very scale: it fits
+        if is_rounded_at(gradient, kept, place.spec):  # this very tensor, in this format, at this very scale: it fits
+            if self._told is not None:
+                memory.chosen[WANTED:] = kept  # the scale wanted and the final one
+            return kept
         fits = may_round and memory.has_room() and self._round_what_fits(place, gradient, kept, memory)
         if fits and self._told is None:
             return kept

@@ -843,6 +843,34 @@ def test_a_gradient_that_outgrows_its_scale_at_once_is_rounded_again_at_a_lower_
         assert handle.last_log2_scale(":linear") == before  # kept all the same
 
 
+class Shifted(nn.Module):
+    """Its gradients pass additions as the very tensors that were rounded behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) + 1.0) + 1.0
+
+
+def test_recording_draws_no_noise_where_a_gradient_passes_that_was_rounded_already() -> None:
+    torch.manual_seed(0)
+    model = quantize(Shifted(), Policy(error="e5m2", weight_grad="e5m2"), rounding="stochastic")
+    x, found = torch.randn(4, 8, generator=seeded()), []
+    for observer in (None, Recorder()):
+        torch.manual_seed(0)
+        with AdaLossScaled(model, update_every=100) as handle:
+            handle.observer = observer
+            found.append([backward(model, x, 1e-6) for _ in range(4)])
+            if observer is not None:
+                rows = [row for row in observer.rows() if row["step"] == 4]
+                assert {row["site"]: row["log2_scale"] for row in rows if row["role"] == "error"} == handle.log2_scales()
+                assert all(row["log2_wanted"] == row["log2_scale"] for row in rows)
+    for got, want in zip(*found, strict=True):
+        assert_same(got, want)
+
+
 def test_between_updates_a_place_keeps_its_scale_whatever_another_has_to_lower() -> None:
     torch.manual_seed(0)
     model = quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Policy(error="fp16"))
@@ -1137,6 +1165,24 @@ def test_a_saved_state_goes_on_to_the_same_bits(rule: str, tmp_path: Any) -> Non
     assert second.step == 6
     for got, want in zip(run(second, range(6, 10)), expected[6:], strict=True):
         assert_same(got, want)
+
+
+def test_a_saved_state_goes_on_to_the_same_bits_where_the_next_gradient_outgrows_its_scale_at_once() -> None:
+    model, x = quantize(nn.Linear(8, 64), Policy(error="e4m3fn"), rounding="stochastic"), torch.ones(4, 8)
+    found = []
+    for resumed in (False, True):
+        torch.manual_seed(0)
+        handle = AdaLossScaled(model, update_every=100)
+        for _ in range(2):
+            backward(model, x, 2.0**-20)
+        if resumed:
+            state = handle.state_dict()
+            handle.detach()
+            handle = AdaLossScaled(model, update_every=100)
+            handle.load_state_dict(state)
+        found.append(backward(model, x, 2.0**-3))
+        handle.detach()
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("rule", ["approx_range", "amax_history"])
