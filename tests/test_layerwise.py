@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from ada_loss import (
 from ada_loss.places import Memory
 from ada_loss.rules import LAYER_RULES
 from ada_loss.rules.layer import floor_log2
-from fpsim import Policy, ops, quantize, round_to
+from fpsim import Policy, ops, quantize, record, round_to
 from fpsim.moments import Moments, moments_of
 
 RULES = list(LAYER_RULES)
@@ -869,6 +870,23 @@ def test_recording_draws_no_noise_where_a_gradient_passes_that_was_rounded_alrea
                 assert all(row["log2_wanted"] == row["log2_scale"] for row in rows)
     for got, want in zip(*found, strict=True):
         assert_same(got, want)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_tallies_change_no_result_and_miss_no_gradient_that_is_rounded_at_once(every: int) -> None:
+    model, x = quantize(nn.Linear(8, 64), Policy(error="e4m3fn"), rounding="stochastic"), torch.ones(4, 8)
+    found, calls = [], {}
+    for update_every, recorded in ((100, False), (100, True), (1, True)):
+        torch.manual_seed(0)
+        with AdaLossScaled(model, update_every=update_every), ExitStack() as stack:
+            recording = stack.enter_context(record(model, every)) if recorded else None
+            found.append([backward(model, x, size) for size in (2.0**-20, 2.0**-20, 2.0**-3, 2.0**-20)])
+        if recording is not None:
+            calls[update_every] = {(row["site"], row["role"]): row["calls"] for row in recording.rows()}
+    for got, want in zip(found[1], found[0], strict=True):
+        assert_same(got, want)
+    assert calls[100] == calls[1]
+    assert calls[100][":linear", "error"] == 4 // every
 
 
 def test_between_updates_a_place_keeps_its_scale_whatever_another_has_to_lower() -> None:
