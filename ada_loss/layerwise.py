@@ -138,7 +138,7 @@ class AdaLossScaled:
         self._task = -1
         self._roots: dict[int, int] = {}
         self._keeps = self.rule.ahead and branches == "exact" and update_every > 1  # scales, from step to step
-        self._updated = -update_every  # the last step in which all scales were chosen anew
+        self._updated = -update_every  # the step from which the next update is counted: the last one that chose all
         self._is_update = True
         self._links = True  # whether places of the step that runs know one another
         self._asked, self._are_known = -1, False  # whether all scales and factors are, and in which step that was asked
@@ -282,7 +282,7 @@ class AdaLossScaled:
                 memory.factors[int(i)] = keep_memory_of(torch.tensor([f], dtype=torch.float64, device="cpu"))
             memory.noticed = dict(memory.factors)
             memory.moments[AMAX] = saved["amax"]
-            if saved["kept"] is not None:
+            if self._keeps and saved["kept"] is not None:
                 memory.kept = self._constant(torch.int64, torch.device("cpu"), saved["kept"])
                 memory.ceiling = saved["ceiling"]
             if saved["history"] is not None:
@@ -373,6 +373,8 @@ class AdaLossScaled:
         root = self._root_of(place, task)
         if root > self._task:
             self._begin(root, place.is_linked)
+        if self._is_update and not place.is_linked:  # of a graph that was made in an earlier step
+            self._updated = self.step - self.update_every  # so the next step is to choose all scales
         site = self._name_of(place)
         memory = self._memory(site, place.role, gradient.device)
         seen = None if self._told is None else gradient.detach().clone()  # who is told sees it before it is rounded

@@ -949,6 +949,33 @@ def test_updates_come_also_where_forward_passes_run_ahead(ahead: int) -> None:
         assert scales[-1] == handle.log2_scales()
 
 
+class Halves(nn.Module):
+    """Two layers that are called one at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, half: str) -> Tensor:
+        return getattr(self, half)(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("update_every", [2, 3, 4])
+def test_updates_come_also_to_a_graph_that_is_made_before_the_step_that_updates(update_every: int) -> None:
+    torch.manual_seed(0)
+    model, x = quantize(Halves(), Policy(error="fp16")), torch.randn(4, 8, generator=seeded())
+    with AdaLossScaled(model, update_every=update_every) as handle:
+        (model(model(x, "first"), "last") * 1e-4).sum().backward()
+        for _ in range(4):
+            shared = model(x, "first")
+            for retain in (True, False):  # the second layer is called again after the first backward pass
+                (model(shared, "last") * 1e-7).sum().backward(retain_graph=retain)
+        scales = handle.log2_scales()
+    with AdaLossScaled(model) as handle:
+        (model(model(x, "first"), "last") * 1e-7).sum().backward()
+        assert scales == handle.log2_scales()
+
+
 def test_steps_are_backward_passes_not_calls_of_a_layer() -> None:
     layer = nn.Linear(8, 8)
     model = quantize(nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), layer), Policy(error="fp16"))
@@ -1201,6 +1228,19 @@ def test_a_saved_state_goes_on_to_the_same_bits_where_the_next_gradient_outgrows
         found.append(backward(model, x, 2.0**-3))
         handle.detach()
     assert_same(*found)
+
+
+def test_branches_of_the_original_take_factors_from_a_state_not_scales() -> None:
+    torch.manual_seed(0)
+    model, x = quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "fp16"), torch.randn(4, 8, generator=seeded())
+    with AdaLossScaled(model, update_every=100) as handle:
+        backward(model, x, 1e-6)
+        scales, state = handle.log2_scales(), handle.state_dict()
+    with AdaLossScaled(model, [AdaLossTransformLinear()], 0.25, update_every=100, branches="original") as handle:
+        handle.load_state_dict(state)
+        backward(model, x, 1e-6)
+        assert handle.last_log2_scale("1:linear") == -2  # as init_scale says
+        assert handle.last_log2_scale("0:linear") == scales["0:linear"] - scales["1:linear"] - 2
 
 
 @pytest.mark.parametrize("rule", ["approx_range", "amax_history"])
