@@ -255,6 +255,7 @@ class AdaLossScaled:
                 "kept": None if memory.kept is None else int(memory.kept),
                 "amax": float(memory.moments[AMAX]),
                 "ceiling": memory.ceiling,
+                "reached": memory.reached,
                 "history": None if memory.history is None else memory.history.tolist(),
                 "log2_scale": None if memory.log2_scale is None else int(memory.log2_scale),
             }
@@ -281,7 +282,7 @@ class AdaLossScaled:
             for i, f in saved["factors"].items():
                 memory.factors[int(i)] = keep_memory_of(torch.tensor([f], dtype=torch.float64, device="cpu"))
             memory.noticed = dict(memory.factors)
-            memory.moments[AMAX] = saved["amax"]
+            memory.moments[AMAX], memory.reached = saved["amax"], saved["reached"]
             if self._keeps and saved["kept"] is not None:
                 memory.kept = self._constant(torch.int64, torch.device("cpu"), saved["kept"])
                 memory.ceiling = saved["ceiling"]
@@ -353,8 +354,9 @@ class AdaLossScaled:
             return True
         if self._asked != self.step:
             self._asked = self.step
-            known = (memory.kept is not None and memory.knows(memory.noticed) for memory in self._memories.values())
-            self._are_known = all(known)
+            # a place that no step has reached since the update may never come again
+            reached = [memory for memory in self._memories.values() if memory.reached >= self._updated]
+            self._are_known = all(memory.kept is not None and memory.knows(memory.noticed) for memory in reached)
         return not self._are_known
 
     def _begin(self, task: int, links: bool) -> None:
@@ -377,6 +379,7 @@ class AdaLossScaled:
             self._updated = self.step - self.update_every  # so the next step is to choose all scales
         site = self._name_of(place)
         memory = self._memory(site, place.role, gradient.device)
+        memory.reached = self.step
         seen = None if self._told is None else gradient.detach().clone()  # who is told sees it before it is rounded
         if place.is_linked or memory.kept is None:
             log2_scale = self._choose_at(place, task, gradient, memory)
