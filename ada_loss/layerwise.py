@@ -138,7 +138,7 @@ class AdaLossScaled:
         self._task = -1
         self._roots: dict[int, int] = {}
         self._keeps = self.rule.ahead and branches == "exact" and update_every > 1  # scales, from step to step
-        self._updated = -update_every  # the last step in which all scales were chosen anew
+        self._updated = -update_every  # the step from which the next update is counted: the last one that chose all
         self._is_update = True
         self._links = True  # whether places of the step that runs know one another
         self._asked, self._are_known = -1, False  # whether all scales and factors are, and in which step that was asked
@@ -254,6 +254,8 @@ class AdaLossScaled:
                 "factors": {index: float(f) for index, f in memory.factors.items()},
                 "kept": None if memory.kept is None else int(memory.kept),
                 "amax": float(memory.moments[AMAX]),
+                "ceiling": memory.ceiling,
+                "reached": memory.reached,
                 "history": None if memory.history is None else memory.history.tolist(),
                 "log2_scale": None if memory.log2_scale is None else int(memory.log2_scale),
             }
@@ -280,9 +282,10 @@ class AdaLossScaled:
             for i, f in saved["factors"].items():
                 memory.factors[int(i)] = keep_memory_of(torch.tensor([f], dtype=torch.float64, device="cpu"))
             memory.noticed = dict(memory.factors)
-            memory.moments[AMAX] = saved["amax"]
-            if saved["kept"] is not None:
+            memory.moments[AMAX], memory.reached = saved["amax"], saved["reached"]
+            if self._keeps and saved["kept"] is not None:
                 memory.kept = self._constant(torch.int64, torch.device("cpu"), saved["kept"])
+                memory.ceiling = saved["ceiling"]
             if saved["history"] is not None:
                 memory.history = torch.tensor(saved["history"], dtype=torch.float64, device="cpu")
             if saved.get("log2_scale") is not None:
@@ -351,8 +354,9 @@ class AdaLossScaled:
             return True
         if self._asked != self.step:
             self._asked = self.step
-            known = (memory.kept is not None and memory.knows(memory.noticed) for memory in self._memories.values())
-            self._are_known = all(known)
+            # a place that no step has reached since the update may never come again
+            reached = [memory for memory in self._memories.values() if memory.reached >= self._updated]
+            self._are_known = all(memory.kept is not None and memory.knows(memory.noticed) for memory in reached)
         return not self._are_known
 
     def _begin(self, task: int, links: bool) -> None:
@@ -371,8 +375,11 @@ class AdaLossScaled:
         root = self._root_of(place, task)
         if root > self._task:
             self._begin(root, place.is_linked)
+        if self._is_update and not place.is_linked:  # of a graph that was made in an earlier step
+            self._updated = self.step - self.update_every  # so the next step is to choose all scales
         site = self._name_of(place)
         memory = self._memory(site, place.role, gradient.device)
+        memory.reached = self.step
         seen = None if self._told is None else gradient.detach().clone()  # who is told sees it before it is rounded
         if place.is_linked or memory.kept is None:
             log2_scale = self._choose_at(place, task, gradient, memory)
@@ -389,8 +396,10 @@ class AdaLossScaled:
         On the CPU a gradient is rounded in the pass that looks at it, where the one before it left so much room that
         this one will fit. If it does not after all, it has been rounded once when its scale is lowered.
         """
-        if self._told is None and is_rounded_at(gradient, kept, place.spec):
-            return kept  # this very tensor was rounded in this format at this very scale: it fits
+        if is_rounded_at(gradient, kept, place.spec):  # this very tensor, in this format, at this very scale: it fits
+            if self._told is not None:
+                memory.chosen[WANTED:] = kept  # the scale wanted and the final one
+            return kept
         fits = may_round and memory.has_room() and self._round_what_fits(place, gradient, kept, memory)
         if fits and self._told is None:
             return kept

@@ -32,13 +32,14 @@ class Engine(Protocol):
 class Memory:
     """What is kept of one place from step to step."""
 
-    __slots__ = ("ceiling", "chosen", "factors", "history", "kept", "log2_scale", "moments", "noticed")
+    __slots__ = ("ceiling", "chosen", "factors", "history", "kept", "log2_scale", "moments", "noticed", "reached")
 
     def __init__(self) -> None:
         self.factors: dict[int, Tensor] = {}  # by product, or MEASURED; 0 is one not known yet
         self.noticed: dict[int, Tensor] = {}  # the same on the host, where a card's may come later
         self.kept: Tensor | None = None  # the scale between updates, unless its gradient would overflow
         self.ceiling = 0.0  # on the CPU, the largest magnitude that fits at it; 0 where that is not known
+        self.reached = 0  # the last step in which a gradient came
         self.history: Tensor | None = None
         self.log2_scale: Tensor | None = None  # the last one
         self.moments = keep_memory_of(torch.zeros(MOMENTS, dtype=torch.float64, device="cpu"))

@@ -35,7 +35,7 @@ class Scaling(Protocol):
     the gradient, before it is rounded: log2 of the scale as an int64 tensor of one element on the gradient's device,
     within `ops.log2_scale_limits`, or None for 1. A gradient itself always has its true size;
     `is_rounded_at(gradient, log2_scale, spec)` tells how it was rounded a moment ago. The second argument tells whether
-    nobody else holds the gradient or is told of it: then it may be rounded at once, in place, with `mark_rounded`.
+    nobody else holds the gradient: then it may be rounded at once, in place, with `mark_rounded`.
     """
 
     def __call__(
@@ -305,13 +305,17 @@ class _BackwardRounding:
             values, indices = values if rounded is None else rounded, gradient.indices()
             return torch.sparse_coo_tensor(indices, values, gradient.shape, is_coalesced=True, check_invariants=False)
         spec = self.spec
-        log2_scale = None
+        log2_scale, seen = None, None
         is_plain = not torch.is_grad_enabled() and ops._is_plain(gradient)  # no double backward, no transform
-        listeners = self.scope.listeners
+        listeners, mark = self.scope.listeners, getattr(gradient, "_fpsim", None)
         if self.scale is not None:
-            may_round = is_plain and listeners.observer is None and _is_exclusive(gradient)
+            may_round = is_plain and _is_exclusive(gradient)
+            if may_round and listeners.observer is not None:
+                seen = gradient.detach().clone()  # who is told sees it before it is rounded
             log2_scale = self.scale(gradient, may_round)
         if is_rounded_at(gradient, log2_scale, spec):
+            if seen is not None and gradient._fpsim is not mark:  # type: ignore[attr-defined]  # rounded at once
+                self._tell(listeners.watching(self.site, self.role), seen, gradient, log2_scale)
             return None
         if not is_plain:
             return ops._round_differentiably(gradient, spec, log2_scale)
@@ -322,12 +326,15 @@ class _BackwardRounding:
             return None
         rounded = ops._rounded(gradient, spec, None, log2_scale)
         mark_rounded(rounded, log2_scale, spec)
-        if observer is not None:
-            before, after = gradient, rounded
-            if log2_scale is not None:  # what the format sees; exact, for float64 has exponents to spare
-                before, after = (torch.ldexp(x.double(), log2_scale) for x in (before, after))
-            observer(self.site, self.role, before, after, spec)
+        self._tell(observer, gradient if seen is None else seen, rounded, log2_scale)
         return rounded
+
+    def _tell(self, observer: Observer | None, before: Tensor, after: Tensor, log2_scale: Tensor | None) -> None:
+        if observer is None:
+            return
+        if log2_scale is not None:  # what the format sees; exact, for float64 has exponents to spare
+            before, after = (torch.ldexp(x.double(), log2_scale) for x in (before, after))
+        observer(self.site, self.role, before, after, self.spec)
 
 
 @cache

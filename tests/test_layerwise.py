@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from ada_loss import (
 from ada_loss.places import Memory
 from ada_loss.rules import LAYER_RULES
 from ada_loss.rules.layer import floor_log2
-from fpsim import Policy, ops, quantize, round_to
+from fpsim import Policy, ops, quantize, record, round_to
 from fpsim.moments import Moments, moments_of
 
 RULES = list(LAYER_RULES)
@@ -843,6 +844,52 @@ def test_a_gradient_that_outgrows_its_scale_at_once_is_rounded_again_at_a_lower_
         assert handle.last_log2_scale(":linear") == before  # kept all the same
 
 
+class Shifted(nn.Module):
+    """Its gradients pass additions as the very tensors that were rounded behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) + 1.0) + 1.0
+
+
+def test_recording_draws_no_noise_where_a_gradient_passes_that_was_rounded_already() -> None:
+    torch.manual_seed(0)
+    model = quantize(Shifted(), Policy(error="e5m2", weight_grad="e5m2"), rounding="stochastic")
+    x, found = torch.randn(4, 8, generator=seeded()), []
+    for observer in (None, Recorder()):
+        torch.manual_seed(0)
+        with AdaLossScaled(model, update_every=100) as handle:
+            handle.observer = observer
+            found.append([backward(model, x, 1e-6) for _ in range(4)])
+            if observer is not None:
+                rows = [row for row in observer.rows() if row["step"] == 4]
+                scales = {row["site"]: row["log2_scale"] for row in rows if row["role"] == "error"}
+                assert scales == handle.log2_scales()
+                assert all(row["log2_wanted"] == row["log2_scale"] for row in rows)
+    for got, want in zip(*found, strict=True):
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_tallies_change_no_result_and_miss_no_gradient_that_is_rounded_at_once(every: int) -> None:
+    model, x = quantize(nn.Linear(8, 64), Policy(error="e4m3fn"), rounding="stochastic"), torch.ones(4, 8)
+    found, calls = [], {}
+    for update_every, recorded in ((100, False), (100, True), (1, True)):
+        torch.manual_seed(0)
+        with AdaLossScaled(model, update_every=update_every), ExitStack() as stack:
+            recording = stack.enter_context(record(model, every)) if recorded else None
+            found.append([backward(model, x, size) for size in (2.0**-20, 2.0**-20, 2.0**-3, 2.0**-20)])
+        if recording is not None:
+            calls[update_every] = {(row["site"], row["role"]): row["calls"] for row in recording.rows()}
+    for got, want in zip(found[1], found[0], strict=True):
+        assert_same(got, want)
+    assert calls[100] == calls[1]
+    assert calls[100][":linear", "error"] == 4 // every
+
+
 def test_between_updates_a_place_keeps_its_scale_whatever_another_has_to_lower() -> None:
     torch.manual_seed(0)
     model = quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Policy(error="fp16"))
@@ -885,6 +932,18 @@ def test_no_graph_is_followed_between_updates() -> None:
     assert known == [True, False, False] * 2 + [True] * 15
 
 
+def test_no_graph_is_followed_for_a_place_that_came_once() -> None:
+    torch.manual_seed(0)
+    model = quantize(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), "e5m2")
+    x, known = torch.randn(4, 8, generator=seeded()), []
+    with AdaLossScaled(model, update_every=4):
+        for step in range(12):
+            out = model(model(x)) if step == 1 else model(x)
+            known.append(places(out) > 0)
+            out.backward(torch.ones_like(out) * 1e-6)
+    assert known == [True, False, True, True, True, False, False, False] + [True, False, False, False]
+
+
 @pytest.mark.parametrize("ahead", [2, 3])
 def test_updates_come_also_where_forward_passes_run_ahead(ahead: int) -> None:
     torch.manual_seed(0)
@@ -901,6 +960,33 @@ def test_updates_come_also_where_forward_passes_run_ahead(ahead: int) -> None:
         out = model(x)
         out.backward(torch.ones_like(out) * 1e-7)
         assert scales[-1] == handle.log2_scales()
+
+
+class Halves(nn.Module):
+    """Two layers that are called one at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, half: str) -> Tensor:
+        return getattr(self, half)(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("update_every", [2, 3, 4])
+def test_updates_come_also_to_a_graph_that_is_made_before_the_step_that_updates(update_every: int) -> None:
+    torch.manual_seed(0)
+    model, x = quantize(Halves(), Policy(error="fp16")), torch.randn(4, 8, generator=seeded())
+    with AdaLossScaled(model, update_every=update_every) as handle:
+        (model(model(x, "first"), "last") * 1e-4).sum().backward()
+        for _ in range(4):
+            shared = model(x, "first")
+            for retain in (True, False):  # the second layer is called again after the first backward pass
+                (model(shared, "last") * 1e-7).sum().backward(retain_graph=retain)
+        scales = handle.log2_scales()
+    with AdaLossScaled(model) as handle:
+        (model(model(x, "first"), "last") * 1e-7).sum().backward()
+        assert scales == handle.log2_scales()
 
 
 def test_steps_are_backward_passes_not_calls_of_a_layer() -> None:
@@ -1137,6 +1223,37 @@ def test_a_saved_state_goes_on_to_the_same_bits(rule: str, tmp_path: Any) -> Non
     assert second.step == 6
     for got, want in zip(run(second, range(6, 10)), expected[6:], strict=True):
         assert_same(got, want)
+
+
+def test_a_saved_state_goes_on_to_the_same_bits_where_the_next_gradient_outgrows_its_scale_at_once() -> None:
+    model, x = quantize(nn.Linear(8, 64), Policy(error="e4m3fn"), rounding="stochastic"), torch.ones(4, 8)
+    found = []
+    for resumed in (False, True):
+        torch.manual_seed(0)
+        handle = AdaLossScaled(model, update_every=100)
+        for _ in range(2):
+            backward(model, x, 2.0**-20)
+        if resumed:
+            state = handle.state_dict()
+            handle.detach()
+            handle = AdaLossScaled(model, update_every=100)
+            handle.load_state_dict(state)
+        found.append(backward(model, x, 2.0**-3))
+        handle.detach()
+    assert_same(*found)
+
+
+def test_branches_of_the_original_take_factors_from_a_state_not_scales() -> None:
+    torch.manual_seed(0)
+    model, x = quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "fp16"), torch.randn(4, 8, generator=seeded())
+    with AdaLossScaled(model, update_every=100) as handle:
+        backward(model, x, 1e-6)
+        scales, state = handle.log2_scales(), handle.state_dict()
+    with AdaLossScaled(model, [AdaLossTransformLinear()], 0.25, update_every=100, branches="original") as handle:
+        handle.load_state_dict(state)
+        backward(model, x, 1e-6)
+        assert handle.last_log2_scale("1:linear") == -2  # as init_scale says
+        assert handle.last_log2_scale("0:linear") == scales["0:linear"] - scales["1:linear"] - 2
 
 
 @pytest.mark.parametrize("rule", ["approx_range", "amax_history"])
