@@ -304,34 +304,34 @@ class _BackwardRounding:
             rounded = self(values)
             values, indices = values if rounded is None else rounded, gradient.indices()
             return torch.sparse_coo_tensor(indices, values, gradient.shape, is_coalesced=True, check_invariants=False)
-        spec = self.spec
-        log2_scale, seen = None, None
+        spec, listeners = self.spec, self.scope.listeners
         is_plain = not torch.is_grad_enabled() and ops._is_plain(gradient)  # no double backward, no transform
-        listeners, mark = self.scope.listeners, getattr(gradient, "_fpsim", None)
+        log2_scale, observer, seen, may_round = None, None, None, False
         if self.scale is not None:
-            may_round = is_plain and _is_exclusive(gradient)
-            if may_round and listeners.observer is not None:
-                seen = gradient.detach().clone()  # who is told sees it before it is rounded
+            may_round = is_plain and _marked(gradient) is None and _is_exclusive(gradient)
+            if may_round:
+                observer = listeners.watching(self.site, self.role)
+                seen = None if observer is None else gradient.detach().clone()  # before it may be rounded
             log2_scale = self.scale(gradient, may_round)
         if is_rounded_at(gradient, log2_scale, spec):
-            if seen is not None and gradient._fpsim is not mark:  # type: ignore[attr-defined]  # rounded at once
-                self._tell(listeners.watching(self.site, self.role), seen, gradient, log2_scale)
+            if observer is not None and seen is not None:  # it was rounded at once
+                self._tell(observer, seen, gradient, log2_scale)
             return None
         if not is_plain:
             return ops._round_differentiably(gradient, spec, log2_scale)
-        observer = listeners.watching(self.site, self.role)
+        if not may_round:
+            observer = listeners.watching(self.site, self.role)
         if observer is None and _is_exclusive(gradient):
             ops.round_memory_(gradient, spec, None, log2_scale)
             mark_rounded(gradient, log2_scale, spec)
             return None
         rounded = ops._rounded(gradient, spec, None, log2_scale)
         mark_rounded(rounded, log2_scale, spec)
-        self._tell(observer, gradient if seen is None else seen, rounded, log2_scale)
+        if observer is not None:
+            self._tell(observer, gradient if seen is None else seen, rounded, log2_scale)
         return rounded
 
-    def _tell(self, observer: Observer | None, before: Tensor, after: Tensor, log2_scale: Tensor | None) -> None:
-        if observer is None:
-            return
+    def _tell(self, observer: Observer, before: Tensor, after: Tensor, log2_scale: Tensor | None) -> None:
         if log2_scale is not None:  # what the format sees; exact, for float64 has exponents to spare
             before, after = (torch.ldexp(x.double(), log2_scale) for x in (before, after))
         observer(self.site, self.role, before, after, self.spec)
