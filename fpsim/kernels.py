@@ -232,7 +232,7 @@ def cuda_kernel(rule: int, shape: int, width: int) -> Callable[..., None]:
     """
     _cuda()
     round_bits, at_scale = make_round(rule, shape, width), make_at_scale(width)
-    uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
+    uint, sint = _integers(width)
     to_top = uint(width - 32)
 
     def kernel(x, y, log2_scale, n, shift, origin, largest, overflow, smallest, zero_sign, mask, odd, key0, key1):  # type: ignore[no-untyped-def]
