@@ -338,21 +338,25 @@ class _BackwardRounding:
 
 
 @cache
-def _references_in_a_hook() -> int:
-    """What `_is_exclusive` reads of a gradient that Python knows by its hook alone; Python's versions differ."""
+def _references_in_a_hook() -> tuple[int, int]:
+    """What `_is_exclusive` reads of a gradient that Python knows by its hook alone, and of what that is a view of.
+
+    Measured, for the versions of Python and of torch differ.
+    """
     found = []
 
     class Hook:
         def __call__(self, gradient: Tensor) -> None:
             found.append(_references(gradient))
 
-    def _references(gradient: Tensor) -> int:
-        return sys.getrefcount(gradient)
+    def _references(gradient: Tensor) -> tuple[int, int]:
+        own, base = sys.getrefcount(gradient), gradient._base
+        return own, sys.getrefcount(base)
 
     with torch.enable_grad():
-        x = torch.zeros(1, device="cpu", requires_grad=True) * 2
+        x = torch.zeros(2, device="cpu", requires_grad=True) * 2
         x.register_hook(Hook())
-        (x * 2).sum().backward()
+        (x.view(1, 2) * 2).sum().backward()
     return found[0]
 
 
@@ -362,17 +366,17 @@ def _is_exclusive(gradient: Tensor) -> bool:
     A tensor in a hook is held twice, by the engine and by Python's argument; so is its base, by the view and by the
     name here. A storage is held by its tensors and by Python's name for it. A hook of the user's may have kept it.
     """
-    if 0 in gradient.stride():
-        return False  # an expanded tensor: its elements share memory with one another
-    if sys.getrefcount(gradient) > _references_in_a_hook():
+    if not ops._has_no_holes(gradient):
+        return False  # an expanded tensor, whose elements share memory with one another, or a slice
+    references, references_of_base = _references_in_a_hook()
+    if sys.getrefcount(gradient) > references:
         return False
     base, tensors = gradient._base, 1
     if base is not None:
         tensors = 2
-        if base._use_count() > 2 or not base.is_contiguous():  # type: ignore[attr-defined]
+        if sys.getrefcount(base) > references_of_base:
             return False
-        alone = object()  # known to Python by this name, as the base should be
-        if sys.getrefcount(base) > sys.getrefcount(alone):
+        if base._use_count() > 2 or not ops._has_no_holes(base):  # type: ignore[attr-defined]
             return False
     if gradient._use_count() > 2:  # type: ignore[attr-defined]
         return False

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fpsim
-from fpsim import Policy, emulate, quantize, round_to
+from fpsim import Policy, emulate, ops, quantize, round_to
 
 FP16 = "fp16"
 
@@ -462,6 +462,33 @@ def test_the_gradient_of_a_fan_out_is_rounded_once_and_hands_of_the_user_stay_cl
     assert torch.equal(mine, g)
     gz = h(g)
     assert torch.equal(y.grad, h(gz + h(gz) * 0.5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "outside",
+    [
+        lambda y: y + 0.0,
+        lambda y: y.view(50),
+        lambda y: y.mT,
+        lambda y: y.unsqueeze(0),
+        lambda y: y.view(50).view(2, 25),
+    ],
+    ids=["same tensor", "view", "transposed", "unsqueezed", "view of a view"],
+)
+def test_a_gradient_that_nobody_else_holds_is_rounded_where_it_is(
+    outside: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, g = randn(5, 10, grad=True), randn(5, 10)
+    with emulate("e4m3fn"):
+        y = x * 1.0
+    z = outside(y)
+    loss = (z * outside(g)).sum()
+    copies: list[Tensor] = []
+    rounded = ops._rounded
+    monkeypatch.setattr(ops, "_rounded", lambda t, *rest: copies.append(t) or rounded(t, *rest))
+    loss.backward()
+    assert not copies
+    assert torch.equal(x.grad, round_to(g, "e4m3fn"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("outside", [lambda y: y + 0.0, lambda y: y.view(50)], ids=["same tensor", "view of it"])
