@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ada_loss.decisions import keep
-from ada_loss.places import Edge, Place, is_entry, sources
+from ada_loss.places import Edge, Place, errors_behind, is_entry
 from ada_loss.rules.layer import AMAX
 from fpsim import ops
 from fpsim.moments import amax_of, on_device
@@ -29,7 +29,7 @@ def round_shares(place: Place, node: Any, operands: Iterable[Any], edges: Iterab
         consumer = stack.pop()
         for index, entry in enumerate(consumer.next_functions):
             if entry in senders or is_entry(*entry):
-                targets = [target for target in sources([entry]) if target.role == "error"]
+                targets = errors_behind(entry)
                 if targets:
                     consumer.register_hook(_RoundBranch(senders.get(entry, place), targets, index))
             elif entry[0] is not None and entry[0] not in seen:

@@ -24,7 +24,7 @@ from ada_loss.decisions import (
     keep,
     to_the_top,
 )
-from ada_loss.places import MOMENTS, Arrival, Edge, Memory, Place, register, sources
+from ada_loss.places import MOMENTS, Arrival, Edge, Memory, Place, errors_behind, register, sources
 from ada_loss.rules.layer import (
     AMAX,
     AMIN,
@@ -134,6 +134,7 @@ class AdaLossScaled:
         self.observer: Observed | None = None
         self._choose(model, None if transforms is None else list(transforms))
         self._memories: dict[tuple[str, str], Memory] = {}
+        self._unlinked: dict[tuple[str, str], Place] = {}
         self._occurrences: dict[tuple[str, str], int] = {}
         self._task = -1
         self._roots: dict[int, int] = {}
@@ -253,7 +254,7 @@ class AdaLossScaled:
                 "role": role,
                 "factors": {index: float(f) for index, f in memory.factors.items()},
                 "kept": None if memory.kept is None else int(memory.kept),
-                "amax": float(memory.moments[AMAX]),
+                "amax": memory.amax,
                 "ceiling": memory.ceiling,
                 "reached": memory.reached,
                 "history": None if memory.history is None else memory.history.tolist(),
@@ -282,7 +283,7 @@ class AdaLossScaled:
             for i, f in saved["factors"].items():
                 memory.factors[int(i)] = keep_memory_of(torch.tensor([f], dtype=torch.float64, device="cpu"))
             memory.noticed = dict(memory.factors)
-            memory.moments[AMAX], memory.reached = saved["amax"], saved["reached"]
+            memory.amax, memory.reached = saved["amax"], saved["reached"]
             if self._keeps and saved["kept"] is not None:
                 memory.kept = self._constant(torch.int64, torch.device("cpu"), saved["kept"])
                 memory.ceiling = saved["ceiling"]
@@ -296,9 +297,16 @@ class AdaLossScaled:
     def _place(
         self, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...], out: Tensor
     ) -> Place:
-        is_chosen = self._modules is None or site.split(":")[0] in self._modules
         is_linked = self._is_linking()
+        if not is_linked:
+            place = self._unlinked.get((site, role))
+            made_in = torch._C._current_graph_task_id()
+            if place is not None and place.spec is spec and place.dtype is out.dtype and place.made_in == made_in:
+                return place  # it keeps nothing of a step
+        is_chosen = self._modules is None or site.split(":")[0] in self._modules
         place = Place(self, site, role, spec, out.dtype, is_chosen, is_linked)
+        if not is_linked:
+            self._unlinked[place.key] = place
         if not is_linked or out.grad_fn is None:
             return place
         register(place, out.grad_fn, out.output_nr)
@@ -307,7 +315,7 @@ class AdaLossScaled:
         entries = []
         for index, product in enumerate(self._products(place, operation, operands)):
             entry = product.operand.grad_fn, product.operand.output_nr
-            targets = [target for target in sources([entry]) if target.role == "error"]
+            targets = errors_behind(entry)
             if targets:
                 place.edges.append(Edge(targets, product, index))
                 entries.append((entry, place.edges[-1]))
@@ -327,7 +335,7 @@ class AdaLossScaled:
         products = find(*operands)
         if isinstance(self.rule, ElementWiseRange) and any(p.channel is None for p in products):
             raise NotImplementedError(
-                f"{operation} at {place.site} is no linear layer or plain convolution, and element_wise_range forms "
+                f"{operation} at {place.key[0]} is no linear layer or plain convolution, and element_wise_range forms "
                 f"the products of those alone. Choose modules with transforms=, or another rule."
             )
         return products
@@ -377,17 +385,19 @@ class AdaLossScaled:
             self._begin(root, place.is_linked)
         if self._is_update and not place.is_linked:  # of a graph that was made in an earlier step
             self._updated = self.step - self.update_every  # so the next step is to choose all scales
-        site = self._name_of(place)
-        memory = self._memory(site, place.role, gradient.device)
+        key = self._key_of(place)
+        memory = self._memory(key, gradient.device)
         memory.reached = self.step
-        seen = None if self._told is None else gradient.detach().clone()  # who is told sees it before it is rounded
+        seen = None if self._told is None else gradient.detach()
         if place.is_linked or memory.kept is None:
             log2_scale = self._choose_at(place, task, gradient, memory)
         else:
+            if seen is not None and may_round:
+                seen = seen.clone()  # who is told sees it before it is rounded
             log2_scale = self._keep_at(place, gradient, memory.kept, memory, may_round)
         memory.log2_scale = log2_scale
         if self._told is not None and seen is not None:
-            self._told(self.step, site, place.role, place.spec, seen, log2_scale, memory.chosen.clone())
+            self._told(self.step, *key, place.spec, seen, log2_scale, memory.chosen.clone())
         return log2_scale
 
     def _keep_at(self, place: Place, gradient: Tensor, kept: Tensor, memory: Memory, may_round: bool) -> Tensor:
@@ -396,31 +406,31 @@ class AdaLossScaled:
         On the CPU a gradient is rounded in the pass that looks at it, where the one before it left so much room that
         this one will fit. If it does not after all, it has been rounded once when its scale is lowered.
         """
-        if is_rounded_at(gradient, kept, place.spec):  # this very tensor, in this format, at this very scale: it fits
+        is_rounded = may_round and memory.has_room() and self._round_what_fits(place, gradient, kept, memory)
+        if is_rounded or is_rounded_at(gradient, kept, place.spec):  # in this format, at this very scale: it fits
             if self._told is not None:
                 memory.chosen[WANTED:] = kept  # the scale wanted and the final one
             return kept
-        fits = may_round and memory.has_room() and self._round_what_fits(place, gradient, kept, memory)
-        if fits and self._told is None:
-            return kept
         limits = self.limits_of(place, gradient)
-        if gradient.is_cpu:
-            memory.ceiling = self._ceiling(kept, limits)
-        return self._decide(place, gradient, kept, limits, memory, is_measured=fits)
+        log2_scale = self._decide(place, gradient, kept, limits, memory)
+        self._note_room(memory, kept, limits)
+        return log2_scale
 
     def _round_what_fits(self, place: Place, gradient: Tensor, log2_scale: Tensor, memory: Memory) -> bool:
         """Round in place what is below the ceiling, and tell whether all is."""
         amax = ops.round_fitting_(gradient, place.spec, log2_scale, memory.ceiling)
         if amax is None or amax > memory.ceiling:
             return False
-        memory_of(memory.moments)[AMAX] = amax  # type: ignore[call-overload]
+        memory.amax = amax
         mark_rounded(gradient, log2_scale, place.spec)
         return True
 
-    def _ceiling(self, log2_scale: Tensor, limits: Tensor) -> float:
-        """Up to which magnitude gradients fit at a scale; 0 where a tensor cannot be rounded at that."""
-        k, (_, largest, low, high, *_) = memory_of(log2_scale)[0], memory_of(limits)
-        return math.ldexp(largest, -k) if low <= k <= high else 0.0
+    def _note_room(self, memory: Memory, kept: Tensor, limits: Tensor) -> None:
+        """What tells in the next step whether a gradient will fit at the scale that is kept; on the CPU alone."""
+        if kept.is_cpu:
+            k, (_, largest, low, high, *_) = memory_of(kept)[0], memory_of(limits)
+            memory.ceiling = math.ldexp(largest, -k) if low <= k <= high else 0.0
+            memory.amax = float(memory_of(memory.moments)[AMAX])
 
     def _choose_at(self, place: Place, task: int, gradient: Tensor, memory: Memory) -> Tensor:
         """The scale in a step in which scales are chosen. It is handed on to the places that this one knows."""
@@ -450,7 +460,7 @@ class AdaLossScaled:
             log2_scale = self._decide(place, gradient, wanted, limits, memory, is_measured=fresh)
         if anew and self._keeps and place.is_linked:
             memory.kept = self._held(wanted, memory)
-            memory.ceiling = self._ceiling(memory.kept, limits) if gradient.is_cpu else 0.0
+            self._note_room(memory, memory.kept, limits)
         self._send(place, task, gradient, log2_scale, memory, fresh, anew)
         return log2_scale
 
@@ -462,20 +472,20 @@ class AdaLossScaled:
         on_device(hold, wanted, memory.kept, memory.moments, out)
         return self._settled(out)
 
-    def _name_of(self, place: Place) -> str:
-        """A site's name, with a number from the second of its uses that a backward pass reaches: the last comes first.
+    def _key_of(self, place: Place) -> tuple[str, str]:
+        """A site's name, with a number from the second of its uses that a backward pass reaches, and the role.
 
-        Counted here, for not every forward pass is followed by a backward pass.
+        Counted here, for not every forward pass is followed by a backward pass. The use that comes last is the first.
         """
-        key = place.site, place.role
+        key = place.key
         seen = self._occurrences.get(key, 0)
         self._occurrences[key] = seen + 1
-        return f"{place.site}#{seen}" if seen else place.site
+        return (f"{key[0]}#{seen}", key[1]) if seen else key
 
-    def _memory(self, site: str, role: str, device: torch.device) -> Memory:
-        memory = self._memories.get((site, role))
+    def _memory(self, key: tuple[str, str], device: torch.device) -> Memory:
+        memory = self._memories.get(key)
         if memory is None:
-            memory = self._memories[site, role] = Memory()
+            memory = self._memories[key] = Memory()
         if memory.moments.device != device:
             memory.to(device)
         return memory

@@ -9,12 +9,22 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ada_loss.rules.layer import AMAX
 from ada_loss.transforms import Product
 from fpsim.moments import keep_memory_of, memory_of
 from fpsim.ops import RoundingSpec
 
-__all__ = ["MOMENTS", "Arrival", "Edge", "Engine", "Memory", "Place", "is_entry", "register", "sources"]
+__all__ = [
+    "MOMENTS",
+    "Arrival",
+    "Edge",
+    "Engine",
+    "Memory",
+    "Place",
+    "errors_behind",
+    "is_entry",
+    "register",
+    "sources",
+]
 
 MOMENTS = 10
 ROOM = 16.0  # by how much a gradient may outgrow the last one without being looked at before it is rounded
@@ -32,13 +42,25 @@ class Engine(Protocol):
 class Memory:
     """What is kept of one place from step to step."""
 
-    __slots__ = ("ceiling", "chosen", "factors", "history", "kept", "log2_scale", "moments", "noticed", "reached")
+    __slots__ = (
+        "amax",
+        "ceiling",
+        "chosen",
+        "factors",
+        "history",
+        "kept",
+        "log2_scale",
+        "moments",
+        "noticed",
+        "reached",
+    )
 
     def __init__(self) -> None:
         self.factors: dict[int, Tensor] = {}  # by product, or MEASURED; 0 is one not known yet
         self.noticed: dict[int, Tensor] = {}  # the same on the host, where a card's may come later
         self.kept: Tensor | None = None  # the scale between updates, unless its gradient would overflow
         self.ceiling = 0.0  # on the CPU, the largest magnitude that fits at it; 0 where that is not known
+        self.amax = 0.0  # of the last gradient, where the ceiling is known
         self.reached = 0  # the last step in which a gradient came
         self.history: Tensor | None = None
         self.log2_scale: Tensor | None = None  # the last one
@@ -47,7 +69,7 @@ class Memory:
 
     def has_room(self) -> bool:
         """Whether the last gradient left so much room below the ceiling that the next one will fit."""
-        return self.ceiling > 0.0 and 0.0 < memory_of(self.moments)[AMAX] * ROOM <= self.ceiling
+        return 0.0 < self.amax * ROOM <= self.ceiling
 
     def knows(self, indices: Iterable[int]) -> bool:
         """Whether these factors are known. On a card they may be and not be noticed yet: nothing waits for the copy."""
@@ -105,11 +127,11 @@ class Place:
         "engine",
         "is_chosen",
         "is_linked",
+        "key",
         "made_in",
         "passes",
         "predicted",
         "role",
-        "site",
         "spec",
         "task",
     )
@@ -124,7 +146,7 @@ class Place:
         is_chosen: bool,
         is_linked: bool,
     ) -> None:
-        self.engine, self.site, self.role, self.spec, self.dtype = engine, site, role, spec, dtype
+        self.engine, self.key, self.role, self.spec, self.dtype = engine, (site, role), role, spec, dtype
         self.is_chosen, self.is_linked = is_chosen, is_linked
         self.edges: list[Edge] = []
         self.predicted: list[int] = []  # the products among them for which a factor is chosen here
@@ -150,6 +172,11 @@ def register(place: Place, node: Any, nr: int) -> None:
 def is_entry(node: Any, nr: int) -> bool:
     """Whether there is a place right there."""
     return node is not None and nr in node.metadata.get(_KEY, {})
+
+
+def errors_behind(entry: tuple[Any, int]) -> list[Place]:
+    """The nearest places behind an operand where an error is rounded, and no parameter's gradient."""
+    return [place for place in sources([entry]) if place.role == "error"]
 
 
 def sources(edges: Iterable[tuple[Any, int | None]]) -> list[Place]:

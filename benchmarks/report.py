@@ -1,7 +1,7 @@
 """Measure fpsim against a plain copy and its peers, all in one run: `python benchmarks/report.py [--quick]`.
 
-Every figure is a ratio of paired runs (A, B, A, B, ...), of which the median is printed; the report is also saved as
-JSON under benchmarks/results/, with the machine it was measured on. A goal is met, or printed as missed.
+Every figure is a ratio of paired runs (A, B, B, A, A, B, ...), of which the median is printed; the report is also saved
+as JSON under benchmarks/results/, with the machine it was measured on. A goal is met, or printed as missed.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ RESULTS = Path(__file__).parent / "results"
 def paired(baseline: Callable[[], object], candidate: Callable[[], object], repeats: int) -> tuple[float, float, float]:
     """Median seconds of the baseline and the candidate, and the median of baseline / candidate pair by pair."""
     baseline(), candidate()
-    first, second = [], []
+    first: list[float] = []
+    second: list[float] = []
+    runs = [(baseline, first), (candidate, second)]
     for _ in range(repeats):
-        t0 = time.perf_counter()
-        baseline()
-        t1 = time.perf_counter()
-        candidate()
-        t2 = time.perf_counter()
-        first.append(t1 - t0)
-        second.append(t2 - t1)
+        for run, seconds in runs:
+            t0 = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - t0)
+        runs.reverse()
     ratio = statistics.median(a / b for a, b in zip(first, second, strict=True))
     return statistics.median(first), statistics.median(second), ratio
 
@@ -270,7 +270,7 @@ def make_step(which: str, form: str) -> Callable[[], object]:
 
 def scaling(report: Report, repeats: int) -> None:
     """Adaptive scaling over static scaling, whole training steps; our scaler over torch's, its own steps alone."""
-    for which in ("resnet20", "gpt2"):
+    for which, pairs in (("resnet20", 6 * repeats), ("gpt2", repeats)):  # steps of a quarter and of two seconds
         for name, form, goal in (
             ("a factor at every step", "adaptive 1 0", 1.15),
             ("a factor at each 1000th step", "adaptive 1000 0", 1.02),
@@ -279,17 +279,17 @@ def scaling(report: Report, repeats: int) -> None:
             static, adaptive = make_step(which, "static"), make_step(which, form)
             for _ in range(2):
                 static(), adaptive()
-            _, _, ratio = paired(static, adaptive, repeats)
+            _, _, ratio = paired(static, adaptive, pairs)
             title = f"{which} {name} / static loss scale"
             report.add("scaling", title, 1 / ratio, "times", goal, at_least=False)
         theirs, ours = (scaler_alone(which, form) for form in ("theirs", "ours"))
-        _, _, ratio = paired(theirs, ours, 20 * repeats)
+        _, _, ratio = paired(theirs, ours, 300)
         report.add("scaling", f"{which} our scaler's step / torch's", 1 / ratio, "times", 1.05, at_least=False)
         # a sampled step costs more; one in a hundred is sampled
         plain, recorded = make_step(which, "adaptive 1000 0"), make_step(which, "adaptive 1000 1")
         for _ in range(2):
             plain(), recorded()
-        _, _, ratio = paired(plain, recorded, max(repeats // 3, 3))
+        _, _, ratio = paired(plain, recorded, max(pairs // 4, 3))
         average = 0.99 + 0.01 / ratio
         report.add("scaling", f"{which} recorder at each 100th step / none", average, "times", 1.01, at_least=False)
 
@@ -400,7 +400,7 @@ def main() -> None:
         "rounding": lambda: rounding(report, repeats),
         "peers": lambda: peers(report, repeats),
         "training": lambda: training(report, 5 if options.quick else 15),
-        "scaling": lambda: scaling(report, 5 if options.quick else 15),
+        "scaling": lambda: scaling(report, 5 if options.quick else 21),
         "memory": lambda: memory(report, 1 if options.quick else 3),
     }
     for name, section in sections.items():
