@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -133,16 +134,15 @@ class AdaLossScaled:
         self.step = 0
         self.observer: Observed | None = None
         self._choose(model, None if transforms is None else list(transforms))
-        self._memories: dict[tuple[str, str], Memory] = {}
+        self._memories: defaultdict[tuple[str, str], Memory] = defaultdict(Memory)
         self._unlinked: dict[tuple[str, str], Place] = {}
-        self._occurrences: dict[tuple[str, str], int] = {}
         self._task = -1
         self._roots: dict[int, int] = {}
         self._keeps = self.rule.ahead and branches == "exact" and update_every > 1  # scales, from step to step
         self._updated = -update_every  # the step from which the next update is counted: the last one that chose all
         self._is_update = True
         self._links = True  # whether places of the step that runs know one another
-        self._asked, self._are_known = -1, False  # whether all scales and factors are, and in which step that was asked
+        self._are_known, self._asked = False, -1  # all scales and factors; in which step that was asked last
         self._told: Observed | None = None
         self._constants: dict[Any, Tensor] = {}
         self._decided = keep_memory_of(torch.zeros(1, dtype=torch.int64, device="cpu"))
@@ -276,10 +276,10 @@ class AdaLossScaled:
                 f"The state is of the rule {state['rule']!r} with {state['params']}, and this scales by {self.rule}. "
                 f"Make one with that rule, or start this one afresh."
             )
-        self.step, self._updated, self._asked = int(state["step"]), int(state["updated"]), -1
-        self._memories = {}
+        self.step, self._updated, self._are_known = int(state["step"]), int(state["updated"]), False
+        self._memories.clear()
         for saved in state["sites"]:
-            memory = self._memories[saved["site"], saved["role"]] = Memory()
+            memory = self._memories[saved["site"], saved["role"]]
             for i, f in saved["factors"].items():
                 memory.factors[int(i)] = keep_memory_of(torch.tensor([f], dtype=torch.float64, device="cpu"))
             memory.noticed = dict(memory.factors)
@@ -297,14 +297,14 @@ class AdaLossScaled:
     def _place(
         self, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...], out: Tensor
     ) -> Place:
-        is_linked = self._is_linking()
+        task = torch._C._current_graph_task_id()
+        is_linked = self._is_linking(task)
         if not is_linked:
             place = self._unlinked.get((site, role))
-            made_in = torch._C._current_graph_task_id()
-            if place is not None and place.spec is spec and place.dtype is out.dtype and place.made_in == made_in:
+            if place is not None and place.spec is spec and place.dtype is out.dtype and place.made_in == task:
                 return place  # it keeps nothing of a step
         is_chosen = self._modules is None or site.split(":")[0] in self._modules
-        place = Place(self, site, role, spec, out.dtype, is_chosen, is_linked)
+        place = Place(self, site, role, spec, out.dtype, is_chosen, is_linked, task)
         if not is_linked:
             self._unlinked[place.key] = place
         if not is_linked or out.grad_fn is None:
@@ -343,24 +343,21 @@ class AdaLossScaled:
     # The backward pass.
 
     def _root_of(self, place: Place, task: int) -> int:
-        """The backward pass to which one belongs that a checkpoint runs inside of it."""
-        if place.made_in < 0:
-            return task
+        """The backward pass to which one belongs that a checkpoint runs inside of it, where its forward pass ran."""
         return self._roots.setdefault(task, self._roots.get(place.made_in, place.made_in))
 
-    def _is_linking(self) -> bool:
+    def _is_linking(self, task: int) -> bool:
         """Whether places that are made now have to know one another: the step that runs, or the next, chooses scales.
 
         Between updates none is chosen, and what it costs to follow the graph is saved.
         """
         if not self._keeps:
             return True
-        task = torch._C._current_graph_task_id()
         if task >= 0 and self._roots.get(task, task) <= self._task:  # a checkpoint's forward pass
             return self._links
         if self.step + 1 - self._updated >= self.update_every:
             return True
-        if self._asked != self.step:
+        if not self._are_known and self._asked != self.step:
             self._asked = self.step
             # a place that no step has reached since the update may never come again
             reached = [memory for memory in self._memories.values() if memory.reached >= self._updated]
@@ -375,18 +372,19 @@ class AdaLossScaled:
         if self._is_update:
             self._updated = self.step
         self._told = self.observer if self.observer is not None and self.observer.wants(self.step) else None
-        self._occurrences.clear()
         self._roots.clear()
 
     def scale_at(self, place: Place, gradient: Tensor, may_round: bool) -> Tensor:
         task = torch._C._current_graph_task_id()
-        root = self._root_of(place, task)
+        root = task if place.made_in < 0 else self._root_of(place, task)
         if root > self._task:
             self._begin(root, place.is_linked)
         if self._is_update and not place.is_linked:  # of a graph that was made in an earlier step
             self._updated = self.step - self.update_every  # so the next step is to choose all scales
-        key = self._key_of(place)
-        memory = self._memory(key, gradient.device)
+        key, memory = self._recall(place)
+        memory.to(gradient.device)
+        if memory.reached < self._updated:  # the first time since the update
+            self._are_known = False
         memory.reached = self.step
         seen = None if self._told is None else gradient.detach()
         if place.is_linked or memory.kept is None:
@@ -472,23 +470,18 @@ class AdaLossScaled:
         on_device(hold, wanted, memory.kept, memory.moments, out)
         return self._settled(out)
 
-    def _key_of(self, place: Place) -> tuple[str, str]:
-        """A site's name, with a number from the second of its uses that a backward pass reaches, and the role.
+    def _recall(self, place: Place) -> tuple[tuple[str, str], Memory]:
+        """What is kept of a place, and under which name: its site's, with a number from the second of its uses on.
 
-        Counted here, for not every forward pass is followed by a backward pass. The use that comes last is the first.
+        Counted as a backward pass reaches them, for not each forward pass has one: the last use is the first.
         """
         key = place.key
-        seen = self._occurrences.get(key, 0)
-        self._occurrences[key] = seen + 1
-        return (f"{key[0]}#{seen}", key[1]) if seen else key
-
-    def _memory(self, key: tuple[str, str], device: torch.device) -> Memory:
-        memory = self._memories.get(key)
-        if memory is None:
-            memory = self._memories[key] = Memory()
-        if memory.moments.device != device:
-            memory.to(device)
-        return memory
+        memory = self._memories[key]
+        if memory.reached == self.step:
+            key, memory.uses = (f"{key[0]}#{memory.uses}", key[1]), memory.uses + 1
+            return key, self._memories[key]
+        memory.uses = 1
+        return key, memory
 
     def _meeting(self, arrivals: list[Arrival], limits: Tensor, device: torch.device) -> Tensor:
         """The scale with which a gradient arrives."""

@@ -53,6 +53,7 @@ class Memory:
         "moments",
         "noticed",
         "reached",
+        "uses",
     )
 
     def __init__(self) -> None:
@@ -62,6 +63,7 @@ class Memory:
         self.ceiling = 0.0  # on the CPU, the largest magnitude that fits at it; 0 where that is not known
         self.amax = 0.0  # of the last gradient, where the ceiling is known
         self.reached = 0  # the last step in which a gradient came
+        self.uses = 0  # how often the site's gradients came in that step, where this is of the first of them
         self.history: Tensor | None = None
         self.log2_scale: Tensor | None = None  # the last one
         self.moments = keep_memory_of(torch.zeros(MOMENTS, dtype=torch.float64, device="cpu"))
@@ -87,6 +89,8 @@ class Memory:
         self.noticed[index].copy_(factor, non_blocking=True)
 
     def to(self, device: torch.device) -> None:
+        if self.moments.device == device:
+            return
         self.factors = {index: factor.to(device) for index, factor in self.factors.items()}
         self.history = None if self.history is None else self.history.to(device)
         self.kept, self.ceiling = None if self.kept is None else self.kept.to(device), 0.0
@@ -145,15 +149,16 @@ class Place:
         dtype: torch.dtype,
         is_chosen: bool,
         is_linked: bool,
+        made_in: int,
     ) -> None:
         self.engine, self.key, self.role, self.spec, self.dtype = engine, (site, role), role, spec, dtype
         self.is_chosen, self.is_linked = is_chosen, is_linked
+        self.made_in = made_in  # the backward pass that runs a checkpoint's forward, or -1
         self.edges: list[Edge] = []
         self.predicted: list[int] = []  # the products among them for which a factor is chosen here
         self.passes: list[Place] = []
         self.arrivals: list[Arrival] = []
         self.task = -1
-        self.made_in = torch._C._current_graph_task_id()  # the backward pass that runs a checkpoint's forward, or -1
 
     def receive(self, task: int, arrival: Arrival) -> None:
         if self.task != task:  # what an earlier, partial backward left behind

@@ -1301,7 +1301,7 @@ def test_what_the_engine_keeps_does_not_grow_with_the_steps() -> None:
         sizes = []
         for _ in range(5):
             backward(model, torch.randn(4, 8, generator=seeded()))
-            sizes.append((len(handle._memories), len(handle._constants), len(handle._occurrences)))
+            sizes.append((len(handle._memories), len(handle._constants), len(handle._unlinked)))
     assert len(set(sizes)) == 1
 
 
