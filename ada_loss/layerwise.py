@@ -458,6 +458,7 @@ class AdaLossScaled:
             log2_scale = self._decide(place, gradient, wanted, limits, memory, is_measured=fresh)
         if anew and self._keeps and place.is_linked:
             memory.kept = self._held(wanted, memory)
+        if memory.kept is not None:
             self._note_room(memory, memory.kept, limits)
         self._send(place, task, gradient, log2_scale, memory, fresh, anew)
         return log2_scale

@@ -844,6 +844,20 @@ def test_a_gradient_that_outgrows_its_scale_at_once_is_rounded_again_at_a_lower_
         assert handle.last_log2_scale(":linear") == before  # kept all the same
 
 
+def test_a_gradient_that_outgrows_its_scale_little_by_little_is_rounded_once() -> None:
+    model = quantize(nn.ModuleList([nn.Linear(1, 8), nn.Linear(1, 8)]), Policy(error="e4m3fn"))
+    spec, x = ops.rounding_spec("e4m3fn"), torch.ones(1, 1)
+    # at 2**10 the second is rounded to half of what is the smallest at 2**6, a tie
+    gradient = torch.tensor([4.0, 2.0**-16 * (1 + 2.0**-10), 0.0, 1.0, 2.0, 3.0, 0.5, 0.25])
+    with AdaLossScaled(model, update_every=100, scale_upper_bound=2.0**10) as handle:
+        for size, other in ((2.0**-24, 0.0), (2.0**-4, 1.0), (1.0, 1.0)):  # what is zero tells nothing
+            model.zero_grad()
+            (model[0](x) * gradient * size + model[1](x) * other).sum().backward()
+        after = handle.last_log2_scale("0:linear")
+    assert after == 6  # 448 / 4 = 112
+    assert torch.equal(gradients(model)["0.bias"], ops._rounded(gradient, spec, None, torch.tensor([after])))
+
+
 class Shifted(nn.Module):
     """Its gradients pass additions as the very tensors that were rounded behind them."""
 
