@@ -276,7 +276,8 @@ class AdaLossScaled:
                 f"The state is of the rule {state['rule']!r} with {state['params']}, and this scales by {self.rule}. "
                 f"Make one with that rule, or start this one afresh."
             )
-        self.step, self._updated, self._are_known = int(state["step"]), int(state["updated"]), False
+        self.step, self._updated = int(state["step"]), int(state["updated"])
+        self._are_known, self._asked = False, -1
         self._memories.clear()
         for saved in state["sites"]:
             memory = self._memories[saved["site"], saved["role"]]

@@ -958,6 +958,15 @@ def test_no_graph_is_followed_for_a_place_that_came_once() -> None:
     assert known == [True, False, True, True, True, False, False, False] + [True, False, False, False]
 
 
+def test_no_graph_is_followed_where_all_is_known_from_a_state() -> None:
+    model, x = quantize(nn.Linear(8, 8), "e5m2"), torch.randn(4, 8, generator=seeded())
+    with AdaLossScaled(model, update_every=4) as handle:
+        backward(model, x)
+        assert places(model(x)) == 0
+        handle.load_state_dict(handle.state_dict())
+        assert places(model(x)) == 0
+
+
 @pytest.mark.parametrize("ahead", [2, 3])
 def test_updates_come_also_where_forward_passes_run_ahead(ahead: int) -> None:
     torch.manual_seed(0)
