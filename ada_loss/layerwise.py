@@ -384,7 +384,7 @@ class AdaLossScaled:
             self._updated = self.step - self.update_every  # so the next step is to choose all scales
         key, memory = self._recall(place)
         memory.to(gradient.device)
-        if memory.reached < self._updated:  # the first time since the update
+        if place.is_linked or memory.reached < self._updated:  # it may learn, or comes for the first time since then
             self._are_known = False
         memory.reached = self.step
         seen = None if self._told is None else gradient.detach()

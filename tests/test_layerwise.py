@@ -762,6 +762,29 @@ def test_a_place_that_comes_between_updates_is_measured_and_has_its_factor_from_
     assert measured.items() < used[0].items()
 
 
+class Apart(Scores):
+    """The keys' gradient comes by an addition, and by the product where that is asked for."""
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        keys = self.keys(x)
+        return self.queries(x) @ (keys if both else keys.detach()).t() + keys
+
+
+def test_a_product_that_a_graph_brings_after_all_was_known_has_its_factor_before_the_next_update() -> None:
+    torch.manual_seed(0)
+    model = quantize(Apart(), Policy(error="e4m3fn"))
+    x = torch.randn(4, 4, generator=seeded()) * 2.0**-8
+    with AdaLossScaled(model, update_every=100) as handle:
+        updating, later = model(x, False), model(x)
+        updating.backward(torch.full((4, 4), 1e-4))
+        between = model(x)
+        later.backward(torch.zeros(4, 4))  # brings the product, and tells nothing of it
+        between.backward(torch.full((4, 4), 1e-4))
+        backward(model, x, 1e-4)
+        scales = handle.log2_scales()
+    assert scales["keys:linear"] > scales[":add"]  # the sum alone would hand on its own
+
+
 def test_weights_of_zero_decide_nothing_for_the_steps_to_come() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
