@@ -276,7 +276,8 @@ class AdaLossScaled:
                 f"The state is of the rule {state['rule']!r} with {state['params']}, and this scales by {self.rule}. "
                 f"Make one with that rule, or start this one afresh."
             )
-        self.step, self._updated, self._are_known = int(state["step"]), int(state["updated"]), False
+        self.step, self._updated = int(state["step"]), int(state["updated"])
+        self._are_known, self._asked = False, -1
         self._memories.clear()
         for saved in state["sites"]:
             memory = self._memories[saved["site"], saved["role"]]
@@ -383,7 +384,7 @@ class AdaLossScaled:
             self._updated = self.step - self.update_every  # so the next step is to choose all scales
         key, memory = self._recall(place)
         memory.to(gradient.device)
-        if memory.reached < self._updated:  # the first time since the update
+        if place.is_linked or memory.reached < self._updated:  # it may learn, or comes for the first time since then
             self._are_known = False
         memory.reached = self.step
         seen = None if self._told is None else gradient.detach()
@@ -458,6 +459,7 @@ class AdaLossScaled:
             log2_scale = self._decide(place, gradient, wanted, limits, memory, is_measured=fresh)
         if anew and self._keeps and place.is_linked:
             memory.kept = self._held(wanted, memory)
+        if memory.kept is not None:
             self._note_room(memory, memory.kept, limits)
         self._send(place, task, gradient, log2_scale, memory, fresh, anew)
         return log2_scale

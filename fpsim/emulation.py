@@ -338,8 +338,8 @@ class _BackwardRounding:
 
 
 @cache
-def _references_in_a_hook() -> tuple[int, int]:
-    """What `_is_exclusive` reads of a gradient that Python knows by its hook alone, and of what that is a view of.
+def _references_in_a_hook() -> tuple[int, int, int]:
+    """What `_is_exclusive` reads of a gradient that Python knows by its hook alone, of its base and of its storage.
 
     Measured, for the versions of Python and of torch differ.
     """
@@ -349,9 +349,9 @@ def _references_in_a_hook() -> tuple[int, int]:
         def __call__(self, gradient: Tensor) -> None:
             found.append(_references(gradient))
 
-    def _references(gradient: Tensor) -> tuple[int, int]:
-        own, base = sys.getrefcount(gradient), gradient._base
-        return own, sys.getrefcount(base)
+    def _references(gradient: Tensor) -> tuple[int, int, int]:
+        own, base, storage = sys.getrefcount(gradient), gradient._base, gradient.untyped_storage()
+        return own, sys.getrefcount(base), sys.getrefcount(storage)
 
     with torch.enable_grad():
         x = torch.zeros(2, device="cpu", requires_grad=True) * 2
@@ -368,7 +368,7 @@ def _is_exclusive(gradient: Tensor) -> bool:
     """
     if not ops._has_no_holes(gradient):
         return False  # an expanded tensor, whose elements share memory with one another, or a slice
-    references, references_of_base = _references_in_a_hook()
+    references, references_of_base, references_of_storage = _references_in_a_hook()
     if sys.getrefcount(gradient) > references:
         return False
     base, tensors = gradient._base, 1
@@ -380,7 +380,10 @@ def _is_exclusive(gradient: Tensor) -> bool:
             return False
     if gradient._use_count() > 2:  # type: ignore[attr-defined]
         return False
-    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= tensors + 1  # type: ignore[no-any-return]
+    storage = gradient.untyped_storage()
+    if sys.getrefcount(storage) > references_of_storage or not storage.resizable():
+        return False  # the latter is memory that torch did not allocate, such as numpy's
+    return torch._C._storage_Use_Count(storage._cdata) <= tensors + 1  # type: ignore[no-any-return]
 
 
 class Emulation(TorchFunctionMode):

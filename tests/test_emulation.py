@@ -507,6 +507,38 @@ def test_a_gradient_that_a_hook_kept_is_not_changed_behind_its_back(
     assert torch.equal(into_x, round_to(g, "e4m3fn"))
 
 
+@pytest.mark.parametrize("shape", [(5, 10), (50,)], ids=["same tensor", "view of it"])
+@pytest.mark.parametrize("keep", ["numpy", "dlpack", "storage"])
+def test_a_gradient_whose_memory_is_kept_by_no_tensor_is_not_changed_behind_its_back(
+    shape: tuple[int, ...], keep: str
+) -> None:
+    x, g = randn(5, 10, grad=True), randn(*shape)
+    array, storages = g.numpy().copy(), []
+
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, y: Tensor) -> Tensor:
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: object, _: Tensor) -> Tensor:
+            if keep == "numpy":
+                own = torch.from_numpy(array)
+            elif keep == "dlpack":
+                own = torch.from_dlpack(array)
+            else:
+                own = g.clone()
+                storages.append(own.untyped_storage())
+            return own if own.shape == y.shape else own.view(y.shape)
+
+    with emulate("e4m3fn"):
+        y = x * 1.0
+    Kept.apply(y).sum().backward()
+    assert torch.equal(x.grad, round_to(g, "e4m3fn").view(5, 10))  # type: ignore[arg-type]
+    assert torch.equal(torch.from_numpy(array), g)
+    assert all(bytes(storage) == g.numpy().tobytes() for storage in storages)
+
+
 def test_a_residual_sum_does_not_mix_the_formats_of_its_branches() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

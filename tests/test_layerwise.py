@@ -762,6 +762,29 @@ def test_a_place_that_comes_between_updates_is_measured_and_has_its_factor_from_
     assert measured.items() < used[0].items()
 
 
+class Apart(Scores):
+    """The keys' gradient comes by an addition, and by the product where that is asked for."""
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        keys = self.keys(x)
+        return self.queries(x) @ (keys if both else keys.detach()).t() + keys
+
+
+def test_a_product_that_a_graph_brings_after_all_was_known_has_its_factor_before_the_next_update() -> None:
+    torch.manual_seed(0)
+    model = quantize(Apart(), Policy(error="e4m3fn"))
+    x = torch.randn(4, 4, generator=seeded()) * 2.0**-8
+    with AdaLossScaled(model, update_every=100) as handle:
+        updating, later = model(x, False), model(x)
+        updating.backward(torch.full((4, 4), 1e-4))
+        between = model(x)
+        later.backward(torch.zeros(4, 4))  # brings the product, and tells nothing of it
+        between.backward(torch.full((4, 4), 1e-4))
+        backward(model, x, 1e-4)
+        scales = handle.log2_scales()
+    assert scales["keys:linear"] > scales[":add"]  # the sum alone would hand on its own
+
+
 def test_weights_of_zero_decide_nothing_for_the_steps_to_come() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -842,6 +865,20 @@ def test_a_gradient_that_outgrows_its_scale_at_once_is_rounded_again_at_a_lower_
         assert torch.equal(gradients(model)["bias"], ops._rounded(once, spec, None, torch.tensor([after]))[0])
         (model(x) * (gradient * 2.0**-20)).sum().backward()
         assert handle.last_log2_scale(":linear") == before  # kept all the same
+
+
+def test_a_gradient_that_outgrows_its_scale_little_by_little_is_rounded_once() -> None:
+    model = quantize(nn.ModuleList([nn.Linear(1, 8), nn.Linear(1, 8)]), Policy(error="e4m3fn"))
+    spec, x = ops.rounding_spec("e4m3fn"), torch.ones(1, 1)
+    # at 2**10 the second is rounded to half of what is the smallest at 2**6, a tie
+    gradient = torch.tensor([4.0, 2.0**-16 * (1 + 2.0**-10), 0.0, 1.0, 2.0, 3.0, 0.5, 0.25])
+    with AdaLossScaled(model, update_every=100, scale_upper_bound=2.0**10) as handle:
+        for size, other in ((2.0**-24, 0.0), (2.0**-4, 1.0), (1.0, 1.0)):  # what is zero tells nothing
+            model.zero_grad()
+            (model[0](x) * gradient * size + model[1](x) * other).sum().backward()
+        after = handle.last_log2_scale("0:linear")
+    assert after == 6  # 448 / 4 = 112
+    assert torch.equal(gradients(model)["0.bias"], ops._rounded(gradient, spec, None, torch.tensor([after])))
 
 
 class Shifted(nn.Module):
@@ -942,6 +979,15 @@ def test_no_graph_is_followed_for_a_place_that_came_once() -> None:
             known.append(places(out) > 0)
             out.backward(torch.ones_like(out) * 1e-6)
     assert known == [True, False, True, True, True, False, False, False] + [True, False, False, False]
+
+
+def test_no_graph_is_followed_where_all_is_known_from_a_state() -> None:
+    model, x = quantize(nn.Linear(8, 8), "e5m2"), torch.randn(4, 8, generator=seeded())
+    with AdaLossScaled(model, update_every=4) as handle:
+        backward(model, x)
+        assert places(model(x)) == 0
+        handle.load_state_dict(handle.state_dict())
+        assert places(model(x)) == 0
 
 
 @pytest.mark.parametrize("ahead", [2, 3])
