@@ -265,14 +265,22 @@ def _mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
     x._fpsim = (text, _version(x), log2_scale, x.requires_grad)  # type: ignore[attr-defined]  # survives torch.save
 
 
-def _marked(x: Tensor) -> str | None:
+def _mark_of(x: Tensor) -> tuple[str, int, Tensor | None, bool] | None:
+    """The mark of a tensor that has not changed since."""
     mark = getattr(x, "_fpsim", None)
-    return mark[0] if mark is not None and mark[1] == _version(x) and mark[3] >= x.requires_grad else None
+    return mark if mark is not None and mark[1] == _version(x) and mark[3] >= x.requires_grad else None
+
+
+def _marked(x: Tensor) -> str | None:
+    """The format that a tensor is in: none where a gradient, rounded at a scale, may lie between its values."""
+    mark = _mark_of(x)
+    return mark[0] if mark is not None and mark[2] is None else None
 
 
 def is_rounded_at(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> bool:
     """Whether this very tensor was rounded so at this very scale, on the other side of an addition or a view."""
-    return _marked(gradient) == spec.text and gradient._fpsim[2] is log2_scale  # type: ignore[attr-defined]
+    mark = _mark_of(gradient)
+    return mark is not None and mark[0] == spec.text and mark[2] is log2_scale
 
 
 def mark_rounded(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> None:
@@ -308,7 +316,7 @@ class _BackwardRounding:
         is_plain = not torch.is_grad_enabled() and ops._is_plain(gradient)  # no double backward, no transform
         log2_scale, observer, seen, may_round = None, None, None, False
         if self.scale is not None:
-            may_round = is_plain and _marked(gradient) is None and _is_exclusive(gradient)
+            may_round = is_plain and _mark_of(gradient) is None and _is_exclusive(gradient)
             if may_round:
                 observer = listeners.watching(self.site, self.role)
                 seen = None if observer is None else gradient.detach().clone()  # before it may be rounded

@@ -1214,6 +1214,16 @@ def test_two_models_with_two_optimizers_do_not_meet() -> None:
     assert (one.step, two.step) == (1, 2)
 
 
+def test_a_gradient_that_was_rounded_at_a_scale_is_rounded_where_it_is_an_operand() -> None:
+    model, x = quantize(nn.Linear(8, 8), "fp16"), torch.randn(4, 8, generator=seeded()).requires_grad_()
+    with AdaLossScaled(model):
+        (g,) = torch.autograd.grad((model(x) * 1e-7).sum(), x)
+    assert not torch.equal(g, round_to(g, "fp16"))
+    with fpsim.emulate("fp16"):
+        y = g * 1024.0
+    assert torch.equal(y, round_to(g, "fp16") * 1024.0)
+
+
 def test_a_copy_of_the_model_is_not_scaled() -> None:
     model = quantize(nn.Linear(4, 4), "fp16")
     plain = backward(model, torch.ones(2, 4), 1e-9)
