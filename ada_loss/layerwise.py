@@ -308,7 +308,8 @@ class AdaLossScaled:
         place = Place(self, site, role, spec, out.dtype, is_chosen, is_linked, task)
         if not is_linked:
             self._unlinked[place.key] = place
-        if not is_linked or out.grad_fn is None:
+            return place
+        if out.grad_fn is None:
             return place
         register(place, out.grad_fn, out.output_nr)
         if operation == "weight" and operands[0].grad_fn is None:

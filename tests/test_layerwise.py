@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import operator
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -979,6 +980,18 @@ def test_no_graph_is_followed_for_a_place_that_came_once() -> None:
             known.append(places(out) > 0)
             out.backward(torch.ones_like(out) * 1e-6)
     assert known == [True, False, True, True, True, False, False, False] + [True, False, False, False]
+
+
+def test_forward_passes_between_updates_are_given_the_same_places_again() -> None:
+    model, x = quantize(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), "e5m2"), torch.ones(4, 8)
+    with AdaLossScaled(model, update_every=100) as handle:
+        given = []
+        for _ in range(5):
+            backward(model, x)
+            given.append(list(handle._unlinked.values()))
+    assert not given[0]
+    assert len(given[1]) == 6  # four parameters' and two results'; the ReLU moves what is rounded
+    assert all(len(g) == len(given[1]) and all(map(operator.is_, g, given[1])) for g in given[2:])
 
 
 def test_no_graph_is_followed_where_all_is_known_from_a_state() -> None:
