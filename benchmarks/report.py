@@ -31,6 +31,7 @@ import ada_loss
 import fpsim
 
 RESULTS = Path(__file__).parent / "results"
+PAIRS = {"resnet20": 6, "gpt2": 1}  # for each repeat: their steps take a quarter of a second, and two seconds
 
 
 def paired(baseline: Callable[[], object], candidate: Callable[[], object], repeats: int) -> tuple[float, float, float]:
@@ -270,7 +271,8 @@ def make_step(which: str, form: str) -> Callable[[], object]:
 
 def scaling(report: Report, repeats: int) -> None:
     """Adaptive scaling over static scaling, whole training steps; our scaler over torch's, its own steps alone."""
-    for which, pairs in (("resnet20", 6 * repeats), ("gpt2", repeats)):  # steps of a quarter and of two seconds
+    for which, times in PAIRS.items():
+        pairs = times * repeats
         for name, form, goal in (
             ("a factor at every step", "adaptive 1 0", 1.15),
             ("a factor at each 1000th step", "adaptive 1000 0", 1.02),
@@ -316,15 +318,15 @@ def scaler_alone(which: str, whose: str) -> Callable[[], object]:
 
 
 def training(report: Report, repeats: int) -> None:
-    for which in ("resnet20", "gpt2"):
+    for which, times in PAIRS.items():
         plain, ours = make_step(which, "float32"), make_step(which, "fpsim")
         for _ in range(2):
             plain(), ours()
-        seconds, _, ratio = paired(plain, ours, repeats)
+        seconds, _, ratio = paired(plain, ours, times * repeats)
         report.add("training", f"{which} float32 step", seconds * 1e3, "ms")
         report.add("training", f"{which} all roles fp16 / float32 step", 1 / ratio, "times", 1.3, at_least=False)
     theirs, plain = make_step("resnet20", "qtorch"), make_step("resnet20", "float32")
-    _, _, ratio = paired(plain, theirs, 3)
+    _, _, ratio = paired(plain, theirs, repeats)
     report.add("training", "resnet20 with qtorch's Quantizer / float32 step", 1 / ratio, "times")
 
 
