@@ -261,14 +261,24 @@ def _version(x: Tensor) -> int:
     return _inference_version if x.is_inference() else x._version
 
 
+class _MarkAtScale(tuple[Any, ...]):
+    """The mark of a gradient rounded at a scale, which is known by identity: nothing is known of its copies."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        return torch.Size, ((),)  # nothing that torch.load(weights_only=True) would refuse
+
+
 def _mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
-    x._fpsim = (text, _version(x), log2_scale, x.requires_grad)  # type: ignore[attr-defined]  # survives torch.save
+    mark = (text, _version(x), log2_scale, x.requires_grad)
+    x._fpsim = mark if log2_scale is None else _MarkAtScale(mark)  # type: ignore[attr-defined]  # survives torch.save
 
 
 def _mark_of(x: Tensor) -> tuple[str, int, Tensor | None, bool] | None:
     """The mark of a tensor that has not changed since."""
     mark = getattr(x, "_fpsim", None)
-    return mark if mark is not None and mark[1] == _version(x) and mark[3] >= x.requires_grad else None
+    return mark if mark and mark[1] == _version(x) and mark[3] >= x.requires_grad else None
 
 
 def _marked(x: Tensor) -> str | None:

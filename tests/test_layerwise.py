@@ -9,6 +9,7 @@ import operator
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from ada_loss import (
 from ada_loss.places import Memory
 from ada_loss.rules import LAYER_RULES
 from ada_loss.rules.layer import floor_log2
-from fpsim import Policy, ops, quantize, record, round_to
+from fpsim import Policy, emulate, ops, quantize, record, round_to
 from fpsim.moments import Moments, moments_of
 
 RULES = list(LAYER_RULES)
@@ -1353,6 +1354,19 @@ def test_a_copy_of_the_scaling_itself_is_refused_with_what_to_do() -> None:
             with pytest.raises(TypeError, match=r"neither copied nor pickled\. Copy or save its \.model and its state"):
                 duplicate(handle)
         copy.deepcopy(handle.model)
+
+
+def test_a_gradient_can_be_copied_and_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, requires_grad=True)
+    with AdaLossScaled(quantize(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), "e5m2")) as handle:
+        (gradient,) = torch.autograd.grad(handle(x).sum() * 1e-7, [x])
+    torch.save(gradient, tmp_path / "gradient.pt")
+    copies = [copy.deepcopy(gradient), pickle.loads(pickle.dumps(gradient)), torch.load(tmp_path / "gradient.pt")]
+    for duplicate in copies:
+        assert torch.equal(duplicate, gradient)
+        with emulate("e5m2"):  # as an operand it has no scale, whatever it was rounded at
+            assert torch.equal(duplicate * 1, torch.zeros(4, 8))
 
 
 def test_a_state_of_another_rule_is_refused() -> None:
