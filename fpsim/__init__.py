@@ -2,15 +2,18 @@
 
 from fpsim.emulation import emulate
 from fpsim.formats import CATALOGUE, FloatFormat, as_format
-from fpsim.model import dequantize, quantize, summary
-from fpsim.ops import Rounder, decode, encode, manual_seed, round_to, round_to_
-from fpsim.policy import Policy
-from fpsim.statistics import Tally, record, tally
+from fpsim.model import dequantize, quantize, round_parameters_, summary
+from fpsim.ops import Rounder, decode, encode, manual_seed, noise_of_torch, round_to, round_to_
+from fpsim.policy import ROLES, FormatLike, Policy
+from fpsim.statistics import Recording, Tally, record, tally
 
 __all__ = [
     "CATALOGUE",
+    "ROLES",
     "FloatFormat",
+    "FormatLike",
     "Policy",
+    "Recording",
     "Rounder",
     "Tally",
     "as_format",
@@ -19,8 +22,10 @@ __all__ = [
     "emulate",
     "encode",
     "manual_seed",
+    "noise_of_torch",
     "quantize",
     "record",
+    "round_parameters_",
     "round_to",
     "round_to_",
     "summary",

@@ -1,0 +1,43 @@
+"""What errors at the border have in common: near matches of a mistyped word, and what counts as a number."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from numbers import Integral, Real
+
+__all__ = ["did_you_mean", "is_finite_number", "is_number", "is_whole"]
+
+
+def did_you_mean(word: object, known: Iterable[str], most: int = 1) -> str:
+    """A hint with the nearest of the known words, to be put behind the sentence that says what came; "" without one.
+
+    >>> did_you_mean("nearest", ["nearest_even", "stochastic"])
+    ' Did you mean nearest_even?'
+    >>> did_you_mean("xyz", ["nearest_even", "stochastic"])
+    ''
+    """
+    near = difflib.get_close_matches(str(word), list(known), n=most)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+def is_number(value: object) -> bool:
+    """Whether this is a real number; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_finite_number(value: object) -> bool:
+    """Whether this is a real number that is neither inf nor NaN.
+
+    >>> is_finite_number(10**400), is_finite_number(float("nan")), is_finite_number(True)
+    (True, False, False)
+    """
+    # math.isfinite raises OverflowError for an int beyond the largest float
+    return is_number(value) and (isinstance(value, Integral) or math.isfinite(value))  # type: ignore[arg-type]
+
+
+def is_whole(value: object, least: int | None = None) -> bool:
+    """Whether this is an integer, and at least `least`; True and False are none."""
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    return whole and (least is None or value >= least)  # type: ignore[operator]
