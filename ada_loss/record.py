@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpsim import ops
-from fpsim.ops import RoundingSpec
-from fpsim.statistics import lost_between
+from fpsim.scaling import RoundingSpec, lost_between, rounded
 
 __all__ = ["COLUMNS", "Recorder"]
 
@@ -55,7 +53,7 @@ class Recorder:
     ) -> None:
         """What `AdaLossScaled` calls, before the gradient is rounded."""
         key = torch.tensor(step, device="cpu")  # noise of its own, so that the training's stays as it is
-        at_scale, unscaled = (ops._rounded(gradient, spec, key, scale) for scale in (log2_scale, None))
+        at_scale, unscaled = (rounded(gradient, spec, key, scale) for scale in (log2_scale, None))
         count = gradient.numel()
         zeros, underflow, overflow = lost_between(gradient, at_scale, spec.fmt.largest, log2_scale).double()
         underflow_unscaled = lost_between(gradient, unscaled, math.inf, log2_scale)[1].double()

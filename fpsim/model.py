@@ -12,9 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from fpsim import ops
-from fpsim.emulation import NO_SPECS, Listeners, Scope, entered, make_scope
+from fpsim.emulation.mode import entered
+from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, make_scope
+from fpsim.launch import round_memory_
 from fpsim.policy import FormatLike, Policy, RoleSpecs, as_policy
+from fpsim.torch_internals import direct_parameters
 
 __all__ = ["Summary", "dequantize", "quantize", "round_parameters_", "summary"]
 
@@ -95,10 +97,9 @@ def _replaced_parameters(module: nn.Module) -> list[int]:
     """
     return [
         id(p)
-        for m in (module, *module._modules.values())
-        if m is not None
-        for p in m._parameters.values()
-        if type(p) is not nn.Parameter and p is not None and not isinstance(p, nn.Parameter)
+        for m in (module, *module.children())
+        for p in direct_parameters(m)
+        if type(p) is not nn.Parameter and not isinstance(p, nn.Parameter)
     ]
 
 
@@ -255,7 +256,7 @@ def round_parameters_(model: nn.Module) -> None:
         for parameter in forward.module.parameters(recurse=False):
             if forward.specs.weight is not None and id(parameter) not in done and parameter.is_floating_point():
                 done.add(id(parameter))
-                ops.round_memory_(parameter.detach(), forward.specs.weight)
+                round_memory_(parameter.detach(), forward.specs.weight)
                 torch.autograd.graph.increment_version(parameter)
 
 

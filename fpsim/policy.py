@@ -6,13 +6,14 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from fpsim.formats import FloatFormat
-from fpsim.ops import RoundingSpec, rounding_spec
+from fpsim.spec import RoundingSpec, rounding_spec
+from fpsim.torch_internals import operation_homes
 
 __all__ = ["ROLES", "FormatLike", "Policy", "RoleSpecs", "as_policy"]
 
@@ -66,7 +67,7 @@ class Policy:
         if isinstance(self.float32, str):
             raise TypeError(f"float32 is the string {self.float32!r}. Write a tuple of names: ({self.float32!r},).")
         object.__setattr__(self, "float32", tuple(self.float32))
-        homes = (*_HOMES_OF_OPERATIONS, *(getattr(torch.ops, library) for library in torch.ops))
+        homes = (*_HOMES_OF_OPERATIONS, *operation_homes())
         for name in self.float32:
             if not any(hasattr(home, n) for home in homes for n in (name, f"__{name}__")):
                 raise ValueError(
@@ -134,8 +135,7 @@ class Policy:
         return result
 
 
-# written this way for Python 3.10, where a string cannot stand at either side of |
-FormatLike = Union[str, FloatFormat, Policy, None]  # noqa: UP007
+FormatLike = str | FloatFormat | Policy | None
 
 
 def as_policy(fmt: FormatLike) -> Policy:
