@@ -18,9 +18,13 @@ __all__ = ["decode", "encode"]
 
 
 def encode(x: Tensor, fmt: str | FloatFormat, rounding: str = "nearest_even", overflow: str | None = None) -> Tensor:
-    """Round `x` to a format of up to 16 bits and give the codes: int32, the shape of `x`.
+    """Round `x` to a format of up to 16 bits and give the codes.
 
-    NaN gives the canonical (first quiet) NaN. Raises ValueError where a NaN comes and the format has none.
+    NaN gives the canonical (first quiet) NaN.
+
+    x, fmt, rounding, overflow: as in `round_to`; `x` is a tensor.
+    Returns int32 in the shape of `x`, on its device.
+    Raises ValueError for a format of more than 16 bits, and where `x` holds a NaN and the format has none.
 
     >>> encode(torch.tensor([1.0, -448.0]), "e4m3fn")
     tensor([ 56, 254], dtype=torch.int32)
@@ -41,7 +45,12 @@ def encode(x: Tensor, fmt: str | FloatFormat, rounding: str = "nearest_even", ov
 
 
 def decode(codes: Tensor, fmt: str | FloatFormat) -> Tensor:
-    """The float32 values of integer codes of a format of up to 16 bits, the shape of `codes`.
+    """The values of integer codes of a format of up to 16 bits.
+
+    codes: a tensor of any integer dtype and shape.
+    fmt: a format, or its name.
+    Returns float32 in the shape of `codes`, on its device.
+    Raises ValueError for a format of more than 16 bits and for codes out of range, TypeError for other dtypes.
 
     >>> decode(torch.tensor([0x3C00, 0x7C00]), "fp16")
     tensor([1., inf])

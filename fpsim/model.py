@@ -123,11 +123,12 @@ def quantize(
     Parameter names, `state_dict` keys and the class stay as they are, parameters stay float32 (a master copy that
     optimizers update), and `deepcopy`, `pickle` and `torch.save` work. Any of its submodules may be called alone.
 
-    Integer, boolean, complex, sparse and float8 tensors pass as they are. Code that a checkpoint runs again outside of
-    any module, and methods of the model other than the forwards of its modules, are not seen. Nor is the emulation by
-    `torch.fx.symbolic_trace`, which reads the class of the model, and by the copies of a `torch.fx.GraphModule`, which
-    write their forward anew. What `copy.copy` and `nn.DataParallel` make runs on the parameters of the original.
+    Integer, boolean, complex, sparse and float8 tensors are not rounded. Code that a checkpoint runs again outside of
+    any module, and methods of the model other than the forwards of its modules, are not emulated. Neither is what
+    `torch.fx.symbolic_trace` makes, which reads the class of the model, nor the copies of a `torch.fx.GraphModule`,
+    which write their forward anew. What `copy.copy` and `nn.DataParallel` make runs on the original's parameters.
 
+    model: any module; a copy of it is changed.
     fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module.
     rounding: the rounding of every role, if not nearest-even or the policy's own.
     inplace: change `model` itself and return it.

@@ -72,16 +72,19 @@ def round_to(
 ) -> Any:
     """Round every element of `x` to a value of `fmt`, kept in the dtype of `x`.
 
-    NaN stays NaN; -0 keeps its sign where the format has one. Beyond the largest value the result is inf in formats
-    that have one and the largest value in others; `overflow` ("inf", "nan", "saturate") chooses. float64 is rounded
-    directly, never through float32. The gradient passes through unchanged (straight-through).
+    NaN stays NaN; -0 keeps its sign where the format has one. float64 is rounded directly, never through float32. The
+    gradient passes through unchanged (straight-through).
 
     x: float32, float64, float16 or bfloat16 tensor or ndarray, any shape and strides, on the CPU or a CUDA device.
+    fmt: a format, or its name.
     rounding: "nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd" or "stochastic".
+    overflow: what lies beyond the largest value gives: "inf", "nan" or "saturate". None means inf in formats that have
+        one, and the largest value in others.
     random_bits: for "stochastic", how many random bits decide (1 to 32); None uses every discarded bit up to 32.
     out: a contiguous tensor of the same shape, dtype and device to write to; no gradient then.
-    Returns the same shape, dtype and device. Raises ValueError for words it does not know, TypeError for tensors it
-    cannot round, among them a dtype that cannot hold every value of the format.
+    Returns the same shape, dtype and device.
+    Raises ValueError for unknown words, TypeError for tensors that cannot be rounded, among them a dtype that cannot
+    hold every value of the format.
 
     >>> round_to(torch.tensor([1.0, 65519.0, 65520.0, -1e-8]), "fp16")
     tensor([1.0000e+00, 6.5504e+04,        inf, -0.0000e+00])
@@ -172,7 +175,13 @@ def round_to_(
 class Rounder(nn.Module):
     """A layer that rounds activations forward and their gradients backward, each to its own format.
 
-    A format of None leaves that direction alone. Shapes and dtypes pass unchanged.
+    Shapes and dtypes pass unchanged.
+
+    forward: the format of activations; None leaves them alone.
+    backward: the format of their gradients; None leaves them alone.
+    rounding: of activations, as in `round_to`.
+    backward_rounding: of gradients; None means the same.
+    overflow, backward_overflow: as in `round_to`.
 
     >>> layer = Rounder(forward="e4m3fn", backward="e5m2")
     >>> x = torch.tensor([0.3], requires_grad=True)

@@ -67,10 +67,13 @@ class Recording:
 def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> Iterator[Recording]:
     """Tally what rounding does at every site of a quantised model, while the block runs it forward and backward.
 
-    A site is a module's name and the operation in it ("layer1.conv1:conv2d"); a role is "weight", "activation",
-    "error" or "weight_grad". every: tally each n-th call of a site. into: a recording that goes on, with its own
-    `every`. Recording changes no result.
-    Raises ValueError for a model that is not quantised.
+    A site is a module's name and the operation in it ("layer1.conv1:conv2d"); a role is "weight", "activation", "error"
+    or "weight_grad". Recording changes no result.
+
+    model: from `fpsim.quantize`.
+    every: tally each n-th call of a site.
+    into: a recording that goes on, with its own `every`.
+    Raises ValueError for a model that is not quantised, and for one that is being recorded already.
 
     >>> import fpsim, torch
     >>> model = fpsim.quantize(nn.Linear(3, 1, bias=False), "fp16")

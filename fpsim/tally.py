@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fpsim.checks import is_whole
 from fpsim.formats import FloatFormat
 from fpsim.kernels.tally import lost_loop, tally_loop
 from fpsim.launch import parts_of, rounded, run_parts
@@ -33,10 +34,17 @@ __all__ = ["Accumulator", "Tally", "lost_between", "tally"]
 class Tally:
     """What rounding to `fmt` did to some numbers.
 
-    count: elements. nonzero: finite and not zero. underflow: not zero, and zero once rounded. subnormal: rounded to a
-    subnormal value. overflow: finite, and rounded to inf or NaN, or saturated by at least half an ulp. nonfinite: inf
-    or NaN before. exact: finite and unchanged. amax: the largest finite magnitude. signal, noise: sums of squares of
-    the values and of their changes, over elements finite before and after. exponents: {floor(log2|x|): elements}.
+    count: elements.
+    nonzero: elements that are finite and not zero.
+    underflow: elements that are not zero, and become zero.
+    subnormal: elements that become a subnormal value.
+    overflow: finite elements that become inf or NaN, or saturate by at least half an ulp.
+    nonfinite: elements that were inf or NaN before.
+    exact: finite elements that stay as they were.
+    amax: the largest finite magnitude.
+    signal: the sum of squares of the values, over elements finite before and after.
+    noise: the sum of squares of their changes, over the same elements.
+    exponents: {floor(log2|x|): elements}.
     """
 
     fmt: FloatFormat
@@ -141,7 +149,11 @@ def tally(
 ) -> Tally:
     """Count what rounding `x`, scaled by `2**log2_scale`, to `fmt` would do; `x` itself stays.
 
-    x: any shape and strides. The tally's amax, signal, noise and exponents are those of the scaled numbers.
+    The tally's amax, signal, noise and exponents are those of the scaled numbers.
+
+    x: a tensor or ndarray that `round_to` takes, any shape and strides.
+    fmt, rounding, overflow: as in `round_to`.
+    log2_scale: the exponent of the scale.
     Raises as `round_to` does, and TypeError for a scale that is no integer.
 
     >>> t = tally(torch.tensor([1.0, 1e-9, 1e6, 0.0]), "fp16")
@@ -150,7 +162,7 @@ def tally(
     >>> tally(torch.tensor([1e-9]), "fp16", log2_scale=10).underflow
     0
     """
-    if isinstance(log2_scale, bool) or not isinstance(log2_scale, int):
+    if not is_whole(log2_scale):
         raise TypeError(f"log2_scale is {log2_scale!r}. Possible: an integer, the exponent of a power of two.")
     spec = rounding_spec(fmt, rounding, overflow)
     if isinstance(x, np.ndarray):
@@ -165,11 +177,15 @@ def tally(
 
 
 def lost_between(before: Tensor, after: Tensor, largest: float, log2_scale: Tensor) -> Tensor:
-    """What was lost when `before` was rounded to `after`, as three int64 on their device, nothing copied to the host.
+    """What was lost when `before` was rounded to `after`: the LOST_COUNTS, nothing copied to the host.
 
-    Zeros before; other elements that became zero; elements that were finite and are not, or whose magnitude was above
-    `largest * 2**-log2_scale`, where a format that saturates loses them. before, after: same shape and floating dtype,
-    any strides. log2_scale: one integer on their device.
+    They count zeros before; other elements that became zero; elements that were finite and are not, or whose magnitude
+    was above `largest * 2**-log2_scale`, where a format that saturates loses them.
+
+    before, after: the same shape and floating dtype, any strides.
+    largest: the largest value of the format.
+    log2_scale: the scale at which it was rounded, one integer on their device.
+    Returns three int64 on their device.
 
     >>> x, r = torch.tensor([0.0, 1e-9, 1.0, 5.0]), torch.tensor([0.0, 0.0, 1.0, 4.0])
     >>> lost_between(x, r, 4.0, torch.tensor([0])).tolist()
