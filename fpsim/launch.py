@@ -15,7 +15,7 @@ from torch import Tensor
 from fpsim.kernels.compile import cuda_array, cuda_stream
 from fpsim.kernels.round import cpu_fitting_loop, cpu_loop, cuda_loop
 from fpsim.noise import new_key
-from fpsim.rounding import NOISE_BLOCK, Plan, make_plan
+from fpsim.rounding import BINARY32, BINARY64, NOISE_BLOCK, Plan, make_plan
 from fpsim.spec import CONTAINERS, RoundingSpec, container_width
 from fpsim.torch_internals import has_no_holes
 
@@ -24,13 +24,13 @@ PARALLEL_FROM = 1 << 18
 
 
 class Kernel:
-    """A Plan with its compiled CPU loop and the address of its integers."""
+    """A Plan with its compiled CPU loop and the address of its integers. mask: see mask_of."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, mask: int) -> None:
+        self.plan, self.mask = plan, mask
         self._parameters = np.array(plan.parameters, np.int64)
         self.address = self._parameters.ctypes.data
-        self.loop = cpu_loop(plan.rule, plan.shape, plan.width)
+        self.loop = cpu_loop(plan.rule, plan.shape, plan.width, mask)
 
     @cached_property
     def fitting_loop(self) -> Any:
@@ -38,8 +38,22 @@ class Kernel:
 
 
 @cache
-def kernel_for(spec: RoundingSpec, width: int) -> Kernel:
-    return Kernel(make_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width))
+def kernel_for(spec: RoundingSpec, width: int, mask: int = 0) -> Kernel:
+    """The kernel that rounds numbers in a container of `width` bits."""
+    return Kernel(make_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width), mask)
+
+
+@cache
+def mask_of(dtype: torch.dtype, width: int) -> int:
+    """The pattern, in a container of `width` bits, of the magnitude that stands for a mask in tensors of this dtype.
+
+    Models write `torch.finfo(x.dtype).min` where attention may not look. In a container that is no number of the
+    computation: a format with less range must neither make it inf nor saturate it to a number that can be seen.
+    """
+    if dtype is not torch.float32 and dtype is not torch.float64:
+        return 0  # a real dtype: its own range is what the model asked for
+    container = BINARY32 if width == 32 else BINARY64
+    return container.bits(torch.finfo(dtype).max)
 
 
 _NO_KEY = np.zeros(2, np.uint32)
@@ -66,7 +80,7 @@ def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_sc
     """Round the memory of `src` into that of `dst`: same dtype, device and order, both without holes."""
     n = src.numel()
     if src.is_cuda:
-        _launch_cuda(src, dst, n, kernel.plan, key, log2_scale)
+        _launch_cuda(src, dst, n, kernel, key, log2_scale)
         return
     scale_address = _NO_SCALE_ADDRESS if log2_scale is None else log2_scale.data_ptr()
     size = kernel.plan.width // 8
@@ -110,25 +124,34 @@ def _no_scale_on(device: torch.device) -> Tensor:
 
 
 def _launch_cuda(
-    src: Tensor, dst: Tensor, n: int, plan: Plan, key: Tensor | None, log2_scale: Tensor | None = None
+    src: Tensor, dst: Tensor, n: int, kernel: Kernel, key: Tensor | None, log2_scale: Tensor | None = None
 ) -> None:
     if n == 0:
         return
+    plan = kernel.plan
     integer = torch.uint32 if plan.width == 32 else torch.uint64
     word = 0 if key is None else int(key)
     with torch.cuda.device(src.device), torch.no_grad():
         stream = cuda_stream(torch.cuda.current_stream(src.device).cuda_stream)
         # as flat memory, whatever the strides: the two tensors have the same ones
         x, y = (t.detach().as_strided((n,), (1,)).view(integer) for t in (src, dst))
-        launch = cuda_loop(plan.rule, plan.shape, plan.width)
+        launch = cuda_loop(plan.rule, plan.shape, plan.width, kernel.mask)
         scale = _no_scale_on(src.device) if log2_scale is None else log2_scale.reshape(1)
         launch(*map(cuda_array, (x, y, scale)), n, plan.parameters, word & 0xFFFFFFFF, word >> 32, stream)
 
 
-def round_memory_(x: Tensor, spec: RoundingSpec, key: Tensor | None = None, log2_scale: Tensor | None = None) -> None:
+def round_memory_(
+    x: Tensor,
+    spec: RoundingSpec,
+    key: Tensor | None = None,
+    log2_scale: Tensor | None = None,
+    keep_masks: bool = False,
+) -> None:
     """Round the memory of `x` in place, below autograd and without a trace in its version counter.
 
+    key: of the noise; None draws one.
     log2_scale: an int64 on the device of `x`, within `log2_scale_limits`: round(x * 2**log2_scale) / 2**log2_scale.
+    keep_masks: elements of the dtype's largest magnitude stay, see mask_of.
     """
     width = container_width(spec, x.dtype)
     if width == 0 or x.numel() == 0:
@@ -139,9 +162,9 @@ def round_memory_(x: Tensor, spec: RoundingSpec, key: Tensor | None = None, log2
     else:
         direct = has_no_holes(x)
     if direct and x.dtype is CONTAINERS[width]:
-        launch(x, x, kernel_for(spec, width), key, log2_scale)
+        launch(x, x, kernel_for(spec, width, mask_of(x.dtype, width) if keep_masks else 0), key, log2_scale)
     else:
-        x.detach().data.copy_(rounded(x, spec, key, log2_scale))
+        x.detach().data.copy_(rounded(x, spec, key, log2_scale, keep_masks))
 
 
 def round_fitting_(x: Tensor, spec: RoundingSpec, log2_scale: Tensor, ceiling: float) -> float | None:
@@ -166,19 +189,25 @@ def round_fitting_(x: Tensor, spec: RoundingSpec, log2_scale: Tensor, ceiling: f
     return max(run_parts(kernel.fitting_loop, parts, x, kernel, key, log2_scale))
 
 
-def rounded(x: Tensor, spec: RoundingSpec, key: Tensor | None = None, log2_scale: Tensor | None = None) -> Tensor:
-    """A rounded copy of `x` with its dtype and, where it has no holes, its strides."""
+def rounded(
+    x: Tensor,
+    spec: RoundingSpec,
+    key: Tensor | None = None,
+    log2_scale: Tensor | None = None,
+    keep_masks: bool = False,
+) -> Tensor:
+    """A rounded copy of `x` with its dtype and, where it has no holes, its strides. Arguments as in round_memory_."""
     width = container_width(spec, x.dtype)
     if width == 0:
         return x.detach().clone()
     if spec.rounding == "stochastic" and key is None:
         key = new_key()
-    container = CONTAINERS[width]
+    container, kernel = CONTAINERS[width], kernel_for(spec, width, mask_of(x.dtype, width) if keep_masks else 0)
     direct = x.is_contiguous() or (spec.rounding != "stochastic" and has_no_holes(x))
     if x.dtype is container and direct:
         out = torch.empty_like(x, requires_grad=False)
-        launch(x, out, kernel_for(spec, width), key, log2_scale)
+        launch(x, out, kernel, key, log2_scale)
         return out
     wide = x.detach().to(container, memory_format=torch.contiguous_format, copy=True)
-    launch(wide, wide, kernel_for(spec, width), key, log2_scale)
+    launch(wide, wide, kernel, key, log2_scale)
     return torch.empty_like(x, requires_grad=False).copy_(wide)

@@ -45,8 +45,9 @@ def test_elementwise_arithmetic_is_numpys_float16(name: str) -> None:
     numpy_name = {"add": "add", "sub": "subtract", "mul": "multiply", "div": "divide"}[name]
     with np.errstate(all="ignore"):
         expected = torch.from_numpy(getattr(np, numpy_name)(a.numpy(), b.numpy())).float()
+    a, b = a.float(), b.float()
     with emulate(FP16):
-        got = getattr(torch, name)(a.float(), b.float())
+        got = getattr(torch, name)(a, b)
     assert torch.equal(got.nan_to_num(7.0, 8.0, -8.0), expected.nan_to_num(7.0, 8.0, -8.0))
 
 
@@ -101,8 +102,9 @@ def test_views_copies_and_selections_change_nothing_and_stay_in_the_format() -> 
 
 
 def test_the_value_that_pads_is_rounded() -> None:
+    long, short = torch.ones(2), torch.ones(1)
     with emulate(FP16):
-        y = nn.utils.rnn.pad_sequence([torch.ones(2) * 1, torch.ones(1) * 1], padding_value=0.1)
+        y = nn.utils.rnn.pad_sequence([long * 1, short * 1], padding_value=0.1)
     assert torch.equal(y, h(torch.tensor([[1.0, 1.0], [1.0, 0.1]])))
 
 
@@ -144,13 +146,14 @@ def test_what_is_looked_up_in_a_weight_is_an_activation() -> None:
 
 def test_a_rounded_tensor_joined_with_another_is_rounded_again() -> None:
     raw = torch.full((2,), 1.5 + 2.0**-13)  # rounds to 1.5
+    ones = torch.ones(2)
     with emulate(FP16):
-        joined = torch.cat([torch.ones(2) * 1.5, raw])
+        joined = torch.cat([ones * 1.5, raw])
         assert torch.equal(joined - 1.5, torch.zeros(4))
 
 
 def test_in_place_calls_are_rounded_too() -> None:
-    x = h(randn(8))
+    x, out = h(randn(8)), torch.empty(8)
     with emulate(FP16):
         a = x * 1.0
         a += 0.1
@@ -160,7 +163,6 @@ def test_in_place_calls_are_rounded_too() -> None:
         b = x * 1.0
         b[2:4] = 0.1
         assert is_fp16(b)
-        out = torch.empty(8)
         torch.exp(x, out=out)
         assert torch.equal(out, h(x.exp()))
         c = F.relu(x * 3, inplace=True)
@@ -266,8 +268,9 @@ def test_a_weight_converted_by_type_keeps_the_format_of_weights() -> None:
 
 
 def test_a_result_written_over_an_operand_is_rounded() -> None:
+    a, b = randn(50), randn(50)
     with emulate(FP16):
-        a, b = randn(50) * 1.0, randn(50) * 1.0
+        a, b = a * 1.0, b * 1.0
         expected = h(a + b)
         torch.add(a, b, out=a)
     assert torch.equal(a, expected)
@@ -775,21 +778,22 @@ def test_inference_mode_and_no_grad_are_emulated() -> None:
 def test_in_inference_mode_too_a_tensor_that_is_changed_is_rounded_again() -> None:
     tiny = 2.0**-13  # 1.5 + tiny rounds to 1.5 in fp16; tiny itself is a value
     with torch.inference_mode():
+        ones, caches = torch.ones(3), [torch.ones(3) for _ in range(3)]
         with emulate(FP16):
-            y = torch.ones(3) * 1.5
+            y = ones * 1.5
         y.add_(tiny)
         with emulate(FP16):
             assert torch.equal(y - 1.5, torch.zeros(3))
-            for change in (
+            changes = (
                 lambda v: v.fill_(1.5 + tiny),
                 lambda v: v.__setitem__(slice(None), 1.5 + tiny),
                 lambda v: torch.full((3,), 1.5 + tiny, out=v),
-            ):
-                cache = torch.ones(3)
+            )
+            for change, cache in zip(changes, caches):
                 assert torch.equal(cache * 2, torch.full((3,), 2.0))
                 change(cache)
                 assert torch.equal(cache - 1.5, torch.zeros(3))
-            y = torch.ones(3) * 1.5
+            y = ones * 1.5
             y[1:] = 1.5 + tiny
             assert torch.equal(y, torch.full((3,), 1.5))
 

@@ -14,16 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fpsim.emulation import recurrent
+from fpsim.emulation.casts import CAST_NAMES, FACTORIES, FACTORIES_LIKE
 from fpsim.emulation.marks import note_inference_write
 from fpsim.emulation.scope import active
 
-__all__ = ["LOOK_UPS", "REFUSE", "Action", "Call", "call_of", "in_order"]
+__all__ = ["LOOK_UPS", "NARROWING", "REFUSE", "Action", "Call", "call_of", "in_order"]
 
 
 class Action(Enum):
     """What is done with a call."""
 
     PASS = "it computes nothing in the format: metadata, comparisons, random and constant tensors, autograd's controls"
+    FACTORY = "it makes a tensor of nothing but sizes and numbers"
+    LIKE = "it makes a tensor like another one"
+    CAST = "it may move values between float32 and the format"
     MOVE = "the values that come out are values that went in, or their negatives: views, copies, selections"
     SET_ITEM = "it moves values into a tensor"
     REFUSE = "it hides several operations in one, and there is no emulation of its inside"
@@ -43,9 +47,7 @@ PASS = frozenset(
     logical_and logical_or logical_not logical_xor signbit searchsorted bucketize histc bincount unique
     unique_consecutive result_type promote_types can_cast is_tensor is_storage record_stream pin_memory share_memory_
     resize_ set_ multinomial bernoulli normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_
-    rand randn randint randperm rand_like randn_like randint_like normal poisson zeros ones full empty eye arange
-    linspace logspace range zeros_like ones_like full_like empty_like empty_strided empty_permuted new_zeros new_ones
-    new_full new_empty new_empty_strided new_tensor tensor as_tensor from_numpy asarray scalar_tensor complex
+    randint randperm randint_like poisson from_numpy complex
     tril_indices triu_indices zero_ fill_ one_hot manual_seed seed initial_seed _assert _assert_async _is_view
     set_default_dtype get_default_dtype set_grad_enabled is_grad_enabled
     """.split()
@@ -55,7 +57,7 @@ MOVE = frozenset(
     T mT H mH real imag view_as_real view_as_complex values _values view view_as reshape reshape_as flatten unflatten
     squeeze unsqueeze squeeze_ unsqueeze_ transpose transpose_ t t_ permute swapaxes swapdims movedim moveaxis adjoint
     expand expand_as broadcast_to broadcast_tensors contiguous clone detach alias
-    to cpu cuda type type_as float double half bfloat16 positive narrow select diagonal unfold
+    cpu cuda half bfloat16 positive narrow select diagonal unfold
     as_strided chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind meshgrid
     atleast_1d atleast_2d atleast_3d cat concat concatenate stack hstack vstack dstack column_stack row_stack
     block_diag index_select gather take take_along_dim masked_select __getitem__ flip fliplr flipud roll rot90 tile
@@ -84,6 +86,17 @@ NOT_OPERANDS: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {
 }
 # What is looked up in a weight is an activation, and its gradient, which is summed into the weight, an error.
 LOOK_UPS = ("embedding",)
+# Operations that bring their operands into the format, as autocast does, unless all of them are float32 on purpose. All
+# others follow torch's type promotion: one operand that is float32 on purpose makes the result so.
+NARROWING = frozenset(
+    """
+    linear matmul mm bmm mv dot addmm addmm_ addbmm addbmm_ baddbmm baddbmm_ addmv addmv_ addr outer ger inner vdot
+    rmatmul linalg_matmul linalg_multi_dot linalg_vecdot chain_matmul einsum tensordot bilinear inner_product
+    conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc
+    layer_norm group_norm batch_norm instance_norm rms_norm native_layer_norm native_group_norm native_batch_norm
+    scaled_dot_product_attention multi_head_attention_forward
+    """.split()
+)
 
 # Operands that may be given by name, in the order in which any operation has those that it takes.
 _OPERANDS = "input input1 query mat mat1 batch1 input2 key weight other mat2 vec vec2 tensor batch2 value".split()
@@ -130,6 +143,12 @@ class Call:
 def _action_of(function: Callable[..., Any], name: str) -> Action:
     if name in PASS or name.startswith(("_foreach_", "_fused_", "_amp_", "_use_", "_is_", "__dlpack")):
         return Action.PASS
+    if name in FACTORIES:
+        return Action.FACTORY
+    if name in FACTORIES_LIKE:
+        return Action.LIKE
+    if name in CAST_NAMES:
+        return Action.CAST
     if name == "__setitem__":
         return Action.SET_ITEM
     if name in REFUSE:

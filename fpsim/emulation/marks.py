@@ -13,6 +13,7 @@ from fpsim.torch_internals import version_of
 
 __all__ = [
     "OF_A_WEIGHT",
+    "WIDE",
     "format_of",
     "is_roundable",
     "is_rounded_at",
@@ -26,6 +27,8 @@ __all__ = [
 # Behind the format in a weight's mark: in another module its format may be that of weights, and an activation still has
 # to fit.
 OF_A_WEIGHT = " of a weight"
+# The mark of what is float32 on purpose, and not in the format.
+WIDE = "wide"
 
 
 # A mark is a plain tuple, for torch.save writes it with the tensor and torch.load(weights_only=True) takes no class. It

@@ -18,8 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fpsim.autograd import is_plain, straight_through
 from fpsim.emulation import recurrent
 from fpsim.emulation.backward import BackwardRounding
-from fpsim.emulation.calls import LOOK_UPS, REFUSE, Action, Call, call_of, in_order
-from fpsim.emulation.marks import OF_A_WEIGHT, format_of, is_roundable, mark, note_inference_write, writes_to
+from fpsim.emulation.calls import LOOK_UPS, NARROWING, REFUSE, Action, Call, call_of, in_order
+from fpsim.emulation.casts import asks_for_float32, dtype_in
+from fpsim.emulation.marks import OF_A_WEIGHT, WIDE, format_of, is_roundable, mark, note_inference_write, writes_to
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.launch import round_memory_
 from fpsim.policy import FormatLike, as_policy
@@ -27,6 +28,8 @@ from fpsim.spec import RoundingSpec
 from fpsim.torch_internals import blind_to_modes, calibrate_holders, share_storage, without_torch_function
 
 __all__ = ["Emulation", "emulate", "entered"]
+
+_WIDE_DTYPES = (torch.float32, torch.float64)
 
 # torch functions of many operations, in Python: their inside is emulated call by call.
 _decomposed: dict[Any, Callable[..., Any]] = {f: blind_to_modes(f) for f in (F.multi_head_attention_forward,)}
@@ -40,6 +43,7 @@ class Emulation(TorchFunctionMode):
         self.scope = scope
         # {original: {(its format, its gradient's): (version, rounded copy)}}: it does not keep the originals alive
         self._operands = WeakTensorKeyDictionary()
+        self._has_wide = False  # whether any tensor may be float32 on purpose; until then nothing is looked for
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -61,6 +65,10 @@ class Emulation(TorchFunctionMode):
                 return inner(*args, **kwargs)
         if call.in_place and args and isinstance(args[0], nn.Parameter):
             return call(func, args, kwargs)  # an update or an initialisation, not a step of the computation
+        if action in (Action.FACTORY, Action.LIKE):
+            return self._make(func, call, args, kwargs)
+        if action is Action.CAST:
+            return self._cast(func, call, args, kwargs)
         return self._compute(func, call, args, kwargs)
 
     def _compute(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,23 +77,29 @@ class Emulation(TorchFunctionMode):
             torch.embedding_renorm_(args[1].detach(), args[0].contiguous(), kwargs["max_norm"], kwargs["norm_type"])
             kwargs = {**kwargs, "max_norm": None}
         keeps_first = call.in_place or kwargs.get("inplace") is True
+        target = kwargs.get("out", args[0] if keeps_first and args else None)
+        is_wide = self._is_wide_call(func, call, args, kwargs, target)
         moves = call.action is Action.MOVE
         floats: list[Tensor] = []
+        weights_only = moves or is_wide
 
         new_args = tuple(
-            x if (i == 0 and keeps_first) or i in call.skip_positions else self._prepared(x, moves, floats)
+            x if (i == 0 and keeps_first) or i in call.skip_positions else self._prepared(x, weights_only, floats)
             for i, x in enumerate(args)
         )
         new_kwargs = {
-            name: x if name in call.skip_names or name == "out" else self._prepared(x, moves, floats)
+            name: x if name in call.skip_names or name == "out" else self._prepared(x, weights_only, floats)
             for name, x in kwargs.items()
         }
         operands = (*new_args, *in_order(new_kwargs)) if new_kwargs else new_args
         first = args[0] if keeps_first and args else None
-        if isinstance(first, Tensor) and not moves and call.action is not Action.SET_ITEM:
+        if isinstance(first, Tensor) and not weights_only and call.action is not Action.SET_ITEM:
             self._prepare_target(first)
         was_marked = format_of(first) if isinstance(first, Tensor) else None
         out = call(func, new_args, new_kwargs)
+        if is_wide or (not floats and not isinstance(target, Tensor) and _are_integers(args)):
+            self._mark_results_wide(out)
+            return out
         if call.action is Action.SET_ITEM:
             if was_marked and isinstance(first, Tensor):
                 self._round_result(first, call, operands, floats, first)
@@ -99,7 +113,74 @@ class Emulation(TorchFunctionMode):
                 if out.requires_grad:
                     self._hook(out, self.scope.site(call.name), call.name, operands)
                 return out
-        return self._round_results(out, call, operands, floats, kwargs.get("out", first))
+        return self._round_results(out, call, operands, floats, target)
+
+    # float32 on purpose
+
+    def _is_wide_call(
+        self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> bool:
+        """Whether a call computes float32 on purpose, by torch's type promotion with the format as a dtype below it."""
+        if "dtype" in kwargs and not isinstance(target, Tensor) and dtype_in(args, kwargs) in _WIDE_DTYPES:
+            return asks_for_float32(func, call.name, args, kwargs)
+        if not self._has_wide:
+            return False
+        tensors = [x for x in (*_tensors_in(args), *_tensors_in(tuple(kwargs.values()))) if is_roundable(x)]
+        if not tensors:
+            return False
+        if isinstance(target, Tensor):
+            return format_of(target) == WIDE
+        if call.name in NARROWING:
+            return all(format_of(x) == WIDE for x in tensors)
+        dimensions = max(x.dim() for x in tensors)
+        return any(format_of(x) == WIDE for x in tensors if x.dim() or not dimensions)
+
+    def _mark_results_wide(self, out: Any) -> None:
+        """These results are float32 on purpose: they are not rounded, nor are their gradients."""
+        for x in _tensors_in(out):
+            if is_roundable(x):
+                self._mark_wide(x)
+
+    def _mark_wide(self, x: Tensor) -> None:
+        self._has_wide = True
+        mark(x, WIDE)
+
+    def _make(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A new tensor: float32 on purpose, unless it is made like another one or the model's dtype is asked for."""
+        out = call(func, args, kwargs)
+        if not isinstance(out, Tensor) or not is_roundable(out) or "out" in kwargs:
+            return out
+        others = [*_tensors_in(args), *_tensors_in(tuple(kwargs.values()))]
+        if dtype_in(args, kwargs) is not None:
+            is_wide = asks_for_float32(func, call.name, args, kwargs)
+        elif call.action is Action.LIKE:
+            is_wide = any(format_of(x) == WIDE for x in others)
+        else:
+            is_wide = not others
+        if is_wide and not any(out is x for x in others):
+            self._mark_wide(out)
+        return out
+
+    def _cast(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A cast, which moves values between float32 and the format where it changes no dtype of torch."""
+        x = self._operand(args[0], weights_only=True) if is_roundable(args[0]) else args[0]
+        out = call(func, (x, *args[1:]), kwargs)
+        if not isinstance(out, Tensor) or not is_roundable(out):
+            return out
+        like = next((y for y in (*args[1:], *kwargs.values()) if isinstance(y, Tensor)), None)
+        if like is None and dtype_in(args, kwargs) is None and call.name not in ("float", "double"):
+            self._carry_marks(out, [x], None, None)  # to another device
+            return out
+        if asks_for_float32(func, call.name, args, kwargs) or (like is not None and format_of(like) == WIDE):
+            if format_of(x) != WIDE or out is not x:
+                out = out.clone() if out is args[0] or out is x else out  # its mark is its own
+                self._mark_wide(out)
+            return out
+        if format_of(x) == WIDE and out.dtype in _WIDE_DTYPES:
+            return self._operand(out, weights_only=False)
+        if is_roundable(x):
+            self._carry_marks(out, [x], None, None)
+        return out
 
     def _prepared(self, x: Any, weights_only: bool, floats: list[Tensor]) -> Any:
         """An argument with its tensors in their formats, which are appended to `floats`."""
@@ -149,7 +230,7 @@ class Emulation(TorchFunctionMode):
             return self._straight_through(x, spec, backward)
         rounded = x.clone()
         if spec is not None:
-            round_memory_(rounded, spec)
+            round_memory_(rounded, spec, keep_masks=role == "activation")
             activation = self.scope.specs.activation
             is_activation = role == "activation" or (activation is not None and activation.text == spec.text)
             mark(rounded, spec.text if is_activation else spec.text + OF_A_WEIGHT)
@@ -165,7 +246,11 @@ class Emulation(TorchFunctionMode):
         marks = {format_of(x) for x in floats}
         if isinstance(first, Tensor):
             marks.add(first_mark)
-        if len(marks) == 1 and (only := marks.pop()) is not None:
+        if WIDE in marks:  # by type promotion
+            for x in _tensors_in(out):
+                if x.is_floating_point():
+                    self._mark_wide(x)
+        elif len(marks) == 1 and (only := marks.pop()) is not None:
             for x in _tensors_in(out):
                 if x.is_floating_point():
                     mark(x, only)
@@ -213,7 +298,7 @@ class Emulation(TorchFunctionMode):
             observer = self.scope.listeners.watching(site, "activation")
             before = None if observer is None else out.detach().clone()
             # below autograd: what the operation saved for its backward is the rounded value, as on hardware
-            round_memory_(out, spec)
+            round_memory_(out, spec, keep_masks=True)
             if observer is not None and before is not None:
                 observer(site, "activation", before, out.detach(), spec)
             mark(out, spec.text)
@@ -265,6 +350,11 @@ def _tensors_in(out: Any) -> Iterator[Tensor]:
     elif isinstance(out, tuple | list):
         for item in out:
             yield from _tensors_in(item)
+
+
+def _are_integers(args: tuple[Any, ...]) -> bool:
+    tensors = [*_tensors_in(args)]
+    return bool(tensors) and not any(x.is_floating_point() or x.is_complex() for x in tensors)
 
 
 @contextmanager

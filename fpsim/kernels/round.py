@@ -52,14 +52,15 @@ def fill_noise(noise, block, key0, key1):  # type: ignore[no-untyped-def]
 
 
 @cache
-def _cpu_body(rule: int, shape: int, width: int, in_place: bool, limited: bool) -> Callable[..., Any]:
+def _cpu_body(rule: int, shape: int, width: int, in_place: bool, limited: bool, mask: int = 0) -> Callable[..., Any]:
     """Round the patterns of array `x` into `y`: two arrays that share no memory or, `in_place`, one.
 
     limited: patterns of a magnitude above `limit` stay as they are, and the largest magnitude is given back.
+    mask: patterns of this magnitude stay as they are; 0 for none, see launch.mask_of.
     """
     round_bits, at_scale = make_round(rule, shape, width), make_at_scale(width)
     uint, sint = integers(width)
-    to_top, magnitude_mask = uint(width - 32), uint((1 << (width - 1)) - 1)
+    to_top, magnitude_mask, unchanged = uint(width - 32), uint((1 << (width - 1)) - 1), uint(mask)
 
     @njit(inline="always")
     def body(x, y, n, p, key, block, log2_scale, limit):  # type: ignore[no-untyped-def]
@@ -76,6 +77,8 @@ def _cpu_body(rule: int, shape: int, width: int, in_place: bool, limited: bool) 
                 for i in range(len(ys)):
                     bits, word = uint(uint(noise[i]) << to_top), xs[i]
                     rounded = round_bits(word, bits, shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
+                    if mask:
+                        rounded = word if uint(word & magnitude_mask) == unchanged else rounded
                     if limited:
                         magnitude = uint(word & magnitude_mask)
                         amax = max(amax, magnitude)
@@ -85,6 +88,8 @@ def _cpu_body(rule: int, shape: int, width: int, in_place: bool, limited: bool) 
             for i in range(n):
                 word = x[i]
                 rounded = round_bits(word, uint(0), shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
+                if mask:
+                    rounded = word if uint(word & magnitude_mask) == unchanged else rounded
                 if limited:
                     magnitude = uint(word & magnitude_mask)
                     amax = max(amax, magnitude)
@@ -96,17 +101,18 @@ def _cpu_body(rule: int, shape: int, width: int, in_place: bool, limited: bool) 
 
 
 @cache
-def cpu_loop(rule: int, shape: int, width: int) -> Callable[..., None]:
+def cpu_loop(rule: int, shape: int, width: int, mask: int = 0) -> Callable[..., None]:
     """Round `n` patterns from address `src` to address `dst` (which may be `src`).
 
     `parameters` is the address of a Plan's integers, `key` that of two uint32 words; the noise starts at block
     `block`, so that a tensor cut at multiples of NOISE_BLOCK gets the same bits. `log2_scale` is the address of an
-    int64, see rounding.at_scale. Holds no lock, allocates no array but one block of noise.
+    int64, see rounding.at_scale. mask: the magnitude that stays as it is, see launch.mask_of. Holds no lock and
+    allocates no array but one block of noise.
     """
     uint, _ = integers(width)
-    out_of_place, in_place = (_cpu_body(rule, shape, width, same, False) for same in (False, True))
+    out_of_place, in_place = (_cpu_body(rule, shape, width, same, False, mask) for same in (False, True))
 
-    @compiled_loop(rule, shape, width)
+    @compiled_loop(rule, shape, width, mask)
     def loop(src, dst, n, parameters, key, block, log2_scale):  # type: ignore[no-untyped-def]
         p = carray(pointer(parameters), (8,), np.int64)
         scale = carray(pointer(log2_scale), (1,), np.int64)[0]
@@ -148,21 +154,22 @@ def cpu_fitting_loop(rule: int, shape: int, width: int) -> Callable[..., float]:
     return loop
 
 
-def cuda_kernel(rule: int, shape: int, width: int) -> Callable[..., None]:
+def cuda_kernel(rule: int, shape: int, width: int, mask: int = 0) -> Callable[..., None]:
     """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
     `x` and `y` are flat arrays of unsigned integers, `log2_scale` one of a single int64; the parameters are a Plan's.
-    A thread rounds one pattern, or under STOCHASTIC the eight whose noise comes from one counter.
+    A thread rounds one pattern, or under STOCHASTIC the eight whose noise comes from one counter. mask: the magnitude
+    that stays as it is, see launch.mask_of.
     """
     global cuda
     cuda = cuda_module()
     round_bits, at_scale = make_round(rule, shape, width), make_at_scale(width)
     uint, sint = integers(width)
-    to_top = uint(width - 32)
+    to_top, unchanged, magnitude_mask = uint(width - 32), uint(mask), uint((1 << (width - 1)) - 1)
 
-    def kernel(x, y, log2_scale, n, shift, origin, largest, overflow, smallest, zero_sign, mask, odd, key0, key1):  # type: ignore[no-untyped-def]
+    def kernel(x, y, log2_scale, n, shift, origin, largest, overflow, smallest, zero_sign, bits_used, odd, key0, key1):  # type: ignore[no-untyped-def]
         thread = cuda.grid(1)
-        shift, zero_sign, mask, odd = sint(shift), uint(zero_sign), uint(mask << (width - 32)), uint(odd)
+        shift, zero_sign, bits_used, odd = sint(shift), uint(zero_sign), uint(bits_used << (width - 32)), uint(odd)
         origin, largest, overflow, smallest = at_scale(origin, largest, overflow, smallest, log2_scale[0])
         origin, largest, overflow, smallest = sint(origin), uint(largest), uint(overflow), uint(smallest)
         if rule == STOCHASTIC:
@@ -173,17 +180,20 @@ def cuda_kernel(rule: int, shape: int, width: int) -> Callable[..., None]:
                 if i < n:
                     word = exchange_halves(words[j // 2]) if j % 2 else words[j // 2]
                     bits = uint(uint(word) << to_top)
-                    y[i] = round_bits(x[i], bits, shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
+                    r = round_bits(x[i], bits, shift, origin, largest, overflow, smallest, zero_sign, bits_used, odd)
+                    y[i] = r if mask == 0 or uint(x[i] & magnitude_mask) != unchanged else x[i]
         elif thread < n:
-            y[thread] = round_bits(x[thread], uint(0), shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
+            word = x[thread]
+            r = round_bits(word, uint(0), shift, origin, largest, overflow, smallest, zero_sign, bits_used, odd)
+            y[thread] = r if mask == 0 or uint(word & magnitude_mask) != unchanged else word
 
     return kernel
 
 
 @cache
-def cuda_loop(rule: int, shape: int, width: int) -> Callable[..., None]:
+def cuda_loop(rule: int, shape: int, width: int, mask: int = 0) -> Callable[..., None]:
     """The compiled kernel with its launch: (x, y, log2_scale, n, parameters, key0, key1, stream)."""
-    kernel = cuda_module().jit(cuda_kernel(rule, shape, width))
+    kernel = cuda_module().jit(cuda_kernel(rule, shape, width, mask))
 
     def launch(
         x: Any, y: Any, log2_scale: Any, n: int, parameters: tuple[int, ...], key0: int, key1: int, stream: Any

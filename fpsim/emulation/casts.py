@@ -1,0 +1,88 @@
+"""Casts: what a call asks a tensor to become, where one dtype of torch stands for both float32 and the format.
+
+`x.to(torch.float32)` asks for float32. `x.to(y.dtype)` asks for what y is, and `y.dtype` says float32 whether y is in
+the format or not. Both calls give torch the same argument; only the code that called tells them apart.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["CAST_NAMES", "FACTORIES", "FACTORIES_LIKE", "asks_for_float32", "dtype_in", "is_float32_island"]
+
+CAST_NAMES = frozenset("to type type_as float double".split())
+# Functions that make a tensor of nothing but sizes and numbers, and those that make one like another.
+FACTORIES = frozenset(
+    """
+    zeros ones full empty eye arange linspace logspace range rand randn normal tensor as_tensor asarray scalar_tensor
+    empty_strided empty_permuted
+    """.split()
+)
+FACTORIES_LIKE = frozenset(
+    """
+    zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty
+    new_empty_strided new_tensor
+    """.split()
+)
+_WIDE = (torch.float32, torch.float64)
+_LITERALS = ("float32", "float", "float64", "double")  # of the module torch
+_HOME = str(Path(torch.__file__).parent)
+
+
+def dtype_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The dtype among the arguments of a call."""
+    found = kwargs.get("dtype")
+    if found is None:
+        found = next((x for x in args if isinstance(x, torch.dtype)), None)
+    return found
+
+
+def asks_for_float32(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the code that called `function` asks for float32 (or float64) in words.
+
+    `x.float()` does, and `softmax(x, dtype=torch.float32)`. Where a variable or `y.dtype` stands in the place of the
+    dtype, it is taken for the model's own.
+    """
+    if name in ("float", "double"):
+        return True
+    dtype = dtype_in(args, kwargs)
+    if dtype not in _WIDE:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_between(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and _names_a_dtype(frame.f_code, frame.f_lasti, getattr(function, "__name__", name))
+
+
+@cache
+def _is_between(file: str) -> bool:
+    """Whether a frame lies between the user's call and the mode: ours, or torch's own wrapping."""
+    return file.startswith(_HOME) or Path(file).parent == Path(__file__).parent
+
+
+@cache
+def _names_a_dtype(code: CodeType, last: int, function: str) -> bool:
+    """Whether `torch.float32` or its like stands among the arguments of the call that runs at offset `last`."""
+    before = [i for i in dis.get_instructions(code) if i.offset <= last]
+    for earlier, instruction in zip(reversed(before[:-1]), reversed(before), strict=False):
+        if instruction.argval == function and instruction.opname.startswith("LOAD"):
+            return False  # the arguments begin here
+        if instruction.argval in _LITERALS and earlier.argval == "torch" and earlier.opname.startswith("LOAD"):
+            return True
+    return False
+
+
+def is_float32_island(x: Tensor) -> bool:
+    """Whether the code runs where autocast was switched off: `with torch.autocast(..., enabled=False)`."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth > 0 and not torch.is_autocast_enabled(x.device.type)
