@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -22,10 +21,6 @@ __all__ = ["Summary", "dequantize", "quantize", "round_parameters_", "summary"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Normalisations written in Python upcast to float32 inside, which a float32 container cannot show: they are rounded
-# at their border, as torch's own are.
-_NORMALISATION = re.compile(r".*(RMS|Layer|Group|Batch|Instance)_?Norm\w*", re.IGNORECASE)
-
 
 class _EmulatedForward:
     """Stands in for a module's `forward` and runs the true one under the module's scope."""
@@ -41,10 +36,6 @@ class _EmulatedForward:
         self.__code__ = getattr(forward, "__code__", None)  # torch.export asks where it is written
         scope = make_scope(self.name, self.policy, self.listeners)
         self._specs, self._float32 = scope.specs, scope.float32
-        is_torch = type(self.module).__module__.startswith("torch.")
-        is_block = next(self.module.children(), None) is not None  # it has a norm in its name, and more inside
-        is_named = _NORMALISATION.fullmatch(type(self.module).__name__) is not None
-        self._float32_inside = is_named and not is_torch and not is_block
 
     def _true_forward(self) -> Callable[..., Any]:
         """What `module.forward` would be without this: a method, a static one, or what a library put there."""
@@ -78,16 +69,9 @@ class _EmulatedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         specs = self.specs
         forward = self._true_forward()
-        inside = self._float32_inside and specs is not NO_SPECS
         scope = Scope(self.name, specs, self._float32, self.listeners, _replaced_parameters(self.module))
-        with entered(scope) as emulation:
-            if not inside:
-                return forward(*args, **kwargs)
-            args, kwargs = emulation.bring_in(args, kwargs)
-            scope.specs = RoleSpecs(specs.weight, None, None, specs.weight_grad)
-            out = forward(*args, **kwargs)
-            scope.specs = specs
-            return emulation.bring_out(out)
+        with entered(scope):
+            return forward(*args, **kwargs)
 
 
 def _replaced_parameters(module: nn.Module) -> list[int]:

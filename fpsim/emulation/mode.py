@@ -25,7 +25,7 @@ from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.launch import round_memory_
 from fpsim.policy import FormatLike, as_policy
 from fpsim.spec import RoundingSpec
-from fpsim.torch_internals import blind_to_modes, calibrate_holders, share_storage, without_torch_function
+from fpsim.torch_internals import blind_to_modes, calibrate_holders, share_storage
 
 __all__ = ["Emulation", "emulate", "entered"]
 
@@ -321,17 +321,6 @@ class Emulation(TorchFunctionMode):
         calibrate_holders()  # it takes a backward pass, and none should run in another
         out.register_hook(BackwardRounding(self.scope, site, role, spec, scale))
 
-    def bring_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Round what enters a module that computes in float32 inside."""
-        with without_torch_function():
-            named = {name: self._prepared(x, False, []) for name, x in kwargs.items()}
-            return tuple(self._prepared(x, False, []) for x in args), named
-
-    def bring_out(self, out: Any) -> Any:
-        """Round what leaves a module that computed in float32 inside."""
-        with without_torch_function():
-            return self._round_results(out, _LEAVES_A_MODULE, (), [], None)
-
 
 class _Border:
     """Where something is rounded that is no torch function's result: it has a name for its site, as a Call has."""
@@ -340,7 +329,6 @@ class _Border:
         self.name = name
 
 
-_LEAVES_A_MODULE: Any = _Border("output")
 _WRITTEN_TO: Any = _Border("activation")
 
 
