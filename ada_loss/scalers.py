@@ -14,24 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ada_loss.rules.loss import (
-    COUNT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    REACHED,
-    STEPS,
-    LossRule,
-    Off,
-    Torch,
-    as_loss_rule,
-    float32,
-    loss_rule,
-    require,
-)
+from ada_loss.checks import COUNT, NOT_NEGATIVE, POSITIVE, STEPS, Possible, require
+from ada_loss.rules.loss import LossRule, as_loss_rule, loss_rule
+from ada_loss.rules.loss.base import float32
+from ada_loss.rules.loss.counting import Torch
+from ada_loss.rules.loss.fixed import Off
+from fpsim.checks import is_number
 
 __all__ = ["GradScaler", "NoScaler", "Updater"]
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")  # what torch.amp.GradScaler takes in the place of our rule
+REACHED = Possible("a number, 0 or more", lambda v: is_number(v) and v >= 0)
 TORCH_STATE = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 
 

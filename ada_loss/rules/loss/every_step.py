@@ -1,0 +1,99 @@
+"""Rules whose scale may change at every step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from ada_loss.checks import AT_LEAST_ONE, BELOW_ONE, COUNT, FINITE, FLAG, NOT_NEGATIVE, POSITIVE, STEPS
+from ada_loss.rules.loss.base import FLOAT32, LossRule, float32, param, state
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["Chainer", "LogMax"]
+
+
+@dataclass(frozen=True)
+class Chainer(LossRule):
+    """Chainer's dynamic scale: every step doubles it until the first overflow ever, then `interval` steps do.
+
+    An overflow halves; all within 1 and `loss_scale_max`. The papers on adaptive scaling use interval=10.
+
+    >>> from ada_loss import trajectory
+    >>> trajectory(Chainer(interval=1), [True, True, False, True])
+    [1.0, 2.0, 4.0, 2.0, 4.0]
+    """
+
+    system: ClassVar[str] = "chainer"
+    fixed_by: ClassVar[str | None] = "scale"
+
+    interval: int = param(1000, STEPS)
+    loss_scale_max: float = param(65504.0, AT_LEAST_ONE)
+    overflowed: bool = state(False, FLAG)  # ever
+
+    def _start(self) -> float:
+        return 1.0
+
+    def adjust(self, ok: bool, largest: float | None = None) -> Self:
+        overflowed = self.overflowed or not ok
+        factor = 0.5 if not ok else 2.0 ** (1.0 / self.interval) if overflowed else 2.0
+        scale = max(1.0, min(self.loss_scale_max, self.scale * factor))
+        return self.evolve(scale=scale, overflowed=overflowed)
+
+
+@dataclass(frozen=True)
+class LogMax(LossRule):
+    """OpenSeq2Seq `LogMaxScaler`: keeps the largest gradient, taken as log-normal, below 2^log_max.
+
+    scale = 2^(log_max - (m + overflow_std_dev * s)), clipped, where m is the running mean (beta1) and s the
+    standard deviation (beta2), bias-corrected, of log2 of the largest unscaled gradient, or `log_max` where
+    that is not finite. log_max is log2 of the format's top, 16 for fp16. Gradients that are all zero change
+    nothing. The moments are float64; TensorFlow's are float32, and lose digits in a difference of squares.
+
+    >>> LogMax().adjust(ok=True, largest=2.0**4).scale
+    4096.0
+    """
+
+    system: ClassVar[str] = "logmax"
+    single: ClassVar[bool] = True
+    needs_largest: ClassVar[bool] = True
+    floor_and_ceiling: ClassVar[tuple[str, str] | None] = ("scale_min", "scale_max")
+
+    scale_min: float = param(1.0, POSITIVE)
+    scale_max: float = param(2.0**14, FLOAT32)
+    log_max: float = param(16.0, FINITE)
+    beta1: float = param(0.99, BELOW_ONE)
+    beta2: float = param(0.999, BELOW_ONE)
+    overflow_std_dev: float = param(3.09, NOT_NEGATIVE)
+    mean: float = state(0.0, FINITE)  # of log2 of the largest gradient
+    slow_mean: float = state(0.0, FINITE)
+    variance: float = state(0.0, NOT_NEGATIVE)
+    seen: int = state(0, COUNT)  # gradients that were not all zero
+
+    def _start(self) -> float:
+        return 1.0
+
+    def adjust(self, ok: bool, largest: float | None = None) -> Self:
+        if ok and largest is None:
+            raise ValueError(
+                "The rule 'logmax' came to adjust(ok=True) without the largest gradient. "
+                "That is a number, 0 or more. Give it, adjust(ok, largest), or let GradScaler do so."
+            )
+        if ok and largest == 0:
+            return self
+        finite = ok and largest is not None and math.isfinite(largest)
+        x = math.log2(largest) if finite else self.log_max  # type: ignore[arg-type]
+        seen = self.seen + 1
+        # The newest value of a bias-corrected running mean weighs (1 - beta) / (1 - beta^seen), in a variance
+        # too (West 1979): no difference of squares, which cancels
+        newest1, newest2 = ((1 - beta) / (1 - beta**seen) for beta in (self.beta1, self.beta2))
+        mean = self.mean + newest1 * (x - self.mean)
+        shift = newest2 * (x - self.slow_mean)
+        variance = (1 - newest2) * (self.variance + (x - self.slow_mean) * shift)
+        exponent = self.log_max - (mean + self.overflow_std_dev * math.sqrt(variance))
+        scale = float32(2.0 ** min(exponent, 1023.0))  # beyond, 2.0**x raises
+        scale = max(min(scale, float32(self.scale_max)), float32(self.scale_min))
+        after = self.evolve(scale=scale, mean=mean, variance=variance, seen=seen)
+        return after.evolve(slow_mean=self.slow_mean + shift)

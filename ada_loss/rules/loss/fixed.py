@@ -1,0 +1,51 @@
+"""No scaling, and a scale that stays."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass
+from typing import ClassVar
+
+from ada_loss.checks import FLAG, POSITIVE, number
+from ada_loss.rules.loss.base import LossRule, param, state
+
+__all__ = ["Off", "Static"]
+
+
+ONE = number("1, for it does not scale", lambda v: v == 1)
+
+
+@dataclass(frozen=True)
+class Off(LossRule):
+    """No scaling, no check, nothing skipped.
+
+    >>> Off().scale, Off().skips
+    (1.0, False)
+    """
+
+    system: ClassVar[str] = "off"
+    dynamic: ClassVar[bool] = False
+
+    scale: float = state(1.0, ONE)
+
+    @property
+    def skips(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Static(LossRule):
+    """One scale for ever. By itself it skips nothing: overflows reach the parameters, unless `skip_overflow`.
+
+    >>> Static(128.0).adjust(ok=False).scale
+    128.0
+    """
+
+    system: ClassVar[str] = "static"
+    dynamic: ClassVar[bool] = False
+
+    scale: float = param(MISSING, POSITIVE)
+    skip_overflow: bool = param(False, FLAG)
+
+    @property
+    def skips(self) -> bool:
+        return self.skip_overflow
