@@ -1,13 +1,13 @@
-"""Errors at the border in one voice: what a parameter may be, and the refusal of one that is something else."""
+"""Checks of arguments: which values a parameter may have, in words and as a test, and one error for all others."""
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING
-from numbers import Integral, Real
 from typing import Any, NamedTuple
+
+from fpsim.checks import is_finite_number, is_whole
 
 __all__ = [
     "ABOVE_ONE",
@@ -22,37 +22,33 @@ __all__ = [
     "Possible",
     "number",
     "require",
-    "whole",
 ]
 
 FLOAT64_MAX = sys.float_info.max
 
 
 class Possible(NamedTuple):
-    """What a parameter may be: in words, and as a test."""
+    """The values that a parameter may have.
+
+    words: what an error says of them, after "it must be".
+    allows: whether a value is one of them.
+    """
 
     words: str
     allows: Callable[[Any], bool]
 
     def or_none(self) -> Possible:
+        """These values, and None."""
         return Possible(f"{self.words}, or None", lambda v: v is None or self.allows(v))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_finite(value: Any) -> bool:
-    # math.isfinite raises for an int beyond the largest float
-    return abs(value) <= FLOAT64_MAX if isinstance(value, int) else math.isfinite(value)
-
-
 def number(words: str, holds: Callable[[Any], bool]) -> Possible:
-    return Possible(words, lambda v: _is_number(v) and _is_finite(v) and bool(holds(v)))
+    """The finite numbers for which `holds` is true. An int beyond the largest float64 is not one of them."""
+    return Possible(words, lambda v: is_finite_number(v) and _is_in_float64(v) and bool(holds(v)))
 
 
-def whole(words: str, holds: Callable[[Any], bool]) -> Possible:
-    return Possible(words, lambda v: isinstance(v, Integral) and not isinstance(v, bool) and bool(holds(v)))
+def _is_in_float64(value: Any) -> bool:
+    return not isinstance(value, int) or abs(value) <= FLOAT64_MAX
 
 
 POSITIVE = number("a finite number above 0", lambda v: v > 0)
@@ -61,13 +57,19 @@ ABOVE_ONE = number("a finite number above 1", lambda v: v > 1)
 AT_LEAST_ONE = number("a finite number, 1 or more", lambda v: v >= 1)
 BELOW_ONE = number("a number between 0 and 1, both excluded", lambda v: 0 < v < 1)
 FINITE = number("a finite number", lambda v: True)
-STEPS = whole("a whole number, 1 or more", lambda v: v >= 1)
-COUNT = whole("a whole number, 0 or more", lambda v: v >= 0)
+STEPS = Possible("a whole number, 1 or more", lambda v: is_whole(v, 1))
+COUNT = Possible("a whole number, 0 or more", lambda v: is_whole(v, 0))
 FLAG = Possible("True or False", lambda v: isinstance(v, bool))
 
 
 def require(name: str, value: object, possible: Possible, owner: str, default: object = MISSING) -> None:
-    """Refuse a parameter that is not possible.
+    """Raise ValueError unless the value is possible.
+
+    name: the parameter's name.
+    value: what was given for it.
+    possible: the values that it may have.
+    owner: what would be made with it, for the error: "GradScaler".
+    default: what it is when it is left out; without one the error does not suggest that.
 
     >>> require("growth", 0.5, ABOVE_ONE, "rule", 2.0)
     Traceback (most recent call last):

@@ -1,7 +1,15 @@
-"""When a loss scale grows and when it backs off: each system's rule as a frozen value, pure arithmetic.
+"""Rules of loss scaling: when a system lets its loss scale grow, and when it backs off. Pure arithmetic.
 
-`rule.scale` is the scale of the coming step, `rule.adjust(ok)` the rule after it; no rule changes in place.
-Parameters bear the names their system gives them, with its defaults.
+A rule is a frozen value. `rule.scale` is the scale of the coming step, `rule.adjust(ok)` is the rule after that step.
+Parameters have the names and the defaults that their system gives them. Each family of systems has a file:
+
+fixed: no scaling, or a constant scale.
+counting: growth after a number of good steps, a smaller scale after every overflow.
+hysteresis: as counting, but some overflows are free.
+tolerance: a smaller scale only when the share of overflows is too large.
+every_step: a new scale at every step.
+
+A new system is a class in the file of its family and a line in catalogue.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the rules of all systems have in common: a frozen value with a scale, its parameters and its memories."""
+"""LossRule, which all systems share: a frozen value with a scale, parameters, and a state that steps change."""
 
 from __future__ import annotations
 
@@ -34,41 +34,51 @@ FLOAT32 = number("a number above 0 that float32 holds", lambda v: 0 < v <= FLOAT
 
 
 def param(default: Any, possible: Possible) -> Any:
-    """A parameter of a rule, and what it may be."""
+    """A field for a parameter of the system.
+
+    default: the system's own, or `dataclasses.MISSING` where it has none.
+    possible: the values that it may have.
+    """
     return field(default=default, metadata={"possible": possible})
 
 
 def state(default: Any, possible: Possible) -> Any:
-    """What a rule remembers: given by name, for a rule taken up where another run left it."""
+    """A field for what steps change. It is given by name only, to continue from the state of another run.
+
+    default: the value before the first step, or None where the parameters determine it (see `_initial_state`).
+    possible: the values that it may have.
+    """
     return field(default=default, kw_only=True, metadata={"possible": possible})
 
 
 @dataclass(frozen=True)
 class LossRule:
-    """A loss scale and what becomes of it: a value with `scale`, and `adjust(ok)` for the value after a step.
+    """A loss scale and how it changes: `scale` is the scale of the coming step, `adjust(ok)` the rule after it.
 
-    Two rules are equal where all their parameters and all they remember are.
+    Two rules are equal if their parameters and their states are equal.
     """
 
-    system: ClassVar[str]  # its name for `loss_rule`
+    system: ClassVar[str]  # the name for `loss_rule`
     single: ClassVar[bool] = False  # the system keeps its scale in float32
-    dynamic: ClassVar[bool] = True  # adjust() may change it
-    needs_largest: ClassVar[bool] = False  # adjust() wants the largest gradient
-    fixed_by: ClassVar[str | None] = None  # the parameter that, being a number, asks for a fixed scale
-    floor_and_ceiling: ClassVar[tuple[str, str] | None] = None  # parameters that bound the scale
+    dynamic: ClassVar[bool] = True  # adjust() may change the scale
+    needs_largest: ClassVar[bool] = False  # adjust() needs the largest gradient
+    fixed_by: ClassVar[str | None] = None  # the parameter that fixes the scale if it is a number
+    floor_and_ceiling: ClassVar[tuple[str, str] | None] = None  # the parameters that bound the scale
 
     scale: float = state(None, POSITIVE.or_none())
 
     @property
     def skips(self) -> bool:
-        """Whether the step is skipped when a gradient is not finite."""
+        """Whether a step is skipped if a gradient is not finite."""
         return True
 
     def adjust(self, ok: bool, largest: float | None = None) -> Self:
-        """The rule after a step; `ok` says that all gradients were finite.
+        """The rule after a step.
 
-        largest: the largest magnitude among the unscaled gradients, for rules with `needs_largest`.
-        Raises FloatingPointError where the system stops because its scale cannot fall further.
+        ok: whether all gradients were finite.
+        largest: the largest magnitude of the unscaled gradients, for rules with `needs_largest`.
+
+        Raises FloatingPointError if the system stops because its scale cannot fall further.
         """
         return self
 
@@ -76,8 +86,8 @@ class LossRule:
         """The scale of the first step."""
         return self.scale
 
-    def _memories(self) -> dict[str, Any]:
-        """What a rule that has seen no step remembers, where nothing else was given."""
+    def _initial_state(self) -> dict[str, Any]:
+        """The state before the first step, of the fields whose default is None."""
         return {"scale": self._start()}
 
     def __post_init__(self) -> None:
@@ -90,9 +100,9 @@ class LossRule:
                 names = " and ".join(self.floor_and_ceiling)
                 raise ValueError(
                     f"{names} of the rule {self.system!r} came as {floor!r} and {ceiling!r}. "
-                    f"The floor may be the ceiling at most. Lower it, or exchange the two."
+                    f"The floor may be at most the ceiling. Lower it, or exchange the two."
                 )
-        for name, first in self._memories().items():
+        for name, first in self._initial_state().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, first)
         scale = float32(self.scale) if self.single else float(self.scale)
@@ -104,14 +114,14 @@ class LossRule:
         object.__setattr__(self, "scale", scale)
 
     def evolve(self, **changes: Any) -> Self:
-        """This rule with other memories. Not checked: arithmetic may lead where no parameter may start."""
-        after = object.__new__(type(self))  # under 1 us; dataclasses.replace would check it all again, 8 us
+        """This rule with another state, which is not checked: a scale may become 0 or inf, but not start there."""
+        after = object.__new__(type(self))  # under 1 us; dataclasses.replace repeats all checks, 8 us
         after.__dict__.update(self.__dict__, **changes)
         return after
 
 
 def float32(x: float) -> float:
-    """The nearest float32; beyond the largest it is inf.
+    """The float32 nearest to x, or inf if that is beyond the largest.
 
     >>> float32(0.1), float32(1e300)
     (0.10000000149011612, inf)
@@ -120,12 +130,15 @@ def float32(x: float) -> float:
 
 
 def finite_or(new: float, old: float) -> float:
-    """The new scale, unless it overflowed."""
+    """The new scale, or the old one if the new one is inf."""
     return new if math.isfinite(new) else old
 
 
 def trajectory(rule: LossRule, oks: Iterable[bool]) -> list[float]:
-    """The scale before each step and after the last, where `oks` says which steps had finite gradients.
+    """The scale before each step, and after the last one.
+
+    rule: the rule before the first step.
+    oks: for each step whether all gradients were finite.
 
     >>> from ada_loss import loss_rule
     >>> trajectory(loss_rule("torch", init_scale=8.0, growth_interval=2), [True, True, True, False])
@@ -139,6 +152,13 @@ def trajectory(rule: LossRule, oks: Iterable[bool]) -> list[float]:
 
 
 def stopped(system: str, scale: float, floor: str, value: float) -> FloatingPointError:
+    """The error of a system that stops the training at its smallest scale.
+
+    system: the system's name.
+    scale: the scale at which gradients overflowed.
+    floor: the name of the parameter that bounds the scale from below.
+    value: the value of that parameter.
+    """
     return FloatingPointError(
         f"The rule {system!r} stops: gradients overflowed at a scale of {scale!r}, and {floor} is {value!r}. "
         f"The loss is probably exploding: lower the learning rate, clip the gradients, or lower {floor}."

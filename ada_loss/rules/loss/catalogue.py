@@ -1,4 +1,4 @@
-"""Rules by the names of their systems."""
+"""The loss rule of each system, by the system's name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ada_loss.rules.loss.tolerance import Cerebras, CerebrasTensorflow, Fairseq,
 from fpsim.checks import did_you_mean, is_number
 
 __all__ = ["SYSTEMS", "as_loss_rule", "loss_rule"]
-
 
 SYSTEMS: dict[str, type[LossRule]] = {
     rule.system: rule
@@ -44,10 +43,13 @@ SYSTEMS["none"] = Off
 
 
 def loss_rule(system: str, **params: Any) -> LossRule:
-    """The loss-scale rule of a system ("torch", "nnabla", ..., "static", "off"), by its own parameter names.
+    """The loss-scale rule of a system.
 
-    `loss_scale=` of cerebras and apex, `scale=` of chainer may be numbers, as there: the scale is then fixed.
-    Raises ValueError for an unknown system or impossible value, TypeError for an unknown or missing name.
+    system: its name: "torch", "nnabla", ..., or "static" for a constant scale, "off" for none.
+    params: parameters under the names that the system gives them. As in these systems, `loss_scale` of cerebras and
+        apex and `scale` of chainer may be a number, which fixes the scale.
+
+    Raises ValueError for an unknown system or an impossible value, TypeError for an unknown or missing parameter.
 
     >>> loss_rule("torch", init_scale=4.0, growth_interval=1).adjust(ok=True).scale
     8.0
@@ -77,7 +79,7 @@ def loss_rule(system: str, **params: Any) -> LossRule:
 
 
 def as_loss_rule(rule: LossRule | str | float) -> LossRule:
-    """A rule from a rule, a system's name, or a number (a fixed scale).
+    """A rule from a rule, from a system's name, or from a number, which is a constant scale.
 
     >>> as_loss_rule(128)
     Static(scale=128.0, skip_overflow=False)

@@ -1,4 +1,4 @@
-"""Rules that count good steps in a row, and start again at every overflow."""
+"""Rules that count good steps in a row: some number of them lets the scale grow, every overflow makes it smaller."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Apex", "CountingRule", "Flax", "Jmp", "Keras", "Nnabla", "OpenSeq2Se
 
 @dataclass(frozen=True)
 class CountingRule(LossRule):
-    """Grows when the count of good steps asks for it; an overflow backs off and starts the count again.
+    """Grows after a number of good steps. An overflow backs off, and sets the count of good steps to 0.
 
-    A system says when growth is due, and what is above and below: `_due`, `_grown`, `_backed_off`.
+    A system says when the scale grows (`_due`), and which scale is next (`_grown`, `_backed_off`).
     """
 
-    after_growth: ClassVar[int | None] = 0  # the count after a growth; None: the count goes on
+    after_growth: ClassVar[int | None] = 0  # the count after a growth, or None if it continues
 
     good: int = state(0, COUNT)  # good steps before this one, as the system counts them
 
@@ -38,20 +38,23 @@ class CountingRule(LossRule):
         return self.evolve(scale=self._backed_off(), good=0)
 
     def _due(self) -> bool:
+        """Whether the scale grows if the coming step is good."""
         raise NotImplementedError
 
     def _grown(self) -> float:
+        """The scale after a growth."""
         raise NotImplementedError
 
     def _backed_off(self) -> float:
+        """The scale after an overflow."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Torch(CountingRule):
-    """`torch.amp.GradScaler`: growth beyond float32 is refused, nothing stops the fall.
+    """`torch.amp.GradScaler`: the scale does not grow beyond float32, and may shrink to 0.
 
-    Factors stay double: the product is rounded once (ATen/native/cpu/AmpGradScalerKernels.cpp).
+    Factors are float64, and the product is rounded once (ATen/native/cpu/AmpGradScalerKernels.cpp).
 
     >>> from ada_loss import trajectory
     >>> trajectory(Torch(init_scale=8.0, growth_interval=3), [True, True, True, False])
@@ -81,9 +84,13 @@ class Torch(CountingRule):
 
 @dataclass(frozen=True)
 class Nnabla(CountingRule):
-    """NNabla `DynamicLossScalingUpdater`: grows after good step N + 2, and every N + 1 from then on.
+    """NNabla `DynamicLossScalingUpdater`: grows after good step N + 2, and then every N + 1 good steps.
 
-    The count is tested before the step is counted, and the step that grows counts. No floor, no ceiling.
+    The count is tested before the step is counted, and the step of a growth is counted. The scale has no bounds.
+
+    scale: the initial scale.
+    scaling_factor: the factor by which the scale grows and shrinks.
+    N: the number of good steps that is exceeded before the scale grows.
 
     >>> from ada_loss import trajectory
     >>> trajectory(Nnabla(scale=8.0, N=1), [True] * 5)
@@ -109,7 +116,7 @@ class Nnabla(CountingRule):
 
 @dataclass(frozen=True)
 class Jmp(CountingRule):
-    """`jmp.DynamicLossScale`: growth beyond float32 is refused.
+    """`jmp.DynamicLossScale`: the scale does not grow beyond float32, nor shrink below `min_loss_scale`.
 
     >>> from ada_loss import trajectory
     >>> trajectory(Jmp(loss_scale=2.0, period=2), [False, False, True, True])
@@ -139,7 +146,7 @@ class Jmp(CountingRule):
 
 @dataclass(frozen=True)
 class Keras(CountingRule):
-    """Keras 3 `LossScaleOptimizer`: doubles and halves with no guard at either end.
+    """Keras 3 `LossScaleOptimizer`: doubles and halves without bounds.
 
     >>> from ada_loss import trajectory
     >>> trajectory(Keras(initial_scale=1.0, dynamic_growth_steps=2), [False, True, True])
@@ -167,7 +174,7 @@ class Keras(CountingRule):
 
 @dataclass(frozen=True)
 class Tensorflow(CountingRule):
-    """TensorFlow `DynamicLossScale`: never below 1, growth beyond float32 is refused.
+    """TensorFlow `DynamicLossScale`: the scale does not grow beyond float32, nor shrink below 1.
 
     >>> from ada_loss import trajectory
     >>> trajectory(Tensorflow(initial_loss_scale=2.0, increment_period=1), [False, False, True])
@@ -196,7 +203,7 @@ class Tensorflow(CountingRule):
 
 @dataclass(frozen=True)
 class Flax(CountingRule):
-    """flax `DynamicScale`: growth is tested before the step is counted, so the period is growth_interval + 1.
+    """flax `DynamicScale`: tests the count before counting the step, so the scale grows every growth_interval + 1.
 
     >>> from ada_loss import trajectory
     >>> trajectory(Flax(scale=4.0, growth_interval=1), [True, True, True])
@@ -224,7 +231,7 @@ class Flax(CountingRule):
 
 @dataclass(frozen=True)
 class Apex(CountingRule):
-    """apex `LossScaler`: a ceiling from the start, a floor if one is given.
+    """apex `LossScaler`: the scale is never above `max_loss_scale`, nor below `min_loss_scale` if there is one.
 
     >>> from ada_loss import trajectory
     >>> trajectory(Apex(init_scale=2.0, scale_window=1, max_loss_scale=4.0), [True, True, False])
@@ -256,9 +263,13 @@ class Apex(CountingRule):
 
 @dataclass(frozen=True)
 class OpenSeq2Seq(CountingRule):
-    """OpenSeq2Seq `BackoffScaler`: starts at its ceiling; grows at multiples of the window since an overflow.
+    """OpenSeq2Seq `BackoffScaler`: starts at `scale_max`; grows when the steps since an overflow fill a window.
 
-    increment_first: the step is counted before the test, so the very first growth comes one step sooner.
+    scale_min: the smallest scale.
+    scale_max: the largest scale, and the initial one.
+    step_factor: the factor by which the scale grows and shrinks.
+    step_window: good steps before the scale grows; the count continues after a growth.
+    increment_first: count the step before the test, so that the first growth comes one step earlier.
 
     >>> from ada_loss import trajectory
     >>> trajectory(OpenSeq2Seq(scale_max=4.0, step_window=2), [False, True, True, True, True])
@@ -277,8 +288,8 @@ class OpenSeq2Seq(CountingRule):
     increment_first: bool = param(False, FLAG)
     good: int = state(None, COUNT.or_none())
 
-    def _memories(self) -> dict[str, Any]:
-        return {**super()._memories(), "good": int(self.increment_first)}
+    def _initial_state(self) -> dict[str, Any]:
+        return {**super()._initial_state(), "good": int(self.increment_first)}
 
     def _start(self) -> float:
         return self.scale_max

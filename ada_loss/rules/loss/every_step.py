@@ -1,4 +1,4 @@
-"""Rules whose scale may change at every step."""
+"""Rules that may choose another scale at every step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ __all__ = ["Chainer", "LogMax"]
 
 @dataclass(frozen=True)
 class Chainer(LossRule):
-    """Chainer's dynamic scale: every step doubles it until the first overflow ever, then `interval` steps do.
+    """Chainer's dynamic scale: every step doubles it until the first overflow; after that, `interval` steps double it.
 
-    An overflow halves; all within 1 and `loss_scale_max`. The papers on adaptive scaling use interval=10.
+    An overflow halves the scale. It stays between 1 and `loss_scale_max`. Zhao et al. 2020 use interval=10.
+
+    interval: good steps that double the scale, each by the same factor.
+    loss_scale_max: the largest scale.
 
     >>> from ada_loss import trajectory
     >>> trajectory(Chainer(interval=1), [True, True, False, True])
@@ -31,7 +34,7 @@ class Chainer(LossRule):
 
     interval: int = param(1000, STEPS)
     loss_scale_max: float = param(65504.0, AT_LEAST_ONE)
-    overflowed: bool = state(False, FLAG)  # ever
+    overflowed: bool = state(False, FLAG)  # in any earlier step
 
     def _start(self) -> float:
         return 1.0
@@ -45,12 +48,19 @@ class Chainer(LossRule):
 
 @dataclass(frozen=True)
 class LogMax(LossRule):
-    """OpenSeq2Seq `LogMaxScaler`: keeps the largest gradient, taken as log-normal, below 2^log_max.
+    """OpenSeq2Seq `LogMaxScaler`: a scale that keeps the largest gradient below 2^log_max, if it is log-normal.
 
-    scale = 2^(log_max - (m + overflow_std_dev * s)), clipped, where m is the running mean (beta1) and s the
-    standard deviation (beta2), bias-corrected, of log2 of the largest unscaled gradient, or `log_max` where
-    that is not finite. log_max is log2 of the format's top, 16 for fp16. Gradients that are all zero change
-    nothing. The moments are float64; TensorFlow's are float32, and lose digits in a difference of squares.
+    scale = 2^(log_max - (m + overflow_std_dev * s)), clipped to scale_min and scale_max. m and s are the running mean
+    and standard deviation, bias-corrected, of log2 of the largest unscaled gradient. A gradient that is not finite
+    counts as 2^log_max; a step whose gradients are all zero changes nothing. The moments are float64. TensorFlow's
+    are float32, and lose digits in a difference of squares.
+
+    scale_min: the smallest scale.
+    scale_max: the largest scale.
+    log_max: log2 of the value at which the format overflows, 16 for fp16.
+    beta1: the decay of the running mean m.
+    beta2: the decay of the running deviation s.
+    overflow_std_dev: how many deviations the largest gradient stays below 2^log_max.
 
     >>> LogMax().adjust(ok=True, largest=2.0**4).scale
     4096.0
@@ -68,9 +78,9 @@ class LogMax(LossRule):
     beta2: float = param(0.999, BELOW_ONE)
     overflow_std_dev: float = param(3.09, NOT_NEGATIVE)
     mean: float = state(0.0, FINITE)  # of log2 of the largest gradient
-    slow_mean: float = state(0.0, FINITE)
-    variance: float = state(0.0, NOT_NEGATIVE)
-    seen: int = state(0, COUNT)  # gradients that were not all zero
+    slow_mean: float = state(0.0, FINITE)  # the same with beta2
+    variance: float = state(0.0, NOT_NEGATIVE)  # with beta2
+    seen: int = state(0, COUNT)  # steps whose gradients were not all zero
 
     def _start(self) -> float:
         return 1.0
@@ -86,14 +96,14 @@ class LogMax(LossRule):
         finite = ok and largest is not None and math.isfinite(largest)
         x = math.log2(largest) if finite else self.log_max  # type: ignore[arg-type]
         seen = self.seen + 1
-        # The newest value of a bias-corrected running mean weighs (1 - beta) / (1 - beta^seen), in a variance
-        # too (West 1979): no difference of squares, which cancels
+        # In a bias-corrected running mean the newest value has the weight (1 - beta) / (1 - beta^seen), and in a
+        # variance too (West 1979), which avoids the cancellation of a difference of squares
         newest1, newest2 = ((1 - beta) / (1 - beta**seen) for beta in (self.beta1, self.beta2))
         mean = self.mean + newest1 * (x - self.mean)
         shift = newest2 * (x - self.slow_mean)
         variance = (1 - newest2) * (self.variance + (x - self.slow_mean) * shift)
         exponent = self.log_max - (mean + self.overflow_std_dev * math.sqrt(variance))
-        scale = float32(2.0 ** min(exponent, 1023.0))  # beyond, 2.0**x raises
+        scale = float32(2.0 ** min(exponent, 1023.0))  # beyond 1023, 2.0**x raises OverflowError
         scale = max(min(scale, float32(self.scale_max)), float32(self.scale_min))
         after = self.evolve(scale=scale, mean=mean, variance=variance, seen=seen)
         return after.evolve(slow_mean=self.slow_mean + shift)

@@ -1,4 +1,4 @@
-"""No scaling, and a scale that stays."""
+"""Rules without adjustment: no scaling, and a constant scale."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from ada_loss.rules.loss.base import LossRule, param, state
 
 __all__ = ["Off", "Static"]
 
-
-ONE = number("1, for it does not scale", lambda v: v == 1)
+ONE = number("1, because this rule does not scale", lambda v: v == 1)
 
 
 @dataclass(frozen=True)
 class Off(LossRule):
-    """No scaling, no check, nothing skipped.
+    """No scaling. Gradients are not checked, and no step is skipped.
 
     >>> Off().scale, Off().skips
     (1.0, False)
@@ -34,7 +33,10 @@ class Off(LossRule):
 
 @dataclass(frozen=True)
 class Static(LossRule):
-    """One scale for ever. By itself it skips nothing: overflows reach the parameters, unless `skip_overflow`.
+    """A constant scale.
+
+    scale: the scale.
+    skip_overflow: skip steps with a gradient that is not finite. Without it such gradients reach the parameters.
 
     >>> Static(128.0).adjust(ok=False).scale
     128.0

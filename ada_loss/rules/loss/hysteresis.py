@@ -1,4 +1,4 @@
-"""Counting rules with hysteresis: some overflows are free."""
+"""Counting rules with hysteresis: some overflows do not change the scale."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["ApexHysteresis", "DeepSpeed", "HystereticRule", "Megatron"]
 
 @dataclass(frozen=True)
 class HystereticRule(CountingRule):
-    """An overflow first spends what is spare and backs off once nothing is; `_refills` brings it back."""
+    """An overflow backs off only after `spare` others; a good step restores their number if `_refills` says so."""
 
-    spare: int = state(None, COUNT.or_none())  # overflows that are still free
+    spare: int = state(None, COUNT.or_none())  # overflows that still leave the scale unchanged
 
-    def _memories(self) -> dict[str, Any]:
-        return {**super()._memories(), "spare": self._reserve()}
+    def _initial_state(self) -> dict[str, Any]:
+        return {**super()._initial_state(), "spare": self._reserve()}
 
     def _good_step(self) -> Self:
         after = super()._good_step()
@@ -32,17 +32,17 @@ class HystereticRule(CountingRule):
         return self.evolve(good=0, spare=self.spare - 1) if self.spare else super()._overflow()
 
     def _reserve(self) -> int:
-        """Overflows that are free after a refill."""
+        """The value to which `spare` is restored."""
         raise NotImplementedError
 
     def _refills(self) -> bool:
-        """Whether this good step refills."""
+        """Whether the coming step restores `spare` if it is good."""
         return self._due()
 
 
 @dataclass(frozen=True)
 class ApexHysteresis(HystereticRule, Torch):
-    """apex `update_scale_hysteresis`: torch's rule, with `hysteresis - 1` overflows free after a good step.
+    """apex `update_scale_hysteresis`: torch's rule, but backs off from overflow number `hysteresis` in a row on.
 
     >>> from ada_loss import trajectory
     >>> trajectory(ApexHysteresis(init_scale=8.0, hysteresis=2), [False, True, False, False])
@@ -51,7 +51,7 @@ class ApexHysteresis(HystereticRule, Torch):
 
     system: ClassVar[str] = "apex_hysteresis"
 
-    growth_factor: float = param(2.0, AT_LEAST_ONE)  # its own test runs with 1
+    growth_factor: float = param(2.0, AT_LEAST_ONE)  # 1 is possible: apex tests with it
     hysteresis: int = param(1, STEPS)
 
     def _reserve(self) -> int:
@@ -63,9 +63,9 @@ class ApexHysteresis(HystereticRule, Torch):
 
 @dataclass(frozen=True)
 class Megatron(HystereticRule):
-    """Megatron-LM `DynamicGradScaler`: `hysteresis - 1` free overflows, refilled by growth alone.
+    """Megatron-LM `DynamicGradScaler`: backs off from overflow number `hysteresis` since the last growth on.
 
-    growth_interval: a fraction is possible, and never reached.
+    growth_interval: good steps before the scale grows; a fraction is possible, and means never.
 
     >>> from ada_loss import trajectory
     >>> trajectory(Megatron(initial_scale=8.0), [False, True, False, False])
@@ -101,10 +101,13 @@ class Megatron(HystereticRule):
 
 @dataclass(frozen=True)
 class DeepSpeed(HystereticRule):
-    """DeepSpeed `DynamicLossScaler`: grows when the good steps before this one are a multiple of the window.
+    """DeepSpeed `DynamicLossScaler`: grows when the number of good steps before this one fills a window.
 
-    `delayed_shift - 1` overflows are free; they come back with growth or, with `consecutive_hysteresis`, with
-    every good step. An overflow at the floor stops the training, unless `raise_error_at_min_scale` is False.
+    scale_window: that number of good steps; the count continues after a growth.
+    min_scale: the smallest scale.
+    delayed_shift: the number of the overflow, since the last growth, from which on the scale backs off.
+    consecutive_hysteresis: count overflows since the last good step instead.
+    raise_error_at_min_scale: stop the training at an overflow with the smallest scale.
 
     >>> from ada_loss import trajectory
     >>> trajectory(DeepSpeed(init_scale=8.0, scale_window=2), [True, True, True, False])

@@ -1,4 +1,4 @@
-"""Rules with a tolerance: they back off when the share of overflows since the last change is too large."""
+"""Rules with a tolerance: they back off when the share of overflows since the last change of scale is too large."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Cerebras", "CerebrasTensorflow", "Fairseq", "Metaseq"]
 
-
-TWO = number("2, the one multiplier of this system", lambda v: v == 2)
+TWO = number("2, the only multiplier of this system", lambda v: v == 2)
 CEREBRAS_FLOOR = number("a finite number, 2**-14 or more", lambda v: v >= 2.0**-14)
 
 
 @dataclass(frozen=True)
 class Fairseq(CountingRule):
-    """fairseq `DynamicLossScaler`: backs off when the share of overflows since a change reaches `tolerance`.
+    """fairseq `DynamicLossScaler`: backs off when the share of overflows since the last change reaches `tolerance`.
 
-    Growth restarts the steps of that share but keeps its overflows. `threshold` is a soft floor; a scale that
-    an overflow finds or leaves at `min_loss_scale` or below stops the training.
+    Growth sets the number of steps in that share to 0, but not the number of overflows, as in fairseq.
+
+    scale_window: good steps in a row before the scale grows.
+    tolerance: the share of overflows at which the scale backs off; 0 for every overflow.
+    threshold: the scale does not back off below it.
+    min_loss_scale: an overflow whose scale is this or less afterwards stops the training.
 
     >>> from ada_loss import trajectory
     >>> trajectory(Fairseq(init_scale=8.0, scale_window=2, tolerance=0.5), [True, True, False, True, False])
@@ -41,7 +44,7 @@ class Fairseq(CountingRule):
     threshold: float | None = param(None, POSITIVE.or_none())
     min_loss_scale: float = param(1e-4, NOT_NEGATIVE)
     steps: int = state(0, COUNT)  # since the last change of the scale
-    overflows: int = state(0, COUNT)
+    overflows: int = state(0, COUNT)  # among them, and before a growth
 
     def _start(self) -> float:
         return self.init_scale
@@ -65,6 +68,7 @@ class Fairseq(CountingRule):
         return seen._at_floor(self.scale)
 
     def _at_floor(self, scale_before: float) -> Self:
+        """This rule after an overflow, unless its scale is too small."""
         if self.scale <= self.min_loss_scale:
             raise stopped(self.system, scale_before, "min_loss_scale", self.min_loss_scale)
         return self
@@ -72,9 +76,10 @@ class Fairseq(CountingRule):
 
 @dataclass(frozen=True)
 class Metaseq(Fairseq):
-    """metaseq `DynamicLossScaler`: as fairseq, but the window grows and shrinks together with the scale.
+    """metaseq `DynamicLossScaler`: as fairseq, but the window grows and shrinks with the scale.
 
-    A scale that would fall below `min_loss_scale` is put back; the window has shrunk all the same.
+    scale_window: the first window: good steps in a row before the scale grows.
+    min_loss_scale: the smallest scale; where the scale cannot shrink, the window still does.
 
     >>> from ada_loss import trajectory
     >>> trajectory(Metaseq(init_scale=8.0, scale_window=1), [True, True, True, True])
@@ -88,8 +93,8 @@ class Metaseq(Fairseq):
     min_loss_scale: float = param(2.0**-5, NOT_NEGATIVE)
     window: float = state(None, AT_LEAST_ONE.or_none())
 
-    def _memories(self) -> dict[str, Any]:
-        return {**super()._memories(), "window": self.scale_window}
+    def _initial_state(self) -> dict[str, Any]:
+        return {**super()._initial_state(), "window": self.scale_window}
 
     def _due(self) -> bool:
         return (self.good + 1) % self.window == 0
@@ -109,7 +114,7 @@ class Metaseq(Fairseq):
 
 @dataclass(frozen=True)
 class _CerebrasRule(LossRule):
-    """Halves when the share of overflows since the last change exceeds a tolerance, doubles after some steps.
+    """Halves when the share of overflows since the last change exceeds `overflow_tolerance`; doubles when `_due`.
 
     Overflows within the tolerance count as steps towards growth.
     """
@@ -137,6 +142,7 @@ class _CerebrasRule(LossRule):
         return self.evolve(scale=scale, steps=steps, overflows=overflows)
 
     def _due(self, steps: int) -> bool:
+        """Whether the scale doubles, this many steps after its last change."""
         raise NotImplementedError
 
 
@@ -144,8 +150,8 @@ class _CerebrasRule(LossRule):
 class Cerebras(_CerebrasRule):
     """Cerebras `amp.GradScaler`: doubles after more than `steps_per_increase` steps since the last change.
 
-    For cb16, whose range is wider, its start and its ceiling are 2.0**31. Its `max_gradient_norm` belongs to
-    `GradScaler`, for every rule.
+    For cb16, whose range is wider, Cerebras sets the initial and the largest scale to 2.0**31. `max_gradient_norm` is
+    an argument of `GradScaler`, for every rule.
 
     >>> from ada_loss import trajectory
     >>> trajectory(Cerebras(initial_loss_scale=256.0, steps_per_increase=2), [True, True, True, False])
@@ -163,7 +169,7 @@ class Cerebras(_CerebrasRule):
 
 @dataclass(frozen=True)
 class CerebrasTensorflow(_CerebrasRule):
-    """Cerebras `CSDynamicLossScale`, for TensorFlow: doubles after `increment_period` steps, tolerates 5 %.
+    """Cerebras `CSDynamicLossScale`, for TensorFlow: doubles after `increment_period` steps.
 
     >>> from ada_loss import trajectory
     >>> trajectory(CerebrasTensorflow(initial_loss_scale=256.0, increment_period=2), [True, True, False])
