@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ada_loss.decisions import keep
 from ada_loss.places import Edge, Place, errors_behind, is_entry
-from ada_loss.rules.layer import AMAX
 from fpsim import ops
 from fpsim.moments import amax_of, on_device
+from fpsim.scaling import AMAX
 
 __all__ = ["round_shares"]
 

@@ -20,6 +20,8 @@ from numbers import Real
 from statistics import NormalDist
 from typing import Any, ClassVar
 
+from fpsim.scaling import AMAX, AMIN, COUNT, LOG_MEAN, LOG_MEAN_SQUARE, MEAN_SQUARE, NONZERO
+
 __all__ = [
     "LAYER_RULES",
     "AbsRange",
@@ -37,8 +39,6 @@ __all__ = [
     "layer_rule",
 ]
 
-# Fields of `fpsim.moments.Moments`, by number for what is compiled.
-COUNT, NONZERO, MEAN, MEAN_SQUARE, MINIMUM, MAXIMUM, AMAX, AMIN, LOG_MEAN, LOG_MEAN_SQUARE = range(10)
 GRAD_WEIGHT, GRAD, PRODUCT = range(3)
 NEVER = 1 << 20  # a log2_scale beyond what any container holds
 
@@ -186,10 +186,10 @@ def branch_log2_scale(amaxima: Sequence[float], log2_scales: Sequence[int], u_ma
 
 @dataclass(frozen=True)
 class LayerRule:
-    """A rule of one layer; `ahead` ones predict a product from its operands, the others measure what arrived."""
+    """A rule of one layer. It predicts a product from its operands, or measures the gradient that arrived."""
 
     name: ClassVar[str]
-    ahead: ClassVar[bool] = True
+    predicts: ClassVar[bool] = True
     logs: ClassVar[bool] = False
 
     def factor(self, g: Any, w: Any, terms: int, u_min: float, u_max: float) -> float:
@@ -318,7 +318,7 @@ class Exact(LayerRule):
     """
 
     name: ClassVar[str] = "exact"
-    ahead: ClassVar[bool] = False
+    predicts: ClassVar[bool] = False
     n_uf_threshold: float = 1e-3
 
     def __post_init__(self) -> None:
@@ -331,7 +331,7 @@ class Current(LayerRule):
     """This tensor's largest magnitude to the top of the range, less `margin` powers of two."""
 
     name: ClassVar[str] = "current"
-    ahead: ClassVar[bool] = False
+    predicts: ClassVar[bool] = False
     margin: int = 0
 
     def __post_init__(self) -> None:
@@ -346,7 +346,7 @@ class AmaxHistory(LayerRule):
     """
 
     name: ClassVar[str] = "amax_history"
-    ahead: ClassVar[bool] = False
+    predicts: ClassVar[bool] = False
     length: int = 16
     margin: int = 0
 
