@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING
+from dataclasses import MISSING, field, fields
 from typing import Any, NamedTuple
 
 from fpsim.checks import is_finite_number, is_whole
@@ -20,7 +20,9 @@ __all__ = [
     "POSITIVE",
     "STEPS",
     "Possible",
+    "check_fields",
     "number",
+    "param",
     "require",
 ]
 
@@ -78,3 +80,23 @@ def require(name: str, value: object, possible: Possible, owner: str, default: o
     if not possible.allows(value):
         remedy = "Give one" if default is MISSING else f"Leave it out for {default!r}"
         raise ValueError(f"{name}={value!r} makes no {owner}: it must be {possible.words}. {remedy}.")
+
+
+def param(default: Any, possible: Possible) -> Any:
+    """A dataclass field for a parameter that `check_fields` checks.
+
+    default: its default, or `dataclasses.MISSING` where there is none.
+    possible: the values that it may have.
+    """
+    return field(default=default, metadata={"possible": possible})
+
+
+def check_fields(made: Any, owner: str) -> None:
+    """Raise ValueError unless every field of a dataclass that says what is possible has such a value.
+
+    made: an instance, as it arrives in `__post_init__`.
+    owner: what it is, for the error: "rule 'torch'".
+    """
+    for f in fields(made):
+        if "possible" in f.metadata:
+            require(f.name, getattr(made, f.name), f.metadata["possible"], owner, f.default)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ada_loss.checks import POSITIVE, Possible, number, require
+from ada_loss.checks import POSITIVE, Possible, check_fields, number
 
 if TYPE_CHECKING:
     from typing import Self
@@ -20,7 +20,6 @@ __all__ = [
     "LossRule",
     "finite_or",
     "float32",
-    "param",
     "state",
     "stopped",
     "trajectory",
@@ -31,15 +30,6 @@ FLOAT32_SMALLEST_NORMAL = 2.0**-126
 FLOAT32_SMALLEST = 2.0**-149
 
 FLOAT32 = number("a number above 0 that float32 holds", lambda v: 0 < v <= FLOAT32_MAX)
-
-
-def param(default: Any, possible: Possible) -> Any:
-    """A field for a parameter of the system.
-
-    default: the system's own, or `dataclasses.MISSING` where it has none.
-    possible: the values that it may have.
-    """
-    return field(default=default, metadata={"possible": possible})
 
 
 def state(default: Any, possible: Possible) -> Any:
@@ -91,9 +81,7 @@ class LossRule:
         return {"scale": self._start()}
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value, owner = getattr(self, f.name), f"rule {self.system!r}"
-            require(f.name, value, f.metadata["possible"], owner, f.default)
+        check_fields(self, f"rule {self.system!r}")
         if self.floor_and_ceiling is not None:
             floor, ceiling = (getattr(self, name) for name in self.floor_and_ceiling)
             if floor is not None and ceiling is not None and floor > ceiling:

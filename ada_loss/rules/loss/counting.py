@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ada_loss.checks import ABOVE_ONE, BELOW_ONE, COUNT, FLAG, POSITIVE, STEPS
-from ada_loss.rules.loss.base import FLOAT32_MAX, FLOAT32_SMALLEST_NORMAL, LossRule, finite_or, float32, param, state
+from ada_loss.checks import ABOVE_ONE, BELOW_ONE, COUNT, FLAG, POSITIVE, STEPS, param
+from ada_loss.rules.loss.base import FLOAT32_MAX, FLOAT32_SMALLEST_NORMAL, LossRule, finite_or, float32, state
 
 if TYPE_CHECKING:
     from typing import Self

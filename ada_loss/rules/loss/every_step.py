@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ada_loss.checks import AT_LEAST_ONE, BELOW_ONE, COUNT, FINITE, FLAG, NOT_NEGATIVE, POSITIVE, STEPS
-from ada_loss.rules.loss.base import FLOAT32, LossRule, float32, param, state
+from ada_loss.checks import AT_LEAST_ONE, BELOW_ONE, COUNT, FINITE, FLAG, NOT_NEGATIVE, POSITIVE, STEPS, param
+from ada_loss.rules.loss.base import FLOAT32, LossRule, float32, state
 
 if TYPE_CHECKING:
     from typing import Self

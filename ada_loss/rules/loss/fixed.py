@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
-from ada_loss.checks import FLAG, POSITIVE, number
-from ada_loss.rules.loss.base import LossRule, param, state
+from ada_loss.checks import FLAG, POSITIVE, number, param
+from ada_loss.rules.loss.base import LossRule, state
 
 __all__ = ["Off", "Static"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ada_loss.checks import ABOVE_ONE, AT_LEAST_ONE, BELOW_ONE, COUNT, FLAG, POSITIVE, STEPS
-from ada_loss.rules.loss.base import float32, param, state, stopped
+from ada_loss.checks import ABOVE_ONE, AT_LEAST_ONE, BELOW_ONE, COUNT, FLAG, POSITIVE, STEPS, param
+from ada_loss.rules.loss.base import float32, state, stopped
 from ada_loss.rules.loss.counting import CountingRule, Torch
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ada_loss.checks import ABOVE_ONE, AT_LEAST_ONE, COUNT, NOT_NEGATIVE, POSITIVE, STEPS, number
-from ada_loss.rules.loss.base import FLOAT32, LossRule, float32, param, state, stopped
+from ada_loss.checks import ABOVE_ONE, AT_LEAST_ONE, COUNT, NOT_NEGATIVE, POSITIVE, STEPS, number, param
+from ada_loss.rules.loss.base import FLOAT32, LossRule, float32, state, stopped
 from ada_loss.rules.loss.counting import CountingRule
 
 if TYPE_CHECKING:
