@@ -1,27 +1,27 @@
-"""Scalers of the whole loss: any rule behind the verbs of `torch.amp.GradScaler`, and NNabla's whole step."""
+"""Any loss-scale rule behind the verbs of `torch.amp.GradScaler`."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from enum import Enum
 from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ada_loss.checks import COUNT, NOT_NEGATIVE, POSITIVE, STEPS, Possible, require
+from ada_loss.checks import POSITIVE, Possible, require
 from ada_loss.rules.loss import LossRule, as_loss_rule, loss_rule
 from ada_loss.rules.loss.base import float32
 from ada_loss.rules.loss.counting import Torch
 from ada_loss.rules.loss.fixed import Off
+from ada_loss.scalers.gradients import Gradients, OnDevice, clip_to_norm_, gradients_of, one_on, total_of
 from fpsim.checks import is_number
 
-__all__ = ["GradScaler", "NoScaler", "Updater"]
+__all__ = ["GradScaler", "NoScaler"]
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")  # what torch.amp.GradScaler takes in the place of our rule
 REACHED = Possible("a number, 0 or more", lambda v: is_number(v) and v >= 0)
@@ -130,7 +130,7 @@ class GradScaler:
             if progress.stage is Stage.STEPPED:
                 when = "is being called after step()"
             raise RuntimeError(f"unscale_() {when}. Call it once, between backward() and step().")
-        gradients = _gradients(optimizer)
+        gradients = gradients_of(optimizer)
         for _, dtype in gradients:
             if dtype is torch.float16:
                 raise ValueError(
@@ -154,7 +154,7 @@ class GradScaler:
                 f"clip_() is being called on gradients that are {progress.stage.value}, not unscaled. "
                 f"Call unscale_(optimizer) first, and step(optimizer) after."
             )
-        norm = _clip(_gradients(optimizer), max_norm)
+        norm = clip_to_norm_(gradients_of(optimizer), max_norm)
         if norm is not None:
             progress.require_checked()
             progress.found_inf[norm.device] += ~torch.isfinite(norm)
@@ -216,7 +216,7 @@ class GradScaler:
         if not self._rule.dynamic:
             return
         if type(self._rule) is Torch and any(progress.known is None for progress in seen):
-            found = _sum(found for progress in seen for found in progress.found_inf.values())
+            found = total_of(found for progress in seen for found in progress.found_inf.values())
             assert found is not None
             self._adjust_on_device(self._rule, found)
             return
@@ -342,7 +342,7 @@ class GradScaler:
             inverse = self._inverses[device] = exact.reciprocal().float()
         return inverse
 
-    def _check(self, progress: _Progress, gradients: Gradients, inverse_on: _OnDevice) -> None:
+    def _check(self, progress: _Progress, gradients: Gradients, inverse_on: OnDevice) -> None:
         """Multiply the gradients by the inverse and note which devices hold one that is not finite."""
         for (device, _), grads in gradients.items():
             found = progress.found_inf.get(device)
@@ -356,10 +356,10 @@ class GradScaler:
             return optimizer.step(*args, **kwargs, grad_scaler=self)
         scale = getattr(optimizer, "grad_scale", None)
         if progress.stage is Stage.READY:
-            self._check(progress, _gradients(optimizer), _one_on)
-        elif not progress.found_inf and _gradients(optimizer):  # they came after unscale_
+            self._check(progress, gradients_of(optimizer), one_on)
+        elif not progress.found_inf and gradients_of(optimizer):  # they came after unscale_
             progress.require_checked()
-        found = _sum(progress.found_inf.values())
+        found = total_of(progress.found_inf.values())
         if progress.stage is Stage.READY and found is not None:
             scale = self._scale_on(found.device) * (1 if scale is None else scale)
         optimizer.grad_scale, optimizer.found_inf = scale, found if self._rule.skips else None
@@ -427,7 +427,7 @@ class NoScaler(GradScaler):
         pass
 
     def clip_(self, optimizer: Optimizer, max_norm: float) -> None:
-        _clip(_gradients(optimizer), max_norm)
+        clip_to_norm_(gradients_of(optimizer), max_norm)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self.max_gradient_norm is not None:
@@ -472,91 +472,6 @@ def _blank(cls: Any) -> Any:
     return object.__new__(_disabled(cls))
 
 
-class Updater:
-    """A whole training step in one call, tried again with fresh data and a smaller scale after an overflow.
-
-    NNabla's `DynamicLossScalingUpdater`, with any scaler. `update` zeroes the gradients; `accumulate` times
-    it feeds data and takes the scaled loss backward, so that gradients add up (divide the loss for means); it
-    adds them over `process_group`, unscales them, clips to the global norm `clip`, adds `weight_decay` times
-    the weights, steps, and lets the rule adjust. A skipped step begins again, up to `max_retries` times.
-
-    data_feeder: called without arguments; what it returns goes to loss_fn, which returns a loss.
-    process_group: None for one process, `torch.distributed.group.WORLD` for all. Every rank must be given the
-    same parameters and an equal rule; then all see the same gradients, and skip, retry and adjust together.
-
-    >>> weight = torch.nn.Parameter(torch.tensor([2.0]))
-    >>> data = iter([3.0e38, 1.0])
-    >>> scaler, sgd = GradScaler("nnabla", scale=8.0), torch.optim.SGD([weight], lr=0.5)
-    >>> updater = Updater(sgd, lambda x: (x * weight).sum(), lambda: next(data), scaler)
-    >>> updater.update(), weight.detach(), scaler.get_scale()
-    (tensor(2.), tensor([1.5000]), 4.0)
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        loss_fn: Callable[[Any], Tensor],
-        data_feeder: Callable[[], Any],
-        scaler: GradScaler,
-        accumulate: int = 1,
-        weight_decay: float | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        clip: float | None = None,
-        max_retries: int = 100,
-    ) -> None:
-        for name, function in (("loss_fn", loss_fn), ("data_feeder", data_feeder)):
-            if not callable(function):
-                raise TypeError(
-                    f"{name} came as {type(function).__name__}. It must be callable: a retry calls it anew. "
-                    f"Give a function; for an iterator, lambda: next(iterator)."
-                )
-        require("accumulate", accumulate, STEPS, "Updater", 1)
-        require("weight_decay", weight_decay, NOT_NEGATIVE.or_none(), "Updater", None)
-        require("clip", clip, POSITIVE.or_none(), "Updater", None)
-        require("max_retries", max_retries, COUNT, "Updater", 100)
-        self.optimizer, self.loss_fn, self.data_feeder, self.scaler = optimizer, loss_fn, data_feeder, scaler
-        self.accumulate, self.weight_decay, self.clip = accumulate, weight_decay, clip
-        self.process_group, self.max_retries = process_group, max_retries
-
-    def update(self) -> Tensor | None:
-        """One step. Gives the sum of its losses, not scaled; None where all retries overflowed, unchanged."""
-        for _ in range(1 + self.max_retries):
-            loss = self._backward()
-            self.scaler.unscale_(self.optimizer)
-            if self.clip is not None:
-                self.scaler.clip_(self.optimizer, self.clip)
-            if self.weight_decay is not None:
-                self._decay(self.weight_decay)
-            self.scaler.step(self.optimizer)
-            skipped = self.scaler.rule.skips and self.scaler.overflowed(self.optimizer)
-            self.scaler.update()
-            if not skipped:
-                return loss
-        return None
-
-    def _backward(self) -> Tensor:
-        self.optimizer.zero_grad()
-        total: Tensor | None = None
-        for _ in range(self.accumulate):
-            loss = self.loss_fn(self.data_feeder())
-            self.scaler.scale(loss).backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        if self.process_group is not None:
-            _all_reduce(_parameters(self.optimizer), self.process_group)
-        assert total is not None
-        return total
-
-    def _decay(self, rate: float) -> None:
-        for parameter in _parameters(self.optimizer):
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise ValueError(
-                    f"weight_decay={rate} came with a sparse gradient. It goes with dense gradients only. "
-                    f"Leave it out, or set sparse=False in the layer."
-                )
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter.detach(), alpha=rate)
-
-
 class Stage(Enum):
     """How far an optimizer has come since the last update."""
 
@@ -591,84 +506,7 @@ class _Progress:
         return self.known
 
 
-_OnDevice = Callable[[torch.device], Tensor]
-Gradients = dict[tuple[torch.device, torch.dtype], list[Tensor]]
-
-
 def _changed(rule: LossRule, scale: float, **others: Any) -> LossRule:
     """The rule with other parameters and memories, at a scale at which it may have arrived but not begin: 0 or inf."""
     require("scale", scale, REACHED, "GradScaler")
     return replace(rule, **others, scale=1.0).evolve(scale=float(scale))
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _gradients(optimizer: Optimizer) -> Gradients:
-    """The gradients, each kind in one list for one call; of a sparse one its values, each index once."""
-    found: Gradients = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is None:
-                continue
-            if grad.is_sparse:
-                # the sum of two finite values of one index may overflow: only the sum tells
-                grad = parameter.grad = grad.coalesce()
-                grad = grad._values()
-            kind = grad.device, grad.dtype
-            if kind in found:
-                found[kind].append(grad)
-            else:
-                found[kind] = [grad]
-    return found
-
-
-def _clip(gradients: Gradients, max_norm: float) -> Tensor | None:
-    """Clip to a global norm, in place, and give the norm there was; None where there is no gradient."""
-    every = [grad for grads in gradients.values() for grad in grads]
-    if not every:
-        return None
-    norm = torch.nn.utils.get_total_norm(every)
-    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for (device, _), grads in gradients.items():
-        torch._foreach_mul_(grads, coefficient.to(device, non_blocking=True))
-    return norm
-
-
-def _sum(found: Iterable[Tensor]) -> Tensor | None:
-    """The sum of 0-d tensors, on the device of the first; None of none."""
-    total: Tensor | None = None
-    for each in found:
-        total = each if total is None else total + each.to(total.device, non_blocking=True)
-    return total
-
-
-def _one_on(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.float32, device=device)
-
-
-def _all_reduce(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Add gradients over the group, one collective for each device and type; missing here counts as zero.
-
-    A gradient that is missing on every rank stays missing: a count of those that have it travels along.
-    """
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad:
-            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-    for alike in kinds.values():
-        if any(p.grad is not None and p.grad.is_sparse for p in alike):
-            raise ValueError(
-                "A sparse gradient came to an Updater with a process group, which adds dense ones. "
-                "Set sparse=False, or leave out process_group."
-            )
-        present = torch.tensor([float(p.grad is not None) for p in alike]).to(alike[0])
-        flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in alike]
-        packed = torch.cat([present, *(g.reshape(-1) for g in flat)])
-        dist.all_reduce(packed, group=group)
-        counts, *sums = packed.split([len(alike), *(p.numel() for p in alike)])
-        for parameter, count, total in zip(alike, counts.tolist(), sums):
-            if count:
-                parameter.grad = total.view_as(parameter)
