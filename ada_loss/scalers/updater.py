@@ -1,4 +1,4 @@
-"""NNabla's whole training step in one call, with any scaler."""
+"""Updater: a whole training step in one call, which is tried again after an overflow."""
 
 from __future__ import annotations
 
@@ -17,16 +17,24 @@ __all__ = ["Updater"]
 
 
 class Updater:
-    """A whole training step in one call, tried again with fresh data and a smaller scale after an overflow.
+    """A whole training step in one call. After an overflow it is tried again with new data and a smaller scale.
 
-    NNabla's `DynamicLossScalingUpdater`, with any scaler. `update` zeroes the gradients; `accumulate` times
-    it feeds data and takes the scaled loss backward, so that gradients add up (divide the loss for means); it
-    adds them over `process_group`, unscales them, clips to the global norm `clip`, adds `weight_decay` times
-    the weights, steps, and lets the rule adjust. A skipped step begins again, up to `max_retries` times.
+    This is NNabla's `DynamicLossScalingUpdater` with any scaler. `update` sets the gradients to zero, adds up those of
+    `accumulate` losses, sums them over `process_group`, unscales and clips them, adds the weight decay, steps, and lets
+    the rule adjust.
 
-    data_feeder: called without arguments; what it returns goes to loss_fn, which returns a loss.
-    process_group: None for one process, `torch.distributed.group.WORLD` for all. Every rank must be given the
-    same parameters and an equal rule; then all see the same gradients, and skip, retry and adjust together.
+    optimizer: the optimizer, whose parameters are trained.
+    loss_fn: takes what `data_feeder` returns, and returns a loss.
+    data_feeder: takes no arguments, and returns the data of the next loss.
+    scaler: any GradScaler.
+    accumulate: the number of losses whose gradients are summed. For their mean, divide the loss.
+    weight_decay: adds this times the weights to the gradients.
+    process_group: None for one process, `torch.distributed.group.WORLD` for all. Every rank must have the same
+        parameters and an equal rule; then all see the same gradients, and skip, retry and adjust together.
+    clip: clips the unscaled gradients to this global norm.
+    max_retries: how often a skipped step is tried again.
+
+    Raises ValueError for an impossible value, TypeError for a function that is none.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.tensor([2.0]))
@@ -52,7 +60,7 @@ class Updater:
         for name, function in (("loss_fn", loss_fn), ("data_feeder", data_feeder)):
             if not callable(function):
                 raise TypeError(
-                    f"{name} came as {type(function).__name__}. It must be callable: a retry calls it anew. "
+                    f"{name} came as {type(function).__name__}. It must be callable: a retry calls it again. "
                     f"Give a function; for an iterator, lambda: next(iterator)."
                 )
         require("accumulate", accumulate, STEPS, "Updater", 1)
@@ -64,7 +72,7 @@ class Updater:
         self.process_group, self.max_retries = process_group, max_retries
 
     def update(self) -> Tensor | None:
-        """One step. Gives the sum of its losses, not scaled; None where all retries overflowed, unchanged."""
+        """One step. Returns the sum of its losses, not scaled, or None if all tries overflowed: nothing is changed."""
         for _ in range(1 + self.max_retries):
             loss = self._backward()
             self.scaler.unscale_(self.optimizer)
