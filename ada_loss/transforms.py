@@ -58,9 +58,8 @@ def _matmul(a: Tensor, b: Tensor, *_: Any) -> list[Product]:
     inner = a.shape[-1]
     rows = a.shape[-2] if a.dim() > 1 else 1
     columns = b.shape[-1] if b.dim() > 1 else 1
-    batch = math.prod(
-        torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    )  # the gradient of a broadcast operand is a sum over it too
+    # the gradient of an operand that is broadcast is a sum over the batch too
+    batch = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
     total = batch * rows * inner * columns
     return [Product(a, b, _per_element(total, a)), Product(b, a, _per_element(total, b))]
 
