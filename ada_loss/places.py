@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ada_loss.transforms import Product
-from fpsim.moments import keep_memory_of, memory_of
-from fpsim.ops import RoundingSpec
+from fpsim.scaling import RoundingSpec, keep_memory_of, memory_of
 
 __all__ = [
     "MOMENTS",

@@ -1,11 +1,14 @@
 """fpsim: PyTorch models that compute as hardware with a small number format would."""
 
+from fpsim.codes import decode, encode
 from fpsim.emulation import emulate
 from fpsim.formats import CATALOGUE, FloatFormat, as_format
 from fpsim.model import dequantize, quantize, round_parameters_, summary
-from fpsim.ops import Rounder, decode, encode, manual_seed, noise_of_torch, round_to, round_to_
+from fpsim.noise import manual_seed, noise_of_torch
+from fpsim.ops import Rounder, round_to, round_to_
 from fpsim.policy import ROLES, FormatLike, Policy
-from fpsim.statistics import Recording, Tally, record, tally
+from fpsim.recording import Recording, record
+from fpsim.tally import Tally, tally
 
 __all__ = [
     "CATALOGUE",

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from numbers import Integral, Real
 
-__all__ = ["did_you_mean", "is_finite_number", "is_number", "is_whole"]
+__all__ = ["did_you_mean", "is_finite_number", "is_number", "is_whole", "nearest"]
 
 
 def did_you_mean(word: object, known: Iterable[str], most: int = 1) -> str:
@@ -18,8 +18,16 @@ def did_you_mean(word: object, known: Iterable[str], most: int = 1) -> str:
     >>> did_you_mean("xyz", ["nearest_even", "stochastic"])
     ''
     """
-    near = difflib.get_close_matches(str(word), list(known), n=most)
+    near = nearest(word, known, most)
     return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+def nearest(word: object, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The known words nearest to a mistyped one, at most `most` of them, the nearest first.
+
+    cutoff: how alike they have to be, from 0 to 1.
+    """
+    return difflib.get_close_matches(str(word), list(known), n=most, cutoff=cutoff)
 
 
 def is_number(value: object) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+
+from fpsim.checks import did_you_mean, is_whole
 
 __all__ = ["ALIASES", "CATALOGUE", "OVERFLOWS", "FloatFormat", "as_format"]
 
@@ -31,10 +32,15 @@ FLOAT32_SMALLEST_EXPONENT = -149
 class FloatFormat:
     """A binary floating-point format that a float32 holds exactly.
 
-    Exponent field `e` and mantissa field `m` stand for `2**(e - bias) * 1.m`, and for `2**(1 - bias) * 0.m`
-    where `e` is 0 (subnormals). `bias` defaults to the standard's: `2**(exponent_bits - 1) - 1`, one more for
-    "fnuz" and "p3109". `specials` says which codes are inf, NaN or -0: "ieee", "fn", "fnuz", "none", "p3109",
-    "dlfloat", "scale". `subnormals=False` leaves a gap between zero and the smallest normal.
+    Exponent field `e` and mantissa field `m` stand for `2**(e - bias) * 1.m`, and for `2**(1 - bias) * 0.m` where `e`
+    is 0 (subnormals).
+
+    exponent_bits: 1 to 8.
+    mantissa_bits: 0 to 23, without the leading bit.
+    bias: of the exponent field. Defaults to the standard's: `2**(exponent_bits - 1) - 1`, one more for "fnuz" and
+        "p3109".
+    specials: which codes are inf, NaN or -0: "ieee", "fn", "fnuz", "none", "p3109", "dlfloat" or "scale".
+    subnormals: False leaves a gap between zero and the smallest normal value.
 
     Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
     Raises ValueError for fields that make no format, or one that float32 cannot hold.
@@ -283,9 +289,9 @@ class FloatFormat:
 def _require_fields(f: FloatFormat) -> None:
     for name, low, high in (("exponent_bits", 1, 8), ("mantissa_bits", 0, 23)):
         value = getattr(f, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        if not is_whole(value, low) or value > high:
             raise ValueError(f"{name}={value!r} makes no format. Possible: the integers {low} to {high}.")
-    if f.bias is not None and (isinstance(f.bias, bool) or not isinstance(f.bias, int)):
+    if f.bias is not None and not is_whole(f.bias):
         raise ValueError(f"bias={f.bias!r} makes no format. Possible: an integer, or None for the standard's.")
     if f.specials not in SPECIALS:
         raise ValueError(f"Unknown specials {f.specials!r}. Known: {', '.join(SPECIALS)}.")
@@ -371,8 +377,9 @@ _REPR = re.compile(r"FloatFormat\((.*)\)", re.DOTALL)
 def as_format(fmt: str | FloatFormat) -> FloatFormat:
     """The format that a name, a `repr` or a format stands for.
 
-    Names are the catalogue's ("fp16", "e4m3fn"), their aliases ("half", "float8_e4m3fn"), and eXmY, eXmYfn or
-    eXmYfnuz for any other, with the standard bias. Raises ValueError for an unknown name, TypeError for no name.
+    fmt: a name of the catalogue ("fp16", "e4m3fn"), an alias ("half", "float8_e4m3fn"), eXmY, eXmYfn or eXmYfnuz for
+        any other with the standard bias, the `repr` of a format, or a format.
+    Raises ValueError for an unknown name, TypeError for what is no name.
 
     >>> as_format("half") is as_format("fp16")
     True
@@ -383,7 +390,7 @@ def as_format(fmt: str | FloatFormat) -> FloatFormat:
         return fmt
     if not isinstance(fmt, str):
         raise TypeError(
-            f"A format is wanted, not {fmt!r} of type {type(fmt).__name__}. "
+            f"A format came as {fmt!r}, of type {type(fmt).__name__}. "
             f"Possible: a name such as 'fp16', or a FloatFormat."
         )
     return _parse(fmt)
@@ -400,8 +407,7 @@ def _parse(text: str) -> FloatFormat:
         return FloatFormat(int(match[1]), int(match[2]), specials=match[3] or "ieee")
     if match := _REPR.fullmatch(text.strip()):
         return _from_repr(text, match[1])
-    near = difflib.get_close_matches(name, [*CATALOGUE, *ALIASES], n=3)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    hint = did_you_mean(name, [*CATALOGUE, *ALIASES], 3)
     raise ValueError(
         f"Unknown format {text!r}.{hint} Known: {', '.join(CATALOGUE)}, or eXmY such as 'e5m10', "
         f"or FloatFormat(exponent_bits, mantissa_bits, ...)."

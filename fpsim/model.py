@@ -12,9 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from fpsim import ops
-from fpsim.emulation import NO_SPECS, Listeners, Scope, entered, make_scope
+from fpsim.emulation.mode import entered
+from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, make_scope
+from fpsim.launch import round_memory_
 from fpsim.policy import FormatLike, Policy, RoleSpecs, as_policy
+from fpsim.torch_internals import direct_parameters
 
 __all__ = ["Summary", "dequantize", "quantize", "round_parameters_", "summary"]
 
@@ -95,10 +97,9 @@ def _replaced_parameters(module: nn.Module) -> list[int]:
     """
     return [
         id(p)
-        for m in (module, *module._modules.values())
-        if m is not None
-        for p in m._parameters.values()
-        if type(p) is not nn.Parameter and p is not None and not isinstance(p, nn.Parameter)
+        for m in (module, *module.children())
+        for p in direct_parameters(m)
+        if type(p) is not nn.Parameter and not isinstance(p, nn.Parameter)
     ]
 
 
@@ -122,11 +123,12 @@ def quantize(
     Parameter names, `state_dict` keys and the class stay as they are, parameters stay float32 (a master copy that
     optimizers update), and `deepcopy`, `pickle` and `torch.save` work. Any of its submodules may be called alone.
 
-    Integer, boolean, complex, sparse and float8 tensors pass as they are. Code that a checkpoint runs again outside of
-    any module, and methods of the model other than the forwards of its modules, are not seen. Nor is the emulation by
-    `torch.fx.symbolic_trace`, which reads the class of the model, and by the copies of a `torch.fx.GraphModule`, which
-    write their forward anew. What `copy.copy` and `nn.DataParallel` make runs on the parameters of the original.
+    Integer, boolean, complex, sparse and float8 tensors are not rounded. Code that a checkpoint runs again outside of
+    any module, and methods of the model other than the forwards of its modules, are not emulated. Neither is what
+    `torch.fx.symbolic_trace` makes, which reads the class of the model, nor the copies of a `torch.fx.GraphModule`,
+    which write their forward anew. What `copy.copy` and `nn.DataParallel` make runs on the original's parameters.
 
+    model: any module; a copy of it is changed.
     fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module.
     rounding: the rounding of every role, if not nearest-even or the policy's own.
     inplace: change `model` itself and return it.
@@ -255,7 +257,7 @@ def round_parameters_(model: nn.Module) -> None:
         for parameter in forward.module.parameters(recurse=False):
             if forward.specs.weight is not None and id(parameter) not in done and parameter.is_floating_point():
                 done.add(id(parameter))
-                ops.round_memory_(parameter.detach(), forward.specs.weight)
+                round_memory_(parameter.detach(), forward.specs.weight)
                 torch.autograd.graph.increment_version(parameter)
 
 

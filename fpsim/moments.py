@@ -2,71 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fpsim import kernels, ops
-from fpsim.kernels import MOMENTS
+from fpsim.kernels.compile import cuda_array, cuda_scalar, cuda_stream
+from fpsim.kernels.moments import FIELDS, MOMENTS_BLOCKS, cuda_exponents, cuda_moments, exponents_loop, moments_loop
+from fpsim.launch import parts_of, run_parts
+from fpsim.spec import require_floating
+from fpsim.statistics import (
+    AMAX,
+    AMIN,
+    COUNT,
+    LOG_MEAN,
+    LOG_MEAN_SQUARE,
+    MAXIMUM,
+    MEAN,
+    MEAN_SQUARE,
+    MINIMUM,
+    NONZERO,
+    Moments,
+)
+from fpsim.torch_internals import has_no_holes
 
 __all__ = ["Moments", "amax_of", "binades", "keep_memory_of", "memory_of", "moments_of", "on_device"]
-
-
-class Moments(NamedTuple):
-    """What one pass over a tensor tells; as a tensor, ten float64 in this order.
-
-    mean_square is the raw second moment, so that the variance is mean_square - mean**2. amax and amin are the largest
-    and the smallest non-zero magnitude, amin 0 where all is zero. log_mean and log_mean_square are those of log|x| over
-    non-zero elements, where they were asked for, else 0. Where an element is not finite amax is inf, and the rest says
-    nothing; all is 0 for an empty tensor.
-    """
-
-    count: float  # type: ignore[assignment]  # a field here, a method of tuple there
-    nonzero: float
-    mean: float
-    mean_square: float
-    minimum: float
-    maximum: float
-    amax: float
-    amin: float
-    log_mean: float = 0.0
-    log_mean_square: float = 0.0
-
-    @property
-    def variance(self) -> float:
-        """Of the population: E[x**2] - E[x]**2."""
-        return max(self.mean_square - self.mean * self.mean, 0.0)
 
 
 # Below this many elements the hand-over to a second thread costs more than it saves.
 PARALLEL_FROM = {True: 1 << 21, False: 1 << 19}  # by whether only amax is wanted
 
 
-def _join(rows, only_amax, out):  # type: ignore[no-untyped-def]
+def join_rows(rows, only_amax, out):  # type: ignore[no-untyped-def]
     """Join the moments of a tensor's parts; runs in Python over the memory, and as a CUDA kernel of one thread."""
     infinity = float("inf")
     count, nonzero, total, squares, logs, log_squares = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     lowest, highest, amax, amin = infinity, -infinity, 0.0, infinity
     for i in range(rows.shape[0]):
-        amax = max(amax, rows[i, 6])
-        if only_amax[0] == 0 and rows[i, 0] > 0.0:
-            count += rows[i, 0]
-            nonzero += rows[i, 1]
-            total += rows[i, 2] * rows[i, 0]
-            squares += rows[i, 3] * rows[i, 0]
-            lowest, highest = min(lowest, rows[i, 4]), max(highest, rows[i, 5])
-            if 0.0 < rows[i, 7] < infinity:
-                amin = min(amin, rows[i, 7])
-            logs += rows[i, 8] * rows[i, 1]
-            log_squares += rows[i, 9] * rows[i, 1]
-    out[6] = amax
+        amax = max(amax, rows[i, AMAX])
+        if only_amax[0] == 0 and rows[i, COUNT] > 0.0:
+            count += rows[i, COUNT]
+            nonzero += rows[i, NONZERO]
+            total += rows[i, MEAN] * rows[i, COUNT]
+            squares += rows[i, MEAN_SQUARE] * rows[i, COUNT]
+            lowest, highest = min(lowest, rows[i, MINIMUM]), max(highest, rows[i, MAXIMUM])
+            if 0.0 < rows[i, AMIN] < infinity:
+                amin = min(amin, rows[i, AMIN])
+            logs += rows[i, LOG_MEAN] * rows[i, NONZERO]
+            log_squares += rows[i, LOG_MEAN_SQUARE] * rows[i, NONZERO]
+    out[AMAX] = amax
     if only_amax[0] == 0:
-        out[0], out[1] = count, nonzero
-        out[2], out[3] = (total / count, squares / count) if count > 0.0 else (0.0, 0.0)
-        out[4], out[5] = (lowest, highest) if count > 0.0 else (0.0, 0.0)
-        out[7] = amin if amin < infinity else 0.0
-        out[8], out[9] = (logs / nonzero, log_squares / nonzero) if nonzero > 0.0 else (0.0, 0.0)
+        out[COUNT], out[NONZERO] = count, nonzero
+        out[MEAN], out[MEAN_SQUARE] = (total / count, squares / count) if count > 0.0 else (0.0, 0.0)
+        out[MINIMUM], out[MAXIMUM] = (lowest, highest) if count > 0.0 else (0.0, 0.0)
+        out[AMIN] = amin if amin < infinity else 0.0
+        out[LOG_MEAN], out[LOG_MEAN_SQUARE] = (logs / nonzero, log_squares / nonzero) if nonzero > 0.0 else (0.0, 0.0)
 
 
 def moments_of(x: Tensor, logs: bool = False, out: Tensor | None = None) -> Tensor:
@@ -78,7 +68,7 @@ def moments_of(x: Tensor, logs: bool = False, out: Tensor | None = None) -> Tens
     >>> Moments(*moments_of(torch.tensor([3.0, 0.0, -1.0])).tolist())[:8]
     (3.0, 2.0, 0.6666666666666666, 3.3333333333333335, -1.0, 3.0, 3.0, 1.0)
     """
-    ops._require_floating(x)
+    require_floating(x)
     return _gather(x, False, logs, out)
 
 
@@ -88,35 +78,35 @@ def amax_of(x: Tensor, out: Tensor | None = None) -> Tensor:
     >>> float(amax_of(torch.tensor([3.0, -4.0]))[6])
     4.0
     """
-    ops._require_floating(x)
+    require_floating(x)
     return _gather(x, True, False, out)
 
 
 def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tensor:
     x = _flat(x)
     if out is None:
-        out = torch.zeros(len(MOMENTS), dtype=torch.float64, device=x.device)
+        out = torch.zeros(FIELDS, dtype=torch.float64, device=x.device)
     n = x.numel()
     if x.is_cuda:
-        rows = torch.zeros((kernels.MOMENTS_BLOCKS, len(MOMENTS)), dtype=torch.float64, device=x.device)
+        rows = torch.zeros((MOMENTS_BLOCKS, FIELDS), dtype=torch.float64, device=x.device)
         with torch.cuda.device(x.device):
-            stream = kernels.cuda_stream(torch.cuda.current_stream(x.device).cuda_stream)
+            stream = cuda_stream(torch.cuda.current_stream(x.device).cuda_stream)
             flat = x.detach().as_strided((n,), (1,))
-            kernels.cuda_moments(only_amax, logs)(kernels.cuda_array(flat), n, kernels.cuda_array(rows), stream)
-        on_device(_join, rows, _flag_on(x.device, only_amax), out)
+            cuda_moments(only_amax, logs)(cuda_array(flat), n, cuda_array(rows), stream)
+        on_device(join_rows, rows, _flag_on(x.device, only_amax), out)
         return out
     size, source = x.element_size(), x.data_ptr()
-    loop = kernels.moments_loop(size, only_amax, logs)
+    loop = moments_loop(size, only_amax, logs)
     if n < PARALLEL_FROM[only_amax]:
         loop(source, n, out.data_ptr())
         return out
-    parts = ops.parts_of(n)
-    rows = torch.zeros((len(parts), len(MOMENTS)), dtype=torch.float64, device=x.device)
-    row, step = rows.data_ptr(), 8 * len(MOMENTS)
-    ops.run_parts(
+    parts = parts_of(n)
+    rows = torch.zeros((len(parts), FIELDS), dtype=torch.float64, device=x.device)
+    row, step = rows.data_ptr(), 8 * FIELDS
+    run_parts(
         loop, [(source + first * size, length, row + i * step) for i, (first, length) in enumerate(parts)], x, rows
     )
-    on_device(_join, rows, _flag_on(x.device, only_amax), out)
+    on_device(join_rows, rows, _flag_on(x.device, only_amax), out)
     return out
 
 
@@ -130,19 +120,19 @@ def binades(x: Tensor) -> tuple[Tensor, int]:
     >>> {first + i: int(n) for i, n in enumerate(counts) if n}
     {-1: 1, 0: 2}
     """
-    ops._require_floating(x)
+    require_floating(x)
     x = _flat(x)
     fields, bias = (256, 127) if x.dtype is torch.float32 else (2048, 1023)
     bins = torch.zeros(fields, dtype=torch.int64, device=x.device)
     if x.is_cuda:
         integer = torch.uint32 if x.dtype is torch.float32 else torch.uint64
         with torch.cuda.device(x.device):
-            stream = kernels.cuda_stream(torch.cuda.current_stream(x.device).cuda_stream)
+            stream = cuda_stream(torch.cuda.current_stream(x.device).cuda_stream)
             flat = x.detach().as_strided((x.numel(),), (1,)).view(integer)
-            arrays = kernels.cuda_array(flat), x.numel(), kernels.cuda_array(bins)
-            kernels.cuda_exponents(x.element_size())(*arrays, stream)
+            arrays = cuda_array(flat), x.numel(), cuda_array(bins)
+            cuda_exponents(x.element_size())(*arrays, stream)
     else:
-        kernels.exponents_loop(x.element_size())(x.data_ptr(), x.numel(), bins.data_ptr())
+        exponents_loop(x.element_size())(x.data_ptr(), x.numel(), bins.data_ptr())
     return bins, -bias
 
 
@@ -150,7 +140,7 @@ def _flat(x: Tensor) -> Tensor:
     """A tensor of the same numbers, in float32 or float64, whose memory has no holes."""
     if x.dtype is not torch.float32 and x.dtype is not torch.float64:
         x = x.detach().float()
-    return x if x.is_contiguous() or ops._has_no_holes(x) else x.detach().contiguous()
+    return x if x.is_contiguous() or has_no_holes(x) else x.detach().contiguous()
 
 
 def memory_of(x: Tensor) -> memoryview:
@@ -188,6 +178,6 @@ def on_device(function: Any, *arrays: Tensor) -> None:
         function(*[memory_of(a) for a in arrays])
         return
     with torch.cuda.device(device):
-        stream = kernels.cuda_stream(torch.cuda.current_stream(device).cuda_stream)
-        views: list[Any] = [kernels.cuda_array(a) for a in arrays]
-        kernels.cuda_scalar(function)(stream, *views)
+        stream = cuda_stream(torch.cuda.current_stream(device).cuda_stream)
+        views: list[Any] = [cuda_array(a) for a in arrays]
+        cuda_scalar(function)(stream, *views)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from fpsim.checks import did_you_mean, nearest
 from fpsim.formats import FloatFormat
-from fpsim.ops import RoundingSpec, rounding_spec
+from fpsim.spec import RoundingSpec, rounding_spec
+from fpsim.torch_internals import operation_homes
 
 __all__ = ["ROLES", "FormatLike", "Policy", "RoleSpecs", "as_policy"]
 
@@ -39,13 +40,20 @@ class RoleSpecs(NamedTuple):
 class Policy:
     """A format for each role, and other policies for some modules.
 
-    weight: parameters, where they are used. activation: results of operations. error: gradients of activations.
-    weight_grad: gradients of parameters, where they arrive. A role left at None stays float32.
-    rounding, overflow, random_bits: as in `round_to`; one for all roles, or a mapping from role to value.
+    A role left at None stays float32.
+
+    weight: parameters, where they are used.
+    activation: results of operations.
+    error: gradients of activations.
+    weight_grad: gradients of parameters, where they arrive.
+    rounding: as in `round_to`; one for all roles, or a mapping from role to rounding.
+    overflow: as in `round_to`; one for all roles, or a mapping from role to overflow.
+    random_bits: as in `round_to`; one for all roles, or a mapping from role to bits. Only stochastic roles use it.
     overrides: {pattern: format, Policy or None}; None leaves those modules in float32. A pattern is a module's name
-    ("lm_head"), a name with wildcards for single parts ("blocks.*.attn"), or a module class (nn.BatchNorm2d); it holds
-    for what is inside the module too, and of several that match the last one wins.
+        ("lm_head"), a name with wildcards for single parts ("blocks.*.attn"), or a module class (nn.BatchNorm2d). It
+        holds for what is inside the module too. Of several that match the last one wins.
     float32: names of operations ("softmax", "cross_entropy") whose results and gradients are not rounded.
+    Raises ValueError for unknown roles, names and impossible roundings, TypeError for what is no pattern.
 
     >>> p = Policy(weight="e4m3fn", activation="e4m3fn", error="e5m2", overrides={"head": None})
     >>> print(p.specs())
@@ -66,7 +74,7 @@ class Policy:
         if isinstance(self.float32, str):
             raise TypeError(f"float32 is the string {self.float32!r}. Write a tuple of names: ({self.float32!r},).")
         object.__setattr__(self, "float32", tuple(self.float32))
-        homes = (*_HOMES_OF_OPERATIONS, *(getattr(torch.ops, library) for library in torch.ops))
+        homes = (*_HOMES_OF_OPERATIONS, *operation_homes())
         for name in self.float32:
             if not any(hasattr(home, n) for home in homes for n in (name, f"__{name}__")):
                 raise ValueError(
@@ -77,7 +85,8 @@ class Policy:
             value = getattr(self, name)
             unknown = [role for role in value if role not in ROLES] if isinstance(value, Mapping) else []
             if unknown:
-                raise ValueError(f"{name} names {unknown[0]!r}, which is no role. Roles: {', '.join(ROLES)}.")
+                hint = did_you_mean(unknown[0], ROLES)
+                raise ValueError(f"{name} names {unknown[0]!r}, which is no role.{hint} Roles: {', '.join(ROLES)}.")
         self.specs()
         for pattern, inner in self.overrides.items():
             if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
@@ -134,8 +143,7 @@ class Policy:
         return result
 
 
-# written this way for Python 3.10, where a string cannot stand at either side of |
-FormatLike = Union[str, FloatFormat, Policy, None]  # noqa: UP007
+FormatLike = str | FloatFormat | Policy | None
 
 
 def as_policy(fmt: FormatLike) -> Policy:
@@ -169,7 +177,7 @@ def _no_match(pattern: str | type[nn.Module], modules: Mapping[str, nn.Module]) 
             f"The pattern {pattern.__name__} matches no module. Classes inside the model: "
             f"{', '.join(kinds) or '(none: the model has no submodules)'}; the model itself has the policy's formats."
         )
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:5]
+    near = nearest(pattern, names, most=3, cutoff=0.4) or names[:5]
     return (
         f"The pattern {pattern!r} matches no module. Names are those of model.named_modules(), for instance "
         f"{', '.join(near) or '(none: the model has no submodules)'}; * stands for one part of a name."

@@ -5,15 +5,28 @@
 
 from __future__ import annotations
 
-import torch
-
-from fpsim.emulation import Scaling, is_rounded_at, mark_rounded
+from fpsim.autograd import round_differentiably
+from fpsim.emulation.marks import is_rounded_at, mark_rounded
+from fpsim.emulation.scope import Scaling
+from fpsim.launch import round_fitting_, rounded
 from fpsim.model import listeners
-from fpsim.moments import Moments, amax_of, binades, keep_memory_of, memory_of, moments_of, on_device
-from fpsim.ops import RoundingSpec, log2_scale_limits, round_fitting_
-from fpsim.ops import _round_differentiably as round_differentiably
-from fpsim.ops import _rounded as rounded
-from fpsim.statistics import lost_between
+from fpsim.moments import amax_of, binades, keep_memory_of, memory_of, moments_of, on_device
+from fpsim.spec import RoundingSpec, log2_scale_limits
+from fpsim.statistics import (
+    AMAX,
+    AMIN,
+    COUNT,
+    LOG_MEAN,
+    LOG_MEAN_SQUARE,
+    MAXIMUM,
+    MEAN,
+    MEAN_SQUARE,
+    MINIMUM,
+    NONZERO,
+    Moments,
+)
+from fpsim.tally import lost_between
+from fpsim.torch_internals import current_graph_task
 
 __all__ = [
     "AMAX",
@@ -31,7 +44,7 @@ __all__ = [
     "Scaling",
     "amax_of",
     "binades",
-    "current_backward_pass",
+    "current_graph_task",
     "is_rounded_at",
     "keep_memory_of",
     "listeners",
@@ -45,11 +58,3 @@ __all__ = [
     "round_fitting_",
     "rounded",
 ]
-
-# The fields of Moments, by number for what is compiled.
-COUNT, NONZERO, MEAN, MEAN_SQUARE, MINIMUM, MAXIMUM, AMAX, AMIN, LOG_MEAN, LOG_MEAN_SQUARE = range(len(Moments._fields))
-
-
-def current_backward_pass() -> int:
-    """The number of the backward pass that runs in this thread, -1 outside of one; each has a higher one."""
-    return torch._C._current_graph_task_id()

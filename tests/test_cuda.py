@@ -15,7 +15,9 @@ from test_rounding import ALL, fits, same
 import fpsim
 from ada_loss import AdaLossScaled, Recorder
 from ada_loss.rules import LAYER_RULES
-from fpsim import FloatFormat, kernels, round_to
+from fpsim import FloatFormat, round_to
+from fpsim.kernels.compile import cuda_module
+from fpsim.kernels.round import cuda_loop
 from fpsim.moments import binades, moments_of
 from fpsim.rounding import ROUNDINGS
 
@@ -42,9 +44,10 @@ def test_the_kernels_as_ptx() -> None:
 def test_a_cuda_tensor_without_numba_cuda_is_an_error_that_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    cuda_module.cache_clear()
     monkeypatch.setitem(sys.modules, "numba_cuda", None)  # what Python leaves for a package that is not there
     with pytest.raises(RuntimeError, match=r"numba-cuda is not installed.*pip install 'fpsim\[cuda12\]'.*\.cpu\(\)"):
-        kernels.cuda_loop.__wrapped__(0, 0, 32)
+        cuda_loop.__wrapped__(0, 0, 32)
 
 
 # On a card

@@ -30,12 +30,15 @@ from ada_loss import (
     GradScaler,
     Recorder,
     layer_rule,
+    layerwise,
 )
 from ada_loss.places import Memory
 from ada_loss.rules import LAYER_RULES
 from ada_loss.rules.layer import floor_log2
-from fpsim import Policy, ops, quantize, record, round_to
+from fpsim import Policy, quantize, record, round_to
 from fpsim.moments import Moments, moments_of
+from fpsim.scaling import log2_scale_limits, rounded
+from fpsim.spec import rounding_spec
 
 RULES = list(LAYER_RULES)
 AHEAD = ["approx_range", "abs_range", "element_wise_range", "fixed"]
@@ -824,7 +827,7 @@ def test_between_updates_gradients_are_looked_at_as_they_are_rounded_and_come_ou
 ) -> None:
     model, x = case
     model = quantize(model, Policy(error=fmt, weight_grad=fmt), rounding=rounding)
-    at_once = spied(monkeypatch, ops, "round_fitting_")
+    at_once = spied(monkeypatch, layerwise, "round_fitting_")
     sizes = (1e-6, 1e-6, 3e-6, 2.5e-7)
 
     def run(update_every: int, observer: Recorder | None) -> list[dict[str, Tensor]]:
@@ -848,7 +851,7 @@ def test_between_updates_gradients_are_looked_at_as_they_are_rounded_and_come_ou
 @pytest.mark.parametrize("recorder", [None, Recorder()], ids=["alone", "recorded"])
 def test_a_gradient_that_outgrows_its_scale_at_once_is_rounded_again_at_a_lower_one(recorder: Recorder | None) -> None:
     model = quantize(nn.Linear(1, 64), Policy(error="e4m3fn"))
-    spec, x = ops.rounding_spec("e4m3fn"), torch.ones(1, 1)
+    spec, x = rounding_spec("e4m3fn"), torch.ones(1, 1)
     gradient = torch.randn(1, 64, generator=seeded()) * torch.exp2(-torch.arange(64.0) % 16)
     with AdaLossScaled(model, update_every=100) as handle:
         handle.observer = recorder
@@ -863,15 +866,15 @@ def test_a_gradient_that_outgrows_its_scale_at_once_is_rounded_again_at_a_lower_
         assert largest * 2.0**after <= 448 < largest * 2.0 ** (after + 1)
         fits = gradient.abs() / 8 <= 448 * 2.0**-before
         assert 0 < int(fits.sum()) < 64
-        once = torch.where(fits, ops._rounded(gradient / 8, spec, None, torch.tensor([before])), gradient / 8)
-        assert torch.equal(gradients(model)["bias"], ops._rounded(once, spec, None, torch.tensor([after]))[0])
+        once = torch.where(fits, rounded(gradient / 8, spec, None, torch.tensor([before])), gradient / 8)
+        assert torch.equal(gradients(model)["bias"], rounded(once, spec, None, torch.tensor([after]))[0])
         (model(x) * (gradient * 2.0**-20)).sum().backward()
         assert handle.last_log2_scale(":linear") == before  # kept all the same
 
 
 def test_a_gradient_that_outgrows_its_scale_little_by_little_is_rounded_once() -> None:
     model = quantize(nn.ModuleList([nn.Linear(1, 8), nn.Linear(1, 8)]), Policy(error="e4m3fn"))
-    spec, x = ops.rounding_spec("e4m3fn"), torch.ones(1, 1)
+    spec, x = rounding_spec("e4m3fn"), torch.ones(1, 1)
     # at 2**10 the second is rounded to half of what is the smallest at 2**6, a tie
     gradient = torch.tensor([4.0, 2.0**-16 * (1 + 2.0**-10), 0.0, 1.0, 2.0, 3.0, 0.5, 0.25])
     with AdaLossScaled(model, update_every=100, scale_upper_bound=2.0**10) as handle:
@@ -880,7 +883,7 @@ def test_a_gradient_that_outgrows_its_scale_little_by_little_is_rounded_once() -
             (model[0](x) * gradient * size + model[1](x) * other).sum().backward()
         after = handle.last_log2_scale("0:linear")
     assert after == 6  # 448 / 4 = 112
-    assert torch.equal(gradients(model)["0.bias"], ops._rounded(gradient, spec, None, torch.tensor([after])))
+    assert torch.equal(gradients(model)["0.bias"], rounded(gradient, spec, None, torch.tensor([after])))
 
 
 class Shifted(nn.Module):
@@ -1552,7 +1555,7 @@ def test_weight_gradients_alone_are_raised_where_they_enter_the_format() -> None
 
 def test_limits_of_the_container_are_said() -> None:
     model = quantize(nn.Linear(4, 4), Policy(error="fp16"))
-    high = ops.log2_scale_limits(ops.rounding_spec("fp16"), torch.float32)[1]
+    high = log2_scale_limits(rounding_spec("fp16"), torch.float32)[1]
     with AdaLossScaled(model, rule="current") as handle:
         handle.observer = recorder = Recorder()
         backward(model, torch.ones(2, 4), 1e-30)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fpsim.moments import PARALLEL_FROM, Moments, amax_of, binades, moments_of
-from fpsim.statistics import lost_between
+from fpsim.tally import lost_between
 
 
 def moments(x: torch.Tensor) -> Moments:

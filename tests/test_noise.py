@@ -14,7 +14,8 @@ import torch
 from numba import njit
 
 import fpsim
-from fpsim import FloatFormat, as_format, kernels, round_to
+from fpsim import FloatFormat, as_format, round_to
+from fpsim.kernels.round import fill_noise, noise_words
 from fpsim.rounding import NOISE_BLOCK, NOISE_LANES, STOCHASTIC, make_plan, make_round, threefry
 
 FORMATS = ["fp16", "bf16", "cb16", "e4m3fn", "e5m2", "e2m1fn", "e4m3fnuz", "p3109_p3", "dlfloat16", "tf32"]
@@ -139,8 +140,8 @@ def test_threefry_gives_the_words_of_the_naive_one(rounds: int) -> None:
         assert tuple(map(int, found)) == oracle.threefry((c0, c1, 0, 0), (k0, k1, 0, 0), rounds)
 
 
-_fill = njit(lambda noise, block, key0, key1: kernels.fill_noise(noise, block, key0, key1))
-_words = njit(lambda counter, key0, key1: kernels.noise_words(counter, key0, key1))
+_fill = njit(lambda noise, block, key0, key1: fill_noise(noise, block, key0, key1))
+_words = njit(lambda counter, key0, key1: noise_words(counter, key0, key1))
 
 
 def filled(block: int, key: int) -> np.ndarray:  # type: ignore[type-arg]

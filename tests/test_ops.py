@@ -18,7 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import fpsim
-from fpsim import Rounder, as_format, decode, encode, kernels, ops, round_to, round_to_
+from fpsim import Rounder, as_format, decode, encode, launch, round_to, round_to_
+from fpsim.kernels.round import cpu_loop
+from fpsim.kernels.tally import tally_loop
+from fpsim.spec import rounding_spec
 
 ARGUMENTS = (repr(as_format("e4m3fn")), "nearest_even", "saturate", 0, None)
 
@@ -412,12 +415,12 @@ def test_two_python_threads_round_at_once() -> None:
 
 def test_threads_that_start_at_once_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(50):
-        monkeypatch.setattr(ops, "_pools", {})
+        monkeypatch.setattr(launch, "_pools", {})
         barrier, found = threading.Barrier(8), []
 
         def ask(barrier: threading.Barrier = barrier, found: list[object] = found) -> None:
             barrier.wait()
-            found.append(ops._pool())
+            found.append(launch.thread_pool())
 
         threads = [threading.Thread(target=ask) for _ in range(8)]
         for thread in threads:
@@ -429,11 +432,11 @@ def test_threads_that_start_at_once_share_one_pool(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_interrupt_leaves_no_thread_with_memory_that_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_pools", {})  # the one that is shut down below
+    monkeypatch.setattr(launch, "_pools", {})  # the one that is shut down below
     torch.set_num_threads(2)
     x = torch.randn(2**19)
-    spec = ops.rounding_spec("fp16")
-    kernel, alive, release, main = ops._kernel(spec, 32), [], threading.Event(), threading.current_thread()
+    spec = rounding_spec("fp16")
+    kernel, alive, release, main = launch.kernel_for(spec, 32), [], threading.Event(), threading.current_thread()
     out = torch.empty_like(x)
 
     def loop(*arguments: int) -> None:
@@ -445,11 +448,11 @@ def test_an_interrupt_leaves_no_thread_with_memory_that_was_freed(monkeypatch: p
     reference = weakref.ref(out)
     monkeypatch.setattr(kernel, "loop", loop)
     with pytest.raises(KeyboardInterrupt):
-        ops._launch(x, out, kernel, None)
+        launch.launch(x, out, kernel, None)
     del out
     gc.collect()
     release.set()
-    ops._pool().shutdown(wait=True)
+    launch.thread_pool().shutdown(wait=True)
     assert alive == [True]
 
 
@@ -458,9 +461,9 @@ def test_two_variants_of_a_loop_never_share_a_file_of_the_cache() -> None:
     names = [
         loop._cache._cache_file._index_name
         for loop in (
-            *(kernels.cpu_loop(rule, shape, width) for rule in range(7) for shape in range(5) for width in (32, 64)),
-            kernels.tally_loop(4),
-            kernels.tally_loop(8),
+            *(cpu_loop(rule, shape, width) for rule in range(7) for shape in range(5) for width in (32, 64)),
+            tally_loop(4),
+            tally_loop(8),
         )
     ]
     assert len(set(names)) == len(names) == 72

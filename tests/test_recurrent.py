@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 import fpsim
 from ada_loss import AdaLossScaled
 from fpsim import Policy, emulate, quantize
-from fpsim.recurrent import OPERATIONS
+from fpsim.emulation.recurrent import OPERATIONS
 
 LAYERS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
     "lstm": (nn.LSTM, {}),

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from test_formats import CUSTOM, GFLOAT, ML_DTYPES
 
 import fpsim
-from fpsim import FloatFormat, as_format, ops, round_to
+from fpsim import FloatFormat, as_format, round_to
+from fpsim.launch import PARALLEL_FROM, round_fitting_, round_memory_, rounded
 from fpsim.rounding import ROUNDINGS
+from fpsim.spec import log2_scale_limits, rounding_spec
 
 DETERMINISTIC = [r for r in ROUNDINGS if r != "stochastic"]
 ALL = [*fpsim.CATALOGUE.values(), *CUSTOM]
@@ -294,83 +296,83 @@ def scaled_specs() -> list[FloatFormat]:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("f", scaled_specs(), ids=str)
 def test_to_round_at_a_scale_is_to_round_to_values_that_are_so_much_smaller(f: FloatFormat, rounding: str) -> None:
-    spec = ops.rounding_spec(f, rounding)
+    spec = rounding_spec(f, rounding)
     for dtype in (torch.float32, torch.float64):
-        low, high = ops.log2_scale_limits(spec, dtype)
+        low, high = log2_scale_limits(spec, dtype)
         assert low < -50
         assert high > 50
         for log2_scale in (low, 1, high) if dtype is torch.float32 else (-1, 20):
             unscaled = corners(f, torch.float64, 1 if f.bits < 10 else 997)
             x = (unscaled * 2.0**-log2_scale).to(dtype)
             key = torch.tensor(12345)
-            got = ops._rounded(x, spec, key, torch.tensor(log2_scale))
+            got = rounded(x, spec, key, torch.tensor(log2_scale))
             if rounding == "stochastic":  # the noise goes by the element
-                expected = ops._rounded(x.double() * 2.0**log2_scale, spec, key) * 2.0**-log2_scale
+                expected = rounded(x.double() * 2.0**log2_scale, spec, key) * 2.0**-log2_scale
             else:
                 expected = expected_by_oracle(f, x.double() * 2.0**log2_scale, rounding, None) * 2.0**-log2_scale
             assert differing(x.double(), got.double(), expected) == []
             inside = x.clone()
-            ops.round_memory_(inside, spec, key, torch.tensor(log2_scale))
+            round_memory_(inside, spec, key, torch.tensor(log2_scale))
             assert same(inside, got)
 
 
 def test_formats_with_the_containers_exponents_cannot_be_scaled() -> None:
     for name in ("bf16", "fp32", "tf32", "e8m0fnu"):
-        assert ops.log2_scale_limits(ops.rounding_spec(name), torch.float32) == (0, 0)
-    assert ops.log2_scale_limits(ops.rounding_spec("fp16"), torch.float16) == (0, 0)
-    assert ops.log2_scale_limits(ops.rounding_spec("bf16"), torch.float64)[1] > 100
+        assert log2_scale_limits(rounding_spec(name), torch.float32) == (0, 0)
+    assert log2_scale_limits(rounding_spec("fp16"), torch.float16) == (0, 0)
+    assert log2_scale_limits(rounding_spec("bf16"), torch.float64)[1] > 100
 
 
 def test_threads_round_at_one_scale() -> None:
-    x = torch.randn(ops.PARALLEL_FROM + 1000) * 2.0**-30
-    whole = ops._rounded(x, ops.rounding_spec("e5m2"), None, torch.tensor(30))
+    x = torch.randn(PARALLEL_FROM + 1000) * 2.0**-30
+    whole = rounded(x, rounding_spec("e5m2"), None, torch.tensor(30))
     assert same(whole, round_to(x * 2.0**30, "e5m2") * 2.0**-30)
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3fn", "e5m2fnuz"])
 def test_to_round_what_fits_is_to_round_and_to_look_in_one_pass(name: str, rounding: str) -> None:
-    spec = ops.rounding_spec(name, rounding)
+    spec = rounding_spec(name, rounding)
     scale = torch.tensor([0 if name == "bf16" else 3])
     threads = torch.get_num_threads()
-    for n in (1, 130, ops.PARALLEL_FROM + 77):
+    for n in (1, 130, PARALLEL_FROM + 77):
         torch.set_num_threads(2 if n > 130 else threads)
         for dtype in (torch.float32, torch.float64):
             x = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
             largest, expected, got = float(x.abs().max()), x.clone(), x.clone()
             fpsim.manual_seed(1)
-            ops.round_memory_(expected, spec, log2_scale=scale)
+            round_memory_(expected, spec, log2_scale=scale)
             fpsim.manual_seed(1)
-            assert ops.round_fitting_(got, spec, scale, largest) == largest  # at the ceiling it fits
+            assert round_fitting_(got, spec, scale, largest) == largest  # at the ceiling it fits
             assert torch.equal(got, expected)
             ceiling = largest * 0.75
             got = x.clone()
             fpsim.manual_seed(1)
-            assert ops.round_fitting_(got, spec, scale, ceiling) == largest
+            assert round_fitting_(got, spec, scale, ceiling) == largest
             assert torch.equal(got, torch.where(x.abs() <= ceiling, expected, x))
             for value in (math.inf, -math.nan):
                 got = x.clone()
                 got[n // 2] = value
-                assert ops.round_fitting_(got, spec, scale, math.inf) == math.inf
+                assert round_fitting_(got, spec, scale, math.inf) == math.inf
                 assert not math.isfinite(got[n // 2])
     fpsim.manual_seed(None)
     torch.set_num_threads(threads)
 
 
 def test_to_round_what_fits_leaves_alone_what_it_has_no_loop_for() -> None:
-    spec, scale = ops.rounding_spec("fp16"), torch.tensor([0])
-    assert ops.round_fitting_(torch.empty(0), spec, scale, 1.0) == 0.0
+    spec, scale = rounding_spec("fp16"), torch.tensor([0])
+    assert round_fitting_(torch.empty(0), spec, scale, 1.0) == 0.0
     transposed = torch.randn(6, 4).t()
     largest = float(transposed.abs().max())
-    assert ops.round_fitting_(transposed, spec, scale, 9.0) == largest
+    assert round_fitting_(transposed, spec, scale, 9.0) == largest
     for x in (torch.randn(6, 4)[:, ::2], torch.randn(4).half(), torch.randn(4).bfloat16()):
         before = x.clone()
         fmt = "e4m3fn" if x.dtype is not torch.float32 else "fp16"
-        assert ops.round_fitting_(x, ops.rounding_spec(fmt), scale, 9.0) is None
+        assert round_fitting_(x, rounding_spec(fmt), scale, 9.0) is None
         assert torch.equal(x, before)
-    assert ops.round_fitting_(torch.randn(6, 4).t(), ops.rounding_spec("fp16", "stochastic"), scale, 9.0) is None
+    assert round_fitting_(torch.randn(6, 4).t(), rounding_spec("fp16", "stochastic"), scale, 9.0) is None
     large = torch.tensor([1.7e38, math.inf])
-    assert ops.round_fitting_(large, spec, torch.tensor([-112]), 1e39) == math.inf  # a ceiling that float32 has not
+    assert round_fitting_(large, spec, torch.tensor([-112]), 1e39) == math.inf  # a ceiling that float32 has not
     assert large.tolist() == [round(1.7e38 / 2.0**117) * 2.0**117, math.inf]
     above = torch.tensor([1.0 + 2.0**-23])  # a ceiling between two numbers of float32
-    assert ops.round_fitting_(above, spec, scale, 1.0 + 2.0**-30) == above.item() == 1.0 + 2.0**-23
+    assert round_fitting_(above, spec, scale, 1.0 + 2.0**-30) == above.item() == 1.0 + 2.0**-23

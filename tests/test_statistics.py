@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fpsim
-from fpsim.statistics import _Accumulator, _lost_on_device, lost_between
+from fpsim.tally import Accumulator, lost_between, lost_on_device
 
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2", "e2m1fn", "dlfloat16", "e4m3fnuz")
 
@@ -111,7 +111,7 @@ def test_empty_scalar_strided_half_and_numpy_inputs_are_counted() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_form_for_other_devices_counts_the_same(name: str) -> None:
     fmt, x = fpsim.as_format(name), samples()
-    loop, other = _Accumulator(fmt, x.device), _Accumulator(fmt, x.device)
+    loop, other = Accumulator(fmt, x.device), Accumulator(fmt, x.device)
     rounded = fpsim.round_to(x, fmt)
     for _ in range(2):
         loop.add(x, rounded)
@@ -227,7 +227,7 @@ def test_what_is_lost_at_a_scale_is_counted_as_by_hand(fmt: str, dtype: torch.dt
             expected[1] += before != 0 and after == 0
             above = abs(before) > math.ldexp(f.largest, -k)
             expected[2] += math.isfinite(before) and (above or not math.isfinite(after))
-        for count in (lost_between, _lost_on_device):
+        for count in (lost_between, lost_on_device):
             assert count(x, rounded, f.largest, torch.tensor([k])).tolist() == expected
     assert expected[1] > 0 or f.exponent_bits == 8
     assert expected[2] > 0

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpsim
+from fpsim.emulation.scope import active
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 IDS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -115,7 +116,7 @@ class Outputs(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        emulation = fpsim.emulation._current.emulation
+        emulation = active.emulation
         module = self.model.get_submodule(emulation.scope.name) if emulation else None
         for x in out if isinstance(out, tuple | list) else (out,):
             if isinstance(x, Tensor) and x.is_floating_point():

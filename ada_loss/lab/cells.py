@@ -23,8 +23,7 @@ import torch
 import fpsim
 from ada_loss.lab.tasks import Task, find_task
 from ada_loss.lab.train import AT_LEAST, CHOICES, Run, Stopped, make_scaling, train, underflow_share
-from fpsim import Policy
-from fpsim.policy import ROLES
+from fpsim import ROLES, Policy
 
 __all__ = ["Cell", "plan", "run_cell", "task_of"]
 

@@ -21,10 +21,7 @@ from ada_loss.lab.tasks import Task
 from ada_loss.layerwise import AdaLossScaled
 from ada_loss.rules import LAYER_RULES, SYSTEMS, loss_rule
 from ada_loss.scalers import GradScaler
-from fpsim import ops
-from fpsim.model import round_parameters_
-from fpsim.policy import FormatLike
-from fpsim.statistics import Recording
+from fpsim import FormatLike, Recording, round_parameters_
 
 __all__ = ["AT_LEAST", "CHOICES", "Run", "Stopped", "make_scaling", "scales_by_layer", "train", "underflow_share"]
 
@@ -214,7 +211,7 @@ def train(
     points = max(SAMPLES * record_every, total // HISTORY)
     with (
         torch.random.fork_rng(devices=cards),
-        ops.noise_of_torch(),  # of its own stream neither a seed nor a checkpoint knows
+        fpsim.noise_of_torch(),  # of its own stream neither a seed nor a checkpoint knows
         adaptive or nullcontext(),
     ):
         torch.manual_seed(seed)  # the noise of stochastic rounding

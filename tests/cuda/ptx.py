@@ -12,8 +12,10 @@ from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
 from ada_loss import decisions
 from ada_loss.rules import LAYER_RULES
-from fpsim import kernels, moments
-from fpsim.kernels import cuda_kernel
+from fpsim.kernels import moments
+from fpsim.kernels.compile import for_device
+from fpsim.kernels.round import cuda_kernel
+from fpsim.moments import join_rows
 from fpsim.rounding import ROUNDINGS
 
 CAPABILITIES = ((7, 5), (8, 0), (9, 0))
@@ -63,11 +65,11 @@ def test_the_kernels_of_moments_compile(floating: types.Float) -> None:
     integer = types.uint32 if floating is types.float32 else types.uint64
     bins = types.Array(types.int64, 1, "C")
     for kernel, signature in (
-        (kernels.cuda_moments_kernel(True), (array, types.int64, rows)),
-        (kernels.cuda_moments_kernel(False), (array, types.int64, rows)),
-        (kernels.cuda_amax_kernel(), (array, types.int64, rows)),
-        (kernels.cuda_exponents_kernel(floating.bitwidth // 8), (types.Array(integer, 1, "C"), types.int64, bins)),
-        (moments._join, (rows, bins, types.Array(types.float64, 1, "C"))),
+        (moments.cuda_moments_kernel(True), (array, types.int64, rows)),
+        (moments.cuda_moments_kernel(False), (array, types.int64, rows)),
+        (moments.cuda_amax_kernel(), (array, types.int64, rows)),
+        (moments.cuda_exponents_kernel(floating.bitwidth // 8), (types.Array(integer, 1, "C"), types.int64, bins)),
+        (join_rows, (rows, bins, types.Array(types.float64, 1, "C"))),
     ):
         text, _ = compile_ptx(kernel, signature, cc=(7, 5))
         assert ".entry" in text
@@ -93,5 +95,5 @@ def every_decision() -> list[tuple[str, Any, tuple[str, ...]]]:
 def test_decisions_compile_for_a_card(name: str, function: Any, kinds: tuple[str, ...]) -> None:
     arrays = {"i": types.Array(types.int64, 1, "C"), "f": types.Array(types.float64, 1, "C")}
     signature = tuple(arrays[kind] for kind in kinds)
-    text, _ = compile_ptx(kernels.for_device(function), signature, cc=(7, 5))
+    text, _ = compile_ptx(for_device(function), signature, cc=(7, 5))
     assert ".entry" in text

@@ -11,9 +11,14 @@ from numba import cuda
 
 from ada_loss import decisions
 from ada_loss.rules import LAYER_RULES, LayerRule
-from fpsim import FloatFormat, as_format, kernels, moments, ops
-from fpsim.ops import rounding_spec
+from fpsim import FloatFormat, as_format
+from fpsim.kernels import moments, round
+from fpsim.kernels.compile import cuda_scalar
+from fpsim.kernels.round import cuda_loop
+from fpsim.launch import kernel_for, rounded
+from fpsim.moments import binades, join_rows, moments_of, on_device
 from fpsim.rounding import NOISE_BLOCK, ROUNDINGS
+from fpsim.spec import rounding_spec
 
 FORMATS = {name: as_format(name) for name in ("bf16", "e4m3fn", "dlfloat16", "e8m0fnu", "e5m2fnuz")}
 FORMATS["odd"] = FloatFormat(3, 0, 3, subnormals=False)
@@ -24,11 +29,11 @@ def simulated(
 ) -> torch.Tensor:
     """Round through the kernel; `extra` guard elements behind the end must stay."""
     width = 64 if x.dtype is torch.float64 else 32
-    plan = ops._kernel(rounding_spec(fmt, rounding), width).plan
+    plan = kernel_for(rounding_spec(fmt, rounding), width).plan
     integer = np.uint64 if width == 64 else np.uint32
     source = np.concatenate([x.numpy().view(integer), np.full(extra, 78, integer)])
     target = np.full(len(source), 77, integer)
-    kernels.cuda_loop(plan.rule, plan.shape, plan.width)(
+    cuda_loop(plan.rule, plan.shape, plan.width)(
         cuda.to_device(source),
         device := cuda.to_device(target),
         cuda.to_device(np.array([log2_scale])),
@@ -61,10 +66,10 @@ def sample(n: int, dtype: torch.dtype) -> torch.Tensor:
 def test_the_kernel_gives_the_bits_of_the_cpu(
     name: str, rounding: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "CUDA_THREADS", 32)  # a thread of the simulator is one of Python's, idle or not
+    monkeypatch.setattr(round, "CUDA_THREADS", 32)  # a thread of the simulator is one of Python's, idle or not
     x = sample(NOISE_BLOCK + 21, dtype)
     spec, key = rounding_spec(FORMATS[name], rounding), 0x123456789ABCDEF
-    expected = ops._rounded(x, spec, torch.tensor(key))
+    expected = rounded(x, spec, torch.tensor(key))
     integer = torch.int64 if dtype is torch.float64 else torch.int32
     assert torch.equal(simulated(x, FORMATS[name], rounding, key).view(integer), expected.view(integer))
 
@@ -74,7 +79,7 @@ def test_every_length_is_covered_and_nothing_beyond(n: int) -> None:
     x = sample(2049, torch.float32)[:n].clone()
     for rounding in ("nearest_even", "stochastic"):
         if rounding == "stochastic" or n < 500:  # 16 threads for 128 numbers: more than one block from 2049 on
-            expected = ops._rounded(x, rounding_spec("fp16", rounding), torch.tensor(99))
+            expected = rounded(x, rounding_spec("fp16", rounding), torch.tensor(99))
             got = simulated(x, as_format("fp16"), rounding, 99)
             assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
 
@@ -84,50 +89,50 @@ def test_every_length_is_covered_and_nothing_beyond(n: int) -> None:
 @pytest.mark.parametrize("name", ["e4m3fn", "dlfloat16", "e5m2fnuz"])
 def test_the_kernel_rounds_at_a_scale_as_the_cpu_does(name: str, dtype: torch.dtype, log2_scale: int) -> None:
     x = sample(100, dtype) * 2.0**-log2_scale
-    expected = ops._rounded(x, rounding_spec(name), None, torch.tensor(log2_scale))
+    expected = rounded(x, rounding_spec(name), None, torch.tensor(log2_scale))
     assert same(simulated(x, as_format(name), "nearest_even", 0, log2_scale), expected)
 
 
 def gathered(x: np.ndarray, only_amax: bool = False) -> list[float]:
-    rows = np.zeros((kernels.MOMENTS_BLOCKS, len(kernels.MOMENTS)))
-    kernels.cuda_moments(only_amax, True)(cuda.to_device(x), len(x), device := cuda.to_device(rows), 0)
+    rows = np.zeros((moments.MOMENTS_BLOCKS, moments.FIELDS))
+    moments.cuda_moments(only_amax, True)(cuda.to_device(x), len(x), device := cuda.to_device(rows), 0)
     out, flag = cuda.to_device(np.zeros(10)), cuda.to_device(np.array([int(only_amax)]))
-    kernels.cuda_scalar(moments._join)(0, device, flag, out)
+    cuda_scalar(join_rows)(0, device, flag, out)
     return list(out.copy_to_host())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_moments_are_those_of_the_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "CUDA_THREADS", 4)
-    monkeypatch.setattr(kernels, "MOMENTS_BLOCKS", 3)
-    kernels.cuda_moments.cache_clear()
+    monkeypatch.setattr(moments, "CUDA_THREADS", 4)
+    monkeypatch.setattr(moments, "MOMENTS_BLOCKS", 3)
+    moments.cuda_moments.cache_clear()
     for n in (0, 1, 37):
         x = torch.randn(n).to(dtype) * 2.0**-100
         x[: n // 4] = 0
-        expected = moments.moments_of(x, logs=True).tolist()
+        expected = moments_of(x, logs=True).tolist()
         assert gathered(x.numpy()) == pytest.approx(expected, rel=1e-14)
         assert gathered(x.numpy(), only_amax=True)[6] == expected[6]
     for value in (torch.nan, -torch.inf):
         x = torch.tensor([1.0, value, 2.0], dtype=dtype)
         assert gathered(x.numpy())[6] == gathered(x.numpy(), only_amax=True)[6] == np.inf
-    kernels.cuda_moments.cache_clear()
+    moments.cuda_moments.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_binades_are_counted_as_on_the_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "CUDA_THREADS", 4)
-    monkeypatch.setattr(kernels, "MOMENTS_BLOCKS", 2)
+    monkeypatch.setattr(moments, "CUDA_THREADS", 4)
+    monkeypatch.setattr(moments, "MOMENTS_BLOCKS", 2)
     x = sample(60, dtype)
-    expected, _ = moments.binades(x)
+    expected, _ = binades(x)
     bins = cuda.to_device(np.zeros(len(expected), np.int64))
     size = x.element_size()
-    kernels.cuda_exponents(size)(cuda.to_device(x.numpy().view(f"u{size}")), len(x), bins, 0)
+    moments.cuda_exponents(size)(cuda.to_device(x.numpy().view(f"u{size}")), len(x), bins, 0)
     assert bins.copy_to_host().tolist() == expected.tolist()
 
 
 def on_the_card(function: Any, *arrays: torch.Tensor) -> list[torch.Tensor]:
     sent = [cuda.to_device(a.numpy().copy()) for a in arrays]
-    kernels.cuda_scalar(function)(0, *sent)
+    cuda_scalar(function)(0, *sent)
     return [torch.from_numpy(a.copy_to_host()) for a in sent]
 
 
@@ -135,7 +140,7 @@ def on_the_card(function: Any, *arrays: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("rule", [rule for rule in LAYER_RULES.values() if rule.predicts], ids=lambda rule: rule.name)
 def test_factors_are_chosen_as_on_the_cpu(rule: type[LayerRule], size: float) -> None:
     torch.manual_seed(0)
-    g, w = moments.moments_of(torch.randn(40) * size), moments.moments_of(torch.randn(30))
+    g, w = moments_of(torch.randn(40) * size), moments_of(torch.randn(30))
     limits = torch.tensor([2.0**-24, 65504.0, -112, 70, 16.0, 2.0**20, -25], dtype=torch.float64)
     arrays = [
         torch.tensor([3]),
@@ -147,7 +152,7 @@ def test_factors_are_chosen_as_on_the_cpu(rule: type[LayerRule], size: float) ->
     ]
     arrays += [torch.tensor([1]), torch.ones(1).double(), torch.zeros(1, dtype=torch.int64), torch.zeros(5).double()]
     got = on_the_card(decisions.choose_with(rule.core()), *arrays)
-    moments.on_device(decisions.choose_with(rule.core()), *arrays)
+    on_device(decisions.choose_with(rule.core()), *arrays)
     for a, b in zip(got, arrays, strict=True):
         assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
 
@@ -157,9 +162,9 @@ def test_places_decide_as_on_the_cpu() -> None:
     limits = torch.tensor([2.0**-9, 448.0, -119, 85, torch.inf, torch.inf, -10], dtype=torch.float64)
     for size in (2.0**-30, 2.0**12, 0.0, torch.nan):
         x = torch.randn(50) * size
-        bins, first = moments.binades(x)
+        bins, first = binades(x)
         history = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
-        head = torch.tensor([5]), moments.moments_of(x), limits
+        head = torch.tensor([5]), moments_of(x), limits
         for function, own in (
             (decisions.keep, ()),
             (decisions.to_the_top, (torch.tensor([1]),)),
@@ -168,7 +173,7 @@ def test_places_decide_as_on_the_cpu() -> None:
         ):
             arrays = [a.clone() for a in (*head, *own, torch.zeros(1, dtype=torch.int64), torch.zeros(5).double())]
             got = on_the_card(function, *arrays)
-            moments.on_device(function, *arrays)
+            on_device(function, *arrays)
             for a, b in zip(got, arrays, strict=True):
                 assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
         scales = torch.tensor([5]), torch.tensor([7]), head[1], torch.zeros(1, dtype=torch.int64)
@@ -176,5 +181,5 @@ def test_places_decide_as_on_the_cpu() -> None:
 
 
 def test_the_formats_cover_every_shape() -> None:
-    shapes = {ops._kernel(rounding_spec(fmt), 32).plan.shape for fmt in FORMATS.values()}
+    shapes = {kernel_for(rounding_spec(fmt), 32).plan.shape for fmt in FORMATS.values()}
     assert shapes == {0, 1, 2, 3, 4}

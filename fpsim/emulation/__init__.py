@@ -1,0 +1,5 @@
+"""The emulation of a model: the mode that sees every torch call, forward and backward."""
+
+from fpsim.emulation.mode import emulate
+
+__all__ = ["emulate"]

@@ -1,0 +1,90 @@
+"""The backward pass: rounds a gradient where it arrives, in place where nobody else holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fpsim.autograd import is_plain, round_differentiably
+from fpsim.emulation.marks import is_rounded_at, mark_of, mark_rounded
+from fpsim.emulation.scope import Observer, Scope
+from fpsim.launch import round_memory_, rounded
+from fpsim.spec import RoundingSpec
+from fpsim.torch_internals import has_no_holes, is_held_by_autograd_alone
+
+__all__ = ["BackwardRounding"]
+
+
+class BackwardRounding:
+    """A tensor hook: rounds the gradient of one tensor.
+
+    scope: of the module in whose forward pass the tensor was made.
+    site, role, spec: what is told to observers, and how the gradient is rounded.
+    scale: gives the log2 of the scale at which it is rounded, see `Scaling`; None for a scale of 1.
+    """
+
+    __slots__ = ("role", "scale", "scope", "site", "spec")
+
+    def __init__(
+        self,
+        scope: Scope,
+        site: str,
+        role: str,
+        spec: RoundingSpec,
+        scale: Callable[[Tensor, bool], Tensor | None] | None,
+    ) -> None:
+        self.scope, self.site, self.role, self.spec, self.scale = scope, site, role, spec, scale
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        """The rounded gradient, or None where it is rounded in place or needs no rounding."""
+        if gradient is None:  # an output that nobody used, beside one that somebody did
+            return None
+        if gradient.is_sparse:
+            return self._round_sparse(gradient)
+        spec, listeners = self.spec, self.scope.listeners
+        can_launch = not torch.is_grad_enabled() and is_plain(gradient)  # no double backward, no transform
+        log2_scale, observer, before, may_round = None, None, None, False
+        if self.scale is not None:
+            may_round = (
+                can_launch
+                and mark_of(gradient) is None
+                and has_no_holes(gradient)
+                and is_held_by_autograd_alone(gradient)
+            )
+            if may_round:
+                observer = listeners.watching(self.site, self.role)
+                before = None if observer is None else gradient.detach().clone()  # the scaling may round it at once
+            log2_scale = self.scale(gradient, may_round)
+        if is_rounded_at(gradient, log2_scale, spec):
+            if observer is not None and before is not None:
+                self._show(observer, before, gradient, log2_scale)
+            return None
+        if not can_launch:
+            return round_differentiably(gradient, spec, log2_scale)
+        if not may_round:
+            observer = listeners.watching(self.site, self.role)
+        # asked again: the scaling may have kept the gradient
+        if observer is None and has_no_holes(gradient) and is_held_by_autograd_alone(gradient):
+            round_memory_(gradient, spec, None, log2_scale)
+            mark_rounded(gradient, log2_scale, spec)
+            return None
+        result = rounded(gradient, spec, None, log2_scale)
+        mark_rounded(result, log2_scale, spec)
+        if observer is not None:
+            self._show(observer, gradient if before is None else before, result, log2_scale)
+        return result
+
+    def _round_sparse(self, gradient: Tensor) -> Tensor:
+        """The gradient of an embedding: its rows are summed, then rounded."""
+        gradient = gradient.coalesce()
+        indices, values = gradient.indices(), gradient.values()
+        result = self(values)
+        values = values if result is None else result
+        return torch.sparse_coo_tensor(indices, values, gradient.shape, is_coalesced=True, check_invariants=False)
+
+    def _show(self, observer: Observer, before: Tensor, after: Tensor, log2_scale: Tensor | None) -> None:
+        if log2_scale is not None:  # as the format sees it; exact, for float64 has exponents to spare
+            before, after = (torch.ldexp(x.double(), log2_scale) for x in (before, after))
+        observer(self.site, self.role, before, after, self.spec)

@@ -1,0 +1,161 @@
+"""What the emulation does with a torch function: a table by name, and what one entry of it knows.
+
+To pass a function through untouched, add its name to PASS; to treat it as one that moves values, to MOVE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fpsim.emulation import recurrent
+from fpsim.emulation.marks import note_inference_write
+from fpsim.emulation.scope import active
+
+__all__ = ["LOOK_UPS", "REFUSE", "Action", "Call", "call_of", "in_order"]
+
+
+class Action(Enum):
+    """What is done with a call."""
+
+    PASS = "it computes nothing in the format: metadata, comparisons, random and constant tensors, autograd's controls"
+    MOVE = "the values that come out are values that went in, or their negatives: views, copies, selections"
+    SET_ITEM = "it moves values into a tensor"
+    REFUSE = "it hides several operations in one, and there is no emulation of its inside"
+    DECOMPOSE = "it hides several operations in one, and they are emulated one by one"
+    COMPUTE = "its operands are brought into the format, and its result is rounded"
+
+
+PASS = frozenset(
+    """
+    __set__ __delete__ __hash__ __len__ __bool__ __int__ __float__ __index__ __repr__ __str__ __format__
+    __contains__ __dir__ __reduce__ __reduce_ex__ __setstate__ __deepcopy__ __array__ __dlpack__ __dlpack_device__
+    size stride dim ndimension numel nelement element_size storage_offset data_ptr is_contiguous is_pinned
+    storage untyped_storage get_device is_floating_point is_complex is_signed is_inference is_same_size
+    is_set_to is_shared has_names requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward
+    grad item tolist numpy detach_ is_nonzero allclose equal isfinite isnan isinf isneginf isposinf isclose
+    eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ argmax argmin argsort nonzero argwhere
+    logical_and logical_or logical_not logical_xor signbit searchsorted bucketize histc bincount unique
+    unique_consecutive result_type promote_types can_cast is_tensor is_storage record_stream pin_memory share_memory_
+    resize_ set_ multinomial bernoulli normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_
+    rand randn randint randperm rand_like randn_like randint_like normal poisson zeros ones full empty eye arange
+    linspace logspace range zeros_like ones_like full_like empty_like empty_strided empty_permuted new_zeros new_ones
+    new_full new_empty new_empty_strided new_tensor tensor as_tensor from_numpy asarray scalar_tensor complex
+    tril_indices triu_indices zero_ fill_ one_hot manual_seed seed initial_seed _assert _assert_async _is_view
+    set_default_dtype get_default_dtype set_grad_enabled is_grad_enabled
+    """.split()
+)
+MOVE = frozenset(
+    """
+    T mT H mH real imag view_as_real view_as_complex values _values view view_as reshape reshape_as flatten unflatten
+    squeeze unsqueeze squeeze_ unsqueeze_ transpose transpose_ t t_ permute swapaxes swapdims movedim moveaxis adjoint
+    expand expand_as broadcast_to broadcast_tensors contiguous clone detach alias
+    to cpu cuda type type_as float double half bfloat16 positive narrow select diagonal unfold
+    as_strided chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind meshgrid
+    atleast_1d atleast_2d atleast_3d cat concat concatenate stack hstack vstack dstack column_stack row_stack
+    block_diag index_select gather take take_along_dim masked_select __getitem__ flip fliplr flipud roll rot90 tile
+    repeat repeat_interleave tril triu ravel diag diag_embed sort topk kthvalue median mode
+    max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d pixel_shuffle pixel_unshuffle channel_shuffle
+    relu relu_ max min amax amin maximum minimum abs neg negative __neg__ __abs__ cummax cummin embedding
+    _pack_padded_sequence resolve_conj resolve_neg __iter__ __reversed__
+    """.split()
+)
+REFUSE = {
+    "_transformer_encoder_layer_fwd": "call nn.TransformerEncoderLayer with a gradient or in training mode",
+    "_native_multi_head_attention": "call nn.MultiheadAttention with a gradient or in training mode",
+    **dict.fromkeys(("quantized_lstm", "quantized_gru"), "quantise the float32 module instead"),
+}
+# Arguments that are statistics or masks, not operands: (positions, names). By function, or by name.
+_STATISTICS = ("running_mean", "running_var")
+_OPERATORS = """
+    batch_norm instance_norm native_batch_norm cudnn_batch_norm
+    _native_batch_norm_legit _native_batch_norm_legit_no_training
+    """
+NOT_OPERANDS: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    **dict.fromkeys((F.batch_norm, F.instance_norm), ((1, 2), _STATISTICS)),
+    **dict.fromkeys(_OPERATORS.split(), ((3, 4), _STATISTICS)),  # torch's operators have the weight and the bias first
+    "scaled_dot_product_attention": ((3,), ("attn_mask",)),
+}
+# What is looked up in a weight is an activation, and its gradient, which is summed into the weight, an error.
+LOOK_UPS = ("embedding",)
+
+# Operands that may be given by name, in the order in which any operation has those that it takes.
+_OPERANDS = "input input1 query mat mat1 batch1 input2 key weight other mat2 vec vec2 tensor batch2 value".split()
+_RANKS = {name: rank for rank, name in enumerate(_OPERANDS)}
+
+
+def in_order(named: dict[str, Any]) -> list[Any]:
+    """The operands that were given by name, in the order of torch's own parameters."""
+    return [named[name] for name in sorted(named, key=lambda name: _RANKS.get(name, len(_RANKS)))]
+
+
+class Call:
+    """How one torch function is treated.
+
+    name: without torch's underscores.
+    action: what is done with it.
+    in_place: whether it writes to its first argument.
+    skip_positions, skip_names: arguments that are no operands.
+    """
+
+    __slots__ = ("action", "in_place", "name", "skip_names", "skip_positions")
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        name = getattr(function, "__name__", None) or type(function).__name__
+        name = name.partition(".")[0]  # torch.ops.aten.add_.Tensor
+        if name == "__get__":  # a property: its own name is the descriptor's
+            name = getattr(getattr(function, "__self__", None), "__name__", name)
+            self.action = Action.MOVE if name in MOVE else Action.PASS
+        else:
+            self.action = _action_of(function, name)
+        self.name = name.strip("_") if name.startswith("__") else name
+        inner = name[2:] if name.startswith("__i") and name.endswith("__") else ""
+        is_augmented = inner != "" and name not in ("__invert__", "__index__", "__int__", "__iter__")
+        self.in_place = is_augmented or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        self.skip_positions, self.skip_names = NOT_OPERANDS.get(function) or NOT_OPERANDS.get(name, ((), ()))
+
+    def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function itself."""
+        if (self.in_place or "out" in kwargs or "inplace" in kwargs) and torch.is_inference_mode_enabled():
+            note_inference_write()
+        return function(*args, **kwargs)
+
+
+def _action_of(function: Callable[..., Any], name: str) -> Action:
+    if name in PASS or name.startswith(("_foreach_", "_fused_", "_amp_", "_use_", "_is_", "__dlpack")):
+        return Action.PASS
+    if name == "__setitem__":
+        return Action.SET_ITEM
+    if name in REFUSE:
+        return Action.REFUSE
+    if function is F.multi_head_attention_forward or name in recurrent.OPERATIONS:
+        return Action.DECOMPOSE
+    return Action.MOVE if name in MOVE else Action.COMPUTE
+
+
+class _BackwardCall(Call):
+    """A backward pass. It may run modules again, of a checkpoint: they enter a mode of their own, this one is off."""
+
+    __slots__ = ()
+
+    def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        emulation, active.emulation = active.emulation, None
+        try:
+            return super().__call__(function, args, kwargs)
+        finally:
+            active.emulation = emulation
+
+
+_calls: dict[Any, Call] = {f: _BackwardCall(f) for f in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)}
+
+
+def call_of(function: Callable[..., Any]) -> Call:
+    """How this torch function is treated; looked up once and kept."""
+    call = _calls.get(function)
+    return _calls.setdefault(function, Call(function)) if call is None else call

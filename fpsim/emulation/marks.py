@@ -1,0 +1,97 @@
+"""Marks: which format the values of a tensor are known to be in, so that nothing is rounded twice."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpsim.spec import FLOATING, RoundingSpec
+from fpsim.torch_internals import version_of
+
+__all__ = [
+    "OF_A_WEIGHT",
+    "format_of",
+    "is_roundable",
+    "is_rounded_at",
+    "mark",
+    "mark_of",
+    "mark_rounded",
+    "note_inference_write",
+    "writes_to",
+]
+
+# Behind the format in a weight's mark: in another module its format may be that of weights, and an activation still has
+# to fit.
+OF_A_WEIGHT = " of a weight"
+
+
+# A mark is a plain tuple, for torch.save writes it with the tensor and torch.load(weights_only=True) takes no class. It
+# holds while the tensor is not written to: the rounding's text, the writes to the tensor until then, the scale of a
+# gradient (None for 1), and whether the tensor required a gradient; one that does so later has no place yet where its
+# gradient is rounded.
+Mark = tuple[str, int, Tensor | None, bool]
+
+
+class _MarkAtScale(tuple[Any, ...]):
+    """The mark of a gradient rounded at a scale, which is known by identity: nothing is known of its copies."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        return torch.Size, ((),)  # nothing that torch.load(weights_only=True) would refuse
+
+
+def is_roundable(x: Tensor) -> bool:
+    """Whether the emulation rounds tensors of this kind: dense ones of a floating dtype that torch computes with."""
+    return x.dtype in FLOATING and x.layout is torch.strided
+
+
+# Inference tensors count no writes: for all of them, minus the number of writes that one of them may have seen.
+_inference_writes = itertools.count(1)
+_inference_version = 0
+
+
+def note_inference_write() -> None:
+    """Some inference tensor may have been written to: what was known of any of them no longer holds."""
+    global _inference_version
+    _inference_version = -next(_inference_writes)
+
+
+def writes_to(x: Tensor) -> int:
+    """A number that changes whenever `x` is written to."""
+    return _inference_version if x.is_inference() else version_of(x)
+
+
+def mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
+    """Note that `x` was rounded as `text` says, at this scale."""
+    made = (text, writes_to(x), log2_scale, x.requires_grad)
+    x._fpsim = made if log2_scale is None else _MarkAtScale(made)  # type: ignore[attr-defined]
+
+
+def mark_of(x: Tensor) -> Mark | None:
+    """The mark of a tensor that has not changed since."""
+    found = getattr(x, "_fpsim", None)
+    return found if found and found[1] == writes_to(x) and found[3] >= x.requires_grad else None
+
+
+def format_of(x: Tensor) -> str | None:
+    """The format that `x` is in; None where that is not known, or where it is a gradient rounded at a scale.
+
+    What was rounded at a scale may lie between the format's values.
+    """
+    found = mark_of(x)
+    return found[0] if found is not None and found[2] is None else None
+
+
+def is_rounded_at(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> bool:
+    """Whether this very tensor was rounded so at this very scale, on the other side of an addition or a view."""
+    found = mark_of(gradient)
+    return found is not None and found[0] == spec.text and found[2] is log2_scale
+
+
+def mark_rounded(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> None:
+    """Note that this very tensor has been rounded so at this very scale."""
+    mark(gradient, spec.text, log2_scale)

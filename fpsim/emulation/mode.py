@@ -1,0 +1,316 @@
+"""The mode that intercepts every torch call of a model and rounds what goes in and what comes out."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fpsim.autograd import is_plain, straight_through
+from fpsim.emulation import recurrent
+from fpsim.emulation.backward import BackwardRounding
+from fpsim.emulation.calls import LOOK_UPS, REFUSE, Action, Call, call_of, in_order
+from fpsim.emulation.marks import OF_A_WEIGHT, format_of, is_roundable, mark, note_inference_write, writes_to
+from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
+from fpsim.launch import round_memory_
+from fpsim.policy import FormatLike, as_policy
+from fpsim.spec import RoundingSpec
+from fpsim.torch_internals import blind_to_modes, calibrate_holders, share_storage, without_torch_function
+
+__all__ = ["Emulation", "emulate", "entered"]
+
+# torch functions of many operations, in Python: their inside is emulated call by call.
+_decomposed: dict[Any, Callable[..., Any]] = {f: blind_to_modes(f) for f in (F.multi_head_attention_forward,)}
+
+
+class Emulation(TorchFunctionMode):
+    """The emulated twin of `torch.autocast`: one per thread, with the scope of the module that runs."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__()
+        self.scope = scope
+        # {original: {(its format, its gradient's): (version, rounded copy)}}: it does not keep the originals alive
+        self._operands = WeakTensorKeyDictionary()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        call = call_of(func)
+        action, scope = call.action, self.scope
+        specs = scope.specs
+        if action is Action.PASS or specs is NO_SPECS or call.name in scope.float32:
+            return call(func, args, kwargs)
+        if action is Action.REFUSE:
+            raise NotImplementedError(
+                f"{resolve_name(func) or call.name} at {scope.name or 'the top level'} hides several operations in one "
+                f"call and cannot be emulated. To do: {REFUSE[call.name]}."
+            )
+        if action is Action.DECOMPOSE:
+            inner = _decomposed.get(func) or partial(recurrent.OPERATIONS[call.name], scope.repeated)
+            with self:
+                return inner(*args, **kwargs)
+        if call.in_place and args and isinstance(args[0], nn.Parameter):
+            return call(func, args, kwargs)  # an update or an initialisation, not a step of the computation
+        return self._compute(func, call, args, kwargs)
+
+    def _compute(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if call.name.startswith("embedding") and kwargs.get("max_norm") is not None:
+            # it changes the weight itself, not the rounded copy
+            torch.embedding_renorm_(args[1].detach(), args[0].contiguous(), kwargs["max_norm"], kwargs["norm_type"])
+            kwargs = {**kwargs, "max_norm": None}
+        keeps_first = call.in_place or kwargs.get("inplace") is True
+        moves = call.action is Action.MOVE
+        floats: list[Tensor] = []
+
+        new_args = tuple(
+            x if (i == 0 and keeps_first) or i in call.skip_positions else self._prepared(x, moves, floats)
+            for i, x in enumerate(args)
+        )
+        new_kwargs = {
+            name: x if name in call.skip_names or name == "out" else self._prepared(x, moves, floats)
+            for name, x in kwargs.items()
+        }
+        operands = (*new_args, *in_order(new_kwargs)) if new_kwargs else new_args
+        first = args[0] if keeps_first and args else None
+        if isinstance(first, Tensor) and not moves and call.action is not Action.SET_ITEM:
+            self._prepare_target(first)
+        was_marked = format_of(first) if isinstance(first, Tensor) else None
+        out = call(func, new_args, new_kwargs)
+        if call.action is Action.SET_ITEM:
+            if was_marked and isinstance(first, Tensor):
+                self._round_result(first, call, operands, floats, first)
+            return out
+        if moves:
+            self._carry_marks(out, floats, first, was_marked)
+            if call.name not in LOOK_UPS or not isinstance(out, Tensor):
+                return out
+            activation = self.scope.specs.activation
+            if activation is None or format_of(out) == activation.text:
+                if out.requires_grad:
+                    self._hook(out, self.scope.site(call.name), call.name, operands)
+                return out
+        return self._round_results(out, call, operands, floats, kwargs.get("out", first))
+
+    def _prepared(self, x: Any, weights_only: bool, floats: list[Tensor]) -> Any:
+        """An argument with its tensors in their formats, which are appended to `floats`."""
+        # a method, not a closure: one that calls itself is a cycle, and kept every tensor until a collection
+        if isinstance(x, Tensor):
+            if not is_roundable(x):
+                return x
+            x = self._operand(x, weights_only)
+            floats.append(x)
+        elif type(x) in (list, tuple) and any(isinstance(item, Tensor) for item in x):
+            return type(x)([self._prepared(item, weights_only, floats) for item in x])
+        return x
+
+    def _prepare_target(self, x: Tensor) -> None:
+        """What a call changes in place is an operand too, and is brought into its format where it is."""
+        if not self._is_in_format(x, self.scope.specs.activation) and not (x.is_leaf and x.requires_grad):
+            self._round_result(x, _WRITTEN_TO, (x,), [], x)
+
+    def _is_in_format(self, x: Tensor, spec: RoundingSpec | None) -> bool:
+        found, weight = format_of(x), self.scope.specs.weight
+        if found is None or spec is None or found == spec.text:
+            return found is not None
+        return weight is not None and found == weight.text + OF_A_WEIGHT
+
+    def _operand(self, x: Tensor, weights_only: bool) -> Tensor:
+        """`x` in its format: a parameter in the weights', anything else in the activations'."""
+        specs = self.scope.specs
+        is_weight = isinstance(x, nn.Parameter) or id(x) in self.scope.weights
+        spec, backward = (specs.weight, specs.weight_grad) if is_weight else (specs.activation, specs.error)
+        if (spec is None and backward is None) or (weights_only and not is_weight):
+            return x
+        if self._is_in_format(x, spec):
+            return x
+        copies: dict[Any, tuple[int, Tensor]] = self._operands.setdefault(x, {})
+        key, needs_grad = (spec and spec.text, backward and backward.text), x.requires_grad and torch.is_grad_enabled()
+        version, rounded = copies.get(key, (None, x))
+        if version != writes_to(x) or rounded.requires_grad != needs_grad:
+            rounded = self._rounded_operand(x, spec, backward, "weight" if is_weight else "activation")
+            copies[key] = writes_to(x), rounded
+        return rounded
+
+    def _rounded_operand(
+        self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None, role: str
+    ) -> Tensor:
+        site = self.scope.site(role)
+        if not is_plain(x):
+            return self._straight_through(x, spec, backward)
+        rounded = x.clone()
+        if spec is not None:
+            round_memory_(rounded, spec)
+            activation = self.scope.specs.activation
+            is_activation = role == "activation" or (activation is not None and activation.text == spec.text)
+            mark(rounded, spec.text if is_activation else spec.text + OF_A_WEIGHT)
+            observer = self.scope.listeners.watching(site, role)
+            if observer is not None:
+                observer(site, role, x.detach(), rounded.detach(), spec)
+        if backward is not None and rounded.requires_grad:
+            gradient_role = "weight_grad" if role == "weight" else "error"
+            self._register(rounded, site, gradient_role, backward, role, (x,))
+        return rounded
+
+    def _carry_marks(self, out: Any, floats: list[Tensor], first: Any, first_mark: str | None) -> None:
+        marks = {format_of(x) for x in floats}
+        if isinstance(first, Tensor):
+            marks.add(first_mark)
+        if len(marks) == 1 and (only := marks.pop()) is not None:
+            for x in _tensors_in(out):
+                if x.is_floating_point():
+                    mark(x, only)
+
+    def _straight_through(self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None) -> Tensor:
+        """Round under a transform or a tracer."""
+        if self.scope.listeners.scaling is not None and backward is not None:
+            raise NotImplementedError(
+                f"A gradient at {self.scope.name or 'the top level'} is to be rounded at its own scale, under "
+                f"torch.compile or a transform of torch.func. Possible: loss.backward() and torch.autograd.grad. "
+                f"Detach the scaling first, or leave the transform away."
+            )
+        return straight_through(x, spec, backward)
+
+    def _round_results(self, out: Any, call: Call, operands: tuple[Any, ...], floats: list[Tensor], target: Any) -> Any:
+        """`out` with its tensors rounded; target: what the call was told to write to, if anything."""
+        if isinstance(out, Tensor):
+            return self._round_result(out, call, operands, floats, target)
+        if isinstance(out, tuple | list):
+            results = [
+                self._round_result(x, call, operands, floats, target) if isinstance(x, Tensor) else x for x in out
+            ]
+            if all(a is b for a, b in zip(out, results, strict=True)):
+                return out
+            return type(out)(*results) if hasattr(out, "_fields") else type(out)(results)
+        return out
+
+    def _round_result(
+        self, out: Tensor, call: Call, operands: tuple[Any, ...], floats: list[Tensor], target: Any
+    ) -> Tensor:
+        specs = self.scope.specs
+        if not is_roundable(out):
+            return out
+        plain, is_target = is_plain(out), any(out is x for x in _tensors_in(target))
+        is_same = share_storage if plain else operator.is_
+        if not is_target and any(is_same(out, x) for x in floats):
+            self._carry_marks(out, floats, None, None)
+            return out  # it moved: dropout in evaluation gives back its input, einsum may give a view of it
+        site = self.scope.site(call.name)
+        spec, error = specs.activation, specs.error
+        if not plain:
+            rounded = self._straight_through(out, spec, error)
+            return out.copy_(rounded) if is_target else rounded
+        if spec is not None:
+            observer = self.scope.listeners.watching(site, "activation")
+            before = None if observer is None else out.detach().clone()
+            # below autograd: what the operation saved for its backward is the rounded value, as on hardware
+            round_memory_(out, spec)
+            if observer is not None and before is not None:
+                observer(site, "activation", before, out.detach(), spec)
+            mark(out, spec.text)
+        elif error is not None:
+            mark(out, "float32")  # its gradient has its place
+        if error is not None and out.requires_grad:
+            self._hook(out, site, call.name, operands)
+        return out
+
+    def _hook(self, out: Tensor, site: str, operation: str, operands: tuple[Any, ...]) -> None:
+        error = self.scope.specs.error
+        if error is not None:
+            self._register(out, site, "error", error, operation, operands)
+
+    def _register(
+        self, out: Tensor, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...]
+    ) -> None:
+        scaling = self.scope.listeners.scaling
+        scale = None if scaling is None else scaling(site, role, spec, operation, operands, out)
+        calibrate_holders()  # it takes a backward pass, and none should run in another
+        out.register_hook(BackwardRounding(self.scope, site, role, spec, scale))
+
+    def bring_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Round what enters a module that computes in float32 inside."""
+        with without_torch_function():
+            named = {name: self._prepared(x, False, []) for name, x in kwargs.items()}
+            return tuple(self._prepared(x, False, []) for x in args), named
+
+    def bring_out(self, out: Any) -> Any:
+        """Round what leaves a module that computed in float32 inside."""
+        with without_torch_function():
+            return self._round_results(out, _LEAVES_A_MODULE, (), [], None)
+
+
+class _Border:
+    """Where something is rounded that is no torch function's result: it has a name for its site, as a Call has."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+_LEAVES_A_MODULE: Any = _Border("output")
+_WRITTEN_TO: Any = _Border("activation")
+
+
+def _tensors_in(out: Any) -> Iterator[Tensor]:
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, tuple | list):
+        for item in out:
+            yield from _tensors_in(item)
+
+
+@contextmanager
+def entered(scope: Scope) -> Iterator[Emulation]:
+    """Run under `scope`: in the mode that is active in this thread, or in a new one."""
+    emulation: Emulation | None = active.emulation
+    if emulation is not None:
+        previous, emulation.scope = emulation.scope, scope
+        try:
+            yield emulation
+        finally:
+            emulation.scope = previous
+        return
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise NotImplementedError(
+            "torch.jit.trace came to emulated code, and would see no rounding. Possible: torch.compile and "
+            "torch.export. Trace the model that fpsim.dequantize(model) gives, or export the quantised one."
+        )
+    emulation = Emulation(scope)
+    note_inference_write()  # what happened outside was not seen
+    active.emulation = emulation
+    try:
+        with emulation:
+            yield emulation
+    finally:
+        active.emulation = None
+
+
+@contextmanager
+def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) -> Iterator[None]:
+    """Compute every torch call of the block as hardware with format `fmt` would, forward and backward.
+
+    The twin of `torch.autocast`: put the forward pass and the loss inside, the backward pass and the optimizer's step
+    outside. Operands that come from outside are rounded, each result is rounded once, and gradients on their way back.
+    `fmt` is a format for every role or a Policy (without overrides: there are no modules here).
+
+    >>> x = torch.tensor([1.0, 2.0, 3.0])
+    >>> with emulate("e4m3fn"):
+    ...     y = x / 3
+    >>> y
+    tensor([0.3438, 0.6875, 1.0000])
+    """
+    policy = as_policy(fmt)
+    if policy.overrides:
+        raise ValueError("emulate() knows no modules, and the policy has overrides. Use quantize(model, policy).")
+    if rounding is not None:
+        policy = replace(policy, rounding=rounding)
+    with entered(make_scope("", policy, Listeners())):
+        yield

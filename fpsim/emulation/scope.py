@@ -1,0 +1,117 @@
+"""Where the emulation is: the module that runs, its formats, and who observes or scales its tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fpsim.policy import Policy, RoleSpecs
+from fpsim.spec import RoundingSpec
+
+__all__ = ["NO_SPECS", "Listeners", "Observer", "Scaling", "Scope", "active", "make_scope"]
+
+NO_SPECS = RoleSpecs()
+
+
+class Scaling(Protocol):
+    """Decides at which scale a gradient is rounded. `ada_loss` implements it.
+
+    Called in the forward pass, once for each tensor whose gradient will be rounded. Returns a function that the
+    backward pass calls with the gradient before it is rounded, and with whether nobody else holds it. That function
+    gives log2 of the scale, an int64 tensor of one element on the gradient's device and within
+    `scaling.log2_scale_limits`, or None for a scale of 1. A gradient always travels in its true size: to round at a
+    scale is to round `gradient * scale` and divide again. Where nobody else holds the gradient, the function may round
+    it in place at once, and says so with `mark_rounded`.
+
+    site: the name of the place, "layer1.conv1:conv2d".
+    role: "error" or "weight_grad".
+    spec: the rounding.
+    operation: the torch function that made the tensor.
+    operands: its arguments in the order of torch's own parameters, however they were named; tensors are rounded.
+    out: the tensor whose gradient is meant.
+    """
+
+    def __call__(
+        self, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...], out: Tensor
+    ) -> Callable[[Tensor, bool], Tensor | None]: ...
+
+
+class Observer(Protocol):
+    """Sees tensors before and after they are rounded."""
+
+    def wants(self, site: str, role: str) -> bool:
+        """Whether this call of the site is to be seen; asked once a call. What is not wanted costs nothing."""
+        ...
+
+    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: RoundingSpec) -> None: ...
+
+
+class Listeners:
+    """The observer and the scaling of one quantised model, shared by its modules. Not copied or pickled with it."""
+
+    def __init__(self) -> None:
+        self.observer: Observer | None = None
+        self.scaling: Scaling | None = None
+
+    def watching(self, site: str, role: str) -> Observer | None:
+        """The observer, if there is one and it wants this call."""
+        return self.observer if self.observer is not None and self.observer.wants(site, role) else None
+
+    def __deepcopy__(self, memo: Any) -> Listeners:
+        return Listeners()
+
+    def __reduce__(self) -> Any:
+        return Listeners, ()
+
+
+class Scope:
+    """The module whose forward runs: its name, its formats, and the operations counted so far.
+
+    name: as in model.named_modules().
+    specs: the roundings by role.
+    float32: operations whose results are not rounded.
+    listeners: those of the model.
+    weights: the id of each tensor that stands in for a parameter.
+    """
+
+    __slots__ = ("counts", "float32", "listeners", "name", "specs", "weights")
+
+    def __init__(
+        self,
+        name: str,
+        specs: RoleSpecs,
+        float32: tuple[str, ...],
+        listeners: Listeners,
+        weights: Collection[int] = (),
+    ) -> None:
+        self.name, self.specs, self.float32, self.listeners, self.weights = name, specs, float32, listeners, weights
+        self.counts: dict[str, int] = {}
+
+    def site(self, operation: str) -> str:
+        """A name for the next call of `operation`: 'layer1.conv1:conv2d', the second one ':conv2d_1'."""
+        seen = self.counts.get(operation, 0)
+        self.counts[operation] = seen + 1
+        return f"{self.name}:{operation}_{seen}" if seen else f"{self.name}:{operation}"
+
+    def repeated(self, times: int) -> Iterator[int]:
+        """The passes of a loop, each with the sites of the first."""
+        before = dict(self.counts)
+        for i in range(times):
+            self.counts = dict(before)
+            yield i
+
+
+def make_scope(name: str, policy: Policy, listeners: Listeners) -> Scope:
+    """The scope of a module under its policy."""
+    specs = policy.specs()
+    return Scope(name, NO_SPECS if specs == NO_SPECS else specs, policy.float32, listeners)
+
+
+class _Active(threading.local):
+    emulation: Any = None  # the mode that is entered in this thread
+
+
+active = _Active()

@@ -1,0 +1,195 @@
+"""Rounding: the loops that round the patterns of a tensor, and the noise that they draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from fpsim import rounding
+from fpsim.kernels.compile import CUDA_THREADS, compiled_loop, cuda_module, integers, pointer
+from fpsim.rounding import (
+    NOISE_BLOCK,
+    NOISE_LANES,
+    NOISE_ROUNDS,
+    STOCHASTIC,
+    make_at_scale,
+    make_round,
+    rotate_left,
+    threefry,
+)
+
+cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
+
+
+@njit(inline="always")
+def exchange_halves(word):  # type: ignore[no-untyped-def]
+    return rotate_left(np.uint32(word), 16)
+
+
+@njit(inline="always")
+def noise_words(counter, key0, key1):  # type: ignore[no-untyped-def]
+    """The four noise words of one counter, see rounding.NOISE_BLOCK."""
+    low = np.uint32(np.uint64(counter) & np.uint64(0xFFFFFFFF))
+    high = np.uint32(np.uint64(counter) >> np.uint64(32))
+    return threefry(low, high, np.uint32(key0), np.uint32(key1), NOISE_ROUNDS)
+
+
+@njit(inline="always")
+def fill_noise(noise, block, key0, key1):  # type: ignore[no-untyped-def]
+    """The NOISE_BLOCK words of one block into `noise`."""
+    first = np.uint64(block) * np.uint64(NOISE_LANES)  # 16 counters never cross 2**32: the high word is one
+    low, high = np.uint32(first & np.uint64(0xFFFFFFFF)), np.uint32(first >> np.uint64(32))
+    for lane in range(NOISE_LANES):
+        w0, w1, w2, w3 = threefry(np.uint32(low + np.uint32(lane)), high, key0, key1, NOISE_ROUNDS)
+        noise[lane], noise[lane + 16] = w0, exchange_halves(w0)
+        noise[lane + 32], noise[lane + 48] = w1, exchange_halves(w1)
+        noise[lane + 64], noise[lane + 80] = w2, exchange_halves(w2)
+        noise[lane + 96], noise[lane + 112] = w3, exchange_halves(w3)
+
+
+@cache
+def _cpu_body(rule: int, shape: int, width: int, in_place: bool, limited: bool) -> Callable[..., Any]:
+    """Round the patterns of array `x` into `y`: two arrays that share no memory or, `in_place`, one.
+
+    limited: patterns of a magnitude above `limit` stay as they are, and the largest magnitude is given back.
+    """
+    round_bits, at_scale = make_round(rule, shape, width), make_at_scale(width)
+    uint, sint = integers(width)
+    to_top, magnitude_mask = uint(width - 32), uint((1 << (width - 1)) - 1)
+
+    @njit(inline="always")
+    def body(x, y, n, p, key, block, log2_scale, limit):  # type: ignore[no-untyped-def]
+        shift, zero_sign, mask, odd = sint(p[0]), uint(p[5]), uint(p[6] << (width - 32)), uint(p[7])
+        origin, largest, overflow, smallest = at_scale(p[1], p[2], p[3], p[4], log2_scale)
+        amax = uint(0)
+        if rule == STOCHASTIC:
+            noise = np.empty(NOISE_BLOCK, np.uint32)
+            for start in range(0, n, NOISE_BLOCK):
+                fill_noise(noise, block, key[0], key[1])
+                block += 1
+                ys = y[start : start + NOISE_BLOCK]
+                xs = ys if in_place else x[start : start + NOISE_BLOCK]
+                for i in range(len(ys)):
+                    bits, word = uint(uint(noise[i]) << to_top), xs[i]
+                    rounded = round_bits(word, bits, shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
+                    if limited:
+                        magnitude = uint(word & magnitude_mask)
+                        amax = max(amax, magnitude)
+                        rounded = word if magnitude > limit else rounded
+                    ys[i] = rounded
+        else:
+            for i in range(n):
+                word = x[i]
+                rounded = round_bits(word, uint(0), shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
+                if limited:
+                    magnitude = uint(word & magnitude_mask)
+                    amax = max(amax, magnitude)
+                    rounded = word if magnitude > limit else rounded
+                y[i] = rounded
+        return amax
+
+    return body  # type: ignore[no-any-return]
+
+
+@cache
+def cpu_loop(rule: int, shape: int, width: int) -> Callable[..., None]:
+    """Round `n` patterns from address `src` to address `dst` (which may be `src`).
+
+    `parameters` is the address of a Plan's integers, `key` that of two uint32 words; the noise starts at block
+    `block`, so that a tensor cut at multiples of NOISE_BLOCK gets the same bits. `log2_scale` is the address of an
+    int64, see rounding.at_scale. Holds no lock, allocates no array but one block of noise.
+    """
+    uint, _ = integers(width)
+    out_of_place, in_place = (_cpu_body(rule, shape, width, same, False) for same in (False, True))
+
+    @compiled_loop(rule, shape, width)
+    def loop(src, dst, n, parameters, key, block, log2_scale):  # type: ignore[no-untyped-def]
+        p = carray(pointer(parameters), (8,), np.int64)
+        scale = carray(pointer(log2_scale), (1,), np.int64)[0]
+        k = carray(pointer(key), (2,), np.uint32)
+        y = carray(pointer(dst), (n,), uint)
+        if src == dst:  # LLVM vectorises what it knows to be one array, and what it finds to be two at run time
+            in_place(y, y, n, p, k, block, scale, uint(0))
+        else:
+            out_of_place(carray(pointer(src), (n,), uint), y, n, p, k, block, scale, uint(0))
+
+    return loop
+
+
+@cache
+def cpu_fitting_loop(rule: int, shape: int, width: int) -> Callable[..., float]:
+    """Round in place those of `n` patterns at address `src` whose magnitude is at most `ceiling`, in one pass.
+
+    Gives the largest magnitude of all, inf where one is not finite. The rest is as in `cpu_loop`.
+    """
+    body = _cpu_body(rule, shape, width, True, True)
+    uint, _ = integers(width)
+    floating, container = (np.float32, rounding.BINARY32) if width == 32 else (np.float64, rounding.BINARY64)
+    infinity, one = uint(container.bits(float("inf"))), uint(1)
+
+    @compiled_loop(rule, shape, width)
+    def loop(src, n, parameters, key, block, log2_scale, ceiling):  # type: ignore[no-untyped-def]
+        p = carray(pointer(parameters), (8,), np.int64)
+        scale = carray(pointer(log2_scale), (1,), np.int64)[0]
+        k = carray(pointer(key), (2,), np.uint32)
+        x = carray(pointer(src), (n,), uint)
+        scratch = np.full(1, ceiling, floating)
+        words = scratch.view(uint)
+        limit = words[0]
+        if limit == infinity or np.float64(scratch[0]) > ceiling:
+            limit = uint(limit - one)
+        words[0] = min(body(x, x, n, p, k, block, scale, limit), infinity)
+        return np.float64(scratch[0])
+
+    return loop
+
+
+def cuda_kernel(rule: int, shape: int, width: int) -> Callable[..., None]:
+    """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
+
+    `x` and `y` are flat arrays of unsigned integers, `log2_scale` one of a single int64; the parameters are a Plan's.
+    A thread rounds one pattern, or under STOCHASTIC the eight whose noise comes from one counter.
+    """
+    global cuda
+    cuda = cuda_module()
+    round_bits, at_scale = make_round(rule, shape, width), make_at_scale(width)
+    uint, sint = integers(width)
+    to_top = uint(width - 32)
+
+    def kernel(x, y, log2_scale, n, shift, origin, largest, overflow, smallest, zero_sign, mask, odd, key0, key1):  # type: ignore[no-untyped-def]
+        thread = cuda.grid(1)
+        shift, zero_sign, mask, odd = sint(shift), uint(zero_sign), uint(mask << (width - 32)), uint(odd)
+        origin, largest, overflow, smallest = at_scale(origin, largest, overflow, smallest, log2_scale[0])
+        origin, largest, overflow, smallest = sint(origin), uint(largest), uint(overflow), uint(smallest)
+        if rule == STOCHASTIC:
+            block, lane = thread // NOISE_LANES, thread % NOISE_LANES
+            words = noise_words(thread, key0, key1)
+            for j in range(8):
+                i = block * NOISE_BLOCK + j * NOISE_LANES + lane
+                if i < n:
+                    word = exchange_halves(words[j // 2]) if j % 2 else words[j // 2]
+                    bits = uint(uint(word) << to_top)
+                    y[i] = round_bits(x[i], bits, shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
+        elif thread < n:
+            y[thread] = round_bits(x[thread], uint(0), shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
+
+    return kernel
+
+
+@cache
+def cuda_loop(rule: int, shape: int, width: int) -> Callable[..., None]:
+    """The compiled kernel with its launch: (x, y, log2_scale, n, parameters, key0, key1, stream)."""
+    kernel = cuda_module().jit(cuda_kernel(rule, shape, width))
+
+    def launch(
+        x: Any, y: Any, log2_scale: Any, n: int, parameters: tuple[int, ...], key0: int, key1: int, stream: Any
+    ) -> None:
+        threads = -(-n // NOISE_BLOCK) * NOISE_LANES if rule == STOCHASTIC else n
+        blocks = -(-threads // CUDA_THREADS)
+        kernel[blocks, CUDA_THREADS, stream](x, y, log2_scale, n, *map(np.int64, parameters), key0, key1)
+
+    return launch

@@ -1,0 +1,184 @@
+"""Launching a kernel on a tensor's memory: by how many threads, on which stream, through which copy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fpsim.kernels.compile import cuda_array, cuda_stream
+from fpsim.kernels.round import cpu_fitting_loop, cpu_loop, cuda_loop
+from fpsim.noise import new_key
+from fpsim.rounding import NOISE_BLOCK, Plan, make_plan
+from fpsim.spec import CONTAINERS, RoundingSpec, container_width
+from fpsim.torch_internals import has_no_holes
+
+# Below this many elements a second thread costs more than it saves: 30 us for the hand-over, 0.2 ns an element.
+PARALLEL_FROM = 1 << 18
+
+
+class Kernel:
+    """A Plan with its compiled CPU loop and the address of its integers."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._parameters = np.array(plan.parameters, np.int64)
+        self.address = self._parameters.ctypes.data
+        self.loop = cpu_loop(plan.rule, plan.shape, plan.width)
+
+    @cached_property
+    def fitting_loop(self) -> Any:
+        return cpu_fitting_loop(self.plan.rule, self.plan.shape, self.plan.width)
+
+
+@cache
+def kernel_for(spec: RoundingSpec, width: int) -> Kernel:
+    return Kernel(make_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width))
+
+
+_NO_KEY = np.zeros(2, np.uint32)
+_NO_SCALE = np.zeros(1, np.int64)
+_NO_KEY_ADDRESS, _NO_SCALE_ADDRESS = _NO_KEY.ctypes.data, _NO_SCALE.ctypes.data  # asked for once: it takes 0.8 us
+_pools: dict[int, ThreadPoolExecutor] = {}
+
+
+def thread_pool() -> ThreadPoolExecutor:
+    # keyed by process: a forked DataLoader worker inherits the object, not its threads
+    pid = os.getpid()
+    pool = _pools.get(pid)
+    if pool is None:  # two Python threads may come here at once; an executor without work has no threads
+        pool = _pools.setdefault(pid, ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="fpsim"))
+    return pool
+
+
+def _run_part(loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> Any:
+    """One thread's part. It holds the tensors: Ctrl-C in the caller must not free memory that is written to."""
+    return loop(*arguments)
+
+
+def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_scale: Tensor | None = None) -> None:
+    """Round the memory of `src` into that of `dst`: same dtype, device and order, both without holes."""
+    n = src.numel()
+    if src.is_cuda:
+        _launch_cuda(src, dst, n, kernel.plan, key, log2_scale)
+        return
+    scale_address = _NO_SCALE_ADDRESS if log2_scale is None else log2_scale.data_ptr()
+    size = kernel.plan.width // 8
+    key_address = _NO_KEY_ADDRESS if key is None else key.data_ptr()
+    source, target = src.data_ptr(), dst.data_ptr()
+    if n < PARALLEL_FROM:
+        kernel.loop(source, target, n, kernel.address, key_address, 0, scale_address)
+        return
+    parts = [
+        (
+            source + first * size,
+            target + first * size,
+            length,
+            kernel.address,
+            key_address,
+            first // NOISE_BLOCK,
+            scale_address,
+        )
+        for first, length in parts_of(n)
+    ]
+    run_parts(kernel.loop, parts, src, dst, kernel, key, log2_scale)
+
+
+def parts_of(n: int) -> list[tuple[int, int]]:
+    """Where each thread's part of `n` elements begins, at a multiple of NOISE_BLOCK, and its length."""
+    threads = torch.get_num_threads() if n >= PARALLEL_FROM else 1
+    per_thread = -(-n // (threads * NOISE_BLOCK)) * NOISE_BLOCK
+    return [(first, min(per_thread, n - first)) for first in range(0, max(n, 1), max(per_thread, 1))]
+
+
+def run_parts(loop: Any, parts: Sequence[tuple[Any, ...]], *kept_alive: Any) -> list[Any]:
+    """Call a compiled loop for each part, all but the first in the pool, and give what it gave."""
+    others = [thread_pool().submit(_run_part, loop, part, *kept_alive) for part in parts[1:]]
+    first = loop(*parts[0])
+    return [first, *(other.result() for other in others)]
+
+
+@cache
+def _no_scale_on(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def _launch_cuda(
+    src: Tensor, dst: Tensor, n: int, plan: Plan, key: Tensor | None, log2_scale: Tensor | None = None
+) -> None:
+    if n == 0:
+        return
+    integer = torch.uint32 if plan.width == 32 else torch.uint64
+    word = 0 if key is None else int(key)
+    with torch.cuda.device(src.device), torch.no_grad():
+        stream = cuda_stream(torch.cuda.current_stream(src.device).cuda_stream)
+        # as flat memory, whatever the strides: the two tensors have the same ones
+        x, y = (t.detach().as_strided((n,), (1,)).view(integer) for t in (src, dst))
+        launch = cuda_loop(plan.rule, plan.shape, plan.width)
+        scale = _no_scale_on(src.device) if log2_scale is None else log2_scale.reshape(1)
+        launch(*map(cuda_array, (x, y, scale)), n, plan.parameters, word & 0xFFFFFFFF, word >> 32, stream)
+
+
+def round_memory_(x: Tensor, spec: RoundingSpec, key: Tensor | None = None, log2_scale: Tensor | None = None) -> None:
+    """Round the memory of `x` in place, below autograd and without a trace in its version counter.
+
+    log2_scale: an int64 on the device of `x`, within `log2_scale_limits`: round(x * 2**log2_scale) / 2**log2_scale.
+    """
+    width = container_width(spec, x.dtype)
+    if width == 0 or x.numel() == 0:
+        return
+    if spec.rounding == "stochastic":
+        key = new_key() if key is None else key
+        direct = x.is_contiguous()  # noise goes by the logical index, so memory order must be logical order
+    else:
+        direct = has_no_holes(x)
+    if direct and x.dtype is CONTAINERS[width]:
+        launch(x, x, kernel_for(spec, width), key, log2_scale)
+    else:
+        x.detach().data.copy_(rounded(x, spec, key, log2_scale))
+
+
+def round_fitting_(x: Tensor, spec: RoundingSpec, log2_scale: Tensor, ceiling: float) -> float | None:
+    """`round_memory_` that looks for the largest magnitude in the same pass and gives it, inf for what is not finite.
+
+    Elements above `ceiling` stay as they are; if there is one, it is for the caller to round all at another scale.
+    None, and nothing done, where there is no such loop: on a card, not in the container's dtype, not in one piece.
+    """
+    n, width = x.numel(), container_width(spec, x.dtype)
+    is_stochastic = spec.rounding == "stochastic"
+    in_order = x.is_contiguous() or (not is_stochastic and has_no_holes(x))
+    if width == 0 or x.dtype is not CONTAINERS[width] or not in_order or not x.is_cpu:
+        return None
+    kernel, key = kernel_for(spec, width), new_key() if is_stochastic and n else None
+    source, scale, size = x.data_ptr(), log2_scale.data_ptr(), width // 8
+    rest = kernel.address, _NO_KEY_ADDRESS if key is None else key.data_ptr()
+    if n < PARALLEL_FROM:
+        return kernel.fitting_loop(source, n, *rest, 0, scale, ceiling)  # type: ignore[no-any-return]
+    parts = [
+        (source + first * size, length, *rest, first // NOISE_BLOCK, scale, ceiling) for first, length in parts_of(n)
+    ]
+    return max(run_parts(kernel.fitting_loop, parts, x, kernel, key, log2_scale))
+
+
+def rounded(x: Tensor, spec: RoundingSpec, key: Tensor | None = None, log2_scale: Tensor | None = None) -> Tensor:
+    """A rounded copy of `x` with its dtype and, where it has no holes, its strides."""
+    width = container_width(spec, x.dtype)
+    if width == 0:
+        return x.detach().clone()
+    if spec.rounding == "stochastic" and key is None:
+        key = new_key()
+    container = CONTAINERS[width]
+    direct = x.is_contiguous() or (spec.rounding != "stochastic" and has_no_holes(x))
+    if x.dtype is container and direct:
+        out = torch.empty_like(x, requires_grad=False)
+        launch(x, out, kernel_for(spec, width), key, log2_scale)
+        return out
+    wide = x.detach().to(container, memory_format=torch.contiguous_format, copy=True)
+    launch(wide, wide, kernel_for(spec, width), key, log2_scale)
+    return torch.empty_like(x, requires_grad=False).copy_(wide)

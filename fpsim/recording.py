@@ -1,0 +1,98 @@
+"""What the formats do to a model that runs: a tally of every site and role."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from fpsim.checks import is_whole
+from fpsim.model import listeners
+from fpsim.spec import RoundingSpec
+from fpsim.statistics import TALLY_COUNTS
+from fpsim.tally import Accumulator, Tally
+
+__all__ = ["Recording", "record"]
+
+
+class Recording:
+    """Tallies per site and role of a model that runs; see `record`."""
+
+    def __init__(self, every: int = 1) -> None:
+        self._every = every
+        self._seen: Counter[tuple[str, str]] = Counter()
+        self._sums: dict[tuple[str, str, RoundingSpec], Accumulator] = {}
+
+    def wants(self, site: str, role: str) -> bool:
+        """Whether this call of a site is one of those that are tallied."""
+        self._seen[site, role] += 1
+        return (self._seen[site, role] - 1) % self._every == 0
+
+    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: RoundingSpec) -> None:
+        """The observer: called by the emulation for each tensor that it wants, before and after it is rounded."""
+        key = (site, role, spec)
+        if key not in self._sums:
+            self._sums[key] = Accumulator(spec.fmt, before.device)
+        self._sums[key].add(before, after)
+
+    def continue_from(self, other: Recording) -> None:
+        """Go on where another recording is, for instance one that was saved and loaded."""
+        self._every, self._seen, self._sums = other._every, other._seen, other._sums
+
+    def clear(self) -> None:
+        """Forget everything recorded so far."""
+        self._seen.clear()
+        self._sums.clear()
+
+    def tallies(self) -> dict[tuple[str, str, str], Tally]:
+        """{(site, role, rounding): Tally}, in the order in which the sites were first met."""
+        return {(site, role, str(spec)): sums.result() for (site, role, spec), sums in self._sums.items()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per site and role, ready for a DataFrame; here the numbers come to the host."""
+        rows = []
+        for (site, role, spec), sums in self._sums.items():
+            t = sums.result()
+            row: dict[str, Any] = {"site": site, "role": role, "format": str(spec.fmt), "rounding": spec.rounding}
+            row["calls"] = sums.calls
+            row.update({name: getattr(t, name) for name in (*TALLY_COUNTS, "amax", "sqnr_db")})
+            rows.append(row)
+        return rows
+
+
+@contextmanager
+def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> Iterator[Recording]:
+    """Tally what rounding does at every site of a quantised model, while the block runs it forward and backward.
+
+    A site is a module's name and the operation in it ("layer1.conv1:conv2d"); a role is "weight", "activation", "error"
+    or "weight_grad". Recording changes no result.
+
+    model: from `fpsim.quantize`.
+    every: tally each n-th call of a site.
+    into: a recording that goes on, with its own `every`.
+    Raises ValueError for a model that is not quantised, and for one that is being recorded already.
+
+    >>> import fpsim, torch
+    >>> model = fpsim.quantize(nn.Linear(3, 1, bias=False), "fp16")
+    >>> with record(model) as recording:
+    ...     (model(torch.ones(2, 3)) * 1e-8).sum().backward()
+    >>> [(row["site"], row["underflow"]) for row in recording.rows() if row["role"] == "error"]
+    [(':linear', 2)]
+    """
+    if not is_whole(every, 1):
+        raise ValueError(f"every={every!r} is impossible. Possible: 1 for every call of a site, n for each n-th.")
+    recording = Recording(every) if into is None else into
+    registered = listeners(model)
+    busy = [listener for listener in registered if listener.observer is not None]
+    if busy:
+        raise ValueError("This model is being recorded already. Leave the other `with fpsim.record(...)` block first.")
+    for listener in registered:
+        listener.observer = recording
+    try:
+        yield recording
+    finally:
+        for listener in registered:
+            listener.observer = None

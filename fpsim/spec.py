@@ -1,0 +1,114 @@
+"""A checked rounding: which format, rule, overflow and random bits; and which tensors can be rounded so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fpsim.checks import is_whole
+from fpsim.formats import FloatFormat, as_format
+from fpsim.rounding import ROUNDINGS, needs_wider_container, scale_limits
+
+CONTAINERS = {32: torch.float32, 64: torch.float64}  # by width
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class RoundingSpec:
+    """What is done to a number: format, rounding rule, overflow and random bits, checked and complete."""
+
+    fmt: FloatFormat
+    rounding: str = "nearest_even"
+    overflow: str = "inf"
+    random_bits: int | None = None
+    text: str = field(init=False, compare=False, repr=False)
+    format_text: str = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        words = [str(self.fmt), self.rounding]
+        if self.overflow != self.fmt.resolve_overflow():
+            words.append(self.overflow)
+        if self.random_bits:
+            words.append(f"{self.random_bits} random bits")
+        object.__setattr__(self, "text", " ".join(words))  # equal for equal specifications
+        object.__setattr__(self, "format_text", repr(self.fmt))
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)  # kept by the string; the kernel is looked up in every call
+
+
+@lru_cache(maxsize=None, typed=True)  # typed: True is no number of bits
+def rounding_spec(
+    fmt: str | FloatFormat,
+    rounding: str = "nearest_even",
+    overflow: str | None = None,
+    random_bits: int | None = None,
+) -> RoundingSpec:
+    """Check and complete the words of `round_to`."""
+    f = as_format(fmt)
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"Unknown rounding {rounding!r}. Known: {', '.join(ROUNDINGS)}.")
+    if random_bits is not None:
+        if rounding != "stochastic":
+            raise ValueError(f"random_bits={random_bits!r} came with rounding={rounding!r}; only 'stochastic' uses it.")
+        if not is_whole(random_bits, 1) or random_bits > 32:
+            raise ValueError(f"random_bits={random_bits!r} is impossible. Possible: 1 to 32, or None for 32.")
+    return RoundingSpec(f, rounding, f.resolve_overflow(overflow), random_bits)
+
+
+@cache
+def container_width(spec: RoundingSpec, dtype: torch.dtype) -> int:
+    """Width of the container in which `dtype` is rounded; 0 where there is nothing to do.
+
+    Raises TypeError for a dtype that cannot hold every value of the format.
+    """
+    if dtype is torch.float64:
+        return 64
+    f = spec.fmt
+    info = torch.finfo(dtype)
+    precision = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}[dtype]
+    smallest = f.min_exponent - f.mantissa_bits
+    if f.mantissa_bits > precision or f.largest > info.max or 2.0**smallest < info.smallest_normal * 2**-precision:
+        raise TypeError(
+            f"A {str(dtype).removeprefix('torch.')} tensor cannot hold every value of {f}. "
+            f"Possible here: float32 or float64. Convert it with x.float() first."
+        )
+    if f == as_format("fp32") and spec.overflow == "inf":
+        return 0
+    return 64 if needs_wider_container(f) else 32
+
+
+def log2_scale_limits(spec: RoundingSpec, dtype: torch.dtype) -> tuple[int, int]:
+    """Between which exponents of a scale a tensor of this dtype can be rounded; (0, 0) where it cannot be scaled."""
+    if dtype not in (torch.float32, torch.float64):
+        return 0, 0
+    return scale_limits(spec.fmt, 32 if dtype is torch.float32 else 64)
+
+
+def require_floating(x: Any, name: str = "x") -> None:
+    if isinstance(x, np.ndarray):
+        raise TypeError(f"{name} is a numpy.ndarray. Possible here: a torch.Tensor; torch.from_numpy({name}) is one.")
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name} is {type(x).__name__}. Possible: a torch.Tensor or a numpy.ndarray; wrap it with torch.as_tensor."
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(
+            f"{name} has layout {str(x.layout).removeprefix('torch.')}. Possible: dense tensors. "
+            f"Round its values: torch.sparse_coo_tensor(x.indices(), round_to(x.values(), ...), x.shape)."
+        )
+    if x.dtype not in FLOATING:
+        raise TypeError(
+            f"{name} has dtype {str(x.dtype).removeprefix('torch.')}. Possible: float32, float64, float16, bfloat16. "
+            + ("Round x.real and x.imag." if x.dtype.is_complex else "Convert it with x.float().")
+        )
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        raise TypeError(f"{name} is on device {x.device}. Possible: cpu, cuda. Move it with x.cpu().")

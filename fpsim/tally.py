@@ -1,0 +1,212 @@
+"""What a format does to a tensor: underflow, overflow, SQNR, the exponents."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fpsim.checks import is_whole
+from fpsim.formats import FloatFormat
+from fpsim.kernels.tally import lost_loop, tally_loop
+from fpsim.launch import parts_of, rounded, run_parts
+from fpsim.spec import require_floating, rounding_spec
+from fpsim.statistics import (
+    EXPONENT_BIAS,
+    EXPONENT_FIELDS,
+    LOST_COUNTS,
+    TALLY_AMAX,
+    TALLY_COUNTS,
+    TALLY_NOISE,
+    TALLY_SIGNAL,
+    TALLY_SUMS,
+)
+
+__all__ = ["Accumulator", "Tally", "lost_between", "tally"]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What rounding to `fmt` did to some numbers.
+
+    count: elements.
+    nonzero: elements that are finite and not zero.
+    underflow: elements that are not zero, and become zero.
+    subnormal: elements that become a subnormal value.
+    overflow: finite elements that become inf or NaN, or saturate by at least half an ulp.
+    nonfinite: elements that were inf or NaN before.
+    exact: finite elements that stay as they were.
+    amax: the largest finite magnitude.
+    signal: the sum of squares of the values, over elements finite before and after.
+    noise: the sum of squares of their changes, over the same elements.
+    exponents: {floor(log2|x|): elements}.
+    """
+
+    fmt: FloatFormat
+    count: int
+    nonzero: int
+    underflow: int
+    subnormal: int
+    overflow: int
+    nonfinite: int
+    exact: int
+    amax: float
+    signal: float
+    noise: float
+    exponents: dict[int, int]
+
+    @property
+    def underflow_fraction(self) -> float:
+        """Share of the non-zero elements that became zero; 0 where there are none."""
+        return self.underflow / self.nonzero if self.nonzero else 0.0
+
+    @property
+    def overflow_fraction(self) -> float:
+        """Share of all elements that overflowed or saturated; 0 where there are none."""
+        return self.overflow / self.count if self.count else 0.0
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantisation noise in dB, 10 log10(signal / noise); inf without noise, NaN without signal."""
+        if self.signal == 0:
+            return math.nan
+        return 10 * math.log10(self.signal / self.noise) if self.noise else math.inf
+
+
+class Accumulator:
+    """The sums behind a Tally, on the device of the tensors it is given; nothing goes to the host before `result`."""
+
+    def __init__(self, fmt: FloatFormat, device: torch.device) -> None:
+        self.fmt, self.calls = fmt, 0
+        self.counts = torch.zeros(len(TALLY_COUNTS), dtype=torch.int64, device=device)
+        self.sums = torch.zeros(len(TALLY_SUMS), dtype=torch.float64, device=device)
+        self.exponents = torch.zeros(EXPONENT_FIELDS, dtype=torch.int64, device=device)
+        self.limits = _limits(fmt)
+
+    def add(self, before: Tensor, after: Tensor) -> None:
+        """Count what happened between `before` and `after`: same shape, any floating dtype."""
+        self.calls += 1
+        if before.device.type == "cpu":
+            x = before.detach().to(torch.float64 if before.dtype is torch.float64 else torch.float32).contiguous()
+            r = after.detach().to(x.dtype).contiguous()
+            state = (t.data_ptr() for t in (self.counts, self.sums, self.exponents))
+            tally_loop(x.element_size())(x.data_ptr(), r.data_ptr(), x.numel(), *state, *self.limits)
+        else:
+            self._add_on_device(before.detach(), after.detach())
+
+    def _add_on_device(self, before: Tensor, after: Tensor) -> None:
+        """The same as the CPU loop, in torch's own operations: no copy to the host, several passes."""
+        smallest_normal, saturated_from, largest = self.limits
+        x, r = before.double().flatten(), after.double().flatten()
+        finite, magnitude, rounded = x.isfinite(), x.abs(), r.abs()
+        nonzero = finite & (x != 0)
+        overflow = finite & (~r.isfinite() | ((rounded == largest) & (magnitude >= saturated_from)))
+        masks = (
+            torch.ones_like(finite),
+            nonzero,
+            nonzero & (r == 0),
+            finite & (rounded > 0) & (rounded < smallest_normal),
+            overflow,
+            ~finite,
+            finite & (x == r),
+        )
+        self.counts += torch.stack([mask.sum() for mask in masks])
+        both = finite & r.isfinite()
+        self.sums[TALLY_SIGNAL] += torch.where(both, x * x, 0.0).sum()
+        self.sums[TALLY_NOISE] += torch.where(both, (r - x) ** 2, 0.0).sum()
+        if x.numel():
+            self.sums[TALLY_AMAX] = torch.maximum(self.sums[TALLY_AMAX], torch.where(finite, magnitude, 0.0).amax())
+        fields = (magnitude.view(torch.int64) >> 52).clamp(max=EXPONENT_FIELDS - 1)
+        self.exponents.index_add_(0, fields, nonzero.to(torch.int64))
+
+    def result(self) -> Tally:
+        exponents = self.exponents.cpu()
+        present = exponents.nonzero().flatten().tolist()
+        signal, noise, amax = self.sums.tolist()
+        counts = dict(zip(TALLY_COUNTS, self.counts.tolist(), strict=True))
+        histogram = {field - EXPONENT_BIAS: int(exponents[field]) for field in present}
+        return Tally(self.fmt, amax=amax, signal=signal, noise=noise, exponents=histogram, **counts)
+
+
+@cache
+def _limits(fmt: FloatFormat) -> tuple[float, float, float]:
+    """Smallest normal, the magnitude from which saturation is counted, and the largest value."""
+    half_ulp = math.ldexp(0.5, math.frexp(fmt.largest)[1] - 1 - fmt.mantissa_bits)
+    return fmt.smallest_normal, fmt.largest + half_ulp, fmt.largest
+
+
+def tally(
+    x: Tensor | np.ndarray[Any, Any],
+    fmt: str | FloatFormat,
+    log2_scale: int = 0,
+    rounding: str = "nearest_even",
+    overflow: str | None = None,
+) -> Tally:
+    """Count what rounding `x`, scaled by `2**log2_scale`, to `fmt` would do; `x` itself stays.
+
+    The tally's amax, signal, noise and exponents are those of the scaled numbers.
+
+    x: a tensor or ndarray that `round_to` takes, any shape and strides.
+    fmt, rounding, overflow: as in `round_to`.
+    log2_scale: the exponent of the scale.
+    Raises as `round_to` does, and TypeError for a scale that is no integer.
+
+    >>> t = tally(torch.tensor([1.0, 1e-9, 1e6, 0.0]), "fp16")
+    >>> t.underflow, t.overflow, t.exact, t.exponents
+    (1, 1, 2, {-30: 1, 0: 1, 19: 1})
+    >>> tally(torch.tensor([1e-9]), "fp16", log2_scale=10).underflow
+    0
+    """
+    if not is_whole(log2_scale):
+        raise TypeError(f"log2_scale is {log2_scale!r}. Possible: an integer, the exponent of a power of two.")
+    spec = rounding_spec(fmt, rounding, overflow)
+    if isinstance(x, np.ndarray):
+        x = torch.from_numpy(np.array(x, order="C"))
+    require_floating(x)
+    x = x.detach()
+    if log2_scale:
+        x = torch.ldexp(x.double(), torch.tensor(log2_scale, device=x.device))  # exact: float64 has exponents to spare
+    sums = Accumulator(spec.fmt, x.device)
+    sums.add(x, rounded(x.double() if x.dtype in (torch.float16, torch.bfloat16) else x, spec))
+    return sums.result()
+
+
+def lost_between(before: Tensor, after: Tensor, largest: float, log2_scale: Tensor) -> Tensor:
+    """What was lost when `before` was rounded to `after`: the LOST_COUNTS, nothing copied to the host.
+
+    They count zeros before; other elements that became zero; elements that were finite and are not, or whose magnitude
+    was above `largest * 2**-log2_scale`, where a format that saturates loses them.
+
+    before, after: the same shape and floating dtype, any strides.
+    largest: the largest value of the format.
+    log2_scale: the scale at which it was rounded, one integer on their device.
+    Returns three int64 on their device.
+
+    >>> x, r = torch.tensor([0.0, 1e-9, 1.0, 5.0]), torch.tensor([0.0, 0.0, 1.0, 4.0])
+    >>> lost_between(x, r, 4.0, torch.tensor([0])).tolist()
+    [1, 1, 1]
+    """
+    if before.device.type != "cpu":
+        return lost_on_device(before, after, largest, log2_scale)
+    wide = torch.float64 if before.dtype is torch.float64 else torch.float32
+    x, r = (t.detach().to(wide).contiguous() for t in (before, after))
+    parts = parts_of(x.numel())
+    counts = torch.zeros((len(parts), len(LOST_COUNTS)), dtype=torch.int64, device=x.device)
+    limit, size, row = math.ldexp(largest, -int(log2_scale)), x.element_size(), counts.data_ptr()
+    places = [(first * size, length, row + i * 8 * len(LOST_COUNTS)) for i, (first, length) in enumerate(parts)]
+    calls = [(x.data_ptr() + at, r.data_ptr() + at, length, limit, to) for at, length, to in places]
+    run_parts(lost_loop(size), calls, x, r, counts)
+    return counts.sum(0)
+
+
+def lost_on_device(before: Tensor, after: Tensor, largest: float, log2_scale: Tensor) -> Tensor:
+    """The same as the CPU loop, in torch's own operations."""
+    magnitude, rounded = before.detach().abs().double(), after.detach().abs()
+    limit = torch.ldexp(torch.full_like(log2_scale, largest, dtype=torch.float64), -log2_scale)
+    overflow = magnitude.isfinite() & (~rounded.isfinite() | (magnitude > limit))
+    return torch.stack([m.sum() for m in (magnitude == 0, (magnitude != 0) & (rounded == 0), overflow)])

@@ -1,0 +1,222 @@
+"""Every private name of torch that is used, each behind a function that says what it is believed to mean.
+
+`tests/fpsim/test_torch_internals.py` holds each belief against the installed torch. Where a wrong belief would be
+silent (who else holds this gradient's memory?) it is measured at run time, and the safe way is taken if it fails.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+__all__ = [
+    "base_of",
+    "blind_to_modes",
+    "calibrate_holders",
+    "constant_under_compile",
+    "current_graph_task",
+    "direct_parameters",
+    "has_no_holes",
+    "is_held_by_autograd_alone",
+    "is_watched",
+    "is_zero_tensor",
+    "operation_homes",
+    "share_storage",
+    "version_of",
+    "without_torch_function",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+# What torch knows of a tensor
+
+
+def version_of(x: Tensor) -> int:
+    """How often the memory of `x` was written to, by torch and through any of its views. Not for inference tensors."""
+    return x._version
+
+
+def base_of(x: Tensor) -> Tensor | None:
+    """The tensor that `x` is a view of, as autograd sees it; None for a tensor that is no view."""
+    return x._base
+
+
+def is_zero_tensor(x: Tensor) -> bool:
+    """Whether `x` is a zero that autograd made without memory."""
+    return x._is_zerotensor()  # type: ignore[operator, no-any-return]
+
+
+def share_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in one storage, wherever in it."""
+    return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined, no-any-return]
+
+
+def has_no_holes(x: Tensor) -> bool:
+    """Whether the elements of `x` fill one stretch of memory, each place once, in whatever order."""
+    return x.is_contiguous() or x.permute(*sorted(range(x.dim()), key=x.stride, reverse=True)).is_contiguous()
+
+
+def direct_parameters(module: nn.Module) -> Iterator[Tensor]:
+    """What stands in the place of the module's own parameters now, plain tensors too; absent ones are left out."""
+    return (p for p in module._parameters.values() if p is not None)
+
+
+# Who watches the calls of torch
+
+
+def is_watched() -> bool:
+    """Whether a tracer, a dispatch mode, a transform of torch.func or forward-mode differentiation sees each call."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
+        or forward_ad._current_level >= 0
+    )
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """A block in which torch's functions ask no mode and no subclass."""
+    return torch._C.DisableTorchFunction()
+
+
+def blind_to_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of one of torch's Python functions that asks no mode itself: the calls inside of it are seen one by one.
+
+    torch's functions begin with `if has_torch_function(...)`; the copy finds another answer under that name.
+    """
+    assert isinstance(function, types.FunctionType)
+    blind = {**function.__globals__, "has_torch_function": lambda *args: False}
+    copy = types.FunctionType(function.__code__, blind, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def constant_under_compile(function: Function) -> Function:
+    """torch.compile takes the function's results for constants of the graph.
+
+    As torch.compiler.assume_constant_result, without its import of torch._dynamo, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def operation_homes() -> list[Any]:
+    """The namespaces in which operations are registered: `torch.ops.aten` and its like."""
+    return [getattr(torch.ops, library) for library in torch.ops]
+
+
+# The backward pass
+
+
+def current_graph_task() -> int:
+    """The number of the backward pass that runs in this thread, -1 outside of one; each has a higher one."""
+    return torch._C._current_graph_task_id()
+
+
+class _Holders(NamedTuple):
+    """How many hold a gradient that its hook looks at, in Python and in torch: the tensor, its storage and its base."""
+
+    references: int
+    uses: int
+    storage_references: int
+    storage_uses: int
+    base_references: int = 0
+    base_uses: int = 0
+
+
+_uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+_storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+
+# What is counted of a gradient that autograd alone holds: one that owns its memory, and one that is a view. Differs
+# between versions of Python and torch, and so is measured. None: not measured yet, or the counts cannot be trusted.
+_alone: tuple[_Holders, _Holders] | None = None
+_is_measured = False
+_measuring = threading.Lock()
+
+
+def is_held_by_autograd_alone(gradient: Tensor) -> bool:
+    """Whether nobody but the autograd engine can see the memory of this gradient, so that it may be changed in place.
+
+    Asked by a tensor hook itself: a function between them holds a reference more. False where it is not known.
+    """
+    if _alone is None:
+        return False
+    base = gradient._base
+    alone = _alone[base is not None]
+    if sys.getrefcount(gradient) > alone.references or _uses(gradient) > alone.uses:
+        return False
+    if base is not None:
+        if sys.getrefcount(base) > alone.base_references or _uses(base) > alone.base_uses or not has_no_holes(base):
+            return False
+    storage = gradient.untyped_storage()
+    if sys.getrefcount(storage) > alone.storage_references or not storage.resizable():
+        return False  # the latter is memory that torch did not allocate, such as numpy's
+    return _storage_uses(storage._cdata) <= alone.storage_uses
+
+
+def calibrate_holders() -> None:
+    """Measure once who holds a gradient that autograd alone holds; to be called outside of a backward pass.
+
+    The counts are trusted if each way to hold on to a gradient raises one of them: a name, an alias, a view, its
+    storage, a NumPy array, a DLPack capsule. Nothing is measured under a debugger, which holds what frames know.
+    """
+    global _alone, _is_measured
+    if _is_measured or sys.gettrace() is not None or current_graph_task() >= 0:
+        return
+    with _measuring:
+        if _is_measured:
+            return
+        alone = _count_holders(False, _hold_nothing), _count_holders(True, _hold_nothing)
+        is_trusted = all(
+            any(more > least for more, least in zip(_count_holders(is_view, hold), alone[is_view], strict=True))
+            for is_view in (False, True)
+            for hold in _WAYS_TO_HOLD
+        )
+        _alone = alone if is_trusted else None
+        _is_measured = True
+
+
+def _hold_nothing(gradient: Tensor) -> Any:
+    return None
+
+
+_WAYS_TO_HOLD: tuple[Callable[[Tensor], Any], ...] = (
+    lambda gradient: gradient,
+    Tensor.detach,
+    lambda gradient: gradient.narrow(0, 0, 1),
+    Tensor.untyped_storage,
+    Tensor.numpy,
+    torch.to_dlpack,  # type: ignore[attr-defined]
+)
+
+
+def _count_holders(is_view: bool, hold: Callable[[Tensor], Any]) -> _Holders:
+    """The counts in the hook of a gradient while `hold(gradient)` is alive."""
+    found: list[_Holders] = []
+
+    def count(gradient: Tensor) -> _Holders:  # a frame of its own, as is_held_by_autograd_alone
+        base = gradient._base
+        own = sys.getrefcount(gradient), _uses(gradient)
+        of_base = (0, 0) if base is None else (sys.getrefcount(base), _uses(base))
+        storage = gradient.untyped_storage()
+        return _Holders(*own, sys.getrefcount(storage), _storage_uses(storage._cdata), *of_base)
+
+    class Hook:
+        def __call__(self, gradient: Tensor) -> None:
+            held = hold(gradient)
+            found.append(count(gradient))
+            del held
+
+    with torch.enable_grad(), torch.inference_mode(False):
+        x = torch.zeros(2, device="cpu", requires_grad=True) * 2
+        x.register_hook(Hook())
+        ((x.view(1, 2) if is_view else x) * 2).sum().backward()
+    return found[0]

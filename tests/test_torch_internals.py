@@ -1,0 +1,272 @@
+"""What torch's private names are believed to mean, held against the installed torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fpsim
+from fpsim import torch_internals
+from fpsim.torch_internals import (
+    base_of,
+    blind_to_modes,
+    calibrate_holders,
+    constant_under_compile,
+    current_graph_task,
+    direct_parameters,
+    has_no_holes,
+    is_held_by_autograd_alone,
+    is_watched,
+    is_zero_tensor,
+    operation_homes,
+    share_storage,
+    version_of,
+    without_torch_function,
+)
+
+
+def test_a_version_counts_writes_through_any_view() -> None:
+    x = torch.zeros(4)
+    before = version_of(x)
+    x[1:].add_(1)
+    assert version_of(x) == before + 1
+    assert x.sum() == 3  # reading counts nothing
+    assert version_of(x) == before + 1
+
+
+def test_the_base_of_a_view_is_the_tensor_itself() -> None:
+    x = torch.zeros(4)
+    assert base_of(x[1:][1:]) is x
+    assert base_of(x) is None
+    assert base_of(x.clone()) is None
+
+
+def test_a_zero_of_autograd_is_told_from_one_in_memory() -> None:
+    assert is_zero_tensor(torch._efficientzerotensor(3))
+    assert not is_zero_tensor(torch.zeros(3))
+
+
+def test_tensors_of_one_storage_share_it_wherever_they_lie() -> None:
+    x = torch.zeros(4)
+    assert share_storage(x[:2], x[2:])
+    assert share_storage(x, x.detach())
+    assert not share_storage(x, x.clone())
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        (torch.zeros(3, 4), True),
+        (torch.zeros(3, 4).t(), True),
+        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.zeros(()), True),
+        (torch.zeros(0, 3), True),
+        (torch.zeros(3, 4)[:, :2], False),
+        (torch.zeros(3, 1).expand(3, 4), False),
+    ],
+    ids=["contiguous", "transposed", "channels last", "0-d", "empty", "slice", "expanded"],
+)
+def test_memory_has_no_holes_if_each_place_is_filled_once(x: Tensor, expected: bool) -> None:
+    assert has_no_holes(x) is expected
+
+
+def test_direct_parameters_are_those_of_the_module_alone_and_plain_tensors_that_stand_in_for_them() -> None:
+    outer = nn.Sequential(nn.Linear(2, 2, bias=False))
+    assert list(direct_parameters(outer)) == []
+    stand_in, seen = torch.ones(2, 2), []
+    outer[0].register_forward_hook(lambda module, args, out: seen.extend(direct_parameters(module)))
+    torch.func.functional_call(outer, {"0.weight": stand_in}, torch.ones(1, 2))
+    assert len(seen) == 1
+    assert seen[0] is stand_in
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def test_nobody_is_asked_without_torch_function() -> None:
+    with Seen() as seen, without_torch_function():
+        torch.ones(2).exp()
+    assert seen.names == []
+    with Seen() as seen:
+        torch.ones(2).exp()
+    assert "exp" in seen.names
+
+
+def test_a_copy_that_is_blind_to_modes_shows_the_calls_inside() -> None:
+    attention, x = nn.MultiheadAttention(4, 2), torch.randn(3, 1, 4)
+    arguments = (x, x, x, 4, 2, attention.in_proj_weight, attention.in_proj_bias, None, None, False, 0.0)
+    arguments = (*arguments, attention.out_proj.weight, attention.out_proj.bias)
+    expected = F.multi_head_attention_forward(*arguments)[0]
+    with Seen() as seen:
+        got = blind_to_modes(F.multi_head_attention_forward)(*arguments)[0]
+    assert torch.equal(got, expected)
+    assert {"linear", "softmax"} & {*seen.names}
+    with Seen() as seen:
+        F.multi_head_attention_forward(*arguments)
+    assert seen.names[0] == "multi_head_attention_forward"
+
+
+class Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_whoever_sees_each_call_is_noticed() -> None:
+    assert not is_watched()
+    with Dispatch():
+        assert is_watched()
+    with forward_ad.dual_level():
+        assert is_watched()
+    found = []
+    torch.func.vmap(lambda v: found.append(is_watched()) or v)(torch.ones(2))
+    torch.func.grad(lambda v: found.append(is_watched()) or v.sum())(torch.ones(2))
+    assert found == [True, True]
+    assert not is_watched()
+
+
+def test_the_compiler_takes_a_marked_function_for_constants() -> None:
+    calls = []
+
+    @constant_under_compile
+    def words(text: str) -> int:
+        calls.append(text)
+        return len(text)
+
+    compiled = torch.compile(lambda x: x * words("four"), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(1)).item() == 4.0
+    compiled(torch.ones(1))
+    assert calls == ["four"]
+
+
+def test_the_homes_of_operations_hold_atens_and_our_own() -> None:
+    homes = operation_homes()
+    assert torch.ops.aten in homes
+    assert torch.ops.fpsim in homes
+
+
+def test_a_graph_task_has_a_number_higher_than_the_one_before() -> None:
+    assert current_graph_task() == -1
+    found = []
+    for _ in range(2):
+        x = torch.ones(2, requires_grad=True) * 1
+        x.register_hook(lambda gradient: found.append(current_graph_task()))
+        x.sum().backward()
+    assert 0 <= found[0] < found[1]
+
+
+# Who holds a gradient's memory
+
+
+def held(is_view: bool, hold: Callable[[Tensor], Any]) -> bool:
+    """Whether a gradient is found to be autograd's alone, in its hook, while `hold(gradient)` is alive."""
+    calibrate_holders()
+    found = []
+
+    class Hook:
+        def __call__(self, gradient: Tensor) -> None:
+            alive = hold(gradient)
+            found.append(is_held_by_autograd_alone(gradient))
+            del alive
+
+    x = torch.ones(6, requires_grad=True) * 1
+    x.register_hook(Hook())
+    ((x.view(2, 3) if is_view else x) * 2).sum().backward()
+    return found[0]
+
+
+WAYS = {
+    "a name": lambda g: g,
+    "an alias": lambda g: g.detach(),
+    "a view": lambda g: g[1:],
+    "a storage": lambda g: g.untyped_storage(),
+    "numpy": lambda g: g.numpy(),
+    "dlpack": torch.utils.dlpack.to_dlpack,
+    "its base": lambda g: g._base if g._base is not None else g,
+}
+
+
+@pytest.mark.parametrize("is_view", [False, True], ids=["owner", "view"])
+def test_a_gradient_that_nobody_holds_is_autograds_alone(is_view: bool) -> None:
+    assert held(is_view, lambda gradient: None)
+
+
+@pytest.mark.parametrize("is_view", [False, True], ids=["owner", "view"])
+@pytest.mark.parametrize("way", WAYS)
+def test_whoever_holds_a_gradient_is_noticed(way: str, is_view: bool) -> None:
+    assert not held(is_view, WAYS[way])
+
+
+@pytest.fixture
+def measured_anew(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(torch_internals, "_alone", None)
+    monkeypatch.setattr(torch_internals, "_is_measured", False)
+    return monkeypatch
+
+
+def kept_views_after_a_step() -> tuple[Tensor, Tensor]:
+    """A gradient that a user's hook keeps by an alias, after the emulation has rounded it; and what it was."""
+    kept: list[Tensor] = []
+    g = torch.tensor([0.3, 0.7])
+    x = torch.ones(2, requires_grad=True)
+    with fpsim.emulate("e4m3fn"):
+        y = x * 1.0
+    z = y + 0.0  # outside: its gradient is not rounded, and is handed on to y
+    z.register_hook(lambda gradient: kept.append(gradient.detach()))
+    z.backward(g.clone())
+    return kept[0], g
+
+
+def addresses_of_rounded_gradients(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How each gradient of a training step is rounded: 'in place' or 'copied'."""
+    from fpsim.emulation import backward
+
+    ways: list[str] = []
+    in_place, copied = backward.round_memory_, backward.rounded
+    monkeypatch.setattr(backward, "round_memory_", lambda *a: ways.append("in place") or in_place(*a))
+    monkeypatch.setattr(backward, "rounded", lambda *a: ways.append("copied") or copied(*a))
+    model = fpsim.quantize(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "e5m2")
+    model(torch.ones(3, 4)).square().sum().backward()
+    return ways
+
+
+def test_gradients_are_rounded_in_place_where_the_counts_are_trusted(measured_anew: pytest.MonkeyPatch) -> None:
+    assert "in place" in addresses_of_rounded_gradients(measured_anew)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [("_storage_uses", lambda pointer: 2), ("_uses", lambda tensor: 2)],
+    ids=["storages are not counted", "tensors are not counted"],
+)
+def test_gradients_are_copied_where_a_holder_would_not_be_noticed(
+    measured_anew: pytest.MonkeyPatch, name: str, broken: Callable[[Any], int]
+) -> None:
+    measured_anew.setattr(torch_internals, name, broken)
+    ways = addresses_of_rounded_gradients(measured_anew)
+    assert ways
+    assert set(ways) == {"copied"}
+    kept, before = kept_views_after_a_step()
+    assert torch.equal(kept, before)
+
+
+def test_nothing_is_measured_under_a_debugger(measured_anew: pytest.MonkeyPatch) -> None:
+    measured_anew.setattr(torch_internals.sys, "gettrace", lambda: print)
+    assert set(addresses_of_rounded_gradients(measured_anew)) == {"copied"}
+    measured_anew.undo()
+    calibrate_holders()
+    assert held(False, lambda gradient: None)
