@@ -157,7 +157,7 @@ def search(
     """
     command = shlex.join(["ada-loss", *sys.argv[1:]])
     with _said_in_words(f" Go on with: {command}"):
-        from ada_loss.lab.files import strict_json
+        from ada_loss.files import strict_json
         from ada_loss.lab.search import search as run
 
         found = run(
@@ -276,8 +276,8 @@ def inspect(
 ) -> None:
     """What rounds to what in a model: its modules, and for a task every site of one training step."""
     with _said_in_words():
+        from ada_loss.files import strict_json
         from ada_loss.lab.describe import describe
-        from ada_loss.lab.files import strict_json
 
         found = describe(model, fmt)
         print(strict_json(found.as_dict()) if as_json else found)
@@ -296,8 +296,8 @@ def depth(
         import torch
         from tqdm.auto import tqdm
 
+        from ada_loss.files import csv_bytes, write_atomically
         from ada_loss.lab.depth import COLUMNS, GAINS, METHODS, depth_table, depth_trial
-        from ada_loss.lab.files import csv_bytes, write_atomically
         from ada_loss.lab.plots import figure_bytes, plot_depth
 
         torch.set_num_threads(1)

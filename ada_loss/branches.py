@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ada_loss.decisions import keep
 from ada_loss.places import Edge, Place, errors_behind, is_entry
-from ada_loss.rules.layer import AMAX
-from fpsim.scaling import amax_of, on_device, round_differentiably
+from fpsim.scaling import AMAX, amax_of, on_device, round_differentiably
 
 __all__ = ["round_shares"]
 

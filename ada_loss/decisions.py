@@ -12,14 +12,13 @@ from collections.abc import Callable
 from functools import cache
 
 from ada_loss.rules.layer import (
-    AMAX,
-    COUNT,
     bounded,
     branch_exponent,
     exact,
     fitting_log2_scale,
     floor_log2,
 )
+from fpsim.scaling import AMAX, COUNT
 
 __all__ = [
     "ANEW",

@@ -27,8 +27,6 @@ from ada_loss.decisions import (
 )
 from ada_loss.places import MOMENTS, Arrival, Edge, Memory, Place, errors_behind, register, sources
 from ada_loss.rules.layer import (
-    AMAX,
-    AMIN,
     AmaxHistory,
     Current,
     ElementWiseRange,
@@ -39,6 +37,8 @@ from ada_loss.rules.layer import (
 )
 from ada_loss.transforms import PRODUCTS, AdaLossTransform, AdaLossTransformCast, Product
 from fpsim.scaling import (
+    AMAX,
+    AMIN,
     RoundingSpec,
     amax_of,
     binades,
@@ -148,7 +148,7 @@ class AdaLossScaled:
         self._unlinked: dict[tuple[str, str], Place] = {}
         self._task = -1
         self._roots: dict[int, int] = {}
-        self._keeps = self.rule.ahead and branches == "exact" and update_every > 1  # scales, from step to step
+        self._keeps = self.rule.predicts and branches == "exact" and update_every > 1  # scales, from step to step
         self._updated = -update_every  # the step from which the next update is counted: the last one that chose all
         self._is_update = True
         self._links = True  # whether places of the step that runs know one another
@@ -180,7 +180,7 @@ class AdaLossScaled:
                 raise ValueError(f"{name}={bound!r} is impossible. Possible: a finite number above 0, or None.")
         if branches not in ("exact", "original"):
             raise ValueError(f"branches={branches!r} is impossible. Possible: 'exact' or 'original'.")
-        if branches == "original" and not self.rule.ahead:
+        if branches == "original" and not self.rule.predicts:
             raise ValueError(
                 f"branches='original' came with the rule {self.rule.name!r}, which measures the sum of the branches. "
                 f"Possible: branches='exact', or a rule of the original."
@@ -342,7 +342,7 @@ class AdaLossScaled:
 
     def _products(self, place: Place, operation: str, operands: tuple[Any, ...]) -> list[Product]:
         find = PRODUCTS.get(operation)
-        if find is None or not self.rule.ahead or not place.is_chosen:
+        if find is None or not self.rule.predicts or not place.is_chosen:
             return []
         products = find(*operands)
         if isinstance(self.rule, ElementWiseRange) and any(p.channel is None for p in products):
@@ -448,7 +448,7 @@ class AdaLossScaled:
         arrivals = place.arrivals if place.task == task else []
         place.arrivals = []
         is_cast = not arrivals and self._casts and not isinstance(self.rule, Fixed)
-        must_measure = self.rule.ahead and (is_cast or any(a.measure for a in arrivals))
+        must_measure = self.rule.predicts and (is_cast or any(a.measure for a in arrivals))
         is_known = memory.knows([*place.predicted, MEASURED] if must_measure else place.predicted)
         anew = self._is_update or not is_known or memory.kept is None or any(a.anew for a in arrivals)
         wanted = memory.kept if not anew else self._meeting(arrivals, limits, gradient.device)
@@ -457,7 +457,7 @@ class AdaLossScaled:
         fresh = (must_measure or bool(place.predicted)) and (self._is_update or not is_known)
         if anew and self._told is not None:
             memory.chosen[:WANTED] = math.nan  # what an earlier step chose
-        is_passed_on = arrivals and self.rule.ahead and not must_measure and not self._keeps and self._told is None
+        is_passed_on = arrivals and self.rule.predicts and not must_measure and not self._keeps and self._told is None
         if is_passed_on and is_rounded_at(gradient, wanted, place.spec):
             log2_scale = wanted
             if fresh:
@@ -531,7 +531,7 @@ class AdaLossScaled:
         if not is_measured:
             amax_of(gradient, out=moments)
         out = self._scale_on(device)
-        if rule.ahead or not place.is_chosen:
+        if rule.predicts or not place.is_chosen:
             on_device(keep, wanted, moments, limits, out, chosen)
         elif isinstance(rule, Current):
             margin = self._constant(torch.int64, device, rule.margin)

@@ -1,48 +1,72 @@
-"""What happened at each place of a scaled model: scales, underflow with and without them, overflow; as rows."""
+"""Recorder: the scale of every gradient of a scaled model, and what rounding at that scale lost, as rows."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ada_loss.files import csv_bytes, write_atomically
+from fpsim.checks import is_whole
 from fpsim.scaling import RoundingSpec, lost_between, rounded
 
 __all__ = ["COLUMNS", "Recorder"]
 
-SCALES = ("unbound", "bound", "log2_power_of_two", "log2_wanted", "log2_scale")
+
+class Label(NamedTuple):
+    """The columns of a row that are known on the host."""
+
+    step: int
+    site: str
+    role: str
+    format: str
+    elements: int
+
+
+SCALES = ("unbound", "bound", "log2_power_of_two", "log2_wanted", "log2_scale")  # the order in which they come
 SHARES = ("zeros", "underflow", "underflow_unscaled", "overflow")
-COLUMNS = ("step", "site", "role", "format", "elements", *SCALES, "limited", *SHARES)
+COLUMNS = (*Label._fields, *SCALES, "limited", *SHARES)
+CURVES = ("log2_scale", "underflow", "underflow_unscaled", "overflow")
 
 
 class Recorder:
-    """Rows of an `AdaLossScaled`: `scaled.observer = Recorder(every=100)`; None ends it.
+    """Records the gradients of an `AdaLossScaled`: `scaled.observer = Recorder(every=100)`; None ends it.
 
-    One row for each step that is sampled and each place where a gradient is rounded. The columns: unbound, the factor
-    that the rule asked for at the place's last product; bound, what its bounds left of it; log2_power_of_two, of the
-    factor (between updates they are the last ones, and NaN where the place chose none); log2_wanted, the scale with
-    which the gradient came or that was measured or kept; log2_scale, the one at which it was rounded; limited, whether
-    the overflow limit or the container lowered it.
-    zeros: share of the elements that are zero in float32 already; underflow, underflow_unscaled: shares of the others
-    that become zero when they are rounded at the scale, and at scale 1; overflow: share of all elements that are
-    finite and lost to inf, NaN or saturation at the scale.
+    There is a row for each sampled step and each site where a gradient is rounded. Rows stay on the device until they
+    are asked for. Recording changes no result, and computes nothing in a step that is not sampled.
 
-    every: the first step and each n-th after it. Rows stay on the device until they are asked for. Recording changes
-    no result; nothing is computed in a step that is not sampled.
+    every: sample the first step and each n-th after it.
+
+    The columns of a row:
+
+    step: the number of the step.
+    site: the name of the site.
+    role: the role of the tensor, "error" or "weight_grad".
+    format: the format and the rounding.
+    elements: the size of the gradient.
+    unbound: the factor that the rule asked for at the last product of this site.
+    bound: this factor within its bounds.
+    log2_power_of_two: log2 of the power of two that was made of it. Between updates these three are the last ones; they
+        are NaN if the site chose no factor.
+    log2_wanted: log2 of the scale with which the gradient came, or which was measured, or kept from an earlier step.
+    log2_scale: log2 of the scale at which the gradient was rounded.
+    limited: whether that is lower, because the gradient or the container would have overflowed.
+    zeros: the share of the elements that are zero before rounding.
+    underflow: the share of the other elements that become zero if they are rounded at the scale.
+    underflow_unscaled: the share of the other elements that become zero if they are rounded at scale 1.
+    overflow: the share of all elements that are finite, and become inf or NaN or saturate at the scale.
     """
 
     def __init__(self, every: int = 1) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        if not is_whole(every, 1):
             raise ValueError(f"every={every!r} is impossible. Possible: 1 for every step, n for each n-th.")
         self.every = every
-        self._labels: list[tuple[int, str, str, str, int]] = []
-        self._numbers: list[Tensor] = []
+        self._labels: list[Label] = []
+        self._numbers: list[Tensor] = []  # for each label its SCALES and SHARES
 
     def wants(self, step: int) -> bool:
         """Whether this step is sampled."""
@@ -51,16 +75,31 @@ class Recorder:
     def __call__(
         self, step: int, site: str, role: str, spec: RoundingSpec, gradient: Tensor, log2_scale: Tensor, chosen: Tensor
     ) -> None:
-        """What `AdaLossScaled` calls, before the gradient is rounded."""
-        key = torch.tensor(step, device="cpu")  # noise of its own, so that the training's stays as it is
-        at_scale, unscaled = (rounded(gradient, spec, key, scale) for scale in (log2_scale, None))
+        """Record a gradient before it is rounded. `AdaLossScaled` calls this.
+
+        step: the number of the step.
+        site: the name of the site.
+        role: the role of the tensor.
+        spec: how the gradient is rounded.
+        gradient: the gradient in its true size.
+        log2_scale: log2 of the scale at which it is rounded, an integer on its device.
+        chosen: the five SCALES, float64 on its device.
+        """
+        key = torch.tensor(step, device="cpu")  # noise of its own: the training's is left as it is
         count = gradient.numel()
-        zeros, underflow, overflow = lost_between(gradient, at_scale, spec.fmt.largest, log2_scale).double()
-        underflow_unscaled = lost_between(gradient, unscaled, math.inf, log2_scale)[1].double()
-        alive = (count - zeros).clamp(min=1)
-        shares = [zeros / max(count, 1), underflow / alive, underflow_unscaled / alive, overflow / max(count, 1)]
-        self._labels.append((step, site, role, str(spec), count))
-        self._numbers.append(torch.cat([chosen, torch.stack(shares)]))
+        lost = lost_between(gradient, rounded(gradient, spec, key, log2_scale), spec.fmt.largest, log2_scale)
+        zeros, underflow, overflow = lost.double()
+        unscaled = rounded(gradient, spec, key, None)
+        _, underflow_unscaled, _ = lost_between(gradient, unscaled, math.inf, log2_scale).double()
+        nonzero = (count - zeros).clamp(min=1)
+        shares = {
+            "zeros": zeros / max(count, 1),
+            "underflow": underflow / nonzero,
+            "underflow_unscaled": underflow_unscaled / nonzero,
+            "overflow": overflow / max(count, 1),
+        }
+        self._labels.append(Label(step, site, role, str(spec), count))
+        self._numbers.append(torch.cat([chosen, torch.stack([shares[name] for name in SHARES])]))
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -71,12 +110,13 @@ class Recorder:
         self._numbers.clear()
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows as dictionaries of `COLUMNS`, in the order of the backward passes; copies them to the host."""
+        """The rows as dictionaries of `COLUMNS`, in the order of the backward passes. Copies them to the host."""
         numbers = torch.stack([n.cpu() for n in self._numbers]).tolist() if self._numbers else []
         found = []
-        for labels, values in zip(self._labels, numbers, strict=True):
-            scales, shares = values[: len(SCALES)], values[len(SCALES) :]
-            found.append(dict(zip(COLUMNS, (*labels, *scales, scales[4] < scales[3], *shares), strict=True)))
+        for label, values in zip(self._labels, numbers, strict=True):
+            row = label._asdict() | dict(zip((*SCALES, *SHARES), values, strict=True))
+            row["limited"] = row["log2_scale"] < row["log2_wanted"]
+            found.append({column: row[column] for column in COLUMNS})
         return found
 
     def to_frame(self) -> Any:
@@ -88,21 +128,15 @@ class Recorder:
         return pandas.DataFrame(self.rows(), columns=list(COLUMNS))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows to a file, whole or not at all."""
-        text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows())
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(text.getvalue())
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        """Write the rows to a CSV file, whole or not at all. Folders that are missing are made."""
+        write_atomically(Path(path), csv_bytes(self.rows(), COLUMNS))
 
     def to_tensorboard(self, writer: Any, prefix: str = "ada_loss") -> None:
-        """Add scale and underflow of every row to a `torch.utils.tensorboard.SummaryWriter`, one curve for a place."""
+        """Add a curve of scale, underflow and overflow for each site.
+
+        writer: a `torch.utils.tensorboard.SummaryWriter`.
+        prefix: the first part of the curves' names.
+        """
         for row in self.rows():
-            for name in ("log2_scale", "underflow", "underflow_unscaled", "overflow"):
+            for name in CURVES:
                 writer.add_scalar(f"{prefix}/{name}/{row['role']}/{row['site']}", row[name], row["step"])

@@ -1,4 +1,4 @@
-"""What is scaled: which modules, which operations are matrix products, and how many terms their gradients add up."""
+"""What is scaled: the modules that transforms choose, and the operations that are matrix products."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ __all__ = [
 
 
 class Product(NamedTuple):
-    """One operand of a matrix product: its gradient sums `terms` products of the output's gradient and `other`.
+    """One operand of a matrix product, and what its gradient is computed from.
 
-    `other` is None where the operation hides it: the gradient that arrives is measured instead. channel: the
-    dimensions of the output and of `other` along which only equal places are multiplied.
+    operand: the operand.
+    other: the other operand. None if it is hidden inside of the operation; then the operand's gradient is measured.
+    terms: an element of the operand's gradient is the sum of this many products of the output's gradient and `other`.
+    channel: a dimension of the output and one of `other`. Only elements with the same index there are multiplied.
     """
 
     operand: Tensor
@@ -37,13 +39,13 @@ class Product(NamedTuple):
 
 
 def _linear(x: Tensor, weight: Tensor, *_: Any) -> list[Product]:
-    if weight.dim() == 1:  # one output, whose dimension is left out
+    if weight.dim() == 1:  # one output feature, without a dimension
         return [Product(x, weight, 1)]
     return [Product(x, weight, weight.shape[0], (-1, 0))]
 
 
 def _convolution(x: Tensor, weight: Tensor, *_: Any) -> list[Product]:
-    groups = x.shape[1 - (weight.dim() - x.dim())] // weight.shape[1]  # an input may come without its batch
+    groups = x.shape[1 - (weight.dim() - x.dim())] // weight.shape[1]  # the input may have no batch dimension
     terms = weight.shape[0] // groups * math.prod(weight.shape[2:])
     return [Product(x, weight, terms, (x.dim() - weight.dim() + 1, 0) if groups == 1 else None)]
 
@@ -56,7 +58,8 @@ def _matmul(a: Tensor, b: Tensor, *_: Any) -> list[Product]:
     inner = a.shape[-1]
     rows = a.shape[-2] if a.dim() > 1 else 1
     columns = b.shape[-1] if b.dim() > 1 else 1
-    batch = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))  # a broadcast operand sums over it too
+    # the gradient of an operand that is broadcast is a sum over the batch too
+    batch = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
     total = batch * rows * inner * columns
     return [Product(a, b, _per_element(total, a)), Product(b, a, _per_element(total, b))]
 
@@ -86,7 +89,7 @@ def _einsum(equation: Any, *operands: Any) -> list[Product]:
 
 
 def _hidden(*operands: Any) -> list[Product]:
-    """A product inside of an operation: attention's softmax stands between the two of its own."""
+    """Operands of an operation whose products are inside of it, such as the two of attention around its softmax."""
     return [Product(x, None, 1) for x in operands if isinstance(x, Tensor) and x.is_floating_point()]
 
 
@@ -99,9 +102,11 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> list[Produ
 
 
 def _per_element(total: int, x: Tensor) -> int:
+    """How many of the operation's products are added for an element of x."""
     return max(total // max(x.numel(), 1), 1)
 
 
+# By the name of torch's function. Each entry takes the arguments of that function.
 PRODUCTS: dict[str, Callable[..., list[Product]]] = {
     "linear": _linear,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
@@ -119,14 +124,15 @@ PRODUCTS: dict[str, Callable[..., list[Product]]] = {
 
 @dataclass(frozen=True)
 class AdaLossTransform:
-    """Scale the products of all modules of a class, and of the modules inside of them.
+    """Scale the gradients of products in all modules of a class, and in the modules inside of them.
 
-    kind: a module class, or its name, for classes that a model defines itself.
+    kind: a module class, several, or the name of a class, which may be defined anywhere.
     """
 
     kind: type[nn.Module] | tuple[type[nn.Module], ...] | str
 
     def matches(self, module: nn.Module) -> bool:
+        """Whether this transform chooses a module."""
         if isinstance(self.kind, str):
             return any(base.__name__ == self.kind for base in type(module).__mro__)
         return isinstance(module, self.kind)
@@ -136,35 +142,35 @@ class AdaLossTransform:
 
 
 class AdaLossTransformLinear(AdaLossTransform):
-    """nn.Linear: its input's gradient gets a factor; the parameters' gradients do not."""
+    """nn.Linear: the gradient of its input gets a factor, those of its parameters do not."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear)
 
 
 class AdaLossTransformConv2d(AdaLossTransform):
-    """nn.Conv2d, as nn.Linear."""
+    """nn.Conv2d: the gradient of its input gets a factor, those of its parameters do not."""
 
     def __init__(self) -> None:
         super().__init__(nn.Conv2d)
 
 
 class AdaLossTransformBatchNorm(AdaLossTransform):
-    """Batch normalisation passes a scale on; it is named so that lists made for the original stay valid."""
+    """Batch normalisation, which passes a scale on. Lists of transforms for the authors' code may name it."""
 
     def __init__(self) -> None:
         super().__init__((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 
 
 class AdaLossTransformBasicBlock(AdaLossTransform):
-    """Everything in the blocks of a small ResNet, whoever wrote it: classes with the name BasicBlock."""
+    """All products in the blocks of a small ResNet: of every class with the name BasicBlock."""
 
     def __init__(self) -> None:
         super().__init__("BasicBlock")
 
 
 class AdaLossTransformBottleneck(AdaLossTransform):
-    """Everything in the blocks of a large ResNet, whoever wrote it: classes with the name Bottleneck."""
+    """All products in the blocks of a large ResNet: of every class with the name Bottleneck."""
 
     def __init__(self) -> None:
         super().__init__("Bottleneck")
@@ -172,4 +178,4 @@ class AdaLossTransformBottleneck(AdaLossTransform):
 
 @dataclass(frozen=True)
 class AdaLossTransformCast:
-    """A factor where float32 gradients enter the format, from their own statistics: at the model's outputs."""
+    """A factor at the model's outputs, where float32 gradients enter the format, chosen by their own statistics."""

@@ -390,7 +390,7 @@ def as_format(fmt: str | FloatFormat) -> FloatFormat:
         return fmt
     if not isinstance(fmt, str):
         raise TypeError(
-            f"A format came as {fmt!r}, of type {type(fmt).__name__}. "
+            f"A format is wanted, not {fmt!r} of type {type(fmt).__name__}. "
             f"Possible: a name such as 'fp16', or a FloatFormat."
         )
     return _parse(fmt)

@@ -86,7 +86,7 @@ class Policy:
             unknown = [role for role in value if role not in ROLES] if isinstance(value, Mapping) else []
             if unknown:
                 hint = did_you_mean(unknown[0], ROLES)
-                raise ValueError(f"{name} names {unknown[0]!r}, which is no role.{hint} Roles: {', '.join(ROLES)}.")
+                raise ValueError(f"{name} names {unknown[0]!r}, which is no role. Roles: {', '.join(ROLES)}.{hint}")
         self.specs()
         for pattern, inner in self.overrides.items():
             if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):

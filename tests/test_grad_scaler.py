@@ -213,8 +213,8 @@ def test_grad_scaling_device_as_key(make: Make) -> None:
         w.grad = torch.ones(2)
     scaler.unscale_(optimizer)
     if isinstance(scaler, GradScaler):
-        assert [len(p.found_inf) for p in scaler._progress.values()] == [1]
-        assert len(scaler._scales) == len(scaler._inverses) == 1
+        assert [len(p.found_inf) for p in scaler._verbs.progress.values()] == [1]
+        assert len(scaler._verbs.scales) == len(scaler._verbs.inverses) == 1
     else:
         assert len(scaler._found_inf_per_device(optimizer)) == 1
 
@@ -228,7 +228,7 @@ def test_grad_scaling_a_finding_on_any_device_skips(make: Make, fused: bool) -> 
     scaler.scale(weight.sum()).backward()
     scaler.unscale_(optimizer)
     if isinstance(scaler, GradScaler):
-        found = scaler._progress[id(optimizer)].found_inf
+        found = scaler._verbs.progress[id(optimizer)].found_inf
     else:
         found = scaler._found_inf_per_device(optimizer)
     found[torch.device("meta")] = torch.ones(())
@@ -769,6 +769,47 @@ def test_off_is_a_value_for_a_subclass_that_chooses_it_by_itself(rule: Any) -> N
     assert isinstance(Mine(), Mine)
     assert isinstance(Mine(), NoScaler)
     assert not Mine().is_enabled()
+
+
+def test_a_scaler_that_is_off_keeps_its_class() -> None:
+    class Mine(NoScaler):
+        pass
+
+    assert type(GradScaler("off")) is GradScaler
+    assert type(ada_loss_counting("me", 2.0, enabled=False)) is ada_loss_counting
+    assert not isinstance(GradScaler("torch"), NoScaler)
+    assert not isinstance(torchs(enabled=False), NoScaler)
+    assert isinstance(Mine(), Mine)
+    assert isinstance(Mine(), NoScaler)
+    assert not isinstance(NoScaler(), Mine)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_verb_that_a_subclass_overrides_is_seen_by_the_others(enabled: bool) -> None:
+    class Watched(GradScaler):
+        def __init__(self, **params: Any) -> None:
+            super().__init__("nnabla", max_gradient_norm=1.0, **params)
+            self.seen: list[str] = []
+
+        def scale(self, outputs: Any) -> Any:
+            self.seen.append("scale")
+            return super().scale(outputs)
+
+        def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+            self.seen.append("unscale_")
+            super().unscale_(optimizer)
+
+        def clip_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+            self.seen.append("clip_")
+            super().clip_(optimizer, max_norm)
+
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = Watched(enabled=enabled)
+    scaler([weight.sum()])[0].backward()
+    scaler.step(optimizer)
+    # one that is off passes a nest on as it is, and unscales nothing
+    assert scaler.seen == (["scale", "scale", "unscale_", "clip_"] if enabled else ["scale", "clip_"])
 
 
 def test_calling_a_scaler_scales() -> None:

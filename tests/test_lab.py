@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fpsim
-from ada_loss.lab.files import write_atomically
+from ada_loss.files import write_atomically
 from ada_loss.lab.tasks import digits
 from ada_loss.lab.train import train, underflow_share
 

@@ -138,7 +138,7 @@ def test_in_a_wide_format_scales_change_no_bit(case: tuple[nn.Module, Tensor], r
     plain, scaled = quantize(model, Policy(error="fp32")), quantize(model, Policy(error="fp32"))
     expected = backward(plain, x)
     if branches == "original":  # it rounds each branch before they are added
-        if not layer_rule(rule).ahead:
+        if not layer_rule(rule).predicts:
             pytest.skip("what is measured has no branches")
         with AdaLossScaled(plain, rule="fixed", branches=branches):
             expected = backward(plain, x)
@@ -397,7 +397,7 @@ def test_what_is_not_finite_is_never_lost_and_stops_nothing(rule: str, value: fl
             scaler.update()
             changed = any(not torch.equal(before[name], p) for name, p in model.state_dict().items())
             assert changed == math.isfinite(size)
-    if layer_rule(rule).ahead:  # what is measured has a scale of its own, also where a ReLU made zeros of it
+    if layer_rule(rule).predicts:  # what is measured has a scale of its own, also where a ReLU made zeros of it
         assert all(row["log2_scale"] == 0 for row in recorder.rows() if row["step"] == 2)
     assert handle.step == 3
 

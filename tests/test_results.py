@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ada_loss.lab.files import write_atomically
+from ada_loss.files import write_atomically
 from ada_loss.lab.plots import figure_bytes, plot_scales
 from ada_loss.lab.results import Results
 from ada_loss.lab.store import Ledger

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ada_loss import GradScaler, Updater, loss_rule
-from ada_loss.scalers import _all_reduce
+from ada_loss.scalers.gradients import all_reduce_
 
 TRACES = json.loads((Path(__file__).parent / "data" / "golden_traces.json").read_text())
 
@@ -220,7 +220,7 @@ def test_adding_sparse_gradients_over_a_group_is_refused() -> None:
     table = nn.Embedding(5, 2, sparse=True)
     table(torch.tensor([1, 1])).sum().backward()
     with pytest.raises(ValueError, match=r"sparse gradient.*adds dense ones.*leave out process_group"):
-        _all_reduce(table.parameters(), dist.group.WORLD)
+        all_reduce_(table.parameters(), dist.group.WORLD)
 
 
 # --- two ranks ---

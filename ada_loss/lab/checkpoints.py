@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ada_loss.lab.files import write_atomically
+from ada_loss.files import write_atomically
 
 __all__ = ["Checkpoints"]
 

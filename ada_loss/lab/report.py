@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from ada_loss.files import write_atomically
 from ada_loss.lab.cells import label
-from ada_loss.lab.files import write_atomically
 from ada_loss.lab.plots import figure_bytes
 
 __all__ = ["write_report"]

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from ada_loss.files import csv_bytes, strict_json
 from ada_loss.lab.cells import label
-from ada_loss.lab.files import csv_bytes, strict_json
 from ada_loss.lab.store import Ledger
 from ada_loss.lab.train import scales_by_layer
 

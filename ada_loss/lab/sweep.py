@@ -20,6 +20,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
+from ada_loss.files import write_atomically
 from ada_loss.lab.cells import Cell, MakeTask, plan, run_cell
 from ada_loss.lab.engines import (
     Engine,
@@ -30,7 +31,6 @@ from ada_loss.lab.engines import (
     require_memory,
 )
 from ada_loss.lab.environment import environment
-from ada_loss.lab.files import write_atomically
 from ada_loss.lab.limits import GRACE, TimeLimit, within_time
 from ada_loss.lab.results import Results
 from ada_loss.lab.store import CannotWrite, Ledger

@@ -1,4 +1,4 @@
-"""Rules: pure arithmetic that decides a scale. `loss` holds those of the whole loss, `layer` those of one layer."""
+"""Rules decide a scale by pure arithmetic: `loss` has those of the whole loss, `layer` those of one layer."""
 
 from __future__ import annotations
 

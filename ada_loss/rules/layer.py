@@ -1,24 +1,35 @@
-"""How far to scale one layer's gradient: statistics in, a power of two out. Pure arithmetic.
+"""Rules of one layer: statistics of its gradient in, a power of two for its scale out. Pure arithmetic.
 
-Zhao, Vogel, Ahmed, Luk, "Reducing Underflow in Mixed Precision Training by Gradient Scaling", IJCAI 2020. A gradient g
-carries the scale S it has gathered so far; a layer that multiplies it by its weights W chooses a factor, and what
-leaves the layer carries S times the factor.
+Zhao, Vogel, Ahmed, Luk, "Reducing Underflow in Mixed Precision Training by Gradient Scaling", IJCAI 2020. A gradient
+carries a scale S, the product of the factors chosen so far. A layer that multiplies the gradient by its weights chooses
+one more factor, and the gradient that leaves the layer carries S times this factor.
 
-The functions in lower case are the formulas. They run as they stand in Python, and are compiled for CUDA: scalars,
-indices and `math` alone. `g` and `w` are `Moments` of the gradient in its true size and of the other operand (all zero
-where there is none), `terms` how many products add up to one element of the result; `u_min` and `u_max`, the smallest
-magnitude and the largest of the format, come divided by S.
+The functions in lower case are the formulas. They run in Python, and are compiled for CUDA, so they use scalars,
+indices and `math` only. The formulas of factors share one signature:
+
+g: `Moments` of the gradient in its true size, S left out.
+w: `Moments` of the other operand, all zero if there is none.
+terms: the number of products that are added for one element of the result.
+u_min: the smallest magnitude of the format, divided by S.
+u_max: the largest magnitude of the format, divided by S.
+unit: 1 / S.
+p: `parameters()` of the rule.
+
+A new rule is a subclass of LayerRule with its formula, and an entry in LAYER_RULES.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from numbers import Real
 from statistics import NormalDist
 from typing import Any, ClassVar
+
+from ada_loss import checks
+from ada_loss.checks import Possible, param
+from fpsim.checks import did_you_mean
+from fpsim.scaling import AMAX, AMIN, COUNT, LOG_MEAN, LOG_MEAN_SQUARE, MEAN_SQUARE, NONZERO
 
 __all__ = [
     "LAYER_RULES",
@@ -37,16 +48,21 @@ __all__ = [
     "layer_rule",
 ]
 
-# Fields of `fpsim.moments.Moments`, by number for what is compiled.
-COUNT, NONZERO, MEAN, MEAN_SQUARE, MINIMUM, MAXIMUM, AMAX, AMIN, LOG_MEAN, LOG_MEAN_SQUARE = range(10)
-GRAD_WEIGHT, GRAD, PRODUCT = range(3)
-NEVER = 1 << 20  # a log2_scale beyond what any container holds
+STATS = ("grad+weight", "grad", "product")
+GRAD_WEIGHT, GRAD, PRODUCT = range(len(STATS))
+HALF_WIDTH, STATISTICS, IS_LOGNORMAL, QUANTILE = range(4)  # the parameters of approx_range
+NEVER = 1 << 20  # a log2_scale beyond those of any container
+
+ONE_OF_STATS = Possible("'grad+weight', 'grad' or 'product'", lambda v: v in STATS)
+SHARE = checks.number("a share between 0 and 1, both excluded", lambda v: 0 < v < 1)
+SHARE_OR_ZERO = checks.number("a share, 0 or more and below 1", lambda v: 0 <= v < 1)
+SHARE_OR_ONE = checks.number("a share above 0 and up to 1", lambda v: 0 < v <= 1)
 
 
 def floor_log2(x):  # type: ignore[no-untyped-def]
-    """The exponent of the largest power of two not above `x`; 0 for what is not finite or not above 0.
+    """The exponent of the largest power of two not above `x`, or 0 if x is not finite or not above 0.
 
-    By frexp: a float32 log2 rounds up just below a power of two.
+    It is computed by frexp, because a float32 log2 rounds up just below a power of two.
 
     >>> [floor_log2(x) for x in (1.0, 7.9999999, 8.0, 0.3)]
     [0, 2, 3, -2]
@@ -57,7 +73,7 @@ def floor_log2(x):  # type: ignore[no-untyped-def]
 
 
 def fitting_log2_scale(amax, u_max):  # type: ignore[no-untyped-def]
-    """The largest exponent k with amax * 2**k <= u_max: the overflow limit. NEVER where amax is 0.
+    """The largest exponent k with amax * 2**k <= u_max, beyond which a tensor overflows. NEVER if amax is 0.
 
     >>> fitting_log2_scale(1.0, 65504.0), fitting_log2_scale(65505.0, 65504.0)
     (15, -1)
@@ -70,7 +86,7 @@ def fitting_log2_scale(amax, u_max):  # type: ignore[no-untyped-def]
 
 
 def overflow_limit(g, w, terms, u_max):  # type: ignore[no-untyped-def]
-    """The largest factor under which neither the scaled gradient nor any sum of its products can overflow."""
+    """The largest factor with which neither the gradient nor a sum of its products can overflow."""
     largest = g[AMAX]
     if w[COUNT] > 0.0:
         largest = largest * max(1.0, terms * w[AMAX])
@@ -78,31 +94,33 @@ def overflow_limit(g, w, terms, u_max):  # type: ignore[no-untyped-def]
 
 
 def approx_range(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped-def]
-    """Zhao et al. 2020: a centred normal of the result's standard deviation has at most the share p below u_min.
+    """Zhao et al. 2020: at most a share of the results is below u_min if they are normal with mean 0.
 
-    p: (sqrt(2) erfinv(share), which statistics, lognormal?, sqrt(2) erfinv(2 share - 1)).
+    Their standard deviation comes from the second moments of both operands. p is indexed by HALF_WIDTH
+    (sqrt(2) erfinv(share)), STATISTICS, IS_LOGNORMAL and QUANTILE (sqrt(2) erfinv(2 share - 1)).
     """
     if not g[AMAX] < math.inf or g[NONZERO] == 0.0 or not w[AMAX] < math.inf:
         return 1.0
     limit = overflow_limit(g, w, terms, u_max)
-    if p[2] > 0.0 and w[COUNT] == 0.0:
+    if p[IS_LOGNORMAL] > 0.0 and w[COUNT] == 0.0:
         deviation = math.sqrt(max(g[LOG_MEAN_SQUARE] - g[LOG_MEAN] * g[LOG_MEAN], 0.0))
-        needed = math.exp(min(math.log(u_min) - g[LOG_MEAN] - deviation * p[3], 700.0))  # below float64's largest
+        # exp(700) is below float64's largest
+        needed = math.exp(min(math.log(u_min) - g[LOG_MEAN] - deviation * p[QUANTILE], 700.0))
     else:
-        # raw second moments: the mean of a gradient that is constant counts too
+        # raw second moments, not variances: a constant gradient has a size, but no deviation
         square = g[MEAN_SQUARE]
-        if w[COUNT] > 0.0 and p[1] != GRAD:
+        if w[COUNT] > 0.0 and p[STATISTICS] != GRAD:
             square = square * w[MEAN_SQUARE]
-            if p[1] == GRAD_WEIGHT:
-                square = square * (0.5 * terms)  # half of the terms are zero behind a ReLU
+            if p[STATISTICS] == GRAD_WEIGHT:
+                square = square * (0.5 * terms)  # a ReLU sets half of the terms to zero
         if square == 0.0:
             return 1.0
-        needed = u_min / p[0] / math.sqrt(square)  # their product may underflow
+        needed = u_min / p[HALF_WIDTH] / math.sqrt(square)  # in two steps: the product of the divisors may underflow
     return min(max(needed, 1.0), limit)
 
 
 def abs_range(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped-def]
-    """The smallest product of non-zero magnitudes, summed `terms` times, reaches u_min."""
+    """The smallest product of non-zero magnitudes, added `terms` times, reaches u_min."""
     if not g[AMAX] < math.inf or g[NONZERO] == 0.0 or not w[AMAX] < math.inf:
         return 1.0
     smallest, k = g[AMIN], 1.0
@@ -115,21 +133,27 @@ def abs_range(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped-de
 
 
 def element_wise_range(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped-def]
-    """`g` holds the moments of the products themselves: the smallest reaches u_min, `terms` of the largest fit."""
+    """The smallest product reaches u_min, and the largest can be added `terms` times.
+
+    Here `g` are the moments of the products themselves.
+    """
     if not 0.0 < g[AMAX] < math.inf:
         return 1.0
     return min(max(u_min / g[AMIN], 1.0), u_max / (terms * g[AMAX]))
 
 
 def fixed(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped-def]
-    """The same factor everywhere: p[0]."""
+    """The same factor everywhere."""
     return p[0]
 
 
 def exact(bins, first, log2_threshold, share):  # type: ignore[no-untyped-def]
-    """The smallest k for which at most the share of non-zero elements has |x| * 2**k <= 2**log2_threshold.
+    """The smallest k with which at most a share of the non-zero elements has |x| * 2**k <= 2**log2_threshold.
 
-    Entry i of `bins` counts 2**(first+i) < |x| <= 2**(first+i+1). 0 where all elements are zero.
+    bins: entry i is the number of elements with 2**(first+i) < |x| <= 2**(first+i+1). The result is 0 if all are 0.
+    first: the exponent of the first entry.
+    log2_threshold: log2 of the magnitude up to which an element is lost.
+    share: the share of the elements that may be lost.
     """
     total = 0
     for i in range(len(bins)):
@@ -144,12 +168,18 @@ def exact(bins, first, log2_threshold, share):  # type: ignore[no-untyped-def]
 
 
 def bounded(factor, log2_scale, scale_bound, accumulated_bound):  # type: ignore[no-untyped-def]
-    """A factor within its own bound, and within the one of the scale that it multiplies."""
+    """The factor within its bounds.
+
+    factor: the factor that a rule asks for.
+    log2_scale: log2 of the scale that it multiplies.
+    scale_bound: the largest factor.
+    accumulated_bound: the largest product of scale and factor.
+    """
     return min(factor, scale_bound, accumulated_bound * math.ldexp(1.0, int(-log2_scale)))
 
 
 def branch_exponent(amaxima, log2_scales, u_max):  # type: ignore[no-untyped-def]
-    """Where branches meet in the original, see branch_log2_scale; -4, the last that is tried, where nothing fits."""
+    """See branch_log2_scale, which checks the result: the gradient does not fit if no scale down to 2**-4 is enough."""
     largest = 0.0
     for i in range(len(amaxima)):
         largest = max(largest, amaxima[i])
@@ -167,10 +197,15 @@ def branch_exponent(amaxima, log2_scales, u_max):  # type: ignore[no-untyped-def
 
 
 def branch_log2_scale(amaxima: Sequence[float], log2_scales: Sequence[int], u_max: float) -> int:
-    """Where branches meet in the original: the largest of their scales at which the largest true gradient fits.
+    """The scale at which branches meet in the authors' code: the largest of theirs at which all gradients fit.
 
-    amaxima: the largest magnitudes of the branches' gradients in their true size. If none fits, the smallest scale is
-    halved while it is 1/8 or more; OverflowError if the last one does not fit either.
+    If none of them is small enough, the smallest is halved while it is 1/8 or more.
+
+    amaxima: the largest magnitude of each branch's gradient in its true size.
+    log2_scales: log2 of each branch's scale.
+    u_max: the limit, below which the largest scaled gradient must stay.
+
+    Raises OverflowError if the last scale is not small enough either.
 
     >>> branch_log2_scale([100 / 64, 50 / 16], [6, 4], 65504.0)
     6
@@ -186,41 +221,40 @@ def branch_log2_scale(amaxima: Sequence[float], log2_scales: Sequence[int], u_ma
 
 @dataclass(frozen=True)
 class LayerRule:
-    """A rule of one layer; `ahead` ones predict a product from its operands, the others measure what arrived."""
+    """A rule that chooses the scale of one layer's gradient."""
 
-    name: ClassVar[str]
-    ahead: ClassVar[bool] = True
-    logs: ClassVar[bool] = False
+    name: ClassVar[str]  # the name for `layer_rule`
+    predicts: ClassVar[bool] = True  # it predicts a product from its operands; others measure the gradient itself
+    logs: ClassVar[bool] = False  # it needs the moments of log|x|
+
+    def __post_init__(self) -> None:
+        checks.check_fields(self, f"{self.name} rule")
 
     def factor(self, g: Any, w: Any, terms: int, u_min: float, u_max: float) -> float:
-        """The unbound factor for a gradient that carries the scale 1; moments of `w` all zero where there is none."""
+        """The factor for a gradient that carries the scale 1, without bounds. For arguments see the module.
+
+        Raises NotImplementedError for a rule that measures.
+        """
         return float(type(self).core()(g, w, terms, u_min, u_max, 1.0, self.parameters()))
 
     @staticmethod
     def core() -> Any:
-        """The formula."""
+        """The formula of the factor."""
         raise NotImplementedError
 
     def parameters(self) -> tuple[float, ...]:
-        """What the formula is given beside the statistics."""
+        """The last argument of the formula."""
         return (0.0,)
-
-    def _require(self, name: str, holds: bool, possible: str) -> None:
-        if not holds:
-            raise ValueError(f"{name}={getattr(self, name)!r} makes no {self.name} rule: it must be {possible}.")
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, Real) and not isinstance(x, bool) and math.isfinite(x)
 
 
 @dataclass(frozen=True)
 class ApproxRange(LayerRule):
-    """The method of Zhao et al.: at most the share `n_uf_threshold` of the products underflows, if they are normal.
+    """The method of Zhao et al. 2020: at most a share of the products underflows if they are normal.
 
-    stats: "grad+weight" (the last generation of the authors' code), "grad" (the one labelled as the IJCAI submission:
-    no weights) or "product" (the first: no sum). lognormal: for gradients without weights (casts), whose magnitudes
-    are taken as lognormal.
+    n_uf_threshold: that share.
+    stats: which of the authors' versions: "grad+weight" (the last one), "grad" (labelled as the IJCAI submission; it
+        leaves the weights out) or "product" (the first one; it leaves the sum out).
+    lognormal: for gradients without weights (casts), take their magnitudes as lognormal.
 
     >>> from fpsim.moments import Moments
     >>> g = Moments(256, 256, 0, 2.0**-40, -(2.0**-20), 2.0**-20, 2.0**-20, 2.0**-20)
@@ -230,15 +264,9 @@ class ApproxRange(LayerRule):
     """
 
     name: ClassVar[str] = "approx_range"
-    n_uf_threshold: float = 1e-3
-    stats: str = "grad+weight"
-    lognormal: bool = False
-
-    def __post_init__(self) -> None:
-        share = self.n_uf_threshold
-        self._require("n_uf_threshold", _is_number(share) and 0 < share < 1, "a share between 0 and 1, both excluded")
-        self._require("stats", self.stats in ("grad+weight", "grad", "product"), "'grad+weight', 'grad' or 'product'")
-        self._require("lognormal", isinstance(self.lognormal, bool), "True or False")
+    n_uf_threshold: float = param(1e-3, SHARE)
+    stats: str = param("grad+weight", ONE_OF_STATS)
+    lognormal: bool = param(False, checks.FLAG)
 
     @property
     def logs(self) -> bool:  # type: ignore[override]
@@ -252,16 +280,15 @@ class ApproxRange(LayerRule):
         normal, share = NormalDist(), self.n_uf_threshold
         # sqrt(2) erfinv(2q - 1) is the normal's quantile at q
         half_width = normal.inv_cdf((1 + share) / 2)
-        # and a step of Newton's, for 1 + share has lost digits of a small one
+        # 1 + share has lost digits of a small share, which one step of Newton's method restores
         slope = math.sqrt(2 / math.pi) * math.exp(-half_width * half_width / 2)
         half_width += (share - math.erf(half_width / math.sqrt(2))) / slope
-        kind = ("grad+weight", "grad", "product").index(self.stats)
-        return half_width, float(kind), float(self.lognormal), normal.inv_cdf(share)
+        return half_width, float(STATS.index(self.stats)), float(self.lognormal), normal.inv_cdf(share)
 
 
 @dataclass(frozen=True)
 class AbsRange(LayerRule):
-    """From the smallest and the largest non-zero magnitudes alone."""
+    """No product underflows, by the smallest and the largest non-zero magnitudes of both operands alone."""
 
     name: ClassVar[str] = "abs_range"
 
@@ -272,19 +299,16 @@ class AbsRange(LayerRule):
 
 @dataclass(frozen=True)
 class ElementWiseRange(LayerRule):
-    """From every product of a gradient's element and a weight's: linear layers and convolutions, for diagnosis.
+    """No product underflows, by all products of an element of the gradient and a weight; slow, for diagnosis.
 
-    max_rescue_ratio: the share of the products, largest first, that need not underflow; None for all of them, found
-    channel by channel. With a share every product is formed: at most 2**27 of them.
+    It serves linear layers and convolutions.
+
+    max_rescue_ratio: the share of the products, largest first, that must not underflow. None for all of them, which
+        is found channel by channel. With a share every product is formed, at most 2**27 of them.
     """
 
     name: ClassVar[str] = "element_wise_range"
-    max_rescue_ratio: float | None = None
-
-    def __post_init__(self) -> None:
-        ratio = self.max_rescue_ratio
-        holds = ratio is None or (_is_number(ratio) and 0 < ratio <= 1)
-        self._require("max_rescue_ratio", holds, "a share above 0 and up to 1, or None")
+    max_rescue_ratio: float | None = param(None, SHARE_OR_ONE.or_none())
 
     @staticmethod
     def core() -> Any:
@@ -293,14 +317,13 @@ class ElementWiseRange(LayerRule):
 
 @dataclass(frozen=True)
 class Fixed(LayerRule):
-    """The factor `fixed_loss_scale` at every layer; with 1, plain loss scaling by `init_scale`."""
+    """The same factor at every layer.
+
+    fixed_loss_scale: the factor. With 1 this is loss scaling by `init_scale`.
+    """
 
     name: ClassVar[str] = "fixed"
-    fixed_loss_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        scale = self.fixed_loss_scale
-        self._require("fixed_loss_scale", _is_number(scale) and scale > 0, "a finite number above 0")
+    fixed_loss_scale: float = param(1.0, checks.POSITIVE)
 
     @staticmethod
     def core() -> Any:
@@ -312,53 +335,45 @@ class Fixed(LayerRule):
 
 @dataclass(frozen=True)
 class Exact(LayerRule):
-    """The smallest scale, 1 or more, at which at most the share `n_uf_threshold` of this very tensor underflows.
+    """The smallest scale, 1 or more, at which at most a share of the gradient itself underflows.
 
-    From the histogram of its exponents, so that it needs no model of the numbers: what the others are measured with.
+    The share is counted in the histogram of exponents, without a model of the numbers. Other rules are compared with
+    this one.
+
+    n_uf_threshold: that share.
     """
 
     name: ClassVar[str] = "exact"
-    ahead: ClassVar[bool] = False
-    n_uf_threshold: float = 1e-3
-
-    def __post_init__(self) -> None:
-        share = self.n_uf_threshold
-        self._require("n_uf_threshold", _is_number(share) and 0 <= share < 1, "a share, 0 or more and below 1")
+    predicts: ClassVar[bool] = False
+    n_uf_threshold: float = param(1e-3, SHARE_OR_ZERO)
 
 
 @dataclass(frozen=True)
 class Current(LayerRule):
-    """This tensor's largest magnitude to the top of the range, less `margin` powers of two."""
+    """Scale the gradient's largest magnitude to just below the format's maximum.
+
+    margin: the powers of two by which to stay below it.
+    """
 
     name: ClassVar[str] = "current"
-    ahead: ClassVar[bool] = False
-    margin: int = 0
-
-    def __post_init__(self) -> None:
-        _require_whole(self, "margin", 0)
+    predicts: ClassVar[bool] = False
+    margin: int = param(0, checks.COUNT)
 
 
 @dataclass(frozen=True)
 class AmaxHistory(LayerRule):
-    """Delayed scaling, as in NVIDIA's Transformer Engine: the largest magnitude of the last `length` steps to the top.
+    """Delayed scaling, as in NVIDIA's Transformer Engine: as Current, by the largest magnitude of the last steps.
 
-    The step itself is not among them, so that nothing waits for its statistics; the first one has the scale 1.
+    The coming step is not among them, so nothing waits for its statistics. The first step has the scale 1.
+
+    length: the number of steps.
+    margin: the powers of two by which to stay below the format's maximum.
     """
 
     name: ClassVar[str] = "amax_history"
-    ahead: ClassVar[bool] = False
-    length: int = 16
-    margin: int = 0
-
-    def __post_init__(self) -> None:
-        _require_whole(self, "length", 1)
-        _require_whole(self, "margin", 0)
-
-
-def _require_whole(rule: LayerRule, name: str, least: int) -> None:
-    value = getattr(rule, name)
-    holds = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    rule._require(name, holds, f"a whole number, {least} or more")
+    predicts: ClassVar[bool] = False
+    length: int = param(16, checks.STEPS)
+    margin: int = param(0, checks.COUNT)
 
 
 LAYER_RULES: dict[str, type[LayerRule]] = {
@@ -367,7 +382,10 @@ LAYER_RULES: dict[str, type[LayerRule]] = {
 
 
 def layer_rule(name: str, **params: Any) -> LayerRule:
-    """The per-layer rule of that name, with its parameters.
+    """A rule of one layer by its name.
+
+    name: "approx_range", "abs_range", "element_wise_range", "fixed", "exact", "current" or "amax_history".
+    params: the parameters of its class.
 
     Raises ValueError for an unknown name or an impossible value, TypeError for an unknown parameter.
 
@@ -376,18 +394,17 @@ def layer_rule(name: str, **params: Any) -> LayerRule:
     """
     rule = LAYER_RULES.get(name)
     if rule is None:
-        near = difflib.get_close_matches(str(name), LAYER_RULES, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"Unknown layer rule {name!r}.{hint} Known: {', '.join(LAYER_RULES)}.")
+        near = did_you_mean(name, LAYER_RULES)
+        raise ValueError(f"Unknown layer rule {name!r}.{near} Known: {', '.join(LAYER_RULES)}.")
     known = [f.name for f in fields(rule)]
-    for param in params:
-        if param not in known:
-            raise TypeError(f"The rule {name!r} has no parameter {param!r}. It has: {', '.join(known) or 'none'}.")
+    for given in params:
+        if given not in known:
+            raise TypeError(f"The rule {name!r} has no parameter {given!r}. It has: {', '.join(known) or 'none'}.")
     return rule(**params)
 
 
 def as_layer_rule(rule: LayerRule | str) -> LayerRule:
-    """A rule from a rule or a name.
+    """A rule from a rule or from its name.
 
     >>> as_layer_rule("abs_range")
     AbsRange()

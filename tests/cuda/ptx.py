@@ -86,7 +86,7 @@ def every_decision() -> list[tuple[str, Any, tuple[str, ...]]]:
         ("branch", decisions.branch, "fifi"),
     ]
     for rule in LAYER_RULES.values():
-        if rule.ahead:
+        if rule.predicts:
             found.append((rule.name, decisions.choose_with(rule.core()), "iffiffifif"))
     return [(name, function, tuple(kinds)) for name, function, kinds in found]
 

@@ -137,7 +137,7 @@ def on_the_card(function: Any, *arrays: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("size", [2.0**-30, 1.0, 2.0**20, 0.0, torch.inf])
-@pytest.mark.parametrize("rule", [rule for rule in LAYER_RULES.values() if rule.ahead], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [rule for rule in LAYER_RULES.values() if rule.predicts], ids=lambda rule: rule.name)
 def test_factors_are_chosen_as_on_the_cpu(rule: type[LayerRule], size: float) -> None:
     torch.manual_seed(0)
     g, w = moments_of(torch.randn(40) * size), moments_of(torch.randn(30))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ada_loss.lab.files import write_atomically
+from ada_loss.files import write_atomically
 from ada_loss.lab.tasks.task import Task, accuracy, trained_with
 
 __all__ = ["CIFAR", "Cifar", "cifar10", "cifar100", "patches", "resnet20"]

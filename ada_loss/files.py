@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written whole or not at all, and what goes into them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ __all__ = ["csv_bytes", "strict_json", "write_atomically"]
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside the target and rename: a reader finds the old file or the whole new one."""
+    """Write a file beside the target and rename it, so that a reader finds the old file or the whole new one.
+
+    path: the target. Folders that are missing are made.
+    content: the bytes of the new file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -25,7 +29,11 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def csv_bytes(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> bytes:
-    """Rows as the content of a CSV file; what is in no column is left out."""
+    """Rows as the content of a CSV file.
+
+    rows: dictionaries of a value for each column. Values of other names are left out.
+    columns: the names of the columns, in order.
+    """
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -34,7 +42,7 @@ def csv_bytes(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> bytes:
 
 
 def strict_json(content: Any) -> str:
-    """As JSON, null for inf and not-a-number, which it does not have.
+    """The content as JSON, with null for inf and NaN, which JSON does not have.
 
     >>> strict_json({"sqnr": [1.5, float("-inf"), float("nan")]})
     '{"sqnr": [1.5, null, null]}'

@@ -1,0 +1,20 @@
+"""Rules of loss scaling: when a system lets its loss scale grow, and when it backs off. Pure arithmetic.
+
+A rule is a frozen value. `rule.scale` is the scale of the coming step, `rule.adjust(ok)` is the rule after that step.
+Parameters have the names and the defaults that their system gives them. Each family of systems has a file:
+
+fixed: no scaling, or a constant scale.
+counting: growth after a number of good steps, a smaller scale after every overflow.
+hysteresis: as counting, but some overflows are free.
+tolerance: a smaller scale only when the share of overflows is too large.
+every_step: a new scale at every step.
+
+A new system is a class in the file of its family and a line in catalogue.py.
+"""
+
+from __future__ import annotations
+
+from ada_loss.rules.loss.base import LossRule, trajectory
+from ada_loss.rules.loss.catalogue import SYSTEMS, as_loss_rule, loss_rule
+
+__all__ = ["SYSTEMS", "LossRule", "as_loss_rule", "loss_rule", "trajectory"]

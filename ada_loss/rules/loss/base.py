@@ -1,0 +1,153 @@
+"""LossRule, which all systems share: a frozen value with a scale, parameters, and a state that steps change."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ada_loss.checks import POSITIVE, Possible, check_fields, number
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = [
+    "FLOAT32",
+    "FLOAT32_MAX",
+    "FLOAT32_SMALLEST_NORMAL",
+    "LossRule",
+    "finite_or",
+    "float32",
+    "state",
+    "stopped",
+    "trajectory",
+]
+
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+FLOAT32_SMALLEST_NORMAL = 2.0**-126
+FLOAT32_SMALLEST = 2.0**-149
+
+FLOAT32 = number("a number above 0 that float32 holds", lambda v: 0 < v <= FLOAT32_MAX)
+
+
+def state(default: Any, possible: Possible) -> Any:
+    """A field for what steps change. It is given by name only, to continue from the state of another run.
+
+    default: the value before the first step, or None where the parameters determine it (see `_initial_state`).
+    possible: the values that it may have.
+    """
+    return field(default=default, kw_only=True, metadata={"possible": possible})
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """A loss scale and how it changes: `scale` is the scale of the coming step, `adjust(ok)` the rule after it.
+
+    Two rules are equal if their parameters and their states are equal.
+    """
+
+    system: ClassVar[str]  # the name for `loss_rule`
+    single: ClassVar[bool] = False  # the system keeps its scale in float32
+    dynamic: ClassVar[bool] = True  # adjust() may change the scale
+    needs_largest: ClassVar[bool] = False  # adjust() needs the largest gradient
+    fixed_by: ClassVar[str | None] = None  # the parameter that fixes the scale if it is a number
+    floor_and_ceiling: ClassVar[tuple[str, str] | None] = None  # the parameters that bound the scale
+
+    scale: float = state(None, POSITIVE.or_none())
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step is skipped if a gradient is not finite."""
+        return True
+
+    def adjust(self, ok: bool, largest: float | None = None) -> Self:
+        """The rule after a step.
+
+        ok: whether all gradients were finite.
+        largest: the largest magnitude of the unscaled gradients, for rules with `needs_largest`.
+
+        Raises FloatingPointError if the system stops because its scale cannot fall further.
+        """
+        return self
+
+    def _start(self) -> float:
+        """The scale of the first step."""
+        return self.scale
+
+    def _initial_state(self) -> dict[str, Any]:
+        """The state before the first step, of the fields whose default is None."""
+        return {"scale": self._start()}
+
+    def __post_init__(self) -> None:
+        check_fields(self, f"rule {self.system!r}")
+        if self.floor_and_ceiling is not None:
+            floor, ceiling = (getattr(self, name) for name in self.floor_and_ceiling)
+            if floor is not None and ceiling is not None and floor > ceiling:
+                names = " and ".join(self.floor_and_ceiling)
+                raise ValueError(
+                    f"{names} of the rule {self.system!r} came as {floor!r} and {ceiling!r}. "
+                    f"The floor may be at most the ceiling. Lower it, or exchange the two."
+                )
+        for name, first in self._initial_state().items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, first)
+        scale = float32(self.scale) if self.single else float(self.scale)
+        if not 0 < scale < math.inf:
+            raise ValueError(
+                f"A scale of {self.scale!r} makes no rule {self.system!r}: as float32 it is {scale}. "
+                f"Give one between {FLOAT32_SMALLEST} and {FLOAT32_MAX}."
+            )
+        object.__setattr__(self, "scale", scale)
+
+    def evolve(self, **changes: Any) -> Self:
+        """This rule with another state, which is not checked: a scale may become 0 or inf, but not start there."""
+        after = object.__new__(type(self))  # under 1 us; dataclasses.replace repeats all checks, 8 us
+        after.__dict__.update(self.__dict__, **changes)
+        return after
+
+
+def float32(x: float) -> float:
+    """The float32 nearest to x, or inf if that is beyond the largest.
+
+    >>> float32(0.1), float32(1e300)
+    (0.10000000149011612, inf)
+    """
+    return ctypes.c_float(x).value
+
+
+def finite_or(new: float, old: float) -> float:
+    """The new scale, or the old one if the new one is inf."""
+    return new if math.isfinite(new) else old
+
+
+def trajectory(rule: LossRule, oks: Iterable[bool]) -> list[float]:
+    """The scale before each step, and after the last one.
+
+    rule: the rule before the first step.
+    oks: for each step whether all gradients were finite.
+
+    >>> from ada_loss import loss_rule
+    >>> trajectory(loss_rule("torch", init_scale=8.0, growth_interval=2), [True, True, True, False])
+    [8.0, 8.0, 16.0, 16.0, 8.0]
+    """
+    scales = [rule.scale]
+    for ok in oks:
+        rule = rule.adjust(ok)
+        scales.append(rule.scale)
+    return scales
+
+
+def stopped(system: str, scale: float, floor: str, value: float) -> FloatingPointError:
+    """The error of a system that stops the training at its smallest scale.
+
+    system: the system's name.
+    scale: the scale at which gradients overflowed.
+    floor: the name of the parameter that bounds the scale from below.
+    value: the value of that parameter.
+    """
+    return FloatingPointError(
+        f"The rule {system!r} stops: gradients overflowed at a scale of {scale!r}, and {floor} is {value!r}. "
+        f"The loss is probably exploding: lower the learning rate, clip the gradients, or lower {floor}."
+    )

@@ -1,0 +1,89 @@
+"""The loss rule of each system, by the system's name."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+from ada_loss.rules.loss.base import LossRule
+from ada_loss.rules.loss.counting import Apex, Flax, Jmp, Keras, Nnabla, OpenSeq2Seq, Tensorflow, Torch
+from ada_loss.rules.loss.every_step import Chainer, LogMax
+from ada_loss.rules.loss.fixed import Off, Static
+from ada_loss.rules.loss.hysteresis import ApexHysteresis, DeepSpeed, Megatron
+from ada_loss.rules.loss.tolerance import Cerebras, CerebrasTensorflow, Fairseq, Metaseq
+from fpsim.checks import did_you_mean, is_number
+
+__all__ = ["SYSTEMS", "as_loss_rule", "loss_rule"]
+
+SYSTEMS: dict[str, type[LossRule]] = {
+    rule.system: rule
+    for rule in (
+        Off,
+        Static,
+        Torch,
+        Nnabla,
+        Cerebras,
+        CerebrasTensorflow,
+        DeepSpeed,
+        Megatron,
+        Apex,
+        ApexHysteresis,
+        Fairseq,
+        Metaseq,
+        Jmp,
+        Keras,
+        Tensorflow,
+        Flax,
+        Chainer,
+        OpenSeq2Seq,
+        LogMax,
+    )
+}
+SYSTEMS["none"] = Off
+
+
+def loss_rule(system: str, **params: Any) -> LossRule:
+    """The loss-scale rule of a system.
+
+    system: its name: "torch", "nnabla", ..., or "static" for a constant scale, "off" for none.
+    params: parameters under the names that the system gives them. As in these systems, `loss_scale` of cerebras and
+        apex and `scale` of chainer may be a number, which fixes the scale.
+
+    Raises ValueError for an unknown system or an impossible value, TypeError for an unknown or missing parameter.
+
+    >>> loss_rule("torch", init_scale=4.0, growth_interval=1).adjust(ok=True).scale
+    8.0
+    >>> loss_rule("torch", growth=2.0)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    TypeError: The rule 'torch' has no parameter 'growth'. Did you mean growth_factor? It has: ...
+    """
+    rule = SYSTEMS.get(system)
+    if rule is None:
+        near = did_you_mean(system, SYSTEMS, most=3)
+        raise ValueError(f"Unknown system {system!r}.{near} Known: {', '.join(SYSTEMS)}.")
+    fixed = params.pop(rule.fixed_by, None) if rule.fixed_by else None
+    known = {f.name: f.default for f in sorted(fields(rule), key=lambda f: bool(f.kw_only))}
+    for name in params:
+        if name not in known:
+            near = did_you_mean(name, known, most=3)
+            its = ", ".join([*known, rule.fixed_by or ""]).rstrip(", ")
+            raise TypeError(f"The rule {system!r} has no parameter {name!r}.{near} It has: {its}.")
+    for name, default in known.items():
+        if default is MISSING and name not in params:
+            raise TypeError(
+                f"The rule {system!r} came without {name!r}, which has no default. "
+                f"It is a scale, a finite number above 0. Give it: loss_rule({system!r}, {name}=2.0**15)."
+            )
+    dynamic = rule(**params)
+    return dynamic if fixed is None or fixed == "dynamic" else Static(fixed)
+
+
+def as_loss_rule(rule: LossRule | str | float) -> LossRule:
+    """A rule from a rule, from a system's name, or from a number, which is a constant scale.
+
+    >>> as_loss_rule(128)
+    Static(scale=128.0, skip_overflow=False)
+    """
+    if isinstance(rule, LossRule):
+        return rule
+    return Static(rule) if is_number(rule) else loss_rule(rule)  # type: ignore[arg-type]

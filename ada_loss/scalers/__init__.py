@@ -1,0 +1,14 @@
+"""Scalers of the whole loss.
+
+grad_scaler: GradScaler, any rule behind the verbs of `torch.amp.GradScaler`.
+verbs: what these verbs do, if the scaler is enabled and if it is off.
+gradients: what is done to the gradients of an optimizer.
+updater: Updater, a whole training step with retries.
+"""
+
+from __future__ import annotations
+
+from ada_loss.scalers.grad_scaler import GradScaler, NoScaler
+from ada_loss.scalers.updater import Updater
+
+__all__ = ["GradScaler", "NoScaler", "Updater"]

@@ -1,0 +1,205 @@
+"""GradScaler: any loss-scale rule behind the verbs of `torch.amp.GradScaler`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ada_loss.checks import POSITIVE, require
+from ada_loss.rules.loss import LossRule, as_loss_rule, loss_rule
+from ada_loss.rules.loss.fixed import Off
+from ada_loss.scalers.verbs import PassThrough, Scaling, parameter_of
+
+__all__ = ["GradScaler", "NoScaler"]
+
+DEVICES = ("cpu", "cuda", "mps", "xpu")  # torch.amp.GradScaler takes a device in the place of our rule
+
+
+class GradScaler:
+    """Scales a loss, unscales gradients, steps if they are finite, and lets a rule choose the next scale.
+
+    It takes the place of `torch.amp.GradScaler`. A step with a gradient that is not finite changes no parameter, unless
+    the rule skips nothing (`static`). Nothing is copied to the host before `step` has to choose or `update` to adjust,
+    and nothing at all if a fused optimizer chooses by itself and the rule is torch's.
+
+    rule: a `LossRule`, the name of a system ("torch", "nnabla", ...), or a number for a constant scale. A device means
+        torch's rule. The rule "off" does not scale.
+    max_gradient_norm: `step` clips the unscaled gradients of its optimizer to this global norm.
+    enabled: False does not scale, as the rule "off".
+    device: accepted as in torch, and not needed: the scale is put on the device of each loss.
+    params: parameters of the rule, if it is given by name.
+
+    Raises ValueError for an impossible value, TypeError for a parameter that the rule does not have.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
+    >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+    >>> scaler = GradScaler("nnabla", scale=8.0)
+    >>> scaler(weight.sum()).backward()
+    >>> weight.grad
+    tensor([8.])
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> weight.detach(), scaler.get_scale()
+    (tensor([0.5000]), 8.0)
+    """
+
+    def __init__(
+        self,
+        rule: LossRule | str | float | torch.device = "torch",
+        *,
+        max_gradient_norm: float | None = None,
+        enabled: bool = True,
+        device: str | torch.device | None = None,
+        **params: Any,
+    ) -> None:
+        if isinstance(rule, str | torch.device):
+            name = str(rule)
+            rule = loss_rule("torch" if name.partition(":")[0] in DEVICES else name, **params)
+        elif params:
+            raise TypeError(
+                f"Parameters came beside the rule {rule!r}: {', '.join(params)}. "
+                f"They go with a system's name only. Give the name, or put them into the rule."
+            )
+        require("max_gradient_norm", max_gradient_norm, POSITIVE.or_none(), "GradScaler", None)
+        self.max_gradient_norm = max_gradient_norm
+        rule = as_loss_rule(rule)
+        is_off = not enabled or isinstance(rule, Off)
+        self._verbs: Scaling | PassThrough = PassThrough() if is_off else Scaling(rule)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.rule!r}, max_gradient_norm={self.max_gradient_norm})"
+
+    @property
+    def rule(self) -> LossRule:
+        """The rule for the coming step. Copies its state to the host if the device has adjusted it."""
+        return self._verbs.rule
+
+    def scale(self, outputs: Any) -> Any:
+        """A loss times the scale, or every loss in lists, tuples, mappings and other iterables (lazily).
+
+        Raises ValueError for anything else.
+
+        >>> GradScaler(4.0).scale([torch.tensor(1.0), (torch.tensor(2.0),)])
+        [tensor(4.), (tensor(8.),)]
+        """
+        return self._verbs.scale(self, outputs)
+
+    def __call__(self, outputs: Any) -> Any:
+        """The same as `scale`: `scaler(loss).backward()`."""
+        return self.scale(outputs)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of an optimizer by the scale, in place, and note whether all are finite.
+
+        `step` does this by itself. Call it before, once, to look at the gradients or to change them. Sparse gradients
+        are coalesced.
+
+        Raises ValueError for float16 gradients, because the quotient would underflow; RuntimeError for a second call.
+        """
+        self._verbs.unscale_(optimizer)
+
+    def clip_(self, optimizer: Optimizer, max_norm: float) -> None:
+        """Multiply the unscaled gradients of an optimizer by max_norm / (their global norm + 1e-6), at most by 1.
+
+        A norm that is not finite counts as an overflow, as for Cerebras. `step` does this for `max_gradient_norm`.
+        """
+        self._verbs.clip_(optimizer, max_norm)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale if `unscale_` has not been called, clip, and call `optimizer.step(*args, **kwargs)` or skip it.
+
+        Returns what `optimizer.step` returns, or None if it is skipped.
+        """
+        return self._verbs.step(self, optimizer, args, kwargs)
+
+    def overflowed(self, optimizer: Optimizer) -> bool:
+        """Whether `unscale_` or `step` has found a gradient of this optimizer that is not finite, since `update`.
+
+        Copies one number to the host, unless `step` has done so.
+        """
+        return self._verbs.overflowed(optimizer)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Let the rule choose the next scale. Call it once, after all optimizers have stepped.
+
+        new_scale: the next scale, in the place of the rule's choice.
+
+        Raises FloatingPointError if the rule's system stops because its scale cannot fall further. The scaler can be
+        saved then, and goes on with the scale it had.
+        """
+        self._verbs.update(new_scale)
+
+    def get_scale(self) -> float:
+        """The scale of the coming step. Copies it to the host if the device has adjusted it."""
+        return self.rule.scale
+
+    def get_growth_factor(self) -> float:
+        """The rule's `growth_factor`. AttributeError for rules without one, or with another name for it."""
+        return parameter_of(self.rule, "growth_factor")
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the rule's `growth_factor`. AttributeError for rules without one, or with another name for it."""
+        self._verbs.set_parameter("growth_factor", new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """The rule's `backoff_factor`. AttributeError for rules without one, or with another name for it."""
+        return parameter_of(self.rule, "backoff_factor")
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the rule's `backoff_factor`. AttributeError for rules without one, or with another name for it."""
+        self._verbs.set_parameter("backoff_factor", new_factor)
+
+    def get_growth_interval(self) -> int:
+        """The rule's `growth_interval`. AttributeError for rules without one, or with another name for it."""
+        return parameter_of(self.rule, "growth_interval")
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the rule's `growth_interval`. AttributeError for rules without one, or with another name for it."""
+        self._verbs.set_parameter("growth_interval", new_interval)
+
+    def is_enabled(self) -> bool:
+        """Whether this scaler scales at all."""
+        return self._verbs.is_enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rule's name, its parameters and its state, and `max_gradient_norm`, as plain values.
+
+        `torch.amp.GradScaler` can load the state of torch's rule, and the other way round.
+        """
+        return self._verbs.state_dict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a state, at any time. Raises RuntimeError if it is empty, or if it is of another rule."""
+        self._verbs.load_state_dict(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_verbs": self._verbs.between_steps()}
+
+
+class _IsOff(type):
+    """Lets `isinstance(scaler, NoScaler)` ask whether a scaler is off, of whichever class it is."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if cls is NoScaler:
+            return isinstance(instance, GradScaler) and not instance.is_enabled()
+        return super().__instancecheck__(instance)
+
+
+class NoScaler(GradScaler, metaclass=_IsOff):
+    """A scaler that is off: no scaling, no checks, nothing skipped. `max_gradient_norm` still clips.
+
+    Every scaler that is off is an instance of this class: `GradScaler(enabled=False)`, `GradScaler("off")`, and
+    those of a subclass.
+
+    >>> GradScaler(enabled=False).scale(torch.tensor(3.0))
+    tensor(3.)
+    >>> isinstance(GradScaler(enabled=False), NoScaler)
+    True
+    """
+
+    def __init__(self, *args: Any, enabled: bool = False, **params: Any) -> None:
+        super().__init__(*args, **params, enabled=False)

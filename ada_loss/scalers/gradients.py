@@ -1,0 +1,126 @@
+"""What is done to the gradients of an optimizer: collect, unscale and check, clip, sum over processes.
+
+`torch._amp_*` and `torch._foreach_*` are private names that `torch.amp.GradScaler` is made of, and so is ours: one call
+for many tensors, without a copy to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = [
+    "Gradients",
+    "all_reduce_",
+    "clip_to_norm_",
+    "gradients_of",
+    "largest_of",
+    "one_on",
+    "parameters_of",
+    "total_of",
+    "unscale_and_check_",
+]
+
+Gradients = dict[tuple[torch.device, torch.dtype], list[Tensor]]
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters of all groups."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def gradients_of(optimizer: Optimizer) -> Gradients:
+    """The gradients in a list for each device and type. A sparse gradient is coalesced, and its values are listed."""
+    found: Gradients = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                # two finite values of one index may have a sum that overflows
+                grad = parameter.grad = grad.coalesce()
+                grad = grad.values()
+            kind = grad.device, grad.dtype
+            if kind in found:
+                found[kind].append(grad)
+            else:
+                found[kind] = [grad]
+    return found
+
+
+def unscale_and_check_(
+    gradients: Gradients, inverse_on: Callable[[torch.device], Tensor], found_inf: dict[torch.device, Tensor]
+) -> None:
+    """Multiply gradients by the inverse of the scale, in place, and note on which devices one is not finite.
+
+    gradients: of one optimizer.
+    inverse_on: gives the inverse, 0-d float32, on a device.
+    found_inf: for each device a 0-d float32, which becomes 1 if a gradient there is not finite; new devices are added.
+    """
+    for (device, _), grads in gradients.items():
+        found = found_inf.get(device)
+        if found is None:
+            found = found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse_on(device))
+
+
+def one_on(device: torch.device) -> Tensor:
+    """The inverse for `unscale_and_check_` that leaves gradients as they are."""
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def largest_of(gradients: Gradients) -> list[Tensor]:
+    """The largest magnitude of each gradient, 0-d; those without elements have none."""
+    some = [grad for grads in gradients.values() for grad in grads if grad.numel()]
+    return list(torch._foreach_norm(some, ord=float("inf"))) if some else []
+
+
+def clip_to_norm_(gradients: Gradients, max_norm: float) -> Tensor | None:
+    """Clip gradients to a global norm, in place, and return the norm they had; None if there is no gradient."""
+    every = [grad for grads in gradients.values() for grad in grads]
+    if not every:
+        return None
+    norm = torch.nn.utils.get_total_norm(every)
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for (device, _), grads in gradients.items():
+        torch._foreach_mul_(grads, coefficient.to(device, non_blocking=True))
+    return norm
+
+
+def total_of(found: Iterable[Tensor]) -> Tensor | None:
+    """The sum of 0-d tensors on the device of the first one; None if there are none."""
+    total: Tensor | None = None
+    for each in found:
+        total = each if total is None else total + each.to(total.device, non_blocking=True)
+    return total
+
+
+def all_reduce_(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum gradients over a process group, in one collective for each device and type.
+
+    A gradient that is missing on some ranks counts as zero there. One that is missing on all stays missing: how many
+    ranks have each gradient is summed in the same collective.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    for alike in kinds.values():
+        if any(p.grad is not None and p.grad.is_sparse for p in alike):
+            raise ValueError(
+                "A sparse gradient came to an Updater with a process group, which adds dense ones. "
+                "Set sparse=False, or leave out process_group."
+            )
+        present = torch.tensor([float(p.grad is not None) for p in alike]).to(alike[0])
+        flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in alike]
+        packed = torch.cat([present, *(g.reshape(-1) for g in flat)])
+        dist.all_reduce(packed, group=group)
+        counts, *sums = packed.split([len(alike), *(p.numel() for p in alike)])
+        for parameter, count, total in zip(alike, counts.tolist(), sums):
+            if count:
+                parameter.grad = total.view_as(parameter)

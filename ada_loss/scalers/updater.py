@@ -1,0 +1,110 @@
+"""Updater: a whole training step in one call, which is tried again after an overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ada_loss.checks import COUNT, NOT_NEGATIVE, POSITIVE, STEPS, require
+from ada_loss.scalers.grad_scaler import GradScaler
+from ada_loss.scalers.gradients import all_reduce_, parameters_of
+
+__all__ = ["Updater"]
+
+
+class Updater:
+    """A whole training step in one call. After an overflow it is tried again with new data and a smaller scale.
+
+    This is NNabla's `DynamicLossScalingUpdater` with any scaler. `update` sets the gradients to zero, adds up those of
+    `accumulate` losses, sums them over `process_group`, unscales and clips them, adds the weight decay, steps, and lets
+    the rule adjust.
+
+    optimizer: the optimizer, whose parameters are trained.
+    loss_fn: takes what `data_feeder` returns, and returns a loss.
+    data_feeder: takes no arguments, and returns the data of the next loss.
+    scaler: any GradScaler.
+    accumulate: the number of losses whose gradients are summed. For their mean, divide the loss.
+    weight_decay: adds this times the weights to the gradients.
+    process_group: None for one process, `torch.distributed.group.WORLD` for all. Every rank must have the same
+        parameters and an equal rule; then all see the same gradients, and skip, retry and adjust together.
+    clip: clips the unscaled gradients to this global norm.
+    max_retries: how often a skipped step is tried again.
+
+    Raises ValueError for an impossible value, TypeError for a function that is none.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.tensor([2.0]))
+    >>> data = iter([3.0e38, 1.0])
+    >>> scaler, sgd = GradScaler("nnabla", scale=8.0), torch.optim.SGD([weight], lr=0.5)
+    >>> updater = Updater(sgd, lambda x: (x * weight).sum(), lambda: next(data), scaler)
+    >>> updater.update(), weight.detach(), scaler.get_scale()
+    (tensor(2.), tensor([1.5000]), 4.0)
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        loss_fn: Callable[[Any], Tensor],
+        data_feeder: Callable[[], Any],
+        scaler: GradScaler,
+        accumulate: int = 1,
+        weight_decay: float | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        clip: float | None = None,
+        max_retries: int = 100,
+    ) -> None:
+        for name, function in (("loss_fn", loss_fn), ("data_feeder", data_feeder)):
+            if not callable(function):
+                raise TypeError(
+                    f"{name} came as {type(function).__name__}. It must be callable: a retry calls it again. "
+                    f"Give a function; for an iterator, lambda: next(iterator)."
+                )
+        require("accumulate", accumulate, STEPS, "Updater", 1)
+        require("weight_decay", weight_decay, NOT_NEGATIVE.or_none(), "Updater", None)
+        require("clip", clip, POSITIVE.or_none(), "Updater", None)
+        require("max_retries", max_retries, COUNT, "Updater", 100)
+        self.optimizer, self.loss_fn, self.data_feeder, self.scaler = optimizer, loss_fn, data_feeder, scaler
+        self.accumulate, self.weight_decay, self.clip = accumulate, weight_decay, clip
+        self.process_group, self.max_retries = process_group, max_retries
+
+    def update(self) -> Tensor | None:
+        """One step. Returns the sum of its losses, not scaled, or None if all tries overflowed: nothing is changed."""
+        for _ in range(1 + self.max_retries):
+            loss = self._backward()
+            self.scaler.unscale_(self.optimizer)
+            if self.clip is not None:
+                self.scaler.clip_(self.optimizer, self.clip)
+            if self.weight_decay is not None:
+                self._decay(self.weight_decay)
+            self.scaler.step(self.optimizer)
+            skipped = self.scaler.rule.skips and self.scaler.overflowed(self.optimizer)
+            self.scaler.update()
+            if not skipped:
+                return loss
+        return None
+
+    def _backward(self) -> Tensor:
+        self.optimizer.zero_grad()
+        total: Tensor | None = None
+        for _ in range(self.accumulate):
+            loss = self.loss_fn(self.data_feeder())
+            self.scaler.scale(loss).backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        if self.process_group is not None:
+            all_reduce_(parameters_of(self.optimizer), self.process_group)
+        assert total is not None
+        return total
+
+    def _decay(self, rate: float) -> None:
+        for parameter in parameters_of(self.optimizer):
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise ValueError(
+                    f"weight_decay={rate} came with a sparse gradient. It goes with dense gradients only. "
+                    f"Leave it out, or set sparse=False in the layer."
+                )
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach(), alpha=rate)
