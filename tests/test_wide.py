@@ -1,0 +1,258 @@
+"""float32 on purpose: where code asks for it, emulated code computes what native code in bfloat16 and float16 does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fpsim
+from fpsim import Policy, emulate, quantize, round_to
+
+NATIVE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FORMATS = pytest.mark.parametrize("fmt", NATIVE)
+
+
+def both_ways(function: Callable[..., Any], fmt: str, *inputs: Tensor) -> tuple[Any, Any]:
+    """What native code gives, and what emulated code does, from the same numbers."""
+    rounded = [x.to(NATIVE[fmt]) if x.is_floating_point() else x for x in inputs]
+    native = function(*rounded)
+    with emulate(fmt):
+        emulated = function(*(x.float() if x.is_floating_point() else x for x in rounded))
+    return native, emulated
+
+
+def outside(*shape: int) -> Tensor:
+    return torch.randn(*shape)
+
+
+# Each takes tensors that native code has in its dtype, and gives one.
+ISLANDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "to float32 and back": lambda x, y: (x.to(torch.float32) * 1.1).to(x.dtype),
+    "float and back": lambda x, y: (x.float() * 1.1 + 0.3).type_as(y),
+    "back by to(other)": lambda x, y: (x.float() * 1.1).to(y),
+    "back by type": lambda x, y: (x.float() * 1.1).type(y.dtype),
+    "stays float32": lambda x, y: x.float() * 1.1 - 0.3,
+    "promotion": lambda x, y: x.float() * y + 0.1,
+    "promotion through a chain": lambda x, y: ((x + y) * (x * y).to(torch.float32)).exp(),
+    "softmax in float32": lambda x, y: torch.softmax(x, dim=-1, dtype=torch.float32),
+    "softmax in float32, cast back": lambda x, y: F.softmax(x, dim=-1, dtype=torch.float32).to(y.dtype),
+    "mean in float32": lambda x, y: x.mean(-1, keepdim=True, dtype=torch.float32) * x,
+    "a scalar tensor promotes nothing": lambda x, y: x * torch.tensor(0.1, dtype=torch.float32),
+    "a 0-d island promotes nothing": lambda x, y: x * y.float().flatten()[0],
+    "integers": lambda x, y: torch.arange(x.shape[-1]) / 7 * x,
+    "a factory": lambda x, y: torch.full(x.shape, 0.1) * x,
+    "a factory in float32": lambda x, y: torch.arange(x.shape[-1], dtype=torch.float32) * 0.1 * x,
+    "a factory in the model's dtype": lambda x, y: torch.full(x.shape, 0.1, dtype=x.dtype) * x,
+    "like the model's": lambda x, y: torch.full_like(x, 0.1) * x,
+    "like an island": lambda x, y: torch.full_like(x.float(), 0.1) * x,
+    "joined": lambda x, y: torch.cat([x, y.float() * 1.1]),
+    "chosen": lambda x, y: torch.where(x > 0, x, y.float() * 1.1),
+    "written into": lambda x, y: (x * 1.0).add_(y.float() * 1.1),
+    "an island written into": lambda x, y: x.float().add_(y).mul_(1.1),
+    "set": lambda x, y: (x * 1.0).index_put((torch.tensor([0]),), (y.float() * 1.1)[0].to(x.dtype)),
+    "a product of islands": lambda x, y: x.float() @ y.float().mT,
+    "a norm in Python": lambda x, y: (
+        y * (x.to(torch.float32) * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    ),
+    "cast without an island": lambda x, y: x.to(y.dtype) * 1.1 + y,
+}
+
+
+@FORMATS
+@pytest.mark.parametrize("name", ISLANDS)
+def test_an_island_computes_as_native_code_does(name: str, fmt: str) -> None:
+    native, emulated = both_ways(ISLANDS[name], fmt, torch.randn(6, 8), torch.randn(6, 8))
+    if "product" in name or "mean" in name or "norm" in name or "softmax" in name:
+        # sums in another order: within two ulps of the format, or of float32 where the result stays there
+        ulp = torch.finfo(native.dtype).eps
+        assert torch.allclose(emulated, native.float(), rtol=2 * ulp, atol=1e-6 if ulp < 1e-6 else 2 * ulp)
+    else:
+        assert torch.equal(emulated, native.float())
+    is_narrow = torch.equal(emulated, round_to(emulated, fmt))
+    assert is_narrow == (native.dtype is NATIVE[fmt]) or torch.equal(native.float(), native.to(NATIVE[fmt]).float())
+
+
+UNARY: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x * 1.1,
+    lambda x: x + 0.3,
+    lambda x: -x,
+    lambda x: x.abs().sqrt(),
+    lambda x: F.relu(x),
+    lambda x: x.float(),
+    lambda x: x.to(torch.float32),
+    lambda x: x.mT.contiguous().mT,
+    lambda x: x[:, :1] - x,
+    lambda x: 1.0 / (x.abs() + 1.0),
+]
+BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
+    torch.add,
+    torch.sub,
+    torch.mul,
+    lambda x, y: x / (y.abs() + 0.5),
+    torch.maximum,
+    lambda x, y: torch.where(x > y, x, y),
+    lambda x, y: torch.cat([x, y], -1)[:, ::2],
+    lambda x, y: x.type_as(y),
+    lambda x, y: torch.stack([x, y]).amax(0),
+]
+
+
+@FORMATS
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs_with_casts_equal_native_ones_bit_for_bit(seed: int, fmt: str) -> None:
+    draw = random.Random(seed)
+    steps = [(draw.random() < 0.5, draw.randrange(100), draw.randrange(100), draw.randrange(100)) for _ in range(16)]
+
+    def program(x: Tensor, y: Tensor) -> list[Tensor]:
+        found, narrow = [x, y], x
+        for is_unary, which, i, j in steps:
+            a, b = found[i % len(found)], found[j % len(found)]
+            found.append(UNARY[which % len(UNARY)](a) if is_unary else BINARY[which % len(BINARY)](a, b))
+            if which % 5 == 0:
+                found.append(found[-1].to(narrow.dtype))
+        return found
+
+    native, emulated = both_ways(program, fmt, torch.randn(4, 6), torch.randn(4, 6))
+    for n, e in zip(native, emulated, strict=True):
+        assert torch.equal(n.float().nan_to_num(), e.nan_to_num())
+
+
+@FORMATS
+def test_the_gradient_is_rounded_at_the_border_of_an_island_and_not_inside(fmt: str) -> None:
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        h = (x.to(torch.float32) * 1.1).square() * 0.7
+        return (h.to(x.dtype) * w).float().sum()
+
+    x, w = torch.randn(5, 7).to(NATIVE[fmt]), torch.randn(5, 7).to(NATIVE[fmt])
+    native = x.clone().requires_grad_()
+    loss(native, w).backward()
+    leaf, outside_w = x.float().requires_grad_(), w.float()
+    with emulate(fmt):
+        out = loss(leaf, outside_w)
+    out.backward()
+    assert torch.equal(leaf.grad, native.grad.float())  # type: ignore[union-attr, arg-type]
+
+
+def test_distinct_positions_stay_distinct() -> None:
+    positions = torch.arange(2048)
+    inverse = 1.0 / (10000 ** (torch.arange(0, 8, 2).float() / 8))
+
+    def codes(positions: Tensor, inverse: Tensor, x: Tensor) -> Tensor:
+        angles = positions[:, None].float() * inverse[None, :].float()
+        return angles.cos().to(x.dtype)
+
+    with emulate("bf16"):
+        emulated = codes(positions, inverse, torch.ones(1))
+    expected = (positions[:, None] * inverse).cos().to(torch.bfloat16).float()
+    assert torch.equal(emulated, expected)
+    with emulate("e4m3fn"):
+        assert len(codes(positions, inverse, torch.ones(1)).unique(dim=0)) > 1000
+
+
+def test_an_island_under_autocast_switched_off_keeps_what_comes_from_outside() -> None:
+    x, weight = torch.randn(4, 4), nn.Parameter(torch.randn(4, 4))
+    with emulate("e5m2"):
+        with torch.autocast("cpu", enabled=False):
+            y = F.linear(x.float(), weight)
+            z = x * 1.1
+        inside = F.linear(x, weight)
+    assert torch.equal(y, F.linear(x, weight))
+    assert torch.equal(z, x * 1.1)
+    assert torch.equal(inside, round_to(inside, "e5m2"))
+
+
+# Masks
+
+
+LEAST = torch.finfo(torch.float32).min
+LOW = ["e2m1fn", "e3m2fn", "e4m3fn", "e5m2", "fp16", "bf16"]
+
+
+@pytest.mark.parametrize("fmt", LOW)
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic", "toward_zero"])
+def test_a_mask_hides_and_a_fully_masked_row_is_uniform(fmt: str, rounding: str) -> None:
+    scores, mask = torch.randn(4, 4), torch.full((4, 4), LEAST).triu(1)
+    mask[3] = LEAST
+    with emulate(fmt, rounding=rounding):
+        weights = torch.softmax(scores + mask, -1)
+    assert weights.isfinite().all()
+    assert (weights[:3].triu(1) == 0).all()
+    assert (weights[3] == round_to(torch.tensor(0.25), fmt)).all()
+
+
+@pytest.mark.parametrize("fmt", LOW)
+def test_every_way_to_mask_keeps_the_mask(fmt: str) -> None:
+    scores, hidden = torch.randn(3, 3), torch.ones(3, 3, dtype=torch.bool).triu(1)
+    with emulate(fmt):
+        ways = [
+            scores.masked_fill(hidden, torch.finfo(scores.dtype).min),
+            torch.where(hidden, torch.finfo(scores.dtype).min, scores),
+            scores + hidden * torch.finfo(scores.dtype).min,
+            scores + torch.zeros(3, 3, dtype=scores.dtype).masked_fill(hidden, LEAST),
+        ]
+    for way in ways:
+        assert (way[hidden] == LEAST).all()
+        assert torch.equal(way[~hidden], round_to(scores, fmt)[~hidden])
+
+
+def test_the_largest_number_that_is_no_mask_overflows_as_ever() -> None:
+    below = torch.nextafter(torch.tensor(LEAST), torch.tensor(0.0))
+    with emulate("fp16"):
+        assert (torch.stack([below, below]) * 1.0 == -torch.inf).all()
+    assert round_to(torch.tensor([LEAST]), "fp16").item() == -torch.inf  # round_to knows no masks
+
+
+def test_a_weight_of_that_size_is_no_mask() -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(-LEAST)
+    assert quantize(layer, Policy(weight="e4m3fn"))(torch.ones(1, 1)).item() == 448.0
+
+
+def test_compiled_and_mapped_code_keeps_masks_too() -> None:
+    scores, mask = torch.randn(2, 3), torch.full((2, 3), LEAST)
+
+    def hide(scores: Tensor, mask: Tensor) -> Tensor:
+        with emulate("fp16"):
+            return scores + mask
+
+    assert (torch.func.vmap(hide)(scores, mask) == LEAST).all()
+
+
+def test_a_norm_of_a_library_computes_as_in_native_code() -> None:
+    class RMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(6) + 0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = x.to(torch.float32)
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+            return self.weight * wide.to(x.dtype)
+
+    norm, x = RMSNorm(), torch.randn(4, 6) * 1000  # its squares would overflow in fp16
+    native = RMSNorm()
+    native.load_state_dict(norm.state_dict())
+    expected = native.half()(x.half()).float()
+    assert torch.equal(quantize(norm, "fp16")(x), expected)
+
+
+def test_what_ran_wide_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    class Island(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.float().exp() * 2).type_as(x)
+
+    model = quantize(nn.Sequential(nn.Linear(3, 3), Island()), "fp16")
+    assert "float32 on purpose" not in str(fpsim.summary(model))
+    with fpsim.record(model) as recording:
+        model(torch.ones(2, 3))
+    assert "exp, mul" in str(fpsim.summary(model))
+    wide = [row for row in recording.rows() if row["format"] == "fp32"]
+    assert [row["site"] for row in wide] == ["1:exp", "1:mul"]
+    assert {row["role"] for row in wide} == {"activation"}
