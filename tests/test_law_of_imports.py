@@ -34,12 +34,14 @@ RANKS = {
     "ada_loss.rules.layer": 10,
     "ada_loss.rules": 11,
     "ada_loss.record": 11,
-    "ada_loss.decisions": 12,
     "ada_loss.scalers": 12,
     "ada_loss.transforms": 12,
-    "ada_loss.places": 13,
-    "ada_loss.branches": 14,
-    "ada_loss.layerwise": 15,
+    "ada_loss.layerwise.scale_kernels": 12,
+    "ada_loss.layerwise.sites": 13,
+    "ada_loss.layerwise.graph": 14,
+    "ada_loss.layerwise.forks": 15,
+    "ada_loss.layerwise.scaled": 17,
+    "ada_loss.layerwise": 18,
     "ada_loss.lab.files": 15,
     "ada_loss.lab.store": 15,
     "ada_loss.lab.limits": 15,
@@ -90,7 +92,7 @@ WITHOUT_TORCH = (
     "fpsim.kernels",
     "ada_loss.rules.loss",
     "ada_loss.rules.layer",
-    "ada_loss.decisions",
+    "ada_loss.layerwise.scale_kernels",
 )
 
 

@@ -31,10 +31,10 @@ from ada_loss import (
     Recorder,
     layer_rule,
 )
-from ada_loss.places import Memory
+from ada_loss.layerwise.sites import Memory
 from ada_loss.rules import LAYER_RULES
 from ada_loss.rules.layer import floor_log2
-from fpsim import Policy, ops, quantize, record, round_to
+from fpsim import Policy, ops, quantize, record, round_to, scaling
 from fpsim.moments import Moments, moments_of
 
 RULES = list(LAYER_RULES)
@@ -824,7 +824,7 @@ def test_between_updates_gradients_are_looked_at_as_they_are_rounded_and_come_ou
 ) -> None:
     model, x = case
     model = quantize(model, Policy(error=fmt, weight_grad=fmt), rounding=rounding)
-    at_once = spied(monkeypatch, ops, "round_fitting_")
+    at_once = spied(monkeypatch, scaling, "round_fitting_")
     sizes = (1e-6, 1e-6, 3e-6, 2.5e-7)
 
     def run(update_every: int, observer: Recorder | None) -> list[dict[str, Tensor]]:

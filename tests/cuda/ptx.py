@@ -10,7 +10,7 @@ from numba import types
 from numba.cuda import compile_ptx
 from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
-from ada_loss import decisions
+from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES
 from fpsim import kernels, moments
 from fpsim.kernels import cuda_kernel
@@ -76,16 +76,16 @@ def test_the_kernels_of_moments_compile(floating: types.Float) -> None:
 def every_decision() -> list[tuple[str, Any, tuple[str, ...]]]:
     """Every decision of adaptive scaling with the kinds of its arrays."""
     found = [
-        ("keep", decisions.keep, "iffif"),
-        ("hold", decisions.hold, "iifi"),
-        ("to_the_top", decisions.to_the_top, "iffiif"),
-        ("by_history", decisions.by_history, "iffifif"),
-        ("by_binades", decisions.by_binades, "iffiifif"),
-        ("branch", decisions.branch, "fifi"),
+        ("keep", scale_kernels.keep, "iffif"),
+        ("hold", scale_kernels.hold, "iifi"),
+        ("to_the_top", scale_kernels.to_the_top, "iffiif"),
+        ("by_history", scale_kernels.by_history, "iffifif"),
+        ("by_binades", scale_kernels.by_binades, "iffiifif"),
+        ("branch", scale_kernels.branch, "fifi"),
     ]
     for rule in LAYER_RULES.values():
         if rule.ahead:
-            found.append((rule.name, decisions.choose_with(rule.core()), "iffiffifif"))
+            found.append((rule.name, scale_kernels.choose_with(rule.core()), "iffiffifif"))
     return [(name, function, tuple(kinds)) for name, function, kinds in found]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numba import cuda
 
-from ada_loss import decisions
+from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import FloatFormat, as_format, kernels, moments, ops
 from fpsim.ops import rounding_spec
@@ -146,8 +146,8 @@ def test_factors_are_chosen_as_on_the_cpu(rule: type[LayerRule], size: float) ->
         torch.tensor(rule().parameters(), dtype=torch.float64),
     ]
     arrays += [torch.tensor([1]), torch.ones(1).double(), torch.zeros(1, dtype=torch.int64), torch.zeros(5).double()]
-    got = on_the_card(decisions.choose_with(rule.core()), *arrays)
-    moments.on_device(decisions.choose_with(rule.core()), *arrays)
+    got = on_the_card(scale_kernels.choose_with(rule.core()), *arrays)
+    moments.on_device(scale_kernels.choose_with(rule.core()), *arrays)
     for a, b in zip(got, arrays, strict=True):
         assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
 
@@ -161,10 +161,10 @@ def test_places_decide_as_on_the_cpu() -> None:
         history = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
         head = torch.tensor([5]), moments.moments_of(x), limits
         for function, own in (
-            (decisions.keep, ()),
-            (decisions.to_the_top, (torch.tensor([1]),)),
-            (decisions.by_history, (torch.tensor([0]), history)),
-            (decisions.by_binades, (bins, torch.tensor([first]), torch.tensor([0.01], dtype=torch.float64))),
+            (scale_kernels.keep, ()),
+            (scale_kernels.to_the_top, (torch.tensor([1]),)),
+            (scale_kernels.by_history, (torch.tensor([0]), history)),
+            (scale_kernels.by_binades, (bins, torch.tensor([first]), torch.tensor([0.01], dtype=torch.float64))),
         ):
             arrays = [a.clone() for a in (*head, *own, torch.zeros(1, dtype=torch.int64), torch.zeros(5).double())]
             got = on_the_card(function, *arrays)
@@ -172,7 +172,7 @@ def test_places_decide_as_on_the_cpu() -> None:
             for a, b in zip(got, arrays, strict=True):
                 assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
         scales = torch.tensor([5]), torch.tensor([7]), head[1], torch.zeros(1, dtype=torch.int64)
-        assert int(on_the_card(decisions.hold, *scales)[3]) == (5 if 0 < size < torch.inf else 7)
+        assert int(on_the_card(scale_kernels.hold, *scales)[3]) == (5 if 0 < size < torch.inf else 7)
 
 
 def test_the_formats_cover_every_shape() -> None:

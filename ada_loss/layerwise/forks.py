@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ada_loss.decisions import keep
-from ada_loss.places import Edge, Place, errors_behind, is_entry
+from ada_loss.layerwise.graph import errors_behind, is_entry
+from ada_loss.layerwise.scale_kernels import keep
+from ada_loss.layerwise.sites import Edge, Place
 from ada_loss.rules.layer import AMAX
-from fpsim import ops
-from fpsim.moments import amax_of, on_device
+from fpsim.scaling import amax_of, on_device, round_differentiably
 
 __all__ = ["round_shares"]
 
@@ -61,7 +61,7 @@ class _RoundBranch:
             return None
         log2_scale, limits = torch.empty_like(sent.log2_scale), first.engine.limits_of(first, share)
         on_device(keep, sent.log2_scale, amax_of(share), limits, log2_scale, torch.empty_like(limits))
-        rounded = ops._round_differentiably(share, first.spec, log2_scale)
+        rounded = round_differentiably(share, first.spec, log2_scale)
         arrival = sent._replace(log2_scale=log2_scale, amax=amax_of(rounded)[AMAX : AMAX + 1])
         for target in self.targets:  # in the place of what was sent, or beside it where an operand is taken twice
             open_ = (i for i, a in enumerate(target.arrivals) if a.sender is self.sender and a.amax is None)

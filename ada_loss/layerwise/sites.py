@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ada_loss.transforms import Product
-from fpsim.moments import keep_memory_of, memory_of
-from fpsim.ops import RoundingSpec
+from fpsim.scaling import RoundingSpec, keep_memory_of, memory_of
 
 __all__ = [
     "MOMENTS",
@@ -20,15 +19,10 @@ __all__ = [
     "Engine",
     "Memory",
     "Place",
-    "errors_behind",
-    "is_entry",
-    "register",
-    "sources",
 ]
 
 MOMENTS = 10
 ROOM = 16.0  # by how much a gradient may outgrow the last one without being looked at before it is rounded
-_KEY = "ada_loss"  # under which a node of the graph keeps the places of its outputs
 
 
 class Engine(Protocol):
@@ -167,37 +161,3 @@ class Place:
 
     def __call__(self, gradient: Tensor, may_round: bool) -> Tensor | None:
         return self.engine.scale_at(self, gradient, may_round)
-
-
-def register(place: Place, node: Any, nr: int) -> None:
-    """Let others find a place: that of output `nr` of a node of the graph."""
-    node.metadata.setdefault(_KEY, {})[nr] = place
-
-
-def is_entry(node: Any, nr: int) -> bool:
-    """Whether there is a place right there."""
-    return node is not None and nr in node.metadata.get(_KEY, {})
-
-
-def errors_behind(entry: tuple[Any, int]) -> list[Place]:
-    """The nearest places behind an operand where an error is rounded, and no parameter's gradient."""
-    return [place for place in sources([entry]) if place.role == "error"]
-
-
-def sources(edges: Iterable[tuple[Any, int | None]]) -> list[Place]:
-    """The nearest places against the direction of the forward pass.
-
-    An output number of None looks behind a node, whatever places its own outputs have.
-    """
-    found, seen, stack = [], set(), list(edges)
-    while stack:
-        node, nr = stack.pop()
-        if node is None:
-            continue
-        place = None if nr is None else node.metadata.get(_KEY, {}).get(nr)
-        if place is not None:
-            found.append(place)
-        elif (node, nr) not in seen:
-            seen.add((node, nr))
-            stack.extend(node.next_functions)
-    return found

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ada_loss.branches import round_shares
-from ada_loss.decisions import (
+from ada_loss.layerwise.forks import round_shares
+from ada_loss.layerwise.graph import errors_behind, register, sources
+from ada_loss.layerwise.scale_kernels import (
     ANEW,
     IF_UNKNOWN,
     REUSE,
@@ -25,7 +26,7 @@ from ada_loss.decisions import (
     keep,
     to_the_top,
 )
-from ada_loss.places import MOMENTS, Arrival, Edge, Memory, Place, errors_behind, register, sources
+from ada_loss.layerwise.sites import MOMENTS, Arrival, Edge, Memory, Place
 from ada_loss.rules.layer import (
     AMAX,
     AMIN,
@@ -38,11 +39,19 @@ from ada_loss.rules.layer import (
     as_layer_rule,
 )
 from ada_loss.transforms import PRODUCTS, AdaLossTransform, AdaLossTransformCast, Product
-from fpsim import ops
-from fpsim.emulation import is_rounded_at, mark_rounded
-from fpsim.model import listeners
-from fpsim.moments import amax_of, binades, keep_memory_of, memory_of, moments_of, on_device
-from fpsim.ops import RoundingSpec
+from fpsim import scaling
+from fpsim.scaling import (
+    RoundingSpec,
+    amax_of,
+    binades,
+    is_rounded_at,
+    keep_memory_of,
+    listeners,
+    mark_rounded,
+    memory_of,
+    moments_of,
+    on_device,
+)
 
 __all__ = ["AdaLossScaled", "Observed"]
 
@@ -298,7 +307,7 @@ class AdaLossScaled:
     def _place(
         self, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...], out: Tensor
     ) -> Place:
-        task = torch._C._current_graph_task_id()
+        task = scaling.current_backward_pass()
         is_linked = self._is_linking(task)
         if not is_linked:
             place = self._unlinked.get((site, role))
@@ -377,7 +386,7 @@ class AdaLossScaled:
         self._roots.clear()
 
     def scale_at(self, place: Place, gradient: Tensor, may_round: bool) -> Tensor:
-        task = torch._C._current_graph_task_id()
+        task = scaling.current_backward_pass()
         root = task if place.made_in < 0 else self._root_of(place, task)
         if root > self._task:
             self._begin(root, place.is_linked)
@@ -418,7 +427,7 @@ class AdaLossScaled:
 
     def _round_what_fits(self, place: Place, gradient: Tensor, log2_scale: Tensor, memory: Memory) -> bool:
         """Round in place what is below the ceiling, and tell whether all is."""
-        amax = ops.round_fitting_(gradient, place.spec, log2_scale, memory.ceiling)
+        amax = scaling.round_fitting_(gradient, place.spec, log2_scale, memory.ceiling)
         if amax is None or amax > memory.ceiling:
             return False
         memory.amax = amax
@@ -643,7 +652,7 @@ class AdaLossScaled:
         found = self._constants.get(key)
         if found is None:
             fmt = spec.fmt
-            low, high = ops.log2_scale_limits(spec, dtype)
+            low, high = scaling.log2_scale_limits(spec, dtype)
             u_min = {"smallest": fmt.smallest, "flush": fmt.smallest / 2, "normal": fmt.smallest_normal}[self.u_min]
             lost_below = fmt.smallest_normal if self.u_min == "normal" else fmt.smallest
             # nearest roundings, and on average stochastic ones, flush up to the half of the smallest magnitude
