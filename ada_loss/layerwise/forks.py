@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ada_loss.layerwise.graph import errors_behind, is_entry
-from ada_loss.layerwise.scale_kernels import keep
+from ada_loss.layerwise.scale_kernels import pass_scale_on
 from ada_loss.layerwise.sites import Edge, Place
 from ada_loss.rules.layer import AMAX
 from fpsim.scaling import amax_of, on_device, round_differentiably
@@ -60,7 +60,7 @@ class _RoundBranch:
         if share is None or sent is None:
             return None
         log2_scale, limits = torch.empty_like(sent.log2_scale), first.engine.limits_of(first, share)
-        on_device(keep, sent.log2_scale, amax_of(share), limits, log2_scale, torch.empty_like(limits))
+        on_device(pass_scale_on, sent.log2_scale, amax_of(share), limits, log2_scale, torch.empty_like(limits))
         rounded = round_differentiably(share, first.spec, log2_scale)
         arrival = sent._replace(log2_scale=log2_scale, amax=amax_of(rounded)[AMAX : AMAX + 1])
         for target in self.targets:  # in the place of what was sent, or beside it where an operand is taken twice

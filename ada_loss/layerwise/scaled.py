@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from ada_loss.layerwise.forks import round_shares
 from ada_loss.layerwise.graph import errors_behind, register, sources
 from ada_loss.layerwise.scale_kernels import (
-    ANEW,
     IF_UNKNOWN,
+    RECOMPUTE,
+    REQUESTED,
     REUSE,
-    WANTED,
-    branch,
-    by_binades,
-    by_history,
-    choose_with,
-    hold,
-    keep,
-    to_the_top,
+    Limits,
+    delayed_scaling,
+    factor_kernel,
+    meeting_scale,
+    pass_scale_on,
+    retain_last_informative,
+    scale_to_max,
+    smallest_sufficient_scale,
 )
 from ada_loss.layerwise.sites import MOMENTS, Arrival, Edge, Memory, Place
 from ada_loss.rules.layer import (
@@ -418,7 +419,7 @@ class AdaLossScaled:
         is_rounded = may_round and memory.has_room() and self._round_what_fits(place, gradient, kept, memory)
         if is_rounded or is_rounded_at(gradient, kept, place.spec):  # in this format, at this very scale: it fits
             if self._told is not None:
-                memory.chosen[WANTED:] = kept  # the scale wanted and the final one
+                memory.chosen[REQUESTED:] = kept  # the scale wanted and the final one
             return kept
         limits = self.limits_of(place, gradient)
         log2_scale = self._decide(place, gradient, kept, limits, memory)
@@ -455,7 +456,7 @@ class AdaLossScaled:
         must_measure = must_measure and anew
         fresh = (must_measure or bool(place.predicted)) and (self._is_update or not is_known)
         if anew and self._told is not None:
-            memory.chosen[:WANTED] = math.nan  # what an earlier step chose
+            memory.chosen[:REQUESTED] = math.nan  # what an earlier step chose
         is_passed_on = arrivals and self.rule.ahead and not must_measure and not self._keeps and self._told is None
         if is_passed_on and is_rounded_at(gradient, wanted, place.spec):
             log2_scale = wanted
@@ -479,7 +480,7 @@ class AdaLossScaled:
         if memory.kept is None:
             return wanted
         out = self._scale_on(wanted.device)
-        on_device(hold, wanted, memory.kept, memory.moments, out)
+        on_device(retain_last_informative, wanted, memory.kept, memory.moments, out)
         return self._settled(out)
 
     def _recall(self, place: Place) -> tuple[tuple[str, str], Memory]:
@@ -510,7 +511,7 @@ class AdaLossScaled:
         if known:  # branches="original"
             out = self._scale_on(device)
             amaxima = torch.cat([a.amax for a in known if a.amax is not None])
-            on_device(branch, amaxima, torch.cat([a.log2_scale for a in known]), limits, out)
+            on_device(meeting_scale, amaxima, torch.cat([a.log2_scale for a in known]), limits, out)
             return self._settled(out)
         if device.type == "cpu":
             return max(scales, key=lambda scale: memory_of(scale)[0])  # type: ignore[no-any-return]
@@ -531,21 +532,21 @@ class AdaLossScaled:
             amax_of(gradient, out=moments)
         out = self._scale_on(device)
         if rule.ahead or not place.is_chosen:
-            on_device(keep, wanted, moments, limits, out, chosen)
+            on_device(pass_scale_on, wanted, moments, limits, out, chosen)
         elif isinstance(rule, Current):
             margin = self._constant(torch.int64, device, rule.margin)
-            on_device(to_the_top, wanted, moments, limits, margin, out, chosen)
+            on_device(scale_to_max, wanted, moments, limits, margin, out, chosen)
         elif isinstance(rule, AmaxHistory):
             if memory.history is None:
                 memory.history = torch.zeros(rule.length, dtype=torch.float64, device=device)
             margin = self._constant(torch.int64, device, rule.margin)
-            on_device(by_history, wanted, moments, limits, margin, memory.history, out, chosen)
+            on_device(delayed_scaling, wanted, moments, limits, margin, memory.history, out, chosen)
         else:
             assert isinstance(rule, Exact)
             bins, first = binades(gradient)
             share = self._constant(torch.float64, device, rule.n_uf_threshold)
             first_bin = self._constant(torch.int64, device, first)
-            on_device(by_binades, wanted, moments, limits, bins, first_bin, share, out, chosen)
+            on_device(smallest_sufficient_scale, wanted, moments, limits, bins, first_bin, share, out, chosen)
         return self._settled(out)
 
     def _choose_factor(
@@ -560,14 +561,14 @@ class AdaLossScaled:
         fresh: bool,
     ) -> Tensor:
         device = log2_scale.device
-        when = REUSE if not fresh else ANEW if self._is_update else IF_UNKNOWN
+        when = REUSE if not fresh else RECOMPUTE if self._is_update else IF_UNKNOWN
         factor = memory.factors.get(index)
         if factor is None:
             factor = keep_memory_of(torch.zeros(1, dtype=torch.float64, device=device))
             memory.factors[index] = factor
         out = self._scale_on(device)
         on_device(
-            choose_with(self.rule.core()),
+            factor_kernel(self.rule.core()),
             log2_scale,
             g,
             self._constant(torch.float64, device, *[0.0] * MOMENTS) if w is None else w,
@@ -660,7 +661,9 @@ class AdaLossScaled:
             threshold = math.floor(math.log2(lost_below)) - flushed
             bounds = [math.inf if b is None else float(b) for b in (self.scale_upper_bound, self.accum_upper_bound)]
             found = torch.tensor(
-                [u_min, fmt.largest, low, high, *bounds, threshold], dtype=torch.float64, device=device
+                Limits(u_min, fmt.largest, low, high, bounds[0], bounds[1], threshold),
+                dtype=torch.float64,
+                device=device,
             )
             self._constants[key] = keep_memory_of(found)
         return found
