@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from ada_loss.layerwise.scaled import AdaLossScaled, Observed
+from ada_loss.layerwise.engine import Observed
+from ada_loss.layerwise.scaled import AdaLossScaled
 
 __all__ = ["AdaLossScaled", "Observed"]

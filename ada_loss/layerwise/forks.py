@@ -1,43 +1,48 @@
-"""Where gradients of several consumers meet, as in the original: each is rounded at a scale before they add up."""
+"""Where a tensor has several consumers, branches="original": each branch is rounded before the branches are added."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ada_loss.layerwise.graph import errors_behind, is_entry
-from ada_loss.layerwise.scale_kernels import pass_scale_on
-from ada_loss.layerwise.sites import Edge, Place
-from ada_loss.rules.layer import AMAX
-from fpsim.scaling import amax_of, on_device, round_differentiably
+from ada_loss.layerwise.constants import Constants
+from ada_loss.layerwise.graph import Entry, error_sites_behind, has_site
+from ada_loss.layerwise.scale_kernels import CHOSEN, pass_scale_on
+from ada_loss.layerwise.sites import GradientSite, ProductEdge
+from fpsim.scaling import AMAX, amax_of, on_device, round_differentiably
 
-__all__ = ["round_shares"]
+__all__ = ["round_branches"]
 
 
-def round_shares(place: Place, node: Any, operands: Iterable[Any], edges: Iterable[tuple[Any, Edge]]) -> None:
-    """Round what leaves an operation towards its operands, before anything is added to it.
+def round_branches(
+    site: GradientSite, out: Tensor, operands: Iterable[Any], edges: Mapping[Entry, ProductEdge], constants: Constants
+) -> None:
+    """Round the gradient of each operand as it leaves an operation, before other consumers' gradients are added to it.
 
-    place: of the operation's result, which `node` of the graph made. edges: those of its products, each with the
-    entry into the graph behind its operand.
+    site: that of `out`.
+    out: what the operation gave.
+    operands: what it was given: tensors, sequences of tensors, and other arguments, which are skipped.
+    edges: the operation's products, each by the entry into the graph of its operand.
+    constants: where limits are looked up.
     """
-    senders: dict[Any, Place | Edge] = {**dict.fromkeys(_entries(operands), place), **dict(edges)}
-    seen, stack = {node}, [node]
+    senders: dict[Any, GradientSite | ProductEdge] = {**dict.fromkeys(_entries(operands), site), **edges}
+    seen, stack = {out.grad_fn}, [out.grad_fn]
     while stack:
-        consumer = stack.pop()
+        consumer: Any = stack.pop()
         for index, entry in enumerate(consumer.next_functions):
-            if entry in senders or is_entry(*entry):
-                targets = errors_behind(entry)
+            if entry in senders or has_site(entry):
+                targets = error_sites_behind(entry)
                 if targets:
-                    consumer.register_hook(_RoundBranch(senders.get(entry, place), targets, index))
+                    consumer.register_hook(_RoundBranch(senders.get(entry, site), targets, index, constants))
             elif entry[0] is not None and entry[0] not in seen:
                 seen.add(entry[0])
                 stack.append(entry[0])
 
 
-def _entries(operands: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+def _entries(operands: Iterable[Any]) -> Iterator[Entry]:
     """Where the gradients of operands enter the graph behind them."""
     for x in operands:
         if isinstance(x, Tensor) and x.grad_fn is not None:
@@ -47,24 +52,29 @@ def _entries(operands: Iterable[Any]) -> Iterator[tuple[Any, int]]:
 
 
 class _RoundBranch:
-    """A hook behind a consumer: rounds its share of a gradient at its own scale, before the shares are added."""
+    """A hook on a consumer: rounds the gradient of one of its inputs at the scale of this branch."""
 
-    __slots__ = ("index", "sender", "targets")
+    __slots__ = ("constants", "index", "sender", "targets")
 
-    def __init__(self, sender: Place | Edge, targets: list[Place], index: int) -> None:
-        self.sender, self.targets, self.index = sender, targets, index
+    def __init__(
+        self, sender: GradientSite | ProductEdge, targets: list[GradientSite], index: int, constants: Constants
+    ) -> None:
+        self.sender, self.targets, self.index, self.constants = sender, targets, index, constants
 
-    def __call__(self, shares: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
-        share, first = shares[self.index], self.targets[0]
-        sent = next((arrival for arrival in first.arrivals if arrival.sender is self.sender), None)
-        if share is None or sent is None:
+    def __call__(self, gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
+        branch, first = gradients[self.index], self.targets[0]
+        sent = next((incoming for incoming in first.incoming if incoming.sender is self.sender), None)
+        if branch is None or sent is None:
             return None
-        log2_scale, limits = torch.empty_like(sent.log2_scale), first.engine.limits_of(first, share)
-        on_device(pass_scale_on, sent.log2_scale, amax_of(share), limits, log2_scale, torch.empty_like(limits))
-        rounded = round_differentiably(share, first.spec, log2_scale)
-        arrival = sent._replace(log2_scale=log2_scale, amax=amax_of(rounded)[AMAX : AMAX + 1])
-        for target in self.targets:  # in the place of what was sent, or beside it where an operand is taken twice
-            open_ = (i for i, a in enumerate(target.arrivals) if a.sender is self.sender and a.amax is None)
-            at = next(open_, len(target.arrivals))
-            target.arrivals[at : at + 1] = [arrival]
-        return (*shares[: self.index], rounded, *shares[self.index + 1 :])
+        limits = self.constants.limits_of(first.spec, first.dtype, branch.device)
+        log2_scale = torch.empty_like(sent.log2_scale)
+        chosen = limits.new_empty(len(CHOSEN))  # no recorder is told
+        on_device(pass_scale_on, sent.log2_scale, amax_of(branch), limits, log2_scale, chosen)
+        rounded = round_differentiably(branch, first.spec, log2_scale)
+        new = sent._replace(log2_scale=log2_scale, amax=amax_of(rounded)[AMAX : AMAX + 1])
+        for target in self.targets:
+            # it replaces what was sent, and is added to it from the second time on that an operand is taken
+            sent_before = (i for i, a in enumerate(target.incoming) if a.sender is self.sender and a.amax is None)
+            at = next(sent_before, len(target.incoming))
+            target.incoming[at : at + 1] = [new]
+        return (*gradients[: self.index], rounded, *gradients[self.index + 1 :])
