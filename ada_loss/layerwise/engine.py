@@ -151,7 +151,8 @@ class Engine:
             observer = self.observer
             self._told = observer if observer is not None and observer.wants(schedule.step) else None
         key, state = self._state_of(site)
-        state.to(gradient.device)
+        if state.moments.device != gradient.device:
+            state.move_to(gradient.device)
         if site.is_linked or state.last_step < schedule.last_update:  # it may learn, or comes for the first time
             schedule.is_all_known = None
         state.last_step = schedule.step

@@ -88,10 +88,8 @@ class SiteState:
             self.ceiling = math.ldexp(bounds[U_MAX], -k) if can_be_carried else 0.0
             self.last_amax = float(memory_of(self.moments)[AMAX])
 
-    def to(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """Move to the device of the site's gradient."""
-        if self.moments.device == device:
-            return
         self.factors = {index: factor.to(device) for index, factor in self.factors.items()}
         self.history = None if self.history is None else self.history.to(device)
         self.held_log2_scale = None if self.held_log2_scale is None else self.held_log2_scale.to(device)
