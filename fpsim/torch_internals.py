@@ -116,9 +116,8 @@ def operation_homes() -> list[Any]:
 # The backward pass
 
 
-def current_graph_task() -> int:
-    """The number of the backward pass that runs in this thread, -1 outside of one; each has a higher one."""
-    return torch._C._current_graph_task_id()
+# The number of the backward pass that runs in this thread, -1 outside of one; each has a higher one.
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # bound, not wrapped: each gradient asks
 
 
 class _Holders(NamedTuple):

@@ -30,12 +30,11 @@ from ada_loss import (
     GradScaler,
     Recorder,
     layer_rule,
-    layerwise,
 )
-from ada_loss.places import Memory
+from ada_loss.layerwise.sites import SiteState
 from ada_loss.rules import LAYER_RULES
 from ada_loss.rules.layer import floor_log2
-from fpsim import Policy, quantize, record, round_to
+from fpsim import Policy, quantize, record, round_to, scaling
 from fpsim.moments import Moments, moments_of
 from fpsim.scaling import log2_scale_limits, rounded
 from fpsim.spec import rounding_spec
@@ -827,7 +826,7 @@ def test_between_updates_gradients_are_looked_at_as_they_are_rounded_and_come_ou
 ) -> None:
     model, x = case
     model = quantize(model, Policy(error=fmt, weight_grad=fmt), rounding=rounding)
-    at_once = spied(monkeypatch, layerwise, "round_fitting_")
+    at_once = spied(monkeypatch, scaling, "round_fitting_")
     sizes = (1e-6, 1e-6, 3e-6, 2.5e-7)
 
     def run(update_every: int, observer: Recorder | None) -> list[dict[str, Tensor]]:
@@ -841,7 +840,7 @@ def test_between_updates_gradients_are_looked_at_as_they_are_rounded_and_come_ou
     for got, want in zip(run(100, Recorder()), kept, strict=True):
         assert_same(got, want)
     at_once.clear()
-    monkeypatch.setattr(Memory, "has_room", lambda _: False)
+    monkeypatch.setattr(SiteState, "has_headroom", lambda _: False)
     for got, want in zip(run(100, None), kept, strict=True):
         assert_same(got, want)
     assert at_once == []
@@ -992,7 +991,7 @@ def test_forward_passes_between_updates_are_given_the_same_places_again() -> Non
         given = []
         for _ in range(5):
             backward(model, x)
-            given.append(list(handle._unlinked.values()))
+            given.append(list(handle._engine.unlinked.values()))
     assert not given[0]
     assert len(given[1]) == 6  # four parameters' and two results'; the ReLU moves what is rounded
     assert all(len(g) == len(given[1]) and all(map(operator.is_, g, given[1])) for g in given[2:])
@@ -1388,8 +1387,27 @@ def test_what_the_engine_keeps_does_not_grow_with_the_steps() -> None:
         sizes = []
         for _ in range(5):
             backward(model, torch.randn(4, 8, generator=seeded()))
-            sizes.append((len(handle._memories), len(handle._constants), len(handle._unlinked)))
+            engine = handle._engine
+            sizes.append((len(engine.states), len(engine.constants), len(engine.unlinked)))
     assert len(set(sizes)) == 1
+
+
+def test_the_settings_can_be_read_and_not_set() -> None:
+    given = {
+        "init_scale": 8.0,
+        "rule": layer_rule("abs_range"),
+        "update_every": 5,
+        "scale_upper_bound": 16.0,
+        "accum_upper_bound": 1024.0,
+        "branches": "original",
+        "u_min": "normal",
+    }
+    with AdaLossScaled(quantize(nn.Linear(2, 2), "fp16"), **given) as handle:  # type: ignore[arg-type]
+        assert {name: getattr(handle, name) for name in given} == given
+        assert (handle.step, handle.observer) == (0, None)
+        for name in (*given, "step"):
+            with pytest.raises(AttributeError):
+                setattr(handle, name, 1)
 
 
 def test_bad_input_is_refused_with_what_to_do() -> None:
@@ -1411,6 +1429,8 @@ def test_bad_input_is_refused_with_what_to_do() -> None:
         ({"update_every": 0}, "update_every=0"),
         ({"scale_upper_bound": -1.0}, "scale_upper_bound=-1.0"),
         ({"accum_upper_bound": math.nan}, "accum_upper_bound=nan"),
+        ({"accum_upper_bound": True}, "accum_upper_bound=True is impossible. Possible: a finite number above 0"),
+        ({"update_every": True}, "update_every=True is impossible. Possible: 1 for every step, or more"),
         ({"branches": "both"}, "branches='both' is impossible. Possible: 'exact' or 'original'"),
         ({"u_min": "half"}, "u_min='half'"),
         ({"rule": "exact", "branches": "original"}, "branches='original' came with the rule 'exact'"),

@@ -10,7 +10,7 @@ from numba import types
 from numba.cuda import compile_ptx
 from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
-from ada_loss import decisions
+from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES
 from fpsim.kernels import moments
 from fpsim.kernels.compile import for_device
@@ -75,24 +75,26 @@ def test_the_kernels_of_moments_compile(floating: types.Float) -> None:
         assert ".entry" in text
 
 
-def every_decision() -> list[tuple[str, Any, tuple[str, ...]]]:
-    """Every decision of adaptive scaling with the kinds of its arrays."""
+def every_scale_kernel() -> list[tuple[str, Any, tuple[str, ...]]]:
+    """Every kernel of adaptive scaling with the kinds of its arrays."""
     found = [
-        ("keep", decisions.keep, "iffif"),
-        ("hold", decisions.hold, "iifi"),
-        ("to_the_top", decisions.to_the_top, "iffiif"),
-        ("by_history", decisions.by_history, "iffifif"),
-        ("by_binades", decisions.by_binades, "iffiifif"),
-        ("branch", decisions.branch, "fifi"),
+        ("pass_scale_on", scale_kernels.pass_scale_on, "iffif"),
+        ("retain_last_informative", scale_kernels.retain_last_informative, "iifi"),
+        ("scale_to_max", scale_kernels.scale_to_max, "iffiif"),
+        ("delayed_scaling", scale_kernels.delayed_scaling, "iffifif"),
+        ("smallest_sufficient_scale", scale_kernels.smallest_sufficient_scale, "iffiifif"),
+        ("meeting_scale", scale_kernels.meeting_scale, "fifi"),
     ]
     for rule in LAYER_RULES.values():
         if rule.predicts:
-            found.append((rule.name, decisions.choose_with(rule.core()), "iffiffifif"))
+            found.append((rule.name, scale_kernels.factor_kernel(rule.core()), "iffiffifif"))
     return [(name, function, tuple(kinds)) for name, function, kinds in found]
 
 
-@pytest.mark.parametrize(("name", "function", "kinds"), every_decision(), ids=lambda v: v if isinstance(v, str) else "")
-def test_decisions_compile_for_a_card(name: str, function: Any, kinds: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "function", "kinds"), every_scale_kernel(), ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_scale_kernels_compile_for_a_card(name: str, function: Any, kinds: tuple[str, ...]) -> None:
     arrays = {"i": types.Array(types.int64, 1, "C"), "f": types.Array(types.float64, 1, "C")}
     signature = tuple(arrays[kind] for kind in kinds)
     text, _ = compile_ptx(for_device(function), signature, cc=(7, 5))

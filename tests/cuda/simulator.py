@@ -9,7 +9,7 @@ import pytest
 import torch
 from numba import cuda
 
-from ada_loss import decisions
+from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import FloatFormat, as_format
 from fpsim.kernels import moments, round
@@ -141,7 +141,9 @@ def on_the_card(function: Any, *arrays: torch.Tensor) -> list[torch.Tensor]:
 def test_factors_are_chosen_as_on_the_cpu(rule: type[LayerRule], size: float) -> None:
     torch.manual_seed(0)
     g, w = moments_of(torch.randn(40) * size), moments_of(torch.randn(30))
-    limits = torch.tensor([2.0**-24, 65504.0, -112, 70, 16.0, 2.0**20, -25], dtype=torch.float64)
+    limits = torch.tensor(
+        scale_kernels.Limits(2.0**-24, 65504.0, -112, 70, 16.0, 2.0**20, lost_exponent=-25), dtype=torch.float64
+    )
     arrays = [
         torch.tensor([3]),
         g,
@@ -150,26 +152,32 @@ def test_factors_are_chosen_as_on_the_cpu(rule: type[LayerRule], size: float) ->
         limits,
         torch.tensor(rule().parameters(), dtype=torch.float64),
     ]
-    arrays += [torch.tensor([1]), torch.ones(1).double(), torch.zeros(1, dtype=torch.int64), torch.zeros(5).double()]
-    got = on_the_card(decisions.choose_with(rule.core()), *arrays)
-    on_device(decisions.choose_with(rule.core()), *arrays)
+    arrays += [torch.tensor([scale_kernels.RECOMPUTE]), torch.ones(1).double()]
+    arrays += [torch.zeros(1, dtype=torch.int64), torch.zeros(len(scale_kernels.CHOSEN)).double()]
+    got = on_the_card(scale_kernels.factor_kernel(rule.core()), *arrays)
+    on_device(scale_kernels.factor_kernel(rule.core()), *arrays)
     for a, b in zip(got, arrays, strict=True):
         assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
 
 
-def test_places_decide_as_on_the_cpu() -> None:
+def test_scales_are_chosen_as_on_the_cpu() -> None:
     torch.manual_seed(0)
-    limits = torch.tensor([2.0**-9, 448.0, -119, 85, torch.inf, torch.inf, -10], dtype=torch.float64)
+    limits = torch.tensor(
+        scale_kernels.Limits(2.0**-9, 448.0, -119, 85, torch.inf, torch.inf, lost_exponent=-10), dtype=torch.float64
+    )
     for size in (2.0**-30, 2.0**12, 0.0, torch.nan):
         x = torch.randn(50) * size
         bins, first = binades(x)
         history = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
         head = torch.tensor([5]), moments_of(x), limits
         for function, own in (
-            (decisions.keep, ()),
-            (decisions.to_the_top, (torch.tensor([1]),)),
-            (decisions.by_history, (torch.tensor([0]), history)),
-            (decisions.by_binades, (bins, torch.tensor([first]), torch.tensor([0.01], dtype=torch.float64))),
+            (scale_kernels.pass_scale_on, ()),
+            (scale_kernels.scale_to_max, (torch.tensor([1]),)),
+            (scale_kernels.delayed_scaling, (torch.tensor([0]), history)),
+            (
+                scale_kernels.smallest_sufficient_scale,
+                (bins, torch.tensor([first]), torch.tensor([0.01], dtype=torch.float64)),
+            ),
         ):
             arrays = [a.clone() for a in (*head, *own, torch.zeros(1, dtype=torch.int64), torch.zeros(5).double())]
             got = on_the_card(function, *arrays)
@@ -177,7 +185,7 @@ def test_places_decide_as_on_the_cpu() -> None:
             for a, b in zip(got, arrays, strict=True):
                 assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
         scales = torch.tensor([5]), torch.tensor([7]), head[1], torch.zeros(1, dtype=torch.int64)
-        assert int(on_the_card(decisions.hold, *scales)[3]) == (5 if 0 < size < torch.inf else 7)
+        assert int(on_the_card(scale_kernels.retain_last_informative, *scales)[3]) == (5 if 0 < size < torch.inf else 7)
 
 
 def test_the_formats_cover_every_shape() -> None:

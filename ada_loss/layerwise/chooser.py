@@ -1,0 +1,167 @@
+"""What a rule decides about one gradient: the kernels, with the tensors that they take and the scale that they give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ada_loss.layerwise.constants import Constants
+from ada_loss.layerwise.options import Options
+from ada_loss.layerwise.scale_kernels import (
+    IF_UNKNOWN,
+    SiteMode,
+    delayed_scaling,
+    factor_kernel,
+    meeting_scale,
+    pass_scale_on,
+    retain_last_informative,
+    scale_to_max,
+    smallest_sufficient_scale,
+)
+from ada_loss.layerwise.sites import IncomingScale, SiteState
+from ada_loss.rules.layer import AmaxHistory, Current, Exact
+from fpsim.scaling import Moments, amax_of, binades, memory_of, on_device
+
+__all__ = ["ScaleChooser"]
+
+NO_OPERAND = (0.0,) * len(Moments._fields)  # moments that say that there is no other operand
+
+
+class ScaleChooser:
+    """Runs the kernels of one rule.
+
+    options: the settings, with the rule.
+    constants: where constant tensors are looked up.
+    """
+
+    def __init__(self, options: Options, constants: Constants) -> None:
+        self._rule, self._constants = options.rule, constants
+        self._predicts, self._init_log2_scale = options.predicts, options.init_log2_scale
+        self._reuses_factors = options.update_every > 1
+        if self._predicts:
+            self._factor_kernel, self._parameters = factor_kernel(options.rule.core()), options.rule.parameters()
+
+    def requested_scale(self, incoming: Sequence[IncomingScale], limits: Tensor, device: torch.device) -> Tensor:
+        """The scale that the consumers of a tensor ask for: of several the largest, or the choice of Zhao et al.
+
+        incoming: what the consumers sent; nothing where the gradient enters the model.
+        limits: of the tensor's site.
+        device: of its gradient.
+        """
+        if not incoming:
+            return self._constants.tensor(torch.int64, device, self._init_log2_scale)
+        if any(a.log2_scale.device != device for a in incoming):  # a model over several GPUs
+            incoming = [a._replace(log2_scale=a.log2_scale.to(device, non_blocking=True)) for a in incoming]
+        if len(incoming) == 1:
+            return incoming[0].log2_scale
+        scales = list({id(a.log2_scale): a.log2_scale for a in incoming}.values())
+        if len(scales) == 1:
+            return scales[0]
+        rounded = [a for a in incoming if a.amax is not None]
+        if rounded:  # branches="original"
+            out = self._constants.new_scale(device)
+            amaxima = torch.cat([a.amax for a in rounded if a.amax is not None])
+            on_device(meeting_scale, amaxima, torch.cat([a.log2_scale for a in rounded]), limits, out)
+            return self._constants.written(out)
+        if device.type == "cpu":
+            return max(scales, key=lambda scale: memory_of(scale)[0])  # type: ignore[no-any-return]
+        return torch.cat(scales).amax(0, keepdim=True)
+
+    def scale_by_factor(
+        self,
+        log2_scale: Tensor,
+        g: Tensor,
+        w: Tensor | None,
+        terms: int,
+        limits: Tensor,
+        mode: SiteMode,
+        state: SiteState,
+        index: int,
+    ) -> Tensor:
+        """A scale times the factor of one product, which is computed first where the mode says so.
+
+        log2_scale: the scale of the gradient.
+        g: moments of the gradient.
+        w: moments of the product's other operand, None where there is none.
+        terms: how many products add up to one element of the result.
+        limits: of the site where the result is rounded.
+        mode: what the gradient's site does in this step.
+        state: that of the gradient's site, which keeps the factor.
+        index: under which it keeps it.
+        """
+        constants, device = self._constants, log2_scale.device
+        out = constants.new_scale(device)
+        on_device(
+            self._factor_kernel,
+            log2_scale,
+            g,
+            constants.tensor(torch.float64, device, *NO_OPERAND) if w is None else w,
+            constants.tensor(torch.int64, device, terms),
+            limits,
+            constants.tensor(torch.float64, device, *self._parameters),
+            constants.tensor(torch.int64, device, mode),
+            state.factor(index, device),
+            out,
+            state.chosen,
+        )
+        if mode >= IF_UNKNOWN and self._reuses_factors:
+            state.copy_to_host(index)
+        return constants.written(out)
+
+    def fit_scale(
+        self,
+        gradient: Tensor,
+        requested: Tensor,
+        limits: Tensor,
+        state: SiteState,
+        has_moments: bool,
+        is_selected: bool,
+    ) -> Tensor:
+        """The scale at which a gradient is rounded: one at which it does not overflow.
+
+        gradient: in its true size.
+        requested: the scale that it arrives with, or that its site holds.
+        limits: of its site.
+        state: of its site.
+        has_moments: whether the state holds the gradient's moments already; else its amax is written there.
+        is_selected: whether the rule is for this site; others keep the requested scale.
+        """
+        if not has_moments:
+            amax_of(gradient, out=state.moments)
+        out = self._constants.new_scale(gradient.device)
+        if self._predicts or not is_selected:
+            on_device(pass_scale_on, requested, state.moments, limits, out, state.chosen)
+        else:
+            self._measure_scale(gradient, requested, limits, state, out)
+        return self._constants.written(out)
+
+    def _measure_scale(
+        self, gradient: Tensor, requested: Tensor, limits: Tensor, state: SiteState, out: Tensor
+    ) -> None:
+        """Write the scale of a rule that measures each gradient, whatever scale it arrives with."""
+        rule, constants, device, chosen = self._rule, self._constants, gradient.device, state.chosen
+        if isinstance(rule, Current):
+            margin = constants.tensor(torch.int64, device, rule.margin)
+            on_device(scale_to_max, requested, state.moments, limits, margin, out, chosen)
+        elif isinstance(rule, AmaxHistory):
+            if state.history is None:
+                state.history = torch.zeros(rule.length, dtype=torch.float64, device=device)
+            margin = constants.tensor(torch.int64, device, rule.margin)
+            on_device(delayed_scaling, requested, state.moments, limits, margin, state.history, out, chosen)
+        else:
+            assert isinstance(rule, Exact)
+            bins, first = binades(gradient)
+            share = constants.tensor(torch.float64, device, rule.n_uf_threshold)
+            first_bin = constants.tensor(torch.int64, device, first)
+            on_device(smallest_sufficient_scale, requested, state.moments, limits, bins, first_bin, share, out, chosen)
+
+    def scale_to_hold(self, requested: Tensor, state: SiteState) -> Tensor:
+        """The scale to hold until the next update: the requested one, unless the gradient tells nothing."""
+        held = state.held_log2_scale
+        if held is None:
+            return requested
+        out = self._constants.new_scale(requested.device)
+        on_device(retain_last_informative, requested, held, state.moments, out)
+        return self._constants.written(out)

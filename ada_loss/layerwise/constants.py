@@ -1,0 +1,83 @@
+"""The small tensors that decisions take and give: made once for each device and looked up from then on.
+
+To find a tensor costs less than to make one, and a scale that is the same tensor is known to be the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ada_loss.layerwise.scale_kernels import Limits
+from fpsim.scaling import RoundingSpec, keep_memory_of, log2_scale_limits, memory_of
+
+__all__ = ["Constants"]
+
+TO_NEAREST = ("nearest_even", "nearest_away", "stochastic")  # roundings that flush half of the smallest magnitude
+
+
+class Constants:
+    """Constant tensors by device, and the buffer to which kernels on the CPU write a scale.
+
+    u_min: what rules keep gradients above: "smallest", "flush" or "normal".
+    factor_bound: the largest factor of one product, or None.
+    scale_bound: the largest scale, or None.
+    """
+
+    def __init__(self, u_min: str, factor_bound: float | None, scale_bound: float | None) -> None:
+        self._u_min = u_min
+        self._factor_bound = math.inf if factor_bound is None else float(factor_bound)
+        self._scale_bound = math.inf if scale_bound is None else float(scale_bound)
+        self._found: dict[Any, Tensor] = {}
+        self._buffer = keep_memory_of(torch.zeros(1, dtype=torch.int64, device="cpu"))
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def tensor(self, dtype: torch.dtype, device: torch.device, *values: float) -> Tensor:
+        """The one-dimensional tensor of these values; nobody may write to it."""
+        key = (dtype, device, values)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = keep_memory_of(torch.tensor(values, dtype=dtype, device=device))
+        return found
+
+    def limits_of(self, spec: RoundingSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The `Limits` of gradients of this dtype that are rounded so."""
+        key = (spec, dtype, device)
+        found = self._found.get(key)
+        if found is None:
+            values = self._make_limits(spec, dtype)
+            found = keep_memory_of(torch.tensor(values, dtype=torch.float64, device=device))
+            self._found[key] = found
+        return found
+
+    def _make_limits(self, spec: RoundingSpec, dtype: torch.dtype) -> Limits:
+        fmt = spec.fmt
+        lowest, highest = log2_scale_limits(spec, dtype)
+        u_min = {"smallest": fmt.smallest, "flush": fmt.smallest / 2, "normal": fmt.smallest_normal}[self._u_min]
+        lost_below = fmt.smallest_normal if self._u_min == "normal" else fmt.smallest
+        # stochastic rounding flushes on average what nearest rounding flushes: up to half of the smallest magnitude
+        flushed = 1 if self._u_min != "normal" and spec.rounding in TO_NEAREST else 0
+        return Limits(
+            u_min=u_min,
+            u_max=fmt.largest,
+            lowest=lowest,
+            highest=highest,
+            factor_bound=self._factor_bound,
+            scale_bound=self._scale_bound,
+            lost_exponent=math.floor(math.log2(lost_below)) - flushed,
+        )
+
+    def new_scale(self, device: torch.device) -> Tensor:
+        """Where a kernel writes a scale; on the CPU one buffer for all, to be read with `written` at once."""
+        return self._buffer if device.type == "cpu" else torch.empty(1, dtype=torch.int64, device=device)
+
+    def written(self, log2_scale: Tensor) -> Tensor:
+        """The scale that was written to `new_scale`. On the CPU equal scales are one tensor."""
+        if log2_scale is not self._buffer:
+            return log2_scale
+        return self.tensor(torch.int64, log2_scale.device, memory_of(log2_scale)[0])

@@ -1,0 +1,301 @@
+"""The engine that gives each gradient its own scale.
+
+Forward, `make_site` notes where a tensor's gradient will be rounded. Backward, `scale_at` answers at which scale. There
+are two ways to an answer. A step that chooses scales takes the scales of the gradient's consumers, lowers them where
+the gradient would overflow, and tells the sites behind it theirs (`_choose_scale`). A step between updates takes the
+scale that the site holds, and looks for overflow alone (`_hold_scale`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Set
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ada_loss.layerwise import graph
+from ada_loss.layerwise.chooser import ScaleChooser
+from ada_loss.layerwise.constants import Constants
+from ada_loss.layerwise.forks import round_branches
+from ada_loss.layerwise.options import Options
+from ada_loss.layerwise.product_moments import product_moments
+from ada_loss.layerwise.scale_kernels import HOLD, IF_UNKNOWN, RECOMPUTE, REQUESTED, REUSE, SiteMode
+from ada_loss.layerwise.schedule import UPDATE, Schedule
+from ada_loss.layerwise.sites import MEASURED, GradientSite, IncomingScale, ProductEdge, SiteState
+from ada_loss.rules.layer import ElementWiseRange, Fixed
+from ada_loss.transforms import PRODUCTS, Product
+from fpsim import scaling
+from fpsim.scaling import RoundingSpec, current_graph_task, is_rounded_at, mark_rounded, moments_of
+
+__all__ = ["Engine", "Observed"]
+
+
+class Observed(Protocol):
+    """An observer: it is told of the gradients of some steps, before they are rounded, with the scales chosen."""
+
+    def wants(self, step: int) -> bool:
+        """Whether it is to be told of this step; asked once for each."""
+        ...
+
+    def __call__(
+        self, step: int, site: str, role: str, spec: RoundingSpec, gradient: Tensor, log2_scale: Tensor, chosen: Tensor
+    ) -> None:
+        """Be told of one gradient.
+
+        step: the number of the backward pass, from 1.
+        site: the site's name, with '#1' and so on for its second use and later ones.
+        role: "error" or "weight_grad".
+        spec: how the gradient is rounded.
+        gradient: in its true size, before it is rounded.
+        log2_scale: at which it is rounded, (1,) int64 on its device.
+        chosen: how that came about, (5,) float64 on its device: the fields of `scale_kernels.CHOSEN`.
+        """
+        ...
+
+
+class Engine:
+    """Decides at which scale each gradient of a model is rounded.
+
+    options: the settings.
+    modules: names of the modules whose products are scaled; None for all.
+    scales_casts: whether gradients that enter the format from float32 get a factor.
+    """
+
+    def __init__(self, options: Options, modules: Set[str] | None, scales_casts: bool) -> None:
+        rule = self._rule = options.rule
+        self._options, self._modules = options, modules
+        self._predicts, self._holds_scales = options.predicts, options.holds_scales
+        self._measures_casts = self._predicts and scales_casts and not isinstance(rule, Fixed)
+        self._product_rule = rule if isinstance(rule, ElementWiseRange) else None
+        self.observer: Observed | None = None
+        self._told: Observed | None = None  # the observer, in a step that it wants
+        self.states: defaultdict[tuple[str, str], SiteState] = defaultdict(SiteState)  # by name and role
+        # sites of steps between updates, with what tells their scales: used again in the next such step
+        self.unlinked: dict[tuple[str, str], tuple[GradientSite, Callable[[Tensor, bool], Tensor]]] = {}
+        self.schedule = Schedule(options.update_every, self._holds_scales, self.states)
+        self.constants = Constants(options.u_min, options.scale_upper_bound, options.accum_upper_bound)
+        self._chooser = ScaleChooser(options, self.constants)
+
+    def load(self, step: int, last_update: int, sites: Iterable[Mapping[str, Any]]) -> None:
+        """Go on from a saved step, with what was saved of each site."""
+        self.schedule.load(step, last_update)
+        self.states.clear()
+        for saved in sites:
+            state = self.states[saved["site"], saved["role"]]
+            state.load_plain(saved)
+            if self._holds_scales and saved["kept"] is not None:
+                state.held_log2_scale = self.constants.tensor(torch.int64, torch.device("cpu"), saved["kept"])
+                state.ceiling = saved["ceiling"]
+
+    # The forward pass: sites, and what links them.
+
+    def make_site(
+        self, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...], out: Tensor
+    ) -> Callable[[Tensor, bool], Tensor]:
+        """Note where a gradient will be rounded; gives what tells its scale. It is the `Scaling` that emulation asks.
+
+        site: the site's name.
+        role: "error" or "weight_grad".
+        spec: how the gradient will be rounded.
+        operation: what made `out`.
+        operands: the arguments of the operation, tensors rounded already.
+        out: the tensor whose gradient it is.
+        """
+        graph_task = current_graph_task()
+        is_linked = self.schedule.links_sites(graph_task)
+        if not is_linked and (found := self.unlinked.get((site, role))) is not None:
+            used, tell = found
+            if used.spec is spec and used.dtype is out.dtype and used.made_in == graph_task:
+                return tell
+        is_selected = self._modules is None or site.split(":")[0] in self._modules
+        made = GradientSite(site, role, spec, out.dtype, is_selected, is_linked, graph_task)
+        tell = partial(self.scale_at, made)  # no method of the site: what decides stands here, and not below
+        if not is_linked:
+            self.unlinked[made.key] = made, tell
+        elif out.grad_fn is not None:
+            graph.register(made, out)
+            if operation != "weight" or operands[0].grad_fn is not None:  # nothing lies behind a leaf
+                edges = graph.link(made, out, self._products(made, operation, operands))
+                if self._options.branches == "original":
+                    round_branches(made, out, operands, edges, self.constants)
+        return tell
+
+    def _products(self, site: GradientSite, operation: str, operands: tuple[Any, ...]) -> list[Product]:
+        """The matrix products of an operation whose operands' gradients get a factor."""
+        find = PRODUCTS.get(operation)
+        if find is None or not self._predicts or not site.is_selected:
+            return []
+        products = find(*operands)
+        if self._product_rule is not None and any(p.channel is None for p in products):
+            raise NotImplementedError(
+                f"{operation} at {site.key[0]} is no linear layer or plain convolution, and element_wise_range forms "
+                f"the products of those alone. Choose modules with transforms=, or another rule."
+            )
+        return products
+
+    # The backward pass.
+
+    def scale_at(self, site: GradientSite, gradient: Tensor, may_round: bool) -> Tensor:
+        """log2 of the scale at which a gradient is rounded, as an int64 tensor of one element on its device.
+
+        site: where it is rounded.
+        gradient: in its true size.
+        may_round: whether nobody else holds it, so that it may be rounded in place at once.
+        """
+        graph_task, schedule = current_graph_task(), self.schedule
+        if schedule.enter(graph_task, site.made_in, site.is_linked):
+            observer = self.observer
+            self._told = observer if observer is not None and observer.wants(schedule.step) else None
+        key, state = self._state_of(site)
+        if state.moments.device != gradient.device:
+            state.move_to(gradient.device)
+        if site.is_linked or state.last_step < schedule.last_update:  # it may learn, or comes for the first time
+            schedule.is_all_known = None
+        state.last_step = schedule.step
+        seen = None if self._told is None else gradient.detach()
+        if site.is_linked or state.held_log2_scale is None:
+            log2_scale = self._choose_scale(site, graph_task, gradient, state)
+        else:
+            if seen is not None and may_round:
+                seen = seen.clone()  # the observer sees it before it is rounded
+            log2_scale = self._hold_scale(site, gradient, state, state.held_log2_scale, may_round)
+        state.log2_scale = log2_scale
+        if self._told is not None and seen is not None:
+            self._told(schedule.step, *key, site.spec, seen, log2_scale, state.chosen.clone())
+        return log2_scale
+
+    def _state_of(self, site: GradientSite) -> tuple[tuple[str, str], SiteState]:
+        """The state of a site and the key under which it is kept; '#1' and so on is added from its second use on.
+
+        Uses are counted as the backward pass reaches them, for not every forward pass has one: the last use is first.
+        """
+        key = site.key
+        state = self.states[key]
+        if state.last_step == self.schedule.step:
+            key, state.uses = (f"{key[0]}#{state.uses}", key[1]), state.uses + 1
+            return key, self.states[key]
+        state.uses = 1
+        return key, state
+
+    # In a step that chooses scales.
+
+    def _choose_scale(self, site: GradientSite, graph_task: int, gradient: Tensor, state: SiteState) -> Tensor:
+        """The scale of the gradient's consumers, lowered where it would overflow; sites behind are sent theirs."""
+        limits = self.constants.limits_of(site.spec, site.dtype, gradient.device)
+        incoming = site.incoming if site.graph_task == graph_task else []
+        site.incoming = []
+        mode, is_measured = self._mode_of(site, incoming, state)
+        if mode is HOLD:
+            assert state.held_log2_scale is not None
+            requested = state.held_log2_scale
+        else:
+            requested = self._chooser.requested_scale(incoming, limits, gradient.device)
+            if self._told is not None:
+                state.chosen[:REQUESTED] = math.nan  # not what an earlier step chose
+        gathers = mode >= IF_UNKNOWN
+        if gathers:
+            moments_of(gradient, logs=is_measured and self._rule.logs, out=state.moments)
+        if is_measured:
+            requested = self._chooser.scale_by_factor(requested, state.moments, None, 1, limits, mode, state, MEASURED)
+        # a gradient that was rounded at this very scale fits, and nobody needs its amax
+        may_skip = incoming and self._predicts and not is_measured and not self._holds_scales
+        if may_skip and self._told is None and is_rounded_at(gradient, requested, site.spec):
+            log2_scale = requested
+        else:
+            log2_scale = self._chooser.fit_scale(gradient, requested, limits, state, gathers, site.is_selected)
+        if self._holds_scales:
+            if mode is not HOLD and site.is_linked:
+                state.held_log2_scale = self._chooser.scale_to_hold(requested, state)
+            if state.held_log2_scale is not None:
+                state.note_headroom(state.held_log2_scale, limits)
+        self._send_scales(site, graph_task, gradient, log2_scale, state, mode)
+        return log2_scale
+
+    def _mode_of(self, site: GradientSite, incoming: list[IncomingScale], state: SiteState) -> tuple[SiteMode, bool]:
+        """What the site does in this step, and whether its scale gets a factor from the gradient itself.
+
+        The latter is so where a gradient enters the format, and where a consumer is a product that hides its operands.
+        """
+        is_measured = self._predicts and (
+            any(scale.must_measure for scale in incoming) if incoming else self._measures_casts
+        )
+        factors = [*site.predicted, MEASURED] if is_measured else site.predicted
+        if self.schedule.kind is UPDATE:
+            return (RECOMPUTE if factors else REUSE), is_measured
+        if not state.knows(factors):
+            return IF_UNKNOWN, is_measured
+        if state.held_log2_scale is None or any(scale.is_new for scale in incoming):
+            return REUSE, is_measured
+        return HOLD, False
+
+    def _send_scales(
+        self,
+        site: GradientSite,
+        graph_task: int,
+        gradient: Tensor,
+        log2_scale: Tensor,
+        state: SiteState,
+        mode: SiteMode,
+    ) -> None:
+        """Tell the sites behind this one their scales: this one's, times a factor behind a product."""
+        is_new = mode is not HOLD
+        for target in site.passes_on_to:
+            target.receive(graph_task, IncomingScale(log2_scale, is_new, False, site))
+        for edge in site.products:
+            scale = log2_scale if edge.is_hidden else self._scale_of_operand(edge, gradient, log2_scale, state, mode)
+            for target in edge.targets:
+                target.receive(graph_task, IncomingScale(scale, is_new, edge.is_hidden, edge))
+
+    def _scale_of_operand(
+        self, edge: ProductEdge, gradient: Tensor, log2_scale: Tensor, state: SiteState, mode: SiteMode
+    ) -> Tensor:
+        """The scale of what a product passes on to one operand, from statistics of the gradient and of the other."""
+        gathers, g, w = mode >= IF_UNKNOWN, state.moments, None
+        if self._product_rule is not None:
+            if gathers:
+                assert edge.other is not None
+                assert edge.channel is not None
+                g = product_moments(gradient, edge.other, edge.channel, self._product_rule.max_rescue_ratio)
+        else:
+            if gathers and edge.other is not None:
+                edge.other_moments = moments_of(edge.other)
+            edge.other = None
+            w = edge.other_moments
+            if w is None:
+                mode = REUSE
+        target = edge.targets[0]
+        limits = self.constants.limits_of(target.spec, target.dtype, log2_scale.device)
+        return self._chooser.scale_by_factor(log2_scale, g, w, edge.terms, limits, mode, state, edge.index)
+
+    # Between updates.
+
+    def _hold_scale(
+        self, site: GradientSite, gradient: Tensor, state: SiteState, held: Tensor, may_round: bool
+    ) -> Tensor:
+        """The held scale, or a lower one where the gradient would overflow at it.
+
+        On the CPU a gradient is rounded in the pass that finds its amax, where the last one left enough headroom. If it
+        does not fit after all, its elements below the ceiling have been rounded once when its scale is lowered.
+        """
+        is_rounded = may_round and state.has_headroom() and self._round_if_it_fits(site, gradient, state, held)
+        if is_rounded or is_rounded_at(gradient, held, site.spec):  # what was rounded at this very scale fits
+            if self._told is not None:
+                state.chosen[REQUESTED:] = held  # REQUESTED and FINAL
+            return held
+        limits = self.constants.limits_of(site.spec, site.dtype, gradient.device)
+        log2_scale = self._chooser.fit_scale(gradient, held, limits, state, False, site.is_selected)
+        state.note_headroom(held, limits)
+        return log2_scale
+
+    def _round_if_it_fits(self, site: GradientSite, gradient: Tensor, state: SiteState, log2_scale: Tensor) -> bool:
+        """Round in place what is below the ceiling, and tell whether everything is."""
+        amax = scaling.round_fitting_(gradient, site.spec, log2_scale, state.ceiling)
+        if amax is None or amax > state.ceiling:
+            return False
+        state.last_amax = amax
+        mark_rounded(gradient, log2_scale, site.spec)
+        return True

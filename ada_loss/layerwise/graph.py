@@ -1,0 +1,75 @@
+"""How sites find one another in the autograd graph of a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from ada_loss.layerwise.sites import GradientSite, ProductEdge
+from ada_loss.transforms import Product
+
+__all__ = ["Entry", "error_sites_behind", "has_site", "link", "register", "sites_behind"]
+
+Entry = tuple[Any, int | None]  # a node of the graph and the number of one of its outputs
+_KEY = "ada_loss"  # under which a node's metadata holds the sites of its outputs
+
+
+def register(site: GradientSite, out: Tensor) -> None:
+    """Let the site of `out` be found in the graph."""
+    node: Any = out.grad_fn
+    node.metadata.setdefault(_KEY, {})[out.output_nr] = site
+
+
+def link(site: GradientSite, out: Tensor, products: Iterable[Product]) -> dict[Entry, ProductEdge]:
+    """Find the sites behind `out`: those that a product reaches, and those that its scale is passed on to.
+
+    site: that of `out`.
+    out: what an operation gave.
+    products: the matrix products of that operation whose operands' gradients get a factor.
+    Returns the product edges, each by the entry into the graph of its operand.
+    """
+    edges: dict[Entry, ProductEdge] = {}
+    for index, product in enumerate(products):
+        entry = product.operand.grad_fn, product.operand.output_nr
+        targets = error_sites_behind(entry)
+        if targets:
+            edge = edges[entry] = ProductEdge(targets, product, index)
+            site.products.append(edge)
+            if not edge.is_hidden:
+                site.predicted.append(index)
+    reached = {id(target) for edge in site.products for target in edge.targets}
+    others = {id(found): found for found in sites_behind([(out.grad_fn, None)]) if id(found) not in reached}
+    site.passes_on_to = list(others.values())
+    return edges
+
+
+def has_site(entry: Entry) -> bool:
+    """Whether there is a site at the very entry."""
+    node, nr = entry
+    return node is not None and nr in node.metadata.get(_KEY, {})
+
+
+def error_sites_behind(entry: Entry) -> list[GradientSite]:
+    """The nearest sites behind an operand where an error is rounded, and not a parameter's gradient."""
+    return [site for site in sites_behind([entry]) if site.role == "error"]
+
+
+def sites_behind(entries: Iterable[Entry]) -> list[GradientSite]:
+    """The nearest sites, searched from output to input.
+
+    entries: where to start. An output number of None looks behind a node, whatever sites its own outputs have.
+    """
+    found, seen, stack = [], set(), list(entries)
+    while stack:
+        node, nr = stack.pop()
+        if node is None:
+            continue
+        site = None if nr is None else node.metadata.get(_KEY, {}).get(nr)
+        if site is not None:
+            found.append(site)
+        elif (node, nr) not in seen:
+            seen.add((node, nr))
+            stack.extend(node.next_functions)
+    return found

@@ -1,0 +1,165 @@
+"""At which scale a gradient is rounded, and which scale it passes on: decided where the numbers are.
+
+Each kernel is a function over small arrays. It runs in Python for a gradient on the CPU, and is compiled as a CUDA
+kernel of one thread for a gradient on a GPU, so that no number is copied to the host. Kernels share these arguments:
+
+log2_scale: (1,) int64, the requested scale: the one with which the gradient arrived, or that was held.
+moments, g, w: `Moments` as (10,) float64: of the gradient, of the gradient and of the product's other operand.
+limits: `Limits` as (7,) float64.
+out: (1,) int64, where the scale is written.
+chosen: (5,) float64, where the decision is written for a recorder, in the fields of `CHOSEN`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from enum import IntEnum
+from functools import cache
+from typing import NamedTuple
+
+from ada_loss.rules.layer import bounded, branch_exponent, exact, fitting_log2_scale, floor_log2
+from fpsim.scaling import AMAX, COUNT
+
+__all__ = [
+    "BOUND",
+    "CHOSEN",
+    "FACTOR_BOUND",
+    "FINAL",
+    "HIGHEST",
+    "HOLD",
+    "IF_UNKNOWN",
+    "LOST_EXPONENT",
+    "LOWEST",
+    "POWER_OF_TWO",
+    "RECOMPUTE",
+    "REQUESTED",
+    "REUSE",
+    "SCALE_BOUND",
+    "UNBOUND",
+    "U_MAX",
+    "U_MIN",
+    "Limits",
+    "SiteMode",
+    "delayed_scaling",
+    "factor_kernel",
+    "meeting_scale",
+    "pass_scale_on",
+    "retain_last_informative",
+    "scale_to_max",
+    "smallest_sufficient_scale",
+]
+
+
+class SiteMode(IntEnum):
+    """What a site does in a step that chooses scales. From REUSE on, the scales of its consumers give its own."""
+
+    HOLD = 0  # it is rounded at its held scale, and its products reuse their factors
+    REUSE = 1  # factors are those of an earlier step
+    IF_UNKNOWN = 2  # factors that are not known yet are computed, from new statistics
+    RECOMPUTE = 3  # all factors are computed, from new statistics
+
+
+HOLD, REUSE, IF_UNKNOWN, RECOMPUTE = SiteMode  # for speed: Python 3.11 takes 60 ns to look a member up in its class
+
+
+class Limits(NamedTuple):
+    """What bounds the scale of a gradient in one format and container."""
+
+    u_min: float  # rules keep gradients above this magnitude
+    u_max: float  # the format's largest magnitude
+    lowest: float  # the lowest and the highest log2_scale that the container can carry
+    highest: float
+    factor_bound: float  # the largest factor of one product, inf for no bound
+    scale_bound: float  # the largest scale that factors may add up to, inf for no bound
+    lost_exponent: float  # magnitudes up to 2**lost_exponent underflow
+
+
+U_MIN, U_MAX, LOWEST, HIGHEST, FACTOR_BOUND, SCALE_BOUND, LOST_EXPONENT = range(len(Limits._fields))
+# What a recorder is told: the factor that the rule asked for, what the bounds left of it, the exponent of its power
+# of two, the requested log2_scale, and the one at which the gradient was rounded.
+CHOSEN = range(5)
+UNBOUND, BOUND, POWER_OF_TWO, REQUESTED, FINAL = CHOSEN
+
+
+def _fit(k, amax, limits, out, chosen):  # type: ignore[no-untyped-def]
+    """Lower the requested scale k until a gradient of this amax fits; 1 for a gradient that is not finite."""
+    chosen[REQUESTED] = k
+    k = 0 if not amax < math.inf else min(k, fitting_log2_scale(amax, limits[U_MAX]))
+    k = min(max(k, int(limits[LOWEST])), int(limits[HIGHEST]))
+    out[0] = k
+    chosen[FINAL] = k
+
+
+def pass_scale_on(log2_scale, moments, limits, out, chosen):  # type: ignore[no-untyped-def]
+    """Keep the requested scale, unless the gradient would overflow at it."""
+    _fit(log2_scale[0], moments[AMAX], limits, out, chosen)
+
+
+def retain_last_informative(requested, held, moments, out):  # type: ignore[no-untyped-def]
+    """The scale to hold for the next steps: a gradient of zeros, or one that is not finite, leaves the last one."""
+    out[0] = requested[0] if 0.0 < moments[AMAX] < math.inf else held[0]
+
+
+def scale_to_max(log2_scale, moments, limits, margin, out, chosen):  # type: ignore[no-untyped-def]
+    """Scale amax to just below the format's maximum, less `margin` powers of two."""
+    k = log2_scale[0]
+    if 0.0 < moments[AMAX] < math.inf:
+        k = fitting_log2_scale(moments[AMAX], limits[U_MAX]) - margin[0]
+    chosen[POWER_OF_TWO] = k - log2_scale[0]
+    _fit(k, moments[AMAX], limits, out, chosen)
+
+
+def delayed_scaling(log2_scale, moments, limits, margin, history, out, chosen):  # type: ignore[no-untyped-def]
+    """Scale the largest amax of the past steps to just below the maximum; then add this step's to `history`."""
+    largest = 0.0
+    for i in range(len(history)):
+        largest = max(largest, history[i])
+    k = fitting_log2_scale(largest, limits[U_MAX]) - margin[0] if largest > 0.0 else 0
+    chosen[POWER_OF_TWO] = k - log2_scale[0]
+    _fit(k, moments[AMAX], limits, out, chosen)
+    if moments[AMAX] < math.inf:
+        for i in range(len(history) - 1):
+            history[i] = history[i + 1]
+        history[len(history) - 1] = moments[AMAX]
+
+
+def smallest_sufficient_scale(log2_scale, moments, limits, bins, first, share, out, chosen):  # type: ignore[no-untyped-def]
+    """The smallest scale, 1 or more, at which at most `share` of the elements underflows.
+
+    bins, first: from `binades`: the elements counted by exponent, and the exponent of the first count.
+    """
+    k = max(exact(bins, first[0], int(limits[LOST_EXPONENT]), share[0]), 0)
+    chosen[POWER_OF_TWO] = k - log2_scale[0]
+    _fit(k, moments[AMAX], limits, out, chosen)
+
+
+def meeting_scale(amaxima, log2_scales, limits, out):  # type: ignore[no-untyped-def]
+    """The scale of a sum of branches, each rounded at its own scale: the choice of Zhao et al."""
+    out[0] = branch_exponent(amaxima, log2_scales, limits[U_MAX])
+
+
+@cache
+def factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
+    """The kernel that scales what a product passes on: the scale of its gradient times a factor of `formula`.
+
+    mode: (1,) int64, a SiteMode, which says whether the factor is computed or the one of an earlier step.
+    factor: (1,) float64; 0 is a factor that is not known yet, and scales by 1. It stays as it was where the gradient
+    or the other operand is zero everywhere or not finite, for neither tells anything.
+    p: the rule's parameters.
+    """
+
+    def choose_factor(log2_scale, g, w, terms, limits, p, mode, factor, out, chosen):  # type: ignore[no-untyped-def]
+        s = log2_scale[0]
+        tells = 0.0 < g[AMAX] < math.inf and (w[COUNT] == 0.0 or 0.0 < w[AMAX] < math.inf)
+        is_computed = mode[0] == RECOMPUTE or (mode[0] == IF_UNKNOWN and factor[0] == 0.0)
+        if tells and is_computed:
+            unit = math.ldexp(1.0, int(-s))
+            factor[0] = formula(g, w, float(terms[0]), limits[U_MIN] * unit, limits[U_MAX] * unit, unit, p)
+        unbound = factor[0] if factor[0] > 0.0 else 1.0
+        bound = bounded(unbound, s, limits[FACTOR_BOUND], limits[SCALE_BOUND])
+        k = floor_log2(bound)
+        chosen[UNBOUND], chosen[BOUND], chosen[POWER_OF_TWO] = unbound, bound, k
+        out[0] = min(max(s + k, int(limits[LOWEST])), int(limits[HIGHEST]))
+
+    return choose_factor

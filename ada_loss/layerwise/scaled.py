@@ -1,0 +1,248 @@
+"""`AdaLossScaled`: adaptive gradient scaling of a quantised model, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from ada_loss.layerwise.engine import Engine, Observed
+from ada_loss.layerwise.options import Options
+from ada_loss.rules.layer import LayerRule, as_layer_rule
+from ada_loss.transforms import AdaLossTransform, AdaLossTransformCast
+from fpsim.scaling import listeners
+
+__all__ = ["AdaLossScaled"]
+
+
+class AdaLossScaled:
+    """Adaptive gradient scaling of a quantised model: each layer's gradient is rounded at a scale of its own.
+
+    Attaches to `model`, which is trained as before: gradients keep their true size, so the optimizer, clipping and a
+    loss scaler need not know. `detach()`, or the end of a `with` block, leaves the model as it was. A copy of the model
+    is not scaled.
+
+    The method is that of Zhao, Vogel, Ahmed, Luk, IJCAI 2020, for every format. At a matrix product the incoming
+    gradient, rounded at scale S, and the other operand give the power of two by which the outgoing gradient is scaled:
+    few of its elements underflow and none overflows. Other operations pass S on, and parameters' gradients are rounded
+    at S. In every step a scale at which a gradient would overflow is lowered until it fits. A gradient that holds inf
+    or NaN is passed through at scale 1; guard the step with a scaler (`GradScaler("static", ...)`) where that may
+    happen.
+
+    model: from `fpsim.quantize`, with any format and policy. Formats with float32's exponents have nothing to scale.
+    transforms: the modules whose products are scaled, `[AdaLossTransformLinear(), ...]`. None for every product, and
+        for the cast of float32 gradients at the model's outputs.
+    init_scale: the scale of gradients that enter the model, a power of two.
+    rule: how a scale is chosen: a `LayerRule`, or a name: "approx_range", "abs_range", "element_wise_range" and "fixed"
+        predict what a product gives; "exact", "current" and "amax_history" measure each tensor where it is rounded.
+    update_every: scales are chosen in each n-th step, a step being a backward pass, and held in between, each site its
+        own. Where a gradient is zero or not finite the last scale stays, or the next step chooses the first. A gradient
+        that overflows between updates, more than 16 times as large as in the step before, may have been rounded once
+        already when its scale is lowered.
+    scale_upper_bound: the largest factor of one product, None for no bound (the original: 16).
+    accum_upper_bound: the largest scale that factors may add up to, None for no bound (the original: 1024).
+    branches: where the gradients of several consumers are added, "exact" rounds their sum once, at the largest of
+        their scales at which it fits. "original" rounds each at its own scale, and the sum at the scale that the
+        original chooses; between updates it reuses factors, not scales.
+    u_min: what the rules keep gradients above: "smallest", the format's smallest magnitude; "flush", the half of it,
+        where rounding flushes; "normal", the smallest with all its digits, which suits 8-bit formats.
+
+    >>> import fpsim
+    >>> model = fpsim.quantize(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)), "fp16")
+    >>> x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    >>> (model(x).sum() * 1e-7).backward()
+    >>> float((model[0].weight.grad == 0).float().mean()) > 0.9
+    True
+    >>> model.zero_grad()
+    >>> with AdaLossScaled(model):
+    ...     (model(x).sum() * 1e-7).backward()
+    >>> float((model[0].weight.grad == 0).float().mean()) < 0.6
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        transforms: Iterable[AdaLossTransform | AdaLossTransformCast] | None = None,
+        init_scale: float = 1.0,
+        rule: LayerRule | str = "approx_range",
+        update_every: int = 1,
+        scale_upper_bound: float | None = None,
+        accum_upper_bound: float | None = None,
+        branches: str = "exact",
+        u_min: str = "smallest",
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model came as {type(model).__name__}. Possible: a torch.nn.Module from fpsim.quantize.")
+        try:
+            self._listeners = listeners(model)
+        except ValueError:
+            raise ValueError(
+                f"{type(model).__name__} is not quantised, and float32 has nothing to scale. "
+                f"Call fpsim.quantize(model, fmt) first and scale what it returns."
+            ) from None
+        if any(found.scaling is not None for found in self._listeners):
+            raise ValueError("This model is scaled already. Call detach() on the other AdaLossScaled first.")
+        self._options = Options(
+            as_layer_rule(rule), init_scale, update_every, scale_upper_bound, accum_upper_bound, branches, u_min
+        )
+        self.model = model
+        modules, scales_casts = _selected(model, transforms)
+        self._engine = Engine(self._options, modules, scales_casts)
+        for found in self._listeners:
+            found.scaling = self._engine.make_site
+
+    @property
+    def rule(self) -> LayerRule:
+        """How scales are chosen."""
+        return self._options.rule
+
+    @property
+    def init_scale(self) -> float:
+        """The scale of gradients that enter the model."""
+        return float(self._options.init_scale)
+
+    @property
+    def update_every(self) -> int:
+        """Scales are chosen in each n-th step."""
+        return self._options.update_every
+
+    @property
+    def scale_upper_bound(self) -> float | None:
+        """The largest factor of one product."""
+        return self._options.scale_upper_bound
+
+    @property
+    def accum_upper_bound(self) -> float | None:
+        """The largest scale that factors may add up to."""
+        return self._options.accum_upper_bound
+
+    @property
+    def branches(self) -> str:
+        """How gradients of several consumers are added, "exact" or "original"."""
+        return self._options.branches
+
+    @property
+    def u_min(self) -> str:
+        """What the rules keep gradients above, "smallest", "flush" or "normal"."""
+        return self._options.u_min
+
+    @property
+    def step(self) -> int:
+        """The backward passes so far."""
+        return self._engine.schedule.step
+
+    @property
+    def observer(self) -> Observed | None:
+        """Who is told of gradients and their scales, such as a `Recorder`; None for nobody."""
+        return self._engine.observer
+
+    @observer.setter
+    def observer(self, observer: Observed | None) -> None:
+        self._engine.observer = observer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        return self.model(*args, **kwargs)
+
+    def __enter__(self) -> AdaLossScaled:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "An AdaLossScaled belongs to the model that it is attached to, and is neither copied nor pickled. Copy or "
+            "save its .model and its state_dict(), and give them to a new one."
+        )
+
+    def __repr__(self) -> str:
+        words = [repr(self.rule), f"update_every={self.update_every}", f"branches={self.branches!r}"]
+        return f"AdaLossScaled({type(self.model).__name__}, {', '.join(words)}, step={self.step})"
+
+    def detach(self) -> nn.Module:
+        """Leave the model as it was and give it back. Graphs that were made before keep their scales."""
+        for found in self._listeners:
+            if found.scaling == self._engine.make_site:
+                found.scaling = None
+        return self.model
+
+    def last_log2_scale(self, site: str, role: str = "error") -> int:
+        """log2 of the scale at which a site's gradient was rounded last; copies it to the host.
+
+        site: the site's name, such as "layer1.conv1:conv2d".
+        role: "error" or "weight_grad".
+        Raises KeyError for a site where no gradient was rounded.
+        """
+        scales = self._last_scales(role)
+        if site not in scales:
+            known = ", ".join(sorted(scales)) or "none yet"
+            raise KeyError(f"No gradient was rounded at {site!r} as {role}. Sites: {known}.")
+        return int(scales[site])
+
+    def log2_scales(self, role: str = "error") -> dict[str, int]:
+        """log2 of the scales at which gradients were rounded last, by site, from input to output.
+
+        role: "error" or "weight_grad".
+        Copies the scales to the host.
+        """
+        return {site: int(log2_scale) for site, log2_scale in reversed(self._last_scales(role).items())}
+
+    def _last_scales(self, role: str) -> dict[str, torch.Tensor]:
+        states = self._engine.states
+        return {site: s.log2_scale for (site, r), s in states.items() if r == role and s.log2_scale is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rule, the step, and what is known of each site, as plain values; copies numbers to the host."""
+        schedule, states = self._engine.schedule, self._engine.states
+        return {
+            "rule": self.rule.name,
+            "params": asdict(self.rule),
+            "step": schedule.step,
+            "updated": schedule.last_update,
+            "sites": [{"site": site, "role": role, **state.as_plain()} for (site, role), state in states.items()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved. Raises ValueError for the state of another rule."""
+        if not {"rule", "params", "step", "updated", "sites"} <= set(state):
+            raise ValueError(
+                f"The state has {sorted(state)}. It has rule, params, step, updated and sites. Use state_dict()."
+            )
+        if (state["rule"], state["params"]) != (self.rule.name, asdict(self.rule)):
+            raise ValueError(
+                f"The state is of the rule {state['rule']!r} with {state['params']}, and this scales by {self.rule}. "
+                f"Make one with that rule, or start without the state."
+            )
+        self._engine.load(int(state["step"]), int(state["updated"]), state["sites"])
+
+
+def _selected(
+    model: nn.Module, transforms: Iterable[AdaLossTransform | AdaLossTransformCast] | None
+) -> tuple[set[str] | None, bool]:
+    """The names of the modules whose products are scaled, None for all, and whether casts are scaled."""
+    if transforms is None:
+        return None, True
+    modules, selected, scales_casts = dict(model.named_modules()), set[str](), False
+    for transform in transforms:
+        if isinstance(transform, AdaLossTransformCast):
+            scales_casts = True
+            continue
+        if not isinstance(transform, AdaLossTransform):
+            raise TypeError(
+                f"A transform came as {transform!r}. Possible: AdaLossTransformLinear(), AdaLossTransformConv2d(), "
+                f"..., or AdaLossTransform(YourModule)."
+            )
+        matched = [name for name, module in modules.items() if transform.matches(module)]
+        if not matched:
+            kinds = sorted({type(m).__name__ for m in modules.values()})
+            raise ValueError(
+                f"The transform {transform} matches no module. Classes in the model: {', '.join(kinds)}. "
+                f"Leave it out, or leave out transforms= to scale every product."
+            )
+        selected |= {m for m in modules for name in matched if m == name or m.startswith(f"{name}.") or not name}
+    return selected, scales_casts

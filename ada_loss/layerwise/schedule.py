@@ -1,0 +1,92 @@
+"""Which step a backward pass is, and what the step does: choose all scales, complete them, or hold them.
+
+A backward pass is a *graph task*: torch numbers them upwards. Each is a step of its own, but for one that a
+checkpoint runs within another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from ada_loss.layerwise.sites import SiteState
+
+__all__ = ["BETWEEN", "COMPLETE", "UPDATE", "Schedule", "StepKind"]
+
+
+class StepKind(Enum):
+    """What a step does."""
+
+    UPDATE = "all scales are chosen"
+    COMPLETE = "sites are linked: scales that are not known yet are chosen, others are held"
+    BETWEEN = "between updates: sites are not linked, and all scales are held"
+
+
+UPDATE, COMPLETE, BETWEEN = StepKind  # for speed: Python 3.11 takes 60 ns to look a member up in its class
+
+
+class Schedule:
+    """Counts steps and knows what the current one does.
+
+    update_every: every n-th step is an update.
+    holds_scales: whether scales are held between updates, and not factors alone.
+    states: those of all sites, which grow while the model trains.
+    """
+
+    def __init__(self, update_every: int, holds_scales: bool, states: Mapping[Any, SiteState]) -> None:
+        self.step = 0
+        self.kind = UPDATE
+        self.last_update = -update_every  # the step from which the next update is counted
+        self.is_all_known: bool | None = None  # whether all scales are; None where that is to be found out
+        self._graph_task = -1  # of the current step
+        self._update_every, self._holds_scales, self._states = update_every, holds_scales, states
+        self._roots: dict[int, int] = {}  # of graph tasks within the current step
+
+    def load(self, step: int, last_update: int) -> None:
+        """Go on from a saved step."""
+        self.step, self.last_update = step, last_update
+        self.is_all_known = None
+
+    def links_sites(self, graph_task: int) -> bool:
+        """Whether sites that are made now have to know one another: their step, this one or the next, chooses scales.
+
+        The steps between updates choose none, and are saved the time that it takes to search the graph.
+
+        graph_task: that in which the forward pass runs, -1 outside of one.
+        """
+        if not self._holds_scales:
+            return True
+        if graph_task >= 0 and self._roots.get(graph_task, graph_task) <= self._graph_task:  # a checkpoint's forward
+            return self.kind is not BETWEEN
+        if self.step + 1 - self.last_update >= self._update_every:
+            return True
+        if self.is_all_known is None:
+            # a site that no step has reached since the update may never come again
+            reached = [s for s in self._states.values() if s.last_step >= self.last_update]
+            self.is_all_known = all(s.held_log2_scale is not None and s.knows(s.factors_on_host) for s in reached)
+        return not self.is_all_known
+
+    def enter(self, graph_task: int, made_in: int, is_linked: bool) -> bool:
+        """Note that a gradient came to a site, and tell whether it begins a new step.
+
+        graph_task: that in which it came.
+        made_in: the site's; a checkpoint's graph task belongs to the step that runs its forward pass.
+        is_linked: whether the site is.
+        """
+        root = graph_task
+        if made_in >= 0:
+            root = self._roots.setdefault(graph_task, self._roots.get(made_in, made_in))
+        begins = root > self._graph_task
+        if begins:
+            self._graph_task = root
+            self.step += 1
+            self._roots.clear()
+            self.is_all_known = self.is_all_known or None  # what was not known may be by now
+            is_due = self.step - self.last_update >= self._update_every
+            self.kind = BETWEEN if not is_linked else UPDATE if is_due else COMPLETE
+            if self.kind is UPDATE:
+                self.last_update = self.step
+        if not is_linked and self.kind is UPDATE:  # the site is of an earlier forward pass
+            self.last_update = self.step - self._update_every  # so that the next step is an update
+        return begins

@@ -1,0 +1,189 @@
+"""The sites where gradients are rounded: what is known of each in one graph, and from step to step.
+
+A site is a place in the model where a tensor is rounded. A `GradientSite` belongs to one forward pass and knows the
+sites behind it, towards the model's input. A `SiteState` belongs to the training and holds scales and statistics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ada_loss.layerwise.scale_kernels import CHOSEN, HIGHEST, LOWEST, U_MAX
+from ada_loss.transforms import Product
+from fpsim.scaling import AMAX, Moments, RoundingSpec, keep_memory_of, memory_of
+
+__all__ = ["HEADROOM", "MEASURED", "GradientSite", "IncomingScale", "ProductEdge", "SiteState"]
+
+HEADROOM = 16.0  # how many times a gradient may exceed the last one and still be rounded before its amax is known
+MEASURED = -1  # the index of the factor that a site's own gradient gets; products count from 0
+
+
+class SiteState:
+    """What is known of one site from step to step."""
+
+    __slots__ = (
+        "ceiling",
+        "chosen",
+        "factors",
+        "factors_on_host",
+        "held_log2_scale",
+        "history",
+        "last_amax",
+        "last_step",
+        "log2_scale",
+        "moments",
+        "uses",
+    )
+
+    def __init__(self) -> None:
+        self.factors: dict[int, Tensor] = {}  # by product, or MEASURED; 0 is a factor that is not known yet
+        self.factors_on_host: dict[int, Tensor] = {}  # the same; a GPU's arrive later
+        self.held_log2_scale: Tensor | None = None  # used between updates, unless the gradient would overflow
+        self.ceiling = 0.0  # on the CPU, the largest magnitude that fits at the held scale; 0 where it is not known
+        self.last_amax = 0.0  # of the last gradient, where the ceiling is known
+        self.last_step = 0  # in which a gradient came
+        self.uses = 0  # gradients of the site in that step, counted in the state of the first of them
+        self.history: Tensor | None = None  # of amax, for delayed scaling
+        self.log2_scale: Tensor | None = None  # at which the last gradient was rounded
+        self.moments = keep_memory_of(torch.zeros(len(Moments._fields), dtype=torch.float64, device="cpu"))
+        self.chosen = keep_memory_of(torch.full((len(CHOSEN),), math.nan, dtype=torch.float64, device="cpu"))
+
+    def has_headroom(self) -> bool:
+        """Whether the last gradient was so far below the ceiling that the next one will fit."""
+        return 0.0 < self.last_amax * HEADROOM <= self.ceiling
+
+    def knows(self, indices: Iterable[int]) -> bool:
+        """Whether these factors are known on the host. Nothing waits for a copy from a GPU that is under way."""
+        known = self.factors_on_host
+        return all(index in known and memory_of(known[index])[0] != 0 for index in indices)
+
+    def copy_to_host(self, index: int) -> None:
+        """Start a copy of a factor to the host."""
+        factor = self.factors[index]
+        if factor.device.type == "cpu":
+            self.factors_on_host[index] = factor
+            return
+        if index not in self.factors_on_host:
+            pinned = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=True)
+            self.factors_on_host[index] = keep_memory_of(pinned)
+        self.factors_on_host[index].copy_(factor, non_blocking=True)
+
+    def factor(self, index: int, device: torch.device) -> Tensor:
+        """The factor kept under this index; 0, which is one that is not known yet, where none was."""
+        found = self.factors.get(index)
+        if found is None:
+            found = self.factors[index] = keep_memory_of(torch.zeros(1, dtype=torch.float64, device=device))
+        return found
+
+    def note_headroom(self, held: Tensor, limits: Tensor) -> None:
+        """Note what tells in the next step whether its gradient will fit at the held scale; on the CPU alone."""
+        if held.is_cpu:
+            k, bounds = memory_of(held)[0], memory_of(limits)
+            can_be_carried = bounds[LOWEST] <= k <= bounds[HIGHEST]
+            self.ceiling = math.ldexp(bounds[U_MAX], -k) if can_be_carried else 0.0
+            self.last_amax = float(memory_of(self.moments)[AMAX])
+
+    def move_to(self, device: torch.device) -> None:
+        """Move to the device of the site's gradient."""
+        self.factors = {index: factor.to(device) for index, factor in self.factors.items()}
+        self.history = None if self.history is None else self.history.to(device)
+        self.held_log2_scale = None if self.held_log2_scale is None else self.held_log2_scale.to(device)
+        self.ceiling = 0.0
+        self.moments, self.chosen = self.moments.to(device), self.chosen.to(device)
+
+    def as_plain(self) -> dict[str, Any]:
+        """What `state_dict` saves of a site, as plain values; copies numbers to the host."""
+        return {
+            "factors": {index: float(f) for index, f in self.factors.items()},
+            "kept": None if self.held_log2_scale is None else int(self.held_log2_scale),
+            "amax": self.last_amax,
+            "ceiling": self.ceiling,
+            "reached": self.last_step,
+            "history": None if self.history is None else self.history.tolist(),
+            "log2_scale": None if self.log2_scale is None else int(self.log2_scale),
+        }
+
+    def load_plain(self, saved: Mapping[str, Any]) -> None:
+        """Take over what was saved, on the CPU, all but the held scale and its ceiling."""
+        for index, factor in saved["factors"].items():
+            self.factors[int(index)] = keep_memory_of(torch.tensor([factor], dtype=torch.float64, device="cpu"))
+        self.factors_on_host = dict(self.factors)
+        self.last_amax, self.last_step = saved["amax"], saved["reached"]
+        if saved["history"] is not None:
+            self.history = torch.tensor(saved["history"], dtype=torch.float64, device="cpu")
+        if saved.get("log2_scale") is not None:
+            self.log2_scale = torch.tensor([saved["log2_scale"]], device="cpu")
+
+
+class IncomingScale(NamedTuple):
+    """What a consumer of a tensor tells the tensor's site."""
+
+    log2_scale: Tensor  # the scale that the gradient from there asks for
+    is_new: bool  # whether it was chosen in this step, and is not a held one
+    must_measure: bool  # whether the product hides its operands, so that the gradient itself has to give the factor
+    sender: GradientSite | ProductEdge
+    amax: Tensor | None = None  # of the gradient from there, where it is known: with branches="original"
+
+
+class ProductEdge:
+    """One operand of a matrix product, and the sites that the operand's gradient reaches."""
+
+    __slots__ = ("channel", "index", "is_hidden", "other", "other_moments", "targets", "terms")
+
+    def __init__(self, targets: list[GradientSite], product: Product, index: int) -> None:
+        self.targets, self.terms, self.index = targets, product.terms, index
+        self.channel = product.channel
+        self.is_hidden = product.other is None
+        # autograd saves it for the backward pass anyway; released once its moments are known, if they are all it takes
+        self.other = None if product.other is None else product.other.detach()
+        self.other_moments: Tensor | None = None
+
+
+class GradientSite:
+    """One tensor of one forward pass whose gradient is rounded: where its scale comes from and where it goes."""
+
+    __slots__ = (
+        "dtype",
+        "graph_task",
+        "incoming",
+        "is_linked",
+        "is_selected",
+        "key",
+        "made_in",
+        "passes_on_to",
+        "predicted",
+        "products",
+        "role",
+        "spec",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        spec: RoundingSpec,
+        dtype: torch.dtype,
+        is_selected: bool,
+        is_linked: bool,
+        made_in: int,
+    ) -> None:
+        self.key, self.role, self.spec, self.dtype = (name, role), role, spec, dtype
+        self.is_selected = is_selected  # whether the products of its module are scaled
+        self.is_linked = is_linked  # whether it knows other sites; between updates none does
+        self.made_in = made_in  # the graph task in which a checkpoint ran this forward pass, or -1
+        self.products: list[ProductEdge] = []  # whose operands' gradients get a factor
+        self.predicted: list[int] = []  # the index of those whose factor is computed here
+        self.passes_on_to: list[GradientSite] = []  # sites that get its scale without a factor
+        self.incoming: list[IncomingScale] = []
+        self.graph_task = -1  # in which they came
+
+    def receive(self, graph_task: int, incoming: IncomingScale) -> None:
+        """Take the scale of one consumer. What an earlier, partial backward pass left is dropped."""
+        if self.graph_task != graph_task:
+            self.graph_task, self.incoming = graph_task, []
+        self.incoming.append(incoming)
