@@ -36,6 +36,7 @@ class _EmulatedForward:
         self.__code__ = getattr(forward, "__code__", None)  # torch.export asks where it is written
         scope = make_scope(self.name, self.policy, self.listeners)
         self._specs, self._float32 = scope.specs, scope.float32
+        self._wide: dict[str, None] = {}
 
     def _true_forward(self) -> Callable[..., Any]:
         """What `module.forward` would be without this: a method, a static one, or what a library put there."""
@@ -63,13 +64,19 @@ class _EmulatedForward:
         return getattr(self, name)
 
     @property
+    def wide(self) -> dict[str, None]:
+        """The operations whose results were float32 on purpose in the last call."""
+        return self._wide  # type: ignore[no-any-return]
+
+    @property
     def specs(self) -> RoleSpecs:
         return self._specs  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         specs = self.specs
         forward = self._true_forward()
-        scope = Scope(self.name, specs, self._float32, self.listeners, _replaced_parameters(self.module))
+        self._wide = {}  # of this call, the last one
+        scope = Scope(self.name, specs, self._float32, self.listeners, _replaced_parameters(self.module), self._wide)
         with entered(scope):
             return forward(*args, **kwargs)
 
@@ -188,13 +195,17 @@ class SummaryRow(NamedTuple):
     activation: str
     error: str
     weight_grad: str
+    wide: str = ""
 
 
 class Summary(list[SummaryRow]):
     """Rows of what is rounded where; prints as a table."""
 
     def __str__(self) -> str:
-        rows = [tuple(SummaryRow._fields), *self]
+        heads = tuple("float32 on purpose" if name == "wide" else name for name in SummaryRow._fields)
+        rows = [heads, *self]
+        if not any(row.wide for row in self):
+            rows = [row[:-1] for row in rows]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
@@ -205,7 +216,9 @@ class Summary(list[SummaryRow]):
 def summary(model: nn.Module) -> Summary:
     """What each module of a quantised model rounds to, by role; prints as a table.
 
-    Modules without operations of their own pass their formats on. Raises ValueError for a model not quantised.
+    Modules without operations of their own pass their formats on. One column more names the operations that ran in
+    float32 on purpose when the model was last called, such as `x.float().pow(2)`, if there were any.
+    Raises ValueError for a model that is not quantised.
 
     >>> print(summary(quantize(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "bf16")))
     module   type        weight             activation         error              weight_grad
@@ -217,7 +230,8 @@ def summary(model: nn.Module) -> Summary:
     rows = Summary()
     for forward in _emulated(model):
         words = [str(spec) if spec else "float32" for spec in forward.specs]
-        rows.append(SummaryRow(forward.name or "(model)", type(forward.module).__name__, *words))
+        name, kind = forward.name or "(model)", type(forward.module).__name__
+        rows.append(SummaryRow(name, kind, *words, wide=", ".join(forward.wide)))  # type: ignore[misc]
     if not rows:
         raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
     return rows

@@ -15,9 +15,16 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 
-__all__ = ["CAST_NAMES", "FACTORIES", "FACTORIES_LIKE", "asks_for_float32", "dtype_in", "is_float32_island"]
+__all__ = [
+    "CAST_NAMES",
+    "FACTORIES",
+    "FACTORIES_LIKE",
+    "asks_for_float32",
+    "autocast_depth",
+    "dtype_in",
+    "is_float32_island",
+]
 
 CAST_NAMES = frozenset("to type type_as float double".split())
 # Functions that make a tensor of nothing but sizes and numbers, and those that make one like another.
@@ -81,8 +88,18 @@ def _names_a_dtype(code: CodeType, last: int, function: str) -> bool:
     return False
 
 
-def is_float32_island(x: Tensor) -> bool:
-    """Whether the code runs where autocast was switched off: `with torch.autocast(..., enabled=False)`."""
+def autocast_depth() -> int:
+    """In how many `with torch.autocast(...)` blocks the code runs, of those that switch it on and those that do not."""
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    return depth > 0 and not torch.is_autocast_enabled(x.device.type)
+    return depth
+
+
+def is_float32_island(outer_depth: int) -> bool:
+    """Whether autocast was switched off since the depth was `outer_depth`: `with torch.autocast(..., enabled=False)`.
+
+    A checkpoint runs its forward again inside of such blocks of its own, which say nothing.
+    """
+    if autocast_depth() <= outer_depth:
+        return False
+    return not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))

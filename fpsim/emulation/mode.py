@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -19,12 +20,12 @@ from fpsim.autograd import is_plain, straight_through
 from fpsim.emulation import recurrent
 from fpsim.emulation.backward import BackwardRounding
 from fpsim.emulation.calls import LOOK_UPS, NARROWING, REFUSE, Action, Call, call_of, in_order
-from fpsim.emulation.casts import asks_for_float32, dtype_in
+from fpsim.emulation.casts import asks_for_float32, autocast_depth, dtype_in, is_float32_island
 from fpsim.emulation.marks import OF_A_WEIGHT, WIDE, format_of, is_roundable, mark, note_inference_write, writes_to
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.launch import round_memory_
 from fpsim.policy import FormatLike, as_policy
-from fpsim.spec import RoundingSpec
+from fpsim.spec import RoundingSpec, rounding_spec
 from fpsim.torch_internals import blind_to_modes, calibrate_holders, share_storage
 
 __all__ = ["Emulation", "emulate", "entered"]
@@ -35,6 +36,18 @@ _WIDE_DTYPES = (torch.float32, torch.float64)
 _decomposed: dict[Any, Callable[..., Any]] = {f: blind_to_modes(f) for f in (F.multi_head_attention_forward,)}
 
 
+FLOAT32 = rounding_spec("fp32")  # what an observer is told of a result that is float32 on purpose
+
+
+class _Rounds(Enum):
+    """Which operands of a call are brought into their formats."""
+
+    ALL = "all: of products, convolutions and normalisations, as autocast does"
+    ALL_BUT_WIDE = "all but those that are float32 on purpose, from which torch takes the number as it is"
+    WEIGHTS = "weights alone: values are moved, or the result is float32 on purpose"
+    NOTHING = "none: autocast was switched off here"
+
+
 class Emulation(TorchFunctionMode):
     """The emulated twin of `torch.autocast`: one per thread, with the scope of the module that runs."""
 
@@ -43,6 +56,7 @@ class Emulation(TorchFunctionMode):
         self.scope = scope
         # {original: {(its format, its gradient's): (version, rounded copy)}}: it does not keep the originals alive
         self._operands = WeakTensorKeyDictionary()
+        self._autocast_depth = autocast_depth()
         self._has_wide = False  # whether any tensor may be float32 on purpose; until then nothing is looked for
 
     def __torch_function__(
@@ -78,27 +92,31 @@ class Emulation(TorchFunctionMode):
             kwargs = {**kwargs, "max_norm": None}
         keeps_first = call.in_place or kwargs.get("inplace") is True
         target = kwargs.get("out", args[0] if keeps_first and args else None)
-        is_wide = self._is_wide_call(func, call, args, kwargs, target)
-        moves = call.action is Action.MOVE
+        moves, is_wide = call.action is Action.MOVE, self._is_wide_call(func, call, args, kwargs, target)
+        rounds = _Rounds.WEIGHTS if moves or is_wide else _Rounds.ALL
+        if self._has_wide and call.name not in NARROWING and not moves and not is_wide:
+            rounds = _Rounds.ALL_BUT_WIDE  # a scalar tensor, or what is added in place
+        if is_float32_island(self._autocast_depth):
+            is_wide = is_wide or not any(self._is_narrow(x) for x in _roundable_in(args, kwargs))
+            rounds = _Rounds.NOTHING if is_wide else rounds
         floats: list[Tensor] = []
-        weights_only = moves or is_wide
 
         new_args = tuple(
-            x if (i == 0 and keeps_first) or i in call.skip_positions else self._prepared(x, weights_only, floats)
+            x if (i == 0 and keeps_first) or i in call.skip_positions else self._prepared(x, rounds, floats)
             for i, x in enumerate(args)
         )
         new_kwargs = {
-            name: x if name in call.skip_names or name == "out" else self._prepared(x, weights_only, floats)
+            name: x if name in call.skip_names or name == "out" else self._prepared(x, rounds, floats)
             for name, x in kwargs.items()
         }
         operands = (*new_args, *in_order(new_kwargs)) if new_kwargs else new_args
         first = args[0] if keeps_first and args else None
-        if isinstance(first, Tensor) and not weights_only and call.action is not Action.SET_ITEM:
+        if isinstance(first, Tensor) and not is_wide and not moves and call.action is not Action.SET_ITEM:
             self._prepare_target(first)
         was_marked = format_of(first) if isinstance(first, Tensor) else None
         out = call(func, new_args, new_kwargs)
         if is_wide or (not floats and not isinstance(target, Tensor) and _are_integers(args)):
-            self._mark_results_wide(out)
+            self._let_results_be_wide(out, call)
             return out
         if call.action is Action.SET_ITEM:
             if was_marked and isinstance(first, Tensor):
@@ -125,7 +143,7 @@ class Emulation(TorchFunctionMode):
             return asks_for_float32(func, call.name, args, kwargs)
         if not self._has_wide:
             return False
-        tensors = [x for x in (*_tensors_in(args), *_tensors_in(tuple(kwargs.values()))) if is_roundable(x)]
+        tensors = _roundable_in(args, kwargs)
         if not tensors:
             return False
         if isinstance(target, Tensor):
@@ -135,11 +153,21 @@ class Emulation(TorchFunctionMode):
         dimensions = max(x.dim() for x in tensors)
         return any(format_of(x) == WIDE for x in tensors if x.dim() or not dimensions)
 
-    def _mark_results_wide(self, out: Any) -> None:
+    def _let_results_be_wide(self, out: Any, call: Call) -> None:
         """These results are float32 on purpose: they are not rounded, nor are their gradients."""
-        for x in _tensors_in(out):
-            if is_roundable(x):
-                self._mark_wide(x)
+        found = [x for x in _tensors_in(out) if is_roundable(x)]
+        for x in found:
+            self._mark_wide(x)
+        if call.action is not Action.MOVE and found:
+            site = self.scope.site(call.name)
+            self.scope.wide[call.name] = None
+            observer = self.scope.listeners.watching(site, "activation")
+            if observer is not None:
+                for x in found:
+                    observer(site, "activation", x.detach(), x.detach(), FLOAT32)
+
+    def _is_narrow(self, x: Tensor) -> bool:
+        return format_of(x) not in (None, WIDE)
 
     def _mark_wide(self, x: Tensor) -> None:
         self._has_wide = True
@@ -163,7 +191,7 @@ class Emulation(TorchFunctionMode):
 
     def _cast(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A cast, which moves values between float32 and the format where it changes no dtype of torch."""
-        x = self._operand(args[0], weights_only=True) if is_roundable(args[0]) else args[0]
+        x = self._operand(args[0], _Rounds.WEIGHTS) if is_roundable(args[0]) else args[0]
         out = call(func, (x, *args[1:]), kwargs)
         if not isinstance(out, Tensor) or not is_roundable(out):
             return out
@@ -177,21 +205,21 @@ class Emulation(TorchFunctionMode):
                 self._mark_wide(out)
             return out
         if format_of(x) == WIDE and out.dtype in _WIDE_DTYPES:
-            return self._operand(out, weights_only=False)
+            return self._operand(out, _Rounds.ALL)
         if is_roundable(x):
             self._carry_marks(out, [x], None, None)
         return out
 
-    def _prepared(self, x: Any, weights_only: bool, floats: list[Tensor]) -> Any:
+    def _prepared(self, x: Any, rounds: _Rounds, floats: list[Tensor]) -> Any:
         """An argument with its tensors in their formats, which are appended to `floats`."""
         # a method, not a closure: one that calls itself is a cycle, and kept every tensor until a collection
         if isinstance(x, Tensor):
             if not is_roundable(x):
                 return x
-            x = self._operand(x, weights_only)
+            x = self._operand(x, rounds)
             floats.append(x)
         elif type(x) in (list, tuple) and any(isinstance(item, Tensor) for item in x):
-            return type(x)([self._prepared(item, weights_only, floats) for item in x])
+            return type(x)([self._prepared(item, rounds, floats) for item in x])
         return x
 
     def _prepare_target(self, x: Tensor) -> None:
@@ -205,12 +233,14 @@ class Emulation(TorchFunctionMode):
             return found is not None
         return weight is not None and found == weight.text + OF_A_WEIGHT
 
-    def _operand(self, x: Tensor, weights_only: bool) -> Tensor:
+    def _operand(self, x: Tensor, rounds: _Rounds) -> Tensor:
         """`x` in its format: a parameter in the weights', anything else in the activations'."""
         specs = self.scope.specs
         is_weight = isinstance(x, nn.Parameter) or id(x) in self.scope.weights
         spec, backward = (specs.weight, specs.weight_grad) if is_weight else (specs.activation, specs.error)
-        if (spec is None and backward is None) or (weights_only and not is_weight):
+        if (spec is None and backward is None) or rounds is _Rounds.NOTHING:
+            return x
+        if not is_weight and (rounds is _Rounds.WEIGHTS or (rounds is _Rounds.ALL_BUT_WIDE and format_of(x) == WIDE)):
             return x
         if self._is_in_format(x, spec):
             return x
@@ -227,7 +257,7 @@ class Emulation(TorchFunctionMode):
     ) -> Tensor:
         site = self.scope.site(role)
         if not is_plain(x):
-            return self._straight_through(x, spec, backward)
+            return self._straight_through(x, spec, backward, keep_masks=role == "activation")
         rounded = x.clone()
         if spec is not None:
             round_memory_(rounded, spec, keep_masks=role == "activation")
@@ -255,7 +285,9 @@ class Emulation(TorchFunctionMode):
                 if x.is_floating_point():
                     mark(x, only)
 
-    def _straight_through(self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None) -> Tensor:
+    def _straight_through(
+        self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None, keep_masks: bool = True
+    ) -> Tensor:
         """Round under a transform or a tracer."""
         if self.scope.listeners.scaling is not None and backward is not None:
             raise NotImplementedError(
@@ -263,7 +295,10 @@ class Emulation(TorchFunctionMode):
                 f"torch.compile or a transform of torch.func. Possible: loss.backward() and torch.autograd.grad. "
                 f"Detach the scaling first, or leave the transform away."
             )
-        return straight_through(x, spec, backward)
+        rounded = straight_through(x, spec, backward)
+        if spec is None or not keep_masks:
+            return rounded
+        return torch.where(x.abs() == torch.finfo(x.dtype).max, x, rounded)  # masks, as launch.mask_of
 
     def _round_results(self, out: Any, call: Call, operands: tuple[Any, ...], floats: list[Tensor], target: Any) -> Any:
         """`out` with its tensors rounded; target: what the call was told to write to, if anything."""
@@ -338,6 +373,10 @@ def _tensors_in(out: Any) -> Iterator[Tensor]:
     elif isinstance(out, tuple | list):
         for item in out:
             yield from _tensors_in(item)
+
+
+def _roundable_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [x for x in (*_tensors_in(args), *_tensors_in(tuple(kwargs.values()))) if is_roundable(x)]
 
 
 def _are_integers(args: tuple[Any, ...]) -> bool:

@@ -75,9 +75,10 @@ class Scope:
     float32: operations whose results are not rounded.
     listeners: those of the model.
     weights: the id of each tensor that stands in for a parameter.
+    wide: gathers the operations whose results were float32 on purpose, in the order they came.
     """
 
-    __slots__ = ("counts", "float32", "listeners", "name", "specs", "weights")
+    __slots__ = ("counts", "float32", "listeners", "name", "specs", "weights", "wide")
 
     def __init__(
         self,
@@ -86,8 +87,10 @@ class Scope:
         float32: tuple[str, ...],
         listeners: Listeners,
         weights: Collection[int] = (),
+        wide: dict[str, None] | None = None,
     ) -> None:
         self.name, self.specs, self.float32, self.listeners, self.weights = name, specs, float32, listeners, weights
+        self.wide: dict[str, None] = {} if wide is None else wide
         self.counts: dict[str, int] = {}
 
     def site(self, operation: str) -> str:
