@@ -33,6 +33,7 @@ RANKS = {
     "fpsim.codes": 9,
     "fpsim.policy": 8,
     "fpsim.emulation.recurrent": 8,
+    "fpsim.emulation.casts": 8,
     "fpsim.emulation.marks": 8,
     "fpsim.emulation.scope": 9,
     "fpsim.emulation.calls": 10,

@@ -86,11 +86,10 @@ def test_forward_and_backward_are_finite_and_in_the_format(name: str, fmt: str) 
 # What is not a value of the format when the forward pass is over, as module class and ATen operation, and why that is
 # right. Everything else is.
 STATISTICS = "the statistics that a normalisation saves for its backward stay float32"
-BORDER = "inside a normalisation written in Python, which computes in float32 and is rounded at its border"
-POSITIONS = "angles computed from positions, rounded where they enter the computation"
+ISLAND = "code that asks for float32"
 LOSS = "inside cross_entropy, a loss that is rounded at its border"
 OUTSIDE = "a parameter or input before it is rounded, under another name"
-MASK = "an additive mask, rounded where it is added"
+MASK = "an additive mask, which every format lets pass"
 ANYWHERE = {
     "detach": OUTSIDE,
     "scalar_tensor": MASK,
@@ -101,8 +100,12 @@ ANYWHERE = {
 IN_MODULES = {
     "LayerNorm.native_layer_norm": STATISTICS,
     "BatchNorm2d.native_batch_norm": STATISTICS,
-    **{f"LlamaRMSNorm.{op}": BORDER for op in ("pow", "mean", "add", "rsqrt", "mul")},
-    "LlamaRotaryEmbedding._to_copy": POSITIONS,
+    **{f"LlamaRMSNorm.{op}": ISLAND for op in ("clone", "pow", "mean", "add", "rsqrt", "mul")},
+    **{f"LlamaRotaryEmbedding.{op}": ISLAND for op in ("_to_copy", "clone", "bmm", "cat", "cos", "sin", "mul")},
+    "LlamaAttention._softmax": ISLAND,
+    "ViTAttention._softmax": ISLAND,
+    **dict.fromkeys(("GPT2Model.where", "BertModel.where", "LlamaModel.where"), MASK),
+    **{f"{name}.add": MASK for name in ("GPT2Attention", "LlamaAttention", "BertSelfAttention")},
 }
 
 

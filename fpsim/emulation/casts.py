@@ -7,7 +7,7 @@ the format or not. Both calls give torch the same argument; only the code that c
 from __future__ import annotations
 
 import dis
-import sys
+import inspect
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -64,7 +64,7 @@ def asks_for_float32(function: Callable[..., Any], name: str, args: tuple[Any, .
     dtype = dtype_in(args, kwargs)
     if dtype not in _WIDE:
         return False
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None and _is_between(frame.f_code.co_filename):
         frame = frame.f_back
     return frame is not None and _names_a_dtype(frame.f_code, frame.f_lasti, getattr(function, "__name__", name))
