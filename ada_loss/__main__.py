@@ -43,7 +43,7 @@ def _said_in_words(again: str = "") -> Iterator[None]:
 
     again: what is said beside, where work was stopped and can go on.
     """
-    from ada_loss.lab.store import Damaged
+    from ada_loss.lab.sweep.ledger import Damaged
 
     try:
         yield
@@ -84,8 +84,8 @@ def sweep(
     Run it again to go on where it was stopped. An option given here wins over the file.
     """
     with _said_in_words():
-        from ada_loss.lab.config import read_sweep
-        from ada_loss.lab.sweep import sweep as run
+        from ada_loss.lab.sweep.config import read_sweep
+        from ada_loss.lab.sweep.driver import sweep as run
 
         given = {"workers": workers, "engine": engine, "seeds": seeds, "time_limit": time_limit}
         given |= {"device": device, "out": None if out is None else str(out), "retry_failed": retry_failed or None}
@@ -105,7 +105,7 @@ def resume(
 ) -> None:
     """Go on with a sweep that was stopped, from its folder alone."""
     with _said_in_words():
-        from ada_loss.lab.sweep import resume as run
+        from ada_loss.lab.sweep.driver import resume as run
 
         options: dict[str, Any] = {"engine": engine, "time_limit": time_limit, "retry_failed": retry_failed}
         options |= {"workers": 1 if workers is None else workers, "device": device or "cpu"}
@@ -158,7 +158,7 @@ def search(
     command = shlex.join(["ada-loss", *sys.argv[1:]])
     with _said_in_words(f" Go on with: {command}"):
         from ada_loss.lab.files import strict_json
-        from ada_loss.lab.search import search as run
+        from ada_loss.lab.studies.search import search as run
 
         found = run(
             task,
@@ -194,7 +194,7 @@ def _number_or_name(word: str) -> float | str:
 def status(out: Out, as_json: AsJson = False) -> None:
     """How far a sweep is. Safe while it runs."""
     with _said_in_words():
-        from ada_loss.lab.store import Ledger  # not Results: no torch, so it answers at once
+        from ada_loss.lab.sweep.ledger import Ledger  # not Results: no torch, so it answers at once
 
         with Ledger(out / "ledger.sqlite", readonly=True) as ledger:
             counts, seconds, failed = ledger.counts(), ledger.seconds(), ledger.rows("failed")
@@ -222,7 +222,7 @@ def table(
 ) -> None:
     """Mean and standard deviation over the seeds, as a table."""
     with _said_in_words():
-        from ada_loss.lab.results import Results
+        from ada_loss.lab.results.results import Results
 
         chosen = dict(_pair(word) for word in where or [])
         found = Results(out).table(rows, columns, metric, chosen)
@@ -246,7 +246,7 @@ def report(
 ) -> None:
     """One HTML file with the tables, the pictures and every cell; it needs no network."""
     with _said_in_words():
-        from ada_loss.lab.results import Results
+        from ada_loss.lab.results.results import Results
 
         print(Results(out).report(to, question=question))
 
@@ -276,8 +276,8 @@ def inspect(
 ) -> None:
     """What rounds to what in a model: its modules, and for a task every site of one training step."""
     with _said_in_words():
-        from ada_loss.lab.describe import describe
         from ada_loss.lab.files import strict_json
+        from ada_loss.lab.studies.describe import describe
 
         found = describe(model, fmt)
         print(strict_json(found.as_dict()) if as_json else found)
@@ -296,9 +296,9 @@ def depth(
         import torch
         from tqdm.auto import tqdm
 
-        from ada_loss.lab.depth import COLUMNS, GAINS, METHODS, depth_table, depth_trial
         from ada_loss.lab.files import csv_bytes, write_atomically
-        from ada_loss.lab.plots import figure_bytes, plot_depth
+        from ada_loss.lab.results.figures import figure_bytes, plot_depth
+        from ada_loss.lab.studies.depth import COLUMNS, GAINS, METHODS, depth_table, depth_trial
 
         torch.set_num_threads(1)
         with tqdm(total=3 * len(GAINS) * len(METHODS), unit="backward") as bar:

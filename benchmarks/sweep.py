@@ -16,13 +16,13 @@ from typing import Any
 
 from report import RESULTS, Report, machine, paired, save
 
-from ada_loss.lab.cells import plan
-from ada_loss.lab.config import read_sweep
-from ada_loss.lab.engines import open_engine
-from ada_loss.lab.store import Ledger
-from ada_loss.lab.sweep import sweep
+from ada_loss.lab.sweep.cells import plan
+from ada_loss.lab.sweep.config import read_sweep
+from ada_loss.lab.sweep.driver import sweep
+from ada_loss.lab.sweep.engines import open_engine
+from ada_loss.lab.sweep.ledger import Ledger
 from ada_loss.lab.tasks import digits
-from ada_loss.lab.train import train
+from ada_loss.lab.training.loop import train
 
 TESTS = str(Path(__file__).parents[1] / "tests")
 TINY = "sweep_tasks:tiny"  # a logistic regression of 8 points

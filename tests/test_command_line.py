@@ -17,9 +17,9 @@ import pytest
 import typer
 
 from ada_loss.__main__ import app
-from ada_loss.lab.search import ROLES, search
-from ada_loss.lab.store import Ledger
-from ada_loss.lab.sweep import sweep
+from ada_loss.lab.studies.search import ROLES, search
+from ada_loss.lab.sweep.driver import sweep
+from ada_loss.lab.sweep.ledger import Ledger
 
 CONFIG = """
 task: sweep_tasks:tiny

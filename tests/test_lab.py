@@ -10,7 +10,8 @@ import torch
 import fpsim
 from ada_loss.lab.files import write_atomically
 from ada_loss.lab.tasks import digits
-from ada_loss.lab.train import train, underflow_share
+from ada_loss.lab.training.loop import train
+from ada_loss.lab.training.run import underflow_share
 
 
 def test_a_seed_gives_the_same_training_bit_for_bit() -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ada_loss.lab.depth import GAINS, depth_table, depth_trial, relu_network
-from ada_loss.lab.plots import figure_bytes, plot_depth, plot_scales
-from ada_loss.lab.sweep import sweep
+from ada_loss.lab.results.figures import figure_bytes, plot_depth, plot_scales
+from ada_loss.lab.studies.depth import GAINS, depth_table, depth_trial, relu_network
+from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.tasks import deep_digits
-from ada_loss.lab.train import make_scaling, train
+from ada_loss.lab.training.loop import train
+from ada_loss.lab.training.methods import make_scaling
 from ada_loss.scalers import GradScaler
 from fpsim import Policy, quantize
 

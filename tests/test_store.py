@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ada_loss.lab.store import SCHEMA_VERSION, Ledger
+from ada_loss.lab.sweep.ledger import SCHEMA_VERSION, Ledger
 
 
 @pytest.fixture

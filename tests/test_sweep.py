@@ -25,15 +25,15 @@ import psutil
 import pytest
 import sweep_tasks
 
-from ada_loss.lab.config import read_sweep
-from ada_loss.lab.engines import open_engine, require_known, require_memory
-from ada_loss.lab.limits import TimeLimit, within_time
-from ada_loss.lab.results import Results
-from ada_loss.lab.store import Ledger
-from ada_loss.lab.sweep import SweepStopped, resume, sweep
+from ada_loss.lab.results.results import Results
+from ada_loss.lab.sweep.config import read_sweep
+from ada_loss.lab.sweep.driver import SweepStopped, resume, sweep
+from ada_loss.lab.sweep.engines import open_engine, require_known, require_memory
+from ada_loss.lab.sweep.ledger import Ledger
+from ada_loss.lab.sweep.limits import TimeLimit, within_time
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["ada_loss.lab.sweep"])
+PROCESSES.set_forkserver_preload(["ada_loss.lab.sweep.driver"])
 
 
 def small(out: Path, task: Any = "sweep_tasks:tiny", **options: Any) -> Results:
@@ -494,7 +494,7 @@ def test_threads_of_one_process_do_not_disturb_each_other(tmp_path: Path) -> Non
 def test_a_script_without_a_main_guard_is_told_what_to_do(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(
-        "from ada_loss.lab.sweep import sweep\n"
+        "from ada_loss.lab.sweep.driver import sweep\n"
         f"sweep('sweep_tasks:tiny', ['fp16'], workers=2, out={str(tmp_path / 'out')!r}, show_progress=False)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 import fpsim
-from ada_loss.lab.cells import telemetry
+from ada_loss.lab.sweep.telemetry import telemetry
 from ada_loss.lab.tasks import Task, digits
-from ada_loss.lab.train import Run, Stopped, _State, train
+from ada_loss.lab.training.loop import _State, train
+from ada_loss.lab.training.run import Run, Stopped
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["ada_loss.lab.train", "sklearn.datasets"])
+PROCESSES.set_forkserver_preload(["ada_loss.lab.training.loop", "sklearn.datasets"])
 BATCHES = 22  # of 64 in an epoch of 1,347 images
 
 
@@ -312,8 +313,8 @@ def test_a_checkpoint_with_what_this_version_does_not_know_is_left_aside(
     path, task = tmp_path / "cell.pt", digits()
     with monkeypatch.context() as newer:
         state = type("_NewState", (_State,), {"__module__": _State.__module__})
-        newer.setattr("ada_loss.lab.train._NewState", state, raising=False)
-        newer.setattr("ada_loss.lab.train._State", state)
+        newer.setattr("ada_loss.lab.training.loop._NewState", state, raising=False)
+        newer.setattr("ada_loss.lab.training.loop._State", state)
         interrupted(path, task)
     with pytest.warns(UserWarning, match="cannot be read"):
         assert train(task, steps=3, checkpoint=path).losses == train(task, steps=3).losses
@@ -334,7 +335,7 @@ def test_a_checkpoint_of_another_beginning_is_left_aside(
     }[what]
     interrupted(path, task)
     if what == "version":
-        monkeypatch.setattr("ada_loss.lab.train.versions", lambda: {"torch": "9.0"})
+        monkeypatch.setattr("ada_loss.lab.training.loop.versions", lambda: {"torch": "9.0"})
     with pytest.warns(UserWarning, match="is of another training"):
         assert train(other, steps=3, checkpoint=path).losses == train(other, steps=3).losses
 

@@ -15,18 +15,15 @@ import torch
 from torch import Tensor, nn
 
 import fpsim
-from ada_loss.lab.checkpoints import Checkpoints
 from ada_loss.lab.environment import versions
 from ada_loss.lab.tasks import Task
-from ada_loss.layerwise import AdaLossScaled
-from ada_loss.rules import LAYER_RULES, SYSTEMS, loss_rule
+from ada_loss.lab.training.checkpoints import Checkpoints
+from ada_loss.lab.training.methods import make_scaling
+from ada_loss.lab.training.run import Run, Stopped
 from ada_loss.scalers import GradScaler
-from fpsim import ops
-from fpsim.model import round_parameters_
-from fpsim.policy import FormatLike
-from fpsim.statistics import Recording
+from fpsim import FormatLike, Recording, round_parameters_
 
-__all__ = ["AT_LEAST", "CHOICES", "Run", "Stopped", "make_scaling", "scales_by_layer", "train", "underflow_share"]
+__all__ = ["AT_LEAST", "CHOICES", "train"]
 
 CHOICES = {
     "optimizer": ("sgd", "adam", "adamw"),
@@ -35,85 +32,9 @@ CHOICES = {
     "accumulation": ("float32", "float64"),
 }
 AT_LEAST = {"epochs": 1, "batch_size": 1, "micro_batches": 1}  # 0 for other numbers
-DYNAMIC = tuple(name for name, rule in SYSTEMS.items() if rule.dynamic and name != "jmp")  # jmp has no first scale
 HISTORY = 20  # points of the tallies' history in a long run
 SAMPLES = 5  # of a site, between two points at least: a point takes 3 ms
 EVALUATED = 256  # samples at once
-
-
-@dataclass(frozen=True)
-class Run:
-    """What came out of one training.
-
-    metrics: on the test data. losses, scales: of every step, the loss scale before it. skipped_steps: those at which a
-    gradient was not finite. rows: the tallies of its sites. history: the tallies up to a step, for some 20 steps of a
-    long run: (steps so far, rows). layer_scales: at the same steps, with adaptive scaling, (steps so far, {site:
-    log2_scale of its gradient}). evaluations: (steps so far, metrics). seconds: of training.
-    """
-
-    metrics: dict[str, float]
-    losses: list[float]
-    rows: list[dict[str, Any]]
-    seconds: float
-    scales: list[float]
-    skipped_steps: list[int]
-    history: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
-    layer_scales: list[tuple[int, dict[str, int]]] = field(default_factory=list)
-    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-
-    @property
-    def skipped(self) -> int:
-        """How many steps were skipped."""
-        return len(self.skipped_steps)
-
-
-class Stopped(FloatingPointError):
-    """A training that its loss rule stopped, since its scale cannot fall further; run: what came out until then."""
-
-    def __init__(self, message: str, run: Run) -> None:
-        super().__init__(message)
-        self.run = run
-
-
-def underflow_share(rows: Sequence[dict[str, Any]], role: str = "error") -> float:
-    """Share of the non-zero elements of a role's tensors that became zero when they were rounded.
-
-    >>> underflow_share([{"role": "error", "nonzero": 8, "underflow": 2}])
-    0.25
-    """
-    chosen = [row for row in rows if row["role"] == role]
-    nonzero = sum(row["nonzero"] for row in chosen)
-    return sum(row["underflow"] for row in chosen) / nonzero if nonzero else 0.0
-
-
-def scales_by_layer(method: str | float) -> bool:
-    """Whether a method, in the words of `make_scaling`, gives each layer a scale of its own."""
-    return isinstance(method, str) and method.partition(" ")[0] in ("adaptive", *LAYER_RULES)
-
-
-def make_scaling(method: str | float, model: nn.Module) -> tuple[GradScaler, AdaLossScaled | None]:
-    """A loss scaler, and adaptive scaling attached to the quantised model where the method asks for it.
-
-    method: "none"; a number, that scale throughout; a loss rule's name ("torch", "nnabla", ...) with its system's
-    defaults; "adaptive", or a layer rule's name ("approx_range", "exact", ...), with " normal" behind it to keep
-    gradients above the smallest normal number. A step with a gradient that is not finite is skipped under each of
-    them, so that they are compared on one footing.
-    """
-    constant = 1.0
-    adaptive = None
-    if isinstance(method, str):
-        if method in DYNAMIC:
-            return GradScaler(method), None
-        name, _, u_min = method.partition(" ")
-        if method != "none":
-            if not scales_by_layer(method) or u_min not in ("", "normal"):
-                known = ", ".join(["none", "a number", "adaptive", *LAYER_RULES, *DYNAMIC])
-                raise ValueError(f"Unknown scaling method {method!r}. Known: {known}.")
-            rule = "approx_range" if name == "adaptive" else name
-            adaptive = AdaLossScaled(model, rule=rule, u_min=u_min or "smallest")
-    else:
-        constant = float(method)
-    return GradScaler(loss_rule("static", scale=constant, skip_overflow=True)), adaptive
 
 
 @dataclass
@@ -214,7 +135,7 @@ def train(
     points = max(SAMPLES * record_every, total // HISTORY)
     with (
         torch.random.fork_rng(devices=cards),
-        ops.noise_of_torch(),  # of its own stream neither a seed nor a checkpoint knows
+        fpsim.noise_of_torch(),  # of its own stream neither a seed nor a checkpoint knows
         adaptive or nullcontext(),
     ):
         torch.manual_seed(seed)  # the noise of stochastic rounding

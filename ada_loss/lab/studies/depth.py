@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fpsim
-from ada_loss.lab.plots import method_words
-from ada_loss.lab.train import underflow_share
+from ada_loss.lab.results.figures import method_words
+from ada_loss.lab.training.run import underflow_share
 from ada_loss.layerwise import AdaLossScaled
 from ada_loss.rules import LAYER_RULES, loss_rule
 

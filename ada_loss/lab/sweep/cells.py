@@ -5,30 +5,29 @@ from __future__ import annotations
 import difflib
 import hashlib
 import inspect
-import io
 import itertools
 import json
 import math
-import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import fpsim
-from ada_loss.lab.tasks import Task, find_task
-from ada_loss.lab.train import AT_LEAST, CHOICES, Run, Stopped, make_scaling, train, underflow_share
-from fpsim import Policy
-from fpsim.policy import ROLES
+from ada_loss.lab.sweep.identity import MakeTask, task_of
+from ada_loss.lab.sweep.telemetry import npz, telemetry
+from ada_loss.lab.tasks import find_task
+from ada_loss.lab.training.loop import AT_LEAST, CHOICES, train
+from ada_loss.lab.training.methods import make_scaling
+from ada_loss.lab.training.run import Stopped, underflow_share
+from fpsim import ROLES, Policy
 
-__all__ = ["Cell", "plan", "run_cell", "task_of"]
+__all__ = ["Cell", "label", "plan", "run_cell"]
 
-MakeTask = Callable[[int], Task]
 SET_BY_THE_SWEEP = ("scaling", "seed", "device", "checkpoint", "checkpoint_seconds", "progress")
 OPTIONS = {
     name: parameter.default
@@ -132,97 +131,6 @@ def _require_different(cells: Sequence[Cell]) -> None:
         seen.add(cell.id)
 
 
-def task_of(task: str | MakeTask) -> str:
-    """What a task is called in a configuration; a function that cannot be imported has a hash behind it.
-
-    It is the hash of its source and of what that takes from around it and has for defaults: numbers, words, tensors,
-    arrays, lists, tuples and mappings of them, functions and classes of the same notebook or script. Other objects,
-    such as a module that was trained there, are not looked at. Raises TypeError for what is no function.
-    """
-    if isinstance(task, str):
-        find_task(task)
-        return task
-    name = f"{getattr(task, '__module__', '')}:{getattr(task, '__qualname__', '')}"
-    module = sys.modules.get(name.partition(":")[0])
-    if not name.startswith("__main__:") and getattr(module, name.partition(":")[2], None) is task:
-        return name
-    if not inspect.isfunction(task):  # the arguments of a partial or a method are in no name
-        raise TypeError(
-            f"task came as {type(task).__name__}. Possible: a name, 'module:function', or a function. "
-            f"Write one around it: def mine(seed): return make(seed, ...)."
-        )
-    return name + "@" + hashlib.sha256("\n".join(_sources(task, task.__module__, set())).encode()).hexdigest()[:8]
-
-
-def _sources(thing: Any, module: str, seen: set[int]) -> Iterator[str]:
-    """The source of a function or class, then of what it takes from around it."""
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    try:
-        yield inspect.getsource(thing)
-    except (OSError, TypeError):
-        yield repr(getattr(getattr(thing, "__code__", None), "co_code", thing.__qualname__))
-    for name, value in sorted((_around(thing) if inspect.isfunction(thing) else _held(thing)).items()):
-        yield from _words(name, value, module, seen)
-
-
-def _around(function: Any) -> dict[str, Any]:
-    """The names a function takes from around it, those of functions inside it too, and its defaults."""
-    codes, names = [function.__code__], set()
-    for code in codes:  # which grows
-        names |= {*code.co_names}
-        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
-    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-    return {
-        **{name: value for name, value in function.__globals__.items() if name in names},
-        **inspect.getclosurevars(function).nonlocals,
-        **{f"{p.name}=": p.default for p in parameters if p.default is not p.empty},
-    }
-
-
-def _held(cls: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(cls).items() if inspect.isfunction(value) or not name.startswith("__")}
-
-
-def _words(name: str, value: Any, module: str, seen: set[int]) -> Iterator[str]:
-    """What is known of a value, in words that are the same in every process; nothing for other objects."""
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        value = value.tolist()  # its bytes are addresses
-    elif isinstance(value, torch.Tensor) and value.is_nested:
-        value = value.unbind()  # it has no shape
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        yield f"{name} = {_digest(value)}"
-    elif _is_plain(value):
-        yield f"{name} = {value!r}"
-    elif isinstance(value, list | tuple | dict):
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            place = repr(key) if _is_plain(key) else type(key).__name__
-            yield from _words(f"{name}[{place}]", part, module, seen)
-    elif (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module:
-        yield from _sources(value, module, seen)
-
-
-def _digest(data: Any) -> str:
-    """Element type, shape and the hash of the bytes of an array or a tensor, wherever it lies."""
-    words = f"{data.dtype} {tuple(data.shape)}"
-    if isinstance(data, torch.Tensor):
-        if data.is_meta:
-            return words
-        flat = data.detach().to_dense().cpu().resolve_conj().resolve_neg().flatten().contiguous()
-        data = flat.view(torch.uint8).numpy()  # NumPy has no bfloat16
-    return f"{words} {hashlib.sha256(data.tobytes()).hexdigest()}"
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether its repr is the same in every process."""
-    if isinstance(value, dict):
-        value = [*value.items()]
-    return (
-        all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, int | float | str | None)
-    )
-
-
 def _seeds(seeds: int | Sequence[int]) -> Sequence[int]:
     if isinstance(seeds, int) and not isinstance(seeds, bool):
         return range(seeds)
@@ -322,44 +230,4 @@ def run_cell(
     diverged = error is not None or not run.losses or not math.isfinite(run.losses[-1])
     result = {"metrics": run.metrics, "seconds": run.seconds, "diverged": diverged, "skipped": run.skipped}
     result |= {"underflow": underflow_share(run.rows) if run.rows else None, "error": error}
-    return result, _npz(telemetry(run))
-
-
-def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
-    """The arrays of a run's file.
-
-    losses, scales: (steps,), the loss of each step and the loss scale before it. skipped: the steps at which a gradient
-    was not finite. evaluations.steps, evaluations.NAME: (evaluations,), test metrics on the way. With a recording also,
-    for its sites in the order of the forward pass: sites.NAME, (sites,), each column of the tallies; history.steps,
-    (points,), and history.NAME, (points, sites): the counts up to those steps of elements, nonzero, underflow and
-    overflow. With adaptive scaling then too: layers.steps, (points,), layers.site, (layers,), layers.log2_scale,
-    (points, layers), NaN where a layer had no gradient.
-    """
-    arrays = {"losses": np.array(run.losses), "scales": np.array(run.scales), "skipped": np.array(run.skipped_steps)}
-    if run.evaluations:
-        arrays["evaluations.steps"] = np.array([step for step, _ in run.evaluations])
-        for name in run.metrics:
-            arrays[f"evaluations.{name}"] = np.array([metrics[name] for _, metrics in run.evaluations])
-    if run.layer_scales:
-        sites = [*dict.fromkeys(site for _, scales in run.layer_scales for site in scales)]
-        arrays["layers.steps"] = np.array([step for step, _ in run.layer_scales])
-        arrays["layers.site"] = np.array(sites)
-        grid = [[scales.get(site, math.nan) for site in sites] for _, scales in run.layer_scales]
-        arrays["layers.log2_scale"] = np.array(grid)
-    if run.rows:
-        arrays |= {f"sites.{name}": np.array([row[name] for row in run.rows]) for name in run.rows[0]}
-        arrays["history.steps"] = np.array([step for step, _ in run.history])
-        places = {(row["site"], row["role"], row["rounding"], row["format"]): i for i, row in enumerate(run.rows)}
-        for name in ("count", "nonzero", "underflow", "overflow"):
-            counts = np.zeros((len(run.history), len(run.rows)), dtype=np.int64)
-            for i, (_, rows) in enumerate(run.history):
-                for row in rows:
-                    counts[i, places[row["site"], row["role"], row["rounding"], row["format"]]] = row[name]
-            arrays[f"history.{'elements' if name == 'count' else name}"] = counts
-    return arrays
-
-
-def _npz(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
-    content = io.BytesIO()
-    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
-    return content.getvalue()
+    return result, npz(telemetry(run))

@@ -10,7 +10,7 @@ from torch import nn
 
 import fpsim
 from ada_loss.lab.tasks import TASKS, Task, find_task
-from fpsim.policy import FormatLike
+from fpsim import FormatLike
 
 __all__ = ["Description", "describe"]
 

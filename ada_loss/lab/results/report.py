@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ada_loss.lab.cells import label
 from ada_loss.lab.files import write_atomically
-from ada_loss.lab.plots import figure_bytes
+from ada_loss.lab.results.figures import figure_bytes
+from ada_loss.lab.sweep.cells import label
 
 __all__ = ["write_report"]
 
@@ -33,7 +33,7 @@ def write_report(results: Any, path: Path, question: str | None = None) -> Path:
     if not results.cells:
         raise ValueError(f"{results!r} has nothing to report. Run the sweep first.")
     environment = Environment(
-        loader=PackageLoader("ada_loss.lab", "."),
+        loader=PackageLoader("ada_loss.lab.results", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ada_loss.lab.cells import label
+from ada_loss.lab.sweep.cells import label
 
 __all__ = ["TRACKERS", "MLflow", "TensorBoard", "Tracker", "make_trackers"]
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import fpsim
-from ada_loss.lab.cells import MakeTask, plan
-from ada_loss.lab.engines import open_engine
-from ada_loss.lab.results import SHARES, Results, heading, mean_and_deviation
-from ada_loss.lab.sweep import sweep
+from ada_loss.lab.results.results import Results
+from ada_loss.lab.results.table import SHARES, heading, mean_and_deviation
+from ada_loss.lab.sweep.cells import plan
+from ada_loss.lab.sweep.driver import sweep
+from ada_loss.lab.sweep.engines import open_engine
+from ada_loss.lab.sweep.identity import MakeTask
 from fpsim import Policy
 
 __all__ = ["ROLES", "SearchResult", "search"]

@@ -20,8 +20,12 @@ from typing import Any
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
-from ada_loss.lab.cells import Cell, MakeTask, plan, run_cell
-from ada_loss.lab.engines import (
+from ada_loss.lab.environment import environment
+from ada_loss.lab.files import write_atomically
+from ada_loss.lab.results.results import Results
+from ada_loss.lab.results.trackers import Tracker, make_trackers
+from ada_loss.lab.sweep.cells import Cell, plan, run_cell
+from ada_loss.lab.sweep.engines import (
     Engine,
     keep_freed_memory,
     open_engine,
@@ -29,13 +33,10 @@ from ada_loss.lab.engines import (
     require_known,
     require_memory,
 )
-from ada_loss.lab.environment import environment
-from ada_loss.lab.files import write_atomically
-from ada_loss.lab.limits import GRACE, TimeLimit, within_time
-from ada_loss.lab.results import Results
-from ada_loss.lab.store import CannotWrite, Ledger
+from ada_loss.lab.sweep.identity import MakeTask
+from ada_loss.lab.sweep.ledger import CannotWrite, Ledger
+from ada_loss.lab.sweep.limits import GRACE, TimeLimit, within_time
 from ada_loss.lab.tasks import find_task
-from ada_loss.lab.tracking import Tracker, make_trackers
 
 __all__ = ["SweepStopped", "resume", "sweep"]
 

@@ -11,11 +11,11 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from ada_loss.lab.sweep import sweep
+from ada_loss.lab.sweep.driver import sweep
 
 __all__ = ["SHIPPED", "read_sweep"]
 
-SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent / "sweeps").glob("*.yaml"))}
+SHIPPED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 KEYS = [name for name in inspect.signature(sweep).parameters if name != "show_progress"]
 REQUIRED = ("task", "formats")
 

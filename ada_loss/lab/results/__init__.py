@@ -1,0 +1,1 @@
+"""What a sweep gave: rows, tables, figures, the report, and trackers."""

@@ -1,0 +1,135 @@
+"""A table of a sweep: a metric by two columns, mean and deviation over the cells."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ada_loss.lab.files import csv_bytes, strict_json
+
+__all__ = ["SHARES", "Table", "heading", "mean_and_deviation"]
+
+SHARES = ("accuracy", "underflow")  # metrics that are shown in %
+
+
+class Table:
+    """A metric by two columns: means, standard deviations, and how many cells they are of."""
+
+    def __init__(
+        self,
+        rows: str,
+        columns: str,
+        metric: str,
+        down: Sequence[str],
+        across: Sequence[str],
+        places: dict[tuple[str, str], list[float]],
+        where: Mapping[str, str] | None = None,
+    ) -> None:
+        self.rows, self.columns, self.metric, self.where = rows, columns, metric, dict(where or {})
+        self.down, self.across, self.places = list(down), list(across), places
+
+    def mean(self, row: str, column: str) -> float:
+        """NaN where a cell is NaN, or where there is none."""
+        values = self.places.get((row, column))
+        return statistics.fmean(values) if values else math.nan
+
+    def deviation(self, row: str, column: str) -> float:
+        """The standard deviation of the sample; NaN for less than two cells."""
+        values = self.places.get((row, column), [])
+        return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
+
+    def text(self, row: str, column: str, plus_minus: str = " ± ") -> str:
+        """A place in words: fractions in %, "-" where nothing is."""
+        if (row, column) not in self.places:
+            return "-"
+        return mean_and_deviation(self.metric, self.mean(row, column), self.deviation(row, column), plus_minus)
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the metric is shown in %."""
+        return self.metric in SHARES
+
+    @property
+    def title(self) -> str:
+        words = [heading(self.metric), *(f"{name} {value}" for name, value in self.where.items())]
+        return ", ".join(words)
+
+    def to(self, kind: str) -> str:
+        """As "markdown", "latex", "csv" or "json"."""
+        writers = {"markdown": self.to_markdown, "latex": self.to_latex, "csv": self.to_csv, "json": self.to_json}
+        if kind not in writers:
+            raise ValueError(f"Unknown kind of table {kind!r}. Possible: {', '.join(writers)}.")
+        return writers[kind]()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """A line for each place: row, column, mean, standard deviation, cells; fractions between 0 and 1."""
+        names = (self.rows, self.columns, f"{self.metric} mean", f"{self.metric} deviation", "cells")
+        return [
+            dict(zip(names, (row, column, self.mean(row, column), self.deviation(row, column), len(values))))
+            for (row, column), values in self.places.items()
+        ]
+
+    def to_json(self) -> str:
+        """`lines`; null for what is no finite number."""
+        return strict_json(self.lines()) + "\n"
+
+    def __str__(self) -> str:
+        return self.to_markdown()
+
+    def to_markdown(self) -> str:
+        lines = [f"| {self.rows} \\ {self.columns} | " + " | ".join(self.across) + " |"]
+        lines.append("|---" + "|---:" * len(self.across) + "|")
+        for row in self.down:
+            lines.append(f"| {row} | " + " | ".join(self.text(row, column) for column in self.across) + " |")
+        return "\n".join(lines) + "\n"
+
+    def to_latex(self) -> str:
+        """A tabular with the rules of booktabs."""
+        lines = [rf"\begin{{tabular}}{{l{'r' * len(self.across)}}}", r"\toprule"]
+        lines.append(" & ".join(["", *map(_latex, self.across)]) + r" \\")
+        lines.append(r"\midrule")
+        for row in self.down:
+            places = (self.text(row, column, r" $\pm$ ") for column in self.across)
+            lines.append(" & ".join([_latex(row), *places]) + r" \\")
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+    def to_csv(self) -> str:
+        """`lines` as the content of a CSV file."""
+        lines = self.lines()
+        return csv_bytes(lines, list(lines[0]) if lines else []).decode()
+
+
+def heading(metric: str) -> str:
+    """A metric with its unit.
+
+    >>> heading("accuracy"), heading("loss")
+    ('accuracy in %', 'loss')
+    """
+    return f"{metric} in %" if metric in SHARES else metric
+
+
+def mean_and_deviation(metric: str, mean: float, deviation: float = math.nan, plus_minus: str = " ± ") -> str:
+    """A mean with its deviation, in the unit of `heading`; alone where there is none.
+
+    >>> mean_and_deviation("accuracy", 0.975, 0.004), mean_and_deviation("loss", 0.975)
+    ('97.5 ± 0.4', '0.9750')
+    """
+    factor, digits = (100, 1) if metric in SHARES else (1, 4)
+    words = f"{factor * mean:.{digits}f}" if math.isfinite(mean) else str(mean)
+    return words if math.isnan(deviation) else f"{words}{plus_minus}{factor * deviation:.{digits}f}"
+
+
+LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        **{c: f"\\{c}" for c in "_%&#${}"},
+    }
+)
+
+
+def _latex(text: str) -> str:
+    return text.translate(LATEX)

@@ -1,0 +1,1 @@
+"""One training: its options, the loop, the scaling methods, checkpoints."""
