@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import inspect
 import itertools
 import json
 import math
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,19 +18,17 @@ import fpsim
 from ada_loss.lab.sweep.identity import MakeTask, task_of
 from ada_loss.lab.sweep.telemetry import npz, telemetry
 from ada_loss.lab.tasks import find_task
-from ada_loss.lab.training.loop import AT_LEAST, CHOICES, train
-from ada_loss.lab.training.methods import make_scaling
+from ada_loss.lab.training.loop import Training
+from ada_loss.lab.training.methods import require_method
+from ada_loss.lab.training.options import TrainOptions, is_allowed, possible
 from ada_loss.lab.training.run import Stopped, underflow_share
 from fpsim import ROLES, Policy
+from fpsim.checks import did_you_mean
 
 __all__ = ["Cell", "label", "plan", "run_cell"]
 
-SET_BY_THE_SWEEP = ("scaling", "seed", "device", "checkpoint", "checkpoint_seconds", "progress")
-OPTIONS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(train).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name not in SET_BY_THE_SWEEP
-}
+SET_BY_THE_SWEEP = ("scaling", "seed", "device")
+OPTIONS = {name: default for name, default in asdict(TrainOptions()).items() if name not in SET_BY_THE_SWEEP}
 
 
 @dataclass(frozen=True)
@@ -142,26 +137,18 @@ def _seeds(seeds: int | Sequence[int]) -> Sequence[int]:
     return seeds
 
 
-def _options(options: Mapping[str, Any]) -> dict[str, Any]:
-    hints = typing.get_type_hints(train)
-    for name, value in options.items():
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in given.items():
         if name not in OPTIONS:
-            near = difflib.get_close_matches(str(name), OPTIONS, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(name, OPTIONS)
             raise ValueError(f"Unknown key task_options.{name}.{hint} Known: {', '.join(OPTIONS)}.")
-        wanted = hints[name]
-        fits = isinstance(value, (int, float) if wanted is float else wanted) and not isinstance(value, bool)
-        least = AT_LEAST.get(name, 0)
-        if (
-            not fits
-            or (wanted is not str and not least <= value < math.inf)
-            or value not in CHOICES.get(name, (value,))
-        ):
-            words = ", ".join(CHOICES[name]) if name in CHOICES else f"{wanted.__name__}, {least} or more"
+        if not is_allowed(name, value):
             raise ValueError(
-                f"task_options.{name} came as {value!r}. Possible: {words}. Leave it out for {OPTIONS[name]!r}."
+                f"task_options.{name} came as {value!r}. Possible: {possible(name)}. "
+                f"Leave it out for {OPTIONS[name]!r}."
             )
-    return {name: type(default)(options.get(name, default)) for name, default in OPTIONS.items()}
+    full = asdict(TrainOptions(**given))
+    return {name: full[name] for name in OPTIONS}
 
 
 def _format(fmt: Any) -> Any:
@@ -190,9 +177,7 @@ def policy_of(fmt: Any, rounding: str) -> Any:
 def _method(method: Any) -> str | float:
     if isinstance(method, bool) or not isinstance(method, (str, int, float)):
         raise TypeError(f"The scaling method {method!r} is a {type(method).__name__}. Possible: a name or a number.")
-    _, adaptive = make_scaling(method, fpsim.quantize(torch.nn.Linear(1, 1), "fp16"))
-    if adaptive is not None:
-        adaptive.detach()
+    require_method(method)
     return method if isinstance(method, str) else float(method)
 
 
@@ -212,16 +197,8 @@ def run_cell(
         if not is_dataclass(task):
             raise TypeError(f"The task gave {type(task).__name__}. It must give an ada_loss.lab.tasks.Task.")
         fmt, rounding = config["format"], config["rounding"]
-        run = train(
-            task,
-            policy_of(fmt, rounding),
-            rounding,
-            scaling=config["scaling"],
-            seed=config["seed"],
-            device=device,
-            checkpoint=checkpoint,
-            **config["options"],
-        )
+        options = TrainOptions(scaling=config["scaling"], seed=config["seed"], device=device, **config["options"])
+        run = Training(task, policy_of(fmt, rounding), rounding, options).run(checkpoint)
         error = None
     except Stopped as stopped:
         run, error = stopped.run, str(stopped)

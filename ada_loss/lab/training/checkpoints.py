@@ -1,4 +1,4 @@
-"""Checkpoints: where an interrupted training goes on, to the same bits."""
+"""Checkpoints: an interrupted training goes on from a file, to the same bits."""
 
 from __future__ import annotations
 
@@ -20,62 +20,72 @@ DIGEST = hashlib.sha256().digest_size
 
 
 class Checkpoints:
-    """The file of one training: the states of its machines, what it has gathered, and where its random numbers are.
+    """The checkpoint file of one training: the state of its objects, its progress, and its random numbers.
 
-    machines: what has `state_dict` and `load_state_dict`, by name. settings: words and numbers; the file of a training
-    with other ones is left aside with a warning, and so is one that cannot be read. cards: CUDA devices that draw
-    random numbers beside the CPU. The file is a pickle: load none that you do not trust.
+    The file is a pickle: load none that you do not trust.
+
+    path: the file.
+    stateful: the objects with `state_dict` and `load_state_dict`, by name.
+    identity: which training this is, in words and numbers. A file with another identity is ignored with a warning, and
+        so is one that cannot be read.
+    seconds: the time between two checkpoints.
+    cuda_devices: the CUDA devices that draw random numbers beside the CPU.
     """
 
     def __init__(
-        self, path: Path, machines: Mapping[str, Any], settings: Sequence[Any], seconds: float, cards: Sequence[str]
+        self,
+        path: Path,
+        stateful: Mapping[str, Any],
+        identity: Mapping[str, Any],
+        seconds: float,
+        cuda_devices: Sequence[str],
     ) -> None:
-        self.path, self.machines, self.settings, self.seconds = path, machines, [*settings], seconds
-        self.cards = cards
+        self.path, self.stateful, self.identity, self.seconds = path, stateful, dict(identity), seconds
+        self.cuda_devices = cuda_devices
         self._last = time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether the last one is old enough."""
+        """Whether the last checkpoint is `seconds` old."""
         return time.monotonic() - self._last >= self.seconds
 
-    def save(self, *gathered: Any) -> None:
-        """Write all of it, whole or not at all."""
+    def save(self, *progress: Any) -> None:
+        """Write a checkpoint, whole or not at all. progress: what `load` is to give back."""
         content = io.BytesIO()
-        states = {name: machine.state_dict() for name, machine in self.machines.items()}
-        noise = [torch.get_rng_state(), *(torch.cuda.get_rng_state(card) for card in self.cards)]
-        torch.save({"settings": self.settings, "states": states, "noise": noise, "gathered": gathered}, content)
+        states = {name: thing.state_dict() for name, thing in self.stateful.items()}
+        noise = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.cuda_devices)]
+        torch.save({"identity": self.identity, "states": states, "noise": noise, "progress": progress}, content)
         packed = content.getvalue()
         write_atomically(self.path, hashlib.sha256(packed).digest() + packed)
         self._last = time.monotonic()
 
     def load(self) -> tuple[Any, ...] | None:
-        """Put the machines and the random numbers where they were, and give what was gathered; None without a file."""
+        """Restore the objects and the random numbers, and give the progress back; None without a usable file."""
         if not self.path.exists():
             return None
         try:
             saved = self._read()
-            settings = saved["settings"]
+            identity = saved["identity"]
         except Exception as error:  # a pickle of another version may raise anything
-            warnings.warn(f"The checkpoint {self.path} cannot be read ({error}). Training begins anew.", stacklevel=3)
+            warnings.warn(f"The checkpoint {self.path} cannot be read ({error}). Training starts over.", stacklevel=5)
             return None
-        if settings != self.settings:
-            warnings.warn(f"The checkpoint {self.path} is of another training. This one begins anew.", stacklevel=3)
+        if identity != self.identity:
+            warnings.warn(f"The checkpoint {self.path} is of another training. This one starts over.", stacklevel=5)
             return None
-        for name, machine in self.machines.items():
-            machine.load_state_dict(saved["states"][name])
+        for name, thing in self.stateful.items():
+            thing.load_state_dict(saved["states"][name])
         noise, *noises = saved["noise"]
         torch.set_rng_state(noise)
-        for card, noise in zip(self.cards, noises, strict=True):
-            torch.cuda.set_rng_state(noise, card)
-        return saved["gathered"]  # type: ignore[no-any-return]
+        for device, noise in zip(self.cuda_devices, noises, strict=True):
+            torch.cuda.set_rng_state(noise, device)
+        return saved["progress"]  # type: ignore[no-any-return]
 
     def _read(self) -> Any:
         content = self.path.read_bytes()
         digest, packed = content[:DIGEST], content[DIGEST:]
-        if hashlib.sha256(packed).digest() != digest:  # torch.load would take a weight with a flipped bit as it is
+        if hashlib.sha256(packed).digest() != digest:  # torch.load would not notice a flipped bit in a weight
             raise ValueError("it is damaged")
         return torch.load(io.BytesIO(packed), weights_only=False)
 
     def remove(self) -> None:
-        """The training is done."""
+        """Delete the file: the training is over."""
         self.path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What came out of one training."""
+"""What a training gave."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ __all__ = ["Run", "Stopped", "underflow_share"]
 
 @dataclass(frozen=True)
 class Run:
-    """What came out of one training.
+    """The result of one training.
 
-    metrics: on the test data. losses, scales: of every step, the loss scale before it. skipped_steps: those at which a
-    gradient was not finite. rows: the tallies of its sites. history: the tallies up to a step, for some 20 steps of a
-    long run: (steps so far, rows). layer_scales: at the same steps, with adaptive scaling, (steps so far, {site:
-    log2_scale of its gradient}). evaluations: (steps so far, metrics). seconds: of training.
+    metrics: the task's metrics on its test data; empty where the training was stopped.
+    losses: the loss of every step.
+    rows: the tallies of every site, over the whole training; empty without a recording.
+    seconds: the time of training, without evaluations.
+    scales: the loss scale before every step.
+    skipped_steps: the steps that were skipped because a gradient was not finite.
+    history: (steps so far, rows up to there), at some 20 steps of a long training.
+    layer_scales: (steps so far, {site: log2_scale of its gradient}) at the same steps, with adaptive scaling.
+    evaluations: (steps so far, metrics), in the order of the steps.
     """
 
     metrics: dict[str, float]
@@ -36,7 +41,10 @@ class Run:
 
 
 class Stopped(FloatingPointError):
-    """A training that its loss rule stopped, since its scale cannot fall further; run: what came out until then."""
+    """The loss rule stopped the training, because its scale cannot fall further.
+
+    run: what the training had given until then.
+    """
 
     def __init__(self, message: str, run: Run) -> None:
         super().__init__(message)
@@ -45,6 +53,9 @@ class Stopped(FloatingPointError):
 
 def underflow_share(rows: Sequence[dict[str, Any]], role: str = "error") -> float:
     """Share of the non-zero elements of a role's tensors that became zero when they were rounded.
+
+    rows: the tallies of a recording.
+    role: "weight", "activation", "error" or "weight_grad".
 
     >>> underflow_share([{"role": "error", "nonzero": 8, "underflow": 2}])
     0.25
