@@ -1,4 +1,4 @@
-"""The controlled trial: deep networks whose gradients shrink or grow towards the input, every scaling method."""
+"""A controlled trial of scaling methods: deep networks whose gradients shrink or grow towards the input."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ada_loss.rules import LAYER_RULES, loss_rule
 __all__ = ["COLUMNS", "GAINS", "METHODS", "depth_table", "depth_trial", "relu_network"]
 
 GAINS = (3.0, 1.2, 0.8, 0.5, 0.2)
-# A number is a constant scale; a loss rule's name runs that rule for STEPS steps on the same batch, from its own start;
-# the rest are rules of AdaLossScaled, "approx_range 16/1024" with the original's bounds.
+# A number is a constant scale. A loss rule's name runs that rule for STEPS steps on the same batch, from its own first
+# scale. The others are rules of AdaLossScaled, "approx_range 16/1024" with the bounds of the original implementation.
 METHODS = (
     *("none", 2.0**7, 2.0**15, "torch", "nnabla", "cerebras"),
     *("approx_range 16/1024", "approx_range", "abs_range", "exact", "current"),
@@ -30,7 +30,12 @@ COLUMNS = ("format", "gain", "method", "log2_scale", "underflow", "overflow", "e
 
 
 def relu_network(gain: float, depth: int = 24, width: int = 128, seed: int = 0) -> nn.Sequential:
-    """Linear layers without bias and ReLUs; normal weights of variance gain / width. At 2 gradients keep their size.
+    """Linear layers without bias and ReLUs, with normal weights.
+
+    gain: the variance of the weights times the width; at 2, gradients keep their size.
+    depth: the number of linear layers.
+    width: of every layer.
+    seed: of the weights.
 
     >>> len(relu_network(2.0, depth=3))
     6
@@ -56,11 +61,18 @@ def depth_trial(
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> list[dict[str, Any]]:
-    """One backward pass of each network for each format and method: what became of the gradients.
+    """One backward pass of each network for each format and method, and what became of the gradients.
 
-    Every activation's gradient is rounded to the format, nothing else. A row holds: format, gain, method, underflow
-    (share of the non-zero gradients that became zero), overflow (how many left the range), error (norm of the first
-    layer's weight gradient minus float32's, over float32's), log2_scale (that of the loss, or the first layer's).
+    The gradients of activations are rounded to the format, nothing else. A row holds:
+        format, gain, method.
+        underflow: the share of the non-zero gradients that became zero.
+        overflow: how many gradients left the range.
+        error: the norm of the first layer's weight gradient minus float32's, over the norm of float32's.
+        log2_scale: that of the loss, or of the first layer.
+
+    formats, gains, methods: what is tried; see METHODS.
+    depth, width, batch: of the networks and of the data.
+    seed: of the weights and of the data.
     progress: called with 1 after each row.
 
     >>> (row,) = depth_trial(["fp16"], [0.5], ["none"], depth=4, width=16, batch=8)
@@ -69,7 +81,7 @@ def depth_trial(
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, width, generator=generator)
-    gradient = torch.randn(batch, width, generator=generator) * 2.0**-10  # about the size of a mean loss's
+    gradient = torch.randn(batch, width, generator=generator) * 2.0**-10  # as small as those of a mean loss
     rows = []
     for gain in gains:
         network = relu_network(gain, depth, width, seed)
@@ -124,7 +136,7 @@ def _backward(model: nn.Sequential, x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _settled(model: nn.Sequential, system: str, x: Tensor, gradient: Tensor) -> float:
-    """The scale at which a loss rule arrives on one batch."""
+    """The scale that a loss rule reaches on one batch."""
     rule = loss_rule(system)
     for _ in range(STEPS):
         _backward(model, x, gradient * rule.scale)
@@ -132,13 +144,13 @@ def _settled(model: nn.Sequential, system: str, x: Tensor, gradient: Tensor) -> 
         ok = math.isfinite(largest)
         try:
             rule = rule.adjust(ok, largest / rule.scale if ok else None)
-        except FloatingPointError:  # its floor
+        except FloatingPointError:  # its scale can fall no further
             break
     return rule.scale
 
 
 def depth_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as Markdown: a line for each format and method, a column for each gain: underflow and error."""
+    """The rows as Markdown: underflow and error, a line for each format and method, a column for each gain."""
     gains = list(dict.fromkeys(row["gain"] for row in rows))
     lines = [
         "| format | method | " + " | ".join(f"gain {g:g}" for g in gains) + " |",
