@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ada_loss.lab.results.results import Results
+    from ada_loss.lab.results import Results
     from ada_loss.lab.studies.search import search
     from ada_loss.lab.sweep.driver import resume, sweep
     from ada_loss.layerwise import AdaLossScaled
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "ada_loss.lab.results.results": ("Results",),
+    "ada_loss.lab.results": ("Results",),
     "ada_loss.lab.studies.search": ("search",),
     "ada_loss.lab.sweep.driver": ("resume", "sweep"),
     "ada_loss.layerwise": ("AdaLossScaled",),

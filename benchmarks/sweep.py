@@ -20,6 +20,7 @@ from ada_loss.lab.sweep.cells import plan
 from ada_loss.lab.sweep.config import read_sweep
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.sweep.engines import open_engine
+from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.ledger import Ledger
 from ada_loss.lab.tasks import digits
 from ada_loss.lab.training.loop import train
@@ -72,7 +73,7 @@ def ledger(report: Report) -> None:
 
 def engine(report: Report, cells: int = 100) -> None:
     """What a cell costs on a warm local cluster of one worker, less what it costs in this process."""
-    with open_engine("local", 1) as opened, TemporaryDirectory() as folder:
+    with open_engine(Execution(engine="local")) as opened, TemporaryDirectory() as folder:
 
         def run(name: str, seeds: range, where: str | Executor) -> float:
             options: dict[str, Any] = {"task_options": {"epochs": 1}, "show_progress": False}

@@ -21,8 +21,9 @@ import sweep_tasks
 import torch
 from torch import nn
 
-from ada_loss.lab.sweep.cells import Cell, plan, run_cell
+from ada_loss.lab.sweep.cells import Cell, plan
 from ada_loss.lab.sweep.telemetry import telemetry
+from ada_loss.lab.sweep.work import run_cell
 from ada_loss.lab.tasks import digits
 from ada_loss.lab.training.loop import train
 

@@ -17,9 +17,10 @@ import pytest
 import typer
 
 from ada_loss.__main__ import app
-from ada_loss.lab.studies.search import ROLES, search
+from ada_loss.lab.studies.search import search
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.sweep.ledger import Ledger
+from fpsim import ROLES
 
 CONFIG = """
 task: sweep_tasks:tiny

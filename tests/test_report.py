@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from ada_loss.lab.results import Results
 from ada_loss.lab.results.report import MOST_CURVES
-from ada_loss.lab.results.results import Results
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.sweep.ledger import Ledger
 

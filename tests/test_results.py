@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from ada_loss.lab.files import write_atomically
+from ada_loss.lab.results import Results
 from ada_loss.lab.results.figures import figure_bytes, plot_scales, plot_table
-from ada_loss.lab.results.results import Results
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.sweep.ledger import Ledger
 

@@ -25,10 +25,12 @@ import psutil
 import pytest
 import sweep_tasks
 
-from ada_loss.lab.results.results import Results
+from ada_loss.lab.errors import SweepStopped
+from ada_loss.lab.results import Results
 from ada_loss.lab.sweep.config import read_sweep
-from ada_loss.lab.sweep.driver import SweepStopped, resume, sweep
-from ada_loss.lab.sweep.engines import open_engine, require_known, require_memory
+from ada_loss.lab.sweep.driver import resume, sweep
+from ada_loss.lab.sweep.engines import open_engine
+from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.ledger import Ledger
 from ada_loss.lab.sweep.limits import TimeLimit, within_time
 
@@ -70,7 +72,7 @@ def outcomes(results: Results) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def local() -> Iterator[str]:
     """The address of two workers, for all tests that need no cluster of their own."""
-    with open_engine("local", 2) as engine:
+    with open_engine(Execution(engine="local", workers=2)) as engine:
         yield engine.name
 
 
@@ -419,22 +421,22 @@ def test_what_dask_would_refuse_later_is_refused_in_words(tmp_path: Path, option
     for call in (partial(small, tmp_path), partial(resume, tmp_path)):
         with pytest.raises(ValueError, match=words):
             call(**options)
-    with pytest.raises(ValueError, match=words), open_engine(**{"engine": "local", **options}):
+    with pytest.raises(ValueError, match=words), open_engine(Execution(**{"engine": "local", **options})):
         pytest.fail("an engine was opened")
 
 
 @pytest.mark.parametrize("memory_limit", ["auto", "4 GiB", "1.5e3MB", 0, "0", 0.5, 2**30, None])
 def test_what_dask_takes_for_memory_is_taken(memory_limit: Any) -> None:
-    require_memory(memory_limit)
+    assert Execution(memory_limit=memory_limit).memory_limit == memory_limit
 
 
 @pytest.mark.parametrize("engine", ["tcp://127.0.0.1:8786", "tls://scheduler.example:1", "tcp://[::1]:65535"])
 def test_what_is_an_address_is_taken(engine: str) -> None:
-    require_known(engine)
+    assert Execution(engine=engine).chosen_engine == engine
 
 
 def test_cells_run_where_their_resources_are(tmp_path: Path, local: str) -> None:
-    with open_engine("local", 1, resources={"GPU": 1}) as engine:
+    with open_engine(Execution(engine="local", resources={"GPU": 1})) as engine:
         results = small(tmp_path / "slots", engine=engine.name, resources={"GPU": 1})
         assert results.counts["done"] == 4
         with pytest.raises(ConnectionError, match=r"offered \{'GPU': 2\} within 1 s.*--resources GPU=2"):

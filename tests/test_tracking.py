@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ada_loss.lab.results.results import Results
+from ada_loss.lab.results import Results
 from ada_loss.lab.results.trackers import MLflow, TensorBoard
 from ada_loss.lab.sweep.driver import sweep
 

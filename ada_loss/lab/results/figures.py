@@ -1,4 +1,4 @@
-"""The pictures: matplotlib figures for a paper, in colours that the colour-blind can tell apart."""
+"""Figures for a paper, drawn with matplotlib in colours that the colour-blind can tell apart."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import fpsim
 
 __all__ = [
     "figure_bytes",
+    "is_constant",
+    "method_words",
     "plot_depth",
     "plot_heat",
     "plot_methods",
@@ -37,21 +39,21 @@ LETTERS_AN_INCH = 13  # of the label of plot_table
 
 
 class Picture(Figure):
-    """A figure that a notebook shows without pyplot and its global state."""
+    """A figure that a notebook shows, without pyplot and its global state."""
 
     def _repr_png_(self) -> bytes:
         return figure_bytes(self)
 
 
 def figure_bytes(figure: Figure, kind: str = "png") -> bytes:
-    """A figure as the content of a file: "png", "svg" or "pdf"."""
+    """A figure as the content of a file. kind: "png", "svg" or "pdf"."""
     content = io.BytesIO()
     figure.savefig(content, format=kind, dpi=150)
     return content.getvalue()
 
 
 def _layers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Underflow of the error role by module, in the order of the forward pass."""
+    """The share of the gradients of activations that underflow, by module, in the order of the forward pass."""
     nonzero: dict[str, int] = {}
     underflow: dict[str, int] = {}
     for row in rows:
@@ -65,7 +67,7 @@ def _layers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
-    """Every value of small formats between -largest and largest, on a line each."""
+    """Every value of small formats between -largest and largest, a line for each format."""
     figure = Picture(figsize=(9, 0.55 * len(formats) + 0.9), layout="constrained")
     axes = figure.subplots()
     for i, name in enumerate(formats):
@@ -80,7 +82,7 @@ def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
 
 
 def plot_spacing(formats: Sequence[str]) -> Figure:
-    """The relative spacing of values over the range of each format: the staircase of precision, and where it ends."""
+    """The relative spacing of the values of each format over its range."""
     figure = Picture(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots()
     for i, name in enumerate(formats):
@@ -99,7 +101,7 @@ def plot_spacing(formats: Sequence[str]) -> Figure:
 
 
 def plot_underflow(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Activation gradients lost to underflow by layer, of one recording."""
+    """Activation gradients lost to underflow, by layer. rows: the tallies of one recording."""
     shares = _layers(rows)
     figure = Picture(figsize=(8, 3.2), layout="constrained")
     axes = figure.subplots()
@@ -113,7 +115,10 @@ def plot_underflow(rows: Sequence[dict[str, Any]]) -> Figure:
 
 
 def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Error of the first layer's weight gradient by gain and method, a panel for each format, of `depth_trial`."""
+    """The error of the first layer's weight gradient by gain and method, a panel for each format.
+
+    rows: those of `depth_trial`.
+    """
     formats = list(dict.fromkeys(row["format"] for row in rows))
     gains = list(dict.fromkeys(row["gain"] for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in rows))
@@ -140,48 +145,54 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-def plot_methods(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Accuracy against the constant loss scale, beside the methods that choose theirs.
+def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, factor: float = 1.0) -> Figure:
+    """A line over the constant loss scales, beside the methods that choose theirs; a panel for each format.
 
-    rows: with "format", "method", "accuracy" each; the format "fp32" is the baseline.
+    places: {(format, method): values}; the format "fp32" is the baseline, a band of mean and deviation.
+    title: what the values are, for the axis.
+    factor: 100 for values shown in %.
     """
-    formats = [f for f in dict.fromkeys(row["format"] for row in rows) if f != "fp32"]
+    formats = [fmt for fmt in dict.fromkeys(fmt for fmt, _ in places) if fmt != "fp32"]
     figure = Picture(figsize=(4.2 * len(formats), 4.0), layout="constrained")
     panels = figure.subplots(1, len(formats), sharey=True, squeeze=False)[0]
 
     def spread(fmt: str, method: str) -> tuple[float, float]:
-        values = [100 * r["accuracy"] for r in rows if (r["format"], r["method"]) == (fmt, method)]
+        values = [factor * v for v in places[fmt, method]]
         return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
     for fmt, axes in zip(formats, panels, strict=True):
-        methods = list(dict.fromkeys(r["method"] for r in rows if r["format"] == fmt))
+        methods = [method for f, method in places if f == fmt]
         constant = {
-            0 if m == "none" else round(math.log2(float(m))): m for m in methods if m == "none" or _is_number(m)
+            0 if m == "none" else round(math.log2(float(m))): m for m in methods if m == "none" or is_constant(m)
         }
         means, deviations = zip(*(spread(fmt, m) for m in constant.values()), strict=True)
         axes.errorbar(list(constant), means, deviations, color=COLOURS[0], marker="o", markersize=3.5, linewidth=1.2)
         chosen = [m for m in methods if m not in constant.values()]
-        places = [max(constant) + 2 + i for i in range(len(chosen))]
+        positions = [max(constant) + 2 + i for i in range(len(chosen))]
         means, deviations = zip(*(spread(fmt, m) for m in chosen), strict=True)
-        axes.errorbar(places, means, deviations, color=COLOURS[5], marker="D", markersize=5, linestyle="", capsize=2)
-        if any(r["format"] == "fp32" for r in rows):
+        axes.errorbar(positions, means, deviations, color=COLOURS[5], marker="D", markersize=5, linestyle="", capsize=2)
+        if ("fp32", "none") in places:
             mean, deviation = spread("fp32", "none")
             axes.axhspan(mean - deviation, mean + deviation, color="black", alpha=0.12, linewidth=0)
             axes.axhline(mean, color="black", linewidth=0.8)
         ticks = [k for k in constant if k % 4 == 0]
         axes.set_xticks(
-            [*ticks, *places], [*(f"$2^{{{k}}}$" for k in ticks), *chosen], rotation=60, ha="right", fontsize=8
+            [*ticks, *positions], [*(f"$2^{{{k}}}$" for k in ticks), *chosen], rotation=60, ha="right", fontsize=8
         )
         axes.set_title(fmt, fontsize=10)
         axes.grid(axis="y", linewidth=0.4, alpha=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
-    panels[0].set_ylabel("test accuracy in %; the band is float32")
+    panels[0].set_ylabel(f"{title}; the band is float32")
     return figure
 
 
 def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] = ()) -> Figure:
-    """Scales over the steps, a line for each name; `overflows` are steps to mark."""
+    """Scales over the steps, a line for each.
+
+    scales: {name: the scale of each step}.
+    overflows: steps to mark.
+    """
     figure = Picture(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     for i, (name, values) in enumerate(scales.items()):
@@ -200,9 +211,9 @@ def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] 
 
 
 def plot_rescue(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Underflow of each activation's gradient at scale 1 and at the scale it got, of a `Recorder`'s rows."""
+    """The underflow of each activation's gradient at scale 1 and at the scale it got. rows: those of a `Recorder`."""
     chosen = [row for row in rows if row["role"] == "error"]
-    sites = list(dict.fromkeys(row["site"] for row in chosen))[::-1]  # a backward pass begins at the output
+    sites = list(dict.fromkeys(row["site"] for row in chosen))[::-1]  # a backward pass starts at the output
     figure = Picture(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots()
     for i, (column, words) in enumerate((("underflow_unscaled", "without scaling"), ("underflow", "at its scale"))):
@@ -218,17 +229,22 @@ def plot_rescue(rows: Sequence[dict[str, Any]]) -> Figure:
 
 
 def method_words(method: str) -> str:
-    """A method's name; a constant scale as a power of two.
+    """The name of a scaling method; a constant scale as a power of two.
 
     >>> method_words("8.0"), method_words("torch")
     ('2^3', 'torch')
     """
-    return f"2^{math.log2(float(method)):g}" if _is_number(method) else method
+    return f"2^{math.log2(float(method)):g}" if is_constant(method) else method
 
 
-def _is_number(word: str) -> bool:
+def is_constant(method: str) -> bool:
+    """Whether a scaling method is a constant scale.
+
+    >>> is_constant("1024"), is_constant("torch"), is_constant("nan")
+    (True, False, False)
+    """
     try:
-        return float(word) > 0
+        return float(method) > 0
     except ValueError:
         return False
 
@@ -241,8 +257,12 @@ def plot_table(
 ) -> Figure:
     """A dot for each seed, a diamond and a bar for mean and standard deviation: methods down, a panel for each format.
 
-    places: {(format, method): values}; with one method alone, the formats go down. factor: 100 for values shown in %.
-    baseline: the values of float32, a line through all panels. Values that are not finite are marked at the left edge.
+    Values that are not finite are marked at the left edge.
+
+    places: {(format, method): values}; with one method alone, the formats go down.
+    title: what the values are, for the axis.
+    factor: 100 for values shown in %.
+    baseline: the values of float32, for a line through all panels.
     """
     places = {place: [factor * v for v in values] for place, values in places.items()}
     formats, methods = ([*dict.fromkeys(place[i] for place in places)] for i in (0, 1))
@@ -301,7 +321,7 @@ def _words(method: str) -> str:
 
 
 def _spread(values: Sequence[float]) -> list[float]:
-    """The finite values, and mean plus and minus deviation, which is drawn too."""
+    """The finite values, and their mean plus and minus deviation: all that is drawn."""
     finite = [v for v in values if math.isfinite(v)]
     if len(finite) < 2:
         return finite
@@ -317,7 +337,15 @@ def plot_heat(
     words: str,
     limits: tuple[float | None, float | None] = (None, None),
 ) -> Figure:
-    """A number by site, from input to output, and step. values: (steps, sites), NaN where there is none."""
+    """A number by site and step, as colours.
+
+    steps: the steps at which a column ends.
+    sites: from input to output.
+    values: (steps, sites), NaN where there is none.
+    title: of the figure.
+    words: what the values are, for the colour bar.
+    limits: the values of the first and the last colour.
+    """
     if len(sites) > SHOWN_SITES:
         title += f"; {SHOWN_SITES} of {len(sites)} sites"
         chosen = np.linspace(0, len(sites) - 1, SHOWN_SITES).round().astype(int)

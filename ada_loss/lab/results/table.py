@@ -15,7 +15,14 @@ SHARES = ("accuracy", "underflow")  # metrics that are shown in %
 
 
 class Table:
-    """A metric by two columns: means, standard deviations, and how many cells they are of."""
+    """A metric by two columns: means, standard deviations, and the number of cells of each.
+
+    rows, columns: the names of the two columns.
+    metric: the name of the metric.
+    down, across: the values of the columns, in order.
+    places: {(row, column): the values of its cells}.
+    where: what the cells were chosen by, for the title.
+    """
 
     def __init__(
         self,
@@ -31,17 +38,17 @@ class Table:
         self.down, self.across, self.places = list(down), list(across), places
 
     def mean(self, row: str, column: str) -> float:
-        """NaN where a cell is NaN, or where there is none."""
+        """The mean of a place; NaN where a value is NaN, or where there is none."""
         values = self.places.get((row, column))
         return statistics.fmean(values) if values else math.nan
 
     def deviation(self, row: str, column: str) -> float:
-        """The standard deviation of the sample; NaN for less than two cells."""
+        """The standard deviation of the sample; NaN for less than two values, and where one is not finite."""
         values = self.places.get((row, column), [])
         return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
     def text(self, row: str, column: str, plus_minus: str = " ± ") -> str:
-        """A place in words: fractions in %, "-" where nothing is."""
+        """A place as text: mean and deviation in the unit of `heading`; "-" where there is no cell."""
         if (row, column) not in self.places:
             return "-"
         return mean_and_deviation(self.metric, self.mean(row, column), self.deviation(row, column), plus_minus)
@@ -53,18 +60,19 @@ class Table:
 
     @property
     def title(self) -> str:
+        """The metric with its unit, and what the cells were chosen by."""
         words = [heading(self.metric), *(f"{name} {value}" for name, value in self.where.items())]
         return ", ".join(words)
 
     def to(self, kind: str) -> str:
-        """As "markdown", "latex", "csv" or "json"."""
+        """The table as text. kind: "markdown", "latex", "csv" or "json"."""
         writers = {"markdown": self.to_markdown, "latex": self.to_latex, "csv": self.to_csv, "json": self.to_json}
         if kind not in writers:
             raise ValueError(f"Unknown kind of table {kind!r}. Possible: {', '.join(writers)}.")
         return writers[kind]()
 
     def lines(self) -> list[dict[str, Any]]:
-        """A line for each place: row, column, mean, standard deviation, cells; fractions between 0 and 1."""
+        """A dictionary for each place: row, column, mean, standard deviation, number of cells; shares are not in %."""
         names = (self.rows, self.columns, f"{self.metric} mean", f"{self.metric} deviation", "cells")
         return [
             dict(zip(names, (row, column, self.mean(row, column), self.deviation(row, column), len(values))))
@@ -72,13 +80,14 @@ class Table:
         ]
 
     def to_json(self) -> str:
-        """`lines`; null for what is no finite number."""
+        """`lines` as JSON; null for what is no finite number."""
         return strict_json(self.lines()) + "\n"
 
     def __str__(self) -> str:
         return self.to_markdown()
 
     def to_markdown(self) -> str:
+        """A Markdown table."""
         lines = [f"| {self.rows} \\ {self.columns} | " + " | ".join(self.across) + " |"]
         lines.append("|---" + "|---:" * len(self.across) + "|")
         for row in self.down:
@@ -86,7 +95,7 @@ class Table:
         return "\n".join(lines) + "\n"
 
     def to_latex(self) -> str:
-        """A tabular with the rules of booktabs."""
+        """A LaTeX tabular with the rules of booktabs."""
         lines = [rf"\begin{{tabular}}{{l{'r' * len(self.across)}}}", r"\toprule"]
         lines.append(" & ".join(["", *map(_latex, self.across)]) + r" \\")
         lines.append(r"\midrule")
@@ -111,7 +120,7 @@ def heading(metric: str) -> str:
 
 
 def mean_and_deviation(metric: str, mean: float, deviation: float = math.nan, plus_minus: str = " ± ") -> str:
-    """A mean with its deviation, in the unit of `heading`; alone where there is none.
+    """A mean with its deviation, in the unit of `heading`; the mean alone where the deviation is NaN.
 
     >>> mean_and_deviation("accuracy", 0.975, 0.004), mean_and_deviation("loss", 0.975)
     ('97.5 ± 0.4', '0.9750')

@@ -1,31 +1,26 @@
-"""Cells: what a sweep is made of. A cell is one training, and its identity is the hash of its configuration."""
+"""Cells: a sweep is made of them. A cell is one training; its id is the hash of its configuration."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import fpsim
 from ada_loss.lab.sweep.identity import MakeTask, task_of
-from ada_loss.lab.sweep.telemetry import npz, telemetry
 from ada_loss.lab.tasks import find_task
-from ada_loss.lab.training.loop import Training
 from ada_loss.lab.training.methods import require_method
 from ada_loss.lab.training.options import TrainOptions, is_allowed, possible
-from ada_loss.lab.training.run import Stopped, underflow_share
 from fpsim import ROLES, Policy
-from fpsim.checks import did_you_mean
+from fpsim.checks import did_you_mean, is_whole
 
-__all__ = ["Cell", "label", "plan", "run_cell"]
+__all__ = ["OPTIONS", "Cell", "label", "plan", "policy_of"]
 
 SET_BY_THE_SWEEP = ("scaling", "seed", "device")
 OPTIONS = {name: default for name, default in asdict(TrainOptions()).items() if name not in SET_BY_THE_SWEEP}
@@ -33,7 +28,10 @@ OPTIONS = {name: default for name, default in asdict(TrainOptions()).items() if 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training. Its configuration is complete and canonical: equal trainings have equal ones, however written.
+    """One training of a sweep.
+
+    config: the complete configuration in canonical form: equal trainings have equal ones, however they were written.
+        It holds "task", "format", "rounding", "scaling", "seed" and "options", the options of `train`.
 
     >>> a, b = plan("digits", ["fp16"], [1024]), plan("digits", ["half"], [2.0**10], options={"epochs": 12})
     >>> a[0].id == b[0].id
@@ -44,6 +42,7 @@ class Cell:
 
     @cached_property
     def id(self) -> str:
+        """16 hexadecimal digits of the hash of the configuration."""
         text = json.dumps(self.config, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -53,7 +52,7 @@ class Cell:
 
 
 def label(value: Any) -> str:
-    """A format or a scaling method in a table.
+    """A format or a scaling method as a word for a table.
 
     >>> label(1024.0), label("e5m2"), label({"error": "e5m2", "weight_grad": "fp16"})
     ('1024', 'e5m2', 'error=e5m2 weight_grad=fp16')
@@ -72,13 +71,18 @@ def plan(
     seeds: int | Sequence[int] = 1,
     options: Mapping[str, Any] | None = None,
 ) -> list[Cell]:
-    """Every combination as a cell, formats first. All that cannot be is said here, before anything runs.
+    """A cell for every combination, formats first. Invalid values and combinations are rejected here, before any work.
 
-    float32, what the others are compared with, is trained once for each seed: there is nothing to round or to scale.
+    float32, with which the others are compared, is trained once for each seed: there is nothing to round or to scale.
 
-    formats: names, or mappings with the fields of `fpsim.Policy`. options: those of `train`.
-    Raises ValueError (TypeError for seeds that are no integers) for an unknown task, format, method, rounding or
-    option, an empty grid, and combinations that are the same training.
+    task: a name, "module:function", or a function from a seed to a Task.
+    formats: names, or mappings with the fields of `fpsim.Policy`.
+    scaling: the scaling methods; see `make_scaling`.
+    roundings: names, one for all roles each.
+    seeds: how many, or which.
+    options: those of `TrainOptions`, without scaling, seed and device.
+    Raises ValueError for an unknown task, format, method, rounding or option, for an empty grid, and for combinations
+    that are the same training; TypeError for what is no list, and for seeds that are no integers.
 
     >>> [str(cell) for cell in plan("digits", ["fp32", "fp16"], ["none", "torch"])]
     ['fp32 nearest_even none seed 0', 'fp16 nearest_even none seed 0', 'fp16 nearest_even torch seed 0']
@@ -92,7 +96,7 @@ def plan(
             raise ValueError(f"{name} is empty, so there is no cell to run. Give at least one.")
     for rounding in roundings:
         if not isinstance(rounding, str):
-            raise TypeError(f"The rounding {rounding!r} is no name. Possible: a list of names, one for all roles each.")
+            raise TypeError(f"The rounding {rounding!r} is no name. Possible: a list of names, each for all roles.")
     if not isinstance(options or {}, Mapping):
         raise TypeError(f"task_options came as {options!r}. Possible: a mapping, {{'epochs': 3}} for instance.")
     task_name = task_of(task)
@@ -127,14 +131,14 @@ def _require_different(cells: Sequence[Cell]) -> None:
 
 
 def _seeds(seeds: int | Sequence[int]) -> Sequence[int]:
-    if isinstance(seeds, int) and not isinstance(seeds, bool):
-        return range(seeds)
+    if is_whole(seeds):
+        return range(int(seeds))  # type: ignore[arg-type]
     if isinstance(seeds, str) or not isinstance(seeds, Sequence):
         raise TypeError(f"seeds came as {seeds!r}. Possible: how many, or a list of integers.")
     for seed in seeds:
-        if isinstance(seed, bool) or not isinstance(seed, int):
+        if not is_whole(seed):
             raise TypeError(f"The seed {seed!r} is no integer. Possible: how many seeds, or a list of integers.")
-    return seeds
+    return [int(seed) for seed in seeds]  # NumPy's integers are no JSON
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +172,7 @@ def _format(fmt: Any) -> Any:
 
 
 def policy_of(fmt: Any, rounding: str) -> Any:
-    """What `train` is given for a cell's format: a name, or a Policy with the rounding in it."""
+    """The format of a cell as `train` takes it: a name or a Policy. Raises ValueError for an unknown rounding."""
     policy = Policy(**fmt) if isinstance(fmt, Mapping) else fmt
     fpsim.quantize(torch.nn.Linear(1, 1), policy if isinstance(fmt, str) else None, rounding=rounding)
     return policy
@@ -179,32 +183,3 @@ def _method(method: Any) -> str | float:
         raise TypeError(f"The scaling method {method!r} is a {type(method).__name__}. Possible: a name or a number.")
     require_method(method)
     return method if isinstance(method, str) else float(method)
-
-
-def run_cell(
-    config: Mapping[str, Any], make_task: MakeTask | None = None, device: str = "cpu", checkpoint: Path | None = None
-) -> tuple[dict[str, Any], bytes]:
-    """Train one cell, and give its result for the ledger and its telemetry, the content of an .npz file.
-
-    checkpoint: a file from which it goes on if it was interrupted; see `train`.
-
-    A training whose loss ends as inf or NaN, or whose scale can fall no further, has diverged: that is a result.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # cells share a machine; and sums do not depend on how many cores it has
-    try:
-        task = (make_task or find_task(config["task"]))(config["seed"])
-        if not is_dataclass(task):
-            raise TypeError(f"The task gave {type(task).__name__}. It must give an ada_loss.lab.tasks.Task.")
-        fmt, rounding = config["format"], config["rounding"]
-        options = TrainOptions(scaling=config["scaling"], seed=config["seed"], device=device, **config["options"])
-        run = Training(task, policy_of(fmt, rounding), rounding, options).run(checkpoint)
-        error = None
-    except Stopped as stopped:
-        run, error = stopped.run, str(stopped)
-    finally:
-        torch.set_num_threads(threads)
-    diverged = error is not None or not run.losses or not math.isfinite(run.losses[-1])
-    result = {"metrics": run.metrics, "seconds": run.seconds, "diverged": diverged, "skipped": run.skipped}
-    result |= {"underflow": underflow_share(run.rows) if run.rows else None, "error": error}
-    return result, npz(telemetry(run))

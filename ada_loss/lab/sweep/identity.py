@@ -1,4 +1,4 @@
-"""What a task is called in a cell's configuration."""
+"""The name of a task in a cell's configuration; that of a notebook's function follows from its source and data."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ MakeTask = Callable[[int], Task]
 
 
 def task_of(task: str | MakeTask) -> str:
-    """What a task is called in a configuration; a function that cannot be imported has a hash behind it.
+    """The name of a task in a configuration; that of a function that cannot be imported ends with a hash.
 
-    It is the hash of its source and of what that takes from around it and has for defaults: numbers, words, tensors,
-    arrays, lists, tuples and mappings of them, functions and classes of the same notebook or script. Other objects,
-    such as a module that was trained there, are not looked at. Raises TypeError for what is no function.
+    The hash covers the function's source, its defaults, and the globals and closed-over variables that it uses:
+    numbers, strings, tensors, arrays, lists, tuples and mappings of them, and functions and classes of the same
+    notebook or script. It does not cover other objects, such as a module that was trained there.
+
+    task: a name, "module:function", or a function from a seed to a Task.
+    Raises ValueError for an unknown name, TypeError for a callable that is no function.
     """
     if isinstance(task, str):
         find_task(task)
@@ -41,7 +44,7 @@ def task_of(task: str | MakeTask) -> str:
 
 
 def _sources(thing: Any, module: str, seen: set[int]) -> Iterator[str]:
-    """The source of a function or class, then of what it takes from around it."""
+    """The source of a function or class, then that of what it uses."""
     if id(thing) in seen:
         return
     seen.add(id(thing))
@@ -49,14 +52,14 @@ def _sources(thing: Any, module: str, seen: set[int]) -> Iterator[str]:
         yield inspect.getsource(thing)
     except (OSError, TypeError):
         yield repr(getattr(getattr(thing, "__code__", None), "co_code", thing.__qualname__))
-    for name, value in sorted((_around(thing) if inspect.isfunction(thing) else _held(thing)).items()):
-        yield from _words(name, value, module, seen)
+    for name, value in sorted((_used(thing) if inspect.isfunction(thing) else _members(thing)).items()):
+        yield from _values(name, value, module, seen)
 
 
-def _around(function: Any) -> dict[str, Any]:
-    """The names a function takes from around it, those of functions inside it too, and its defaults."""
+def _used(function: Any) -> dict[str, Any]:
+    """The globals and closed-over variables that a function and those inside it use, and its defaults."""
     codes, names = [function.__code__], set()
-    for code in codes:  # which grows
+    for code in codes:  # the list grows
         names |= {*code.co_names}
         codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
     parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
@@ -67,14 +70,14 @@ def _around(function: Any) -> dict[str, Any]:
     }
 
 
-def _held(cls: Any) -> dict[str, Any]:
+def _members(cls: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(cls).items() if inspect.isfunction(value) or not name.startswith("__")}
 
 
-def _words(name: str, value: Any, module: str, seen: set[int]) -> Iterator[str]:
-    """What is known of a value, in words that are the same in every process; nothing for other objects."""
+def _values(name: str, value: Any, module: str, seen: set[int]) -> Iterator[str]:
+    """A value as text that is the same in every process; nothing for objects that are not covered."""
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        value = value.tolist()  # its bytes are addresses
+        value = value.tolist()  # its bytes would be addresses
     elif isinstance(value, torch.Tensor) and value.is_nested:
         value = value.unbind()  # it has no shape
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
@@ -84,13 +87,13 @@ def _words(name: str, value: Any, module: str, seen: set[int]) -> Iterator[str]:
     elif isinstance(value, list | tuple | dict):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             place = repr(key) if _is_plain(key) else type(key).__name__
-            yield from _words(f"{name}[{place}]", part, module, seen)
+            yield from _values(f"{name}[{place}]", part, module, seen)
     elif (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module:
         yield from _sources(value, module, seen)
 
 
 def _digest(data: Any) -> str:
-    """Element type, shape and the hash of the bytes of an array or a tensor, wherever it lies."""
+    """Element type, shape and the hash of the values of an array or a tensor, whatever its strides and device."""
     words = f"{data.dtype} {tuple(data.shape)}"
     if isinstance(data, torch.Tensor):
         if data.is_meta:
