@@ -165,12 +165,14 @@ def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, 
         constant = {
             0 if m == "none" else round(math.log2(float(m))): m for m in methods if m == "none" or is_constant(m)
         }
-        means, deviations = zip(*(spread(fmt, m) for m in constant.values()), strict=True)
-        axes.errorbar(list(constant), means, deviations, color=COLOURS[0], marker="o", markersize=3.5, linewidth=1.2)
         chosen = [m for m in methods if m not in constant.values()]
-        positions = [max(constant) + 2 + i for i in range(len(chosen))]
-        means, deviations = zip(*(spread(fmt, m) for m in chosen), strict=True)
-        axes.errorbar(positions, means, deviations, color=COLOURS[5], marker="D", markersize=5, linestyle="", capsize=2)
+        positions = [max(constant, default=0) + 2 + i for i in range(len(chosen))]
+        line = {"color": COLOURS[0], "marker": "o", "markersize": 3.5, "linewidth": 1.2}
+        dots = {"color": COLOURS[5], "marker": "D", "markersize": 5, "linestyle": "", "capsize": 2}
+        for x, drawn, style in (([*constant], [*constant.values()], line), (positions, chosen, dots)):
+            if drawn:  # a sweep of constants alone has no others
+                means, deviations = zip(*(spread(fmt, method) for method in drawn), strict=True)
+                axes.errorbar(x, means, deviations, **style)
         if ("fp32", "none") in places:
             mean, deviation = spread("fp32", "none")
             axes.axhspan(mean - deviation, mean + deviation, color="black", alpha=0.12, linewidth=0)
