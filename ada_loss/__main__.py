@@ -182,8 +182,8 @@ def search(
             out=out,
         )
         if as_json:
-            told = {name: getattr(found, name) for name in ("formats", "bits", "metric", "accuracy", "baseline")}
-            print(strict_json({"out": str(out), **told, "front": found.front()}))
+            answer = {name: getattr(found, name) for name in ("formats", "bits", "metric", "accuracy", "baseline")}
+            print(strict_json({"out": str(out), **answer, "front": found.front()}))
         else:
             print(f"{found}\nEvery training: {out / 'ledger.sqlite'}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import math
 import multiprocessing
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -443,6 +445,18 @@ def test_cells_run_where_their_resources_are(tmp_path: Path, local: str) -> None
             small(tmp_path / "more", engine=engine.name, resources={"GPU": 2}, engine_timeout=1)
     with pytest.raises(ConnectionError, match=r"No worker of .* offered \{'GPU': 1\} within 1 s"):
         small(tmp_path / "none", engine=local, resources={"GPU": 1}, engine_timeout=1)
+
+
+@pytest.mark.parametrize("call", [sweep, resume])
+def test_every_field_of_an_execution_is_an_argument_with_its_default(call: Any) -> None:
+    defaults = {name: parameter.default for name, parameter in inspect.signature(call).parameters.items()}
+    assert {field.name: defaults[field.name] for field in fields(Execution)} == vars(Execution())
+
+
+def test_the_default_engine_is_here_for_one_worker_without_a_time_limit() -> None:
+    chosen = [Execution(**options).chosen_engine for options in ({}, {"workers": 2}, {"time_limit": 5})]  # type: ignore[arg-type]
+    assert chosen == ["here", "local", "local"]
+    assert Execution(workers=2, engine="here").chosen_engine == "here"
 
 
 def test_bad_arguments_are_refused_before_a_folder_is_made(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, 
         axes.grid(axis="y", linewidth=0.4, alpha=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
-    panels[0].set_ylabel(f"{title}; the band is float32")
+    panels[0].set_ylabel(title + ("; the band is float32" if ("fp32", "none") in places else ""))
     return figure
 
 

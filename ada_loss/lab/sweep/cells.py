@@ -18,7 +18,7 @@ from ada_loss.lab.tasks import find_task
 from ada_loss.lab.training.methods import require_method
 from ada_loss.lab.training.options import TrainOptions, is_allowed, possible
 from fpsim import ROLES, Policy
-from fpsim.checks import did_you_mean, is_whole
+from fpsim.checks import did_you_mean, is_number, is_whole
 
 __all__ = ["OPTIONS", "Cell", "label", "plan", "policy_of"]
 
@@ -179,7 +179,7 @@ def policy_of(fmt: Any, rounding: str) -> Any:
 
 
 def _method(method: Any) -> str | float:
-    if isinstance(method, bool) or not isinstance(method, (str, int, float)):
+    if not isinstance(method, str) and not is_number(method):
         raise TypeError(f"The scaling method {method!r} is a {type(method).__name__}. Possible: a name or a number.")
     require_method(method)
     return method if isinstance(method, str) else float(method)

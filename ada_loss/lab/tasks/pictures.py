@@ -150,7 +150,7 @@ class Cifar:
                     f"Put {self.archive} there, or name its folder in the environment variable ADA_LOSS_DATA."
                 ) from None
             if hashlib.md5(content, usedforsecurity=False).hexdigest() != self.md5:
-                raise ValueError(f"What came from {address} is not {self.name}: its MD5 sum is another. Try it again.")
+                raise ValueError(f"The file at {address} is not {self.name}: its MD5 sum differs. Try it again.")
             write_atomically(archive, content)
         try:
             with tarfile.open(archive) as packed:

@@ -1,4 +1,4 @@
-"""What a training gave."""
+"""The result of a training."""
 
 from __future__ import annotations
 
