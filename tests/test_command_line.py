@@ -17,9 +17,10 @@ import pytest
 import typer
 
 from ada_loss.__main__ import app
-from ada_loss.lab.search import ROLES, search
-from ada_loss.lab.store import Ledger
-from ada_loss.lab.sweep import sweep
+from ada_loss.lab.studies.search import search
+from ada_loss.lab.sweep.driver import sweep
+from ada_loss.lab.sweep.ledger import Ledger
+from fpsim import ROLES
 
 CONFIG = """
 task: sweep_tasks:tiny
@@ -233,10 +234,12 @@ def test_a_mistyped_configuration_is_named_with_its_place(tmp_path: Path) -> Non
     assert not (tmp_path / "runs").exists()
 
 
-def test_help_needs_no_torch() -> None:
-    code = "import sys; sys.argv = ['ada-loss', '--help']\nfrom ada_loss.__main__ import main\n"
+@pytest.mark.parametrize(("words", "said"), [(["--help"], "sweep"), (["status"], "4 failed")], ids=["help", "status"])
+def test_help_and_status_need_no_torch(out: Path, words: list[str], said: str) -> None:
+    words = ["ada-loss", *words, *([str(out)] if words == ["status"] else [])]
+    code = f"import sys; sys.argv = {words!r}\nfrom ada_loss.__main__ import main\n"
     code += "try: main()\nexcept SystemExit as end: assert not end.code\n"
     code += "assert not {'torch', 'numba', 'dask', 'matplotlib'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "sweep" in done.stdout
+    assert said in done.stdout
