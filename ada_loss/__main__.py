@@ -54,7 +54,7 @@ def _said_in_words(again: str = "") -> Iterator[None]:
         _say(f"The ledger cannot be read: {error}. Name another folder, or put its ledger.sqlite there again.")
         raise typer.Exit(BAD_INPUT) from None
     except KeyboardInterrupt as error:
-        _say(f"{error or 'Interrupted.'}{again}")
+        _say(f"{str(error) or 'Interrupted.'}{again}")
         raise typer.Exit(INTERRUPTED) from None
     except RuntimeError as error:
         if type(error).__name__ != "SweepStopped":
