@@ -42,7 +42,7 @@ def test_the_kernel_compiles_and_holds_no_floating_point(rule: int, shape: int, 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids="cc{0[0]}.{0[1]}".format)
 def test_the_public_compiler_gives_the_same_kind(capability: tuple[int, int]) -> None:
-    text, _ = compile_ptx(cuda_kernel(6, 1, 32), arguments(32), cc=capability)
+    text, _ = compile_ptx(cuda_kernel(0, 1, 32), arguments(32), cc=capability)  # a stochastic one takes thrice as long
     assert f".target sm_{capability[0]}{capability[1]}" in str(text)
     assert FLOATING.findall(str(text)) == []
 
