@@ -55,7 +55,7 @@ def _errors_as_exit_codes(hint: str = "") -> Iterator[None]:
         _say(f"The ledger cannot be read: {error}. Name another folder, or put its ledger.sqlite there again.")
         raise typer.Exit(BAD_INPUT) from None
     except KeyboardInterrupt as error:
-        _say(f"{error or 'Interrupted.'}{hint}")
+        _say(f"{str(error) or 'Interrupted.'}{hint}")
         raise typer.Exit(INTERRUPTED) from None
     except SweepStopped as error:
         _say(f"{error}{hint}")

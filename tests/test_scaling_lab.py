@@ -76,7 +76,7 @@ def test_the_trials_table_and_picture(rows: list[dict[str, object]]) -> None:
 
 def test_without_scaling_e4m3fn_learns_nothing_and_adaptive_scaling_needs_no_tuning(tmp_path: Path) -> None:
     policy = {"error": "e4m3fn", "weight_grad": "e4m3fn"}
-    options = {"epochs": 20, "optimizer": "adam", "learning_rate": 1e-3}
+    options = {"epochs": 12, "optimizer": "adam", "learning_rate": 1e-3}
     methods = ["none", "torch", "adaptive"]
     results = sweep("deep_digits", ["fp32", policy], methods, task_options=options, out=tmp_path, show_progress=False)
     table, row = results.table(), "error=e4m3fn weight_grad=e4m3fn"
