@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ada_loss.lab.results import Results
-    from ada_loss.lab.search import search
-    from ada_loss.lab.sweep import resume, sweep
+    from ada_loss.lab.studies.search import search
+    from ada_loss.lab.sweep.driver import resume, sweep
     from ada_loss.layerwise import AdaLossScaled
     from ada_loss.record import Recorder
     from ada_loss.rules import LayerRule, LossRule, layer_rule, loss_rule, trajectory
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ada_loss.lab.results": ("Results",),
-    "ada_loss.lab.search": ("search",),
-    "ada_loss.lab.sweep": ("resume", "sweep"),
+    "ada_loss.lab.studies.search": ("search",),
+    "ada_loss.lab.sweep.driver": ("resume", "sweep"),
     "ada_loss.layerwise": ("AdaLossScaled",),
     "ada_loss.record": ("Recorder",),
     "ada_loss.rules": ("LayerRule", "LossRule", "layer_rule", "loss_rule", "trajectory"),

@@ -1,4 +1,4 @@
-"""The command line: `python -m ada_loss`, or `ada-loss` once it is installed."""
+"""The command line, `ada-loss` or `python -m ada_loss`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ try:
 except ImportError:
     raise SystemExit("The command line needs more than the library: pip install 'fpsim[lab]'.") from None
 
-# Everything else is imported where it is used: --help and a mistyped option answer at once.
+# Everything else is imported where it is used: --help and a mistyped option answer at once, without torch.
 
 FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 1, 2, 3, 130
 
 app = typer.Typer(
     name="ada-loss",
     help="Compare number formats and gradient scaling methods in the training of neural networks.",
-    epilog="Exit codes: 0 all is well; 1 cells failed; 2 bad input; 3 it could not go on; 130 interrupted.",
+    epilog="Exit codes: 0 success; 1 cells failed; 2 bad input; 3 it could not go on; 130 interrupted.",
     no_args_is_help=True,
-    rich_markup_mode=None,  # the boxes take as long to import as all the rest
+    rich_markup_mode=None,  # boxes would double the time of the imports
     pretty_exceptions_enable=False,
 )
 
@@ -33,17 +33,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing els
 Workers = Annotated[int | None, typer.Option(help="Processes of this machine.", show_default="as the file says, or 1")]
 EngineName = Annotated[str | None, typer.Option(help="here, local, or a Dask scheduler's tcp://HOST:PORT.")]
 Device = Annotated[str | None, typer.Option(help="Where cells compute: cpu, cuda.", show_default="cpu")]
-RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Run the cells again that failed.")]
+RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Run the failed cells again.")]
 Seconds = Annotated[float | None, typer.Option(help="Seconds that one cell may take.", show_default="no limit")]
 
 
 @contextmanager
-def _said_in_words(again: str = "") -> Iterator[None]:
-    """What is wrong is one line on stderr and an exit code; a traceback is for what is wrong with this library.
+def _errors_as_exit_codes(hint: str = "") -> Iterator[None]:
+    """Report an error as one line on stderr and an exit code; a traceback is left for errors of this library itself.
 
-    again: what is said beside, where work was stopped and can go on.
+    hint: printed behind the error where the work was stopped and can go on.
     """
-    from ada_loss.lab.store import Damaged
+    from ada_loss.lab.errors import SweepStopped
+    from ada_loss.lab.sweep.ledger import Damaged
 
     try:
         yield
@@ -54,12 +55,10 @@ def _said_in_words(again: str = "") -> Iterator[None]:
         _say(f"The ledger cannot be read: {error}. Name another folder, or put its ledger.sqlite there again.")
         raise typer.Exit(BAD_INPUT) from None
     except KeyboardInterrupt as error:
-        _say(f"{error or 'Interrupted.'}{again}")
+        _say(f"{str(error) or 'Interrupted.'}{hint}")
         raise typer.Exit(INTERRUPTED) from None
-    except RuntimeError as error:
-        if type(error).__name__ != "SweepStopped":
-            raise
-        _say(f"{error}{again}")
+    except SweepStopped as error:
+        _say(f"{error}{hint}")
         raise typer.Exit(STOPPED) from None
 
 
@@ -67,9 +66,16 @@ def _say(words: object) -> None:
     print(words, file=sys.stderr)
 
 
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given on the command line; the others keep the defaults of the library, or of the file."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 @app.command()
 def sweep(
-    config: Annotated[str, typer.Argument(help="A YAML file, or the name of a sweep that comes along (digits).")],
+    config: Annotated[
+        str, typer.Argument(help="A YAML file, or the name of a sweep that comes with the library (digits).")
+    ],
     out: Annotated[Path | None, typer.Option(help="The folder to keep everything in.")] = None,
     workers: Workers = None,
     engine: EngineName = None,
@@ -79,18 +85,18 @@ def sweep(
     retry_failed: RetryFailed = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train every combination of formats, scaling methods and seeds that a file names; report what came out.
+    """Train every combination of formats, scaling methods and seeds of a file, and report the results.
 
-    Run it again to go on where it was stopped. An option given here wins over the file.
+    Run it again to go on where it was stopped. Options given here override the file.
     """
-    with _said_in_words():
-        from ada_loss.lab.config import read_sweep
-        from ada_loss.lab.sweep import sweep as run
+    with _errors_as_exit_codes():
+        from ada_loss.lab.sweep.config import read_sweep
+        from ada_loss.lab.sweep.driver import sweep as run
 
-        given = {"workers": workers, "engine": engine, "seeds": seeds, "time_limit": time_limit}
-        given |= {"device": device, "out": None if out is None else str(out), "retry_failed": retry_failed or None}
-        arguments = read_sweep(config) | {name: value for name, value in given.items() if value is not None}
-        _finish(run(**arguments), as_json)
+        folder = None if out is None else str(out)
+        execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
+        given = _given(**execution, seeds=seeds, out=folder, retry_failed=retry_failed or None)
+        _finish(run(**{**read_sweep(config), **given}), as_json)
 
 
 @app.command()
@@ -104,16 +110,15 @@ def resume(
     as_json: AsJson = False,
 ) -> None:
     """Go on with a sweep that was stopped, from its folder alone."""
-    with _said_in_words():
-        from ada_loss.lab.sweep import resume as run
+    with _errors_as_exit_codes():
+        from ada_loss.lab.sweep.driver import resume as run
 
-        options: dict[str, Any] = {"engine": engine, "time_limit": time_limit, "retry_failed": retry_failed}
-        options |= {"workers": 1 if workers is None else workers, "device": device or "cpu"}
-        _finish(run(out, **options), as_json)
+        execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
+        _finish(run(out, **execution, retry_failed=retry_failed), as_json)
 
 
 def _finish(results: Any, as_json: bool) -> None:
-    """Print the tables, write the report, say which cells failed."""
+    """Write the report, print the tables and the cells that failed; the exit code tells whether some did."""
     report = results.report()
     if as_json:
         print(json.dumps({"out": str(results.out), "report": str(report), "counts": results.counts}))
@@ -131,34 +136,34 @@ def _finish(results: Any, as_json: bool) -> None:
 def search(
     task: Annotated[str, typer.Argument(help="A task's name, or 'module:function' that makes one.")],
     roles: Annotated[
-        list[str], typer.Option(help="Which get small formats, with commas between; the others stay in float32.")
+        list[str], typer.Option(help="Roles that get small formats, with commas between; the others stay in float32.")
     ] = ["weight,activation,error,weight_grad"],  # noqa: B006
     scaling: Annotated[str, typer.Option(help="How gradients are scaled: a method's name or a number.")] = "none",
     rounding: Annotated[str, typer.Option(help="nearest_even, stochastic, ...")] = "nearest_even",
     tolerance: Annotated[float, typer.Option(help="How far below float32 the mean over the seeds may be.")] = 0.01,
     seeds: Annotated[int, typer.Option(help="How many seeds each training is run with.")] = 3,
-    trials: Annotated[int, typer.Option(help="How many combinations are proposed before bits are taken away.")] = 30,
+    trials: Annotated[int, typer.Option(help="How many combinations are tried before bits are taken away.")] = 30,
     exponent_bits: Annotated[tuple[int, int], typer.Option(help="Least and most.")] = (2, 8),
     mantissa_bits: Annotated[tuple[int, int], typer.Option(help="Least and most.")] = (0, 10),
     metric: Annotated[
-        str | None, typer.Option(help="What is to be kept; larger is better.", show_default="the task's first")
+        str | None, typer.Option(help="The metric to keep; larger is better.", show_default="the task's first")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Processes of this machine, and how many are proposed at once.")] = 1,
+    workers: Annotated[int, typer.Option(help="Processes of this machine, and combinations tried at once.")] = 1,
     engine: EngineName = None,
     device: Annotated[str, typer.Option(help="Where cells compute: cpu, cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(help="The folder to keep everything in.")] = Path("runs/search"),
     as_json: AsJson = False,
 ) -> None:
-    """Find the smallest formats, by role, with which a task keeps the accuracy of float32.
+    """Find the smallest formats, by role, with which a task keeps the accuracy of float32, or another metric.
 
-    Prints what nothing beats in both bits and accuracy, and the smallest within the tolerance.
+    Prints the formats that no others beat in both bits and metric, and the smallest within the tolerance.
 
     Run it again to go on where it was stopped.
     """
     command = shlex.join(["ada-loss", *sys.argv[1:]])
-    with _said_in_words(f" Go on with: {command}"):
+    with _errors_as_exit_codes(f" Go on with: {command}"):
         from ada_loss.files import strict_json
-        from ada_loss.lab.search import search as run
+        from ada_loss.lab.studies.search import search as run
 
         found = run(
             task,
@@ -177,8 +182,8 @@ def search(
             out=out,
         )
         if as_json:
-            told = {name: getattr(found, name) for name in ("formats", "bits", "metric", "accuracy", "baseline")}
-            print(strict_json({"out": str(out), **told, "front": found.front()}))
+            answer = {name: getattr(found, name) for name in ("formats", "bits", "metric", "accuracy", "baseline")}
+            print(strict_json({"out": str(out), **answer, "front": found.front()}))
         else:
             print(f"{found}\nEvery training: {out / 'ledger.sqlite'}")
 
@@ -192,9 +197,9 @@ def _number_or_name(word: str) -> float | str:
 
 @app.command()
 def status(out: Out, as_json: AsJson = False) -> None:
-    """How far a sweep is. Safe while it runs."""
-    with _said_in_words():
-        from ada_loss.lab.store import Ledger  # not Results: no torch, so it answers at once
+    """Show how far a sweep is, also while it runs."""
+    with _errors_as_exit_codes():
+        from ada_loss.lab.sweep.ledger import Ledger  # without torch: it answers at once
 
         with Ledger(out / "ledger.sqlite", readonly=True) as ledger:
             counts, seconds, failed = ledger.counts(), ledger.seconds(), ledger.rows("failed")
@@ -212,16 +217,16 @@ def status(out: Out, as_json: AsJson = False) -> None:
 @app.command()
 def table(
     out: Out,
-    rows: Annotated[str, typer.Option(help="What goes down: format, scaling, rounding, seed, an option.")] = "format",
-    columns: Annotated[str, typer.Option(help="What goes across.")] = "scaling",
+    rows: Annotated[str, typer.Option(help="The rows: format, scaling, rounding, seed, or an option.")] = "format",
+    columns: Annotated[str, typer.Option(help="The columns.")] = "scaling",
     metric: Annotated[
         str | None, typer.Option(help="accuracy, underflow, ...", show_default="the task's first")
     ] = None,
     where: Annotated[list[str] | None, typer.Option(help="Only these cells: rounding=stochastic. Repeatable.")] = None,
     to: Annotated[str, typer.Option(help="markdown, latex, csv or json.")] = "markdown",
 ) -> None:
-    """Mean and standard deviation over the seeds, as a table."""
-    with _said_in_words():
+    """Print a metric as a table: mean and standard deviation over the seeds."""
+    with _errors_as_exit_codes():
         from ada_loss.lab.results import Results
 
         chosen = dict(_pair(word) for word in where or [])
@@ -240,12 +245,10 @@ def _pair(word: str) -> tuple[str, str]:
 def report(
     out: Out,
     to: Annotated[Path | None, typer.Option(help="The HTML file to write.", show_default="report.html there")] = None,
-    question: Annotated[
-        str | None, typer.Option(help="What the sweep was to answer, for the head of the page.")
-    ] = None,
+    question: Annotated[str | None, typer.Option(help="The question of the sweep, for the head of the page.")] = None,
 ) -> None:
-    """One HTML file with the tables, the pictures and every cell; it needs no network."""
-    with _said_in_words():
+    """Write one HTML file with the tables, the pictures and every cell; it needs no network."""
+    with _errors_as_exit_codes():
         from ada_loss.lab.results import Results
 
         print(Results(out).report(to, question=question))
@@ -253,7 +256,7 @@ def report(
 
 @app.command()
 def formats(as_json: AsJson = False) -> None:
-    """The catalogue of number formats."""
+    """Print the catalogue of number formats."""
     from fpsim import CATALOGUE
 
     names = ("bits", "exponent_bits", "mantissa_bits", "largest", "smallest_normal", "smallest", "epsilon")
@@ -270,14 +273,14 @@ def formats(as_json: AsJson = False) -> None:
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(help="A task's name, or 'module:function' that makes a model or a task.")],
+    model: Annotated[str, typer.Argument(help="A task's name, or 'module:function' of a model or a task.")],
     fmt: Annotated[str, typer.Option("--format", help="The format for all roles.")] = "fp16",
     as_json: AsJson = False,
 ) -> None:
-    """What rounds to what in a model: its modules, and for a task every site of one training step."""
-    with _said_in_words():
+    """Show the formats of a model: of its modules, and for a task of every site of one training step."""
+    with _errors_as_exit_codes():
         from ada_loss.files import strict_json
-        from ada_loss.lab.describe import describe
+        from ada_loss.lab.studies.describe import describe
 
         found = describe(model, fmt)
         print(strict_json(found.as_dict()) if as_json else found)
@@ -289,16 +292,16 @@ def depth(
 ) -> None:
     """Send a gradient through deep ReLU networks whose layers make it grow or shrink, under every scaling method.
 
-    Prints underflow, or how many gradients left the range, and the relative error of the first layer's weight gradient
-    against float32.
+    Prints the underflow, or how many gradients left the range, and the relative error of the first layer's weight
+    gradient against float32.
     """
-    with _said_in_words():
+    with _errors_as_exit_codes():
         import torch
         from tqdm.auto import tqdm
 
         from ada_loss.files import csv_bytes, write_atomically
-        from ada_loss.lab.depth import COLUMNS, GAINS, METHODS, depth_table, depth_trial
-        from ada_loss.lab.plots import figure_bytes, plot_depth
+        from ada_loss.lab.results.figures import figure_bytes, plot_depth
+        from ada_loss.lab.studies.depth import COLUMNS, GAINS, METHODS, depth_table, depth_trial
 
         torch.set_num_threads(1)
         with tqdm(total=3 * len(GAINS) * len(METHODS), unit="backward") as bar:

@@ -1,9 +1,8 @@
-"""Measure the lab: `python benchmarks/sweep.py [--only SECTION ...]`. Saved as JSON like the other report."""
+"""Measure the lab: `python benchmarks/sweep.py [--only SECTION ...]`. The result is JSON, like that of report.py."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import statistics
 import subprocess
 import sys
@@ -16,13 +15,14 @@ from typing import Any
 
 from report import RESULTS, Report, machine, paired, save
 
-from ada_loss.lab.cells import plan
-from ada_loss.lab.config import read_sweep
-from ada_loss.lab.engines import open_engine
-from ada_loss.lab.store import Ledger
-from ada_loss.lab.sweep import sweep
+from ada_loss.lab.sweep.cells import plan
+from ada_loss.lab.sweep.config import read_sweep
+from ada_loss.lab.sweep.driver import sweep
+from ada_loss.lab.sweep.engines import open_engine
+from ada_loss.lab.sweep.execution import Execution
+from ada_loss.lab.sweep.ledger import Ledger
 from ada_loss.lab.tasks import digits
-from ada_loss.lab.train import train
+from ada_loss.lab.training import TrainOptions, train
 
 TESTS = str(Path(__file__).parents[1] / "tests")
 TINY = "sweep_tasks:tiny"  # a logistic regression of 8 points
@@ -36,7 +36,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def process(words: Sequence[str], repeats: int = 9) -> float:
-    """Median seconds of a command of ours, from its start to its end."""
+    """Median seconds of an ada-loss command, with the start of its process."""
     command = [sys.executable, "-m", "ada_loss", *words]
     return statistics.median(
         seconds_of(lambda: subprocess.run(command, check=True, capture_output=True)) for _ in range(repeats)
@@ -48,7 +48,7 @@ def command_line(report: Report) -> None:
 
 
 def ledger(report: Report) -> None:
-    """10,000 cells, all of them done: what a sweep that is run again has to look through."""
+    """A sweep of 10,000 cells that are all done, run again."""
     with TemporaryDirectory() as folder:
         out, cells = Path(folder), []
 
@@ -71,8 +71,8 @@ def ledger(report: Report) -> None:
 
 
 def engine(report: Report, cells: int = 100) -> None:
-    """What a cell costs on a warm local cluster of one worker, less what it costs in this process."""
-    with open_engine("local", 1) as opened, TemporaryDirectory() as folder:
+    """The time of a cell on a warm local cluster of one worker, minus its time in this process."""
+    with open_engine(Execution(engine="local")) as opened, TemporaryDirectory() as folder:
 
         def run(name: str, seeds: range, where: str | Executor) -> float:
             options: dict[str, Any] = {"task_options": {"epochs": 1}, "show_progress": False}
@@ -89,7 +89,7 @@ def engine(report: Report, cells: int = 100) -> None:
 
 
 def workers(report: Report) -> None:
-    """README's sweep on two workers and on one, from nothing to the last cell."""
+    """README's sweep on two workers and on one, from an empty folder to the last cell."""
     arguments = read_sweep("digits")
     times = {}
     for count in (1, 2):
@@ -100,11 +100,11 @@ def workers(report: Report) -> None:
 
 
 def telemetry(report: Report, repeats: int = 9) -> None:
-    """A training with the default telemetry over one without: what a sampled step costs more, shared by all steps."""
+    """The time of a training with the default telemetry over one without: the extra time of a sampled step, spread."""
     import torch
 
     torch.set_num_threads(1)
-    task, default = digits(), inspect.signature(train).parameters["record_every"].default
+    task, default = digits(), TrainOptions.record_every
     for fmt, scaling in (("e5m2", "none"), ("e5m2", "adaptive")):
 
         def run(every: int, f: str = fmt, s: str = scaling) -> object:

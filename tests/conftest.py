@@ -14,11 +14,24 @@ import torch
 
 import fpsim
 
-LONG = ("test_notebooks.py", "test_cuda.py", "test_sweep.py")  # begun first, so that no worker waits for them alone
+# Longest first, so that no worker is left alone with a long file while the other has nothing to do. Tests of one file
+# stay on one worker: they share clusters, sweeps and what is compiled.
+LONG = (
+    "test_sweep.py",
+    "test_cuda.py",
+    "test_notebooks.py",
+    "test_search.py",
+    "test_rounding.py",
+    "test_command_line.py",
+    "test_train.py",
+    "test_ops.py",
+    "test_tasks.py",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONG)
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
     exhaustive = "slow" in (config.getoption("-m") or "")
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,19 @@ class Format:
         """The first magnitude beyond the largest, were the exponent unbounded."""
         return self.largest + Fraction(2) ** (max(floor_log2(self.largest), self.lowest_exponent) - self.mantissa_bits)
 
+    @cached_property
+    def _thresholds(self) -> tuple[int, list[int]]:
+        """A power of two, and every magnitude in units of its inverse: integers are searched faster than fractions."""
+        unit = max(v.denominator for v in self.magnitudes)
+        return unit, [v.numerator * (unit // v.denominator) for v in self.magnitudes]
+
     def neighbours(self, magnitude: Fraction) -> tuple[Fraction, Fraction, bool]:
         """The magnitudes at or below and above, and whether the lower one is odd; not from `next_magnitude` on."""
         if self.exponent_bits + self.mantissa_bits > 18:
             return self.neighbours_by_spacing(magnitude)
         magnitudes, odd = self._listed
-        low = bisect_right(magnitudes, magnitude) - 1
+        unit, thresholds = self._thresholds
+        low = bisect_right(thresholds, magnitude.numerator * unit // magnitude.denominator) - 1
         above = magnitudes[low + 1] if low + 1 < len(magnitudes) else self.next_magnitude
         return magnitudes[low], above, odd[low]
 
@@ -113,36 +120,44 @@ def floor_log2(x: Fraction) -> int:
     return exponent if Fraction(2) ** exponent <= x else exponent - 1
 
 
+@lru_cache(maxsize=2**16)
+def between(fmt: Format, magnitude: float) -> tuple[float, float, bool, int]:
+    """The neighbours of a magnitude, whether the lower one is odd, and the side of their middle: -1, 0 or 1.
+
+    Kept, because every rule asks it of the same numbers, with both signs. All neighbours are floats exactly.
+    """
+    if magnitude >= fmt.next_magnitude:
+        return float(fmt.next_magnitude), float(fmt.next_magnitude), False, 1
+    below, above, odd = fmt.neighbours(Fraction(magnitude))
+    middle = (below + above) / 2
+    return float(below), float(above), odd, (magnitude > middle) - (magnitude < middle)
+
+
 def round_to(fmt: Format, x: float, rounding: str, overflow: str) -> float:
     """The rounded value of a float, by the words of the specification."""
-    largest = fmt.largest
-    beyond = {"inf": math.inf, "nan": math.nan, "saturate": float(largest)}[overflow]
+    largest = float(fmt.largest)
+    beyond = {"inf": math.inf, "nan": math.nan, "saturate": largest}[overflow]
     if math.isnan(x) or (not fmt.signed and x <= 0):
         return math.nan
     if math.isinf(x):
         return math.copysign(beyond, x)
-    magnitude = abs(Fraction(x))
-    if not fmt.signed and magnitude < fmt.smallest:
+    if not fmt.signed and x < fmt.smallest:
         return float(fmt.smallest)  # a scale: no zero
+    below, above, odd, side = between(fmt, abs(x))
     away = {"up": x > 0, "down": x < 0}.get(rounding)
-    if magnitude >= fmt.next_magnitude:
-        rounded = fmt.next_magnitude
-    else:
-        below, above, odd = fmt.neighbours(magnitude)
-        distance, half = magnitude - below, (above - below) / 2
-        if rounding == "nearest_even":
-            away = distance > half or (distance == half and odd)
-        elif rounding == "nearest_away":
-            away = distance >= half
-        elif rounding == "to_odd":
-            away = not odd
-        rounded = above if away and distance else below
+    if rounding == "nearest_even":
+        away = side > 0 or (side == 0 and odd)
+    elif rounding == "nearest_away":
+        away = side >= 0
+    elif rounding == "to_odd":
+        away = not odd
+    rounded = above if away and abs(x) != below else below
     if rounded > largest:
         stays_finite = rounding in ("toward_zero", "to_odd") or away is False
-        return math.copysign(float(largest) if stays_finite else beyond, x)
+        return math.copysign(largest if stays_finite else beyond, x)
     if rounded == 0 and not fmt.has_negative_zero:
         return 0.0
-    return math.copysign(float(rounded), x)
+    return math.copysign(rounded, x)
 
 
 def round_up_probability(fmt: Format, x: float, random_bits: int) -> Fraction:

@@ -21,9 +21,11 @@ import sweep_tasks
 import torch
 from torch import nn
 
-from ada_loss.lab.cells import Cell, plan, run_cell, telemetry
+from ada_loss.lab.sweep.cells import Cell, plan
+from ada_loss.lab.sweep.telemetry import telemetry
+from ada_loss.lab.sweep.work import run_cell
 from ada_loss.lab.tasks import digits
-from ada_loss.lab.train import train
+from ada_loss.lab.training.loop import train
 
 
 def ids(*arguments: Any, **options: Any) -> list[str]:
@@ -81,8 +83,13 @@ def test_ten_thousand_cells_are_planned_quickly() -> None:
         ({"seeds": 0}, "seeds is empty"),
         ({"seeds": [1, 1]}, "came twice"),
         ({"options": {"epoch": 1}}, "Unknown key task_options.epoch. Did you mean epochs?"),
-        ({"options": {"epochs": "many"}}, "task_options.epochs came as 'many'. Possible: int, 1 or more."),
-        ({"options": {"epochs": 0}}, "task_options.epochs came as 0"),
+        ({"options": {"epochs": "many"}}, "task_options.epochs came as 'many'. Possible: an integer, 1 or more."),
+        (
+            {"options": {"epochs": 0}},
+            "epochs came as 0. Possible: an integer, 1 or more. Leave it out for 12.",
+        ),
+        ({"options": {"epochs": True}}, "task_options.epochs came as True"),
+        ({"options": {"epochs": 2.0}}, "task_options.epochs came as 2.0"),
         ({"options": {"optimizer": 3}}, "task_options.optimizer came as 3. Possible: sgd, adam, adamw"),
     ],
     ids=str,
@@ -211,7 +218,7 @@ def test_the_identity_of_a_task_with_data_is_the_same_in_every_process(tmp_path:
     code = "import numpy as np, torch\nx, z = torch.arange(3.0), np.ones(2)\n"
     code += "y = {'a': [np.arange(3)], 'b': {'u', 'v'}}\n"
     code += "def mine(seed, *, x=x):\n    def loss():\n        return z\n    return y, loss\n"
-    code += "from ada_loss.lab.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
+    code += "from ada_loss.lab.sweep.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
     told = []
     changes = (
         ("", ""),
@@ -232,7 +239,7 @@ def test_the_identity_of_a_task_with_data_is_the_same_in_every_process(tmp_path:
 
 def test_a_class_of_a_notebook_that_is_changed_makes_another_task(tmp_path: Path) -> None:
     code = "things = [object()]\nclass Net:\n    width = 3\ndef mine(seed):\n    return Net.width, things\n"
-    code += "from ada_loss.lab.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
+    code += "from ada_loss.lab.sweep.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
     told = []
     for text in (code, code, code.replace("3", "4")):
         (tmp_path / "mine.py").write_text(text)

@@ -1,8 +1,9 @@
-"""The command line, in processes of its own and as a user types it."""
+"""The command line as a user types it; in a process of its own where that is the claim."""
 
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import os
 import shlex
@@ -10,16 +11,18 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from ada_loss.__main__ import app
-from ada_loss.lab.search import ROLES, search
-from ada_loss.lab.store import Ledger
-from ada_loss.lab.sweep import sweep
+from ada_loss.__main__ import app, main
+from ada_loss.lab.studies.search import search
+from ada_loss.lab.sweep.driver import sweep
+from ada_loss.lab.sweep.ledger import Ledger
+from fpsim import ROLES
 
 CONFIG = """
 task: sweep_tasks:tiny
@@ -37,10 +40,25 @@ def started(*words: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
 
 
-def ada_loss(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+def alone(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """What a process of its own prints: it takes two seconds, nearly all of them to import torch."""
     process = started(*words)
     said = process.communicate()
-    done = subprocess.CompletedProcess(process.args, process.returncode, *said)
+    return as_expected(subprocess.CompletedProcess(process.args, process.returncode, *said), code)
+
+
+def ada_loss(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """The same in this process. An exception that is no exit fails the test."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["ada-loss", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            main()
+    returncode = int(end.value.code or 0)
+    return as_expected(subprocess.CompletedProcess(sys.argv, returncode, out.getvalue(), err.getvalue()), code)
+
+
+def as_expected(done: subprocess.CompletedProcess[str], code: int) -> subprocess.CompletedProcess[str]:
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done
@@ -58,21 +76,21 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_sweep_runs_prints_its_table_and_names_its_report(tmp_path: Path) -> None:
     config = tmp_path / "mine.yaml"
     config.write_text(CONFIG)
-    done = ada_loss("sweep", config, "--out", tmp_path / "out")
+    done = alone("sweep", config, "--out", tmp_path / "out")
     assert "| format \\ scaling | none | 1024 |" in done.stdout
     assert "| fp16 | " in done.stdout
     report = tmp_path / "out" / "report.html"
     assert f"Report: {report}" in done.stdout
     assert report.read_text().startswith("<!doctype html>")
     assert "8/8" in done.stderr  # the progress bar
-    again = ada_loss("sweep", config, "--out", tmp_path / "out", "--json")
+    again = alone("sweep", config, "--out", tmp_path / "out", "--json")
     assert json.loads(again.stdout)["counts"] == {"planned": 0, "running": 0, "done": 8, "failed": 0}
     more = ada_loss("sweep", config, "--out", tmp_path / "out", "--seeds", 3, "--json")
     assert json.loads(more.stdout)["counts"]["done"] == 12
 
 
 def test_failed_cells_are_an_exit_code_of_their_own(out: Path) -> None:
-    done = ada_loss("resume", out, code=1)
+    done = alone("resume", out, code=1)
     assert "RuntimeError: seed 1 is not to be had" in done.stdout
 
 
@@ -122,7 +140,16 @@ def test_a_search_that_is_stopped_names_the_command_that_goes_on(tmp_path: Path)
     assert last.endswith(f"Go on with: {shlex.join(['ada-loss', *map(str, words)])}")
     with Ledger(ledger, readonly=True) as opened:
         assert opened.counts()["running"] == 0
-    assert "Smallest found: error e" in ada_loss(*words).stdout
+    assert "Smallest found: error e" in alone(*words).stdout
+
+
+def test_a_search_that_is_stopped_between_two_trainings_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules[search.__module__], "search", interrupted)
+    said = ada_loss("search", "sweep_tasks:tiny", code=130).stderr
+    assert said == "Interrupted. Go on with: ada-loss search sweep_tasks:tiny\n"
 
 
 def test_a_search_without_options_is_that_of_the_library() -> None:
@@ -202,9 +229,10 @@ def test_inspect_shows_modules_and_sites() -> None:
     ],
 )
 def test_bad_input_is_one_line_and_the_exit_code_2(words: list[str], said: str) -> None:
-    done = ada_loss(*words, code=2)
-    assert said in done.stderr
-    assert done.stdout == ""
+    for run in (alone, ada_loss) if "fp61" in words else (ada_loss,):
+        done = run(*words, code=2)
+        assert said in done.stderr
+        assert done.stdout == ""
 
 
 def test_a_target_that_cannot_be_written_is_one_line(tmp_path: Path, out: Path) -> None:
@@ -233,10 +261,12 @@ def test_a_mistyped_configuration_is_named_with_its_place(tmp_path: Path) -> Non
     assert not (tmp_path / "runs").exists()
 
 
-def test_help_needs_no_torch() -> None:
-    code = "import sys; sys.argv = ['ada-loss', '--help']\nfrom ada_loss.__main__ import main\n"
+@pytest.mark.parametrize(("words", "said"), [(["--help"], "sweep"), (["status"], "4 failed")], ids=["help", "status"])
+def test_help_and_status_need_no_torch(out: Path, words: list[str], said: str) -> None:
+    words = ["ada-loss", *words, *([str(out)] if words == ["status"] else [])]
+    code = f"import sys; sys.argv = {words!r}\nfrom ada_loss.__main__ import main\n"
     code += "try: main()\nexcept SystemExit as end: assert not end.code\n"
     code += "assert not {'torch', 'numba', 'dask', 'matplotlib'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "sweep" in done.stdout
+    assert said in done.stdout

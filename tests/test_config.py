@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ada_loss.lab.cells import plan
-from ada_loss.lab.config import SHIPPED, read_sweep
+from ada_loss.lab.sweep.cells import plan
+from ada_loss.lab.sweep.config import SHIPPED, read_sweep
 
 
 def written(folder: Path, text: str) -> Path:

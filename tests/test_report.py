@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ada_loss.lab.report import MOST_CURVES
 from ada_loss.lab.results import Results
-from ada_loss.lab.store import Ledger
-from ada_loss.lab.sweep import sweep
+from ada_loss.lab.results.report import MOST_CURVES
+from ada_loss.lab.sweep.driver import sweep
+from ada_loss.lab.sweep.ledger import Ledger
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")

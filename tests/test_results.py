@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from ada_loss.files import write_atomically
-from ada_loss.lab.plots import figure_bytes, plot_scales
 from ada_loss.lab.results import Results
-from ada_loss.lab.store import Ledger
-from ada_loss.lab.sweep import sweep
-from ada_loss.lab.sweep_plots import plot_table
+from ada_loss.lab.results.figures import figure_bytes, plot_scales, plot_table
+from ada_loss.lab.sweep.driver import sweep
+from ada_loss.lab.sweep.ledger import Ledger
 
 ACCURACIES = {
     ("fp32", "none"): (0.9, 0.8),

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ada_loss.lab.depth import GAINS, depth_table, depth_trial, relu_network
-from ada_loss.lab.plots import figure_bytes, plot_depth, plot_scales
-from ada_loss.lab.sweep import sweep
+from ada_loss.lab.results.figures import figure_bytes, plot_depth, plot_scales
+from ada_loss.lab.studies.depth import GAINS, depth_table, depth_trial, relu_network
+from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.tasks import deep_digits
-from ada_loss.lab.train import make_scaling, train
+from ada_loss.lab.training.loop import train
+from ada_loss.lab.training.methods import make_scaling
 from ada_loss.scalers import GradScaler
 from fpsim import Policy, quantize
 
@@ -75,7 +76,7 @@ def test_the_trials_table_and_picture(rows: list[dict[str, object]]) -> None:
 
 def test_without_scaling_e4m3fn_learns_nothing_and_adaptive_scaling_needs_no_tuning(tmp_path: Path) -> None:
     policy = {"error": "e4m3fn", "weight_grad": "e4m3fn"}
-    options = {"epochs": 20, "optimizer": "adam", "learning_rate": 1e-3}
+    options = {"epochs": 12, "optimizer": "adam", "learning_rate": 1e-3}
     methods = ["none", "torch", "adaptive"]
     results = sweep("deep_digits", ["fp32", policy], methods, task_options=options, out=tmp_path, show_progress=False)
     table, row = results.table(), "error=e4m3fn weight_grad=e4m3fn"
@@ -93,6 +94,18 @@ def test_many_constants_are_a_line_beside_the_methods_that_choose(tmp_path: Path
     assert panel.get_title() == "fp16"
     line = next(line for line in panel.lines if len(line.get_xdata()) == 6)
     assert line.get_xdata().tolist() == [0, 1, 2, 3, 4, 5]
+    assert panel.get_ylabel() == "accuracy in %; the band is float32"
+    assert results.plot_accuracy("underflow").axes[0].get_ylabel() == "underflow in %; the band is float32"
+
+
+def test_constants_alone_are_a_line_in_the_picture_and_in_the_report(tmp_path: Path) -> None:
+    constants = [2.0**k for k in range(6)]
+    options = {"epochs": 1}
+    results = sweep("sweep_tasks:tiny", ["fp16"], constants, task_options=options, out=tmp_path, show_progress=False)
+    (panel,) = results.plot_accuracy().axes
+    (line,) = (line for line in panel.lines if len(line.get_xdata()) == 6)
+    assert line.get_xdata().tolist() == [0, 1, 2, 3, 4, 5]
+    assert results.report().exists()
 
 
 def test_a_run_is_the_same_for_a_seed_and_tells_its_scales() -> None:

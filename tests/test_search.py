@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import fpsim
-from ada_loss.lab.search import SearchResult, search
-from ada_loss.lab.sweep import sweep
+from ada_loss.lab.studies.search import SearchResult, search
+from ada_loss.lab.sweep.driver import sweep
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["ada_loss.lab.search"])
+PROCESSES.set_forkserver_preload(["ada_loss.lab.studies.search"])
 
 
 def small(out: Path, **options: Any) -> SearchResult:

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ada_loss.lab.store import SCHEMA_VERSION, Ledger
+import ada_loss
+from ada_loss.lab.sweep.cells import plan
+from ada_loss.lab.sweep.ledger import SCHEMA_VERSION, Ledger
+from ada_loss.lab.sweep.telemetry import telemetry_path
 
 
 @pytest.fixture
@@ -109,3 +112,56 @@ def test_the_status_of_ten_thousand_cells_is_quick(path: Path) -> None:
     with Ledger(path, readonly=True) as ledger:
         assert ledger.counts()["planned"] == 10_000
     assert time.perf_counter() - start < 0.5  # measured: some 3 ms
+
+
+# A ledger that was written before the lab was put into folders
+
+BEFORE = Path(__file__).parent / "data" / "ledger_v1.sql"
+POLICY = {"error": "e5m2", "weight_grad": "fp16", "overflow": "nan"}
+GRID = {"formats": ["fp32", "half", POLICY], "scaling": ["none", 8, "exact normal"], "roundings": ["stochastic"]}
+ACCURACIES = {  # of the test's 450 images, by id
+    **{"60bb476dcea0d1c0": 45, "8178acece8a7114b": 59, "de528696a8ae8a1e": 45, "90faa9274b38e10e": 60},
+    **{"4284e9e724dafd0a": 45, "e56cf354834719d8": 60, "0e9748169472001c": 45, "18b05acfb68db297": 60},
+    **{"9ee5b8280b5cf26b": 45, "d35290138baabe70": 51, "2252d1d5a9f6dfcc": 45, "768caa4cbd072df3": 59},
+}
+FAILED, PLANNED = "811594318a6ab6de", "0247338b689e249b"
+
+
+@pytest.fixture
+def before(tmp_path: Path) -> Path:
+    """The folder of that sweep, with telemetry of the right size."""
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as sql:
+        sql.executescript(BEFORE.read_text())
+    sql.close()
+    (tmp_path / "telemetry").mkdir()
+    for cell in ada_loss.Results(tmp_path).cells:
+        telemetry_path(tmp_path, cell["id"]).write_bytes(b"x" * (cell["telemetry_bytes"] or 0))
+    return tmp_path
+
+
+def test_a_ledger_of_before_opens_with_equal_results(before: Path) -> None:
+    results = ada_loss.Results(before)
+    assert results.counts == {"planned": 1, "running": 0, "done": 12, "failed": 1}
+    assert {row["id"]: round(450 * row["accuracy"]) for row in results.rows()} == ACCURACIES
+    assert results.rows()[8]["underflow"] == 0.2852484546254417
+    assert [cell["error"] for cell in results.failures()] == ["MemoryError: no memory left"]
+    assert results.table().mean("fp16", "8") == pytest.approx((45 + 60) / 900)
+
+
+def test_a_ledger_of_before_has_the_ids_that_a_sweep_has_today(before: Path) -> None:
+    options = {"steps": 2, "learning_rate": 1, "record_every": 1}
+    cells = plan("digits", **GRID, seeds=[0, 7], options=options)  # type: ignore[arg-type]
+    assert [cell.id for cell in cells] == [*ACCURACIES, FAILED, PLANNED]
+    stored = {cell["id"]: cell["config"] for cell in ada_loss.Results(before).cells}
+    assert {cell.id: cell.config for cell in cells} == stored
+    assert all([*cell.config["options"]] == [*stored[cell.id]["options"]] for cell in cells)  # the columns of tables
+
+
+def test_a_ledger_of_before_is_resumed_with_what_was_not_done(before: Path) -> None:
+    first = {cell["id"]: cell for cell in ada_loss.Results(before).cells}
+    results = ada_loss.resume(before, show_progress=False)
+    assert results.counts == {"planned": 0, "running": 0, "done": 13, "failed": 1}
+    cells = {cell["id"]: cell for cell in results.cells}
+    assert {i: cell for i, cell in cells.items() if i != PLANNED} == {i: c for i, c in first.items() if i != PLANNED}
+    assert cells[PLANNED]["attempts"] == 2  # the first was released
+    assert 0 < cells[PLANNED]["metrics"]["accuracy"] < 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import math
 import multiprocessing
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,15 +27,17 @@ import psutil
 import pytest
 import sweep_tasks
 
-from ada_loss.lab.config import read_sweep
-from ada_loss.lab.engines import open_engine, require_known, require_memory
-from ada_loss.lab.limits import TimeLimit, within_time
+from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
-from ada_loss.lab.store import Ledger
-from ada_loss.lab.sweep import SweepStopped, resume, sweep
+from ada_loss.lab.sweep.config import read_sweep
+from ada_loss.lab.sweep.driver import resume, sweep
+from ada_loss.lab.sweep.engines import open_engine
+from ada_loss.lab.sweep.execution import Execution
+from ada_loss.lab.sweep.ledger import Ledger
+from ada_loss.lab.sweep.limits import TimeLimit, within_time
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["ada_loss.lab.sweep"])
+PROCESSES.set_forkserver_preload(["ada_loss.lab.sweep.driver"])
 
 
 def small(out: Path, task: Any = "sweep_tasks:tiny", **options: Any) -> Results:
@@ -70,7 +74,7 @@ def outcomes(results: Results) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def local() -> Iterator[str]:
     """The address of two workers, for all tests that need no cluster of their own."""
-    with open_engine("local", 2) as engine:
+    with open_engine(Execution(engine="local", workers=2)) as engine:
         yield engine.name
 
 
@@ -419,28 +423,40 @@ def test_what_dask_would_refuse_later_is_refused_in_words(tmp_path: Path, option
     for call in (partial(small, tmp_path), partial(resume, tmp_path)):
         with pytest.raises(ValueError, match=words):
             call(**options)
-    with pytest.raises(ValueError, match=words), open_engine(**{"engine": "local", **options}):
+    with pytest.raises(ValueError, match=words), open_engine(Execution(**{"engine": "local", **options})):
         pytest.fail("an engine was opened")
 
 
 @pytest.mark.parametrize("memory_limit", ["auto", "4 GiB", "1.5e3MB", 0, "0", 0.5, 2**30, None])
 def test_what_dask_takes_for_memory_is_taken(memory_limit: Any) -> None:
-    require_memory(memory_limit)
+    assert Execution(memory_limit=memory_limit).memory_limit == memory_limit
 
 
 @pytest.mark.parametrize("engine", ["tcp://127.0.0.1:8786", "tls://scheduler.example:1", "tcp://[::1]:65535"])
 def test_what_is_an_address_is_taken(engine: str) -> None:
-    require_known(engine)
+    assert Execution(engine=engine).chosen_engine == engine
 
 
 def test_cells_run_where_their_resources_are(tmp_path: Path, local: str) -> None:
-    with open_engine("local", 1, resources={"GPU": 1}) as engine:
+    with open_engine(Execution(engine="local", resources={"GPU": 1})) as engine:
         results = small(tmp_path / "slots", engine=engine.name, resources={"GPU": 1})
         assert results.counts["done"] == 4
         with pytest.raises(ConnectionError, match=r"offered \{'GPU': 2\} within 1 s.*--resources GPU=2"):
             small(tmp_path / "more", engine=engine.name, resources={"GPU": 2}, engine_timeout=1)
     with pytest.raises(ConnectionError, match=r"No worker of .* offered \{'GPU': 1\} within 1 s"):
         small(tmp_path / "none", engine=local, resources={"GPU": 1}, engine_timeout=1)
+
+
+@pytest.mark.parametrize("call", [sweep, resume])
+def test_every_field_of_an_execution_is_an_argument_with_its_default(call: Any) -> None:
+    defaults = {name: parameter.default for name, parameter in inspect.signature(call).parameters.items()}
+    assert {field.name: defaults[field.name] for field in fields(Execution)} == vars(Execution())
+
+
+def test_the_default_engine_is_here_for_one_worker_without_a_time_limit() -> None:
+    chosen = [Execution(**options).chosen_engine for options in ({}, {"workers": 2}, {"time_limit": 5})]  # type: ignore[arg-type]
+    assert chosen == ["here", "local", "local"]
+    assert Execution(workers=2, engine="here").chosen_engine == "here"
 
 
 def test_bad_arguments_are_refused_before_a_folder_is_made(tmp_path: Path) -> None:
@@ -494,7 +510,7 @@ def test_threads_of_one_process_do_not_disturb_each_other(tmp_path: Path) -> Non
 def test_a_script_without_a_main_guard_is_told_what_to_do(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(
-        "from ada_loss.lab.sweep import sweep\n"
+        "from ada_loss.lab.sweep.driver import sweep\n"
         f"sweep('sweep_tasks:tiny', ['fp16'], workers=2, out={str(tmp_path / 'out')!r}, show_progress=False)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

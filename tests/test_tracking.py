@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ada_loss.lab.results import Results
-from ada_loss.lab.sweep import sweep
-from ada_loss.lab.tracking import MLflow, TensorBoard
+from ada_loss.lab.results.trackers import MLflow, TensorBoard
+from ada_loss.lab.sweep.driver import sweep
 
 
 def small(out: Path, **options: Any) -> Results:

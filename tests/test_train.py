@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import multiprocessing
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import fpsim
-from ada_loss.lab.cells import telemetry
+from ada_loss.lab.sweep.telemetry import telemetry
 from ada_loss.lab.tasks import Task, digits
-from ada_loss.lab.train import Run, Stopped, _State, train
+from ada_loss.lab.training.loop import TrainingState, train
+from ada_loss.lab.training.options import TrainOptions
+from ada_loss.lab.training.run import Run, Stopped
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["ada_loss.lab.train", "sklearn.datasets"])
+PROCESSES.set_forkserver_preload(["ada_loss.lab.training.loop", "sklearn.datasets"])
 BATCHES = 22  # of 64 in an epoch of 1,347 images
 
 
@@ -211,12 +215,26 @@ def test_unknown_words_are_refused(name: str) -> None:
     [
         *[("epochs", 0), ("steps", -1), ("batch_size", 0), ("batch_size", -3), ("micro_batches", 0), ("warmup", -1)],
         *[("record_every", -1), ("evaluate_every", -1), ("learning_rate", math.nan), ("learning_rate", -0.1)],
-        *[("momentum", -0.1), ("weight_decay", math.inf), ("max_gradient_norm", -1.0)],
+        *[("momentum", -0.1), ("weight_decay", math.inf), ("max_gradient_norm", -1.0), ("warmup", 2.5)],
     ],
 )
 def test_impossible_numbers_are_refused(name: str, number: float) -> None:
-    with pytest.raises(ValueError, match=f"^{name} came as {number}. Possible: a finite number, "):
+    kind = "an integer" if type(getattr(TrainOptions(), name)) is int else "a finite number"
+    with pytest.raises(ValueError, match=f"^{name} came as {number}. Possible: {kind}, "):
         train(digits(), **{name: number})
+
+
+def test_train_takes_every_option_with_its_default() -> None:
+    parameters = inspect.signature(train).parameters
+    names = [name for name in parameters if name not in ("task", "fmt", "rounding")]
+    options = {name: parameters[name].default for name in names[: names.index("checkpoint")]}
+    assert [*options.items()] == [*asdict(TrainOptions()).items()]  # a cell's configuration keeps this order
+    assert names[len(options) :] == ["checkpoint", "checkpoint_seconds", "progress"]
+
+
+def test_numbers_are_equal_options_however_they_are_written() -> None:
+    assert TrainOptions(learning_rate=1, epochs=np.int64(3)) == TrainOptions(learning_rate=1.0, epochs=3)  # type: ignore[arg-type]
+    assert type(TrainOptions(momentum=0).momentum) is float
 
 
 # Checkpoints
@@ -311,9 +329,9 @@ def test_a_checkpoint_with_what_this_version_does_not_know_is_left_aside(
 ) -> None:
     path, task = tmp_path / "cell.pt", digits()
     with monkeypatch.context() as newer:
-        state = type("_NewState", (_State,), {"__module__": _State.__module__})
-        newer.setattr("ada_loss.lab.train._NewState", state, raising=False)
-        newer.setattr("ada_loss.lab.train._State", state)
+        state = type("NewState", (TrainingState,), {"__module__": TrainingState.__module__})
+        newer.setattr("ada_loss.lab.training.loop.NewState", state, raising=False)
+        newer.setattr("ada_loss.lab.training.loop.TrainingState", state)
         interrupted(path, task)
     with pytest.warns(UserWarning, match="cannot be read"):
         assert train(task, steps=3, checkpoint=path).losses == train(task, steps=3).losses
@@ -334,9 +352,33 @@ def test_a_checkpoint_of_another_beginning_is_left_aside(
     }[what]
     interrupted(path, task)
     if what == "version":
-        monkeypatch.setattr("ada_loss.lab.train.versions", lambda: {"torch": "9.0"})
+        monkeypatch.setattr("ada_loss.lab.training.loop.versions", lambda: {"torch": "9.0"})
     with pytest.warns(UserWarning, match="is of another training"):
         assert train(other, steps=3, checkpoint=path).losses == train(other, steps=3).losses
+
+
+ANOTHER = {
+    **{"scaling": 8.0, "optimizer": "adam", "epochs": 11, "steps": 4, "batch_size": 65, "micro_batches": 2},
+    **{"learning_rate": 0.06, "schedule": "linear", "warmup": 1, "momentum": 0.8, "weight_decay": 0.1},
+    **{"max_gradient_norm": 9.0, "master_weights": "none", "accumulation": "float64", "seed": 1},
+    **{"record_every": 2, "evaluate_every": 1, "device": "cpu:0"},
+}
+
+
+@pytest.fixture(scope="module")
+def left_behind(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The checkpoint of an interrupted training of three steps."""
+    path = tmp_path_factory.mktemp("checkpoint") / "cell.pt"
+    interrupted(path, digits())
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("name", [option.name for option in fields(TrainOptions)])
+def test_every_option_is_part_of_what_a_checkpoint_is_of(tmp_path: Path, left_behind: bytes, name: str) -> None:
+    path, options = tmp_path / "cell.pt", {"steps": 3, name: ANOTHER[name]}
+    path.write_bytes(left_behind)
+    with pytest.warns(UserWarning, match="is of another training"):
+        assert len(train(digits(), **options, checkpoint=path).losses) == options["steps"]
 
 
 @pytest.mark.gpu

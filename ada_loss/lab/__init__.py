@@ -1,1 +1,4 @@
-"""The lab: tasks, the one training loop, comparisons, their tables and pictures."""
+"""The lab. `tasks`: what is trained. `training`: one training. `sweep`: many, in a ledger. `results`: what they gave.
+
+`studies`: what is made of trainings and sweeps, such as the search for the smallest format.
+"""

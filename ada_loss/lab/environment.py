@@ -1,4 +1,4 @@
-"""Where and with what a sweep was run: versions, machine, git commit, command."""
+"""The environment of a run: versions, machine, git commit, command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("fpsim", "torch", "numpy", "numba", "distributed")
 
 
 def environment() -> dict[str, Any]:
-    """Plain words and numbers, ready for JSON.
+    """The environment in strings, ready for JSON; None for what is not known.
 
     >>> environment()["python"] == platform.python_version()
     True
@@ -24,7 +24,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of the packages on which the numbers depend; None for one that is not installed.
+    """The versions of the packages on which results depend; None for one that is not installed.
 
     >>> versions()["torch"] == version("torch")
     True
@@ -40,7 +40,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of the folder the command was started in, with "+" where files were changed."""
+    """The commit of the current folder, with "+" where files were changed; None outside of a repository."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],

@@ -1,8 +1,7 @@
-"""Tasks: functions from a seed to a model, data, a loss and metrics. All real; all but CIFAR need no network."""
+"""Tasks: functions from a seed to a model, data, a loss and metrics. All use real data; only CIFAR needs a network."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from importlib import import_module
 
@@ -10,6 +9,7 @@ from ada_loss.lab.tasks.chars import chars
 from ada_loss.lab.tasks.digits import deep_digits, digits
 from ada_loss.lab.tasks.pictures import cifar10, cifar100, patches
 from ada_loss.lab.tasks.task import Task, accuracy, trained_with
+from fpsim.checks import did_you_mean
 
 __all__ = [
     "TASKS",
@@ -31,9 +31,10 @@ TASKS: dict[str, Callable[[int], Task]] = {
 
 
 def find_task(name: str) -> Callable[[int], Task]:
-    """The task of a name, or of an import path "package.module:function".
+    """The function of a task.
 
-    Raises ValueError for an unknown name, and for a path where nothing callable is.
+    name: that of a task of the library, or an import path "package.module:function".
+    Raises ValueError for an unknown name, and for a path that leads to no function.
 
     >>> find_task("digits") is digits
     True
@@ -45,8 +46,7 @@ def find_task(name: str) -> Callable[[int], Task]:
     if not colon:
         if name in TASKS:
             return TASKS[name]
-        near = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, TASKS)
         raise ValueError(f"Unknown task {name!r}.{hint} Known: {', '.join(TASKS)}, or your own as 'module:function'.")
     try:
         found = getattr(import_module(module), function)

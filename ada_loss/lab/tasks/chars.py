@@ -17,7 +17,7 @@ CONTEXT = 64
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a layer for each place, Radford et al. 2019. (batch, time, width)."""
+    """Causal attention and a feed-forward layer, Radford et al. 2019. (batch, time, width) -> the same."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class SmallGPT(nn.Module):
-    """Numbers of characters, (batch, time), to the logits of the next ones, (batch, time, characters)."""
+    """Indices of characters, (batch, time) int64 -> logits of the next ones, (batch, time, characters)."""
 
     def __init__(self, characters: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -52,27 +52,27 @@ class SmallGPT(nn.Module):
 
 
 def next_character(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy over all places, in nats."""
+    """Mean cross entropy over all positions, in nats."""
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
 def bits_per_character(outputs: Tensor, targets: Tensor) -> float:
-    """The same in bits."""
+    """Mean cross entropy over all positions, in bits."""
     return next_character(outputs, targets).item() / math.log(2)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Share of the characters that were foreseen; NaN outputs are wrong."""
+    """Share of the characters that were predicted; NaN outputs are wrong."""
     right = (outputs.argmax(dim=-1) == targets) & ~outputs.isnan().any(dim=-1)
     return float(right.float().mean())
 
 
 @trained_with(optimizer="adamw", learning_rate=3e-3, warmup=20, weight_decay=0.01, epochs=1, batch_size=32)
 def chars(seed: int = 0) -> Task:
-    """The 465,000 characters of `pydoc_data.topics`, in stretches of 64, the last tenth for the test.
+    """The 465,000 characters of `pydoc_data.topics`, in sequences of 64, the last tenth for the test.
 
-    In float32 an epoch brings 3.3 bits and 40 % of the characters (Python 3.11, seed 0), in 7 s on two cores.
-    The text is that of the Python that runs, so numbers of different versions are not to be compared.
+    In float32 one epoch gives 3.3 bits and 40 % of the characters (Python 3.11, seed 0), in 7 s on two cores.
+    The text comes with the Python that runs, so results of different versions cannot be compared.
 
     >>> task = chars()
     >>> task.train[0].shape[1], bool((task.train[0][0, 1:] == task.train[1][0, :-1]).all())

@@ -46,10 +46,10 @@ class DigitsNet(nn.Module):
 
 
 class DeepNet(nn.Sequential):
-    """A plain stack of linear layers and ReLUs with torch's own initial weights: (batch, 1, 8, 8) -> (batch, 10).
+    """A stack of linear layers and ReLUs with torch's initial weights: (batch, 1, 8, 8) -> (batch, 10).
 
-    Those have the variance 1 / (3 * fan-in), which makes a gradient 2.4 times smaller with every layer: with ten
-    layers, some 3,000 times from the last to the first.
+    The weights have the variance 1 / (3 * fan-in), which makes a gradient 2.4 times smaller with every layer: over ten
+    layers, some 3,000 times.
     """
 
     def __init__(self, depth: int = 10, width: int = 128) -> None:
@@ -60,7 +60,7 @@ class DeepNet(nn.Sequential):
 
 
 def digits(seed: int = 0) -> Task:
-    """The 1,797 8x8 images of scikit-learn's digits, a quarter of them for the test; the seed makes the weights.
+    """The 1,797 8x8 images of scikit-learn's digits, a quarter of them for the test. seed: of the weights.
 
     >>> task = digits()
     >>> task.train[0].shape, task.test[0].shape
@@ -70,9 +70,9 @@ def digits(seed: int = 0) -> Task:
 
 
 def deep_digits(seed: int = 0) -> Task:
-    """The same images for a deep network without normalisation or shortcuts, whose gradients shrink on their way.
+    """The same images for a deep network without normalisation or shortcuts, whose gradients shrink towards the input.
 
-    Train it with Adam, which does not mind how small a gradient is, as long as it is not zero.
+    Train it with Adam, whose steps do not depend on the size of a gradient, as long as it is not zero.
 
     >>> len([layer for layer in deep_digits().model if isinstance(layer, nn.Linear)])
     10

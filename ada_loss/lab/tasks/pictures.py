@@ -1,4 +1,4 @@
-"""ResNet-20 on 32x32 colour images: patches of photographs that come with libraries, and CIFAR."""
+"""ResNet-20 on 32x32 colour images: CIFAR, and patches of photographs that come with libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["CIFAR", "Cifar", "cifar10", "cifar100", "patches", "resnet20"]
 PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "hubble_deep_field", "immunohistochemistry", "retina", "rocket")
 SIDE, STRIDE = 32, 12
 TRAINING_SHARE = 0.7  # of an image's width, from the left
-MOST_PLAIN = 8  # of 255: patches of a plain background are the same everywhere, and tell nothing
+MOST_PLAIN = 8  # of 255: patches of a plain background look the same in every photograph
 TRAINED, TESTED = 200, 60  # patches of each photograph
 
 
@@ -59,7 +59,7 @@ def resnet20(classes: int, width: int = 16) -> nn.Sequential:
 
 
 def _task(name: str, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], classes: int, seed: int) -> Task:
-    """Images in uint8, (n, 3, 32, 32), brought to mean 0 and deviation 1 of the training images' channels."""
+    """A task of uint8 images, (n, 3, 32, 32), each channel normalised by mean and deviation of the training images."""
     x = train[0].float()
     mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
     with torch.random.fork_rng(devices=[]):
@@ -71,10 +71,10 @@ def _task(name: str, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], 
 
 @trained_with(epochs=8, learning_rate=0.1, weight_decay=1e-4)
 def patches(seed: int = 0) -> Task:
-    """32x32 patches of the nine colour photographs in scikit-image and scikit-learn: from which one is it?
+    """32x32 patches of the nine colour photographs in scikit-image and scikit-learn; the class is the photograph.
 
     Training patches come from the left 70 % of a photograph and test patches from the rest, so that none overlap: the
-    network has to know the subject, not the place. In float32 0.77 (seed 0), in a minute on a slow core.
+    network has to learn the subject, not the position. In float32 0.77 (seed 0), in a minute on a slow core.
 
     >>> task = patches()
     >>> task.train[0].shape, task.test[0].shape
@@ -109,7 +109,14 @@ def patches(seed: int = 0) -> Task:
 
 
 class Cifar:
-    """Where a CIFAR is, and how its files are laid out: Krizhevsky 2009, the version for Python."""
+    """The files of a CIFAR data set, Krizhevsky 2009, in the version for Python.
+
+    name: of the archive.
+    folder: in the archive.
+    md5: the sum of the archive.
+    train, test: the files with the images.
+    labels: the key of the labels in a file.
+    """
 
     def __init__(self, name: str, folder: str, md5: str, train: tuple[str, ...], test: str, labels: bytes) -> None:
         self.name, self.folder, self.md5, self.labels = name, folder, md5, labels
@@ -120,10 +127,11 @@ class Cifar:
         return f"{self.name}-python.tar.gz"
 
     def read(self, root: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Training and test images as uint8 (n, 3, 32, 32), with their labels, from `root`; fetched if not there.
+        """Training and test images, (n, 3, 32, 32) uint8, with their labels; downloaded unless they are in `root`.
 
-        The files are pickles, as CIFAR comes. Raises FileNotFoundError where they cannot be had, ValueError where they
-        hold something else.
+        The files are pickles, as CIFAR is distributed.
+
+        Raises FileNotFoundError where they cannot be found or downloaded, ValueError where they hold something else.
         """
         if not (root / self.folder).is_dir():
             self._unpack(root)
@@ -142,15 +150,15 @@ class Cifar:
                     f"Put {self.archive} there, or name its folder in the environment variable ADA_LOSS_DATA."
                 ) from None
             if hashlib.md5(content, usedforsecurity=False).hexdigest() != self.md5:
-                raise ValueError(f"What came from {address} is not {self.name}: its MD5 sum is another. Try it again.")
+                raise ValueError(f"The file at {address} is not {self.name}: its MD5 sum differs. Try it again.")
             write_atomically(archive, content)
         try:
             with tarfile.open(archive) as packed:
                 packed.extractall(root, filter="data")
         except (tarfile.TarError, EOFError, OSError) as error:
-            raise ValueError(f"{archive} cannot be unpacked ({error}). Remove it, and it is fetched anew.") from None
+            raise ValueError(f"{archive} cannot be unpacked ({error}). Remove it: it is downloaded again.") from None
         if not (root / self.folder).is_dir():
-            raise ValueError(f"{archive} holds no {self.folder}. Remove it, and it is fetched anew.")
+            raise ValueError(f"{archive} holds no {self.folder}. Remove it: it is downloaded again.")
 
     def _images(self, root: Path, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         images, labels = [], []
@@ -161,7 +169,7 @@ class Cifar:
                 images.append(np.asarray(batch[b"data"], dtype=np.uint8).reshape(-1, 3, SIDE, SIDE))
                 labels.extend(batch[self.labels])
             except FileNotFoundError:
-                raise FileNotFoundError(f"{path} is missing. Remove its folder, and it is unpacked anew.") from None
+                raise FileNotFoundError(f"{path} is missing. Remove its folder: it is unpacked again.") from None
             except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path} is no file of {self.name} ({error!r}). Remove its folder.") from None
         pixels = torch.from_numpy(np.concatenate(images))
@@ -190,11 +198,11 @@ def _cifar(classes: int, seed: int) -> Task:
 
 @trained_with(epochs=30, batch_size=128, learning_rate=0.1, weight_decay=1e-4)
 def cifar10(seed: int = 0) -> Task:
-    """CIFAR-10's 60,000 images, without augmentation, from the folder in ADA_LOSS_DATA ("data"), or from its home."""
+    """CIFAR-10's 60,000 images, without augmentation, in the folder ADA_LOSS_DATA ("data"); downloaded if need be."""
     return _cifar(10, seed)
 
 
 @trained_with(epochs=30, batch_size=128, learning_rate=0.1, weight_decay=1e-4)
 def cifar100(seed: int = 0) -> Task:
-    """CIFAR-100's, likewise, with the hundred fine labels."""
+    """CIFAR-100's 60,000 images with the hundred fine labels, likewise."""
     return _cifar(100, seed)

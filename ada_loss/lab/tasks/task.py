@@ -1,4 +1,4 @@
-"""What a task is: a model, data, a loss and metrics, made from a seed."""
+"""A task: a model, data, a loss and metrics, made from a seed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ __all__ = ["Task", "accuracy", "trained_with"]
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained. `loss` takes outputs and targets; so does each metric, and gives a float.
+    """What is trained.
 
-    train, test: inputs and targets, tensors of one length. Raises TypeError or ValueError for others.
+    name: for errors and titles.
+    model: is copied before it is trained.
+    train, test: inputs and targets, two tensors of one length each.
+    loss: takes outputs and targets, and gives a 0-d tensor.
+    metrics: {name: a function of outputs and targets that gives a float}; the first is the one that tables show.
+    Raises TypeError for data that are no two tensors, ValueError for tensors of different or no length.
     """
 
     name: str
@@ -52,7 +57,7 @@ Make = TypeVar("Make", bound=Callable[..., Task])
 
 
 def trained_with(**options: Any) -> Callable[[Make], Make]:
-    """Give a task's function its own defaults for the options of `train`; a sweep's task_options win over them."""
+    """Give a task's function its own defaults for the options of `train`; a sweep's task_options override them."""
 
     def with_options(make_task: Make) -> Make:
         make_task.options = options  # type: ignore[attr-defined]

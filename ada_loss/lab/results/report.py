@@ -15,8 +15,16 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ada_loss.files import write_atomically
-from ada_loss.lab.cells import label
-from ada_loss.lab.plots import figure_bytes
+from ada_loss.lab.results.figures import figure_bytes
+from ada_loss.lab.results.pictures import (
+    picture_layer_scales,
+    picture_metric,
+    picture_scales,
+    picture_underflow,
+)
+from ada_loss.lab.results.results import StoredResults
+from ada_loss.lab.results.table import Table
+from ada_loss.lab.sweep.cells import label
 
 __all__ = ["write_report"]
 
@@ -25,15 +33,18 @@ POINTS = 120
 WIDTH, HEIGHT = 300, 84
 
 
-def write_report(results: Any, path: Path, question: str | None = None) -> Path:
-    """Write the report of a sweep's `Results`, whole or not at all; gives its path.
+def write_report(results: StoredResults, path: Path, question: str | None = None) -> Path:
+    """Write the report of a sweep, whole or not at all; gives its path.
 
+    results: those of the sweep.
+    path: the HTML file.
+    question: the question that the sweep was to answer; made from the configurations unless given.
     Raises ValueError where the ledger holds no cell.
     """
     if not results.cells:
         raise ValueError(f"{results!r} has nothing to report. Run the sweep first.")
     environment = Environment(
-        loader=PackageLoader("ada_loss.lab", "."),
+        loader=PackageLoader("ada_loss.lab.results", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -61,8 +72,8 @@ def write_report(results: Any, path: Path, question: str | None = None) -> Path:
     return path
 
 
-def _question(results: Any) -> str:
-    """What was compared, in words made from the configurations."""
+def _question(results: StoredResults) -> str:
+    """The question that the configurations answer, in words."""
     configs = [cell["config"] for cell in results.cells]
     found = {
         axis: [*dict.fromkeys(label(config[axis]) for config in configs)] for axis in configs[0] if axis != "options"
@@ -78,46 +89,50 @@ def _list(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _tables(results: Any) -> list[dict[str, Any]]:
+def _tables(results: StoredResults) -> list[dict[str, Any]]:
+    """The tables of the task's first metric, and of the underflow where there is any."""
     if not any(cell["metrics"] for cell in results.cells):
         return []
     metrics = [results.metric, *(["underflow"] if any(row["underflow"] for row in results.rows()) else [])]
-    found = []
-    for metric in metrics:
-        for table in results.tables(metric):
-            lines = []
-            for row in table.down:
-                means = {column: table.mean(row, column) for column in table.across}
-                known = [mean for mean in means.values() if math.isfinite(mean)]
-                best = (min if metric in ("underflow", "loss") else max)(known, default=math.nan)
-                texts = [(table.text(row, column), means[column] == best) for column in table.across]
-                alone = len({text for text, is_best in texts if is_best}) == sum(is_best for _, is_best in texts) == 1
-                lines.append((row, [(text, is_best and alone) for text, is_best in texts]))
-            found.append(
-                {
-                    "title": table.title,
-                    "corner": f"{table.rows} \\ {table.columns}",
-                    "across": table.across,
-                    "lines": lines,
-                }
-            )
-    return found
+    tables = [table for metric in metrics for table in results.tables(metric)]
+    return [
+        {
+            "title": table.title,
+            "corner": f"{table.rows} \\ {table.columns}",
+            "across": table.across,
+            "lines": _lines(table),
+        }
+        for table in tables
+    ]
 
 
-def _pictures(results: Any) -> list[dict[str, str]]:
-    """Those that the results have something for, as addresses with the data in them."""
+def _lines(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
+    """The rows of a table: (name, [(text, whether it is the best of the row and no other is)])."""
+    lines = []
+    for row in table.down:
+        means = {column: table.mean(row, column) for column in table.across}
+        known = [mean for mean in means.values() if math.isfinite(mean)]
+        best = (min if table.metric in ("underflow", "loss") else max)(known, default=math.nan)
+        texts = [(table.text(row, column), means[column] == best) for column in table.across]
+        alone = len({text for text, is_best in texts if is_best}) == sum(is_best for _, is_best in texts) == 1
+        lines.append((row, [(text, is_best and alone) for text, is_best in texts]))
+    return lines
+
+
+def _pictures(results: StoredResults) -> list[dict[str, str]]:
+    """The pictures for which there is data, as data URLs."""
     wanted: list[tuple[str, Any]] = []
     for table in results.tables():
         words = f"{table.title}: each seed a dot, mean and standard deviation"
-        wanted.append((words, results.plot_accuracy(where=table.where)))
+        wanted.append((words, picture_metric(results, where=table.where)))
     moved = [row["format"] for row in results.rows() if row["scaling"] != "none"]
     last = {"format": moved[-1]} if moved else None
     for words, plot in (
-        ("Where the training that lost most lost its gradients", results.plot_underflow),
-        (f"Loss scales in {moved[-1] if moved else ''}, first seed", lambda: results.plot_scales(last)),
-        ("The scale of each layer's gradient", lambda: results.plot_layer_scales(last)),
+        ("Where the training that lost most lost its gradients", lambda: picture_underflow(results)),
+        (f"Loss scales in {moved[-1] if moved else ''}, first seed", lambda: picture_scales(results, last)),
+        ("The scale of each layer's gradient", lambda: picture_layer_scales(results, last)),
     ):
-        with suppress(ValueError):  # nothing was recorded, or nothing was scaled in this way
+        with suppress(ValueError):  # nothing was recorded, or no cell scaled in this way
             wanted.append((words, plot()))
     found = []
     for words, figure in wanted:
@@ -126,22 +141,22 @@ def _pictures(results: Any) -> list[dict[str, str]]:
     return found
 
 
-def _shared(results: Any) -> dict[str, str]:
-    """The settings that all trainings have in common."""
+def _shared(results: StoredResults) -> dict[str, str]:
+    """The settings that all trainings share."""
     configs = [{**cell["config"], **cell["config"]["options"]} for cell in results.cells]
     common = {name: value for name, value in configs[0].items() if all(c.get(name) == value for c in configs)}
     return {name: label(value) for name, value in common.items() if name != "options"}
 
 
 def _failures(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What went wrong, each with the cells where it did: those that failed, that diverged, and that lost a file."""
+    """Each failure with its cells: those that failed, that diverged, or whose file is lost."""
     found: dict[str, dict[str, Any]] = {}
     for number, cell in enumerate(cells, 1):
         words = []
         if cell["state"] in ("failed", "diverged"):
-            words.append((cell["state"], cell["error"] or "the loss is no number in the end"))
+            words.append((cell["state"], cell["error"] or "the loss is not finite in the end"))
         if cell["damage"]:
-            words.append(("telemetry lost", "its file is missing or damaged; run the sweep again to train it anew"))
+            words.append(("telemetry lost", "its file is missing or damaged; run the sweep again: it repeats the cell"))
         for state, error in words:
             failure = found.setdefault(f"{state}: {error}", {"state": state, "error": error, "cells": []})
             failure["cells"].append((number, cell["id"]))
@@ -149,7 +164,7 @@ def _failures(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _columns(rows: Any) -> list[str]:
-    """Of the table of cells: what differs between them, and what came out."""
+    """The columns of the table of cells: those in which they differ, and format, scaling and seed."""
     rows = list(rows)
     if not rows:
         return ["format", "rounding", "scaling", "seed"]
@@ -158,7 +173,9 @@ def _columns(rows: Any) -> list[str]:
     return [name for name in names if (name in varying and name != "id") or name in ("format", "scaling", "seed")]
 
 
-def _cell(results: Any, cell: dict[str, Any], row: dict[str, Any] | None, with_curves: bool) -> dict[str, Any]:
+def _cell(
+    results: StoredResults, cell: dict[str, Any], row: dict[str, Any] | None, with_curves: bool
+) -> dict[str, Any]:
     config = cell["config"]
     shown: dict[str, Any] = {axis: label(config[axis]) for axis in ("task", "format", "rounding", "scaling")}
     shown |= {"seed": config["seed"], **config["options"]}
@@ -184,7 +201,7 @@ def _cell(results: Any, cell: dict[str, Any], row: dict[str, Any] | None, with_c
 
 
 def _value(value: Any) -> tuple[str, str]:
-    """What is shown, and what is sorted by: numbers as numbers, what is missing last."""
+    """The text that is shown, and the key that the page sorts by: "" comes last."""
     if isinstance(value, bool):
         return ("yes" if value else "no"), str(int(value))
     if isinstance(value, int | float):
@@ -195,7 +212,7 @@ def _value(value: Any) -> tuple[str, str]:
 
 
 def _curve(name: str, values: np.ndarray[Any, Any]) -> dict[str, str] | None:
-    """The path of a curve in an SVG of WIDTH x HEIGHT, by means of POINTS stretches; scales go by their logarithm."""
+    """A curve as the path of an SVG of WIDTH x HEIGHT, through the means of POINTS stretches; scales as log2."""
     values = values.astype(float)
     if name == "scales":
         if len(values) and (values == values[0]).all():
@@ -221,7 +238,7 @@ def _curve(name: str, values: np.ndarray[Any, Any]) -> dict[str, str] | None:
 
 
 def _session(session: dict[str, Any]) -> dict[str, str]:
-    """One line of words for each thing known of a driver's session."""
+    """The environment of a driver's session, a string for each entry."""
     started = datetime.fromtimestamp(session["started"], UTC).strftime("%Y-%m-%d %H:%M UTC")
     versions = ", ".join(f"{name} {v}" for name, v in session["versions"].items() if v)
     others = {k: str(v) for k, v in session.items() if k not in ("started", "versions") and v is not None}

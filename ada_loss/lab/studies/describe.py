@@ -1,7 +1,8 @@
-"""What rounds to what in a model, before anything is trained."""
+"""The formats of a model, before it is trained: of its modules, and of every site of one step."""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,17 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Description:
-    """modules: what each rounds to, by role. sites: for a task, the tallies of every site of one training step."""
+    """The formats of a model. Its `str` is two tables.
+
+    modules: a row for each, with its format for each role.
+    sites: the tallies of every site of one training step; empty for a model without a task.
+    """
 
     modules: list[dict[str, str]]
     sites: list[dict[str, Any]]
 
     def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
         return {"modules": self.modules, "sites": self.sites}
 
     def __str__(self) -> str:
@@ -45,10 +51,12 @@ class Description:
 
 
 def describe(name: str, fmt: FormatLike = "fp16") -> Description:
-    """Quantise what a name means, a task or "module:function" that gives a task or a model, and look inside.
+    """Quantise a model, and describe it.
 
-    A function of a model is called without arguments, one of a task with the seed 0. Raises ValueError for an unknown
-    name, TypeError for what is neither a task nor a model.
+    name: that of a task, or "module:function" of a function that gives a task or a model. A function with a parameter
+        is called with the seed 0.
+    fmt: a format for every role, or a Policy.
+    Raises ValueError for an unknown name, TypeError for a function that gives neither a task nor a model.
 
     >>> found = describe("digits", "e5m2")
     >>> found.modules[1]["module"], found.modules[1]["error"]
@@ -66,9 +74,7 @@ def describe(name: str, fmt: FormatLike = "fp16") -> Description:
 
 
 def _call(name: str, function: Any) -> Any:
-    """A task takes a seed; what makes a model, mostly nothing."""
-    import inspect
-
+    """A task's function takes a seed; a model's usually takes nothing."""
     try:
         required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Trackers: who else is told of finished cells. TensorBoard and MLflow, each an extra."""
+"""Trackers: they are told of finished cells. TensorBoard and MLflow are optional extras."""
 
 from __future__ import annotations
 
@@ -6,26 +6,36 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from ada_loss.lab.cells import label
+from ada_loss.lab.sweep.cells import label
+from ada_loss.lab.sweep.ledger import Ledger
+from ada_loss.lab.sweep.telemetry import telemetry_path
+from fpsim.checks import did_you_mean
 
-__all__ = ["TRACKERS", "MLflow", "TensorBoard", "Tracker", "make_trackers"]
+__all__ = ["TRACKERS", "MLflow", "Notifier", "TensorBoard", "Tracker", "make_trackers"]
 
 
 class Tracker(Protocol):
-    """Told of each cell that is done, by the driver, after the ledger has it."""
+    """The driver tells it of each cell that is done, once the ledger has the cell."""
 
     def known(self) -> set[str]:
         """The ids of the cells that it was told of, in earlier runs too."""
         ...
 
     def log(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any], telemetry: Path) -> None:
-        """row: the ledger's, with "metrics", "seconds", "skipped", "underflow", "diverged". telemetry: an .npz file."""
+        """Take in a cell.
+
+        cell: its id.
+        config: its configuration.
+        row: its result, with "metrics", "seconds", "skipped", "underflow" and "diverged".
+        telemetry: its .npz file.
+        """
         ...
 
 
@@ -40,9 +50,10 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """A run for each cell in `folder`: loss and loss scale over the steps, underflow by role, and the hyperparameters.
+    """A run for each cell: loss and loss scale over the steps, underflow by role, and the hyperparameters.
 
-    Raises ImportError without the package: pip install 'fpsim[tensorboard]'.
+    folder: of the runs.
+    Raises ImportError without the package.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -76,8 +87,12 @@ class TensorBoard:
 class MLflow:
     """A run for each cell: parameters, final metrics, and the telemetry file as an artifact; the cell's id is a tag.
 
-    No series: a row in MLflow's store for each step takes longer than the training. uri: of the tracking store.
-    Raises ImportError without the package: pip install 'fpsim[mlflow]'.
+    It has no curves: a row in MLflow's store for each step takes longer than the training.
+
+    uri: of the tracking store.
+    experiment: the name of the experiment, made if need be.
+    artifacts: where a new experiment keeps its artifacts; None leaves it to the store.
+    Raises ImportError without the package.
     """
 
     def __init__(self, uri: str, experiment: str = "fpsim", artifacts: str | None = None) -> None:
@@ -85,7 +100,7 @@ class MLflow:
             from mlflow.tracking import MlflowClient
         except ImportError:
             raise ImportError("MLflow is not installed: pip install 'fpsim[mlflow]'.") from None
-        logging.getLogger("alembic").setLevel(logging.WARNING)  # a line for each table otherwise
+        logging.getLogger("alembic").setLevel(logging.WARNING)  # it would print a line for each table
         self._client = MlflowClient(uri)
         found = self._client.get_experiment_by_name(experiment)
         self._experiment = (
@@ -119,9 +134,11 @@ TRACKERS = ("tensorboard", "mlflow")
 
 
 def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
-    """Trackers by name, which keep what they are told in a sweep's folder, or as they are.
+    """The trackers of a sweep.
 
-    Raises ValueError for an unknown name, ImportError for one whose package is not there.
+    wanted: names, whose trackers write to the sweep's folder, and trackers.
+    out: the folder.
+    Raises ValueError for an unknown name, ImportError for one whose package is not installed.
     """
     if isinstance(wanted, str) or not isinstance(wanted, Sequence):
         raise ValueError(f"track={wanted!r} is impossible. Possible: a list of {', '.join(TRACKERS)}, or trackers.")
@@ -135,7 +152,52 @@ def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
             made.append(MLflow(uri, out.absolute().name, artifacts))
         elif not (hasattr(tracker, "known") and hasattr(tracker, "log")):
-            raise ValueError(f"Unknown tracker {tracker!r}. Known: {', '.join(TRACKERS)}, or an object of your own.")
+            hint = did_you_mean(tracker, TRACKERS)
+            known = ", ".join(TRACKERS)
+            raise ValueError(f"Unknown tracker {tracker!r}.{hint} Known: {known}, or an object of your own.")
         else:
             made.append(tracker)
     return made
+
+
+class Notifier:
+    """Tells trackers of each cell that is done, once. A tracker that fails is dropped: no result is lost for it.
+
+    trackers: who is told.
+    out: the folder of the sweep.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker], out: Path) -> None:
+        self.trackers, self.out = [*trackers], out
+        self._known: dict[int, set[str]] = {}  # by tracker: a cell whose file was damaged runs again, and is known
+
+    def catch_up(self, ledger: Ledger) -> None:
+        """Tell of the cells that were done before: by another run, or just before a crash."""
+        for tracker in [*self.trackers]:
+            self._known[id(tracker)] = self._try(tracker, tracker.known) or set()
+            for row in ledger.rows("done"):
+                self._log(tracker, row["id"], row["config"], row)
+
+    def tell(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+        """Tell of a cell that is done; the arguments are those of `Tracker.log`."""
+        for tracker in [*self.trackers]:
+            self._log(tracker, cell, config, row)
+
+    def _log(self, tracker: Tracker, cell: str, config: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+        if tracker not in self.trackers or cell in self._known[id(tracker)]:
+            return
+        self._known[id(tracker)].add(cell)
+        complete = {**dict.fromkeys(("seconds", "skipped", "underflow", "diverged")), **row}
+        self._try(tracker, lambda: tracker.log(cell, config, complete, telemetry_path(self.out, cell)))
+
+    def _try(self, tracker: Tracker, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception as error:  # a store may raise anything; the ledger has the cell
+            self.trackers.remove(tracker)
+            warnings.warn(
+                f"{type(tracker).__name__} failed ({type(error).__name__}: {error}) and is told no more. The results "
+                f"are in {self.out}. Repair it and run the same again: it is told of what it missed.",
+                stacklevel=2,
+            )
+            return None

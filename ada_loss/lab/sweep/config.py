@@ -1,8 +1,7 @@
-"""A sweep in a file: YAML whose keys are the arguments of `sweep`."""
+"""A sweep in a YAML file, whose keys are the arguments of `sweep`."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 from pathlib import Path
@@ -11,21 +10,23 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from ada_loss.lab.sweep import sweep
+from ada_loss.lab.sweep.driver import sweep
+from fpsim.checks import did_you_mean
 
 __all__ = ["SHIPPED", "read_sweep"]
 
-SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent / "sweeps").glob("*.yaml"))}
+SHIPPED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 KEYS = [name for name in inspect.signature(sweep).parameters if name != "show_progress"]
 REQUIRED = ("task", "formats")
 
 
 def read_sweep(name: str | Path) -> dict[str, Any]:
-    """The arguments for `sweep` that a file holds, or a sweep that comes with the library, by its name.
+    """The arguments for `sweep` from a file. `sweep` itself checks the values.
 
-    YAML 1.2: `1e-3` is a number, `off` and `none` are words, a key that comes twice is an error. What the values may be
-    is said by `sweep`. Raises FileNotFoundError without such a file, ValueError for what is no YAML, a key that `sweep`
-    does not know, and one that is missing.
+    The file is YAML 1.2: `1e-3` is a number, `off` and `none` are words, a duplicate key is an error.
+
+    name: the path of a YAML file, or the name of a sweep that comes with the library.
+    Raises FileNotFoundError without such a file; ValueError for a file that is no YAML, an unknown or a missing key.
 
     >>> read_sweep("digits")["task"]
     'digits'
@@ -33,11 +34,9 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
     path = Path(name)
     if not path.is_file():
         if str(name) not in SHIPPED:
-            near = difflib.get_close_matches(str(name), SHIPPED, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
             raise FileNotFoundError(
-                f"There is no file {str(name)!r}.{hint} Possible: the path of a YAML file, or one of the sweeps that "
-                f"come with the library: {', '.join(SHIPPED)}."
+                f"There is no file {str(name)!r}.{did_you_mean(name, SHIPPED)} Possible: the path of a YAML file, or "
+                f"one of the sweeps that come with the library: {', '.join(SHIPPED)}."
             )
         path = SHIPPED[str(name)]
     try:
@@ -48,14 +47,12 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} holds {_kind(content)}. It must hold `key: value` lines: {', '.join(KEYS)}.")
     for key in content:
         if key not in KEYS:
-            near = difflib.get_close_matches(str(key), KEYS, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{path}: unknown key {key}.{hint} Known: {', '.join(KEYS)}.")
+            raise ValueError(f"{path}: unknown key {key}.{did_you_mean(key, KEYS)} Known: {', '.join(KEYS)}.")
     for key in REQUIRED:
         if key not in content:
             raise ValueError(f"{path}: the key {key} is missing. A sweep needs {' and '.join(REQUIRED)}.")
     if isinstance(content.get("out"), str):
-        content["out"] = os.path.expanduser(content["out"])  # no shell does it here
+        content["out"] = os.path.expanduser(content["out"])  # no shell has done it
     return content
 
 

@@ -1,4 +1,4 @@
-"""A time limit for one piece of work: an exception first, the end of its process where that does not help."""
+"""A time limit for a piece of work: first an exception, then the end of the process."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from typing import TypeVar
 
 __all__ = ["GRACE", "TimeLimit", "within_time"]
 
-GRACE = 10.0
+GRACE = 10.0  # seconds from the exception to the end of the process
 Result = TypeVar("Result")
 
 
 class TimeLimit(Exception):
-    """A cell ran for longer than it may."""
+    """A cell ran for longer than its time limit."""
 
 
 def within_time(
     seconds: float | None, work: Callable[[], Result], *, end_process: bool = False, grace: float = GRACE
 ) -> Result:
-    """What `work` gives; TimeLimit is raised in it if it runs for longer, between two instructions of its Python code.
+    """Call `work` and give its result. After `seconds` it raises TimeLimit, between two instructions of Python code.
 
-    end_process: a call into C that never returns sees no exception, so the process ends `grace` seconds later.
+    seconds: the time limit; None for no limit.
+    end_process: end the process where the exception does not help: a call into C that never returns does not see it.
+    grace: the seconds from the exception to the end of the process.
+    Raises TimeLimit.
 
     >>> within_time(60, lambda: 1 + 1)
     2
@@ -40,7 +43,7 @@ def within_time(
 
     timer = threading.Timer(seconds, interrupt)
     timer.daemon = True
-    # one frame, and no context manager: an exception that comes at any line must find its handler
+    # one frame and no context manager: the exception may come at any line, and must find its handler
     try:
         if end_process:
             faulthandler.dump_traceback_later(seconds + grace, exit=True, file=2)
@@ -50,7 +53,7 @@ def within_time(
         finally:
             with lock:
                 over[0] = True
-            if fired[0]:  # it may be on its way still, and would come out of some later line
+            if fired[0]:  # the exception may still be pending, and would be raised in some later line
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
     except TimeLimit:
         raise TimeLimit(f"It ran for longer than its time limit of {seconds:g} s.") from None

@@ -1,4 +1,4 @@
-"""The ledger of a sweep: one SQLite file that says which cells there are and what became of them."""
+"""The ledger of a sweep: one SQLite file with its cells, their states and their results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["SCHEMA_VERSION", "STATES", "CannotWrite", "Damaged", "Ledger"]
 
 SCHEMA_VERSION = 1
 APPLICATION_ID = 0x4C6F7373  # "Loss", in the header of the file
-CannotWrite = sqlite3.OperationalError  # what a full disk or a missing permission gives
-Damaged = sqlite3.DatabaseError
+CannotWrite = sqlite3.OperationalError  # raised for a full disk or a missing permission
+Damaged = sqlite3.DatabaseError  # raised while reading a damaged file
 STATES = ("planned", "running", "done", "failed")
 
 SCHEMA = """
@@ -41,11 +41,13 @@ RESULT = ("seconds", "metrics", "diverged", "skipped", "underflow", "telemetry_b
 
 
 class Ledger:
-    """Cells and their states, in the file of a path. One driver writes; readers come and go (write-ahead log).
+    """Cells and their states in a file. One driver writes; any number of processes read (write-ahead log).
 
-    Every method that changes something is one transaction: a killed process leaves the last one that was finished.
-    readonly: for readers; a file must be there. Raises FileNotFoundError without one, ValueError for a file that is no
-    ledger or was written by a newer version.
+    Every method that changes something is one transaction: a killed process leaves the last complete one.
+
+    path: the file, or ":memory:".
+    readonly: for readers; the file must exist.
+    Raises FileNotFoundError without a file to read; ValueError for a file that is no ledger, or of a newer version.
 
     >>> with Ledger(":memory:") as ledger:
     ...     ledger.add([("a1", {"seed": 0}), ("b2", {"seed": 1})])
@@ -69,7 +71,7 @@ class Ledger:
             self._open(readonly)
         except sqlite3.DatabaseError as error:
             self._sql.close()
-            if isinstance(error, sqlite3.OperationalError):  # disk full, no permission: not the content's fault
+            if isinstance(error, sqlite3.OperationalError):  # disk full, no permission: the content may be fine
                 raise
             raise ValueError(f"{self.path} is not a ledger of a sweep ({error}). Name another `out`.") from None
         except BaseException:
@@ -105,7 +107,7 @@ class Ledger:
         return _Transaction(self._sql)
 
     def add(self, cells: Iterable[tuple[str, dict[str, Any]]]) -> int:
-        """Plan cells, (id, configuration); those that are known stay as they are. Gives how many are new."""
+        """Plan cells, given as (id, configuration); known cells stay as they are. Gives the number of new ones."""
         with self._transaction():
             first = self._sql.execute("SELECT coalesce(max(position) + 1, 0) FROM cells").fetchone()[0]
             rows = [(i, first + n, json.dumps(config)) for n, (i, config) in enumerate(cells)]
@@ -114,11 +116,11 @@ class Ledger:
             return self._sql.total_changes - before
 
     def start(self, cell: str) -> None:
-        """A cell runs, one attempt more."""
+        """Mark a cell as running, and count the attempt."""
         self._sql.execute("UPDATE cells SET state = 'running', attempts = attempts + 1 WHERE id = ?", (cell,))
 
     def release(self, cells: Sequence[str]) -> None:
-        """Cells are to be run again: what they gave is forgotten, their attempts are not."""
+        """Mark cells as planned again: their results are deleted, their attempts are kept."""
         forgotten = ", ".join(f"{name} = NULL" for name in RESULT)
         with self._transaction():
             self._sql.executemany(
@@ -126,11 +128,14 @@ class Ledger:
             )
 
     def finish(self, cell: str, result: dict[str, Any]) -> None:
-        """What a cell gave: any of "seconds", "metrics", "diverged", "skipped", "underflow", "telemetry_bytes"."""
+        """Write the result of a running cell.
+
+        result: any of "seconds", "metrics", "diverged", "skipped", "underflow", "telemetry_bytes", "error".
+        """
         self._settle(cell, "done", result)
 
     def fail(self, cell: str, error: str, traceback: str = "") -> None:
-        """Why a cell gave nothing."""
+        """Write why a running cell gave no result."""
         self._settle(cell, "failed", {"error": error, "traceback": traceback})
 
     def _settle(self, cell: str, state: str, result: dict[str, Any]) -> None:
@@ -142,25 +147,28 @@ class Ledger:
             f"UPDATE cells SET state = :state, finished = :finished, {names} WHERE id = :id AND state = 'running'",
             {"state": state, "finished": time.time(), "id": cell, **values},
         )
-        assert changed.rowcount == 1, f"{cell} was settled and did not run"
+        assert changed.rowcount == 1, f"{cell} has a result and was not running"
 
     def counts(self) -> dict[str, int]:
-        """How many cells there are in each state."""
+        """The number of cells in each state."""
         found = dict(self._sql.execute("SELECT state, count(*) FROM cells GROUP BY state").fetchall())
         return {state: found.get(state, 0) for state in STATES}
 
     def seconds(self) -> float:
-        """Of training, in all cells that are done."""
+        """The seconds of training in all cells that are done."""
         return float(
             self._sql.execute("SELECT coalesce(sum(seconds), 0) FROM cells WHERE state = 'done'").fetchone()[0]
         )
 
     def states(self) -> dict[str, tuple[str, int | None]]:
-        """{id: (state, size of its telemetry)}."""
+        """{id: (state, size of the telemetry file in bytes)} of every cell."""
         return {row[0]: (row[1], row[2]) for row in self._sql.execute("SELECT id, state, telemetry_bytes FROM cells")}
 
     def rows(self, state: str | None = None) -> list[dict[str, Any]]:
-        """A dictionary for each cell, in the order they were planned: its columns, "config" and "metrics" decoded."""
+        """A dictionary of its columns for each cell, in the order of planning, with "config" and "metrics" decoded.
+
+        state: only cells in this state; None for all.
+        """
         where = "" if state is None else "WHERE state = ?"
         found = self._sql.execute(f"SELECT * FROM cells {where} ORDER BY position, id", (state,) if state else ())
         rows = [dict(row) for row in found]
@@ -169,11 +177,11 @@ class Ledger:
         return rows
 
     def add_session(self, environment: dict[str, Any]) -> None:
-        """Where and with what a driver began."""
+        """Write the environment of a driver, with the time."""
         self._sql.execute("INSERT INTO sessions VALUES (?, ?)", (time.time(), json.dumps(environment)))
 
     def sessions(self) -> list[dict[str, Any]]:
-        """The environments of all drivers, the first first, each with "started", in seconds since 1970."""
+        """The environments of all drivers in their order, each with "started", in seconds since 1970."""
         found = self._sql.execute("SELECT started, environment FROM sessions ORDER BY started")
         return [{"started": row["started"], **json.loads(row["environment"])} for row in found]
 
@@ -188,7 +196,7 @@ class Ledger:
 
 
 class _Transaction:
-    """All of a block or nothing of it."""
+    """A context in which all statements take effect, or none."""
 
     def __init__(self, sql: sqlite3.Connection) -> None:
         self._sql = sql

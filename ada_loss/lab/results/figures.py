@@ -1,0 +1,370 @@
+"""Figures for a paper, drawn with matplotlib in colours that the colour-blind can tell apart."""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+import fpsim
+
+__all__ = [
+    "figure_bytes",
+    "is_constant",
+    "method_words",
+    "plot_depth",
+    "plot_heat",
+    "plot_methods",
+    "plot_rescue",
+    "plot_scales",
+    "plot_spacing",
+    "plot_table",
+    "plot_underflow",
+    "plot_values",
+]
+
+# Okabe and Ito 2008
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+MARKERS = "osD^vP*X<>h"
+DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))  # each line can be told from the others in print
+PANELS_A_ROW = 4
+SHOWN_SITES = 60
+LETTERS_AN_INCH = 13  # of the label of plot_table
+
+
+class Picture(Figure):
+    """A figure that a notebook shows, without pyplot and its global state."""
+
+    def _repr_png_(self) -> bytes:
+        return figure_bytes(self)
+
+
+def figure_bytes(figure: Figure, kind: str = "png") -> bytes:
+    """A figure as the content of a file. kind: "png", "svg" or "pdf"."""
+    content = io.BytesIO()
+    figure.savefig(content, format=kind, dpi=150)
+    return content.getvalue()
+
+
+def _layers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The share of the gradients of activations that underflow, by module, in the order of the forward pass."""
+    nonzero: dict[str, int] = {}
+    underflow: dict[str, int] = {}
+    for row in rows:
+        if row["role"] == "activation":
+            nonzero.setdefault(row["site"].split(":")[0] or "(model)", 0)
+        if row["role"] == "error":
+            layer = row["site"].split(":")[0] or "(model)"
+            nonzero[layer] = nonzero.get(layer, 0) + row["nonzero"]
+            underflow[layer] = underflow.get(layer, 0) + row["underflow"]
+    return {layer: underflow[layer] / n for layer, n in nonzero.items() if n and layer in underflow}
+
+
+def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
+    """Every value of small formats between -largest and largest, a line for each format."""
+    figure = Picture(figsize=(9, 0.55 * len(formats) + 0.9), layout="constrained")
+    axes = figure.subplots()
+    for i, name in enumerate(formats):
+        values = [v for v in fpsim.as_format(name).values() if abs(v) <= largest]
+        axes.plot(values, [-i] * len(values), "|", markersize=16, color=COLOURS[i % len(COLOURS)])
+    axes.set_yticks([-i for i in range(len(formats))], formats)
+    axes.set_ylim(0.6 - len(formats), 0.6)
+    axes.set_xlabel("value")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    return figure
+
+
+def plot_spacing(formats: Sequence[str]) -> Figure:
+    """The relative spacing of the values of each format over its range."""
+    figure = Picture(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for i, name in enumerate(formats):
+        fmt = fpsim.as_format(name)
+        low = int(np.floor(np.log2(fmt.smallest)))
+        exponents = np.arange(low, int(np.floor(np.log2(fmt.largest))) + 1)
+        ulp = np.maximum(exponents, fmt.min_exponent) - fmt.mantissa_bits
+        axes.step(exponents, ulp - exponents, where="post", color=COLOURS[i % len(COLOURS)], label=name, linewidth=1.6)
+        axes.plot(exponents[[0, -1]], (ulp - exponents)[[0, -1]], "o", markersize=4, color=COLOURS[i % len(COLOURS)])
+    axes.set_xlabel("log2 of the magnitude")
+    axes.set_ylabel("log2 of spacing / magnitude")
+    axes.legend(ncols=2, fontsize=8)
+    axes.grid(linewidth=0.4, alpha=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def plot_underflow(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Activation gradients lost to underflow, by layer. rows: the tallies of one recording."""
+    shares = _layers(rows)
+    figure = Picture(figsize=(8, 3.2), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.bar(list(shares), [100 * v for v in shares.values()], color=COLOURS[0])
+    axes.bar_label(bars, [f"{100 * v:.2g}" for v in shares.values()], fontsize=8)
+    axes.tick_params(axis="x", rotation=35)
+    axes.set_ylabel("gradients lost in %")
+    axes.set_xlabel("layer, from input to output")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
+    """The error of the first layer's weight gradient by gain and method, a panel for each format.
+
+    rows: those of `depth_trial`.
+    """
+    formats = list(dict.fromkeys(row["format"] for row in rows))
+    gains = list(dict.fromkeys(row["gain"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    figure = Picture(figsize=(3.6 * len(formats), 4.6), layout="constrained")
+    panels = figure.subplots(1, len(formats), sharey=True, squeeze=False)[0]
+    for fmt, axes in zip(formats, panels, strict=True):
+        for i, method in enumerate(methods):
+            found = {r["gain"]: r["error"] for r in rows if (r["format"], r["method"]) == (fmt, method)}
+            errors = [min(found[g], 3.0) if math.isfinite(found[g]) else 3.0 for g in gains]
+            style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.3}
+            dashes = "-" if i < len(COLOURS) else "--"
+            axes.plot(range(len(gains)), errors, dashes, markersize=5, label=method_words(method), **style)
+        axes.set_xticks(range(len(gains)), [f"{g:g}" for g in gains])
+        axes.set_xlabel("gain of a layer: gradients grow | shrink")
+        axes.set_title(fmt, fontsize=10)
+        axes.set_yscale("log")
+        axes.axhline(1, color="black", linewidth=0.6, linestyle=":")
+        axes.grid(axis="y", linewidth=0.4, alpha=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("error of the first layer's gradient; 1: all lost, top: inf")
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False, fontsize=8
+    )
+    return figure
+
+
+def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, factor: float = 1.0) -> Figure:
+    """A line over the constant loss scales, beside the methods that choose theirs; a panel for each format.
+
+    places: {(format, method): values}; the format "fp32" is the baseline, a band of mean and deviation.
+    title: what the values are, for the axis.
+    factor: 100 for values shown in %.
+    """
+    formats = [fmt for fmt in dict.fromkeys(fmt for fmt, _ in places) if fmt != "fp32"]
+    figure = Picture(figsize=(4.2 * len(formats), 4.0), layout="constrained")
+    panels = figure.subplots(1, len(formats), sharey=True, squeeze=False)[0]
+
+    def spread(fmt: str, method: str) -> tuple[float, float]:
+        values = [factor * v for v in places[fmt, method]]
+        return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+    for fmt, axes in zip(formats, panels, strict=True):
+        methods = [method for f, method in places if f == fmt]
+        constant = {
+            0 if m == "none" else round(math.log2(float(m))): m for m in methods if m == "none" or is_constant(m)
+        }
+        chosen = [m for m in methods if m not in constant.values()]
+        positions = [max(constant, default=0) + 2 + i for i in range(len(chosen))]
+        line = {"color": COLOURS[0], "marker": "o", "markersize": 3.5, "linewidth": 1.2}
+        dots = {"color": COLOURS[5], "marker": "D", "markersize": 5, "linestyle": "", "capsize": 2}
+        for x, drawn, style in (([*constant], [*constant.values()], line), (positions, chosen, dots)):
+            if drawn:  # a sweep of constants alone has no others
+                means, deviations = zip(*(spread(fmt, method) for method in drawn), strict=True)
+                axes.errorbar(x, means, deviations, **style)
+        if ("fp32", "none") in places:
+            mean, deviation = spread("fp32", "none")
+            axes.axhspan(mean - deviation, mean + deviation, color="black", alpha=0.12, linewidth=0)
+            axes.axhline(mean, color="black", linewidth=0.8)
+        ticks = [k for k in constant if k % 4 == 0]
+        axes.set_xticks(
+            [*ticks, *positions], [*(f"$2^{{{k}}}$" for k in ticks), *chosen], rotation=60, ha="right", fontsize=8
+        )
+        axes.set_title(fmt, fontsize=10)
+        axes.grid(axis="y", linewidth=0.4, alpha=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+    panels[0].set_ylabel(title + ("; the band is float32" if ("fp32", "none") in places else ""))
+    return figure
+
+
+def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] = ()) -> Figure:
+    """Scales over the steps, a line for each.
+
+    scales: {name: the scale of each step}.
+    overflows: steps to mark.
+    """
+    figure = Picture(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    for i, (name, values) in enumerate(scales.items()):
+        marks = {"marker": MARKERS[i % len(MARKERS)], "markersize": 4.5, "markevery": (0.04 + 0.011 * i, 0.15)}
+        style = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)], **marks}
+        axes.step(range(len(values)), values, where="post", label=name, linewidth=1.3, **style)
+    for step in overflows:
+        axes.axvline(step, color="black", linewidth=0.5, linestyle=":")
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("step" + ("; dotted: a gradient overflowed" if overflows else ""))
+    axes.set_ylabel("scale")
+    axes.legend(ncols=1 + len(scales) // 20, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    axes.grid(linewidth=0.4, alpha=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def plot_rescue(rows: Sequence[dict[str, Any]]) -> Figure:
+    """The underflow of each activation's gradient at scale 1 and at the scale it got. rows: those of a `Recorder`."""
+    chosen = [row for row in rows if row["role"] == "error"]
+    sites = list(dict.fromkeys(row["site"] for row in chosen))[::-1]  # a backward pass starts at the output
+    figure = Picture(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for i, (column, words) in enumerate((("underflow_unscaled", "without scaling"), ("underflow", "at its scale"))):
+        shares = [100 * statistics.mean(r[column] for r in chosen if r["site"] == site) for site in sites]
+        places = [x + 0.4 * i - 0.2 for x in range(len(sites))]
+        axes.bar(places, shares, 0.38, color=COLOURS[i], label=words, hatch="///" * i, edgecolor="white")
+    axes.set_xticks(range(len(sites)), sites, rotation=45, ha="right", fontsize=8)
+    axes.set_ylabel("gradients lost in %")
+    axes.set_xlabel("where, from input to output")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def method_words(method: str) -> str:
+    """The name of a scaling method; a constant scale as a power of two.
+
+    >>> method_words("8.0"), method_words("torch")
+    ('2^3', 'torch')
+    """
+    return f"2^{math.log2(float(method)):g}" if is_constant(method) else method
+
+
+def is_constant(method: str) -> bool:
+    """Whether a scaling method is a constant scale.
+
+    >>> is_constant("1024"), is_constant("torch"), is_constant("nan")
+    (True, False, False)
+    """
+    try:
+        return float(method) > 0
+    except ValueError:
+        return False
+
+
+def plot_table(
+    places: Mapping[tuple[str, str], Sequence[float]],
+    title: str,
+    factor: float = 1.0,
+    baseline: Sequence[float] = (),
+) -> Figure:
+    """A dot for each seed, a diamond and a bar for mean and standard deviation: methods down, a panel for each format.
+
+    Values that are not finite are marked at the left edge.
+
+    places: {(format, method): values}; with one method alone, the formats go down.
+    title: what the values are, for the axis.
+    factor: 100 for values shown in %.
+    baseline: the values of float32, for a line through all panels.
+    """
+    places = {place: [factor * v for v in values] for place, values in places.items()}
+    formats, methods = ([*dict.fromkeys(place[i] for place in places)] for i in (0, 1))
+    if len(methods) == 1:
+        places = {(title, fmt): values for (fmt, _), values in places.items()}
+        formats, methods = [title], formats
+    columns = min(len(formats), PANELS_A_ROW)
+    rows = -(-len(formats) // columns)
+    size = (1.4 + 2.1 * columns + 0.6 * (columns == 1), (0.75 + 0.3 * len(methods)) * rows + 0.35)
+    figure = Picture(figsize=size, layout="constrained")
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    finite = [v for values in places.values() for v in _spread(values)]
+    lowest, highest = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    margin = 0.06 * (highest - lowest) or max(0.01 * abs(highest), 1e-3)
+    for i, axes in enumerate(panels.flat):
+        if i >= len(formats):
+            axes.set_visible(False)
+            continue
+        if baseline:
+            axes.axvline(factor * statistics.fmean(baseline), color="black", linewidth=0.8, linestyle=(0, (4, 2)))
+        for y, method in enumerate(methods):
+            _draw(axes, y, places.get((formats[i], method), []), lowest - margin / 2)
+        axes.set_title(formats[i] if len(formats) > 1 else "", fontsize=9)
+        axes.set_yticks(range(len(methods)), [_words(method) for method in methods], fontsize=8)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.grid(axis="x", linewidth=0.4, alpha=0.6)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.set_axisbelow(True)
+    panels[0, 0].set_ylim(len(methods) - 0.5, -0.5)
+    panels[0, 0].set_xlim(lowest - margin, highest + margin)
+    words = title + ("; dashed: float32" if baseline else "")
+    figure.supxlabel(textwrap.fill(words, round(LETTERS_AN_INCH * size[0])), fontsize=9)
+    return figure
+
+
+def _draw(axes: object, y: int, values: Sequence[float], edge: float) -> None:
+    finite = [v for v in values if math.isfinite(v)]
+    plot = axes.plot  # type: ignore[attr-defined]
+    if len(finite) < len(values):
+        plot([edge], [y], marker="x", color=COLOURS[5], markersize=7, clip_on=False, label="diverged")
+    if not finite:
+        return
+    plot(finite, [y] * len(finite), linestyle="", marker="o", markersize=3, color=COLOURS[4], alpha=0.9, zorder=2)
+    mean = statistics.fmean(finite)
+    if len(finite) > 1:
+        deviation = statistics.stdev(finite)
+        plot([mean - deviation, mean + deviation], [y, y], color=COLOURS[0], linewidth=1.4, zorder=3)
+    plot([mean], [y], marker="D", markersize=5, color=COLOURS[0], zorder=4)
+    axes.annotate(f"{mean:.3g}", (mean, y), (0, 5), textcoords="offset points", ha="center", fontsize=6.5)  # type: ignore[attr-defined]
+
+
+def _words(method: str) -> str:
+    words = method_words(method)
+    return f"${words[:2]}{{{words[2:]}}}$" if words.startswith("2^") else words
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    """The finite values, and their mean plus and minus deviation: all that is drawn."""
+    finite = [v for v in values if math.isfinite(v)]
+    if len(finite) < 2:
+        return finite
+    mean, deviation = statistics.fmean(finite), statistics.stdev(finite)
+    return [*finite, mean - deviation, mean + deviation]
+
+
+def plot_heat(
+    steps: Sequence[int],
+    sites: Sequence[str],
+    values: np.ndarray,  # type: ignore[type-arg]
+    title: str,
+    words: str,
+    limits: tuple[float | None, float | None] = (None, None),
+) -> Figure:
+    """A number by site and step, as colours.
+
+    steps: the steps at which a column ends.
+    sites: from input to output.
+    values: (steps, sites), NaN where there is none.
+    title: of the figure.
+    words: what the values are, for the colour bar.
+    limits: the values of the first and the last colour.
+    """
+    if len(sites) > SHOWN_SITES:
+        title += f"; {SHOWN_SITES} of {len(sites)} sites"
+        chosen = np.linspace(0, len(sites) - 1, SHOWN_SITES).round().astype(int)
+        sites, values = [sites[i] for i in chosen], values[:, chosen]
+    figure = Picture(figsize=(7.2, 1.1 + 0.19 * len(sites)), layout="constrained")
+    axes = figure.subplots()
+    edges = [0, *steps]
+    low, high = limits
+    mesh = axes.pcolormesh(edges, range(len(sites) + 1), values.T, cmap="cividis", vmin=low, vmax=high)
+    mesh.set(edgecolor="face", linewidth=0.2)  # no hairlines between the cells of a vector picture
+    axes.set_facecolor("0.85")
+    axes.set_yticks([i + 0.5 for i in range(len(sites))], sites, fontsize=7)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("step", fontsize=9)
+    axes.set_title(title, fontsize=9)
+    bar = figure.colorbar(mesh, ax=axes, pad=0.02)
+    bar.set_label(words, fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    return figure

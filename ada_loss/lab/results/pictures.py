@@ -1,0 +1,93 @@
+"""The pictures of a sweep's results: which data is drawn, and by which figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ada_loss.lab.results import figures
+from ada_loss.lab.results.results import StoredResults
+from ada_loss.lab.training.methods import scales_by_layer
+
+__all__ = ["picture_layer_scales", "picture_metric", "picture_scales", "picture_underflow"]
+
+MANY_CONSTANTS = 6  # constant scales that make a line
+
+
+def picture_metric(results: StoredResults, metric: str | None = None, where: Mapping[str, Any] | None = None) -> Any:
+    """See `Results.plot_accuracy`."""
+    table = results.table(metric=metric, where=where)
+    factor = 100.0 if table.is_share else 1.0
+    constants = [column for column in table.across if figures.is_constant(column)]
+    if table.is_share and len(constants) >= MANY_CONSTANTS:
+        return figures.plot_methods(table.places, table.title, factor)
+    baseline = [v for (fmt, _), values in table.places.items() if fmt == "fp32" for v in values]
+    places = {place: values for place, values in table.places.items() if place[0] != "fp32"}
+    return figures.plot_table(places or table.places, table.title, factor, baseline if places else ())
+
+
+def picture_underflow(results: StoredResults, cell: str | None = None, role: str = "error") -> Any:
+    """See `Results.plot_underflow`."""
+    known = {row["id"]: row for row in results.rows()}
+    if cell is None:
+        cell = _lossiest(results, known)
+    if cell not in known:
+        raise ValueError(f"There is no cell {cell!r}. Known: {', '.join(known) or 'none yet'}.")
+    arrays = results.telemetry(cell)
+    if "history.steps" not in arrays:
+        raise ValueError(f"The cell {cell} recorded no sites. Give the sweep task_options={{'record_every': 4}}.")
+    chosen = np.flatnonzero(arrays["sites.role"] == role)
+    if role in ("error", "weight_grad"):
+        chosen = chosen[::-1]  # gradients are recorded from the output to the input
+    lost, nonzero = (
+        np.diff(arrays[f"history.{name}"][:, chosen], axis=0, prepend=0) for name in ("underflow", "nonzero")
+    )
+    with np.errstate(invalid="ignore"):
+        shares: NDArray[np.float64] = np.where(nonzero > 0, lost / nonzero, np.nan)
+    sites = [str(site) for site in arrays["sites.site"][chosen]]
+    steps = arrays["history.steps"].tolist()
+    return figures.plot_heat(steps, sites, 100 * shares, _words(known[cell]), "gradients lost in %", (0, 100))
+
+
+def _lossiest(results: StoredResults, known: Mapping[str, Mapping[str, Any]]) -> str:
+    """The id of the recorded cell that lost the largest share of its gradients."""
+    lossy = sorted((row for row in known.values() if row["underflow"]), key=lambda row: -row["underflow"])
+    ids = [str(row["id"]) for row in lossy]
+    recorded = (cell for cell in ids if "history.steps" in results.readable_telemetry(cell))
+    return next(recorded, ids[0] if ids else "with underflow")
+
+
+def picture_scales(results: StoredResults, where: Mapping[str, Any] | None = None) -> Any:
+    """See `Results.plot_scales`."""
+    first: dict[str, Any] = {}
+    for row in results.chosen_rows(where):
+        name = f"{row['format']} {row['scaling']}"
+        if name not in first and "scales" in (arrays := results.readable_telemetry(row["id"])):
+            first[name] = arrays["scales"]
+    scaled = {name: scales for name, scales in first.items() if len(scales) and (scales != 1).any()}
+    if not scaled:
+        raise ValueError(f"No cell of {results!r} scaled its loss. Give the sweep a method that does: 'torch'.")
+    return figures.plot_scales(scaled)
+
+
+def picture_layer_scales(results: StoredResults, where: Mapping[str, Any] | None = None) -> Any:
+    """See `Results.plot_layer_scales`."""
+    for row in results.chosen_rows(where):
+        if not scales_by_layer(row["scaling"]):
+            continue  # its file need not be read
+        arrays = results.readable_telemetry(row["id"])
+        if "layers.steps" in arrays:
+            sites = [str(site) for site in arrays["layers.site"]]
+            steps, scales = arrays["layers.steps"].tolist(), arrays["layers.log2_scale"]
+            return figures.plot_heat(steps, sites, scales, _words(row), "log2 of the scale")
+    raise ValueError(
+        f"No recorded cell of {results!r} scaled layer by layer. Give the sweep the method 'adaptive', and "
+        f"task_options={{'record_every': 4}}."
+    )
+
+
+def _words(row: Mapping[str, Any]) -> str:
+    return f"{row['format']} {row['rounding'].replace('_', ' ')}, {row['scaling']}, seed {row['seed']}"

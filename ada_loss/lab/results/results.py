@@ -1,0 +1,168 @@
+"""The results of a sweep as rows and tables, over seeds."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ada_loss.lab.results.table import Table
+from ada_loss.lab.sweep.cells import label
+from ada_loss.lab.sweep.ledger import Ledger
+from ada_loss.lab.sweep.telemetry import read_telemetry
+
+__all__ = ["StoredResults"]
+
+AXES = ("task", "format", "rounding", "scaling", "seed")
+
+
+class StoredResults:
+    """The cells of a sweep's folder as they are now; opening it changes nothing.
+
+    out: the folder.
+    Raises FileNotFoundError where there is no ledger.
+    """
+
+    def __init__(self, out: str | os.PathLike[str]) -> None:
+        self.out = Path(out)
+        with Ledger(self.out / "ledger.sqlite", readonly=True) as ledger:
+            self.cells, self.sessions, self.counts = ledger.rows(), ledger.sessions(), ledger.counts()
+
+    def __repr__(self) -> str:
+        words = ", ".join(f"{count} {state}" for state, count in self.counts.items() if count)
+        return f"Results({str(self.out)!r}: {words or 'no cells'})"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A flat row for each cell that is done: configuration, metrics, diverged, skipped, underflow, seconds."""
+        found = []
+        for cell in self.cells:
+            if cell["state"] == "done":
+                config = cell["config"]
+                row = {"id": cell["id"], **{axis: label(config[axis]) for axis in AXES if axis != "seed"}}
+                row |= {"seed": config["seed"], **config["options"], **cell["metrics"]}
+                row |= {"diverged": bool(cell["diverged"])}
+                found.append(row | {name: cell[name] for name in ("skipped", "underflow", "seconds")})
+        return found
+
+    def chosen_rows(self, where: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+        """The rows with these values, {column: value}; None for all. Raises ValueError for a value that no row has."""
+        found = self.rows()
+        for name, value in (where or {}).items():
+            rows, found = found, [row for row in found if name in row and _word(row[name]) == _word(value)]
+            if rows and not found:
+                known = ", ".join(dict.fromkeys(str(row[name]) for row in rows if name in row))
+                known = f"Its values: {known}" if known else f"Known columns: {', '.join(rows[0])}"
+                raise ValueError(f"No cell that is done has {name}={label(value)}. {known}.")
+        return found
+
+    def failures(self) -> list[dict[str, Any]]:
+        """The cells that failed, with "error" and "traceback"."""
+        return [cell for cell in self.cells if cell["state"] == "failed"]
+
+    def to_frame(self) -> Any:
+        """`rows` as a pandas.DataFrame."""
+        import pandas
+
+        return pandas.DataFrame(self.rows())
+
+    @property
+    def metric(self) -> str:
+        """The first metric of the task, which tables show unless another is named."""
+        for cell in self.cells:
+            if cell["metrics"]:
+                return next(iter(cell["metrics"]))
+        raise ValueError(f"{self!r} holds no metric: no training came to its end. Run more cells, or mend the task.")
+
+    def best(self, metric: str | None = None, *, largest: bool = True) -> dict[str, Any]:
+        """The row with the best value of a metric; NaN is never best.
+
+        metric: the task's first unless named.
+        largest: whether a larger value is better.
+        """
+        name = metric or self.metric
+        rows = [row for row in self.rows() if not math.isnan(_number(row, name))]
+        if not rows:
+            raise ValueError(f"No cell of {self!r} has a number for the metric {name!r}. Known: {self.metric}.")
+        return (max if largest else min)(rows, key=lambda row: row[name])
+
+    def table(
+        self,
+        rows: str = "format",
+        columns: str = "scaling",
+        metric: str | None = None,
+        where: Mapping[str, Any] | None = None,
+    ) -> Table:
+        """Mean and standard deviation of a metric over the seeds.
+
+        rows, columns: "task", "format", "rounding", "scaling", "seed", or an option of the training.
+        metric: the task's first unless named; also "underflow", "skipped" or "seconds".
+        where: only cells with these values, such as {"rounding": "stochastic"}.
+        Raises ValueError for a column or value that no cell has, and where the mean would be over cells that differ in
+        something else than the seed.
+        """
+        found = self.chosen_rows(where)
+        name = metric or self.metric
+        for axis in (rows, columns, name):
+            if found and axis not in set().union(*found):
+                known = ", ".join(dict.fromkeys(key for row in found for key in row))
+                raise ValueError(f"Unknown column {axis!r}. Known: {known}.")
+        for axis in (*AXES[:-1], *dict.fromkeys(key for cell in self.cells for key in cell["config"]["options"])):
+            values = list(dict.fromkeys(str(row.get(axis)) for row in found))
+            if axis not in (rows, columns) and len(values) > 1:
+                raise ValueError(
+                    f"The cells differ in {axis} ({', '.join(values)}) too, and a mean over those says nothing. "
+                    f"Choose one with where={{{axis!r}: {values[0]!r}}}, or make it the rows or the columns."
+                )
+        places: dict[tuple[str, str], list[float]] = {}
+        for row in found:
+            places.setdefault((str(row[rows]), str(row[columns])), []).append(_number(row, name))
+        down, across = ([*dict.fromkeys(place[i] for place in places)] for i in (0, 1))
+        return Table(rows, columns, name, down, across, places, {k: label(v) for k, v in (where or {}).items()})
+
+    def tables(self, metric: str | None = None) -> list[Table]:
+        """A `table` of formats and scaling methods for each combination of the other columns in which the cells differ.
+
+        An empty list where no training came to its end.
+        """
+        found = self.rows()
+        if not any(cell["metrics"] for cell in self.cells):
+            return []
+        others = [*AXES[:1], "rounding", *dict.fromkeys(k for cell in self.cells for k in cell["config"]["options"])]
+        varying = [axis for axis in others if len({str(row.get(axis)) for row in found}) > 1]
+        groups = dict.fromkeys(tuple((axis, str(row.get(axis))) for axis in varying) for row in found)
+        return [self.table(metric=metric, where=dict(group)) for group in groups]
+
+    def telemetry(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
+        """The arrays of a cell's file; see `ada_loss.lab.sweep.telemetry`.
+
+        cell: its id.
+        Raises ValueError for a file that is missing or damaged.
+        """
+        return read_telemetry(self.out, cell)
+
+    def readable_telemetry(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
+        """`telemetry`, or no arrays where the file cannot be read: for a choice among cells."""
+        try:
+            return self.telemetry(cell)
+        except ValueError:
+            return {}
+
+
+def _number(row: Mapping[str, Any], name: str) -> float:
+    """A number of a row; NaN where its training gave none."""
+    value = row.get(name)
+    if isinstance(value, str):
+        raise ValueError(f"The column {name!r} holds words: {value!r}. Name one of numbers, a metric or 'underflow'.")
+    return math.nan if value is None else value
+
+
+def _word(value: Any) -> str:
+    """A value as a word, the same however it was written: 0, 0.0 and "0.0" are one number."""
+    try:
+        return label(value if isinstance(value, bool) else float(value))
+    except (TypeError, ValueError):
+        return label(value)

@@ -1,0 +1,144 @@
+"""A table of a sweep: a metric by two columns, mean and deviation over the cells."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ada_loss.files import csv_bytes, strict_json
+
+__all__ = ["SHARES", "Table", "heading", "mean_and_deviation"]
+
+SHARES = ("accuracy", "underflow")  # metrics that are shown in %
+
+
+class Table:
+    """A metric by two columns: means, standard deviations, and the number of cells of each.
+
+    rows, columns: the names of the two columns.
+    metric: the name of the metric.
+    down, across: the values of the columns, in order.
+    places: {(row, column): the values of its cells}.
+    where: what the cells were chosen by, for the title.
+    """
+
+    def __init__(
+        self,
+        rows: str,
+        columns: str,
+        metric: str,
+        down: Sequence[str],
+        across: Sequence[str],
+        places: dict[tuple[str, str], list[float]],
+        where: Mapping[str, str] | None = None,
+    ) -> None:
+        self.rows, self.columns, self.metric, self.where = rows, columns, metric, dict(where or {})
+        self.down, self.across, self.places = list(down), list(across), places
+
+    def mean(self, row: str, column: str) -> float:
+        """The mean of a place; NaN where a value is NaN, or where there is none."""
+        values = self.places.get((row, column))
+        return statistics.fmean(values) if values else math.nan
+
+    def deviation(self, row: str, column: str) -> float:
+        """The standard deviation of the sample; NaN for less than two values, and where one is not finite."""
+        values = self.places.get((row, column), [])
+        return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
+
+    def text(self, row: str, column: str, plus_minus: str = " ± ") -> str:
+        """A place as text: mean and deviation in the unit of `heading`; "-" where there is no cell."""
+        if (row, column) not in self.places:
+            return "-"
+        return mean_and_deviation(self.metric, self.mean(row, column), self.deviation(row, column), plus_minus)
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the metric is shown in %."""
+        return self.metric in SHARES
+
+    @property
+    def title(self) -> str:
+        """The metric with its unit, and what the cells were chosen by."""
+        words = [heading(self.metric), *(f"{name} {value}" for name, value in self.where.items())]
+        return ", ".join(words)
+
+    def to(self, kind: str) -> str:
+        """The table as text. kind: "markdown", "latex", "csv" or "json"."""
+        writers = {"markdown": self.to_markdown, "latex": self.to_latex, "csv": self.to_csv, "json": self.to_json}
+        if kind not in writers:
+            raise ValueError(f"Unknown kind of table {kind!r}. Possible: {', '.join(writers)}.")
+        return writers[kind]()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """A dictionary for each place: row, column, mean, standard deviation, number of cells; shares are not in %."""
+        names = (self.rows, self.columns, f"{self.metric} mean", f"{self.metric} deviation", "cells")
+        return [
+            dict(zip(names, (row, column, self.mean(row, column), self.deviation(row, column), len(values))))
+            for (row, column), values in self.places.items()
+        ]
+
+    def to_json(self) -> str:
+        """`lines` as JSON; null for what is no finite number."""
+        return strict_json(self.lines()) + "\n"
+
+    def __str__(self) -> str:
+        return self.to_markdown()
+
+    def to_markdown(self) -> str:
+        """A Markdown table."""
+        lines = [f"| {self.rows} \\ {self.columns} | " + " | ".join(self.across) + " |"]
+        lines.append("|---" + "|---:" * len(self.across) + "|")
+        for row in self.down:
+            lines.append(f"| {row} | " + " | ".join(self.text(row, column) for column in self.across) + " |")
+        return "\n".join(lines) + "\n"
+
+    def to_latex(self) -> str:
+        """A LaTeX tabular with the rules of booktabs."""
+        lines = [rf"\begin{{tabular}}{{l{'r' * len(self.across)}}}", r"\toprule"]
+        lines.append(" & ".join(["", *map(_latex, self.across)]) + r" \\")
+        lines.append(r"\midrule")
+        for row in self.down:
+            places = (self.text(row, column, r" $\pm$ ") for column in self.across)
+            lines.append(" & ".join([_latex(row), *places]) + r" \\")
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+    def to_csv(self) -> str:
+        """`lines` as the content of a CSV file."""
+        lines = self.lines()
+        return csv_bytes(lines, list(lines[0]) if lines else []).decode()
+
+
+def heading(metric: str) -> str:
+    """A metric with its unit.
+
+    >>> heading("accuracy"), heading("loss")
+    ('accuracy in %', 'loss')
+    """
+    return f"{metric} in %" if metric in SHARES else metric
+
+
+def mean_and_deviation(metric: str, mean: float, deviation: float = math.nan, plus_minus: str = " ± ") -> str:
+    """A mean with its deviation, in the unit of `heading`; the mean alone where the deviation is NaN.
+
+    >>> mean_and_deviation("accuracy", 0.975, 0.004), mean_and_deviation("loss", 0.975)
+    ('97.5 ± 0.4', '0.9750')
+    """
+    factor, digits = (100, 1) if metric in SHARES else (1, 4)
+    words = f"{factor * mean:.{digits}f}" if math.isfinite(mean) else str(mean)
+    return words if math.isnan(deviation) else f"{words}{plus_minus}{factor * deviation:.{digits}f}"
+
+
+LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        **{c: f"\\{c}" for c in "_%&#${}"},
+    }
+)
+
+
+def _latex(text: str) -> str:
+    return text.translate(LATEX)

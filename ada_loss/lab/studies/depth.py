@@ -1,0 +1,166 @@
+"""A controlled trial of scaling methods: deep networks whose gradients shrink or grow towards the input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fpsim
+from ada_loss.lab.results.figures import method_words
+from ada_loss.lab.training.run import underflow_share
+from ada_loss.layerwise import AdaLossScaled
+from ada_loss.rules import LAYER_RULES, loss_rule
+
+__all__ = ["COLUMNS", "GAINS", "METHODS", "depth_table", "depth_trial", "relu_network"]
+
+GAINS = (3.0, 1.2, 0.8, 0.5, 0.2)
+# A number is a constant scale. A loss rule's name runs that rule for STEPS steps on the same batch, from its own first
+# scale. The others are rules of AdaLossScaled, "approx_range 16/1024" with the bounds of the original implementation.
+METHODS = (
+    *("none", 2.0**7, 2.0**15, "torch", "nnabla", "cerebras"),
+    *("approx_range 16/1024", "approx_range", "abs_range", "exact", "current"),
+)
+STEPS = 60
+COLUMNS = ("format", "gain", "method", "log2_scale", "underflow", "overflow", "error")
+
+
+def relu_network(gain: float, depth: int = 24, width: int = 128, seed: int = 0) -> nn.Sequential:
+    """Linear layers without bias and ReLUs, with normal weights.
+
+    gain: the variance of the weights times the width; at 2, gradients keep their size.
+    depth: the number of linear layers.
+    width: of every layer.
+    seed: of the weights.
+
+    >>> len(relu_network(2.0, depth=3))
+    6
+    """
+    layers: list[nn.Module] = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for _ in range(depth):
+            linear = nn.Linear(width, width, bias=False)
+            nn.init.normal_(linear.weight, std=math.sqrt(gain / width))
+            layers += [linear, nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def depth_trial(
+    formats: Sequence[str] = ("fp16", "e5m2", "e4m3fn"),
+    gains: Sequence[float] = GAINS,
+    methods: Sequence[str | float] = METHODS,
+    *,
+    depth: int = 24,
+    width: int = 128,
+    batch: int = 64,
+    seed: int = 0,
+    progress: Callable[[int], object] | None = None,
+) -> list[dict[str, Any]]:
+    """One backward pass of each network for each format and method, and what became of the gradients.
+
+    The gradients of activations are rounded to the format, nothing else. A row holds:
+        format, gain, method.
+        underflow: the share of the non-zero gradients that became zero.
+        overflow: how many gradients left the range.
+        error: the norm of the first layer's weight gradient minus float32's, over the norm of float32's.
+        log2_scale: that of the loss, or of the first layer.
+
+    formats, gains, methods: what is tried; see METHODS.
+    depth, width, batch: of the networks and of the data.
+    seed: of the weights and of the data.
+    progress: called with 1 after each row.
+
+    >>> (row,) = depth_trial(["fp16"], [0.5], ["none"], depth=4, width=16, batch=8)
+    >>> sorted(row)
+    ['error', 'format', 'gain', 'log2_scale', 'method', 'overflow', 'underflow']
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, width, generator=generator)
+    gradient = torch.randn(batch, width, generator=generator) * 2.0**-10  # as small as those of a mean loss
+    rows = []
+    for gain in gains:
+        network = relu_network(gain, depth, width, seed)
+        network(x).backward(gradient)
+        reference = _first_gradient(network)
+        for fmt in formats:
+            model = fpsim.quantize(network, fpsim.Policy(error=fmt))
+            for method in methods:
+                rows.append(
+                    {"format": fmt, "gain": gain, "method": str(method), **_run(model, method, x, gradient, reference)}
+                )
+                if progress is not None:
+                    progress(1)
+    return rows
+
+
+def _first_gradient(model: nn.Sequential) -> Tensor:
+    weight = model[0].weight
+    assert isinstance(weight, Tensor)
+    assert weight.grad is not None
+    return weight.grad.clone()
+
+
+def _run(model: nn.Sequential, method: str | float, x: Tensor, gradient: Tensor, reference: Tensor) -> dict[str, Any]:
+    scale, scaled = 1.0, None
+    if isinstance(method, str) and method != "none":
+        name, _, bounds = method.partition(" ")
+        if name in LAYER_RULES:
+            low, high = map(float, bounds.split("/")) if bounds else (None, None)
+            scaled = AdaLossScaled(model, rule=name, scale_upper_bound=low, accum_upper_bound=high)
+        else:
+            scale = _settled(model, name, x, gradient)
+    elif not isinstance(method, str):
+        scale = float(method)
+    with scaled or nullcontext():
+        with fpsim.record(model) as recording:
+            weight_gradient = _backward(model, x, gradient * scale) / scale
+        log2_scale = math.log2(scale) if scaled is None else float(scaled.last_log2_scale("0:linear"))
+    rows = recording.rows()
+    return {
+        "underflow": underflow_share(rows),
+        "overflow": sum(row["overflow"] for row in rows if row["role"] == "error"),
+        "error": float((weight_gradient - reference).norm() / reference.norm()),
+        "log2_scale": log2_scale,
+    }
+
+
+def _backward(model: nn.Sequential, x: Tensor, gradient: Tensor) -> Tensor:
+    model.zero_grad()
+    model(x).backward(gradient)
+    return _first_gradient(model)
+
+
+def _settled(model: nn.Sequential, system: str, x: Tensor, gradient: Tensor) -> float:
+    """The scale that a loss rule reaches on one batch."""
+    rule = loss_rule(system)
+    for _ in range(STEPS):
+        _backward(model, x, gradient * rule.scale)
+        largest = torch.stack([p.grad.abs().amax() for p in model.parameters() if p.grad is not None]).amax().item()
+        ok = math.isfinite(largest)
+        try:
+            rule = rule.adjust(ok, largest / rule.scale if ok else None)
+        except FloatingPointError:  # its scale can fall no further
+            break
+    return rule.scale
+
+
+def depth_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as Markdown: underflow and error, a line for each format and method, a column for each gain."""
+    gains = list(dict.fromkeys(row["gain"] for row in rows))
+    lines = [
+        "| format | method | " + " | ".join(f"gain {g:g}" for g in gains) + " |",
+        "|---|---|" + "---|" * len(gains),
+    ]
+    for fmt, method in dict.fromkeys((row["format"], row["method"]) for row in rows):
+        cells = []
+        for gain in gains:
+            (row,) = (r for r in rows if (r["format"], r["method"], r["gain"]) == (fmt, method, gain))
+            lost = f"{row['overflow']} beyond" if row["overflow"] else f"{100 * row['underflow']:.2f} %"
+            cells.append(f"{lost}, {row['error']:.2g}" if math.isfinite(row["error"]) else f"{lost}, lost")
+        lines.append(f"| {fmt} | {method_words(method)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)

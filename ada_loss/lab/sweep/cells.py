@@ -1,0 +1,185 @@
+"""Cells: a sweep is made of them. A cell is one training; its id is the hash of its configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+import fpsim
+from ada_loss.lab.sweep.identity import MakeTask, task_of
+from ada_loss.lab.tasks import find_task
+from ada_loss.lab.training.methods import require_method
+from ada_loss.lab.training.options import TrainOptions, is_allowed, possible
+from fpsim import ROLES, Policy
+from fpsim.checks import did_you_mean, is_number, is_whole
+
+__all__ = ["OPTIONS", "Cell", "label", "plan", "policy_of"]
+
+SET_BY_THE_SWEEP = ("scaling", "seed", "device")
+OPTIONS = {name: default for name, default in asdict(TrainOptions()).items() if name not in SET_BY_THE_SWEEP}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training of a sweep.
+
+    config: the complete configuration in canonical form: equal trainings have equal ones, however they were written.
+        It holds "task", "format", "rounding", "scaling", "seed" and "options", the options of `train`.
+
+    >>> a, b = plan("digits", ["fp16"], [1024]), plan("digits", ["half"], [2.0**10], options={"epochs": 12})
+    >>> a[0].id == b[0].id
+    True
+    """
+
+    config: dict[str, Any]
+
+    @cached_property
+    def id(self) -> str:
+        """16 hexadecimal digits of the hash of the configuration."""
+        text = json.dumps(self.config, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        words = (label(self.config["format"]), self.config["rounding"], label(self.config["scaling"]))
+        return f"{' '.join(words)} seed {self.config['seed']}"
+
+
+def label(value: Any) -> str:
+    """A format or a scaling method as a word for a table.
+
+    >>> label(1024.0), label("e5m2"), label({"error": "e5m2", "weight_grad": "fp16"})
+    ('1024', 'e5m2', 'error=e5m2 weight_grad=fp16')
+    """
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    return " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
+
+
+def plan(
+    task: str | MakeTask,
+    formats: Sequence[Any],
+    scaling: Sequence[str | float],
+    *,
+    roundings: Sequence[str] = ("nearest_even",),
+    seeds: int | Sequence[int] = 1,
+    options: Mapping[str, Any] | None = None,
+) -> list[Cell]:
+    """A cell for every combination, formats first. Invalid values and combinations are rejected here, before any work.
+
+    float32, with which the others are compared, is trained once for each seed: there is nothing to round or to scale.
+
+    task: a name, "module:function", or a function from a seed to a Task.
+    formats: names, or mappings with the fields of `fpsim.Policy`.
+    scaling: the scaling methods; see `make_scaling`.
+    roundings: names, one for all roles each.
+    seeds: how many, or which.
+    options: those of `TrainOptions`, without scaling, seed and device.
+    Raises ValueError for an unknown task, format, method, rounding or option, for an empty grid, and for combinations
+    that are the same training; TypeError for what is no list, and for seeds that are no integers.
+
+    >>> [str(cell) for cell in plan("digits", ["fp32", "fp16"], ["none", "torch"])]
+    ['fp32 nearest_even none seed 0', 'fp16 nearest_even none seed 0', 'fp16 nearest_even torch seed 0']
+    """
+    seeds = _seeds(seeds)
+    grid = {"formats": formats, "scaling": scaling, "roundings": roundings, "seeds": seeds}
+    for name, values in grid.items():
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise TypeError(f"{name} came as {values!r}. Possible: a list. Write [{values!r}].")
+        if not values:
+            raise ValueError(f"{name} is empty, so there is no cell to run. Give at least one.")
+    for rounding in roundings:
+        if not isinstance(rounding, str):
+            raise TypeError(f"The rounding {rounding!r} is no name. Possible: a list of names, each for all roles.")
+    if not isinstance(options or {}, Mapping):
+        raise TypeError(f"task_options came as {options!r}. Possible: a mapping, {{'epochs': 3}} for instance.")
+    task_name = task_of(task)
+    function = find_task(task) if isinstance(task, str) else task
+    full = _options({**getattr(function, "options", {}), **(options or {})})
+    canonical = [_format(fmt) for fmt in formats]
+    for fmt in canonical:
+        for rounding in roundings:
+            policy_of(fmt, rounding)
+    methods = [_method(method) for method in scaling]
+    cells = []
+    for fmt, rounding, method, seed in itertools.product(canonical, roundings, methods, seeds):
+        if fmt == "fp32":
+            if rounding != roundings[0] or method != methods[0]:
+                continue
+            method = "none"
+        words = {"task": task_name, "format": fmt, "rounding": rounding, "scaling": method, "seed": seed}
+        cells.append(Cell({**words, "options": full}))
+    _require_different(cells)
+    return cells
+
+
+def _require_different(cells: Sequence[Cell]) -> None:
+    seen: set[str] = set()
+    for cell in cells:
+        if cell.id in seen:
+            raise ValueError(
+                f"The cell '{cell}' came twice: two entries of formats, scaling, roundings or seeds mean the same. "
+                f"Every training is run once. Leave one of them out."
+            )
+        seen.add(cell.id)
+
+
+def _seeds(seeds: int | Sequence[int]) -> Sequence[int]:
+    if is_whole(seeds):
+        return range(int(seeds))  # type: ignore[arg-type]
+    if isinstance(seeds, str) or not isinstance(seeds, Sequence):
+        raise TypeError(f"seeds came as {seeds!r}. Possible: how many, or a list of integers.")
+    for seed in seeds:
+        if not is_whole(seed):
+            raise TypeError(f"The seed {seed!r} is no integer. Possible: how many seeds, or a list of integers.")
+    return [int(seed) for seed in seeds]  # NumPy's integers are no JSON
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in given.items():
+        if name not in OPTIONS:
+            hint = did_you_mean(name, OPTIONS)
+            raise ValueError(f"Unknown key task_options.{name}.{hint} Known: {', '.join(OPTIONS)}.")
+        if not is_allowed(name, value):
+            raise ValueError(
+                f"task_options.{name} came as {value!r}. Possible: {possible(name)}. "
+                f"Leave it out for {OPTIONS[name]!r}."
+            )
+    full = asdict(TrainOptions(**given))
+    return {name: full[name] for name in OPTIONS}
+
+
+def _format(fmt: Any) -> Any:
+    if isinstance(fmt, Mapping):
+        if "rounding" in fmt:
+            raise ValueError("A format came with 'rounding' in it. The sweep varies it: give roundings=[...].")
+        try:
+            Policy(**fmt)
+            json.dumps(fmt)
+        except TypeError as error:
+            raise ValueError(
+                f"The format {dict(fmt)!r} is no policy: {error}. Possible: a name, or the fields of fpsim.Policy "
+                f"in numbers and words. Take {{'error': 'e5m2'}}, for instance."
+            ) from None
+        return {k: str(fpsim.as_format(v)) if k in ROLES else v for k, v in fmt.items() if v is not None}
+    return str(fpsim.as_format(fmt))
+
+
+def policy_of(fmt: Any, rounding: str) -> Any:
+    """The format of a cell as `train` takes it: a name or a Policy. Raises ValueError for an unknown rounding."""
+    policy = Policy(**fmt) if isinstance(fmt, Mapping) else fmt
+    fpsim.quantize(torch.nn.Linear(1, 1), policy if isinstance(fmt, str) else None, rounding=rounding)
+    return policy
+
+
+def _method(method: Any) -> str | float:
+    if not isinstance(method, str) and not is_number(method):
+        raise TypeError(f"The scaling method {method!r} is a {type(method).__name__}. Possible: a name or a number.")
+    require_method(method)
+    return method if isinstance(method, str) else float(method)

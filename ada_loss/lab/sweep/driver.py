@@ -1,0 +1,319 @@
+"""The driver of a sweep: it plans cells, runs those that are not done, and keeps their results."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from tqdm.auto import tqdm
+
+from ada_loss.files import write_atomically
+from ada_loss.lab.environment import environment
+from ada_loss.lab.errors import SweepStopped
+from ada_loss.lab.results import Results
+from ada_loss.lab.results.trackers import Notifier, Tracker, make_trackers
+from ada_loss.lab.sweep.cells import Cell, plan
+from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
+from ada_loss.lab.sweep.execution import Execution
+from ada_loss.lab.sweep.identity import MakeTask
+from ada_loss.lab.sweep.ledger import CannotWrite, Ledger
+from ada_loss.lab.sweep.limits import GRACE
+from ada_loss.lab.sweep.telemetry import telemetry_path
+from ada_loss.lab.sweep.work import WorkOrder, work
+from ada_loss.lab.tasks import find_task
+
+__all__ = ["resume", "run_cells", "sweep"]
+
+MOST_DEATHS = 3  # of workers that run a cell, before it counts as failed
+
+
+def sweep(
+    task: str | MakeTask,
+    formats: Sequence[Any],
+    scaling: Sequence[str | float] = ("none",),
+    *,
+    roundings: Sequence[str] = ("nearest_even",),
+    seeds: int | Sequence[int] = 1,
+    task_options: Mapping[str, Any] | None = None,
+    workers: int = Execution.workers,
+    engine: str | Executor | None = Execution.engine,
+    out: str | os.PathLike[str] = "runs/sweep",
+    device: str = Execution.device,
+    time_limit: float | None = Execution.time_limit,
+    memory_limit: str | int = Execution.memory_limit,
+    resources: Mapping[str, float] | None = Execution.resources,
+    engine_timeout: float = Execution.engine_timeout,
+    retry_failed: bool = Execution.retry_failed,
+    track: Sequence[str | Tracker] = (),
+    show_progress: bool = True,
+) -> Results:
+    """Train the task once for each format, scaling method, rounding and seed, and give the results.
+
+    Run it again to go on where it was stopped: cells that are done in `out` do not run again, and those that failed
+    only with `retry_failed`. A cell is its configuration: with any difference it is another cell. A training that
+    diverges is a result; one that raises, hangs or kills its worker is a failure, and the others go on. A cell that was
+    interrupted goes on from its checkpoint in `out`, to the same bits.
+
+    task, formats, scaling, roundings, seeds, task_options: the cells; see `plan`.
+    workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed: see `Execution`.
+    out: the folder that keeps everything.
+    track: who else is told of finished cells: "tensorboard" and "mlflow", which write to the folder, or trackers.
+    show_progress: whether a progress bar is shown.
+    Raises ValueError and TypeError for invalid arguments before any work, SweepStopped where it cannot go on.
+    """
+    execution = Execution(
+        workers=workers,
+        engine=engine,
+        device=device,
+        time_limit=time_limit,
+        memory_limit=memory_limit,
+        resources=resources,
+        engine_timeout=engine_timeout,
+        retry_failed=retry_failed,
+    )
+    folder = _folder(out)
+    cells = plan(task, formats, scaling, roundings=roundings, seeds=seeds, options=task_options)
+    function = None if isinstance(task, str) else task
+    return run_cells(cells, folder, execution, function, track=track, show_progress=show_progress)
+
+
+def resume(
+    out: str | os.PathLike[str],
+    *,
+    workers: int = Execution.workers,
+    engine: str | Executor | None = Execution.engine,
+    device: str = Execution.device,
+    time_limit: float | None = Execution.time_limit,
+    memory_limit: str | int = Execution.memory_limit,
+    resources: Mapping[str, float] | None = Execution.resources,
+    engine_timeout: float = Execution.engine_timeout,
+    retry_failed: bool = Execution.retry_failed,
+    track: Sequence[str | Tracker] = (),
+    show_progress: bool = True,
+) -> Results:
+    """Go on with all cells of a ledger that are not done, and give the results.
+
+    out: the folder of the sweep.
+    The other arguments are those of `sweep`.
+    Raises ValueError where a task is a function that was passed to `sweep`: only that call knows it.
+    """
+    execution = Execution(
+        workers=workers,
+        engine=engine,
+        device=device,
+        time_limit=time_limit,
+        memory_limit=memory_limit,
+        resources=resources,
+        engine_timeout=engine_timeout,
+        retry_failed=retry_failed,
+    )
+    folder = _folder(out)
+    with Ledger(folder / "ledger.sqlite", readonly=True) as ledger:
+        cells = [Cell(row["config"]) for row in ledger.rows()]
+    for name in {cell.config["task"] for cell in cells}:
+        if "@" in name:
+            raise ValueError(
+                f"The task {name!r} is a function of a notebook or a script. A ledger knows it by name only. "
+                f"Call sweep(...) again with the same arguments."
+            )
+        find_task(name)
+    return run_cells(cells, folder, execution, track=track, show_progress=show_progress)
+
+
+def _folder(out: object) -> Path:
+    if not isinstance(out, str | os.PathLike):
+        raise ValueError(f"out={out!r} is impossible. Possible: the path of a folder.")
+    return Path(out)
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    out: Path,
+    execution: Execution,
+    make_task: MakeTask | None = None,
+    *,
+    track: Sequence[str | Tracker] = (),
+    show_progress: bool = True,
+) -> Results:
+    """Run the cells that are not done in a folder, and give the results of the whole folder.
+
+    make_task: the task of the cells, where it is a function that was passed to `sweep`.
+    out, execution, track, show_progress: as in `sweep`.
+    Raises SweepStopped where the folder is in use or cannot be written, or where the engine takes no more work.
+    """
+    refuse_in_a_starting_worker()
+    lock = FileLock(out / "ledger.lock", timeout=0)  # the system releases it when the process dies, however it dies
+    try:
+        trackers = make_trackers(track, out)
+        out.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise SweepStopped(
+            f"Another process is sweeping into {out}. One driver at a time writes a ledger. "
+            f"Wait for it, or give another out=."
+        ) from None
+    except OSError as error:
+        raise _cannot_be_written(out, error) from error
+    try:
+        with Ledger(out / "ledger.sqlite") as ledger:
+            todo = _prepare(ledger, out, cells, execution.retry_failed)
+            notifier = Notifier(trackers, out)
+            notifier.catch_up(ledger)
+            if todo:
+                with open_engine(execution) as engine:
+                    ledger.add_session({**environment(), "engine": engine.name})
+                    order = WorkOrder(make_task, execution.device, execution.time_limit, engine.own_processes)
+                    _Driver(ledger, out, engine, order, notifier).run(todo, len(cells), show_progress)
+    except (OSError, CannotWrite) as error:
+        if isinstance(error, ConnectionError):
+            raise
+        raise _cannot_be_written(out, error) from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"Interrupted. What was done is kept in {out}: run the same again to go on.") from None
+    finally:
+        lock.release()
+    return Results(out)
+
+
+def _cannot_be_written(out: Path, error: Exception) -> SweepStopped:
+    return SweepStopped(
+        f"The sweep stopped, because {out} cannot be written: {error}. What was done is kept. "
+        f"Make room, or make the folder writable, and run the same again."
+    )
+
+
+def _prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool) -> list[Cell]:
+    """Plan the cells, and give those that are to run.
+
+    Cells that a dead driver left running and cells whose files are damaged are planned again.
+    """
+    for leftover in out.glob("telemetry/.*.tmp"):
+        leftover.unlink()
+    ledger.add((cell.id, cell.config) for cell in cells)
+    states = ledger.states()
+    again = [cell for cell, (state, _) in states.items() if state == "running"]
+    asked = {cell.id: states[cell.id] for cell in cells}  # those of another sweep into the folder stay as they are
+    damaged = [cell for cell, (state, size) in asked.items() if state == "done" and _size(out, cell) != size]
+    for cell in damaged:
+        tqdm.write(f"The telemetry of cell {cell} is missing or damaged: it will be run again.", file=sys.stderr)
+    retried = [cell for cell, (state, _) in asked.items() if retry_failed and state == "failed"]
+    ledger.release([*again, *damaged, *retried])
+    states = ledger.states()
+    return [cell for cell in cells if states[cell.id][0] == "planned"]
+
+
+def _size(out: Path, cell: str) -> int | None:
+    try:
+        return telemetry_path(out, cell).stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+class _Driver:
+    """Keeps as many cells running as the engine has slots, and writes their results; only this process writes.
+
+    best: the cell with the largest value of the first metric so far, in words for the progress bar.
+    """
+
+    def __init__(self, ledger: Ledger, out: Path, engine: Engine, order: WorkOrder, notifier: Notifier) -> None:
+        self.ledger, self.out, self.engine, self.order, self.notifier = ledger, out, engine, order, notifier
+        self.running: dict[Future[Any], tuple[Cell, float]] = {}
+        self.deaths: Counter[str] = Counter()
+        self.best, self._best = "", math.nan
+
+    def run(self, todo: Sequence[Cell], total: int, show_progress: bool) -> None:
+        """Run cells to the end. total: the number of cells in the progress bar, with those done before."""
+        waiting = deque(todo)
+        with tqdm(total=total, initial=total - len(todo), unit="cell", disable=not show_progress) as bar:
+            try:
+                while waiting or self.running:
+                    while waiting and len(self.running) < self.engine.slots():
+                        self._submit(waiting.popleft())
+                    finished, _ = wait(self.running, timeout=1, return_when=FIRST_COMPLETED)
+                    for future in finished:
+                        cell, started = self.running.pop(future)
+                        if self._settle(cell, future, time.monotonic() - started):
+                            bar.update()
+                            bar.set_postfix_str(self.best, refresh=False)
+                        else:
+                            waiting.appendleft(cell)
+            finally:  # after Ctrl-C or on a full disk: the cells that ran have to run again
+                for future in self.running:
+                    future.cancel()
+                self._try_to_release()
+
+    def _submit(self, cell: Cell) -> None:
+        self.ledger.start(cell.id)
+        try:
+            submit: Callable[..., Future[Any]] = self.engine.executor.submit
+            checkpoint = (self.out / "checkpoints" / f"{cell.id}.pt").absolute()
+            future = submit(work, cell.config, self.order, checkpoint)
+        except RuntimeError as error:
+            raise self._refused(error) from error
+        self.running[future] = cell, time.monotonic()
+
+    def _refused(self, error: RuntimeError) -> SweepStopped:
+        return SweepStopped(
+            f"The executor takes no more work: {error}. What was done is kept. "
+            f"Run the same again; engine='local' replaces workers that die."
+        )
+
+    def _settle(self, cell: Cell, future: Future[Any], seconds: float) -> bool:
+        """Write what became of a cell; False where it has to run again."""
+        try:
+            result, telemetry, trace = future.result()
+        except self.engine.worker_died:
+            return self._settle_death(cell, seconds)
+        except CancelledError as error:
+            raise SweepStopped(
+                f"The scheduler of {self.engine.name} is gone. What was done is kept. Start it and run the same again."
+            ) from error
+        except BrokenExecutor as error:
+            raise self._refused(error) from error
+        except Exception as error:  # of the transport: `work` returns those of the cell
+            result, telemetry, trace = {"error": f"{type(error).__name__}: {error}"}, b"", traceback.format_exc()
+        if trace:
+            self.ledger.fail(cell.id, result["error"], trace)
+            return True
+        write_atomically(telemetry_path(self.out, cell.id), telemetry)
+        self.ledger.finish(cell.id, {**result, "telemetry_bytes": len(telemetry)})
+        self.notifier.tell(cell.id, cell.config, result)
+        self._compare(cell, result)
+        return True
+
+    def _settle_death(self, cell: Cell, seconds: float) -> bool:
+        """The same for a cell whose worker died after some seconds."""
+        self.deaths[cell.id] += 1
+        limit = self.order.time_limit
+        if limit is not None and seconds >= limit + GRACE / 2:
+            self.ledger.fail(cell.id, f"It did not end by its time limit of {limit:g} s: its worker was ended.")
+            return True
+        if self.deaths[cell.id] < MOST_DEATHS:
+            return False
+        self.ledger.fail(
+            cell.id,
+            f"The worker that ran it died {MOST_DEATHS} times, for instance for lack of memory or by a crash. "
+            f"Try it with engine='here', or with more memory.",
+        )
+        return True
+
+    def _compare(self, cell: Cell, result: Mapping[str, Any]) -> None:
+        for name, value in list(result["metrics"].items())[:1]:
+            if not self._best >= value:
+                self._best, self.best = value, f"best: {cell} {name} {value:.4g}"
+
+    def _try_to_release(self) -> None:
+        try:
+            states = self.ledger.states()  # not only self.running: a cell may have been interrupted on its way there
+            self.ledger.release([cell for cell, (state, _) in states.items() if state == "running"])
+        except CannotWrite:
+            return  # the disk is full: the next driver finds them running, and plans them again

@@ -1,0 +1,211 @@
+"""Engines: they compute cells in this process, in processes of this machine, or on a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ada_loss.lab.sweep.execution import Execution
+
+__all__ = ["Engine", "keep_freed_memory", "open_engine", "refuse_in_a_starting_worker"]
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An executor, and what the driver has to know of it.
+
+    name: for the ledger.
+    executor: takes the cells.
+    slots: gives the number of cells that it computes at once.
+    worker_died: the exceptions by which it tells that a worker died.
+    own_processes: whether a worker may end its process without ending the driver.
+    """
+
+    name: str
+    executor: Executor
+    slots: Callable[[], int]
+    worker_died: tuple[type[BaseException], ...] = ()
+    own_processes: bool = True
+
+
+class Here(Executor):
+    """Computes at once, in the thread that submits, where Ctrl-C arrives."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def refuse_in_a_starting_worker() -> None:
+    """Raise RuntimeError in a process that multiprocessing has started and that is still importing the main script."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+        raise RuntimeError(
+            "A worker that is starting came to sweep(), because it imports the script that calls it. "
+            "Put the call below `if __name__ == '__main__':`."
+        )
+
+
+@cache
+def keep_freed_memory() -> None:
+    """In a worker's process: let the allocator keep freed memory for the next tensors, as it does by default.
+
+    Dask starts workers with MALLOC_TRIM_THRESHOLD_=65536. Then every large tensor gets new memory, page by page, and
+    the digits took twice the time. Does nothing where there is no glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    mallopt(M_TRIM_THRESHOLD, 1 << 30)
+    mallopt(M_MMAP_THRESHOLD, 1 << 25)
+
+
+@contextmanager
+def open_engine(execution: Execution) -> Iterator[Engine]:
+    """The engine of an execution. One that is started here is closed in the end.
+
+    Raises ConnectionError for a scheduler that does not answer, that has no worker or none with the resources, and for
+    local workers that do not start; ImportError without Dask.
+    """
+    engine = execution.chosen_engine
+    if isinstance(engine, Executor):
+        slots = max(execution.workers, getattr(engine, "_max_workers", 0) or 0)
+        yield Engine(type(engine).__name__, engine, lambda: slots, (), own_processes=False)
+    elif engine == "here":
+        yield Engine("here", Here(), lambda: 1, (), own_processes=False)
+    elif engine == "local":
+        with _local_cluster(execution) as address, _client(address, execution) as found:
+            yield found
+    else:
+        with _client(engine, execution) as found:
+            yield found
+
+
+def _distributed() -> Any:
+    try:
+        import distributed
+    except ImportError:
+        raise ImportError(
+            "Several workers or a scheduler need Dask, which is not installed. pip install 'fpsim[lab]', "
+            "or give workers=1, or an executor of concurrent.futures."
+        ) from None
+    return distributed
+
+
+@contextmanager
+def _local_cluster(execution: Execution) -> Iterator[str]:
+    """The address of a Dask cluster in processes of this machine."""
+    distributed = _distributed()
+    import dask
+
+    settings = {
+        "distributed.scheduler.allowed-failures": 0,  # the driver counts deaths, and reports them
+        "distributed.worker.memory.pause": False,  # a cell that leaks memory would pause its worker for good
+        "distributed.worker.memory.spill": False,
+        "distributed.worker.memory.target": False,
+        "distributed.admin.log-length": 0,
+        "distributed.admin.tick.interval": "1s",  # by default it checks the event loop every 20 ms
+        "distributed.admin.system-monitor.interval": "10s",
+        "distributed.worker.profile.enabled": False,  # it would sample the training every 10 ms
+        "distributed.nanny.environ": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+    }
+    with dask.config.set(settings):
+        try:
+            cluster = distributed.LocalCluster(
+                n_workers=execution.workers,
+                threads_per_worker=1,
+                host="127.0.0.1",
+                dashboard_address="127.0.0.1:0",  # None means 8787, which another sweep may use
+                memory_limit=execution.memory_limit,
+                resources=dict(execution.resources or {}),
+                silence_logs="CRITICAL",
+            )
+        except RuntimeError as error:
+            raise ConnectionError(
+                f"The workers did not start ({error}) They import the file that was started. In a script, call sweep() "
+                f"below `if __name__ == '__main__':`; from standard input, give workers=1."
+            ) from None
+        with cluster:
+            yield cluster.scheduler_address
+
+
+@contextmanager
+def _client(address: str, execution: Execution) -> Iterator[Engine]:
+    """The workers of a scheduler."""
+    resources, timeout = execution.resources, execution.engine_timeout
+    distributed = _distributed()
+    try:
+        _shake_hands(distributed, address, timeout)
+        client = distributed.Client(address, timeout=timeout, set_as_default=False)
+    except OSError as error:  # a timeout is one
+        raise ConnectionError(
+            f"No Dask scheduler answered at {address} within {timeout:g} s ({type(error).__name__}). "
+            f"Start one with `dask scheduler`, or give a higher engine_timeout."
+        ) from None
+    with client:
+        try:
+            client.wait_for_workers(1, timeout=timeout)
+        except TimeoutError:
+            raise ConnectionError(
+                f"The scheduler at {address} had no worker within {timeout:g} s. "
+                f"Start some with `dask worker {address} --nthreads 1`, or give a higher engine_timeout."
+            ) from None
+        options = {"resources": dict(resources)} if resources else {}
+        if resources and not _offered(client, resources, timeout):
+            raise ConnectionError(
+                f"No worker of {address} offered {dict(resources)} within {timeout:g} s, so no cell could run. "
+                f"Start some with `dask worker {address} --resources {_words(resources)}`, or leave resources out."
+            )
+        executor = client.get_executor(pure=False, retries=0, **options)
+        try:
+            yield Engine(
+                address,
+                executor,
+                lambda: max(1, sum(client.nthreads().values())),
+                (distributed.KilledWorker, BrokenExecutor),
+            )
+        finally:
+            executor.shutdown(wait=False)  # not `with executor`: that waits for cells whose workers Ctrl-C has ended
+
+
+def _shake_hands(distributed: Any, address: str, timeout: float) -> None:
+    """Raise OSError where no scheduler answers in time. Dask itself waits forever for a silent port."""
+
+    async def connect() -> None:
+        secrets = distributed.Security().get_connection_args("client")
+        comm = await asyncio.wait_for(distributed.core.connect(address, timeout=timeout, **secrets), timeout)
+        comm.abort()
+
+    with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
+        thread.submit(asyncio.run, connect()).result()
+
+
+def _offered(client: Any, resources: Mapping[str, float], timeout: float) -> bool:
+    """Whether some worker has what a cell needs, within a time."""
+    end = time.monotonic() + timeout
+    while True:
+        found = [worker["resources"] for worker in client.scheduler_info(n_workers=-1)["workers"].values()]
+        if any(all(has.get(name, 0) >= amount for name, amount in resources.items()) for has in found):
+            return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+
+
+def _words(resources: Mapping[str, float]) -> str:
+    return ",".join(f"{name}={amount:g}" for name, amount in resources.items())

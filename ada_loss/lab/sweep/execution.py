@@ -1,0 +1,124 @@
+"""How cells are executed: on which engine and device, with how many workers, under which limits."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from fpsim.checks import is_finite_number, is_number, is_whole
+
+__all__ = ["Execution"]
+
+ADDRESS_FORMS = "tcp://HOST:PORT or tls://HOST:PORT"
+ENGINES = ("here", "local", ADDRESS_FORMS, "a concurrent.futures.Executor")
+ADDRESS = re.compile(r"(tcp|tls)://(\[[^\]]+\]|[^\s:/@]+):(?P<port>[0-9]+)")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the cells of a sweep are executed. It is no part of what they are: results do not depend on it.
+
+    workers: the number of processes of a local engine, and of cells at once in an executor of unknown size.
+    engine: what computes the cells:
+        "here": this process, one cell at a time;
+        "local": as many processes of this machine as there are workers;
+        "tcp://HOST:PORT" or "tls://HOST:PORT": the workers of a Dask scheduler;
+        an executor of concurrent.futures;
+        None: "here" for one worker without a time limit, else "local".
+    device: where a cell computes, "cpu", "cuda" or one GPU such as "cuda:1".
+    time_limit: the seconds that one cell may take; None for no limit.
+    memory_limit: of one local worker, beyond which it is replaced: "auto" divides the machine's memory among them, a
+        number of bytes such as "4 GiB", 0 for no limit.
+    resources: what a cell needs of a Dask worker, such as {"GPU": 1}; each local worker has it.
+    engine_timeout: the seconds to wait for a scheduler, and for its first worker.
+    retry_failed: whether cells that failed run again.
+    Raises ValueError for an impossible value.
+
+    >>> Execution(workers=2).chosen_engine
+    'local'
+    """
+
+    workers: int = 1
+    engine: str | Executor | None = None
+    device: str = "cpu"
+    time_limit: float | None = None
+    memory_limit: str | int = "auto"
+    resources: Mapping[str, float] | None = None
+    engine_timeout: float = 30
+    retry_failed: bool = False
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.workers, least=1):
+            raise ValueError(f"workers={self.workers!r} computes nothing. Possible: 1 or more.")
+        for name in ("time_limit", "engine_timeout"):
+            seconds = getattr(self, name)
+            is_left_out = name == "time_limit" and seconds is None
+            if not is_left_out and not (is_finite_number(seconds) and seconds > 0):
+                raise ValueError(f"{name}={seconds!r} is impossible. Possible: seconds, above 0.")
+        if self.resources is not None and not _are_resources(self.resources):
+            raise ValueError(
+                f"resources={self.resources!r} is impossible. Possible: what a cell takes, such as {{'GPU': 1}}."
+            )
+        if not isinstance(self.device, str) or self.device.partition(":")[0] not in ("cpu", "cuda"):
+            raise ValueError(
+                f"device={self.device!r} is impossible. Possible: 'cpu', 'cuda', or one GPU such as 'cuda:1'."
+            )
+        if self.engine is not None:
+            _require_engine(self.engine)
+        if not _is_memory(self.memory_limit):
+            raise ValueError(
+                f"memory_limit={self.memory_limit!r} is impossible. Possible: 'auto', a number of bytes such as "
+                f"'4 GiB', or 0 for no limit. Leave it out to divide the machine's memory among the workers."
+            )
+        if not isinstance(self.retry_failed, bool):  # YAML 1.2 reads `no` as a word
+            raise ValueError(f"retry_failed={self.retry_failed!r} is impossible. Possible: true or false.")
+
+    @property
+    def chosen_engine(self) -> str | Executor:
+        """The engine, or its default: a time limit needs a process that can be ended."""
+        return self.engine or ("here" if self.workers == 1 and self.time_limit is None else "local")
+
+
+def _are_resources(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and is_number(amount) and amount > 0 for name, amount in value.items()
+    )
+
+
+def _require_engine(engine: object) -> None:
+    if isinstance(engine, Executor) or engine in ("here", "local"):
+        return
+    if not isinstance(engine, str) or not engine.startswith(("tcp://", "tls://")):
+        raise ValueError(f"Unknown engine {engine!r}. Possible: {', '.join(ENGINES)}. Leave it out for the default.")
+    match = ADDRESS.fullmatch(engine)
+    if match is None or not 0 < int(match["port"]) < 2**16:
+        raise ValueError(
+            f"The engine {engine!r} is no address. Possible: {ADDRESS_FORMS}, where PORT is a number from 1 to "
+            f"{2**16 - 1}. Take what `dask scheduler` prints."
+        )
+
+
+def _is_memory(value: object) -> bool:
+    try:
+        return value is None or value == "auto" or 0 <= _bytes(value) < math.inf
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _bytes(value: Any) -> float:
+    """As Dask reads it: numbers up to 1 are a share of the machine's memory."""
+    with suppress(ValueError):
+        if not isinstance(value, bool):
+            return float(value)
+    if not isinstance(value, str) or not any(map(str.isdigit, value)):
+        raise TypeError
+    try:
+        from dask.utils import parse_bytes
+    except ImportError:
+        return 0.0  # without Dask there is no local worker either
+    return float(parse_bytes(value))

@@ -1,0 +1,112 @@
+"""The name of a task in a cell's configuration; that of a notebook's function follows from its source and data."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ada_loss.lab.tasks import Task, find_task
+
+__all__ = ["MakeTask", "task_of"]
+
+MakeTask = Callable[[int], Task]
+
+
+def task_of(task: str | MakeTask) -> str:
+    """The name of a task in a configuration; that of a function that cannot be imported ends with a hash.
+
+    The hash covers the function's source, its defaults, and the globals and closed-over variables that it uses:
+    numbers, strings, tensors, arrays, lists, tuples and mappings of them, and functions and classes of the same
+    notebook or script. It does not cover other objects, such as a module that was trained there.
+
+    task: a name, "module:function", or a function from a seed to a Task.
+    Raises ValueError for an unknown name, TypeError for a callable that is no function.
+    """
+    if isinstance(task, str):
+        find_task(task)
+        return task
+    name = f"{getattr(task, '__module__', '')}:{getattr(task, '__qualname__', '')}"
+    module = sys.modules.get(name.partition(":")[0])
+    if not name.startswith("__main__:") and getattr(module, name.partition(":")[2], None) is task:
+        return name
+    if not inspect.isfunction(task):  # the arguments of a partial or a method are in no name
+        raise TypeError(
+            f"task came as {type(task).__name__}. Possible: a name, 'module:function', or a function. "
+            f"Write one around it: def mine(seed): return make(seed, ...)."
+        )
+    return name + "@" + hashlib.sha256("\n".join(_sources(task, task.__module__, set())).encode()).hexdigest()[:8]
+
+
+def _sources(thing: Any, module: str, seen: set[int]) -> Iterator[str]:
+    """The source of a function or class, then that of what it uses."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    try:
+        yield inspect.getsource(thing)
+    except (OSError, TypeError):
+        yield repr(getattr(getattr(thing, "__code__", None), "co_code", thing.__qualname__))
+    for name, value in sorted((_used(thing) if inspect.isfunction(thing) else _members(thing)).items()):
+        yield from _values(name, value, module, seen)
+
+
+def _used(function: Any) -> dict[str, Any]:
+    """The globals and closed-over variables that a function and those inside it use, and its defaults."""
+    codes, names = [function.__code__], set()
+    for code in codes:  # the list grows
+        names |= {*code.co_names}
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    return {
+        **{name: value for name, value in function.__globals__.items() if name in names},
+        **inspect.getclosurevars(function).nonlocals,
+        **{f"{p.name}=": p.default for p in parameters if p.default is not p.empty},
+    }
+
+
+def _members(cls: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(cls).items() if inspect.isfunction(value) or not name.startswith("__")}
+
+
+def _values(name: str, value: Any, module: str, seen: set[int]) -> Iterator[str]:
+    """A value as text that is the same in every process; nothing for objects that are not covered."""
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        value = value.tolist()  # its bytes would be addresses
+    elif isinstance(value, torch.Tensor) and value.is_nested:
+        value = value.unbind()  # it has no shape
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        yield f"{name} = {_digest(value)}"
+    elif _is_plain(value):
+        yield f"{name} = {value!r}"
+    elif isinstance(value, list | tuple | dict):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            place = repr(key) if _is_plain(key) else type(key).__name__
+            yield from _values(f"{name}[{place}]", part, module, seen)
+    elif (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module:
+        yield from _sources(value, module, seen)
+
+
+def _digest(data: Any) -> str:
+    """Element type, shape and the hash of the values of an array or a tensor, whatever its strides and device."""
+    words = f"{data.dtype} {tuple(data.shape)}"
+    if isinstance(data, torch.Tensor):
+        if data.is_meta:
+            return words
+        flat = data.detach().to_dense().cpu().resolve_conj().resolve_neg().flatten().contiguous()
+        data = flat.view(torch.uint8).numpy()  # NumPy has no bfloat16
+    return f"{words} {hashlib.sha256(data.tobytes()).hexdigest()}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether its repr is the same in every process."""
+    if isinstance(value, dict):
+        value = [*value.items()]
+    return (
+        all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, int | float | str | None)
+    )

@@ -1,0 +1,93 @@
+"""What a worker does: it trains one cell, and gives its result and its telemetry."""
+
+from __future__ import annotations
+
+import math
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ada_loss.lab.sweep.cells import policy_of
+from ada_loss.lab.sweep.engines import keep_freed_memory
+from ada_loss.lab.sweep.identity import MakeTask
+from ada_loss.lab.sweep.limits import TimeLimit, within_time
+from ada_loss.lab.sweep.telemetry import npz, telemetry
+from ada_loss.lab.tasks import find_task
+from ada_loss.lab.training.loop import Training
+from ada_loss.lab.training.options import TrainOptions
+from ada_loss.lab.training.run import Stopped, underflow_share
+
+__all__ = ["WorkOrder", "run_cell", "work"]
+
+ONE_AT_A_TIME = threading.Lock()  # torch's thread count and random numbers belong to the process, not to a thread
+
+
+@dataclass(frozen=True)
+class WorkOrder:
+    """What a worker is told beside a cell's configuration; it is pickled.
+
+    make_task: the task's function, where its name is not enough.
+    device: where the cell computes.
+    time_limit: in seconds; None for no limit.
+    ends_process: whether the worker may end its process to keep the time limit.
+    """
+
+    make_task: MakeTask | None
+    device: str
+    time_limit: float | None
+    ends_process: bool
+
+
+def work(config: Mapping[str, Any], order: WorkOrder, checkpoint: Path) -> tuple[dict[str, Any], bytes, str]:
+    """The result of a cell, its telemetry, and the traceback of an exception ("" without one).
+
+    An exception of the cell is returned, not raised: its traceback would be lost on the way.
+    """
+    if order.ends_process:
+        keep_freed_memory()
+    try:
+        with ONE_AT_A_TIME:
+            train = partial(run_cell, config, order.make_task, order.device, checkpoint)
+            return (*within_time(order.time_limit, train, end_process=order.ends_process), "")
+    except (Exception, SystemExit) as error:
+        words = str(error) if isinstance(error, TimeLimit) else f"{type(error).__name__}: {error}"
+        return {"error": words}, b"", traceback.format_exc()
+
+
+def run_cell(
+    config: Mapping[str, Any], make_task: MakeTask | None = None, device: str = "cpu", checkpoint: Path | None = None
+) -> tuple[dict[str, Any], bytes]:
+    """Train a cell, and give its result for the ledger and its telemetry, the content of an .npz file.
+
+    A training whose loss ends as inf or NaN, or whose loss scale can fall no further, has diverged: that is a result.
+
+    config: the cell's configuration.
+    make_task: the task's function; None finds it by the name in the configuration.
+    device: where the cell computes.
+    checkpoint: a file from which an interrupted training goes on; see `Training.run`.
+    Raises TypeError where the task's function gives no Task.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # cells share a machine, and sums must not depend on how many cores it has
+    try:
+        task = (make_task or find_task(config["task"]))(config["seed"])
+        if not is_dataclass(task):
+            raise TypeError(f"The task gave {type(task).__name__}. It must give an ada_loss.lab.tasks.Task.")
+        fmt, rounding = config["format"], config["rounding"]
+        options = TrainOptions(scaling=config["scaling"], seed=config["seed"], device=device, **config["options"])
+        run = Training(task, policy_of(fmt, rounding), rounding, options).run(checkpoint)
+        error = None
+    except Stopped as stopped:
+        run, error = stopped.run, str(stopped)
+    finally:
+        torch.set_num_threads(threads)
+    diverged = error is not None or not run.losses or not math.isfinite(run.losses[-1])
+    result = {"metrics": run.metrics, "seconds": run.seconds, "diverged": diverged, "skipped": run.skipped}
+    result |= {"underflow": underflow_share(run.rows) if run.rows else None, "error": error}
+    return result, npz(telemetry(run))

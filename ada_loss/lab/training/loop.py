@@ -1,0 +1,284 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fpsim
+from ada_loss.lab.environment import versions
+from ada_loss.lab.tasks import Task
+from ada_loss.lab.training.checkpoints import Checkpoints
+from ada_loss.lab.training.methods import make_scaling
+from ada_loss.lab.training.options import TrainOptions
+from ada_loss.lab.training.run import Run, Stopped
+from ada_loss.lab.training.steps import backward, evaluate, learning_rate_at, make_optimizer
+from fpsim import FormatLike, Recording
+
+__all__ = ["Training", "TrainingState", "train"]
+
+HISTORY = 20  # points in the history of a long training
+SAMPLES = 5  # calls that are tallied between two points, at least: a point takes 3 ms
+
+
+def train(
+    task: Task,
+    fmt: FormatLike = None,
+    rounding: str | None = None,
+    *,
+    scaling: str | float = TrainOptions.scaling,
+    optimizer: str = TrainOptions.optimizer,
+    epochs: int = TrainOptions.epochs,
+    steps: int = TrainOptions.steps,
+    batch_size: int = TrainOptions.batch_size,
+    micro_batches: int = TrainOptions.micro_batches,
+    learning_rate: float = TrainOptions.learning_rate,
+    schedule: str = TrainOptions.schedule,
+    warmup: int = TrainOptions.warmup,
+    momentum: float = TrainOptions.momentum,
+    weight_decay: float = TrainOptions.weight_decay,
+    max_gradient_norm: float = TrainOptions.max_gradient_norm,
+    master_weights: str = TrainOptions.master_weights,
+    accumulation: str = TrainOptions.accumulation,
+    seed: int = TrainOptions.seed,
+    record_every: int = TrainOptions.record_every,
+    evaluate_every: int = TrainOptions.evaluate_every,
+    device: str = TrainOptions.device,
+    checkpoint: Path | None = None,
+    checkpoint_seconds: float = 30.0,
+    progress: Callable[[int], object] | None = None,
+) -> Run:
+    """Train a copy of the task's model in a format. The options from `scaling` to `device` are those of `TrainOptions`.
+
+    task: the model, its data, its loss and its metrics, which are computed in the format too.
+    fmt: a format for every role, a Policy, or None for plain float32.
+    rounding: of every role; None leaves it to the policy, or to nearest-even.
+    checkpoint, checkpoint_seconds, progress: see `Training.run`.
+    Raises ValueError for impossible options, Stopped where the loss rule stops the training.
+
+    >>> from ada_loss.lab.tasks import digits
+    >>> run = train(digits(), "bf16", epochs=1)
+    >>> len(run.losses), run.metrics["accuracy"] > 0.5
+    (22, True)
+    """
+    options = TrainOptions(
+        scaling=scaling,
+        optimizer=optimizer,
+        epochs=epochs,
+        steps=steps,
+        batch_size=batch_size,
+        micro_batches=micro_batches,
+        learning_rate=learning_rate,
+        schedule=schedule,
+        warmup=warmup,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        max_gradient_norm=max_gradient_norm,
+        master_weights=master_weights,
+        accumulation=accumulation,
+        seed=seed,
+        record_every=record_every,
+        evaluate_every=evaluate_every,
+        device=device,
+    )
+    return Training(task, fmt, rounding, options).run(checkpoint, checkpoint_seconds, progress)
+
+
+@dataclass
+class TrainingState:
+    """How far a training is, and what it has gathered: a checkpoint keeps it beside the states of the objects.
+
+    order: the state of the generator of the batches' order, at the beginning of the epoch.
+    batches: how many of the epoch are done.
+    The others are those of `Run`.
+    """
+
+    order: Tensor
+    batches: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    skipped_steps: list[int] = field(default_factory=list)
+    history: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
+    layer_scales: list[tuple[int, dict[str, int]]] = field(default_factory=list)
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """How many steps are done."""
+        return len(self.losses)
+
+    def result(self, metrics: dict[str, float]) -> Run:
+        """The result of the training as it is now."""
+        return Run(
+            metrics=metrics,
+            losses=self.losses,
+            rows=self.history[-1][1] if self.history else [],
+            seconds=self.seconds,
+            scales=self.scales,
+            skipped_steps=self.skipped_steps,
+            history=self.history,
+            layer_scales=self.layer_scales,
+            evaluations=self.evaluations,
+        )
+
+
+class Training:
+    """One training: the model, the objects that train it, the data, and the state."""
+
+    def __init__(self, task: Task, fmt: FormatLike, rounding: str | None, options: TrainOptions) -> None:
+        container = torch.float64 if options.accumulation == "float64" else torch.float32
+        self.task, self.options, self.format = task, options, {"format": str(fmt), "rounding": rounding}
+        # float32 is a policy without roles: every training takes the same path
+        self.model = fpsim.quantize(task.model, fmt, rounding=rounding).to(options.device, container)
+        self.scaler, self.adaptive = make_scaling(options.scaling, self.model)
+        self.optimizer = make_optimizer(options, self.model)
+        self.x, self.y = (_placed(data, options.device, container) for data in task.train)
+        self.x_test, self.y_test = (_placed(data, options.device, container) for data in task.test)
+        self.total = options.steps or options.epochs * -(-len(self.x) // options.batch_size)
+        self.order = torch.Generator().manual_seed(options.seed)
+        self.state = TrainingState(self.order.get_state())
+        self.recording = Recording(options.record_every) if options.record_every else None
+        self.point_every = max(SAMPLES * options.record_every, self.total // HISTORY)
+        self.cuda_devices = [options.device] if options.device.startswith("cuda") else []  # dropout draws there
+        self.checkpoints: Checkpoints | None = None
+        self.progress: Callable[[int], object] = lambda _: None
+        self._since = 0.0
+
+    def run(
+        self,
+        checkpoint: Path | None = None,
+        checkpoint_seconds: float = 30.0,
+        progress: Callable[[int], object] | None = None,
+    ) -> Run:
+        """Train to the end; the same bits for a seed, also after an interruption.
+
+        checkpoint: a file from which an interrupted training goes on, deleted in the end; None for no checkpoints. The
+            checkpoint of another model, other data, options or versions is ignored with a warning.
+        checkpoint_seconds: the time between two checkpoints.
+        progress: called with 1 after every step, and before the first with the number of steps of the checkpoint.
+        Raises Stopped where the loss rule stops the training.
+        """
+        if checkpoint is not None:
+            self.checkpoints = self._open_checkpoints(checkpoint, checkpoint_seconds)
+        self.progress = progress or self.progress
+        with (
+            torch.random.fork_rng(devices=self.cuda_devices),
+            fpsim.noise_of_torch(),  # fpsim's own stream follows no seed of ours and is in no checkpoint
+            self.adaptive or nullcontext(),
+        ):
+            torch.manual_seed(self.options.seed)  # the noise of stochastic rounding
+            if self.checkpoints is not None and (saved := self.checkpoints.load()) is not None:
+                self._restore(*saved)
+            self.order.set_state(self.state.order)
+            self.model.train()
+            self._since = time.perf_counter()
+            while self.state.steps < self.total:
+                self._run_epoch()
+            metrics = self._evaluate()
+        if self.options.evaluate_every:
+            self.state.evaluations.append((self.state.steps, metrics))
+        if self.checkpoints is not None:
+            self.checkpoints.remove()
+        return self.state.result(metrics)
+
+    def _run_epoch(self) -> None:
+        """What is left of an epoch and of the steps."""
+        state, every = self.state, self.options.evaluate_every
+        state.order = self.order.get_state()
+        epoch = torch.randperm(len(self.x), generator=self.order).split(self.options.batch_size)
+        with nullcontext() if self.recording is None else fpsim.record(self.model, into=self.recording):
+            for batch in epoch[state.batches : state.batches + self.total - state.steps]:
+                self._step(batch)
+                state.batches += 1
+                self._record_point()
+                self.progress(1)
+                if self.checkpoints is not None and self.checkpoints.is_due():
+                    self._add_seconds()
+                    self.checkpoints.save(state, self.recording)
+        state.batches = 0
+        if every and (state.steps // len(epoch)) % every == 0 and state.steps < self.total:
+            state.evaluations.append((state.steps, self._evaluate()))
+
+    def _step(self, batch: Tensor) -> None:
+        options, state, done = self.options, self.state, self.state.steps
+        for group in self.optimizer.param_groups:  # by hand: torch's schedules warn where the first step is skipped
+            group["lr"] = learning_rate_at(options, done, self.total)
+        state.scales.append(self.scaler.get_scale())
+        self.optimizer.zero_grad()
+        loss = backward(self.task, self.model, self.scaler, self.x, self.y, batch, options.micro_batches)
+        state.losses.append(loss)
+        if options.max_gradient_norm:
+            self.scaler.unscale_(self.optimizer)
+            self.scaler.clip_(self.optimizer, options.max_gradient_norm)
+        self.scaler.step(self.optimizer)
+        if self.scaler.overflowed(self.optimizer):
+            state.skipped_steps.append(done)
+        try:
+            self.scaler.update()
+        except FloatingPointError as error:
+            raise self._stopped(error) from None
+        if options.master_weights == "none":
+            fpsim.round_parameters_(self.model)
+
+    def _record_point(self) -> None:
+        """Add a point to the history, and the scales of the layers, where one is due."""
+        state = self.state
+        if self.recording is not None and (state.steps % self.point_every == 0 or state.steps == self.total):
+            state.history.append((state.steps, self.recording.rows()))
+            if self.adaptive is not None:
+                state.layer_scales.append((state.steps, self.adaptive.log2_scales()))
+
+    def _evaluate(self) -> dict[str, float]:
+        self._add_seconds()
+        metrics = evaluate(self.task, self.model, self.x_test, self.y_test, self.options.seed, self.cuda_devices)
+        self._since = time.perf_counter()
+        return metrics
+
+    def _add_seconds(self) -> None:
+        """Add the time since the last call to the seconds of the training."""
+        now = time.perf_counter()
+        self.state.seconds += now - self._since
+        self._since = now
+
+    def _stopped(self, error: FloatingPointError) -> Stopped:
+        if self.recording is not None:
+            self.state.history.append((self.state.steps, self.recording.rows()))
+        self._add_seconds()
+        if self.checkpoints is not None:
+            self.checkpoints.remove()
+        return Stopped(str(error), self.state.result({}))
+
+    def _open_checkpoints(self, path: Path, seconds: float) -> Checkpoints:
+        stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "adaptive": self.adaptive}
+        tensors = {"inputs": self.x, "targets": self.y}
+        tensors |= {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        identity = {**self.format, **asdict(self.options), "versions": versions(), "tensors": _fingerprint(tensors)}
+        present = {name: thing for name, thing in stateful.items() if thing is not None}
+        return Checkpoints(path, present, identity, seconds, self.cuda_devices)
+
+    def _restore(self, state: TrainingState, recording: Recording | None) -> None:
+        self.state = state
+        if self.recording is not None and recording is not None:  # the options are equal: both or none
+            self.recording.continue_from(recording)
+        self.progress(state.steps)
+
+
+def _placed(data: Tensor, device: str, container: torch.dtype) -> Tensor:
+    return data.to(device, container if data.is_floating_point() else data.dtype)
+
+
+def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().reshape(-1).cpu().numpy())
+    return digest.hexdigest()

@@ -1,0 +1,59 @@
+"""The scaling methods of a training, by name."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ada_loss.layerwise import AdaLossScaled
+from ada_loss.rules import LAYER_RULES, SYSTEMS, loss_rule
+from ada_loss.scalers import GradScaler
+
+__all__ = ["make_scaling", "require_method", "scales_by_layer"]
+
+DYNAMIC = tuple(name for name, rule in SYSTEMS.items() if rule.dynamic and name != "jmp")  # jmp has no first scale
+
+
+def scales_by_layer(method: str | float) -> bool:
+    """Whether a scaling method gives each layer a scale of its own."""
+    return isinstance(method, str) and method.partition(" ")[0] in ("adaptive", *LAYER_RULES)
+
+
+def require_method(method: str | float) -> None:
+    """Raise ValueError for an unknown scaling method, and for a constant that is no scale."""
+    if not isinstance(method, str):
+        _constant(method)
+    elif method != "none" and method not in DYNAMIC:
+        if not scales_by_layer(method) or method.partition(" ")[2] not in ("", "normal"):
+            known = ", ".join(["none", "a number", "adaptive", *LAYER_RULES, *DYNAMIC])
+            raise ValueError(f"Unknown scaling method {method!r}. Known: {known}.")
+
+
+def make_scaling(method: str | float, model: nn.Module) -> tuple[GradScaler, AdaLossScaled | None]:
+    """The loss scaler of a method, and the adaptive scaling that it attaches to the model, if any.
+
+    A step with a gradient that is not finite is skipped under every method, so that methods compare on equal terms.
+
+    method: one of
+        "none": no scaling.
+        a number: that loss scale throughout.
+        a loss rule's name ("torch", "nnabla", ...): that system's dynamic loss scale, with its defaults.
+        "adaptive" or a layer rule's name ("approx_range", "exact", ...): a scale for each layer; followed by " normal",
+            one that keeps gradients above the smallest normal number.
+    model: a quantised model.
+    Raises ValueError for an unknown method.
+    """
+    require_method(method)
+    if not isinstance(method, str):
+        return _constant(method), None
+    if method in DYNAMIC:
+        return GradScaler(method), None
+    adaptive = None
+    if method != "none":
+        name, _, u_min = method.partition(" ")
+        rule = "approx_range" if name == "adaptive" else name
+        adaptive = AdaLossScaled(model, rule=rule, u_min=u_min or "smallest")
+    return _constant(1.0), adaptive
+
+
+def _constant(scale: float) -> GradScaler:
+    return GradScaler(loss_rule("static", scale=float(scale), skip_overflow=True))

@@ -1,0 +1,108 @@
+"""The options of a training: their names, defaults and possible values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ada_loss.lab.training.methods import require_method
+from fpsim.checks import did_you_mean, is_finite_number, is_whole
+
+__all__ = ["TrainOptions", "is_allowed", "possible"]
+
+
+def _word(default: str, *others: str) -> Any:
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
+def _number(default: float, least: int = 0) -> Any:
+    return field(default=default, metadata={"least": least})
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How a model is trained. Equal options, on the same task and format, give the same training to the bit.
+
+    scaling: the scaling method of the gradients; see `make_scaling`.
+    optimizer: "sgd" (with momentum), "adam" or "adamw".
+    epochs: passes over the training data.
+    steps: the number of steps; 0 leaves it to `epochs`.
+    batch_size: samples of a step.
+    micro_batches: parts of a batch whose gradients are added up.
+    learning_rate: its largest value.
+    schedule: of the learning rate after the warmup: to zero along a "cosine" or a line ("linear"), or "constant".
+    warmup: steps in which the learning rate rises linearly to its largest value.
+    momentum: of "sgd".
+    weight_decay: as torch's optimizers define it.
+    max_gradient_norm: the norm of all gradients together beyond which they are clipped; 0 for no limit.
+    master_weights: "float32", or "none", where parameters are rounded to their format after each step.
+    accumulation: the type in which an operation adds up before it rounds, "float32" or "float64".
+    seed: of the order of the batches and of the noise of stochastic rounding.
+    record_every: tally each n-th call of every site; 0 records nothing.
+    evaluate_every: compute the test metrics after each n-th epoch too; 0 only at the end.
+    device: where the training runs, "cpu" or "cuda".
+    Raises ValueError for an unknown word or scaling method and for a number out of range.
+
+    >>> TrainOptions(learning_rate=1) == TrainOptions(learning_rate=1.0)
+    True
+    >>> TrainOptions(optimizer="sdg")
+    Traceback (most recent call last):
+    ValueError: Unknown optimizer 'sdg'. Did you mean sgd? Known: sgd, adam, adamw.
+    """
+
+    scaling: str | float = "none"
+    optimizer: str = _word("sgd", "adam", "adamw")
+    epochs: int = _number(12, least=1)
+    steps: int = _number(0)
+    batch_size: int = _number(64, least=1)
+    micro_batches: int = _number(1, least=1)
+    learning_rate: float = _number(0.05)
+    schedule: str = _word("cosine", "linear", "constant")
+    warmup: int = _number(0)
+    momentum: float = _number(0.9)
+    weight_decay: float = _number(0.0)
+    max_gradient_norm: float = _number(0.0)
+    master_weights: str = _word("float32", "none")
+    accumulation: str = _word("float32", "float64")
+    seed: int = 0
+    record_every: int = _number(100)
+    evaluate_every: int = _number(0)
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for option in CHECKED.values():
+            value = getattr(self, option.name)
+            if not is_allowed(option.name, value):
+                if "choices" in option.metadata:
+                    hint = did_you_mean(value, option.metadata["choices"])
+                    raise ValueError(f"Unknown {option.name} {value!r}.{hint} Known: {possible(option.name)}.")
+                raise ValueError(f"{option.name} came as {value!r}. Possible: {possible(option.name)}.")
+            kind: Any = type(option.default)
+            object.__setattr__(self, option.name, kind(value))  # 1 and 1.0 are one learning rate
+        require_method(self.scaling)
+
+
+CHECKED = {option.name: option for option in fields(TrainOptions) if option.metadata}
+
+
+def is_allowed(name: str, value: object) -> bool:
+    """Whether an option with choices or a least value may have this value."""
+    option = CHECKED[name]
+    if "choices" in option.metadata:
+        return value in option.metadata["choices"]
+    if isinstance(option.default, int):
+        return is_whole(value, option.metadata["least"])
+    return is_finite_number(value) and value >= option.metadata["least"]  # type: ignore[operator]
+
+
+def possible(name: str) -> str:
+    """The possible values of such an option, for an error.
+
+    >>> possible("epochs"), possible("momentum"), possible("optimizer")
+    ('an integer, 1 or more', 'a finite number, 0 or more', 'sgd, adam, adamw')
+    """
+    option = CHECKED[name]
+    if "choices" in option.metadata:
+        return ", ".join(option.metadata["choices"])
+    kind = "an integer" if isinstance(option.default, int) else "a finite number"
+    return f"{kind}, {option.metadata['least']} or more"

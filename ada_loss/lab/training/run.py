@@ -1,0 +1,65 @@
+"""The result of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Run", "Stopped", "underflow_share"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The result of one training.
+
+    metrics: the task's metrics on its test data; empty where the training was stopped.
+    losses: the loss of every step.
+    rows: the tallies of every site, over the whole training; empty without a recording.
+    seconds: the time of training, without evaluations.
+    scales: the loss scale before every step.
+    skipped_steps: the steps that were skipped because a gradient was not finite.
+    history: (steps so far, rows up to there), at some 20 steps of a long training.
+    layer_scales: (steps so far, {site: log2_scale of its gradient}) at the same steps, with adaptive scaling.
+    evaluations: (steps so far, metrics), in the order of the steps.
+    """
+
+    metrics: dict[str, float]
+    losses: list[float]
+    rows: list[dict[str, Any]]
+    seconds: float
+    scales: list[float]
+    skipped_steps: list[int]
+    history: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
+    layer_scales: list[tuple[int, dict[str, int]]] = field(default_factory=list)
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped."""
+        return len(self.skipped_steps)
+
+
+class Stopped(FloatingPointError):
+    """The loss rule stopped the training, because its scale cannot fall further.
+
+    run: what the training had given until then.
+    """
+
+    def __init__(self, message: str, run: Run) -> None:
+        super().__init__(message)
+        self.run = run
+
+
+def underflow_share(rows: Sequence[dict[str, Any]], role: str = "error") -> float:
+    """Share of the non-zero elements of a role's tensors that became zero when they were rounded.
+
+    rows: the tallies of a recording.
+    role: "weight", "activation", "error" or "weight_grad".
+
+    >>> underflow_share([{"role": "error", "nonzero": 8, "underflow": 2}])
+    0.25
+    """
+    chosen = [row for row in rows if row["role"] == role]
+    nonzero = sum(row["nonzero"] for row in chosen)
+    return sum(row["underflow"] for row in chosen) / nonzero if nonzero else 0.0

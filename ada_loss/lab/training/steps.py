@@ -1,0 +1,81 @@
+"""What a training step is made of: the optimizer, the learning rate, the backward pass; and the evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ada_loss.lab.tasks import Task
+from ada_loss.lab.training.options import TrainOptions
+from ada_loss.scalers import GradScaler
+
+__all__ = ["backward", "evaluate", "learning_rate_at", "make_optimizer"]
+
+EVALUATED = 256  # samples at once
+
+
+def make_optimizer(options: TrainOptions, model: nn.Module) -> torch.optim.Optimizer:
+    """torch's optimizer of the model's parameters."""
+    common: dict[str, Any] = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), momentum=options.momentum, **common)
+    return (torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW)(model.parameters(), **common)
+
+
+def learning_rate_at(options: TrainOptions, step: int, total: int) -> float:
+    """The learning rate of a step, counted from 0, of `total` steps.
+
+    >>> [learning_rate_at(TrainOptions(learning_rate=8.0, schedule="linear", warmup=2), step, 4) for step in range(4)]
+    [4.0, 8.0, 8.0, 4.0]
+    """
+    return options.learning_rate * _rate(options.schedule, options.warmup, step, total)
+
+
+def _rate(schedule: str, warmup: int, step: int, total: int) -> float:
+    """The learning rate of a step over the largest."""
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    share = (step - warmup) / max(total - warmup, 1)
+    return (1 + math.cos(math.pi * share)) / 2 if schedule == "cosine" else 1 - share
+
+
+def backward(
+    task: Task, model: nn.Module, scaler: GradScaler, x: Tensor, y: Tensor, batch: Tensor, micro_batches: int
+) -> float:
+    """Add the scaled gradients of a batch to the parameters, part by part; gives the loss of the batch.
+
+    x, y: the training data.
+    batch: (samples,) int64, which of them.
+    micro_batches: the number of parts.
+    """
+    total = 0.0
+    for part in batch.tensor_split(min(micro_batches, len(batch))):
+        loss = task.loss(model(x[part]), y[part])
+        if micro_batches > 1:
+            loss = loss * (len(part) / len(batch))
+        scaler.scale(loss).backward()
+        total += loss.item()
+    return total
+
+
+def evaluate(
+    task: Task, model: nn.Module, x: Tensor, y: Tensor, seed: int, cuda_devices: Sequence[str]
+) -> dict[str, float]:
+    """The task's metrics on its test data, computed in the format of the model, which is left in training mode.
+
+    x, y: the test data.
+    seed, cuda_devices: of the noise of the evaluation, which leaves that of the training as it was.
+    """
+    model.eval()
+    with torch.no_grad(), torch.random.fork_rng(devices=cuda_devices):
+        torch.manual_seed(seed)
+        outputs = torch.cat([model(part) for part in x.split(EVALUATED)])
+        metrics = {name: float(metric(outputs, y)) for name, metric in task.metrics.items()}
+    model.train()
+    return metrics
