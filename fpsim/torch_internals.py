@@ -32,6 +32,7 @@ __all__ = [
     "share_storage",
     "version_of",
     "without_torch_function",
+    "written_arguments",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -111,6 +112,29 @@ def constant_under_compile(function: Function) -> Function:
 def operation_homes() -> list[Any]:
     """The namespaces in which operations are registered: `torch.ops.aten` and its like."""
     return [getattr(torch.ops, library) for library in torch.ops]
+
+
+def written_arguments(function: Callable[..., Any]) -> tuple[frozenset[int], frozenset[str]]:
+    """The positions and names of the arguments that an operation writes to, as its schema says; `out=` aside.
+
+    For one of torch's operators, for a custom one, and for a function of torch that bears an operator's name.
+    """
+    overloads: list[Any] = []
+    if isinstance(function, torch._ops.OpOverload):
+        overloads = [function]
+    else:
+        packet = function
+        if not isinstance(function, torch._ops.OpOverloadPacket):
+            packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)  # type: ignore[assignment]
+        if isinstance(packet, torch._ops.OpOverloadPacket):
+            overloads = [getattr(packet, name) for name in packet.overloads()]
+    positions, names = set(), set()
+    for overload in overloads:
+        for i, argument in enumerate(overload._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out:
+                positions.add(i)
+                names.add(argument.name)
+    return frozenset(positions), frozenset(names)
 
 
 # The backward pass

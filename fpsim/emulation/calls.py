@@ -17,6 +17,7 @@ from fpsim.emulation import recurrent
 from fpsim.emulation.casts import CAST_NAMES, FACTORIES, FACTORIES_LIKE
 from fpsim.emulation.marks import note_inference_write
 from fpsim.emulation.scope import active
+from fpsim.torch_internals import written_arguments
 
 __all__ = ["LOOK_UPS", "NARROWING", "REFUSE", "Action", "Call", "call_of", "in_order"]
 
@@ -114,7 +115,7 @@ class Call:
     name: without torch's underscores.
     action: what is done with it.
     in_place: whether it writes to its first argument.
-    skip_positions, skip_names: arguments that are no operands.
+    skip_positions, skip_names: arguments that are no operands, or that the function writes to: a copy would not do.
     """
 
     __slots__ = ("action", "in_place", "name", "skip_names", "skip_positions")
@@ -131,7 +132,9 @@ class Call:
         inner = name[2:] if name.startswith("__i") and name.endswith("__") else ""
         is_augmented = inner != "" and name not in ("__invert__", "__index__", "__int__", "__iter__")
         self.in_place = is_augmented or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        self.skip_positions, self.skip_names = NOT_OPERANDS.get(function) or NOT_OPERANDS.get(name, ((), ()))
+        skips = NOT_OPERANDS.get(function) or NOT_OPERANDS.get(name, ((), ()))
+        written = written_arguments(function)
+        self.skip_positions, self.skip_names = written[0].union(skips[0]), written[1].union(skips[1])
 
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function itself."""

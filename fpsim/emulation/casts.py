@@ -23,6 +23,7 @@ __all__ = [
     "asks_for_float32",
     "autocast_depth",
     "dtype_in",
+    "is_called_by_sharding",
     "is_float32_island",
 ]
 
@@ -43,6 +44,7 @@ FACTORIES_LIKE = frozenset(
 _WIDE = (torch.float32, torch.float64)
 _LITERALS = ("float32", "float", "float64", "double")  # of the module torch
 _HOME = str(Path(torch.__file__).parent)
+_SHARDING = str(Path(_HOME, "distributed"))
 
 
 def dtype_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
@@ -68,6 +70,26 @@ def asks_for_float32(function: Callable[..., Any], name: str, args: tuple[Any, .
     while frame is not None and _is_between(frame.f_code.co_filename):
         frame = frame.f_back
     return frame is not None and _names_a_dtype(frame.f_code, frame.f_lasti, getattr(function, "__name__", name))
+
+
+def is_called_by_sharding() -> bool:
+    """Whether torch.distributed itself calls: it gathers and frees parameters between modules, and computes nothing.
+
+    Asked only where there is a process group.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and _is_between(frame.f_code.co_filename):
+        if _is_of_sharding(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@cache
+def _is_of_sharding(file: str) -> bool:
+    return file.startswith(_SHARDING)
 
 
 @cache

@@ -20,7 +20,7 @@ from fpsim.autograd import is_plain, straight_through
 from fpsim.emulation import recurrent
 from fpsim.emulation.backward import BackwardRounding
 from fpsim.emulation.calls import LOOK_UPS, NARROWING, REFUSE, Action, Call, call_of, in_order
-from fpsim.emulation.casts import asks_for_float32, autocast_depth, dtype_in, is_float32_island
+from fpsim.emulation.casts import asks_for_float32, autocast_depth, dtype_in, is_called_by_sharding, is_float32_island
 from fpsim.emulation.marks import OF_A_WEIGHT, WIDE, format_of, is_roundable, mark, note_inference_write, writes_to
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.launch import round_memory_
@@ -66,7 +66,7 @@ class Emulation(TorchFunctionMode):
         call = call_of(func)
         action, scope = call.action, self.scope
         specs = scope.specs
-        if action is Action.PASS or specs is NO_SPECS or call.name in scope.float32:
+        if action is Action.PASS or specs is NO_SPECS or call.name in scope.float32 or is_called_by_sharding():
             return call(func, args, kwargs)
         if action is Action.REFUSE:
             raise NotImplementedError(
