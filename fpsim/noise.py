@@ -42,6 +42,26 @@ def noise_of_torch() -> Iterator[None]:
         _generator = own
 
 
+def noise_state() -> Tensor | None:
+    """Where the stream of `manual_seed` is; None if there is none."""
+    return None if _generator is None else _generator.get_state()
+
+
+@contextmanager
+def replayed_noise(state: Tensor | None) -> Iterator[None]:
+    """Inside, the stream of `manual_seed` goes on from `state`; afterwards it goes on from where it is now."""
+    now = noise_state()
+    if now is None or state is None:
+        yield  # torch's stream, which whoever runs something again has to replay
+        return
+    assert _generator is not None
+    _generator.set_state(state)
+    try:
+        yield
+    finally:
+        _generator.set_state(now)
+
+
 def new_key() -> Tensor:
     """64 bits that name one call, on the CPU."""
     return torch.empty((), dtype=torch.int64, device="cpu").random_(generator=_generator)

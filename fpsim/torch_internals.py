@@ -32,6 +32,7 @@ __all__ = [
     "share_storage",
     "version_of",
     "without_torch_function",
+    "wrap_checkpoints",
     "written_arguments",
 ]
 
@@ -135,6 +136,34 @@ def written_arguments(function: Callable[..., Any]) -> tuple[frozenset[int], fro
                 positions.add(i)
                 names.add(argument.name)
     return frozenset(positions), frozenset(names)
+
+
+def wrap_checkpoints(
+    wrap: Callable[[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]], settle: Callable[[Any], None]
+) -> None:
+    """Let every function that torch.utils.checkpoint will run again be replaced by `wrap(function, args)` first.
+
+    settle: called with the outputs of a reentrant checkpoint, before autograd sees them.
+    """
+    from torch.utils import checkpoint
+
+    reentrant, other = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator
+    forward = reentrant.forward
+
+    def forward_wrapped(ctx: Any, run_function: Any, preserve_rng_state: Any, *args: Any) -> Any:
+        outputs = forward(ctx, wrap(run_function, args), preserve_rng_state, *args)
+        settle(outputs)
+        return outputs
+
+    def generator_wrapped(fn: Any, *rest: Any, **kwargs: Any) -> Any:
+        return other(wrap(fn, rest[_CHECKPOINT_SETTINGS:]), *rest, **kwargs)
+
+    reentrant.forward = staticmethod(forward_wrapped)  # type: ignore[method-assign]
+    checkpoint._checkpoint_without_reentrant_generator = generator_wrapped
+
+
+# preserve_rng_state, context_fn, determinism_check, debug, early_stop: they come before the function's own arguments
+_CHECKPOINT_SETTINGS = 5
 
 
 # The backward pass

@@ -36,6 +36,7 @@ RANKS = {
     "fpsim.emulation.casts": 8,
     "fpsim.emulation.marks": 8,
     "fpsim.emulation.scope": 9,
+    "fpsim.emulation.checkpoints": 10,
     "fpsim.emulation.calls": 10,
     "fpsim.emulation.backward": 10,
     "fpsim.emulation.mode": 11,

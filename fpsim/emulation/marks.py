@@ -20,6 +20,7 @@ __all__ = [
     "mark",
     "mark_of",
     "mark_rounded",
+    "mark_with_place",
     "note_inference_write",
     "writes_to",
 ]
@@ -72,6 +73,11 @@ def mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
     """Note that `x` was rounded as `text` says, at this scale."""
     made = (text, writes_to(x), log2_scale, x.requires_grad)
     x._fpsim = made if log2_scale is None else _MarkAtScale(made)  # type: ignore[attr-defined]
+
+
+def mark_with_place(x: Tensor, text: str) -> None:
+    """Note that `x` is in this format, and that its gradient is rounded elsewhere, should it require one."""
+    x._fpsim = (text, writes_to(x), None, True)  # type: ignore[attr-defined]
 
 
 def mark_of(x: Tensor) -> Mark | None:

@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from fpsim.autograd import is_plain, straight_through
 from fpsim.emulation import recurrent
 from fpsim.emulation.backward import BackwardRounding
 from fpsim.emulation.calls import LOOK_UPS, NARROWING, REFUSE, Action, Call, call_of, in_order
 from fpsim.emulation.casts import asks_for_float32, autocast_depth, dtype_in, is_called_by_sharding, is_float32_island
+from fpsim.emulation.checkpoints import watch_checkpoints
 from fpsim.emulation.marks import OF_A_WEIGHT, WIDE, format_of, is_roundable, mark, note_inference_write, writes_to
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.launch import round_memory_
@@ -58,6 +59,21 @@ class Emulation(TorchFunctionMode):
         self._operands = WeakTensorKeyDictionary()
         self._autocast_depth = autocast_depth()
         self._has_wide = False  # whether any tensor may be float32 on purpose; until then nothing is looked for
+
+    def position(self) -> _Position:
+        """Where this forward pass is, for what is run again from there."""
+        return _Position(self)
+
+    def rounded_operands(self) -> list[tuple[Tensor, dict[Any, tuple[int, Tensor]]]]:
+        """The tensors from outside that were rounded, with their copies."""
+        return [*self._operands.items()]
+
+    def take_over(self, operands: dict[Any, dict[Any, tuple[int, Tensor]]]) -> None:
+        """Know these copies, which another pass has made."""
+        self._has_wide = True  # what comes in may be
+        for reference, copies in operands.items():
+            if (x := reference()) is not None:
+                self._operands[x] = dict(copies)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -400,7 +416,13 @@ def entered(scope: Scope) -> Iterator[Emulation]:
             "torch.jit.trace came to emulated code, and would see no rounding. Possible: torch.compile and "
             "torch.export. Trace the model that fpsim.dequantize(model) gives, or export the quantised one."
         )
-    emulation = Emulation(scope)
+    with _activated(Emulation(scope)) as emulation:
+        yield emulation
+
+
+@contextmanager
+def _activated(emulation: Emulation) -> Iterator[Emulation]:
+    watch_checkpoints()
     note_inference_write()  # what happened outside was not seen
     active.emulation = emulation
     try:
@@ -408,6 +430,28 @@ def entered(scope: Scope) -> Iterator[Emulation]:
             yield emulation
     finally:
         active.emulation = None
+
+
+class _Position:
+    """Where a forward pass is: its scope with the sites counted so far, and the operands that are rounded already."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        scope, is_grad = emulation.scope, torch.is_grad_enabled()
+        self.scope = Scope(scope.name, scope.specs, scope.float32, scope.listeners, scope.weights, scope.wide)
+        self.counts = dict(scope.counts)
+        self.operands = {
+            TensorWeakRef(x): {key: copy for key, copy in copies.items() if copy[1].requires_grad <= is_grad}
+            for x, copies in emulation.rounded_operands()
+        }
+
+    @contextmanager
+    def entered(self) -> Iterator[Emulation]:
+        """Run from here on as the first time."""
+        self.scope.counts = dict(self.counts)
+        emulation = Emulation(self.scope)
+        emulation.take_over(self.operands)
+        with _activated(emulation):
+            yield emulation
 
 
 @contextmanager

@@ -1,0 +1,61 @@
+"""Checkpoints: what a backward pass runs again runs in the format and scope, and with the noise, of the first time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from fpsim.emulation.marks import format_of, mark, mark_with_place
+from fpsim.emulation.scope import active
+from fpsim.noise import noise_state, replayed_noise
+from fpsim.torch_internals import wrap_checkpoints
+
+__all__ = ["watch_checkpoints"]
+
+
+class _Replay:
+    """A function that a checkpoint runs, and what has to be as it was when the backward pass runs it again.
+
+    function: what the checkpoint runs.
+    args: what it is given: of each tensor the mark is kept, for the tensors that come again are others.
+    emulation: the mode that is active.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], emulation: Any) -> None:
+        self.function, self.start = function, emulation.position()
+        self.formats = [format_of(x) if isinstance(x, Tensor) else None for x in args]
+        self.noise = noise_state()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if active.emulation is not None:
+            return self.function(*args, **kwargs)  # the first time
+        for x, known in zip(args, self.formats, strict=False):
+            if isinstance(x, Tensor) and known is not None:
+                mark(x, known)
+        with ExitStack() as stack:
+            stack.enter_context(replayed_noise(self.noise))
+            stack.enter_context(self.start.entered())
+            return self.function(*args, **kwargs)
+
+
+def _wrap(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    return function if active.emulation is None else _Replay(function, args, active.emulation)
+
+
+def _settle(outputs: Any) -> None:
+    """The gradients of what a reentrant checkpoint gives are rounded where it runs again: they have their place."""
+    if active.emulation is None:
+        return
+    for x in outputs if isinstance(outputs, tuple | list) else (outputs,):
+        if isinstance(x, Tensor) and (known := format_of(x)) is not None:
+            mark_with_place(x, known)
+
+
+@cache
+def watch_checkpoints() -> None:
+    """From here on, checkpoints that run inside of an emulation are run again inside of it."""
+    wrap_checkpoints(_wrap, _settle)
