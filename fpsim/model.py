@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from fpsim.emulation.mode import entered
+from fpsim.emulation.entering import entered
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, make_scope
 from fpsim.launch import round_memory_
 from fpsim.policy import FormatLike, Policy, RoleSpecs, as_policy

@@ -22,11 +22,11 @@ class _Replay:
 
     function: what the checkpoint runs.
     args: what it is given: of each tensor the mark is kept, for the tensors that come again are others.
-    emulation: the mode that is active.
+    start: where the forward pass is; it has a context `entered()`.
     """
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], emulation: Any) -> None:
-        self.function, self.start = function, emulation.position()
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], start: Any) -> None:
+        self.function, self.start = function, start
         self.formats = [format_of(x) if isinstance(x, Tensor) else None for x in args]
         self.noise = noise_state()
 
@@ -42,10 +42,6 @@ class _Replay:
             return self.function(*args, **kwargs)
 
 
-def _wrap(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
-    return function if active.emulation is None else _Replay(function, args, active.emulation)
-
-
 def _settle(outputs: Any) -> None:
     """The gradients of what a reentrant checkpoint gives are rounded where it runs again: they have their place."""
     if active.emulation is None:
@@ -56,6 +52,13 @@ def _settle(outputs: Any) -> None:
 
 
 @cache
-def watch_checkpoints() -> None:
-    """From here on, checkpoints that run inside of an emulation are run again inside of it."""
-    wrap_checkpoints(_wrap, _settle)
+def watch_checkpoints(position_of: Callable[[Any], Any]) -> None:
+    """From here on, checkpoints that run inside of an emulation are run again inside of it.
+
+    position_of: where the forward pass of an emulation is.
+    """
+
+    def wrap(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+        return function if active.emulation is None else _Replay(function, args, position_of(active.emulation))
+
+    wrap_checkpoints(wrap, _settle)

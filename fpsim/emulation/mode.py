@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -14,22 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fpsim.autograd import is_plain, straight_through
 from fpsim.emulation import recurrent
+from fpsim.emulation.arguments import are_integers, roundable_in, tensors_in
 from fpsim.emulation.backward import BackwardRounding
 from fpsim.emulation.calls import LOOK_UPS, NARROWING, REFUSE, Action, Call, call_of, in_order
 from fpsim.emulation.casts import asks_for_float32, autocast_depth, dtype_in, is_called_by_sharding, is_float32_island
-from fpsim.emulation.checkpoints import watch_checkpoints
-from fpsim.emulation.marks import OF_A_WEIGHT, WIDE, format_of, is_roundable, mark, note_inference_write, writes_to
-from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
+from fpsim.emulation.marks import OF_A_WEIGHT, WIDE, format_of, is_roundable, mark, writes_to
+from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.launch import round_memory_
-from fpsim.policy import FormatLike, as_policy
 from fpsim.spec import RoundingSpec, rounding_spec
 from fpsim.torch_internals import blind_to_modes, calibrate_holders, share_storage
 
-__all__ = ["Emulation", "emulate", "entered"]
+__all__ = ["Emulation"]
 
 _WIDE_DTYPES = (torch.float32, torch.float64)
 
@@ -59,10 +56,6 @@ class Emulation(TorchFunctionMode):
         self._operands = WeakTensorKeyDictionary()
         self._autocast_depth = autocast_depth()
         self._has_wide = False  # whether any tensor may be float32 on purpose; until then nothing is looked for
-
-    def position(self) -> _Position:
-        """Where this forward pass is, for what is run again from there."""
-        return _Position(self)
 
     def rounded_operands(self) -> list[tuple[Tensor, dict[Any, tuple[int, Tensor]]]]:
         """The tensors from outside that were rounded, with their copies."""
@@ -113,7 +106,7 @@ class Emulation(TorchFunctionMode):
         if self._has_wide and call.name not in NARROWING and not moves and not is_wide:
             rounds = _Rounds.ALL_BUT_WIDE  # a scalar tensor, or what is added in place
         if is_float32_island(self._autocast_depth):
-            is_wide = is_wide or not any(self._is_narrow(x) for x in _roundable_in(args, kwargs))
+            is_wide = is_wide or not any(self._is_narrow(x) for x in roundable_in(args, kwargs))
             rounds = _Rounds.NOTHING if is_wide else rounds
         floats: list[Tensor] = []
 
@@ -131,7 +124,7 @@ class Emulation(TorchFunctionMode):
             self._prepare_target(first)
         was_marked = format_of(first) if isinstance(first, Tensor) else None
         out = call(func, new_args, new_kwargs)
-        if is_wide or (not floats and not isinstance(target, Tensor) and _are_integers(args)):
+        if is_wide or (not floats and not isinstance(target, Tensor) and are_integers(args)):
             self._let_results_be_wide(out, call)
             return out
         if call.action is Action.SET_ITEM:
@@ -159,7 +152,7 @@ class Emulation(TorchFunctionMode):
             return asks_for_float32(func, call.name, args, kwargs)
         if not self._has_wide:
             return False
-        tensors = _roundable_in(args, kwargs)
+        tensors = roundable_in(args, kwargs)
         if not tensors:
             return False
         if isinstance(target, Tensor):
@@ -171,7 +164,7 @@ class Emulation(TorchFunctionMode):
 
     def _let_results_be_wide(self, out: Any, call: Call) -> None:
         """These results are float32 on purpose: they are not rounded, nor are their gradients."""
-        found = [x for x in _tensors_in(out) if is_roundable(x)]
+        found = [x for x in tensors_in(out) if is_roundable(x)]
         for x in found:
             self._mark_wide(x)
         if call.action is not Action.MOVE and found:
@@ -194,7 +187,7 @@ class Emulation(TorchFunctionMode):
         out = call(func, args, kwargs)
         if not isinstance(out, Tensor) or not is_roundable(out) or "out" in kwargs:
             return out
-        others = [*_tensors_in(args), *_tensors_in(tuple(kwargs.values()))]
+        others = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         if dtype_in(args, kwargs) is not None:
             is_wide = asks_for_float32(func, call.name, args, kwargs)
         elif call.action is Action.LIKE:
@@ -293,11 +286,11 @@ class Emulation(TorchFunctionMode):
         if isinstance(first, Tensor):
             marks.add(first_mark)
         if WIDE in marks:  # by type promotion
-            for x in _tensors_in(out):
+            for x in tensors_in(out):
                 if x.is_floating_point():
                     self._mark_wide(x)
         elif len(marks) == 1 and (only := marks.pop()) is not None:
-            for x in _tensors_in(out):
+            for x in tensors_in(out):
                 if x.is_floating_point():
                     mark(x, only)
 
@@ -335,7 +328,7 @@ class Emulation(TorchFunctionMode):
         specs = self.scope.specs
         if not is_roundable(out):
             return out
-        plain, is_target = is_plain(out), any(out is x for x in _tensors_in(target))
+        plain, is_target = is_plain(out), any(out is x for x in tensors_in(target))
         is_same = share_storage if plain else operator.is_
         if not is_target and any(is_same(out, x) for x in floats):
             self._carry_marks(out, floats, None, None)
@@ -381,97 +374,3 @@ class _Border:
 
 
 _WRITTEN_TO: Any = _Border("activation")
-
-
-def _tensors_in(out: Any) -> Iterator[Tensor]:
-    if isinstance(out, Tensor):
-        yield out
-    elif isinstance(out, tuple | list):
-        for item in out:
-            yield from _tensors_in(item)
-
-
-def _roundable_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    return [x for x in (*_tensors_in(args), *_tensors_in(tuple(kwargs.values()))) if is_roundable(x)]
-
-
-def _are_integers(args: tuple[Any, ...]) -> bool:
-    tensors = [*_tensors_in(args)]
-    return bool(tensors) and not any(x.is_floating_point() or x.is_complex() for x in tensors)
-
-
-@contextmanager
-def entered(scope: Scope) -> Iterator[Emulation]:
-    """Run under `scope`: in the mode that is active in this thread, or in a new one."""
-    emulation: Emulation | None = active.emulation
-    if emulation is not None:
-        previous, emulation.scope = emulation.scope, scope
-        try:
-            yield emulation
-        finally:
-            emulation.scope = previous
-        return
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        raise NotImplementedError(
-            "torch.jit.trace came to emulated code, and would see no rounding. Possible: torch.compile and "
-            "torch.export. Trace the model that fpsim.dequantize(model) gives, or export the quantised one."
-        )
-    with _activated(Emulation(scope)) as emulation:
-        yield emulation
-
-
-@contextmanager
-def _activated(emulation: Emulation) -> Iterator[Emulation]:
-    watch_checkpoints()
-    note_inference_write()  # what happened outside was not seen
-    active.emulation = emulation
-    try:
-        with emulation:
-            yield emulation
-    finally:
-        active.emulation = None
-
-
-class _Position:
-    """Where a forward pass is: its scope with the sites counted so far, and the operands that are rounded already."""
-
-    def __init__(self, emulation: Emulation) -> None:
-        scope, is_grad = emulation.scope, torch.is_grad_enabled()
-        self.scope = Scope(scope.name, scope.specs, scope.float32, scope.listeners, scope.weights, scope.wide)
-        self.counts = dict(scope.counts)
-        self.operands = {
-            TensorWeakRef(x): {key: copy for key, copy in copies.items() if copy[1].requires_grad <= is_grad}
-            for x, copies in emulation.rounded_operands()
-        }
-
-    @contextmanager
-    def entered(self) -> Iterator[Emulation]:
-        """Run from here on as the first time."""
-        self.scope.counts = dict(self.counts)
-        emulation = Emulation(self.scope)
-        emulation.take_over(self.operands)
-        with _activated(emulation):
-            yield emulation
-
-
-@contextmanager
-def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) -> Iterator[None]:
-    """Compute every torch call of the block as hardware with format `fmt` would, forward and backward.
-
-    The twin of `torch.autocast`: put the forward pass and the loss inside, the backward pass and the optimizer's step
-    outside. Operands that come from outside are rounded, each result is rounded once, and gradients on their way back.
-    `fmt` is a format for every role or a Policy (without overrides: there are no modules here).
-
-    >>> x = torch.tensor([1.0, 2.0, 3.0])
-    >>> with emulate("e4m3fn"):
-    ...     y = x / 3
-    >>> y
-    tensor([0.3438, 0.6875, 1.0000])
-    """
-    policy = as_policy(fmt)
-    if policy.overrides:
-        raise ValueError("emulate() knows no modules, and the policy has overrides. Use quantize(model, policy).")
-    if rounding is not None:
-        policy = replace(policy, rounding=rounding)
-    with entered(make_scope("", policy, Listeners())):
-        yield

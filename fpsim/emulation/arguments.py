@@ -1,0 +1,29 @@
+"""The tensors among the arguments and results of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from fpsim.emulation.marks import is_roundable
+
+__all__ = ["are_integers", "roundable_in", "tensors_in"]
+
+
+def tensors_in(out: Any) -> Iterator[Tensor]:
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, tuple | list):
+        for item in out:
+            yield from tensors_in(item)
+
+
+def roundable_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [x for x in (*tensors_in(args), *tensors_in(tuple(kwargs.values()))) if is_roundable(x)]
+
+
+def are_integers(args: tuple[Any, ...]) -> bool:
+    tensors = [*tensors_in(args)]
+    return bool(tensors) and not any(x.is_floating_point() or x.is_complex() for x in tensors)

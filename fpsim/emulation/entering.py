@@ -1,0 +1,95 @@
+"""Entering the emulation: for a module, for a block of code, and for what a checkpoint runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from fpsim.emulation.checkpoints import watch_checkpoints
+from fpsim.emulation.marks import note_inference_write
+from fpsim.emulation.mode import Emulation
+from fpsim.emulation.scope import Listeners, Scope, active, make_scope
+from fpsim.policy import FormatLike, as_policy
+
+__all__ = ["Position", "emulate", "entered"]
+
+
+@contextmanager
+def entered(scope: Scope) -> Iterator[Emulation]:
+    """Run under `scope`: in the mode that is active in this thread, or in a new one."""
+    emulation: Emulation | None = active.emulation
+    if emulation is not None:
+        previous, emulation.scope = emulation.scope, scope
+        try:
+            yield emulation
+        finally:
+            emulation.scope = previous
+        return
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise NotImplementedError(
+            "torch.jit.trace came to emulated code, and would see no rounding. Possible: torch.compile and "
+            "torch.export. Trace the model that fpsim.dequantize(model) gives, or export the quantised one."
+        )
+    with _activated(Emulation(scope)) as emulation:
+        yield emulation
+
+
+@contextmanager
+def _activated(emulation: Emulation) -> Iterator[Emulation]:
+    watch_checkpoints(Position)
+    note_inference_write()  # what happened outside was not seen
+    active.emulation = emulation
+    try:
+        with emulation:
+            yield emulation
+    finally:
+        active.emulation = None
+
+
+class Position:
+    """Where a forward pass is: its scope with the sites counted so far, and the operands that are rounded already."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        scope, is_grad = emulation.scope, torch.is_grad_enabled()
+        self.scope = Scope(scope.name, scope.specs, scope.float32, scope.listeners, scope.weights, scope.wide)
+        self.counts = dict(scope.counts)
+        self.operands = {
+            TensorWeakRef(x): {key: copy for key, copy in copies.items() if copy[1].requires_grad <= is_grad}
+            for x, copies in emulation.rounded_operands()
+        }
+
+    @contextmanager
+    def entered(self) -> Iterator[Emulation]:
+        """Run from here on as the first time."""
+        self.scope.counts = dict(self.counts)
+        emulation = Emulation(self.scope)
+        emulation.take_over(self.operands)
+        with _activated(emulation):
+            yield emulation
+
+
+@contextmanager
+def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) -> Iterator[None]:
+    """Compute every torch call of the block as hardware with format `fmt` would, forward and backward.
+
+    The twin of `torch.autocast`: put the forward pass and the loss inside, the backward pass and the optimizer's step
+    outside. Operands that come from outside are rounded, each result is rounded once, and gradients on their way back.
+    `fmt` is a format for every role or a Policy (without overrides: there are no modules here).
+
+    >>> x = torch.tensor([1.0, 2.0, 3.0])
+    >>> with emulate("e4m3fn"):
+    ...     y = x / 3
+    >>> y
+    tensor([0.3438, 0.6875, 1.0000])
+    """
+    policy = as_policy(fmt)
+    if policy.overrides:
+        raise ValueError("emulate() knows no modules, and the policy has overrides. Use quantize(model, policy).")
+    if rounding is not None:
+        policy = replace(policy, rounding=rounding)
+    with entered(make_scope("", policy, Listeners())):
+        yield
