@@ -27,7 +27,7 @@ from ada_loss.scalers import NoScaler
 
 Make = Callable[..., Any]
 REFUSED = (RuntimeError, AssertionError, ValueError)  # torch asserts what we raise as RuntimeError
-TRACES = json.loads((Path(__file__).parent / "data" / "golden_traces.json").read_text())
+TRACES = json.loads((Path(__file__).parents[2] / "data" / "golden_traces.json").read_text())
 
 
 def torchs(**params: Any) -> Any:
