@@ -28,6 +28,9 @@ LONG = (
     "test_tasks.py",
 )
 
+# There is one in several folders, and --doctest-modules would import them all under the one name "conftest".
+collect_ignore_glob = ["*conftest.py"]
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONG)}

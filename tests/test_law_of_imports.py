@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import ada_loss
 import fpsim
 
 ROOT = Path(__file__).parents[1]
@@ -321,3 +322,13 @@ def test_a_file_and_its_functions_are_short_enough_to_read(name: str) -> None:
             docstring = len((ast.get_docstring(node, clean=False) or "").splitlines())
             is_factory = (name, node.name) == ("fpsim.rounding", "make_round")
             assert is_factory or length - docstring <= LONGEST_FUNCTION, f"{node.name} has {length - docstring} lines"
+
+
+def test_the_folders_of_the_tests_are_no_packages_that_could_hide_the_real_ones() -> None:
+    # tests/ is on the path of imports, and has folders of the packages' names: Python passes over one without __init__
+    tests = Path(__file__).parent
+    assert [*tests.rglob("__init__.py")] == []
+    for package in (fpsim, ada_loss):
+        assert (tests / package.__name__).is_dir()
+        assert Path(package.__file__ or "").parent != tests / package.__name__
+        assert list(package.__path__) == [str(Path(package.__file__ or "").parent)]

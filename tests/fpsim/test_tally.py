@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import fpsim
 from fpsim.tally import Accumulator, lost_between, lost_on_device
@@ -125,93 +123,6 @@ def test_the_form_for_other_devices_counts_the_same(name: str) -> None:
 def test_a_scale_that_is_no_integer_is_refused(scale: object) -> None:
     with pytest.raises(TypeError, match="exponent of a power of two"):
         fpsim.tally(torch.ones(1), "fp16", log2_scale=scale)  # type: ignore[arg-type]
-
-
-# Recording
-
-
-def small_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
-
-
-INPUT = torch.linspace(-1, 1, 24).reshape(4, 6)
-
-
-def run(model: nn.Module) -> torch.Tensor:
-    model.zero_grad()
-    out = model(INPUT)
-    (out**2 * 1e-6).sum().backward()
-    return torch.cat([out.detach().flatten(), *(p.grad.flatten() for p in model.parameters() if p.grad is not None)])
-
-
-@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
-def test_recording_changes_no_result(rounding: str) -> None:
-    model = fpsim.quantize(small_model(), "fp16", rounding=rounding)
-    torch.manual_seed(3)
-    plain = run(model)
-    torch.manual_seed(3)
-    with fpsim.record(model):
-        recorded = run(model)
-    assert torch.equal(plain, recorded)
-
-
-def test_a_recording_tallies_the_tensors_of_each_site_and_role() -> None:
-    model = fpsim.quantize(small_model(), "e5m2")
-    with fpsim.record(model) as recording:
-        run(model)
-        run(model)
-    rows = {(row["site"], row["role"]): row for row in recording.rows()}
-    weights = fpsim.tally(model[0].weight.detach(), "e5m2")
-    row = rows["0:weight", "weight"]
-    assert (row["calls"], row["count"], row["underflow"]) == (2, 2 * 30, 2 * weights.underflow)
-    assert row["exact"] == 2 * weights.exact
-    # by hand: the first layer's product before it is rounded
-    x, w, b = (fpsim.round_to(t.detach(), "e5m2") for t in (INPUT, *model[0].parameters()))
-    product = fpsim.tally(nn.functional.linear(x, w, b), "e5m2")
-    recorded = recording.tallies()["0:linear", "activation", "e5m2 nearest_even"].exponents
-    assert recorded == {exponent: 2 * n for exponent, n in product.exponents.items()}
-    assert rows["0:linear", "error"]["count"] == 2 * 20
-    assert rows["2:weight", "weight_grad"]["count"] == 2 * 15
-
-
-def test_the_underflow_of_errors_is_that_of_the_gradient_before_it_is_rounded() -> None:
-    model = fpsim.quantize(nn.Linear(2, 2, bias=False), fpsim.Policy(error="fp16"))
-    with fpsim.record(model) as recording:
-        model(torch.ones(1, 2)).backward(torch.tensor([[1e-9, 1.0]]))
-    (row,) = (row for row in recording.rows() if row["role"] == "error" and row["site"] == ":linear")
-    assert (row["nonzero"], row["underflow"]) == (2, 1)
-
-
-def test_every_nth_call_is_tallied() -> None:
-    model = fpsim.quantize(small_model(), "fp16")
-    with fpsim.record(model, every=3) as recording:
-        for _ in range(7):
-            run(model)
-    assert {row["calls"] for row in recording.rows()} == {3}
-    recording.clear()
-    assert recording.rows() == []
-
-
-def test_outside_the_block_nothing_is_recorded_and_a_copy_records_nothing() -> None:
-    model = fpsim.quantize(small_model(), "fp16")
-    with fpsim.record(model) as recording:
-        run(copy.deepcopy(model))
-        assert recording.rows() == []
-        run(model)
-    before = recording.rows()
-    run(model)
-    assert recording.rows() == before
-
-
-def test_recording_a_plain_or_a_recorded_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Call fpsim\.quantize"), fpsim.record(small_model()):
-        pass
-    model = fpsim.quantize(small_model(), "fp16")
-    with fpsim.record(model), pytest.raises(ValueError, match="recorded already"), fpsim.record(model):
-        pass
-    with pytest.raises(ValueError, match="every=0"), fpsim.record(model, every=0):
-        pass
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

@@ -116,7 +116,7 @@ def test_the_status_of_ten_thousand_cells_is_quick(path: Path) -> None:
 
 # A ledger that was written before the lab was put into folders
 
-BEFORE = Path(__file__).parent / "data" / "ledger_v1.sql"
+BEFORE = Path(__file__).parents[3] / "data" / "ledger_v1.sql"
 POLICY = {"error": "e5m2", "weight_grad": "fp16", "overflow": "nan"}
 GRID = {"formats": ["fp32", "half", POLICY], "scaling": ["none", 8, "exact normal"], "roundings": ["stochastic"]}
 ACCURACIES = {  # of the test's 450 images, by id

@@ -13,8 +13,8 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from format_cases import ALL, GFLOAT, ML_DTYPES, fits, oracle_format, same
 from hypothesis import strategies as st
-from test_formats import CUSTOM, GFLOAT, ML_DTYPES
 
 import fpsim
 from fpsim import FloatFormat, as_format, round_to
@@ -23,7 +23,6 @@ from fpsim.rounding import ROUNDINGS
 from fpsim.spec import log2_scale_limits, rounding_spec
 
 DETERMINISTIC = [r for r in ROUNDINGS if r != "stochastic"]
-ALL = [*fpsim.CATALOGUE.values(), *CUSTOM]
 SMALL = [f for f in ALL if f.bits <= 12]
 WIDE = [f for f in ALL if 12 < f.bits <= 19]
 # with nearly all bits of a float32, and more values than can be listed
@@ -33,20 +32,10 @@ OVERFLOWS = ("inf", "nan", "saturate")
 FLOAT32_MAX = 3.4028234663852886e38
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bit for bit, any NaN equal to any NaN."""
-    nan = a.isnan() & b.isnan()
-    return bool((nan | ((a == b) & (a.signbit() == b.signbit()))).all())
-
-
 def differing(x: torch.Tensor, got: torch.Tensor, expected: torch.Tensor) -> list[tuple[float, float, float]]:
     nan = got.isnan() & expected.isnan()
     wrong = ~(nan | ((got == expected) & (got.signbit() == expected.signbit())))
     return list(zip(x[wrong].tolist()[:5], got[wrong].tolist()[:5], expected[wrong].tolist()[:5], strict=True))
-
-
-def oracle_format(f: FloatFormat) -> oracle.Format:
-    return oracle.make(f.exponent_bits, f.mantissa_bits, f.bias, f.specials, f.subnormals)
 
 
 @cache
@@ -207,16 +196,6 @@ def test_float64_is_rounded_once(name: str) -> None:
     x = torch.tensor([tie - 2.0**-50, tie, tie + 2.0**-50, tie - f.epsilon + 2.0**-50], dtype=torch.float64)
     expected = torch.tensor([1 + f.epsilon, 1 + 2 * f.epsilon, 1 + 2 * f.epsilon, 1 + f.epsilon], dtype=torch.float64)
     assert torch.equal(round_to(x, f), expected)
-
-
-def fits(f: FloatFormat, dtype: torch.dtype) -> bool:
-    """Whether `dtype` holds the values of `f` next to zero, next to one binade's end and next to the largest."""
-    fmt = oracle_format(f)
-    spacing = fmt.next_magnitude - fmt.largest
-    lowest = Fraction(2) ** fmt.lowest_exponent
-    ends = [fmt.smallest, lowest * (2 - Fraction(1, 2**f.mantissa_bits)), fmt.largest - spacing, fmt.largest]
-    values = torch.tensor([float(v) for v in ends if 0 < v <= fmt.largest], dtype=torch.float64)
-    return torch.equal(values.to(dtype).double(), values)
 
 
 @pytest.mark.parametrize("rounding", DETERMINISTIC)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_rounding import ALL, fits, same
+from format_cases import ALL, fits, same
 
 import fpsim
 from ada_loss import AdaLossScaled, Recorder
@@ -22,12 +22,13 @@ from fpsim.moments import binades, moments_of
 from fpsim.rounding import ROUNDINGS
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 
 
 def run_alone(file: str, **environment: str) -> None:
     """pytest on one file in a process of its own: the simulator is chosen when Numba is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(HERE / "cuda" / file)]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, cwd=HERE.parent)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(HERE / file)]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from test_formats import ML_DTYPES
+from format_cases import ML_DTYPES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 

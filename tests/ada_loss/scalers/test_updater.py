@@ -20,7 +20,7 @@ from torch import nn
 from ada_loss import GradScaler, Updater, loss_rule
 from ada_loss.scalers.gradients import all_reduce_
 
-TRACES = json.loads((Path(__file__).parent / "data" / "golden_traces.json").read_text())
+TRACES = json.loads((Path(__file__).parents[2] / "data" / "golden_traces.json").read_text())
 
 
 def model_of(seed: int = 0) -> nn.Sequential:
@@ -304,7 +304,7 @@ def train_in_one(system: str) -> dict[str, Any]:
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 @pytest.mark.parametrize("system", RULES)
 def test_an_overflow_on_one_rank_is_retried_on_both_and_scales_agree(system: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[3])}
     ranks = []
     for rank in ("0", "1"):
         command = [sys.executable, __file__, rank, str(tmp_path / "store"), system]

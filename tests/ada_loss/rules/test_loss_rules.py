@@ -21,7 +21,7 @@ from ada_loss.rules.loss import SYSTEMS, as_loss_rule
 from ada_loss.rules.loss.base import float32
 from ada_loss.rules.loss.fixed import Static
 
-TRACES = json.loads((Path(__file__).parent / "data" / "golden_traces.json").read_text())
+TRACES = json.loads((Path(__file__).parents[2] / "data" / "golden_traces.json").read_text())
 DYNAMIC = [name for name in SYSTEMS if name not in ("off", "none", "static", "logmax")]
 REQUIRED = {"static": {"scale": 128.0}, "jmp": {"loss_scale": 2.0**15}}
 F32_MAX = float(np.finfo(np.float32).max)

@@ -45,7 +45,7 @@ def as_rank(rank: int, store: str) -> dict[str, list[float]]:
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 def test_gradients_are_unscaled_before_they_are_reduced(tmp_path: Path) -> None:
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, __file__]
     ranks = [
         subprocess.Popen([*command, rank, str(tmp_path / "store")], stdout=subprocess.PIPE, text=True, env=environment)

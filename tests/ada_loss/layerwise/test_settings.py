@@ -1,0 +1,75 @@
+"""The settings of adaptive scaling: read, and refused where they are impossible."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ada_loss import AdaLossScaled, AdaLossTransformConv2d, layer_rule
+from fpsim import quantize
+
+
+def test_the_settings_can_be_read_and_not_set() -> None:
+    given = {
+        "init_scale": 8.0,
+        "rule": layer_rule("abs_range"),
+        "update_every": 5,
+        "scale_upper_bound": 16.0,
+        "accum_upper_bound": 1024.0,
+        "branches": "original",
+        "u_min": "normal",
+    }
+    with AdaLossScaled(quantize(nn.Linear(2, 2), "fp16"), **given) as handle:  # type: ignore[arg-type]
+        assert {name: getattr(handle, name) for name in given} == given
+        assert (handle.step, handle.observer) == (0, None)
+        for name in (*given, "step"):
+            with pytest.raises(AttributeError):
+                setattr(handle, name, 1)
+
+
+def test_bad_input_is_refused_with_what_to_do() -> None:
+    model = quantize(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "fp16")
+    with pytest.raises(ValueError, match=r"Linear is not quantised.*Call fpsim\.quantize\(model, fmt\) first"):
+        AdaLossScaled(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="model came as function"):
+        AdaLossScaled(lambda x: x)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"AdaLossTransformConv2d matches no module\. Classes in the model: Linear, ReLU, S"
+    ):
+        AdaLossScaled(model, [AdaLossTransformConv2d()])
+    with pytest.raises(TypeError, match=r"A transform came as 'Linear'\. Possible: AdaLossTransformLinear\(\)"):
+        AdaLossScaled(model, ["Linear"])  # type: ignore[list-item]
+    for options, message in (
+        ({"init_scale": 3.0}, "init_scale=3.0 is impossible. Possible: a power of two"),
+        ({"init_scale": 0.0}, "init_scale=0.0"),
+        ({"init_scale": math.inf}, "init_scale=inf"),
+        ({"update_every": 0}, "update_every=0"),
+        ({"scale_upper_bound": -1.0}, "scale_upper_bound=-1.0"),
+        ({"accum_upper_bound": math.nan}, "accum_upper_bound=nan"),
+        ({"accum_upper_bound": True}, "accum_upper_bound=True is impossible. Possible: a finite number above 0"),
+        ({"update_every": True}, "update_every=True is impossible. Possible: 1 for every step, or more"),
+        ({"branches": "both"}, "branches='both' is impossible. Possible: 'exact' or 'original'"),
+        ({"u_min": "half"}, "u_min='half'"),
+        ({"rule": "exact", "branches": "original"}, "branches='original' came with the rule 'exact'"),
+        ({"rule": "adaptive"}, "Unknown layer rule 'adaptive'"),
+    ):
+        with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+            AdaLossScaled(model, **options)  # type: ignore[arg-type]
+    first = AdaLossScaled(model)
+    with pytest.raises(ValueError, match=r"scaled already\. Call detach\(\)"):
+        AdaLossScaled(model)
+    first.detach()
+    AdaLossScaled(model).detach()
+    assert "ApproxRange(n_uf_threshold=0.001" in repr(first)
+    product = quantize(Product(), "fp16")
+    AdaLossScaled(product, rule="element_wise_range")
+    with pytest.raises(NotImplementedError, match=r"matmul at :matmul is no linear layer.*transforms="):
+        product(torch.ones(2, 2, requires_grad=True))
+
+
+class Product(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x
