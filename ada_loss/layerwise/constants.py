@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ada_loss.layerwise.scale_kernels import Limits
-from fpsim.scaling import RoundingSpec, keep_memory_of, log2_scale_limits, memory_of
+from fpsim.scaling import RoundingSpec, keep_memory_of, log2_scale_limits, memory_of, rounded
 
 __all__ = ["Constants"]
 
@@ -32,6 +32,7 @@ class Constants:
         self._factor_bound = math.inf if factor_bound is None else float(factor_bound)
         self._scale_bound = math.inf if scale_bound is None else float(scale_bound)
         self._found: dict[Any, Tensor] = {}
+        self._loses_ties: dict[RoundingSpec, bool] = {}
         self._buffer = keep_memory_of(torch.zeros(1, dtype=torch.int64, device="cpu"))
 
     def __len__(self) -> int:
@@ -71,6 +72,22 @@ class Constants:
             scale_bound=self._scale_bound,
             lost_exponent=math.floor(math.log2(lost_below)) - flushed,
         )
+
+    def loses_ties(self, spec: RoundingSpec) -> bool:
+        """Whether a magnitude of exactly 2**lost_exponent is lost.
+
+        The smallest number, and the smallest with all its digits, are not. Half of the smallest number is where
+        rounding makes zero of it: a tie goes to the even one of its neighbours, or away from zero. Of stochastic
+        rounding, which keeps every second one, all are counted.
+        """
+        found = self._loses_ties.get(spec)
+        if found is None:
+            found = self._u_min != "normal" and spec.rounding in TO_NEAREST
+            if found and spec.rounding != "stochastic":
+                half = torch.tensor([spec.fmt.smallest / 2], dtype=torch.float64, device="cpu")
+                found = float(rounded(half, spec)) == 0.0
+            self._loses_ties[spec] = found
+        return found
 
     def new_scale(self, device: torch.device) -> Tensor:
         """Where a kernel writes a scale; on the CPU one buffer for all, to be read with `written` at once."""
