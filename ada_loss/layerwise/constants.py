@@ -60,9 +60,6 @@ class Constants:
         fmt = spec.fmt
         lowest, highest = log2_scale_limits(spec, dtype)
         u_min = {"smallest": fmt.smallest, "flush": fmt.smallest / 2, "normal": fmt.smallest_normal}[self._u_min]
-        lost_below = fmt.smallest_normal if self._u_min == "normal" else fmt.smallest
-        # stochastic rounding flushes on average what nearest rounding flushes: up to half of the smallest magnitude
-        flushed = 1 if self._u_min != "normal" and spec.rounding in TO_NEAREST else 0
         return Limits(
             u_min=u_min,
             u_max=fmt.largest,
@@ -70,22 +67,31 @@ class Constants:
             highest=highest,
             factor_bound=self._factor_bound,
             scale_bound=self._scale_bound,
-            lost_exponent=math.floor(math.log2(lost_below)) - flushed,
+            lost_exponent=self._lost_exponent(spec),
         )
 
-    def loses_ties(self, spec: RoundingSpec) -> bool:
-        """Whether a magnitude of exactly 2**lost_exponent is lost.
+    def _lost_exponent(self, spec: RoundingSpec) -> int:
+        """The exponent of the largest power of two up to which, or below which, magnitudes are lost."""
+        lost_below = spec.fmt.smallest_normal if self._u_min == "normal" else spec.fmt.smallest
+        # stochastic rounding flushes on average what nearest rounding flushes: up to half of the smallest magnitude
+        flushed = 1 if self._u_min != "normal" and spec.rounding in TO_NEAREST else 0
+        return math.floor(math.log2(lost_below)) - flushed
 
-        The smallest number, and the smallest with all its digits, are not. Half of the smallest number is where
-        rounding makes zero of it: a tie goes to the even one of its neighbours, or away from zero. Of stochastic
-        rounding, which keeps every second one, all are counted.
+    def loses_ties(self, spec: RoundingSpec) -> bool:
+        """Whether a magnitude of exactly 2**lost_exponent is lost, and not only what is below.
+
+        It is what rounding makes zero of, or, for u_min="normal", less than the smallest normal number. Of stochastic
+        rounding, which keeps every second one of half the smallest number, all are counted.
         """
         found = self._loses_ties.get(spec)
         if found is None:
-            found = self._u_min != "normal" and spec.rounding in TO_NEAREST
-            if found and spec.rounding != "stochastic":
-                half = torch.tensor([spec.fmt.smallest / 2], dtype=torch.float64, device="cpu")
-                found = float(rounded(half, spec)) == 0.0
+            magnitude = 2.0 ** self._lost_exponent(spec)
+            if self._u_min == "normal":
+                found = magnitude < spec.fmt.smallest_normal
+            elif spec.rounding == "stochastic":
+                found = True
+            else:
+                found = float(rounded(torch.tensor([magnitude], dtype=torch.float64, device="cpu"), spec)) == 0.0
             self._loses_ties[spec] = found
         return found
 
