@@ -300,7 +300,10 @@ class ApproxRange(LayerRule):
 
 @dataclass(frozen=True)
 class AbsRange(LayerRule):
-    """No product underflows, by the smallest and the largest non-zero magnitudes of both operands alone."""
+    """No product underflows, by the smallest and the largest non-zero magnitudes of both operands alone.
+
+    The smallest product is taken `terms` times, as if sums never cancelled: where they do, some underflow.
+    """
 
     name: ClassVar[str] = "abs_range"
 
