@@ -110,15 +110,20 @@ def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tenso
     return out
 
 
-def binades(x: Tensor) -> tuple[Tensor, int]:
+def binades(x: Tensor, power_begins: bool = False) -> tuple[Tensor, int]:
     """How many elements of `x` lie in each binade, as int64 on its device, and the binade of the first.
 
     Entry i counts 2**(first+i) < |x| <= 2**(first+i+1): a power of two ends its binade. Zeros, inf and NaN are left
     out; the first entry holds the container's subnormals, all of them, with its smallest normal.
 
+    power_begins: entry i counts 2**(first+i) <= |x| < 2**(first+i+1), and the first one the subnormals alone.
+
     >>> counts, first = binades(torch.tensor([1.0, 1.5, 2.0, 0.0]))
     >>> {first + i: int(n) for i, n in enumerate(counts) if n}
     {-1: 1, 0: 2}
+    >>> counts, first = binades(torch.tensor([1.0, 1.5, 2.0, 0.0]), power_begins=True)
+    >>> {first + i: int(n) for i, n in enumerate(counts) if n}
+    {0: 2, 1: 1}
     """
     require_floating(x)
     x = _flat(x)
@@ -130,9 +135,9 @@ def binades(x: Tensor) -> tuple[Tensor, int]:
             stream = cuda_stream(torch.cuda.current_stream(x.device).cuda_stream)
             flat = x.detach().as_strided((x.numel(),), (1,)).view(integer)
             arrays = cuda_array(flat), x.numel(), cuda_array(bins)
-            cuda_exponents(x.element_size())(*arrays, stream)
+            cuda_exponents(x.element_size(), power_begins)(*arrays, stream)
     else:
-        exponents_loop(x.element_size())(x.data_ptr(), x.numel(), bins.data_ptr())
+        exponents_loop(x.element_size(), power_begins)(x.data_ptr(), x.numel(), bins.data_ptr())
     return bins, -bias
 
 

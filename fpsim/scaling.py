@@ -8,7 +8,7 @@ from __future__ import annotations
 from fpsim.autograd import round_differentiably
 from fpsim.emulation.marks import is_rounded_at, mark_rounded
 from fpsim.emulation.scope import Scaling
-from fpsim.launch import round_fitting_, rounded
+from fpsim.launch import round_fitting_, round_memory_, rounded
 from fpsim.model import listeners
 from fpsim.moments import amax_of, binades, keep_memory_of, memory_of, moments_of, on_device
 from fpsim.spec import RoundingSpec, log2_scale_limits
@@ -56,5 +56,6 @@ __all__ = [
     "on_device",
     "round_differentiably",
     "round_fitting_",
+    "round_memory_",
     "rounded",
 ]

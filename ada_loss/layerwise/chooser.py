@@ -20,7 +20,7 @@ from ada_loss.layerwise.scale_kernels import (
     scale_to_max,
     smallest_sufficient_scale,
 )
-from ada_loss.layerwise.sites import IncomingScale, SiteState
+from ada_loss.layerwise.sites import GradientSite, IncomingScale, SiteState
 from ada_loss.rules.layer import AmaxHistory, Current, Exact
 from fpsim.scaling import Moments, amax_of, binades, memory_of, on_device
 
@@ -83,7 +83,7 @@ class ScaleChooser:
         """A scale times the factor of one product, which is computed first where the mode says so.
 
         log2_scale: the scale of the gradient.
-        g: moments of the gradient.
+        g: moments of the gradient, as the product takes it.
         w: moments of the product's other operand, None where there is none.
         terms: how many products add up to one element of the result.
         limits: of the site where the result is rounded.
@@ -111,34 +111,28 @@ class ScaleChooser:
         return constants.written(out)
 
     def fit_scale(
-        self,
-        gradient: Tensor,
-        requested: Tensor,
-        limits: Tensor,
-        state: SiteState,
-        has_moments: bool,
-        is_selected: bool,
+        self, site: GradientSite, gradient: Tensor, requested: Tensor, state: SiteState, has_amax: bool
     ) -> Tensor:
         """The scale at which a gradient is rounded: one at which it does not overflow.
 
-        gradient: in its true size.
+        site: where it is rounded.
+        gradient: in its true size, before it is rounded.
         requested: the scale that it arrives with, or that its site holds.
-        limits: of its site.
         state: of its site.
-        has_moments: whether the state holds the gradient's moments already; else its amax is written there.
-        is_selected: whether the rule is for this site; others keep the requested scale.
+        has_amax: whether the state's moments hold the gradient's amax already; else it is written there.
         """
-        if not has_moments:
+        if not has_amax:
             amax_of(gradient, out=state.moments)
+        limits = self._constants.limits_of(site.spec, site.dtype, gradient.device)
         out = self._constants.new_scale(gradient.device)
-        if self._predicts or not is_selected:
+        if self._predicts or not site.is_selected:
             on_device(pass_scale_on, requested, state.moments, limits, out, state.chosen)
         else:
-            self._measure_scale(gradient, requested, limits, state, out)
+            self._measure_scale(site, gradient, requested, limits, state, out)
         return self._constants.written(out)
 
     def _measure_scale(
-        self, gradient: Tensor, requested: Tensor, limits: Tensor, state: SiteState, out: Tensor
+        self, site: GradientSite, gradient: Tensor, requested: Tensor, limits: Tensor, state: SiteState, out: Tensor
     ) -> None:
         """Write the scale of a rule that measures each gradient, whatever scale it arrives with."""
         rule, constants, device, chosen = self._rule, self._constants, gradient.device, state.chosen
@@ -152,7 +146,7 @@ class ScaleChooser:
             on_device(delayed_scaling, requested, state.moments, limits, margin, state.history, out, chosen)
         else:
             assert isinstance(rule, Exact)
-            bins, first = binades(gradient)
+            bins, first = binades(gradient, power_begins=not constants.loses_ties(site.spec))
             share = constants.tensor(torch.float64, device, rule.n_uf_threshold)
             first_bin = constants.tensor(torch.int64, device, first)
             on_device(smallest_sufficient_scale, requested, state.moments, limits, bins, first_bin, share, out, chosen)

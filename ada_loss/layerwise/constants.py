@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ada_loss.layerwise.scale_kernels import Limits
-from fpsim.scaling import RoundingSpec, keep_memory_of, log2_scale_limits, memory_of
+from fpsim.scaling import RoundingSpec, keep_memory_of, log2_scale_limits, memory_of, rounded
 
 __all__ = ["Constants"]
 
@@ -32,6 +32,7 @@ class Constants:
         self._factor_bound = math.inf if factor_bound is None else float(factor_bound)
         self._scale_bound = math.inf if scale_bound is None else float(scale_bound)
         self._found: dict[Any, Tensor] = {}
+        self._loses_ties: dict[RoundingSpec, bool] = {}
         self._buffer = keep_memory_of(torch.zeros(1, dtype=torch.int64, device="cpu"))
 
     def __len__(self) -> int:
@@ -59,9 +60,6 @@ class Constants:
         fmt = spec.fmt
         lowest, highest = log2_scale_limits(spec, dtype)
         u_min = {"smallest": fmt.smallest, "flush": fmt.smallest / 2, "normal": fmt.smallest_normal}[self._u_min]
-        lost_below = fmt.smallest_normal if self._u_min == "normal" else fmt.smallest
-        # stochastic rounding flushes on average what nearest rounding flushes: up to half of the smallest magnitude
-        flushed = 1 if self._u_min != "normal" and spec.rounding in TO_NEAREST else 0
         return Limits(
             u_min=u_min,
             u_max=fmt.largest,
@@ -69,8 +67,33 @@ class Constants:
             highest=highest,
             factor_bound=self._factor_bound,
             scale_bound=self._scale_bound,
-            lost_exponent=math.floor(math.log2(lost_below)) - flushed,
+            lost_exponent=self._lost_exponent(spec),
         )
+
+    def _lost_exponent(self, spec: RoundingSpec) -> int:
+        """The exponent of the largest power of two up to which, or below which, magnitudes are lost."""
+        lost_below = spec.fmt.smallest_normal if self._u_min == "normal" else spec.fmt.smallest
+        # stochastic rounding flushes on average what nearest rounding flushes: up to half of the smallest magnitude
+        flushed = 1 if self._u_min != "normal" and spec.rounding in TO_NEAREST else 0
+        return math.floor(math.log2(lost_below)) - flushed
+
+    def loses_ties(self, spec: RoundingSpec) -> bool:
+        """Whether a magnitude of exactly 2**lost_exponent is lost, and not only what is below.
+
+        It is what rounding makes zero of, or, for u_min="normal", less than the smallest normal number. Of stochastic
+        rounding, which keeps every second one of half the smallest number, all are counted.
+        """
+        found = self._loses_ties.get(spec)
+        if found is None:
+            magnitude = 2.0 ** self._lost_exponent(spec)
+            if self._u_min == "normal":
+                found = magnitude < spec.fmt.smallest_normal
+            elif spec.rounding == "stochastic":
+                found = True
+            else:
+                found = float(rounded(torch.tensor([magnitude], dtype=torch.float64, device="cpu"), spec)) == 0.0
+            self._loses_ties[spec] = found
+        return found
 
     def new_scale(self, device: torch.device) -> Tensor:
         """Where a kernel writes a scale; on the CPU one buffer for all, to be read with `written` at once."""

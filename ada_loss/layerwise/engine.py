@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,13 +23,30 @@ from ada_loss.layerwise.constants import Constants
 from ada_loss.layerwise.forks import round_branches
 from ada_loss.layerwise.options import Options
 from ada_loss.layerwise.product_moments import product_moments
-from ada_loss.layerwise.scale_kernels import HOLD, IF_UNKNOWN, RECOMPUTE, REQUESTED, REUSE, SiteMode
+from ada_loss.layerwise.scale_kernels import (
+    HOLD,
+    IF_UNKNOWN,
+    RECOMPUTE,
+    REQUESTED,
+    REUSE,
+    SiteMode,
+    keep_what_is_not_finite,
+)
 from ada_loss.layerwise.schedule import UPDATE, Schedule
 from ada_loss.layerwise.sites import MEASURED, GradientSite, IncomingScale, ProductEdge, SiteState
 from ada_loss.rules.layer import ElementWiseRange, Fixed
 from ada_loss.transforms import PRODUCTS, Product
 from fpsim import scaling
-from fpsim.scaling import RoundingSpec, current_graph_task, is_rounded_at, mark_rounded, moments_of
+from fpsim.scaling import (
+    RoundingSpec,
+    current_graph_task,
+    is_rounded_at,
+    mark_rounded,
+    moments_of,
+    on_device,
+    round_memory_,
+    rounded,
+)
 
 __all__ = ["Engine", "Observed"]
 
@@ -61,16 +78,16 @@ class Engine:
     """Decides at which scale each gradient of a model is rounded.
 
     options: the settings.
-    modules: names of the modules whose products are scaled; None for all.
-    scales_casts: whether gradients that enter the format from float32 get a factor.
     """
 
-    def __init__(self, options: Options, modules: Set[str] | None, scales_casts: bool) -> None:
+    def __init__(self, options: Options) -> None:
         rule = self._rule = options.rule
-        self._options, self._modules = options, modules
+        self._options, self._modules = options, options.modules
         self._predicts, self._holds_scales = options.predicts, options.holds_scales
-        self._measures_casts = self._predicts and scales_casts and not isinstance(rule, Fixed)
+        self._measures_casts = self._predicts and options.scales_casts and not isinstance(rule, Fixed)
         self._product_rule = rule if isinstance(rule, ElementWiseRange) else None
+        self._is_fixed = isinstance(rule, Fixed)
+        self._skips_amax = self._predicts and not (self._holds_scales or self._is_fixed or self._product_rule)
         self.observer: Observed | None = None
         self._told: Observed | None = None  # the observer, in a step that it wants
         self.states: defaultdict[tuple[str, str], SiteState] = defaultdict(SiteState)  # by name and role
@@ -157,11 +174,11 @@ class Engine:
             schedule.is_all_known = None
         state.last_step = schedule.step
         seen = None if self._told is None else gradient.detach()
+        if seen is not None and may_round:
+            seen = seen.clone()  # the observer sees it before it is rounded
         if site.is_linked or state.held_log2_scale is None:
-            log2_scale = self._choose_scale(site, graph_task, gradient, state)
+            log2_scale = self._choose_scale(site, graph_task, gradient, state, may_round)
         else:
-            if seen is not None and may_round:
-                seen = seen.clone()  # the observer sees it before it is rounded
             log2_scale = self._hold_scale(site, gradient, state, state.held_log2_scale, may_round)
         state.log2_scale = log2_scale
         if self._told is not None and seen is not None:
@@ -183,8 +200,11 @@ class Engine:
 
     # In a step that chooses scales.
 
-    def _choose_scale(self, site: GradientSite, graph_task: int, gradient: Tensor, state: SiteState) -> Tensor:
+    def _choose_scale(
+        self, site: GradientSite, graph_task: int, gradient: Tensor, state: SiteState, may_round: bool
+    ) -> Tensor:
         """The scale of the gradient's consumers, lowered where it would overflow; sites behind are sent theirs."""
+        chooser = self._chooser
         limits = self.constants.limits_of(site.spec, site.dtype, gradient.device)
         incoming = site.incoming if site.graph_task == graph_task else []
         site.incoming = []
@@ -193,27 +213,45 @@ class Engine:
             assert state.held_log2_scale is not None
             requested = state.held_log2_scale
         else:
-            requested = self._chooser.requested_scale(incoming, limits, gradient.device)
+            requested = chooser.requested_scale(incoming, limits, gradient.device)
             if self._told is not None:
                 state.chosen[:REQUESTED] = math.nan  # not what an earlier step chose
-        gathers = mode >= IF_UNKNOWN
-        if gathers:
-            moments_of(gradient, logs=is_measured and self._rule.logs, out=state.moments)
+        has_moments = is_measured and mode >= IF_UNKNOWN
+        if has_moments:  # as the original's cast does, before the gradient is in the format
+            moments_of(gradient, logs=self._rule.logs, out=state.moments)
         if is_measured:
-            requested = self._chooser.scale_by_factor(requested, state.moments, None, 1, limits, mode, state, MEASURED)
+            requested = chooser.scale_by_factor(requested, state.moments, None, 1, limits, mode, state, MEASURED)
         # a gradient that was rounded at this very scale fits, and nobody needs its amax
-        may_skip = incoming and self._predicts and not is_measured and not self._holds_scales
-        if may_skip and self._told is None and is_rounded_at(gradient, requested, site.spec):
-            log2_scale = requested
-        else:
-            log2_scale = self._chooser.fit_scale(gradient, requested, limits, state, gathers, site.is_selected)
+        may_skip = incoming and self._skips_amax and not is_measured
+        fits = bool(may_skip) and self._told is None and is_rounded_at(gradient, requested, site.spec)
+        log2_scale = requested if fits else chooser.fit_scale(site, gradient, requested, state, has_moments)
         if self._holds_scales:
             if mode is not HOLD and site.is_linked:
-                state.held_log2_scale = self._chooser.scale_to_hold(requested, state)
+                state.held_log2_scale = chooser.scale_to_hold(requested, state)
             if state.held_log2_scale is not None:
                 state.note_headroom(state.held_log2_scale, limits)
+        if mode >= IF_UNKNOWN and site.predicted and not self._is_fixed:
+            gradient = self._round_for_products(site, gradient, log2_scale, may_round)
+            if self._product_rule is None:
+                moments_of(gradient, out=state.rounded_moments)
+                if not fits:
+                    on_device(keep_what_is_not_finite, state.moments, state.rounded_moments)
         self._send_scales(site, graph_task, gradient, log2_scale, state, mode)
         return log2_scale
+
+    def _round_for_products(self, site: GradientSite, gradient: Tensor, log2_scale: Tensor, may_round: bool) -> Tensor:
+        """The gradient in its format, of which its products' factors are computed, as in the original.
+
+        Where somebody else holds it, this is a copy; under stochastic rounding one with noise of its own, so that the
+        training's is drawn as without it.
+        """
+        if is_rounded_at(gradient, log2_scale, site.spec):
+            return gradient
+        if may_round:
+            round_memory_(gradient, site.spec, None, log2_scale)
+            mark_rounded(gradient, log2_scale, site.spec)
+            return gradient
+        return rounded(gradient, site.spec, torch.tensor(self.schedule.step, device="cpu"), log2_scale)
 
     def _mode_of(self, site: GradientSite, incoming: list[IncomingScale], state: SiteState) -> tuple[SiteMode, bool]:
         """What the site does in this step, and whether its scale gets a factor from the gradient itself.
@@ -253,13 +291,17 @@ class Engine:
     def _scale_of_operand(
         self, edge: ProductEdge, gradient: Tensor, log2_scale: Tensor, state: SiteState, mode: SiteMode
     ) -> Tensor:
-        """The scale of what a product passes on to one operand, from statistics of the gradient and of the other."""
-        gathers, g, w = mode >= IF_UNKNOWN, state.moments, None
+        """The scale of what a product passes on to one operand, from statistics of the gradient and of the other.
+
+        gradient: in its format, where factors are computed.
+        """
+        gathers, g, w = mode >= IF_UNKNOWN, state.moments if self._is_fixed else state.rounded_moments, None
         if self._product_rule is not None:
             if gathers:
                 assert edge.other is not None
                 assert edge.channel is not None
                 g = product_moments(gradient, edge.other, edge.channel, self._product_rule.max_rescue_ratio)
+                on_device(keep_what_is_not_finite, state.moments, g)
         else:
             if gathers and edge.other is not None:
                 edge.other_moments = moments_of(edge.other)
@@ -286,9 +328,8 @@ class Engine:
             if self._told is not None:
                 state.chosen[REQUESTED:] = held  # REQUESTED and FINAL
             return held
-        limits = self.constants.limits_of(site.spec, site.dtype, gradient.device)
-        log2_scale = self._chooser.fit_scale(gradient, held, limits, state, False, site.is_selected)
-        state.note_headroom(held, limits)
+        log2_scale = self._chooser.fit_scale(site, gradient, held, state, False)
+        state.note_headroom(held, self.constants.limits_of(site.spec, site.dtype, gradient.device))
         return log2_scale
 
     def _round_if_it_fits(self, site: GradientSite, gradient: Tensor, state: SiteState, log2_scale: Tensor) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from ada_loss.rules.layer import LayerRule
 from fpsim.checks import is_finite_number, is_whole
@@ -16,7 +17,11 @@ U_MINS = ("smallest", "flush", "normal")
 
 @dataclass(frozen=True)
 class Options:
-    """The settings of `AdaLossScaled`, which documents them. Raises ValueError for an invalid one."""
+    """The settings of `AdaLossScaled`, which documents them. Raises ValueError for an invalid one.
+
+    modules: names of the modules whose products are scaled; None for all.
+    scales_casts: whether gradients that enter the format from float32 get a factor.
+    """
 
     rule: LayerRule
     init_scale: float
@@ -25,6 +30,8 @@ class Options:
     accum_upper_bound: float | None
     branches: str
     u_min: str
+    modules: frozenset[str] | None
+    scales_casts: bool
 
     def __post_init__(self) -> None:
         scale = self.init_scale
@@ -38,19 +45,47 @@ class Options:
                 raise ValueError(f"{name}={bound!r} is impossible. Possible: a finite number above 0, or None.")
         if self.branches not in BRANCHES:
             raise ValueError(f"branches={self.branches!r} is impossible. Possible: 'exact' or 'original'.")
-        if self.branches == "original" and not self.predicts:
-            raise ValueError(
-                f"branches='original' came with the rule {self.rule.name!r}, which measures the sum of the branches. "
-                f"Possible: branches='exact', or a rule that predicts: approx_range, abs_range, element_wise_range, "
-                f"fixed."
-            )
+        if not self.predicts:
+            self._check_what_is_measured()
         if self.u_min not in U_MINS:
             raise ValueError(f"u_min={self.u_min!r} is impossible. Possible: 'smallest', 'flush' or 'normal'.")
+
+    def _check_what_is_measured(self) -> None:
+        """Refuse what says nothing to a rule that measures each gradient: it has no factors, and nothing to hold."""
+        ahead = "a rule that predicts: approx_range, abs_range, element_wise_range, fixed"
+        if self.branches == "original":
+            raise ValueError(
+                f"branches='original' came with the rule {self.rule.name!r}, which measures the sum of the branches. "
+                f"Possible: branches='exact', or {ahead}."
+            )
+        if self.init_scale != 1 and self.modules is None:
+            raise ValueError(
+                f"init_scale={self.init_scale} came with the rule {self.rule.name!r}, which measures every gradient, "
+                f"whatever scale it comes with. Possible: init_scale=1.0; transforms=, for modules that are not "
+                f"measured and pass it on; or {ahead}."
+            )
+        if self.update_every != 1:
+            raise ValueError(
+                f"update_every={self.update_every} came with the rule {self.rule.name!r}, which measures every "
+                f"gradient in every step. Possible: update_every=1, or {ahead}."
+            )
+        if self.scale_upper_bound is not None:
+            raise ValueError(
+                f"scale_upper_bound={self.scale_upper_bound} came with the rule {self.rule.name!r}. It bounds the "
+                f"factor of a product, and this rule measures scales. Possible: accum_upper_bound, which "
+                f"bounds the scale itself, or {ahead}."
+            )
 
     @property
     def predicts(self) -> bool:
         """Whether the rule predicts what a product gives from its operands; else it measures what arrives."""
         return self.rule.predicts
+
+    def as_plain(self) -> dict[str, Any]:
+        """All of them as plain values, the rule by its name and parameters."""
+        modules = None if self.modules is None else sorted(self.modules)
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**plain, "rule": self.rule.name, "params": asdict(self.rule), "modules": modules}
 
     @property
     def init_log2_scale(self) -> int:
@@ -58,5 +93,5 @@ class Options:
 
     @property
     def holds_scales(self) -> bool:
-        """Whether scales are held between updates. What is measured needs no update, and "original" reuses factors."""
-        return self.predicts and self.branches == "exact" and self.update_every > 1
+        """Whether scales are held between updates; "original" reuses factors."""
+        return self.branches == "exact" and self.update_every > 1

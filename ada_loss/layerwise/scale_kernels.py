@@ -4,7 +4,8 @@ Each kernel is a function over small arrays. It runs in Python for a gradient on
 kernel of one thread for a gradient on a GPU, so that no number is copied to the host. Kernels share these arguments:
 
 log2_scale: (1,) int64, the requested scale: the one with which the gradient arrived, or that was held.
-moments, g, w: `Moments` as (10,) float64: of the gradient, of the gradient and of the product's other operand.
+moments, g, w: `Moments` as (10,) float64: of the gradient before it is rounded, of the rounded one (or, where it enters
+    the format, of the one before), and of the product's other operand.
 limits: `Limits` as (7,) float64.
 out: (1,) int64, where the scale is written.
 chosen: (5,) float64, where the decision is written for a recorder, in the fields of `CHOSEN`.
@@ -43,6 +44,7 @@ __all__ = [
     "SiteMode",
     "delayed_scaling",
     "factor_kernel",
+    "keep_what_is_not_finite",
     "meeting_scale",
     "pass_scale_on",
     "retain_last_informative",
@@ -72,7 +74,7 @@ class Limits(NamedTuple):
     highest: float
     factor_bound: float  # the largest factor of one product, inf for no bound
     scale_bound: float  # the largest scale that factors may add up to, inf for no bound
-    lost_exponent: float  # magnitudes up to 2**lost_exponent underflow
+    lost_exponent: float  # magnitudes below 2**lost_exponent underflow, and it does where `Constants.loses_ties`
 
 
 U_MIN, U_MAX, LOWEST, HIGHEST, FACTOR_BOUND, SCALE_BOUND, LOST_EXPONENT = range(len(Limits._fields))
@@ -101,22 +103,41 @@ def retain_last_informative(requested, held, moments, out):  # type: ignore[no-u
     out[0] = requested[0] if 0.0 < moments[AMAX] < math.inf else held[0]
 
 
+def _measured(k, log2_scale, limits, chosen):  # type: ignore[no-untyped-def]
+    """The scale that a rule measured, or the largest one that its user allows."""
+    if limits[SCALE_BOUND] < math.inf:
+        k = min(k, floor_log2(limits[SCALE_BOUND]))
+    chosen[POWER_OF_TWO] = k - log2_scale[0]
+    return k
+
+
+def keep_what_is_not_finite(before, after):  # type: ignore[no-untyped-def]
+    """Let the moments of a rounded gradient say that it was not finite: a format that saturates shows no inf."""
+    if not before[AMAX] < math.inf:
+        after[AMAX] = math.inf
+
+
 def scale_to_max(log2_scale, moments, limits, margin, out, chosen):  # type: ignore[no-untyped-def]
     """Scale amax to just below the format's maximum, less `margin` powers of two."""
     k = log2_scale[0]
     if 0.0 < moments[AMAX] < math.inf:
         k = fitting_log2_scale(moments[AMAX], limits[U_MAX]) - margin[0]
-    chosen[POWER_OF_TWO] = k - log2_scale[0]
+    k = _measured(k, log2_scale, limits, chosen)
     _fit(k, moments[AMAX], limits, out, chosen)
 
 
 def delayed_scaling(log2_scale, moments, limits, margin, history, out, chosen):  # type: ignore[no-untyped-def]
-    """Scale the largest amax of the past steps to just below the maximum; then add this step's to `history`."""
+    """Scale the largest amax of the past steps to just below the maximum; then add this step's to `history`.
+
+    A history of zeros tells nothing: this step's own amax takes its place.
+    """
     largest = 0.0
     for i in range(len(history)):
         largest = max(largest, history[i])
+    if largest == 0.0 and moments[AMAX] < math.inf:
+        largest = moments[AMAX]
     k = fitting_log2_scale(largest, limits[U_MAX]) - margin[0] if largest > 0.0 else 0
-    chosen[POWER_OF_TWO] = k - log2_scale[0]
+    k = _measured(k, log2_scale, limits, chosen)
     _fit(k, moments[AMAX], limits, out, chosen)
     if moments[AMAX] < math.inf:
         for i in range(len(history) - 1):
@@ -127,10 +148,11 @@ def delayed_scaling(log2_scale, moments, limits, margin, history, out, chosen): 
 def smallest_sufficient_scale(log2_scale, moments, limits, bins, first, share, out, chosen):  # type: ignore[no-untyped-def]
     """The smallest scale, 1 or more, at which at most `share` of the elements underflows.
 
-    bins, first: from `binades`: the elements counted by exponent, and the exponent of the first count.
+    bins, first: from `binades`: the elements counted by exponent, and the exponent of the first count. A power of two
+        ends its binade where rounding loses it, and begins it elsewhere.
     """
     k = max(exact(bins, first[0], int(limits[LOST_EXPONENT]), share[0]), 0)
-    chosen[POWER_OF_TWO] = k - log2_scale[0]
+    k = _measured(k, log2_scale, limits, chosen)
     _fit(k, moments[AMAX], limits, out, chosen)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,28 +24,36 @@ class AdaLossScaled:
     loss scaler need not know. `detach()`, or the end of a `with` block, leaves the model as it was. A copy of the model
     is not scaled.
 
-    The method is that of Zhao, Vogel, Ahmed, Luk, IJCAI 2020, for every format. At a matrix product the incoming
-    gradient, rounded at scale S, and the other operand give the power of two by which the outgoing gradient is scaled:
-    few of its elements underflow and none overflows. Other operations pass S on, and parameters' gradients are rounded
-    at S. In every step a scale at which a gradient would overflow is lowered until it fits. A gradient that holds inf
-    or NaN is passed through at scale 1; guard the step with a scaler (`GradScaler("static", ...)`) where that may
-    happen.
+    The method is that of Zhao, Vogel, Ahmed, Luk, IJCAI 2020. At a matrix product the incoming gradient, rounded at
+    scale S, and the other operand give the power of two by which the outgoing gradient is scaled: few of its elements
+    underflow and none overflows. Other operations pass S on, and parameters' gradients are rounded at S. In every step
+    a scale at which a gradient would overflow is lowered until it fits. A gradient that holds inf or NaN is passed
+    through at scale 1; guard the step with a scaler (`GradScaler("static", ...)`) where that may happen.
+
+    What is ours and not the original's: any format, any operation and any model (the original is for fp16 and for a
+    list of layers); scales without bounds; bounds, where they are given, on every rule that predicts and on casts (the
+    original bounds "approx_range" alone); `branches="exact"`; lowering a scale until the gradient fits, also between
+    updates; the second moment of a gradient that enters the format where the original takes its standard deviation
+    (`stats="grad"` is the original's); and the rules that measure.
 
     model: from `fpsim.quantize`, with any format and policy. Formats with float32's exponents have nothing to scale.
     transforms: the modules whose products are scaled, `[AdaLossTransformLinear(), ...]`. None for every product, and
         for the cast of float32 gradients at the model's outputs.
-    init_scale: the scale of gradients that enter the model, a power of two.
+    init_scale: the scale of gradients that enter the model, a power of two. A rule that measures takes another than 1
+        with `transforms` only, for the modules that they leave out.
     rule: how a scale is chosen: a `LayerRule`, or a name: "approx_range", "abs_range", "element_wise_range" and "fixed"
         predict what a product gives; "exact", "current" and "amax_history" measure each tensor where it is rounded.
     update_every: scales are chosen in each n-th step, a step being a backward pass, and held in between, each site its
         own. Where a gradient is zero or not finite the last scale stays, or the next step chooses the first. A gradient
         that overflows between updates, more than 16 times as large as in the step before, may have been rounded once
-        already when its scale is lowered.
-    scale_upper_bound: the largest factor of one product, None for no bound (the original: 16).
-    accum_upper_bound: the largest scale that factors may add up to, None for no bound (the original: 1024).
+        already when its scale is lowered. A rule that measures does so in every step, and takes 1 only.
+    scale_upper_bound: the largest factor of one product or cast, None for no bound (the original: 16). For rules that
+        predict.
+    accum_upper_bound: the largest scale that factors may add up to, or that a rule measures, None for no bound (the
+        original: 1024). Bounds are rounded down to powers of two.
     branches: where the gradients of several consumers are added, "exact" rounds their sum once, at the largest of
-        their scales at which it fits. "original" rounds each at its own scale, and the sum at the scale that the
-        original chooses; between updates it reuses factors, not scales.
+        their scales, which is lowered until the sum fits. "original" rounds each at its own scale, and the sum at the
+        scale that the original chooses; between updates it reuses factors, not scales. For rules that predict.
     u_min: what the rules keep gradients above: "smallest", the format's smallest magnitude; "flush", the half of it,
         where rounding flushes; "normal", the smallest with all its digits, which suits 8-bit formats.
 
@@ -87,11 +94,17 @@ class AdaLossScaled:
         if any(found.scaling is not None for found in self._listeners):
             raise ValueError("This model is scaled already. Call detach() on the other AdaLossScaled first.")
         self._options = Options(
-            as_layer_rule(rule), init_scale, update_every, scale_upper_bound, accum_upper_bound, branches, u_min
+            as_layer_rule(rule),
+            init_scale,
+            update_every,
+            scale_upper_bound,
+            accum_upper_bound,
+            branches,
+            u_min,
+            *_selected(model, transforms),
         )
         self.model = model
-        modules, scales_casts = _selected(model, transforms)
-        self._engine = Engine(self._options, modules, scales_casts)
+        self._engine = Engine(self._options)
         for found in self._listeners:
             found.scaling = self._engine.make_site
 
@@ -197,33 +210,49 @@ class AdaLossScaled:
         return {site: s.log2_scale for (site, r), s in states.items() if r == role and s.log2_scale is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """The rule, the step, and what is known of each site, as plain values; copies numbers to the host."""
+        """All settings, the step, and what is known of each site, as plain values; copies numbers to the host."""
         schedule, states = self._engine.schedule, self._engine.states
         return {
-            "rule": self.rule.name,
-            "params": asdict(self.rule),
+            **self._options.as_plain(),
             "step": schedule.step,
             "updated": schedule.last_update,
             "sites": [{"site": site, "role": role, **state.as_plain()} for (site, role), state in states.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was saved. Raises ValueError for the state of another rule."""
-        if not {"rule", "params", "step", "updated", "sites"} <= set(state):
+        """Go on where a state was saved.
+
+        Raises ValueError for the state of other settings, and for one that does not say all of them: one that an older
+        version saved, which kept the rule alone.
+        """
+        settings = self._options.as_plain()
+        needed = [*settings, "step", "updated", "sites"]
+        missing = [name for name in needed if name not in state]
+        if missing:
             raise ValueError(
-                f"The state has {sorted(state)}. It has rule, params, step, updated and sites. Use state_dict()."
+                f"The state has {sorted(state)}, and lacks {', '.join(missing)}. Possible: a state_dict() of this "
+                f"version, which keeps all settings; older ones kept the rule alone. Start without the state: scales "
+                f"are chosen anew in the next step."
             )
-        if (state["rule"], state["params"]) != (self.rule.name, asdict(self.rule)):
+        other = [name for name in settings if state[name] != settings[name]]
+        if other:
             raise ValueError(
-                f"The state is of the rule {state['rule']!r} with {state['params']}, and this scales by {self.rule}. "
-                f"Make one with that rule, or start without the state."
+                f"The state is of other settings: {', '.join(f'{name}={_short(state[name])}' for name in other)}. This "
+                f"has {', '.join(f'{name}={_short(settings[name])}' for name in other)}. Make an AdaLossScaled with "
+                f"the state's settings, or start without the state."
             )
         self._engine.load(int(state["step"]), int(state["updated"]), state["sites"])
 
 
+def _short(setting: Any) -> str:
+    """A setting in an error: a long list of modules by its ends."""
+    text = repr(setting)
+    return text if len(text) <= 80 else f"{text[:38]} ... {text[-38:]}"
+
+
 def _selected(
     model: nn.Module, transforms: Iterable[AdaLossTransform | AdaLossTransformCast] | None
-) -> tuple[set[str] | None, bool]:
+) -> tuple[frozenset[str] | None, bool]:
     """The names of the modules whose products are scaled, None for all, and whether casts are scaled."""
     if transforms is None:
         return None, True
@@ -245,4 +274,4 @@ def _selected(
                 f"Leave it out, or leave out transforms= to scale every product."
             )
         selected |= {m for m in modules for name in matched if m == name or m.startswith(f"{name}.") or not name}
-    return selected, scales_casts
+    return frozenset(selected), scales_casts

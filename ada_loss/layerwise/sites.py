@@ -37,6 +37,7 @@ class SiteState:
         "last_step",
         "log2_scale",
         "moments",
+        "rounded_moments",
         "uses",
     )
 
@@ -50,7 +51,9 @@ class SiteState:
         self.uses = 0  # gradients of the site in that step, counted in the state of the first of them
         self.history: Tensor | None = None  # of amax, for delayed scaling
         self.log2_scale: Tensor | None = None  # at which the last gradient was rounded
+        # of the gradient before it is rounded, often its amax alone; and of the rounded one, where a product asks
         self.moments = keep_memory_of(torch.zeros(len(Moments._fields), dtype=torch.float64, device="cpu"))
+        self.rounded_moments = keep_memory_of(torch.zeros_like(self.moments))
         self.chosen = keep_memory_of(torch.full((len(CHOSEN),), math.nan, dtype=torch.float64, device="cpu"))
 
     def has_headroom(self) -> bool:
@@ -94,7 +97,8 @@ class SiteState:
         self.history = None if self.history is None else self.history.to(device)
         self.held_log2_scale = None if self.held_log2_scale is None else self.held_log2_scale.to(device)
         self.ceiling = 0.0
-        self.moments, self.chosen = self.moments.to(device), self.chosen.to(device)
+        self.moments, self.rounded_moments = self.moments.to(device), self.rounded_moments.to(device)
+        self.chosen = self.chosen.to(device)
 
     def as_plain(self) -> dict[str, Any]:
         """What `state_dict` saves of a site, as plain values; copies numbers to the host."""

@@ -89,25 +89,27 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Callable[..., None]:
 
 
 @cache
-def exponents_loop(size: int) -> Callable[..., None]:
+def exponents_loop(size: int, power_begins: bool = False) -> Callable[..., None]:
     """Count `n` numbers from address `src` by binade into int64 at `bins`: bin f holds 2**(f-b) < |x| <= 2**(f-b+1).
 
     f is the exponent field of the next smaller magnitude, b the bias, so that a power of two ends its bin: at a
-    threshold of that kind a tie falls. Zero, inf and NaN are not counted.
+    threshold of that kind a tie falls. power_begins: f is the number's own field, and a power of two begins its bin.
+    Zero, inf and NaN are not counted.
     """
     uint = np.uint32 if size == 4 else np.uint64
     container = rounding.BINARY32 if size == 4 else rounding.BINARY64
     magnitude_mask = uint((1 << (8 * size - 1)) - 1)
     infinity, mantissa_bits = uint(container.bits(float("inf"))), uint(container.mantissa_bits)
+    less = uint(0 if power_begins else 1)
 
-    @compiled_loop(size)
+    @compiled_loop(size, power_begins)
     def loop(src, n, bins):  # type: ignore[no-untyped-def]
         bits = carray(pointer(src), (n,), uint)
         out = carray(pointer(bins), (2 << (8 * size - 2 - container.mantissa_bits),), np.int64)
         for i in range(n):
             magnitude = uint(bits[i] & magnitude_mask)
             if uint(0) < magnitude < infinity:
-                out[uint(magnitude - uint(1)) >> mantissa_bits] += 1
+                out[uint(magnitude - less) >> mantissa_bits] += 1
 
     return loop
 
@@ -203,7 +205,7 @@ def cuda_amax_kernel() -> Callable[..., None]:
     return kernel
 
 
-def cuda_exponents_kernel(size: int) -> Callable[..., None]:
+def cuda_exponents_kernel(size: int, power_begins: bool = False) -> Callable[..., None]:
     """The body of the CUDA kernel that counts by binade as `exponents_loop` does; `bits` is flat and unsigned."""
     global cuda
     cuda = cuda_module()
@@ -211,12 +213,13 @@ def cuda_exponents_kernel(size: int) -> Callable[..., None]:
     container = rounding.BINARY32 if size == 4 else rounding.BINARY64
     magnitude_mask = uint((1 << (8 * size - 1)) - 1)
     infinity, mantissa_bits = uint(container.bits(float("inf"))), uint(container.mantissa_bits)
+    less = uint(0 if power_begins else 1)
 
     def kernel(bits, n, bins):  # type: ignore[no-untyped-def]
         for i in range(cuda.grid(1), n, cuda.gridsize(1)):
             magnitude = uint(bits[i] & magnitude_mask)
             if uint(0) < magnitude < infinity:
-                cuda.atomic.add(bins, uint(magnitude - uint(1)) >> mantissa_bits, 1)
+                cuda.atomic.add(bins, uint(magnitude - less) >> mantissa_bits, 1)
 
     return kernel
 
@@ -233,9 +236,9 @@ def cuda_moments(only_amax: bool, logs: bool) -> Callable[..., None]:
 
 
 @cache
-def cuda_exponents(size: int) -> Callable[..., None]:
+def cuda_exponents(size: int, power_begins: bool = False) -> Callable[..., None]:
     """The compiled kernel with its launch: (bits, n, bins, stream)."""
-    kernel = cuda_module().jit(cuda_exponents_kernel(size))
+    kernel = cuda_module().jit(cuda_exponents_kernel(size, power_begins))
 
     def launch(bits: Any, n: int, bins: Any, stream: Any) -> None:
         kernel[MOMENTS_BLOCKS, CUDA_THREADS, stream](bits, n, bins)

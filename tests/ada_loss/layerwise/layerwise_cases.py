@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ada_loss.rules import LAYER_RULES
 
 RULES = list(LAYER_RULES)
+AHEAD = [name for name in RULES if LAYER_RULES[name].predicts]
 
 
 def seeded(seed: int = 0) -> torch.Generator:

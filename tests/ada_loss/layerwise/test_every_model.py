@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layerwise_cases import RULES, assert_same, backward, gradients, seeded
+from layerwise_cases import AHEAD, RULES, assert_same, backward, gradients, seeded
 from torch import Tensor, nn
 
 from ada_loss import (
@@ -34,7 +34,8 @@ def test_in_a_wide_format_scales_change_no_bit(case: tuple[nn.Module, Tensor], r
             pytest.skip("what is measured has no branches")
         with AdaLossScaled(plain, rule="fixed", branches=branches):
             expected = backward(plain, x)
-    with AdaLossScaled(scaled, rule=rule, branches=branches, init_scale=2.0**40):
+    init_scale = 2.0**40 if rule in AHEAD else 1.0
+    with AdaLossScaled(scaled, rule=rule, branches=branches, init_scale=init_scale):
         assert_same(backward(scaled, x), expected)
 
 
@@ -74,6 +75,8 @@ def test_detached_a_model_is_what_it_was(case: tuple[nn.Module, Tensor], rule: s
     model, x = case
     if rule == "element_wise_range":
         pytest.skip("not every product is its")
+    if update_every > 1 and rule not in AHEAD:
+        pytest.skip("what measures does so in every step")
     model = quantize(model, "e5m2")
     names, expected = list(model.state_dict()), backward(model, x, 1e-4)
     handle = AdaLossScaled(model, rule=rule, update_every=update_every)

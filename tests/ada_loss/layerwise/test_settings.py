@@ -42,6 +42,7 @@ def test_bad_input_is_refused_with_what_to_do() -> None:
         AdaLossScaled(model, [AdaLossTransformConv2d()])
     with pytest.raises(TypeError, match=r"A transform came as 'Linear'\. Possible: AdaLossTransformLinear\(\)"):
         AdaLossScaled(model, ["Linear"])  # type: ignore[list-item]
+    unheeded = ({"init_scale": 2.0}, {"update_every": 2}, {"scale_upper_bound": 16.0})
     for options, message in (
         ({"init_scale": 3.0}, "init_scale=3.0 is impossible. Possible: a power of two"),
         ({"init_scale": 0.0}, "init_scale=0.0"),
@@ -54,6 +55,11 @@ def test_bad_input_is_refused_with_what_to_do() -> None:
         ({"branches": "both"}, "branches='both' is impossible. Possible: 'exact' or 'original'"),
         ({"u_min": "half"}, "u_min='half'"),
         ({"rule": "exact", "branches": "original"}, "branches='original' came with the rule 'exact'"),
+        *(
+            ({"rule": rule, **given}, f"{next(iter(given))}={next(iter(given.values()))} came with the rule '{rule}'")
+            for rule in ("exact", "current", "amax_history")
+            for given in unheeded
+        ),
         ({"rule": "adaptive"}, "Unknown layer rule 'adaptive'"),
     ):
         with pytest.raises(ValueError, match=message.replace("(", r"\(")):

@@ -66,7 +66,7 @@ def test_layers_that_stay_in_float32_pass_the_scale_through() -> None:
     model = quantize(net, Policy(error="fp16", overrides={"1": None}))
     with AdaLossScaled(model, [AdaLossTransformLinear()]) as handle:
         handle.observer = recorder = Recorder()
-        backward(model, torch.randn(8, 16, generator=seeded()), 1e-9)
+        backward(model, torch.randn(8, 16, generator=seeded()), 1e-6)
     rows = {row["site"]: row for row in recorder.rows() if row["role"] == "error"}
     assert "1:linear" not in rows
     assert rows["0:linear"]["log2_wanted"] == rows["2:linear"]["log2_power_of_two"] > 0
@@ -125,7 +125,7 @@ def test_no_graph_is_followed_between_updates() -> None:
     torch.manual_seed(0)
     model = quantize(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), "e5m2")
     x, known = torch.randn(4, 8, generator=seeded()), []
-    for rule, update_every in (("approx_range", 3), ("approx_range", 1), ("exact", 3)):
+    for rule, update_every in (("approx_range", 3), ("approx_range", 1), ("exact", 1)):
         with AdaLossScaled(model, rule=rule, update_every=update_every):
             for _ in range(7):
                 out = model(x)

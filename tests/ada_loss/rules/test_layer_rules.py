@@ -74,8 +74,7 @@ def test_approx_range_gives_the_factors_of_its_three_generations(
 ) -> None:
     gradient, weight = moments(alternating(s, 8, k)), moments(alternating(w, k, k))
     for stats, expected in zip(("product", "grad", "grad+weight"), raw, strict=True):
-        has_weight = stats != "grad"  # that generation was never given one
-        got = ApproxRange(stats=stats).factor(gradient, weight if has_weight else NONE, k, *FP16)
+        got = ApproxRange(stats=stats).factor(gradient, weight, k, *FP16)
         assert got == pytest.approx(expected, rel=4e-6)  # six digits
     # the gradient carries the scale 1; for the third column everything carried is 512 times larger
     factor = ApproxRange().factor(gradient, weight, k, *FP16)
@@ -100,7 +99,8 @@ def test_the_lognormal_form_gives_its_golden_factors() -> None:
     assert math.sqrt(g.log_mean_square - g.log_mean**2) == pytest.approx(2.263809212, rel=1e-9)
     assert ApproxRange(1e-3, lognormal=True).factor(g, NONE, 1, *FP16) == pytest.approx(70346.654, rel=1e-7)
     assert ApproxRange(1e-5, lognormal=True).factor(g, NONE, 1, *FP16) == pytest.approx(1004894.591, rel=1e-7)
-    # the study's normal form leaves the mean out; the raw second moment is what a constant gradient needs
+    # the original takes the standard deviation; the raw second moment is what a constant gradient needs
+    assert ApproxRange(stats="grad").factor(g, NONE, 1, *FP16) == pytest.approx(7247.424, rel=1e-6)
     assert math.sqrt(g.variance) == pytest.approx(6.605528e-9, rel=1e-6)
     root = math.sqrt(g.mean_square)
     assert ApproxRange().factor(g, NONE, 1, *FP16) == pytest.approx(7247.424 * 6.605528e-9 / root, rel=1e-6)
@@ -292,8 +292,20 @@ def test_zeros_and_what_is_not_finite_get_the_factor_one(name: str) -> None:
         assert rule.factor(moments(torch.full((4,), 1e-9)), moments(torch.zeros(4)), 4, *FP16) == 1
 
 
-def test_a_constant_gradient_has_a_size_though_no_deviation() -> None:
-    assert ApproxRange(stats="grad").factor(moments(torch.full((4,), 2.0**-30)), NONE, 1, *FP16) > 1000
+@pytest.mark.parametrize("stats", ["grad+weight", "product", "grad"])
+def test_a_constant_gradient_has_a_size_though_no_deviation(stats: str) -> None:
+    for n, size in ((4, 2.0**-30), (2**20 - 3, 0.1 * 2.0**-30)):  # of the second the sums are rounded
+        got = ApproxRange(stats=stats).factor(moments(torch.full((n,), size)), NONE, 1, *FP16)
+        assert got == 1 if stats == "grad" else got > 1000  # the original's deviation of a constant is 0
+
+
+def test_the_originals_second_generation_takes_the_deviation_and_no_weight() -> None:
+    rng = np.random.default_rng(0)
+    g, w = (rng.standard_normal((16, 64)) * 1e-8 + 3e-8).astype(np.float32), moments(rng.standard_normal((64, 8)) * 1e3)
+    z = math.sqrt(2) * float(torch.special.erfinv(torch.tensor(1e-3, dtype=torch.float64)))
+    needed, limit = 6e-8 / (z * float(np.std(g.astype(np.float64)))), 65504.0 / float(np.abs(g).max())
+    assert ApproxRange(stats="grad").factor(moments(g), w, 64, *FP16) == pytest.approx(min(needed, limit), rel=1e-6)
+    assert ApproxRange(stats="grad").factor(moments(g), w, 64, 6e-8, 1e-6) == pytest.approx(1e-6 / np.abs(g).max())
 
 
 def test_a_wide_spread_overflows_no_exponential() -> None:

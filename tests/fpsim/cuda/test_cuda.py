@@ -166,6 +166,8 @@ def test_gradients_transforms_and_codes_work_on_the_card() -> None:
 @pytest.mark.parametrize("update_every", [1, 3])
 @pytest.mark.parametrize("rule", LAYER_RULES)
 def test_an_adaptive_step_waits_for_nothing_and_decides_as_the_cpu_does(rule: str, update_every: int) -> None:
+    if update_every > 1 and not LAYER_RULES[rule].predicts:
+        pytest.skip("what measures does so in every step")
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
     x, g = torch.randn(32, 64), torch.randn(32, 8) * 1e-6
@@ -198,7 +200,8 @@ def test_moments_on_the_card_are_those_of_the_cpu(n: int, dtype: torch.dtype) ->
     expected, got = moments_of(x, logs=True), moments_of(x.cuda(), logs=True).cpu()
     assert torch.equal(got[[0, 1, 4, 5, 6, 7]], expected[[0, 1, 4, 5, 6, 7]])
     assert torch.allclose(got, expected, rtol=1e-9, atol=0 if n < 2 else 1e-15)
-    assert torch.equal(binades(x.cuda())[0].cpu(), binades(x)[0])
+    for power_begins in (False, True):
+        assert torch.equal(binades(x.cuda(), power_begins)[0].cpu(), binades(x, power_begins)[0])
 
 
 @pytest.mark.gpu
