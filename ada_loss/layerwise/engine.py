@@ -1,9 +1,13 @@
 """The engine that gives each gradient its own scale.
 
-Forward, `make_site` notes where a tensor's gradient will be rounded. Backward, `scale_at` answers at which scale. There
-are two ways to an answer. A step that chooses scales takes the scales of the gradient's consumers, lowers them where
-the gradient would overflow, and tells the sites behind it theirs (`_choose_scale`). A step between updates takes the
-scale that the site holds, and looks for overflow alone (`_hold_scale`).
+In the forward pass, `make_site` notes where a tensor's gradient will be rounded. In the backward pass, `scale_at` gives
+the scale, in one of two ways. A step that chooses scales takes the largest scale that the gradient's consumers sent,
+lowers it if the gradient would overflow, and sends the sites behind this one their scales (`_choose_scale`). A step
+between updates takes the scale that the site holds, and only looks for overflow (`_hold_scale`).
+
+What is decided stands elsewhere: the formulas of the rules in `rules/layer.py`, the kernels that apply them in
+`scale_kernels.py`, which torch functions are matrix products in `transforms.PRODUCTS`. `docs/architecture.md` lists the
+calls from the backward hook to the scale.
 """
 
 from __future__ import annotations
@@ -89,7 +93,7 @@ class Engine:
         self._is_fixed = isinstance(rule, Fixed)
         self._skips_amax = self._predicts and not (self._holds_scales or self._is_fixed or self._product_rule)
         self.observer: Observed | None = None
-        self._told: Observed | None = None  # the observer, in a step that it wants
+        self._told: Observed | None = None  # the observer in a step that it wants to see, else None
         self.states: defaultdict[tuple[str, str], SiteState] = defaultdict(SiteState)  # by name and role
         # sites of steps between updates, with what tells their scales: used again in the next such step
         self.unlinked: dict[tuple[str, str], tuple[GradientSite, Callable[[Tensor, bool], Tensor]]] = {}
@@ -113,13 +117,15 @@ class Engine:
     def make_site(
         self, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...], out: Tensor
     ) -> Callable[[Tensor, bool], Tensor]:
-        """Note where a gradient will be rounded; gives what tells its scale. It is the `Scaling` that emulation asks.
+        """Note where a gradient will be rounded, and return the function that gives its scale.
+
+        This is the `fpsim.scaling.Scaling` that the emulation calls, once for each tensor of the forward pass.
 
         site: the site's name.
         role: "error" or "weight_grad".
         spec: how the gradient will be rounded.
-        operation: what made `out`.
-        operands: the arguments of the operation, tensors rounded already.
+        operation: the name of the torch function that made `out`, or "weight", "activation" or "output"; see `Scaling`.
+        operands: the arguments of the operation, tensors rounded already; of a rounded copy, the original.
         out: the tensor whose gradient it is.
         """
         graph_task = current_graph_task()
@@ -130,12 +136,12 @@ class Engine:
                 return tell
         is_selected = self._modules is None or site.split(":")[0] in self._modules
         made = GradientSite(site, role, spec, out.dtype, is_selected, is_linked, graph_task)
-        tell = partial(self.scale_at, made)  # no method of the site: what decides stands here, and not below
+        tell = partial(self.scale_at, made)  # bound here, so that `sites.py` need not know the engine above it
         if not is_linked:
             self.unlinked[made.key] = made, tell
         elif out.grad_fn is not None:
             graph.register(made, out)
-            if operation != "weight" or operands[0].grad_fn is not None:  # nothing lies behind a leaf
+            if operation != "weight" or operands[0].grad_fn is not None:  # no site lies behind a parameter
                 edges = graph.link(made, out, self._products(made, operation, operands))
                 if self._options.branches == "original":
                     round_branches(made, out, operands, edges, self.constants)
@@ -254,9 +260,9 @@ class Engine:
         return rounded(gradient, site.spec, torch.tensor(self.schedule.step, device="cpu"), log2_scale)
 
     def _mode_of(self, site: GradientSite, incoming: list[IncomingScale], state: SiteState) -> tuple[SiteMode, bool]:
-        """What the site does in this step, and whether its scale gets a factor from the gradient itself.
+        """What the site does in this step, and whether its scale gets a factor computed from the gradient itself.
 
-        The latter is so where a gradient enters the format, and where a consumer is a product that hides its operands.
+        It gets one where a gradient enters the format, and where a consumer is a product that hides its operands.
         """
         is_measured = self._predicts and (
             any(scale.must_measure for scale in incoming) if incoming else self._measures_casts
@@ -279,7 +285,7 @@ class Engine:
         state: SiteState,
         mode: SiteMode,
     ) -> None:
-        """Tell the sites behind this one their scales: this one's, times a factor behind a product."""
+        """Send the sites behind this one their scales: this site's scale, times a factor if a product lies between."""
         is_new = mode is not HOLD
         for target in site.passes_on_to:
             target.receive(graph_task, IncomingScale(log2_scale, is_new, False, site))
@@ -333,7 +339,7 @@ class Engine:
         return log2_scale
 
     def _round_if_it_fits(self, site: GradientSite, gradient: Tensor, state: SiteState, log2_scale: Tensor) -> bool:
-        """Round in place what is below the ceiling, and tell whether everything is."""
+        """Round in place the elements up to the ceiling, and return whether that was all of them."""
         amax = scaling.round_fitting_(gradient, site.spec, log2_scale, state.ceiling)
         if amax is None or amax > state.ceiling:
             return False

@@ -15,7 +15,8 @@ u_max: the largest magnitude of the format, divided by S.
 unit: 1 / S.
 p: `parameters()` of the rule.
 
-A new rule is a subclass of LayerRule with its formula, and an entry in LAYER_RULES.
+A new rule is a subclass of LayerRule and an entry in LAYER_RULES. One that predicts needs its formula, given by
+`core()`. One that measures needs a kernel in `layerwise/scale_kernels.py`, called in `ScaleChooser._measure_scale`.
 """
 
 from __future__ import annotations

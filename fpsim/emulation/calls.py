@@ -1,6 +1,7 @@
 """What the emulation does with a torch function: a table by name, and what one entry of it knows.
 
-To pass a function through untouched, add its name to PASS; to treat it as one that moves values, to MOVE.
+To pass a function through untouched, add its name to PASS; to treat it as one that moves values, add it to MOVE. The
+operands and the result of a function in neither table are rounded. `Action` says what each treatment means.
 """
 
 from __future__ import annotations

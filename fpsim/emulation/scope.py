@@ -26,11 +26,13 @@ class Scaling(Protocol):
     scale is to round `gradient * scale` and divide again. Where nobody else holds the gradient, the function may round
     it in place at once, and says so with `mark_rounded`.
 
-    site: the name of the place, "layer1.conv1:conv2d".
+    site: the site's name, "layer1.conv1:conv2d".
     role: "error" or "weight_grad".
     spec: the rounding.
-    operation: the torch function that made the tensor.
-    operands: its arguments in the order of torch's own parameters, however they were named; tensors are rounded.
+    operation: the name of the torch function that made the tensor; "weight" or "activation" for the rounded copy of an
+        operand; "output" for what leaves a module that computes in float32 inside.
+    operands: the arguments of the operation in the order of torch's own parameters, however they were passed; tensors
+        are rounded. Of a rounded copy, the original.
     out: the tensor whose gradient is meant.
     """
 

@@ -1,4 +1,7 @@
-"""The driver of a sweep: it plans cells, runs those that are not done, and keeps their results."""
+"""The driver of a sweep: it plans cells, runs those that are not done, and keeps their results.
+
+It knows nothing of formats, scaling methods or tasks: `cells.py` checks them, and `work.py` trains a cell.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from ada_loss.lab.tasks import find_task
 
 __all__ = ["resume", "run_cells", "sweep"]
 
-MOST_DEATHS = 3  # of workers that run a cell, before it counts as failed
+MOST_DEATHS = 3  # how many workers may die while they run a cell; then the cell has failed
 
 
 def sweep(
@@ -221,6 +224,10 @@ def _size(out: Path, cell: str) -> int | None:
 class _Driver:
     """Keeps as many cells running as the engine has slots, and writes their results; only this process writes.
 
+    ledger, out, engine, notifier: where results are written, where cells run, and who is told of finished cells.
+    order: what every worker is told beside a cell's configuration.
+    running: the cells that were submitted, with the time at which they were.
+    deaths: how many workers died while they ran a cell, by its id.
     best: the cell with the largest value of the first metric so far, in words for the progress bar.
     """
 
@@ -268,7 +275,7 @@ class _Driver:
         )
 
     def _settle(self, cell: Cell, future: Future[Any], seconds: float) -> bool:
-        """Write what became of a cell; False where it has to run again."""
+        """Write the result or the failure of a cell. Returns False if it has to run again."""
         try:
             result, telemetry, trace = future.result()
         except self.engine.worker_died:
@@ -291,7 +298,7 @@ class _Driver:
         return True
 
     def _settle_death(self, cell: Cell, seconds: float) -> bool:
-        """The same for a cell whose worker died after some seconds."""
+        """Count the death of a cell's worker after some seconds. Returns False if the cell has to run again."""
         self.deaths[cell.id] += 1
         limit = self.order.time_limit
         if limit is not None and seconds >= limit + GRACE / 2:
@@ -307,11 +314,13 @@ class _Driver:
         return True
 
     def _compare(self, cell: Cell, result: Mapping[str, Any]) -> None:
+        """Remember the cell for the progress bar if it is the best so far."""
         for name, value in list(result["metrics"].items())[:1]:
             if not self._best >= value:
                 self._best, self.best = value, f"best: {cell} {name} {value:.4g}"
 
     def _try_to_release(self) -> None:
+        """Plan again whatever the ledger says is running."""
         try:
             states = self.ledger.states()  # not only self.running: a cell may have been interrupted on its way there
             self.ledger.release([cell for cell, (state, _) in states.items() if state == "running"])
