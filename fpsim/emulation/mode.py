@@ -20,14 +20,23 @@ from fpsim.emulation import recurrent
 from fpsim.emulation.backward import BackwardRounding
 from fpsim.emulation.calls import LOOK_UPS, NARROWING, REFUSE, Action, Call, call_of, in_order
 from fpsim.emulation.casts import asks_for_float32, dtype_in
-from fpsim.emulation.marks import OF_A_WEIGHT, WIDE, format_of, is_roundable, mark, note_inference_write, writes_to
+from fpsim.emulation.marks import (
+    OF_A_WEIGHT,
+    WIDE,
+    format_of,
+    is_roundable,
+    is_weight,
+    mark,
+    note_inference_write,
+    writes_to,
+)
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.launch import round_memory_
-from fpsim.policy import FormatLike, as_policy
-from fpsim.spec import RoundingSpec
-from fpsim.torch_internals import blind_to_modes, calibrate_holders, share_storage
+from fpsim.policy import FormatLike, RoleSpecs, as_policy
+from fpsim.spec import RoundingSpec, container_width
+from fpsim.torch_internals import blind_to_modes, calibrate_holders, is_sharded, share_storage
 
-__all__ = ["Emulation", "emulate", "entered"]
+__all__ = ["Emulation", "computing_a_weight", "emulate", "entered"]
 
 _WIDE_DTYPES = (torch.float32, torch.float64)
 
@@ -59,7 +68,7 @@ class Emulation(TorchFunctionMode):
                 f"{resolve_name(func) or call.name} at {scope.name or 'the top level'} hides several operations in one "
                 f"call and cannot be emulated. To do: {REFUSE[call.name]}."
             )
-        if action is Action.DECOMPOSE:
+        if action is Action.DECOMPOSE and not (call.name in recurrent.OPERATIONS and leaves_float32(specs, args[0])):
             inner = _decomposed.get(func) or partial(recurrent.OPERATIONS[call.name], scope.repeated)
             with self:
                 return inner(*args, **kwargs)
@@ -208,9 +217,9 @@ class Emulation(TorchFunctionMode):
     def _operand(self, x: Tensor, weights_only: bool) -> Tensor:
         """`x` in its format: a parameter in the weights', anything else in the activations'."""
         specs = self.scope.specs
-        is_weight = isinstance(x, nn.Parameter) or id(x) in self.scope.weights
-        spec, backward = (specs.weight, specs.weight_grad) if is_weight else (specs.activation, specs.error)
-        if (spec is None and backward is None) or (weights_only and not is_weight):
+        has_weights_role = is_weight(x) or id(x) in self.scope.weights
+        spec, backward = (specs.weight, specs.weight_grad) if has_weights_role else (specs.activation, specs.error)
+        if (spec is None and backward is None) or (weights_only and not has_weights_role):
             return x
         if self._is_in_format(x, spec):
             return x
@@ -218,7 +227,7 @@ class Emulation(TorchFunctionMode):
         key, needs_grad = (spec and spec.text, backward and backward.text), x.requires_grad and torch.is_grad_enabled()
         version, rounded = copies.get(key, (None, x))
         if version != writes_to(x) or rounded.requires_grad != needs_grad:
-            rounded = self._rounded_operand(x, spec, backward, "weight" if is_weight else "activation")
+            rounded = self._rounded_operand(x, spec, backward, "weight" if has_weights_role else "activation")
             copies[key] = writes_to(x), rounded
         return rounded
 
@@ -257,6 +266,12 @@ class Emulation(TorchFunctionMode):
 
     def _straight_through(self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None) -> Tensor:
         """Round under a transform or a tracer."""
+        if is_sharded(x):
+            raise NotImplementedError(
+                f"A DTensor came to {self.scope.name or 'the top level'}, as tensor parallelism makes them. Possible: "
+                f"plain tensors, as DistributedDataParallel and fully_shard give them to a forward. Leave "
+                f"parallelize_module away, or leave these modules in float32: Policy(overrides={{name: None}})."
+            )
         if self.scope.listeners.scaling is not None and backward is not None:
             raise NotImplementedError(
                 f"A gradient at {self.scope.name or 'the top level'} is to be rounded at its own scale, under "
@@ -322,6 +337,11 @@ class Emulation(TorchFunctionMode):
         out.register_hook(BackwardRounding(self.scope, site, role, spec, scale))
 
 
+def leaves_float32(specs: RoleSpecs, x: Tensor) -> bool:
+    """Whether no role rounds tensors of the dtype of `x`."""
+    return all(spec is None or container_width(spec, x.dtype) == 0 for spec in specs)
+
+
 class _Border:
     """Where something is rounded that is no torch function's result: it has a name for its site, as a Call has."""
 
@@ -372,12 +392,28 @@ def entered(scope: Scope) -> Iterator[Emulation]:
 
 
 @contextmanager
+def computing_a_weight() -> Iterator[None]:
+    """Run in float32, whatever the scope around: from master values to a weight that is rounded where it is used."""
+    emulation: Emulation | None = active.emulation
+    if emulation is None:
+        yield
+        return
+    around = emulation.scope
+    emulation.scope = Scope(around.name, NO_SPECS, (), around.listeners)
+    try:
+        yield
+    finally:
+        emulation.scope = around
+
+
+@contextmanager
 def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) -> Iterator[None]:
     """Compute every torch call of the block as hardware with format `fmt` would, forward and backward.
 
     The twin of `torch.autocast`: put the forward pass and the loss inside, the backward pass and the optimizer's step
     outside. Operands that come from outside are rounded, each result is rounded once, and gradients on their way back.
-    `fmt` is a format for every role or a Policy (without overrides: there are no modules here).
+    `fmt` is a format for every role or a Policy (without overrides: there are no modules here). What a parametrisation
+    computes counts as activations here; `quantize` knows it for weights.
 
     >>> x = torch.tensor([1.0, 2.0, 3.0])
     >>> with emulate("e4m3fn"):
