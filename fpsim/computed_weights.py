@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fpsim.emulation.marks import mark_as_weight
 from fpsim.emulation.mode import computing_a_weight
-from fpsim.torch_internals import computing_hooks, direct_parameters, parametrization_lists
+from fpsim.torch_internals import computing_hooks, direct_parameters, may_compute_weights, parametrization_lists
 
 __all__ = ["adopt", "modules_that_compute", "release", "sources"]
 
@@ -49,6 +49,8 @@ def adopt(module: nn.Module) -> None:
 
     Asked before each forward, for a norm may be registered at any time.
     """
+    if not may_compute_weights(module):
+        return
     for parametrization in parametrization_lists(module):
         if "forward" not in vars(parametrization):
             parametrization.forward = _ComputingForward(parametrization)  # type: ignore[method-assign]

@@ -37,6 +37,7 @@ __all__ = [
     "is_sharded",
     "is_watched",
     "is_zero_tensor",
+    "may_compute_weights",
     "operation_homes",
     "parametrization_lists",
     "share_storage",
@@ -103,6 +104,11 @@ def parametrization_lists(module: nn.Module) -> Iterator[ParametrizationList]:
     found = module._modules.get("parametrizations")
     if isinstance(found, nn.ModuleDict):
         yield from (p for p in found.values() if isinstance(p, ParametrizationList))
+
+
+def may_compute_weights(module: nn.Module) -> bool:
+    """Whether there is any need to look for what computes the module's weights; asked before each forward."""
+    return "parametrizations" in module._modules or bool(module._forward_pre_hooks)
 
 
 class ComputingHook(NamedTuple):
