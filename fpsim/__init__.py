@@ -3,11 +3,12 @@
 from fpsim.codes import decode, encode
 from fpsim.emulation import emulate
 from fpsim.formats import CATALOGUE, FloatFormat, as_format
-from fpsim.model import dequantize, quantize, round_parameters_, summary
+from fpsim.model import dequantize, quantize, round_parameters_
 from fpsim.noise import manual_seed, noise_of_torch
 from fpsim.ops import Rounder, round_to, round_to_
 from fpsim.policy import ROLES, FormatLike, Policy
 from fpsim.recording import Recording, record
+from fpsim.summary import summary
 from fpsim.tally import Tally, tally
 
 __all__ = [

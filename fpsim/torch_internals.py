@@ -16,19 +16,30 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 __all__ = [
     "base_of",
     "blind_to_modes",
     "calibrate_holders",
+    "called_module",
+    "computing_hooks",
     "constant_under_compile",
     "current_graph_task",
     "direct_parameters",
     "has_no_holes",
+    "is_compiled_wrapper",
     "is_held_by_autograd_alone",
+    "is_legacy_batched",
+    "is_sharded",
     "is_watched",
     "is_zero_tensor",
+    "may_compute_weights",
     "operation_homes",
+    "parametrization_lists",
     "share_storage",
     "version_of",
     "without_torch_function",
@@ -67,9 +78,85 @@ def has_no_holes(x: Tensor) -> bool:
     return x.is_contiguous() or x.permute(*sorted(range(x.dim()), key=x.stride, reverse=True)).is_contiguous()
 
 
+def is_legacy_batched(x: Tensor) -> bool:
+    """Whether `x` stands for a batch of tensors, as `torch.autograd.grad(is_grads_batched=True)` makes them."""
+    return torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Whether `x` is a DTensor; without its import, which takes a second."""
+    return type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__)
+
+
+# What torch knows of a module
+
+
 def direct_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """What stands in the place of the module's own parameters now, plain tensors too; absent ones are left out."""
-    return (p for p in module._parameters.values() if p is not None)
+    """What stands in the place of the module's own parameters now, plain tensors too; absent ones are left out.
+
+    A replica of nn.DataParallel keeps what it has of them under another name.
+    """
+    own = module._parameters.values()
+    former = module.__dict__.get("_former_parameters")
+    return (p for p in (own if former is None else (*own, *former.values())) if p is not None)
+
+
+def parametrization_lists(module: nn.Module) -> Iterator[ParametrizationList]:
+    """What computes the parametrised tensors of the module itself."""
+    found = module._modules.get("parametrizations")
+    if isinstance(found, nn.ModuleDict):
+        yield from (p for p in found.values() if isinstance(p, ParametrizationList))
+
+
+def may_compute_weights(module: nn.Module) -> bool:
+    """Whether there is any need to look for what computes the module's weights; asked before each forward."""
+    return "parametrizations" in module._modules or bool(module._forward_pre_hooks)
+
+
+class ComputingHook(NamedTuple):
+    """A hook that sets a weight before each forward.
+
+    hook: the hook itself.
+    method: the name of its method that computes the weight.
+    weight: the name of the weight.
+    sources: the names of the parameters that it is computed from.
+    """
+
+    hook: Any
+    method: str
+    weight: str
+    sources: tuple[str, ...]
+
+
+def computing_hooks(module: nn.Module) -> Iterator[ComputingHook]:
+    """The hooks of the module by which `torch.nn.utils` computes its weights: older norms, and pruning."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm):
+            yield ComputingHook(hook, "compute_weight", hook.name, (f"{hook.name}_g", f"{hook.name}_v"))
+        elif isinstance(hook, SpectralNorm):
+            yield ComputingHook(hook, "compute_weight", hook.name, (f"{hook.name}_orig",))
+        elif isinstance(hook, BasePruningMethod):
+            yield ComputingHook(hook, "apply_mask", hook._tensor_name, (f"{hook._tensor_name}_orig",))
+
+
+_CALLERS = frozenset(
+    {
+        nn.Module._call_impl.__code__,
+        *(c for c in nn.Module._call_impl.__code__.co_consts if isinstance(c, types.CodeType)),
+    }
+)
+
+
+def called_module() -> nn.Module | None:
+    """The module that was called, asked by what stands in its `forward`; None where somebody else called that."""
+    frame = sys._getframe(2)
+    return frame.f_locals.get("self") if frame.f_code in _CALLERS else None
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Whether `module` is what `torch.compile` makes of a module; without its import, which takes a second."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 # Who watches the calls of torch

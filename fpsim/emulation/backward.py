@@ -12,7 +12,7 @@ from fpsim.emulation.marks import is_rounded_at, mark_of, mark_rounded
 from fpsim.emulation.scope import Observer, Scope
 from fpsim.launch import round_memory_, rounded
 from fpsim.spec import RoundingSpec
-from fpsim.torch_internals import has_no_holes, is_held_by_autograd_alone
+from fpsim.torch_internals import has_no_holes, is_held_by_autograd_alone, is_legacy_batched
 
 __all__ = ["BackwardRounding"]
 
@@ -43,6 +43,12 @@ class BackwardRounding:
             return None
         if gradient.is_sparse:
             return self._round_sparse(gradient)
+        if is_legacy_batched(gradient):
+            raise NotImplementedError(
+                f"A batch of gradients came to {self.site}, of torch.autograd.grad(is_grads_batched=True) or "
+                f"torch.autograd.functional.jacobian(vectorize=True), and cannot be rounded. Possible: one gradient "
+                f"after the other, or torch.func.vmap over torch.func.vjp."
+            )
         spec, listeners = self.spec, self.scope.listeners
         can_launch = not torch.is_grad_enabled() and is_plain(gradient)  # no double backward, no transform
         log2_scale, observer, before, may_round = None, None, None, False

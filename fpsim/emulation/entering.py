@@ -12,10 +12,10 @@ from torch.utils.weak import TensorWeakRef
 from fpsim.emulation.checkpoints import watch_checkpoints
 from fpsim.emulation.marks import note_inference_write
 from fpsim.emulation.mode import Emulation
-from fpsim.emulation.scope import Listeners, Scope, active, make_scope
+from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.policy import FormatLike, as_policy
 
-__all__ = ["Position", "emulate", "entered"]
+__all__ = ["Position", "computing_a_weight", "emulate", "entered"]
 
 
 @contextmanager
@@ -73,12 +73,28 @@ class Position:
 
 
 @contextmanager
+def computing_a_weight() -> Iterator[None]:
+    """Run in float32, whatever the scope around: from master values to a weight that is rounded where it is used."""
+    emulation: Emulation | None = active.emulation
+    if emulation is None:
+        yield
+        return
+    around = emulation.scope
+    emulation.scope = Scope(around.name, NO_SPECS, (), around.listeners)
+    try:
+        yield
+    finally:
+        emulation.scope = around
+
+
+@contextmanager
 def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) -> Iterator[None]:
     """Compute every torch call of the block as hardware with format `fmt` would, forward and backward.
 
     The twin of `torch.autocast`: put the forward pass and the loss inside, the backward pass and the optimizer's step
     outside. Operands that come from outside are rounded, each result is rounded once, and gradients on their way back.
-    `fmt` is a format for every role or a Policy (without overrides: there are no modules here).
+    `fmt` is a format for every role or a Policy (without overrides: there are no modules here). What a parametrisation
+    computes counts as activations here; `quantize` knows it for weights.
 
     >>> x = torch.tensor([1.0, 2.0, 3.0])
     >>> with emulate("e4m3fn"):

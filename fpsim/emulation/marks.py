@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fpsim.spec import FLOATING, RoundingSpec
 from fpsim.torch_internals import version_of
@@ -17,7 +17,9 @@ __all__ = [
     "format_of",
     "is_roundable",
     "is_rounded_at",
+    "is_weight",
     "mark",
+    "mark_as_weight",
     "mark_of",
     "mark_rounded",
     "mark_with_place",
@@ -51,6 +53,17 @@ class _MarkAtScale(tuple[Any, ...]):
 def is_roundable(x: Tensor) -> bool:
     """Whether the emulation rounds tensors of this kind: dense ones of a floating dtype that torch computes with."""
     return x.dtype in FLOATING and x.layout is torch.strided
+
+
+def mark_as_weight(x: Tensor) -> None:
+    """Note that `x`, which was computed from parameters, has the role of a weight wherever it is used."""
+    if not isinstance(x, nn.Parameter):
+        x._fpsim_weight = True  # type: ignore[attr-defined]
+
+
+def is_weight(x: Tensor) -> bool:
+    """Whether `x` has the role of a weight: a parameter, or what was marked so."""
+    return isinstance(x, nn.Parameter) or getattr(x, "_fpsim_weight", False)
 
 
 # Inference tensors count no writes: for all of them, minus the number of writes that one of them may have seen.

@@ -20,11 +20,12 @@ from fpsim.emulation.arguments import are_integers, roundable_in, tensors_in
 from fpsim.emulation.backward import BackwardRounding
 from fpsim.emulation.calls import LOOK_UPS, NARROWING, REFUSE, Action, Call, call_of, in_order
 from fpsim.emulation.casts import asks_for_float32, autocast_depth, dtype_in, is_called_by_sharding, is_float32_island
-from fpsim.emulation.marks import OF_A_WEIGHT, WIDE, format_of, is_roundable, mark, writes_to
+from fpsim.emulation.marks import OF_A_WEIGHT, WIDE, format_of, is_roundable, is_weight, mark, writes_to
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.launch import round_memory_
-from fpsim.spec import RoundingSpec, rounding_spec
-from fpsim.torch_internals import blind_to_modes, calibrate_holders, share_storage
+from fpsim.policy import RoleSpecs
+from fpsim.spec import RoundingSpec, container_width, rounding_spec
+from fpsim.torch_internals import blind_to_modes, calibrate_holders, is_sharded, share_storage
 
 __all__ = ["Emulation"]
 
@@ -82,7 +83,7 @@ class Emulation(TorchFunctionMode):
                 f"{resolve_name(func) or call.name} at {scope.name or 'the top level'} hides several operations in one "
                 f"call and cannot be emulated. To do: {REFUSE[call.name]}."
             )
-        if action is Action.DECOMPOSE:
+        if action is Action.DECOMPOSE and not (call.name in recurrent.OPERATIONS and leaves_float32(specs, args[0])):
             inner = _decomposed.get(func) or partial(recurrent.OPERATIONS[call.name], scope.repeated)
             with self:
                 return inner(*args, **kwargs)
@@ -245,11 +246,13 @@ class Emulation(TorchFunctionMode):
     def _operand(self, x: Tensor, rounds: _Rounds) -> Tensor:
         """`x` in its format: a parameter in the weights', anything else in the activations'."""
         specs = self.scope.specs
-        is_weight = isinstance(x, nn.Parameter) or id(x) in self.scope.weights
-        spec, backward = (specs.weight, specs.weight_grad) if is_weight else (specs.activation, specs.error)
+        has_weights_role = is_weight(x) or id(x) in self.scope.weights
+        spec, backward = (specs.weight, specs.weight_grad) if has_weights_role else (specs.activation, specs.error)
         if (spec is None and backward is None) or rounds is _Rounds.NOTHING:
             return x
-        if not is_weight and (rounds is _Rounds.WEIGHTS or (rounds is _Rounds.ALL_BUT_WIDE and format_of(x) == WIDE)):
+        if not has_weights_role and (
+            rounds is _Rounds.WEIGHTS or (rounds is _Rounds.ALL_BUT_WIDE and format_of(x) == WIDE)
+        ):
             return x
         if self._is_in_format(x, spec):
             return x
@@ -257,7 +260,7 @@ class Emulation(TorchFunctionMode):
         key, needs_grad = (spec and spec.text, backward and backward.text), x.requires_grad and torch.is_grad_enabled()
         version, rounded = copies.get(key, (None, x))
         if version != writes_to(x) or rounded.requires_grad != needs_grad:
-            rounded = self._rounded_operand(x, spec, backward, "weight" if is_weight else "activation")
+            rounded = self._rounded_operand(x, spec, backward, "weight" if has_weights_role else "activation")
             copies[key] = writes_to(x), rounded
         return rounded
 
@@ -298,6 +301,12 @@ class Emulation(TorchFunctionMode):
         self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None, keep_masks: bool = True
     ) -> Tensor:
         """Round under a transform or a tracer."""
+        if is_sharded(x):
+            raise NotImplementedError(
+                f"A DTensor came to {self.scope.name or 'the top level'}, as tensor parallelism makes them. Possible: "
+                f"plain tensors, as DistributedDataParallel and fully_shard give them to a forward. Leave "
+                f"parallelize_module away, or leave these modules in float32: Policy(overrides={{name: None}})."
+            )
         if self.scope.listeners.scaling is not None and backward is not None:
             raise NotImplementedError(
                 f"A gradient at {self.scope.name or 'the top level'} is to be rounded at its own scale, under "
@@ -364,6 +373,11 @@ class Emulation(TorchFunctionMode):
         scale = None if scaling is None else scaling(site, role, spec, operation, operands, out)
         calibrate_holders()  # it takes a backward pass, and none should run in another
         out.register_hook(BackwardRounding(self.scope, site, role, spec, scale))
+
+
+def leaves_float32(specs: RoleSpecs, x: Tensor) -> bool:
+    """Whether no role rounds tensors of the dtype of `x`."""
+    return all(spec is None or container_width(spec, x.dtype) == 0 for spec in specs)
 
 
 class _Border:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,14 +20,19 @@ from fpsim.torch_internals import (
     base_of,
     blind_to_modes,
     calibrate_holders,
+    called_module,
+    computing_hooks,
     constant_under_compile,
     current_graph_task,
     direct_parameters,
     has_no_holes,
+    is_compiled_wrapper,
     is_held_by_autograd_alone,
+    is_legacy_batched,
     is_watched,
     is_zero_tensor,
     operation_homes,
+    parametrization_lists,
     share_storage,
     version_of,
     without_torch_function,
@@ -270,3 +276,56 @@ def test_nothing_is_measured_under_a_debugger(measured_anew: pytest.MonkeyPatch)
     measured_anew.undo()
     calibrate_holders()
     assert held(False, lambda gradient: None)
+
+
+# A module
+
+
+def test_the_module_that_was_called_is_known_with_hooks_and_without() -> None:
+    def stands_in_forward(x: Tensor) -> object:
+        return called_module()
+
+    module = nn.Identity()
+    module.forward = stands_in_forward  # type: ignore[method-assign, assignment]
+    assert module(torch.ones(1)) is module
+    assert stands_in_forward(torch.ones(1)) is None
+    module.register_forward_hook(lambda module, args, out: None)
+    assert module(torch.ones(1)) is module
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(
+    "norm",
+    [nn.utils.weight_norm, nn.utils.spectral_norm, lambda layer: prune.l1_unstructured(layer, "weight", 0.5)],
+    ids=["weight_norm", "spectral_norm", "prune"],
+)
+def test_a_hook_of_torch_sets_the_weight_that_its_method_computes(norm: Callable[[nn.Module], nn.Module]) -> None:
+    layer = norm(nn.Linear(3, 3)).eval()
+    (found,) = computing_hooks(layer)
+    assert {*found.sources, "bias"} == {name for name, _ in layer.named_parameters()}
+    setattr(found.hook, found.method, lambda *args, **kwargs: torch.full((3, 3), 7.0))
+    layer(torch.ones(1, 3))
+    assert torch.equal(getattr(layer, found.weight), torch.full((3, 3), 7.0))
+    assert list(computing_hooks(nn.Linear(3, 3))) == []
+
+
+def test_what_computes_a_parametrised_tensor_is_a_list_of_parametrizations() -> None:
+    layer = parametrizations.weight_norm(nn.Linear(3, 3))
+    (found,) = parametrization_lists(layer)
+    assert torch.equal(found(), layer.weight)
+    assert list(parametrization_lists(nn.Sequential(layer))) == []
+
+
+def test_a_batch_of_gradients_is_told_from_a_gradient() -> None:
+    x, seen = torch.ones(2, requires_grad=True), []
+    out = x * 2
+    out.register_hook(lambda gradient: seen.append(is_legacy_batched(gradient)))
+    torch.autograd.grad(out, x, torch.ones(2), retain_graph=True)
+    torch.autograd.grad(out, x, torch.ones(3, 2), is_grads_batched=True)
+    assert seen == [False, True]
+
+
+def test_a_module_that_the_compiler_made_is_told_from_the_module() -> None:
+    module = nn.Linear(2, 2)
+    assert is_compiled_wrapper(torch.compile(module))
+    assert not is_compiled_wrapper(module)

@@ -1,0 +1,92 @@
+"""summary(model): what each module of a quantised model rounds to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from fpsim.emulation.scope import NO_SPECS
+from fpsim.forwards import emulated_forward
+from fpsim.policy import RoleSpecs
+from fpsim.torch_internals import is_compiled_wrapper
+
+__all__ = ["Summary", "SummaryRow", "summary"]
+
+
+class SummaryRow(NamedTuple):
+    """What one module rounds."""
+
+    module: str
+    type: str
+    weight: str
+    activation: str
+    error: str
+    weight_grad: str
+    wide: str = ""
+
+
+class Summary(list[SummaryRow]):
+    """Rows of what is rounded where; prints as a table."""
+
+    def __str__(self) -> str:
+        heads = tuple("float32 on purpose" if name == "wide" else name for name in SummaryRow._fields)
+        rows = [heads, *self]
+        if not any(row.wide for row in self):
+            rows = [row[:-1] for row in rows]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+    __repr__ = __str__
+
+
+def summary(model: nn.Module) -> Summary:
+    """What each module of a quantised model rounds to, by role; prints as a table.
+
+    Modules without operations of their own pass their formats on. Those that were added later run under the formats
+    around them; parametrizations, which compute weights, in float32. One column more names the operations that ran in
+    float32 on purpose when the model was last called, such as `x.float().pow(2)`, if there were any.
+    Raises ValueError for a model that is not quantised.
+
+    >>> from fpsim import quantize
+    >>> print(summary(quantize(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "bf16")))
+    module   type        weight             activation         error              weight_grad
+    -------  ----------  -----------------  -----------------  -----------------  -----------------
+    (model)  Sequential  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even
+    0        Linear      bf16 nearest_even  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even
+    1        ReLU        bf16 nearest_even  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even
+    """
+    rows = Summary()
+    for name, module, specs in _under(model, "", None, set()):
+        words = [str(spec) if spec else "float32" for spec in specs]
+        found = emulated_forward(module)
+        wide = "" if found is None else ", ".join(found.wide)
+        rows.append(SummaryRow(name or "(model)", type(module).__name__, *words, wide=wide))  # type: ignore[misc]
+    if not rows:
+        raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
+    return rows
+
+
+def _under(
+    module: nn.Module, name: str, around: RoleSpecs | None, seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module, RoleSpecs]]:
+    """The name, module and formats of what runs emulated.
+
+    name: as sites are named, even where another library has put the module elsewhere.
+    around: the formats of the module around; None where that is not quantised.
+    """
+    if module in seen:
+        return
+    seen.add(module)
+    found = emulated_forward(module)
+    if found is not None:
+        name, around = found.name, found.specs
+    elif isinstance(module, ParametrizationList):
+        around = around and NO_SPECS
+    if around is not None and not is_compiled_wrapper(module):
+        yield name, module, around
+    for child_name, child in module.named_children():
+        yield from _under(child, f"{name}.{child_name}" if name else child_name, around, seen)
