@@ -64,7 +64,7 @@ def _cpu_body(rule: int, shape: int, width: int, in_place: bool, limited: bool, 
 
     @njit(inline="always")
     def body(x, y, n, p, key, block, log2_scale, limit):  # type: ignore[no-untyped-def]
-        shift, zero_sign, mask, odd = sint(p[0]), uint(p[5]), uint(p[6] << (width - 32)), uint(p[7])
+        shift, zero_sign, used, odd = sint(p[0]), uint(p[5]), uint(p[6] << (width - 32)), uint(p[7])
         origin, largest, overflow, smallest = at_scale(p[1], p[2], p[3], p[4], log2_scale)
         amax = uint(0)
         if rule == STOCHASTIC:
@@ -76,7 +76,7 @@ def _cpu_body(rule: int, shape: int, width: int, in_place: bool, limited: bool, 
                 xs = ys if in_place else x[start : start + NOISE_BLOCK]
                 for i in range(len(ys)):
                     bits, word = uint(uint(noise[i]) << to_top), xs[i]
-                    rounded = round_bits(word, bits, shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
+                    rounded = round_bits(word, bits, shift, origin, largest, overflow, smallest, zero_sign, used, odd)
                     if mask:
                         rounded = word if uint(word & magnitude_mask) == unchanged else rounded
                     if limited:
@@ -87,7 +87,7 @@ def _cpu_body(rule: int, shape: int, width: int, in_place: bool, limited: bool, 
         else:
             for i in range(n):
                 word = x[i]
-                rounded = round_bits(word, uint(0), shift, origin, largest, overflow, smallest, zero_sign, mask, odd)
+                rounded = round_bits(word, uint(0), shift, origin, largest, overflow, smallest, zero_sign, used, odd)
                 if mask:
                     rounded = word if uint(word & magnitude_mask) == unchanged else rounded
                 if limited:

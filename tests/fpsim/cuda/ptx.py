@@ -66,12 +66,17 @@ def test_a_floating_point_instruction_would_be_found() -> None:
 def test_the_kernels_of_moments_compile(floating: types.Float) -> None:
     array, rows = types.Array(floating, 1, "C"), types.Array(types.float64, 2, "C")
     integer = types.uint32 if floating is types.float32 else types.uint64
-    bins = types.Array(types.int64, 1, "C")
+    bins, words = types.Array(types.int64, 1, "C"), types.Array(integer, 1, "C")
     for kernel, signature in (
         (moments.cuda_moments_kernel(True), (array, types.int64, rows)),
         (moments.cuda_moments_kernel(False), (array, types.int64, rows)),
         (moments.cuda_amax_kernel(), (array, types.int64, rows)),
-        (moments.cuda_exponents_kernel(floating.bitwidth // 8), (types.Array(integer, 1, "C"), types.int64, bins)),
+        (moments.cuda_exponents_kernel(floating.bitwidth // 8), (words, types.int64, bins)),
+        (
+            moments.cuda_exponents_kernel(floating.bitwidth // 8, True),
+            (words, types.int64, bins),
+        ),
+        (cuda_kernel(6, 1, floating.bitwidth, 1), arguments(floating.bitwidth)),  # with a mask
         (join_rows, (rows, bins, types.Array(types.float64, 1, "C"))),
     ):
         text, _ = compile_ptx(kernel, signature, cc=(7, 5))

@@ -18,7 +18,7 @@ from fpsim import FloatFormat, as_format
 from fpsim.kernels import moments, round
 from fpsim.kernels.compile import cuda_scalar
 from fpsim.kernels.round import cuda_loop
-from fpsim.launch import kernel_for, rounded
+from fpsim.launch import kernel_for, mask_of, rounded
 from fpsim.moments import binades, join_rows, moments_of, on_device
 from fpsim.rounding import NOISE_BLOCK, ROUNDINGS
 from fpsim.spec import rounding_spec
@@ -28,7 +28,7 @@ FORMATS["odd"] = FloatFormat(3, 0, 3, subnormals=False)
 
 
 def simulated(
-    x: torch.Tensor, fmt: FloatFormat, rounding: str, key: int, log2_scale: int = 0, extra: int = 3
+    x: torch.Tensor, fmt: FloatFormat, rounding: str, key: int, log2_scale: int = 0, extra: int = 3, mask: int = 0
 ) -> torch.Tensor:
     """Round through the kernel; `extra` guard elements behind the end must stay."""
     width = 64 if x.dtype is torch.float64 else 32
@@ -36,7 +36,7 @@ def simulated(
     integer = np.uint64 if width == 64 else np.uint32
     source = np.concatenate([x.numpy().view(integer), np.full(extra, 78, integer)])
     target = np.full(len(source), 77, integer)
-    cuda_loop(plan.rule, plan.shape, plan.width)(
+    cuda_loop(plan.rule, plan.shape, plan.width, mask)(
         cuda.to_device(source),
         device := cuda.to_device(target),
         cuda.to_device(np.array([log2_scale])),
@@ -116,6 +116,18 @@ def test_every_length_is_covered_and_nothing_beyond(n: int) -> None:
 
 
 @pytest.mark.usefixtures("in_turn")
+@pytest.mark.usefixtures("in_turn")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_masks_pass_as_on_the_cpu(rounding: str, dtype: torch.dtype) -> None:
+    least = torch.finfo(dtype).min
+    x = torch.tensor([least, -least, 1.3, -0.7, least / 2, 1e30], dtype=dtype)
+    expected = rounded(x, rounding_spec("fp16", rounding), torch.tensor(99), None, True)
+    assert expected[:2].tolist() == [least, -least]
+    mask = mask_of(dtype, 32 if dtype is torch.float32 else 64)
+    assert same(simulated(x, as_format("fp16"), rounding, 99, mask=mask), expected)
+
+
 @pytest.mark.parametrize("log2_scale", [-3, 7, 60])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["e4m3fn", "dlfloat16", "e5m2fnuz"])
@@ -150,15 +162,18 @@ def test_the_moments_are_those_of_the_cpu(dtype: torch.dtype, monkeypatch: pytes
     moments.cuda_moments.cache_clear()
 
 
+@pytest.mark.parametrize("power_begins", [False, True], ids=["ends", "begins"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_binades_are_counted_as_on_the_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_binades_are_counted_as_on_the_cpu(
+    power_begins: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(moments, "CUDA_THREADS", 4)
     monkeypatch.setattr(moments, "MOMENTS_BLOCKS", 2)
     x = sample(60, dtype)
-    expected, _ = binades(x)
+    expected, _ = binades(x, power_begins)
     bins = cuda.to_device(np.zeros(len(expected), np.int64))
     size = x.element_size()
-    moments.cuda_exponents(size)(cuda.to_device(x.numpy().view(f"u{size}")), len(x), bins, 0)
+    moments.cuda_exponents(size, power_begins)(cuda.to_device(x.numpy().view(f"u{size}")), len(x), bins, 0)
     assert bins.copy_to_host().tolist() == expected.tolist()
 
 
