@@ -1,8 +1,10 @@
 """fpsim: PyTorch models that compute as hardware with a small number format would."""
 
+from fpsim.blocks import BLOCKS, BlockFormat, Delayed, as_format
 from fpsim.codes import decode, encode
 from fpsim.emulation import emulate
-from fpsim.formats import CATALOGUE, FloatFormat, as_format
+from fpsim.fixed_point import FixedPoint
+from fpsim.formats import CATALOGUE, FloatFormat
 from fpsim.model import dequantize, quantize, round_parameters_
 from fpsim.noise import manual_seed, noise_of_torch
 from fpsim.ops import Rounder, round_to, round_to_
@@ -12,8 +14,12 @@ from fpsim.summary import summary
 from fpsim.tally import Tally, tally
 
 __all__ = [
+    "BLOCKS",
     "CATALOGUE",
     "ROLES",
+    "BlockFormat",
+    "Delayed",
+    "FixedPoint",
     "FloatFormat",
     "FormatLike",
     "Policy",

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 
 from fpsim.checks import did_you_mean, is_whole
 
-__all__ = ["ALIASES", "CATALOGUE", "OVERFLOWS", "FloatFormat", "as_format"]
+__all__ = ["ALIASES", "CATALOGUE", "OVERFLOWS", "FloatFormat", "as_float_format"]
 
 SPECIALS = {
     "ieee": "the top exponent holds inf and, with mantissa bits, NaN",
@@ -45,7 +45,7 @@ class FloatFormat:
     Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
     Raises ValueError for fields that make no format, or one that float32 cannot hold.
 
-    >>> FloatFormat(5, 10) == as_format("fp16")
+    >>> FloatFormat(5, 10) == as_float_format("fp16")
     True
     >>> f = FloatFormat(exponent_bits=3, mantissa_bits=2)
     >>> f.largest, f.smallest_normal, f.smallest_subnormal, f.epsilon
@@ -168,7 +168,7 @@ class FloatFormat:
     def finite_count(self) -> int:
         """How many finite values there are; 0 and -0 are one value.
 
-        >>> as_format("e2m1fn").finite_count, as_format("fp16").finite_count
+        >>> as_float_format("e2m1fn").finite_count, as_float_format("fp16").finite_count
         (15, 63487)
         """
         positive = self._largest_magnitude_code
@@ -181,7 +181,7 @@ class FloatFormat:
     def values(self) -> tuple[float, ...]:
         """All finite values in ascending order, 0 once, of a format of up to 16 bits.
 
-        >>> as_format("e2m1fn").values()[7:]
+        >>> as_float_format("e2m1fn").values()[7:]
         (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
         """
         if self.bits > 16:
@@ -202,7 +202,7 @@ class FloatFormat:
 
         Without subnormals, the codes of exponent field 0 are zeros. Raises ValueError for a code out of range.
 
-        >>> as_format("e4m3fn").decode(0x7E), as_format("fp16").decode(0x0001)
+        >>> as_float_format("e4m3fn").decode(0x7E), as_float_format("fp16").decode(0x0001)
         (448.0, 5.960464477539063e-08)
         """
         if not isinstance(code, int) or not 0 <= code < 2**self.bits:
@@ -221,7 +221,7 @@ class FloatFormat:
 
         Raises ValueError for a value that the format does not hold: round it first.
 
-        >>> hex(as_format("fp16").encode(1.0)), hex(as_format("e4m3fn").encode(-448.0))
+        >>> hex(as_float_format("fp16").encode(1.0)), hex(as_float_format("e4m3fn").encode(-448.0))
         ('0x3c00', '0xfe')
         """
         value = float(value)
@@ -270,7 +270,7 @@ class FloatFormat:
 
         Raises ValueError for an unknown word, and for an inf or a NaN that the format lacks.
 
-        >>> as_format("fp16").resolve_overflow(), as_format("e4m3fn").resolve_overflow()
+        >>> as_float_format("fp16").resolve_overflow(), as_float_format("e4m3fn").resolve_overflow()
         ('inf', 'saturate')
         """
         if overflow is None:
@@ -374,17 +374,16 @@ _SYSTEMATIC = re.compile(r"e([1-8])m(\d{1,2})(fn|fnuz)?")
 _REPR = re.compile(r"FloatFormat\((.*)\)", re.DOTALL)
 
 
-def as_format(fmt: str | FloatFormat) -> FloatFormat:
-    """The format that a name, a `repr` or a format stands for.
+def as_float_format(fmt: str | FloatFormat, hint: str | None = None) -> FloatFormat:
+    """The float format that a name, a `repr` or a format stands for; blocks.as_format knows the other kinds too.
 
     fmt: a name of the catalogue ("fp16", "e4m3fn"), an alias ("half", "float8_e4m3fn"), eXmY, eXmYfn or eXmYfnuz for
         any other with the standard bias, the `repr` of a format, or a format.
+    hint: what an error adds for a name that is none; None looks for near matches among the float formats.
     Raises ValueError for an unknown name, TypeError for what is no name.
 
-    >>> as_format("half") is as_format("fp16")
+    >>> as_float_format("half") is as_float_format("fp16")
     True
-    >>> as_format("e3m3")
-    FloatFormat(exponent_bits=3, mantissa_bits=3, bias=3, specials='ieee', subnormals=True)
     """
     if isinstance(fmt, FloatFormat):
         return fmt
@@ -393,11 +392,11 @@ def as_format(fmt: str | FloatFormat) -> FloatFormat:
             f"A format is wanted, not {fmt!r} of type {type(fmt).__name__}. "
             f"Possible: a name such as 'fp16', or a FloatFormat."
         )
-    return _parse(fmt)
+    return _parse(fmt, hint)
 
 
 @cache
-def _parse(text: str) -> FloatFormat:
+def _parse(text: str, hint: str | None = None) -> FloatFormat:
     name = text.strip().lower()
     for candidate in (name, re.sub(r"^float\d+_", "", name)):  # ml_dtypes and torch write float8_e4m3fn
         known = CATALOGUE.get(ALIASES.get(candidate, candidate))
@@ -407,7 +406,7 @@ def _parse(text: str) -> FloatFormat:
         return FloatFormat(int(match[1]), int(match[2]), specials=match[3] or "ieee")
     if match := _REPR.fullmatch(text.strip()):
         return _from_repr(text, match[1])
-    hint = did_you_mean(name, [*CATALOGUE, *ALIASES], 3)
+    hint = did_you_mean(name, [*CATALOGUE, *ALIASES], 3) if hint is None else hint
     raise ValueError(
         f"Unknown format {text!r}.{hint} Known: {', '.join(CATALOGUE)}, or eXmY such as 'e5m10', "
         f"or FloatFormat(exponent_bits, mantissa_bits, ...)."

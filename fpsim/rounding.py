@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from fpsim.fixed_point import FixedPoint
 from fpsim.formats import FloatFormat
 
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd", "stochastic")
@@ -29,6 +30,7 @@ GRID = 1  # a narrower exponent range with subnormals: below it the spacing stay
 GAP = 2  # a narrower exponent range without subnormals: nothing between zero and the smallest value
 SCALE = 3  # powers of two without sign or zero
 UNSIGNED_ZERO_GRID = 4  # GRID without -0: a shape of its own, because asking costs GRID an eighth of its speed
+FIXED = 5  # UNSIGNED_ZERO_GRID whose lowest value is not minus its largest
 
 
 class Container(NamedTuple):
@@ -55,9 +57,10 @@ class Plan(NamedTuple):
     shape: int
     width: int
     parameters: tuple[int, ...]  # ulp_shift, grid_origin, largest, overflow, smallest, zero_sign, noise_mask, odd
+    # in FIXED, the last one is the lowest value's magnitude
 
 
-def needs_wider_container(fmt: FloatFormat) -> bool:
+def needs_wider_container(fmt: FloatFormat | FixedPoint) -> bool:
     """Whether float32 input must go through float64: the format's spacing reaches float32's own subnormals."""
     if fmt.specials == "scale":
         return fmt.min_exponent < -BINARY32.bias  # of float32's subnormals, the core knows the largest power alone
@@ -69,21 +72,26 @@ def needs_wider_container(fmt: FloatFormat) -> bool:
     return fmt.min_ulp_exponent < -94
 
 
-def _is_flat(fmt: FloatFormat, container: Container) -> bool:
+def _is_flat(fmt: FloatFormat | FixedPoint, container: Container) -> bool:
     same_exponents = fmt.min_exponent == 1 - container.bias and fmt.subnormals
     return same_exponents and fmt.mantissa_bits > 0 and fmt.has_negative_zero
 
 
-def make_plan(fmt: FloatFormat, rounding: str, overflow: str | None, random_bits: int | None, width: int) -> Plan:
+def make_plan(
+    fmt: FloatFormat | FixedPoint, rounding: str, overflow: str | None, random_bits: int | None, width: int
+) -> Plan:
     """Resolve names to the integers of a kernel for a container of `width` bits."""
     container = BINARY32 if width == 32 else BINARY64
     rule = ROUNDINGS.index(rounding)
     if fmt.specials == "scale":
         shape = SCALE
+    elif has_lone_lowest(fmt):
+        shape = FIXED
     elif _is_flat(fmt, container):
         shape = FLAT
     else:
         shape = (GRID if fmt.has_negative_zero else UNSIGNED_ZERO_GRID) if fmt.subnormals else GAP
+    last = container.bits(-fmt.lowest) if isinstance(fmt, FixedPoint) else int(fmt.mantissa_bits == 0)
     values = {"inf": float("inf"), "nan": float("nan"), "saturate": fmt.largest}
     top_field = fmt.min_ulp_exponent + container.mantissa_bits + container.bias - (width - 1)
     parameters = (
@@ -94,18 +102,28 @@ def make_plan(fmt: FloatFormat, rounding: str, overflow: str | None, random_bits
         container.bits(fmt.smallest),
         (1 << (width - 1)) if fmt.has_negative_zero else 0,
         0xFFFFFFFF & ~((1 << (32 - random_bits)) - 1) if random_bits else 0xFFFFFFFF,
-        int(fmt.mantissa_bits == 0),
+        last,
     )
     return Plan(rule, shape, width, tuple(p - (1 << 64) if p >= 1 << 63 else p for p in parameters))
 
 
-def scale_limits(fmt: FloatFormat, width: int) -> tuple[int, int]:
+def has_lone_lowest(fmt: FloatFormat | FixedPoint) -> bool:
+    """Whether the lowest value is not minus the largest: two's complement, and integers without sign."""
+    return isinstance(fmt, FixedPoint) and fmt.lowest != -fmt.largest
+
+
+def scale_limits(fmt: FloatFormat | FixedPoint, width: int) -> tuple[int, int]:
     """The least and the largest log2 of a scale at which numbers of `width` bits can be rounded to `fmt`, see at_scale.
 
-    (0, 0) where a scale could change nothing: the format has the container's own exponents.
+    (0, 0) where a scale could change nothing, since the format has the container's own exponents, and for fixed point
+    whose lowest value has no opposite: at_scale does not move it.
     """
     container = BINARY32 if width == 32 else BINARY64
-    if fmt.specials == "scale" or (width == 32 and (needs_wider_container(fmt) or _is_flat(fmt, container))):
+    if (
+        fmt.specials == "scale"
+        or has_lone_lowest(fmt)
+        or (width == 32 and (needs_wider_container(fmt) or _is_flat(fmt, container)))
+    ):
         return 0, 0
     lowest = -94 if width == 32 else -950  # as in needs_wider_container
     highest = math.frexp(fmt.largest)[1] - 1
@@ -330,7 +348,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         sign = uint(u & top)
         negative = sign != zero
         noise = uint(noise & noise_mask)
-        if shape in (GRID, UNSIGNED_ZERO_GRID):
+        if shape in (GRID, UNSIGNED_ZERO_GRID, FIXED):
             r = round_grid(a, negative, noise, ulp_shift, origin, smallest)
         else:
             ulp = uint(top >> uint(ulp_shift))
@@ -345,8 +363,12 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         else:  # a directed rounding moves a finite value to infinity only on its own side
             away = (rule == UP and not negative) or (rule == DOWN and negative)
             beyond = overflow if away or a >= infinity else largest
-        r = beyond if r > largest else r
-        if shape in (GAP, UNSIGNED_ZERO_GRID):
+        if shape == FIXED:
+            end = always_odd if negative else largest
+            r = end if r > end else r
+        else:
+            r = beyond if r > largest else r
+        if shape in (GAP, UNSIGNED_ZERO_GRID, FIXED):
             sign = uint(sign & zero_sign) if r == zero else sign
         r = a if a > infinity else r  # NaN keeps its payload
         return uint(r | sign)

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fpsim.blocks import BlockFormat, Element, Format, as_element, as_format
 from fpsim.checks import is_whole
-from fpsim.formats import FloatFormat, as_format
+from fpsim.formats import CATALOGUE
 from fpsim.rounding import ROUNDINGS, needs_wider_container, scale_limits
 
 CONTAINERS = {32: torch.float32, 64: torch.float64}  # by width
@@ -22,7 +23,7 @@ FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 class RoundingSpec:
     """What is done to a number: format, rounding rule, overflow and random bits, checked and complete."""
 
-    fmt: FloatFormat
+    fmt: Element
     rounding: str = "nearest_even"
     overflow: str = "inf"
     random_bits: int | None = None
@@ -45,15 +46,48 @@ class RoundingSpec:
         return hash(self.text)  # kept by the string; the kernel is looked up in every call
 
 
+@dataclass(frozen=True)
+class BlockSpec:
+    """What is done to a tensor whose blocks share scales: the format, and how its elements are rounded."""
+
+    fmt: BlockFormat
+    element: RoundingSpec
+    text: str = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        words = self.element.text.removeprefix(str(self.element.fmt))
+        object.__setattr__(self, "text", f"{self.fmt}{words}")
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+Spec = RoundingSpec | BlockSpec
+
+
+@lru_cache(maxsize=None, typed=True)
+def any_spec(
+    fmt: str | Format, rounding: str = "nearest_even", overflow: str | None = None, random_bits: int | None = None
+) -> Spec:
+    """Check and complete the words of `round_to`, for a format of single numbers or of blocks."""
+    f = as_format(fmt)
+    if isinstance(f, BlockFormat):
+        return BlockSpec(f, rounding_spec(f.element, rounding, overflow, random_bits))
+    return rounding_spec(f, rounding, overflow, random_bits)
+
+
 @lru_cache(maxsize=None, typed=True)  # typed: True is no number of bits
 def rounding_spec(
-    fmt: str | FloatFormat,
+    fmt: str | Element,
     rounding: str = "nearest_even",
     overflow: str | None = None,
     random_bits: int | None = None,
 ) -> RoundingSpec:
     """Check and complete the words of `round_to`."""
-    f = as_format(fmt)
+    f = as_element(fmt)
     if rounding not in ROUNDINGS:
         raise ValueError(f"Unknown rounding {rounding!r}. Known: {', '.join(ROUNDINGS)}.")
     if random_bits is not None:
@@ -81,7 +115,7 @@ def container_width(spec: RoundingSpec, dtype: torch.dtype) -> int:
             f"A {str(dtype).removeprefix('torch.')} tensor cannot hold every value of {f}. "
             f"Possible here: float32 or float64. Convert it with x.float() first."
         )
-    if f == as_format("fp32") and spec.overflow == "inf":
+    if f == CATALOGUE["fp32"] and spec.overflow == "inf":
         return 0
     return 64 if needs_wider_container(f) else 32
 

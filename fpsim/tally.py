@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fpsim.blocks import Element
 from fpsim.checks import is_whole
-from fpsim.formats import FloatFormat
 from fpsim.kernels.tally import lost_loop, tally_loop
 from fpsim.launch import parts_of, rounded, run_parts
 from fpsim.spec import require_floating, rounding_spec
@@ -47,7 +47,7 @@ class Tally:
     exponents: {floor(log2|x|): elements}.
     """
 
-    fmt: FloatFormat
+    fmt: Element
     count: int
     nonzero: int
     underflow: int
@@ -81,7 +81,7 @@ class Tally:
 class Accumulator:
     """The sums behind a Tally, on the device of the tensors it is given; nothing goes to the host before `result`."""
 
-    def __init__(self, fmt: FloatFormat, device: torch.device) -> None:
+    def __init__(self, fmt: Element, device: torch.device) -> None:
         self.fmt, self.calls = fmt, 0
         self.counts = torch.zeros(len(TALLY_COUNTS), dtype=torch.int64, device=device)
         self.sums = torch.zeros(len(TALLY_SUMS), dtype=torch.float64, device=device)
@@ -134,7 +134,7 @@ class Accumulator:
 
 
 @cache
-def _limits(fmt: FloatFormat) -> tuple[float, float, float]:
+def _limits(fmt: Element) -> tuple[float, float, float]:
     """Smallest normal, the magnitude from which saturation is counted, and the largest value."""
     half_ulp = math.ldexp(0.5, math.frexp(fmt.largest)[1] - 1 - fmt.mantissa_bits)
     return fmt.smallest_normal, fmt.largest + half_ulp, fmt.largest
@@ -142,7 +142,7 @@ def _limits(fmt: FloatFormat) -> tuple[float, float, float]:
 
 def tally(
     x: Tensor | np.ndarray[Any, Any],
-    fmt: str | FloatFormat,
+    fmt: str | Element,
     log2_scale: int = 0,
     rounding: str = "nearest_even",
     overflow: str | None = None,

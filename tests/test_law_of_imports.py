@@ -18,6 +18,8 @@ RANKS = {
     "fpsim.statistics": 0,
     "fpsim.torch_internals": 0,
     "fpsim.formats": 1,
+    "fpsim.fixed_point": 1.5,
+    "fpsim.blocks": 2,
     "fpsim.rounding": 2,
     "fpsim.kernels": 2,  # its __init__ holds nothing
     "fpsim.kernels.compile": 3,

@@ -66,12 +66,17 @@ def _layers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {layer: underflow[layer] / n for layer, n in nonzero.items() if n and layer in underflow}
 
 
+def _elements(name: str) -> fpsim.FloatFormat | fpsim.FixedPoint:
+    fmt = fpsim.as_format(name)
+    return fmt.element if isinstance(fmt, fpsim.BlockFormat) else fmt
+
+
 def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
     """Every value of small formats between -largest and largest, a line for each format."""
     figure = Picture(figsize=(9, 0.55 * len(formats) + 0.9), layout="constrained")
     axes = figure.subplots()
     for i, name in enumerate(formats):
-        values = [v for v in fpsim.as_format(name).values() if abs(v) <= largest]
+        values = [v for v in _elements(name).values() if abs(v) <= largest]
         axes.plot(values, [-i] * len(values), "|", markersize=16, color=COLOURS[i % len(COLOURS)])
     axes.set_yticks([-i for i in range(len(formats))], formats)
     axes.set_ylim(0.6 - len(formats), 0.6)
@@ -86,7 +91,7 @@ def plot_spacing(formats: Sequence[str]) -> Figure:
     figure = Picture(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots()
     for i, name in enumerate(formats):
-        fmt = fpsim.as_format(name)
+        fmt = _elements(name)
         low = int(np.floor(np.log2(fmt.smallest)))
         exponents = np.arange(low, int(np.floor(np.log2(fmt.largest))) + 1)
         ulp = np.maximum(exponents, fmt.min_exponent) - fmt.mantissa_bits
