@@ -91,7 +91,7 @@ def make_plan(
         shape = FLAT
     else:
         shape = (GRID if fmt.has_negative_zero else UNSIGNED_ZERO_GRID) if fmt.subnormals else GAP
-    last = container.bits(-fmt.lowest) if isinstance(fmt, FixedPoint) else int(fmt.mantissa_bits == 0)
+    last = container.bits(abs(fmt.lowest)) if isinstance(fmt, FixedPoint) else int(fmt.mantissa_bits == 0)
     values = {"inf": float("inf"), "nan": float("nan"), "saturate": fmt.largest}
     top_field = fmt.min_ulp_exponent + container.mantissa_bits + container.bias - (width - 1)
     parameters = (
