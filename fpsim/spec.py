@@ -74,8 +74,8 @@ def any_spec(
 ) -> Spec:
     """Check and complete the words of `round_to`, for a format of single numbers or of blocks."""
     f = as_format(fmt)
-    if isinstance(f, BlockFormat):
-        return BlockSpec(f, rounding_spec(f.element, rounding, overflow, random_bits))
+    if isinstance(f, BlockFormat):  # elements saturate where nobody asks for inf: OCP MX v1.0, 6.3
+        return BlockSpec(f, rounding_spec(f.element, rounding, overflow or "saturate", random_bits))
     return rounding_spec(f, rounding, overflow, random_bits)
 
 

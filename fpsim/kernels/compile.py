@@ -51,14 +51,17 @@ class DiskCache(FunctionCache):
         return signature
 
 
-def compiled_loop(*key: int, fastmath: Any = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def compiled_loop(
+    *key: int, fastmath: Any = False, error_model: str = "python"
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile a loop of the CPU, which holds no lock while it runs, and keep its code on disk.
 
     key: what tells it apart from the other closures of the same source.
+    error_model: "numpy" divides by zero as IEEE 754 says; "python" branches, to raise an error.
     """
 
     def compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
-        loop = njit(nogil=True, fastmath=fastmath)(function)
+        loop = njit(nogil=True, fastmath=fastmath, error_model=error_model)(function)
         loop._cache = DiskCache(loop.py_func, key)
         return loop  # type: ignore[no-any-return]
 

@@ -1,0 +1,253 @@
+"""Rounding to formats whose blocks share a scale: how a tensor is cut into blocks, and who rounds them."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fpsim.kernels import blocks as kernels
+from fpsim.launch import parts_of, run_parts
+from fpsim.noise import new_key
+from fpsim.rounding import BINARY32, BINARY64, make_plan, scale_limits
+from fpsim.spec import BlockSpec
+
+__all__ = ["BlockAxes", "block_scales", "rounded_blocks"]
+
+_RULES = {"floor": kernels.FLOOR, "ceil": kernels.CEIL, "even": kernels.EVEN, "nearest": kernels.NEAREST}
+
+
+@cache
+def block_plan(spec: BlockSpec) -> kernels.BlockPlan:
+    """The integers that a kernel takes, see the indices in kernels.blocks."""
+    f, element = spec.fmt, spec.element
+    plans = [make_plan(element.fmt, element.rounding, element.overflow, element.random_bits, w) for w in (32, 64)]
+    scale = make_plan(f.scale, "nearest_even", "saturate", None, 32)
+    largest = BINARY32.bits(f.element.largest)
+    emax = math.frexp(f.element.largest)[1] - 1
+    least_shift, most_shift = scale_limits(f.element, 32)
+    # powers of two that a float32 can hold: the element's smallest value, and its largest, times the scale
+    least = max(f.scale.min_exponent, BINARY32.bias * -1 - 22 - f.element.min_ulp_exponent)
+    most = min(math.frexp(f.scale.largest)[1] - 1, BINARY32.bias - emax)
+    if not f.has_power_scale:
+        kind = kernels.DIVIDED if f.scale.mantissa_bits == BINARY32.mantissa_bits else kernels.NARROW
+    else:
+        kind = kernels.POWER if f.gain == 1 else kernels.GAINED
+    numbers = (
+        *plans[0].parameters,
+        *plans[1].parameters,
+        *scale.parameters,
+        _RULES.get(str(f.scale_rule), 0),
+        emax,
+        largest & ((1 << 23) - 1),
+        1 << (22 - f.element.mantissa_bits),
+        least,
+        most,
+        least_shift,
+        most_shift,
+        largest,
+        BINARY32.bits(f.gain),
+        BINARY32.bits(f.scale.largest),
+    )
+    assert len(numbers) == kernels.PARAMETERS and plans[0].shape == plans[1].shape, BINARY64
+    return kernels.BlockPlan(plans[0].rule, plans[0].shape, scale.shape, kind, numbers)
+
+
+class BlockAxes(NamedTuple):
+    """How a contiguous tensor is cut: (outer, R, middle, C, inner) in blocks of r by c along R and C."""
+
+    outer: int
+    rows: int
+    middle: int
+    columns: int
+    inner: int
+    r: int
+    c: int
+
+    @property
+    def blocks(self) -> tuple[int, int, int, int, int]:
+        """How many blocks there are along each."""
+        return self.outer, -(-self.rows // self.r), self.middle, -(-self.columns // self.c), self.inner
+
+
+def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int | None) -> BlockAxes:
+    """How a tensor of this shape is cut, blocks running along `axis` and a tile's rows along `across`.
+
+    Raises ValueError for axes that the shape does not have.
+    """
+    rank = max(len(shape), 1)
+    axis = _axis(axis, shape, "axis")
+    r, c = tile
+    if c == 0 and r == 0:
+        return BlockAxes(1, 1, 1, math.prod(shape), 1, 1, max(math.prod(shape), 1))
+    c = c or max(shape[axis] if shape else 1, 1)
+    sizes = list(shape) or [1]
+    if r == 1:
+        return BlockAxes(math.prod(sizes[:axis]), 1, 1, sizes[axis], math.prod(sizes[axis + 1 :]), 1, c)
+    if rank < 2:
+        raise ValueError(
+            f"Tiles of {r} x {c} came for a tensor of shape {tuple(shape)}. Possible: two axes or more, or a format "
+            f"whose blocks run along one."
+        )
+    across = (axis - 1 if axis else 1) if across is None else _axis(across, shape, "across")
+    if across == axis:
+        raise ValueError(
+            f"axis and across are both {axis}. The rows of a tile run along another axis than its columns."
+        )
+    first, second = sorted((axis, across))
+    sides = (r, c) if across < axis else (c, r)
+    return BlockAxes(
+        math.prod(sizes[:first]),
+        sizes[first],
+        math.prod(sizes[first + 1 : second]),
+        sizes[second],
+        math.prod(sizes[second + 1 :]),
+        *sides,
+    )
+
+
+def _axis(axis: int, shape: torch.Size, name: str) -> int:
+    rank = max(len(shape), 1)
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -rank <= axis < rank:
+        raise ValueError(
+            f"{name}={axis!r} is no axis of a tensor of shape {tuple(shape)}. Possible: {-rank} to {rank - 1}."
+        )
+    return axis % rank
+
+
+def _finite_amax(x: Tensor) -> Tensor:
+    """The pattern of the largest finite magnitude of a contiguous tensor, an int64 on its device."""
+    if x.is_cuda:
+        magnitudes = x.detach().abs()
+        amax = torch.where(magnitudes < math.inf, magnitudes, 0).amax()
+        return amax.view(torch.int32).long()
+    loop, address = kernels.cpu_amax(), x.data_ptr()
+    found = run_parts(loop, [(address + first * 4, length) for first, length in parts_of(x.numel())], x)
+    return torch.tensor(max(found))
+
+
+def rounded_blocks(
+    x: Tensor,
+    spec: BlockSpec,
+    axis: int = -1,
+    across: int | None = None,
+    key: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """A rounded copy of `x`, below autograd, whose blocks share scales.
+
+    x: float32, float64, float16 or bfloat16, any shape and strides; rounded as float32.
+    axis: along which blocks run: the contraction axis of a product.
+    across: along which the rows of a tile run; None takes the axis before `axis`, or the next for the first one.
+    key: of the noise; None draws one.
+    scale: of delayed scaling, a float32 of one element on the device of `x`: what elements are multiplied by.
+    Raises ValueError for axes that `x` does not have.
+    """
+    return _run(x, spec, axis, across, key, scale, False)[0]
+
+
+def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None = None) -> Tensor:
+    """The scales of the blocks of `x`, a value of the block being element * scale.
+
+    A tensor's own second scale is not among them. float32; `x`'s shape with each axis that blocks run along divided by
+    their length, rounded up.
+    """
+    scales = _run(x, spec, axis, across, None, None, True)[1]
+    assert scales is not None
+    return scales
+
+
+def _run(
+    x: Tensor,
+    spec: BlockSpec,
+    axis: int,
+    across: int | None,
+    key: Tensor | None,
+    scale: Tensor | None,
+    wants_scales: bool,
+) -> tuple[Tensor, Tensor | None]:
+    f, plan = spec.fmt, block_plan(spec)
+    if f.is_delayed != (scale is not None):
+        raise ValueError(
+            f"{f} takes its scale from earlier steps, and none came. Possible: as an operand of products in a "
+            f"quantised model, which remembers them; here, the same format with scale_rule='amax'."
+            if f.is_delayed
+            else f"A scale came for {f}, which computes its own. Leave scale away."
+        )
+    axes = block_axes(x.shape, f.tile, axis, across)
+    source = x.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+    out = torch.empty_like(source)
+    scales = torch.empty(axes.blocks, device=x.device) if wants_scales else None
+    if source.numel():
+        shared = torch.full((2,), -1, dtype=torch.int64, device=x.device)
+        if f.tensor_scale:
+            shared[1] = _finite_amax(source)
+        if scale is not None:
+            shared[0] = scale.detach().reshape(()).view(torch.int32).long()
+        elif f.block == "tensor":
+            amax = _finite_amax(source)
+            shared[0] = _multiplier(amax, f.element.largest) if plan.kind == kernels.DIVIDED else amax
+        if f.block == "tensor":  # every part of it has the scale that is shared
+            axes = axes._replace(c=min(1 << 12, axes.columns))
+        if plan.rule == kernels.STOCHASTIC and key is None:
+            key = new_key()
+        _launch(source, out, axes, plan, key, shared, scales)
+    result = out if x.dtype is torch.float32 else out.to(x.dtype)
+    if scales is None:
+        return result, None
+    return result, scales.flatten()[:1].reshape(()) if f.block == "tensor" else _in_shape(scales, x, f.tile, axis)
+
+
+def _in_shape(scales: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
+    return scales
+
+
+def _multiplier(amax: Tensor, largest: float) -> Tensor:
+    """largest / amax as a float32 pattern; 1 where amax is 0 (NVIDIA TransformerEngine, Float8CurrentScaling)."""
+    value = amax.int().view(torch.float32)
+    found = (largest / value).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(value == 0, torch.ones_like(found), found).view(torch.int32).long()
+
+
+_NO_KEY = torch.zeros((), dtype=torch.int64)
+
+
+def _launch(
+    source: Tensor,
+    out: Tensor,
+    axes: BlockAxes,
+    plan: kernels.BlockPlan,
+    key: Tensor | None,
+    shared: Tensor,
+    scales: Tensor | None,
+) -> None:
+    dims = np.array(axes, np.int64)
+    parameters = np.array(plan.parameters, np.int64)
+    loop, total = _loop(plan, axes)
+    count = math.prod(total)
+    keyed = _NO_KEY if key is None else key
+    addresses = (
+        source.data_ptr(),
+        out.data_ptr(),
+        dims.ctypes.data,
+        parameters.ctypes.data,
+        keyed.data_ptr(),
+        shared.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+    )
+    threads = len(parts_of(source.numel()))
+    per_thread = -(-count // threads)
+    parts = [(*addresses, i, min(i + per_thread, count)) for i in range(0, count, per_thread)]
+    run_parts(loop, parts, source, out, dims, parameters, keyed, shared, scales)
+
+
+def _loop(plan: kernels.BlockPlan, axes: BlockAxes) -> tuple[Any, tuple[int, ...]]:
+    """The compiled loop, and how many units of work it has along each of the axes."""
+    words = (plan.rule, plan.shape, plan.scale_shape, plan.kind)
+    if axes.inner == 1:
+        return kernels.cpu_along(*words, axes.c if axes.c in (16, 32) else 0), axes.blocks
+    return kernels.cpu_across(*words), (*axes.blocks[:4], -(-axes.inner // kernels.lanes_of(axes.r, axes.c)))
