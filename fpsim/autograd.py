@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpsim.formats import FloatFormat
+from fpsim.blocks import Format
 from fpsim.launch import round_memory_, rounded
 from fpsim.noise import new_traceable_key
 from fpsim.spec import RoundingSpec, container_width, rounding_spec
@@ -19,10 +19,10 @@ SMALL = 1 << 15
 
 @constant_under_compile
 def operator_words(
-    fmt: str | FloatFormat, rounding: str, overflow: str | None, random_bits: int | None
+    fmt: str | Format, rounding: str, overflow: str | None, random_bits: int | None
 ) -> tuple[str, str, str, int]:
     """The operator's arguments, as constants of a compiled graph: torch.compile cannot trace how they are found."""
-    spec = rounding_spec(fmt, rounding, overflow, random_bits)
+    spec = rounding_spec(fmt, rounding, overflow, random_bits)  # type: ignore[arg-type]
     return spec.format_text, spec.rounding, spec.overflow, spec.random_bits or 0
 
 

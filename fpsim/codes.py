@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.formats import FloatFormat, as_float_format
+from fpsim.blocks import as_format
+from fpsim.formats import FloatFormat
 from fpsim.ops import round_to
 from fpsim.spec import require_floating
 
@@ -69,7 +70,9 @@ def decode(codes: Tensor, fmt: str | FloatFormat) -> Tensor:
 
 
 def _codable(fmt: str | FloatFormat) -> FloatFormat:
-    f = as_float_format(fmt)
+    f = as_format(fmt)
+    if not isinstance(f, FloatFormat):
+        raise ValueError(f"{f} has no codes here. encode() and decode() take float formats of up to 16 bits.")
     if f.bits > 16:
         raise ValueError(f"{f} has {f.bits} bits. encode() and decode() take formats of up to 16 bits.")
     return f

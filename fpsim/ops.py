@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, overload
 
 import numpy as np
@@ -9,11 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.autograd import is_plain, operator_words, round_differentiably, straight_through
-from fpsim.formats import FloatFormat
+from fpsim.block_autograd import apply_block_operator, block_words, round_blocks_differentiably
+from fpsim.blocks import BlockFormat, Element, Format, as_format
 from fpsim.launch import kernel_for, launch, round_memory_, rounded
 from fpsim.noise import new_key, new_traceable_key
-from fpsim.spec import CONTAINERS, RoundingSpec, container_width, require_floating, rounding_spec
-from fpsim.torch_internals import base_of
+from fpsim.shared_scales import rounded_blocks
+from fpsim.spec import (
+    CONTAINERS,
+    BlockSpec,
+    RoundingSpec,
+    Spec,
+    any_spec,
+    container_width,
+    require_floating,
+    rounding_spec,
+)
+from fpsim.torch_internals import base_of, constant_under_compile
 
 __all__ = ["Rounder", "round_to", "round_to_"]
 
@@ -47,28 +59,31 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 @overload
 def round_to(
     x: Tensor,
-    fmt: str | FloatFormat,
+    fmt: str | Format,
     rounding: str = ...,
     overflow: str | None = ...,
     random_bits: int | None = ...,
     out: Tensor | None = ...,
+    axis: int | tuple[int, int] | None = ...,
 ) -> Tensor: ...
 @overload
 def round_to(
     x: np.ndarray[Any, Any],
-    fmt: str | FloatFormat,
+    fmt: str | Format,
     rounding: str = ...,
     overflow: str | None = ...,
     random_bits: int | None = ...,
     out: np.ndarray[Any, Any] | None = ...,
+    axis: int | tuple[int, int] | None = ...,
 ) -> np.ndarray[Any, Any]: ...
 def round_to(
     x: Any,
-    fmt: str | FloatFormat,
+    fmt: str | Format,
     rounding: str = "nearest_even",
     overflow: str | None = None,
     random_bits: int | None = None,
     out: Any = None,
+    axis: int | tuple[int, int] | None = None,
 ) -> Any:
     """Round every element of `x` to a value of `fmt`, kept in the dtype of `x`.
 
@@ -79,9 +94,11 @@ def round_to(
     fmt: a format, or its name.
     rounding: "nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd" or "stochastic".
     overflow: what lies beyond the largest value gives: "inf", "nan" or "saturate". None means inf in formats that have
-        one, and the largest value in others.
+        one, and the largest value in others and in block formats.
     random_bits: for "stochastic", how many random bits decide (1 to 32); None uses every discarded bit up to 32.
     out: a contiguous tensor of the same shape, dtype and device to write to; no gradient then.
+    axis: in block formats, the axis along which elements share a scale, the last one by default; (across, axis) gives
+        a tile's rows their axis too. Of a product, blocks run along the contraction axis. `x` is a float32 then.
     Returns the same shape, dtype and device.
     Raises ValueError for unknown words, TypeError for tensors that cannot be rounded, among them a dtype that cannot
     hold every value of the format.
@@ -90,7 +107,18 @@ def round_to(
     tensor([1.0000e+00, 6.5504e+04,        inf, -0.0000e+00])
     >>> round_to(np.array([0.3, 500.0]), "e4m3fn")
     array([3.125e-01, 4.480e+02])
+    >>> round_to(torch.tensor([[1.0, 2.2], [300.0, 700.0]]), "mxfp4", axis=1)
+    tensor([[  1.,   2.],
+            [256., 768.]])
     """
+    if _shares_scales(fmt):
+        if torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
+            _require_float32(x)
+            words = block_words(fmt, rounding, overflow, random_bits)
+            return apply_block_operator(x, words, *_axis_pair(axis))
+        return _round_blocks(x, any_spec(fmt, rounding, overflow, random_bits), out, axis)
+    if axis is not None:
+        raise ValueError(f"axis={axis!r} came with {fmt}, whose numbers share no scale. Leave axis away.")
     if torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
         require_floating(x)
         words = operator_words(fmt, rounding, overflow, random_bits)
@@ -122,6 +150,58 @@ def round_to(
     return out.copy_(rounded(x, spec))
 
 
+@constant_under_compile
+def _shares_scales(fmt: Any) -> bool:
+    return _is_block_format(fmt)
+
+
+@cache
+def _is_block_format(fmt: Any) -> bool:
+    """Whether this is a block format or the name of one. A wrong name is none: other code says what is wrong."""
+    try:
+        return isinstance(as_format(fmt), BlockFormat)
+    except (TypeError, ValueError):
+        return False
+
+
+def _axis_pair(axis: int | tuple[int, int] | None) -> tuple[int, int | None]:
+    """Along which axis blocks run, and along which the rows of a tile."""
+    if isinstance(axis, tuple):
+        return axis[1], axis[0]
+    return (-1 if axis is None else axis), None
+
+
+def _require_float32(x: Any) -> None:
+    require_floating(x)
+    if x.dtype is not torch.float32:
+        dtype = str(x.dtype).removeprefix("torch.")
+        raise TypeError(f"x has dtype {dtype}. Blocks are rounded in float32: convert it with x.float().")
+
+
+def _round_blocks(x: Any, spec: Spec, out: Any, axis: int | tuple[int, int] | None) -> Any:
+    assert isinstance(spec, BlockSpec)
+    along, across = _axis_pair(axis)
+    if isinstance(x, np.ndarray):
+        if x.dtype != np.float32 or not x.dtype.isnative:
+            raise TypeError(f"x has dtype {x.dtype}. Blocks are rounded in float32: x.astype(numpy.float32).")
+        rounded = rounded_blocks(torch.from_numpy(np.array(x, order="C")), spec, along, across).numpy()
+        if out is None:
+            return rounded
+        if not isinstance(out, np.ndarray):
+            raise TypeError(f"out is {type(out).__name__} and x a numpy.ndarray. Give an ndarray: numpy.empty_like(x).")
+        _require_out(out, x)
+        out[...] = rounded
+        return out
+    _require_float32(x)
+    if out is None:
+        return round_blocks_differentiably(x, spec, along, across)
+    require_floating(out, "out")
+    _require_out(out, x)
+    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+        raise ValueError("out= keeps no gradient, and x or out requires one. Leave out= away, or use torch.no_grad().")
+    return out.copy_(round_blocks_differentiably(x, spec, along, across))
+
+
 def _round_ndarray(x: np.ndarray[Any, Any], spec: RoundingSpec, out: Any) -> np.ndarray[Any, Any]:
     if x.dtype not in (np.float32, np.float64, np.float16) or not x.dtype.isnative:
         raise TypeError(
@@ -141,7 +221,7 @@ def _round_ndarray(x: np.ndarray[Any, Any], spec: RoundingSpec, out: Any) -> np.
 
 def round_to_(
     x: Tensor,
-    fmt: str | FloatFormat,
+    fmt: str | Element,
     rounding: str = "nearest_even",
     overflow: str | None = None,
     random_bits: int | None = None,
@@ -191,8 +271,8 @@ class Rounder(nn.Module):
 
     def __init__(
         self,
-        forward: str | FloatFormat | None = None,
-        backward: str | FloatFormat | None = None,
+        forward: str | Element | None = None,
+        backward: str | Element | None = None,
         rounding: str = "nearest_even",
         backward_rounding: str | None = None,
         overflow: str | None = None,

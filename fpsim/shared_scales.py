@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.kernels import blocks as kernels
+from fpsim.kernels import block_loops, blocks
+from fpsim.kernels.compile import cuda_array, cuda_stream
 from fpsim.launch import parts_of, run_parts
 from fpsim.noise import new_key
-from fpsim.rounding import BINARY32, BINARY64, make_plan, scale_limits
+from fpsim.rounding import BINARY32, STOCHASTIC, make_plan, scale_limits
 from fpsim.spec import BlockSpec
 
 __all__ = ["BlockAxes", "block_scales", "rounded_blocks"]
 
-_RULES = {"floor": kernels.FLOOR, "ceil": kernels.CEIL, "even": kernels.EVEN, "nearest": kernels.NEAREST}
+_RULES = {"floor": blocks.FLOOR, "ceil": blocks.CEIL, "even": blocks.EVEN, "nearest": blocks.NEAREST}
 
 
 @cache
-def block_plan(spec: BlockSpec) -> kernels.BlockPlan:
-    """The integers that a kernel takes, see the indices in kernels.blocks."""
+def block_plan(spec: BlockSpec) -> blocks.BlockPlan:
+    """The integers that a kernel takes, see the indices in kernels/blocks.py."""
     f, element = spec.fmt, spec.element
     plans = [make_plan(element.fmt, element.rounding, element.overflow, element.random_bits, w) for w in (32, 64)]
     scale = make_plan(f.scale, "nearest_even", "saturate", None, 32)
@@ -31,12 +32,12 @@ def block_plan(spec: BlockSpec) -> kernels.BlockPlan:
     emax = math.frexp(f.element.largest)[1] - 1
     least_shift, most_shift = scale_limits(f.element, 32)
     # powers of two that a float32 can hold: the element's smallest value, and its largest, times the scale
-    least = max(f.scale.min_exponent, BINARY32.bias * -1 - 22 - f.element.min_ulp_exponent)
+    least = max(f.scale.min_exponent, -BINARY32.bias - 22 - f.element.min_ulp_exponent)
     most = min(math.frexp(f.scale.largest)[1] - 1, BINARY32.bias - emax)
     if not f.has_power_scale:
-        kind = kernels.DIVIDED if f.scale.mantissa_bits == BINARY32.mantissa_bits else kernels.NARROW
+        kind = blocks.DIVIDED if f.scale.mantissa_bits == BINARY32.mantissa_bits else blocks.NARROW
     else:
-        kind = kernels.POWER if f.gain == 1 else kernels.GAINED
+        kind = blocks.POWER if f.gain == 1 else blocks.GAINED
     numbers = (
         *plans[0].parameters,
         *plans[1].parameters,
@@ -53,8 +54,9 @@ def block_plan(spec: BlockSpec) -> kernels.BlockPlan:
         BINARY32.bits(f.gain),
         BINARY32.bits(f.scale.largest),
     )
-    assert len(numbers) == kernels.PARAMETERS and plans[0].shape == plans[1].shape, BINARY64
-    return kernels.BlockPlan(plans[0].rule, plans[0].shape, scale.shape, kind, numbers)
+    assert len(numbers) == blocks.PARAMETERS
+    assert plans[0].shape == plans[1].shape
+    return blocks.BlockPlan(plans[0].rule, plans[0].shape, scale.shape, kind, numbers)
 
 
 class BlockAxes(NamedTuple):
@@ -125,7 +127,7 @@ def _finite_amax(x: Tensor) -> Tensor:
         magnitudes = x.detach().abs()
         amax = torch.where(magnitudes < math.inf, magnitudes, 0).amax()
         return amax.view(torch.int32).long()
-    loop, address = kernels.cpu_amax(), x.data_ptr()
+    loop, address = block_loops.cpu_amax(), x.data_ptr()
     found = run_parts(loop, [(address + first * 4, length) for first, length in parts_of(x.numel())], x)
     return torch.tensor(max(found))
 
@@ -158,6 +160,11 @@ def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None 
     """
     scales = _run(x, spec, axis, across, None, None, True)[1]
     assert scales is not None
+    return scales.flatten()[0] if spec.fmt.block == "tensor" else _in_shape(scales, x, axis, across)
+
+
+def _in_shape(scales: Tensor, x: Tensor, axis: int, across: int | None) -> Tensor:
+    """Scales as the blocks lie in `x`."""
     return scales
 
 
@@ -181,7 +188,7 @@ def _run(
     axes = block_axes(x.shape, f.tile, axis, across)
     source = x.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous()
     out = torch.empty_like(source)
-    scales = torch.empty(axes.blocks, device=x.device) if wants_scales else None
+    scales = None
     if source.numel():
         shared = torch.full((2,), -1, dtype=torch.int64, device=x.device)
         if f.tensor_scale:
@@ -190,64 +197,78 @@ def _run(
             shared[0] = scale.detach().reshape(()).view(torch.int32).long()
         elif f.block == "tensor":
             amax = _finite_amax(source)
-            shared[0] = _multiplier(amax, f.element.largest) if plan.kind == kernels.DIVIDED else amax
+            shared[0] = _multiplier(amax, f.element.largest) if plan.kind == blocks.DIVIDED else amax
         if f.block == "tensor":  # every part of it has the scale that is shared
-            axes = axes._replace(c=min(1 << 12, axes.columns))
-        if plan.rule == kernels.STOCHASTIC and key is None:
+            axes = axes._replace(c=min(1 << (8 if x.is_cuda else 12), axes.columns))
+        if wants_scales:
+            scales = torch.empty(axes.blocks, device=x.device)
+        if plan.rule == STOCHASTIC and key is None:
             key = new_key()
         _launch(source, out, axes, plan, key, shared, scales)
     result = out if x.dtype is torch.float32 else out.to(x.dtype)
-    if scales is None:
-        return result, None
-    return result, scales.flatten()[:1].reshape(()) if f.block == "tensor" else _in_shape(scales, x, f.tile, axis)
-
-
-def _in_shape(scales: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
-    return scales
+    return result, scales
 
 
 def _multiplier(amax: Tensor, largest: float) -> Tensor:
     """largest / amax as a float32 pattern; 1 where amax is 0 (NVIDIA TransformerEngine, Float8CurrentScaling)."""
     value = amax.int().view(torch.float32)
-    found = (largest / value).clamp(max=torch.finfo(torch.float32).max)
+    # not largest / value, which torch computes as value.reciprocal() * largest, with two roundings
+    found = torch.div(torch.full_like(value, largest), value).clamp(max=torch.finfo(torch.float32).max)
     return torch.where(value == 0, torch.ones_like(found), found).view(torch.int32).long()
 
 
-_NO_KEY = torch.zeros((), dtype=torch.int64)
+_NO_KEY = np.zeros(2, np.uint32)
 
 
 def _launch(
     source: Tensor,
     out: Tensor,
     axes: BlockAxes,
-    plan: kernels.BlockPlan,
+    plan: blocks.BlockPlan,
     key: Tensor | None,
     shared: Tensor,
     scales: Tensor | None,
 ) -> None:
-    dims = np.array(axes, np.int64)
-    parameters = np.array(plan.parameters, np.int64)
-    loop, total = _loop(plan, axes)
-    count = math.prod(total)
-    keyed = _NO_KEY if key is None else key
+    words = (plan.rule, plan.shape, plan.scale_shape, plan.kind)
+    if source.is_cuda:
+        _launch_cuda(source, out, axes, plan, key, shared, scales)
+        return
+    if axes.inner == 1:
+        loop, total = block_loops.cpu_along(*words, axes.c if axes.c in (16, 32) else 0), math.prod(axes.blocks)
+    else:
+        lane_blocks = -(-axes.inner // block_loops.lanes_of(axes.r, axes.c))
+        loop, total = block_loops.cpu_across(*words), math.prod(axes.blocks[:4]) * lane_blocks
+    dims, parameters = np.array(axes, np.int64), np.array(plan.parameters, np.int64)
     addresses = (
         source.data_ptr(),
         out.data_ptr(),
         dims.ctypes.data,
         parameters.ctypes.data,
-        keyed.data_ptr(),
+        _NO_KEY.ctypes.data if key is None else key.data_ptr(),
         shared.data_ptr(),
         0 if scales is None else scales.data_ptr(),
     )
-    threads = len(parts_of(source.numel()))
-    per_thread = -(-count // threads)
-    parts = [(*addresses, i, min(i + per_thread, count)) for i in range(0, count, per_thread)]
-    run_parts(loop, parts, source, out, dims, parameters, keyed, shared, scales)
+    per_thread = -(-total // len(parts_of(source.numel())))
+    parts = [(*addresses, i, min(i + per_thread, total)) for i in range(0, total, per_thread)]
+    run_parts(loop, parts, source, out, dims, parameters, key, shared, scales)
 
 
-def _loop(plan: kernels.BlockPlan, axes: BlockAxes) -> tuple[Any, tuple[int, ...]]:
-    """The compiled loop, and how many units of work it has along each of the axes."""
-    words = (plan.rule, plan.shape, plan.scale_shape, plan.kind)
-    if axes.inner == 1:
-        return kernels.cpu_along(*words, axes.c if axes.c in (16, 32) else 0), axes.blocks
-    return kernels.cpu_across(*words), (*axes.blocks[:4], -(-axes.inner // kernels.lanes_of(axes.r, axes.c)))
+def _launch_cuda(
+    source: Tensor,
+    out: Tensor,
+    axes: BlockAxes,
+    plan: blocks.BlockPlan,
+    key: Tensor | None,
+    shared: Tensor,
+    scales: Tensor | None,
+) -> None:
+    word = 0 if key is None else int(key)
+    loop = block_loops.cuda_loop(plan.rule, plan.shape, plan.scale_shape, plan.kind)
+    with torch.cuda.device(source.device), torch.no_grad():
+        stream = cuda_stream(torch.cuda.current_stream(source.device).cuda_stream)
+        x, y = (t.view(torch.uint32).flatten() for t in (source, out))
+        parameters = torch.tensor(plan.parameters, device=source.device)
+        found = torch.empty(0, device=source.device) if scales is None else scales.flatten()
+        arrays = map(cuda_array, (parameters, shared, found))
+        count = math.prod(axes.blocks)
+        loop(cuda_array(x), cuda_array(y), tuple(axes), count, *arrays, word & 0xFFFFFFFF, word >> 32, stream)

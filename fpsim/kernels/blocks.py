@@ -1,8 +1,7 @@
-"""Blocks: the loops that find the scale of each block and round its elements at that scale.
+"""Blocks: what is computed for a block, its scale, and for an element of it, its rounding at that scale.
 
-A tensor is seen as (outer, R, middle, C, inner), contiguous, in blocks of `r` by `c` along R and C. Where `inner` is 1 a
-block's elements lie side by side ("along" the memory); otherwise neighbours in memory belong to neighbouring blocks
-("across"). A block whose scales are powers of two is rounded by integers alone, see rounding.at_scale.
+Blocks whose scales are powers of two are rounded by integers alone, see rounding.at_scale. Others multiply and divide
+in float32, each operation rounded by itself.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import njit, types
 from numba.extending import intrinsic
 
-from fpsim.kernels.compile import compiled_loop, pointer
-from fpsim.kernels.round import exchange_halves, fill_noise, noise_words
-from fpsim.rounding import NOISE_BLOCK, NOISE_LANES, STOCHASTIC, make_at_scale, make_round
+from fpsim.rounding import make_at_scale, make_round
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
@@ -177,11 +174,7 @@ class Functions(NamedTuple):
 
 @cache
 def functions(rule: int, shape: int, scale_shape: int, kind: int) -> Functions:
-    """What is computed once for a block, and what for each of its elements.
-
-    numbers(amax, shared, parameters): (origin, largest, overflow, smallest, by, back, and log2 of the power of two or
-    whether it is too far for 32 bits), where elements are multiplied `by` before and `back` after they are rounded.
-    """
+    """What is computed once for a tensor, for a block and for an element."""
     round_bits, at_scale = make_round(rule, shape, 32), make_at_scale(32)
     round_wide, at_wide_scale = make_round(rule, shape, 64), make_at_scale(64)
     round_scale = make_round(0, scale_shape, 32)
@@ -189,6 +182,7 @@ def functions(rule: int, shape: int, scale_shape: int, kind: int) -> Functions:
 
     @njit(inline="always")
     def tensor_scale(tensor_amax, p):  # type: ignore[no-untyped-def]
+        """What brings the scale of the block with the tensor's amax to the top of the scales' format."""
         if tensor_amax <= i64(0):
             return f32(1)
         top = f32(float_of(u32(p[SCALE_LARGEST])) * float_of(u32(p[LARGEST])))
@@ -196,7 +190,10 @@ def functions(rule: int, shape: int, scale_shape: int, kind: int) -> Functions:
 
     @njit(inline="always")
     def numbers(amax, shared, tensor_amax, p):  # type: ignore[no-untyped-def]
-        """amax: of the block's finite elements. shared: what to take instead where it is not negative."""
+        """Where elements are rounded, what they are multiplied by before, and back, and log2 of a power of two.
+
+        amax: of the block's finite elements. shared: what to take instead where it is not negative.
+        """
         origin, largest, overflow, smallest = i32(p[1]), u32(p[2]), u32(p[3]), u32(p[4])
         by, back, exponent = f32(1), f32(1), i32(0)
         if kind == POWER or kind == GAINED:
@@ -254,253 +251,3 @@ def functions(rule: int, shape: int, scale_shape: int, kind: int) -> Functions:
         return bits_of(float_of(r) / by) if kind == GAINED else r
 
     return Functions(tensor_scale, numbers, apply, apply_wide)
-
-
-@njit(inline="always")
-def element_noise(index, key0, key1):  # type: ignore[no-untyped-def]
-    """The noise word of one element, see rounding.NOISE_BLOCK."""
-    block, place = index // NOISE_BLOCK, index % NOISE_BLOCK
-    part, lane = place // NOISE_LANES, place % NOISE_LANES
-    w0, w1, w2, w3 = noise_words(block * NOISE_LANES + lane, key0, key1)
-    word = w0 if part < 2 else (w1 if part < 4 else (w2 if part < 6 else w3))
-    return exchange_halves(word) if part % 2 else word
-
-
-@njit(inline="always")
-def is_near(exponent, p):  # type: ignore[no-untyped-def]
-    """Whether elements can be rounded at this scale in 32 bits."""
-    return p[LEAST_SHIFT] <= -np.int64(exponent) <= p[MOST_SHIFT]
-
-
-@cache
-def cpu_amax() -> Callable[..., int]:
-    """The pattern of the largest finite magnitude of `n` float32 at address `src`."""
-
-    @compiled_loop()
-    def loop(src, n):  # type: ignore[no-untyped-def]
-        x = carray(pointer(src), (n,), np.uint32)
-        amax = np.uint32(0)
-        for i in range(n):
-            amax = max(amax, finite_magnitude(x[i]))
-        return np.int64(amax)
-
-    return loop
-
-
-@cache
-def cpu_along(rule: int, shape: int, scale_shape: int, kind: int, size: int) -> Callable[..., None]:
-    """Round blocks whose elements lie side by side: `inner` is 1.
-
-    size: the length of a block along C where it is compiled in; 0 for any.
-    Addresses: src, dst; parameters (of a BlockPlan); key (two uint32); shared (two int64: a pattern to take instead of
-    every block's own number, or -1, and the pattern of the tensor's amax); scales (float32, one for a block; 0 for
-    nowhere). Blocks `first` to `last` are rounded, counted by outer, R, middle and C.
-    """
-    tensor_scale, numbers, apply, apply_wide = functions(rule, shape, scale_shape, kind)
-    u32, i32 = np.uint32, np.int32
-
-    @njit(inline="always")
-    def run(xs, ys, count, start, noise, have, k, p, origin, largest, overflow, smallest, by, back, whole):  # type: ignore[no-untyped-def]
-        shift, zero_sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
-        if rule != STOCHASTIC:
-            for i in range(count):
-                ys[i] = apply(
-                    xs[i], u32(0), shift, zero_sign, used, odd, origin, largest, overflow, smallest, by, back, whole
-                )
-            return have
-        done = 0
-        while done < count:
-            block, place = (start + done) // NOISE_BLOCK, (start + done) % NOISE_BLOCK
-            if block != have:
-                fill_noise(noise, block, k[0], k[1])
-                have = block
-            length = min(NOISE_BLOCK - place, count - done)
-            xp, yp, np_ = xs[done : done + length], ys[done : done + length], noise[place : place + length]
-            for i in range(length):
-                yp[i] = apply(
-                    xp[i], np_[i], shift, zero_sign, used, odd, origin, largest, overflow, smallest, by, back, whole
-                )
-            done += length
-        return have
-
-    @njit(inline="always")
-    def run_far(xs, ys, count, start, k, p, exponent, at_zero):  # type: ignore[no-untyped-def]
-        for i in range(count):
-            if u32(xs[i] & MAGNITUDE) == u32(0):
-                ys[i] = u32(xs[i] & at_zero)
-            else:
-                bits = element_noise(start + i, k[0], k[1]) if rule == STOCHASTIC else u32(0)
-                ys[i] = apply_wide(xs[i], bits, exponent, p)
-
-    @compiled_loop(rule, shape, scale_shape, kind, size, error_model="numpy")
-    def loop(src, dst, dims, parameters, key, shared, scales, first, last):  # type: ignore[no-untyped-def]
-        d = carray(pointer(dims), (7,), np.int64)
-        outer, rows_all, middle, columns_all, inner, r, c = d[0], d[1], d[2], d[3], d[4], d[5], d[6]
-        p = carray(pointer(parameters), (PARAMETERS,), np.int64)
-        k = carray(pointer(key), (2,), np.uint32)
-        common = carray(pointer(shared), (2,), np.int64)
-        n = outer * rows_all * middle * columns_all
-        x, y = carray(pointer(src), (n,), np.uint32), carray(pointer(dst), (n,), np.uint32)
-        row_blocks, column_blocks = -(-rows_all // r), -(-columns_all // c)
-        found = carray(pointer(scales), (outer * row_blocks * middle * column_blocks,), np.float32)
-        noise, have = np.empty(NOISE_BLOCK, np.uint32), -1
-        whole = tensor_scale(common[1], p)
-        column, rest = first % column_blocks, first // column_blocks
-        m, rest = rest % middle, rest // middle
-        row, o = rest % row_blocks, rest // row_blocks
-        for unit in range(first, last):
-            begin, width = column * c, min(c, columns_all - column * c)
-            height = min(r, rows_all - row * r)
-            base = ((o * rows_all + row * r) * middle + m) * columns_all + begin
-            step = middle * columns_all
-            amax = u32(0)
-            if common[0] < 0:
-                for i in range(height):
-                    xs = x[base + i * step : base + i * step + width]
-                    if size and width == size:
-                        for j in range(size):
-                            amax = max(amax, finite_magnitude(xs[j]))
-                    else:
-                        for j in range(width):
-                            amax = max(amax, finite_magnitude(xs[j]))
-            origin, largest, overflow, smallest, by, back, exponent = numbers(amax, common[0], common[1], p)
-            if scales != 0:
-                found[unit] = back
-            near = kind > GAINED or is_near(exponent, p)
-            for i in range(height):
-                start = base + i * step
-                xs, ys = x[start : start + width], y[start : start + width]
-                if not near:
-                    run_far(xs, ys, width, start, k, p, exponent, u32(p[5]))
-                elif size and width == size:
-                    have = run(
-                        xs, ys, size, start, noise, have, k, p, origin, largest, overflow, smallest, by, back, whole
-                    )
-                else:
-                    have = run(
-                        xs, ys, width, start, noise, have, k, p, origin, largest, overflow, smallest, by, back, whole
-                    )
-            column += 1
-            if column == column_blocks:
-                column = 0
-                m += 1
-                if m == middle:
-                    m = 0
-                    row += 1
-                    if row == row_blocks:
-                        row = 0
-                        o += 1
-
-    return loop
-
-
-LANES = 256  # neighbours in memory that are rounded side by side; fewer where a block is long, to stay in the cache
-LONG_BLOCK, LANES_OF_LONG = 128, 64
-
-
-def lanes_of(r: int, c: int) -> int:
-    """How many lanes a unit of work of `cpu_across` has."""
-    return LANES if r * c <= LONG_BLOCK else LANES_OF_LONG
-
-
-@cache
-def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[..., None]:
-    """Round blocks whose neighbours in memory belong to other blocks: `inner` is above 1.
-
-    As cpu_along, but a unit of work is `lanes_of` blocks side by side; units are counted by outer, R, middle, C, lanes.
-    """
-    tensor_scale, numbers, apply, apply_wide = functions(rule, shape, scale_shape, kind)
-    u32, i32 = np.uint32, np.int32
-
-    @njit(inline="always")
-    def round_run(xs, ys, start, count, noise, have, k, p, numbers_of, by, back, whole):  # type: ignore[no-untyped-def]
-        shift, zero_sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
-        origins, largests, overflows, smallests = numbers_of
-        done = 0
-        while done < count:
-            length = count - done
-            if rule == STOCHASTIC:
-                block, place = (start + done) // NOISE_BLOCK, (start + done) % NOISE_BLOCK
-                if block != have:
-                    fill_noise(noise, block, k[0], k[1])
-                    have = block
-                length = min(NOISE_BLOCK - place, length)
-                words = noise[place : place + length]
-            else:
-                words = noise
-            xp, yp = xs[done : done + length], ys[done : done + length]
-            os, ls = origins[done : done + length], largests[done : done + length]
-            vs, ss = overflows[done : done + length], smallests[done : done + length]
-            bs, ks = by[done : done + length], back[done : done + length]
-            for i in range(length):
-                word = words[i] if rule == STOCHASTIC else u32(0)
-                yp[i] = apply(xp[i], word, shift, zero_sign, used, odd, os[i], ls[i], vs[i], ss[i], bs[i], ks[i], whole)
-            done += length
-        return have
-
-    @compiled_loop(rule, shape, scale_shape, kind, error_model="numpy")
-    def loop(src, dst, dims, parameters, key, shared, scales, first, last):  # type: ignore[no-untyped-def]
-        d = carray(pointer(dims), (7,), np.int64)
-        outer, rows_all, middle, columns_all, inner, r, c = d[0], d[1], d[2], d[3], d[4], d[5], d[6]
-        p = carray(pointer(parameters), (PARAMETERS,), np.int64)
-        k = carray(pointer(key), (2,), np.uint32)
-        common = carray(pointer(shared), (2,), np.int64)
-        n = outer * rows_all * middle * columns_all * inner
-        x, y = carray(pointer(src), (n,), np.uint32), carray(pointer(dst), (n,), np.uint32)
-        row_blocks, column_blocks = -(-rows_all // r), -(-columns_all // c)
-        found = carray(pointer(scales), (outer * row_blocks * middle * column_blocks * inner,), np.float32)
-        lanes = LANES if r * c <= LONG_BLOCK else LANES_OF_LONG
-        lane_blocks = -(-inner // lanes)
-        noise, have = np.empty(NOISE_BLOCK, np.uint32), -1
-        amaxes, largests = np.empty(LANES, np.uint32), np.empty(LANES, np.uint32)
-        overflows, smallests = np.empty(LANES, np.uint32), np.empty(LANES, np.uint32)
-        origins, exponents = np.empty(LANES, np.int32), np.empty(LANES, np.int32)
-        by, back = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
-        numbers_of = (origins, largests, overflows, smallests)
-        whole = tensor_scale(common[1], p)
-        for unit in range(first, last):
-            rest, lane_block = unit // lane_blocks, unit % lane_blocks
-            block = rest
-            rest, column = rest // column_blocks, rest % column_blocks
-            rest, m = rest // middle, rest % middle
-            o, row = rest // row_blocks, rest % row_blocks
-            lane = lane_block * lanes
-            width = min(lanes, inner - lane)
-            columns, height = min(c, columns_all - column * c), min(r, rows_all - row * r)
-            base = (((o * rows_all + row * r) * middle + m) * columns_all + column * c) * inner + lane
-            step = middle * columns_all * inner
-            amaxes[:] = u32(0)
-            for i in range(height):
-                for j in range(columns):
-                    start = base + i * step + j * inner
-                    xs = x[start : start + width]
-                    for lane in range(width):
-                        amaxes[lane] = max(amaxes[lane], finite_magnitude(xs[lane]))
-            far = False
-            for lane in range(width):
-                origin, largest, overflow, smallest, b, s, e = numbers(amaxes[lane], common[0], common[1], p)
-                origins[lane], largests[lane], overflows[lane], smallests[lane] = origin, largest, overflow, smallest
-                by[lane], back[lane], exponents[lane] = b, s, e
-                if kind <= GAINED and not is_near(e, p):
-                    far = True
-            if scales != 0:
-                start = block * inner + lane_block * lanes
-                for lane in range(width):
-                    found[start + lane] = back[lane]
-            for i in range(height):
-                for j in range(columns):
-                    start = base + i * step + j * inner
-                    xs, ys = x[start : start + width], y[start : start + width]
-                    have = round_run(xs, ys, start, width, noise, have, k, p, numbers_of, by, back, whole)
-            if not far:
-                continue
-            for i in range(height):
-                for j in range(columns):
-                    start = base + i * step + j * inner
-                    for lane in range(width):
-                        word = x[start + lane]
-                        if u32(word & MAGNITUDE) != u32(0) and not is_near(exponents[lane], p):
-                            bits = element_noise(start + lane, k[0], k[1]) if rule == STOCHASTIC else u32(0)
-                            y[start + lane] = apply_wide(word, bits, exponents[lane], p)
-
-    return loop

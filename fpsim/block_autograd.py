@@ -1,0 +1,102 @@
+"""Rounding to shared scales under autograd, transforms and tracers: the operator, and its straight-through gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpsim.autograd import is_plain
+from fpsim.blocks import Format
+from fpsim.noise import new_traceable_key
+from fpsim.shared_scales import block_axes, rounded_blocks
+from fpsim.spec import BlockSpec, any_spec
+from fpsim.torch_internals import constant_under_compile
+
+__all__ = ["apply_block_operator", "block_words", "round_blocks_differentiably"]
+
+BlockWords = tuple[str, str, str, int]  # format, rounding, overflow, random bits
+
+
+def _spec(fmt: str, rounding: str, overflow: str, random_bits: int) -> BlockSpec:
+    spec = any_spec(fmt, rounding, overflow, random_bits or None)
+    assert isinstance(spec, BlockSpec)
+    return spec
+
+
+# The operator that torch.compile, FakeTensorMode and functorch see.
+
+
+@torch.library.custom_op("fpsim::round_blocks", mutates_args=())
+def _round_blocks_op(
+    x: Tensor,
+    fmt: str,
+    rounding: str,
+    overflow: str,
+    random_bits: int,
+    axis: int,
+    across: int | None,
+    key: Tensor | None,
+) -> Tensor:
+    return rounded_blocks(x, _spec(fmt, rounding, overflow, random_bits), axis, across, key)
+
+
+@_round_blocks_op.register_fake
+def _(
+    x: Tensor,
+    fmt: str,
+    rounding: str,
+    overflow: str,
+    random_bits: int,
+    axis: int,
+    across: int | None,
+    key: Tensor | None,
+) -> Tensor:
+    block_axes(x.shape, _spec(fmt, rounding, overflow, random_bits).fmt.tile, axis, across)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_round_blocks_op.register_vmap
+def _(info: Any, in_dims: Any, x: Tensor, *rest: Any) -> tuple[Tensor, int]:
+    """Each sample has blocks of its own: a scale of the whole tensor is one for each of them."""
+    *words, axis, across, key = rest
+    dim, key_dim = in_dims[0], in_dims[-1]
+    samples = x.unbind(dim) if dim is not None else [x] * info.batch_size
+    keys = key.unbind(key_dim) if key_dim is not None else [key] * info.batch_size
+    rounded = [torch.ops.fpsim.round_blocks(s, *words, axis, across, k) for s, k in zip(samples, keys, strict=True)]
+    return torch.stack(rounded), 0
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    pass
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    return gradient, *[None] * 7
+
+
+_round_blocks_op.register_autograd(_backward, setup_context=_setup)
+
+
+@constant_under_compile
+def block_words(fmt: str | Format, rounding: str, overflow: str | None, random_bits: int | None) -> BlockWords:
+    """The operator's arguments, as constants of a compiled graph: torch.compile cannot trace how they are found."""
+    spec = any_spec(fmt, rounding, overflow, random_bits)
+    assert isinstance(spec, BlockSpec)
+    return repr(spec.fmt), spec.element.rounding, spec.element.overflow, spec.element.random_bits or 0
+
+
+def apply_block_operator(x: Tensor, words: BlockWords, axis: int, across: int | None) -> Tensor:
+    """Round by the operator."""
+    key = new_traceable_key() if words[1] == "stochastic" else None
+    return torch.ops.fpsim.round_blocks(x, *words, axis, across, key)  # type: ignore[no-any-return]
+
+
+def round_blocks_differentiably(x: Tensor, spec: BlockSpec, axis: int, across: int | None) -> Tensor:
+    """`rounded_blocks` through which the gradient passes unchanged."""
+    if is_plain(x) and not (x.requires_grad and torch.is_grad_enabled()):
+        return rounded_blocks(x, spec, axis, across)
+    element = spec.element
+    words = repr(spec.fmt), element.rounding, element.overflow, element.random_bits or 0
+    return apply_block_operator(x, words, axis, across)
