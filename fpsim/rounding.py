@@ -178,6 +178,18 @@ shift_left, shift_right = _shift("shl"), _shift("lshr")
 
 
 @intrinsic
+def leading_zeros(typingctx: Any, value: Any) -> Any:
+    """How many zero bits a uint32 begins with."""
+    if value != types.uint32:
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint32(value), generate
+
+
+@intrinsic
 def rotate_left(typingctx: Any, value: Any, amount: Any) -> Any:
     """Rotate a uint32 by 1 to 31 bits."""
     if value != types.uint32 or not isinstance(amount, types.Integer):

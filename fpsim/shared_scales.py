@@ -267,8 +267,7 @@ def _launch_cuda(
     with torch.cuda.device(source.device), torch.no_grad():
         stream = cuda_stream(torch.cuda.current_stream(source.device).cuda_stream)
         x, y = (t.view(torch.uint32).flatten() for t in (source, out))
-        parameters = torch.tensor(plan.parameters, device=source.device)
         found = torch.empty(0, device=source.device) if scales is None else scales.flatten()
-        arrays = map(cuda_array, (parameters, shared, found))
-        count = math.prod(axes.blocks)
-        loop(cuda_array(x), cuda_array(y), tuple(axes), count, *arrays, word & 0xFFFFFFFF, word >> 32, stream)
+        x, y, common, numbers = map(cuda_array, (x, y, shared, found))
+        words = tuple(axes), math.prod(axes.blocks), plan.parameters
+        loop(x, y, *words, common, numbers, word & 0xFFFFFFFF, word >> 32, stream)

@@ -16,18 +16,27 @@ from numba import carray, njit
 
 from fpsim.kernels.blocks import (
     GAINED,
-    LEAST_SHIFT,
-    MAGNITUDE,
-    MOST_SHIFT,
     PARAMETERS,
     finite_magnitude,
-    functions,
+    is_near,
+    make_apply,
+    make_apply_far,
+    make_numbers,
+    make_tensor_scale,
 )
 from fpsim.kernels.compile import CUDA_THREADS, compiled_loop, cuda_module, pointer
 from fpsim.kernels.round import exchange_halves, fill_noise, noise_words
 from fpsim.rounding import NOISE_BLOCK, NOISE_LANES, STOCHASTIC
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
+
+LANES = 256  # neighbours in memory that are rounded side by side; fewer where a block is long, to stay in the cache
+LONG_BLOCK, LANES_OF_LONG = 128, 64
+
+
+def lanes_of(r: int, c: int) -> int:
+    """How many blocks side by side are a unit of work of `cpu_across`."""
+    return LANES if r * c <= LONG_BLOCK else LANES_OF_LONG
 
 
 @njit(inline="always")
@@ -41,9 +50,11 @@ def element_noise(index, key0, key1):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def is_near(exponent, p):  # type: ignore[no-untyped-def]
-    """Whether elements can be rounded at this scale in 32 bits."""
-    return p[LEAST_SHIFT] <= -np.int64(exponent) <= p[MOST_SHIFT]
+def amax_of(xs, count, before):  # type: ignore[no-untyped-def]
+    amax = before
+    for i in range(count):
+        amax = max(amax, finite_magnitude(xs[i]))
+    return amax
 
 
 @cache
@@ -52,13 +63,66 @@ def cpu_amax() -> Callable[..., int]:
 
     @compiled_loop()
     def loop(src, n):  # type: ignore[no-untyped-def]
-        x = carray(pointer(src), (n,), np.uint32)
-        amax = np.uint32(0)
-        for i in range(n):
-            amax = max(amax, finite_magnitude(x[i]))
-        return np.int64(amax)
+        return np.int64(amax_of(carray(pointer(src), (n,), np.uint32), n, np.uint32(0)))
 
     return loop
+
+
+@cache
+def _numbers_of(scale_shape: int, kind: int) -> Callable[..., Any]:
+    """The numbers of `count` blocks into arrays; and whether one of them has a scale too far for 32 bits."""
+    numbers = make_numbers(scale_shape, kind)
+
+    @njit(inline="always")
+    def fill(count, amaxes, shared, whole, p, origins, largests, overflows, smallests, by, back, exponents):  # type: ignore[no-untyped-def]
+        for i in range(count):
+            origin, largest, overflow, smallest, b, s, e = numbers(amaxes[i], shared, whole, p)
+            origins[i], largests[i], overflows[i], smallests[i] = origin, largest, overflow, smallest
+            by[i], back[i], exponents[i] = b, s, e
+        far = False
+        if kind <= GAINED:
+            for i in range(count):
+                far = far or not is_near(exponents[i], p)
+        return far
+
+    return fill  # type: ignore[no-any-return]
+
+
+@cache
+def _run_along(rule: int, shape: int, kind: int, size: int) -> Callable[..., Any]:
+    """Round neighbours in memory that share a scale. Gives the number of the noise block that is at hand."""
+    apply = make_apply(rule, shape, kind)
+    u32, i32 = np.uint32, np.int32
+
+    @njit(inline="always")
+    def plain(xs, ys, count, words, p, origin, largest, overflow, smallest, by, back, whole):  # type: ignore[no-untyped-def]
+        shift, sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
+        for i in range(count):
+            noise = words[i] if rule == STOCHASTIC else u32(0)
+            ys[i] = apply(xs[i], noise, shift, sign, used, odd, origin, largest, overflow, smallest, by, back, whole)
+
+    @njit(inline="always")
+    def run(xs, ys, start, noise, have, k, p, origin, largest, overflow, smallest, by, back, whole):  # type: ignore[no-untyped-def]
+        count = len(xs)
+        if rule != STOCHASTIC:
+            if size and count == size:
+                plain(xs, ys, size, xs, p, origin, largest, overflow, smallest, by, back, whole)
+            else:
+                plain(xs, ys, count, xs, p, origin, largest, overflow, smallest, by, back, whole)
+            return have
+        done = 0
+        while done < count:
+            block, place = (start + done) // NOISE_BLOCK, (start + done) % NOISE_BLOCK
+            if block != have:
+                fill_noise(noise, block, k[0], k[1])
+                have = block
+            length = min(NOISE_BLOCK - place, count - done)
+            xp, yp, words = xs[done : done + length], ys[done : done + length], noise[place : place + length]
+            plain(xp, yp, length, words, p, origin, largest, overflow, smallest, by, back, whole)
+            done += length
+        return have
+
+    return run  # type: ignore[no-any-return]
 
 
 @cache
@@ -70,111 +134,80 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int, size: int) -> 
     every block's own number, or -1, and the pattern of the tensor's amax); scales (float32, one for a block; 0 for
     nowhere). Blocks `first` to `last` are rounded, counted by outer, R, middle and C.
     """
-    tensor_scale, numbers, apply, apply_wide = functions(rule, shape, scale_shape, kind)
-    u32, i32 = np.uint32, np.int32
-
-    @njit(inline="always")
-    def run(xs, ys, count, start, noise, have, k, p, origin, largest, overflow, smallest, by, back, whole):  # type: ignore[no-untyped-def]
-        shift, zero_sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
-        if rule != STOCHASTIC:
-            for i in range(count):
-                ys[i] = apply(
-                    xs[i], u32(0), shift, zero_sign, used, odd, origin, largest, overflow, smallest, by, back, whole
-                )
-            return have
-        done = 0
-        while done < count:
-            block, place = (start + done) // NOISE_BLOCK, (start + done) % NOISE_BLOCK
-            if block != have:
-                fill_noise(noise, block, k[0], k[1])
-                have = block
-            length = min(NOISE_BLOCK - place, count - done)
-            xp, yp, np_ = xs[done : done + length], ys[done : done + length], noise[place : place + length]
-            for i in range(length):
-                yp[i] = apply(
-                    xp[i], np_[i], shift, zero_sign, used, odd, origin, largest, overflow, smallest, by, back, whole
-                )
-            done += length
-        return have
-
-    @njit(inline="always")
-    def run_far(xs, ys, count, start, k, p, exponent, at_zero):  # type: ignore[no-untyped-def]
-        for i in range(count):
-            if u32(xs[i] & MAGNITUDE) == u32(0):
-                ys[i] = u32(xs[i] & at_zero)
-            else:
-                bits = element_noise(start + i, k[0], k[1]) if rule == STOCHASTIC else u32(0)
-                ys[i] = apply_wide(xs[i], bits, exponent, p)
+    numbers, run = make_numbers(scale_shape, kind), _run_along(rule, shape, kind, size)
+    tensor_scale, apply_far = make_tensor_scale(kind), make_apply_far(rule, shape, kind)
+    u32, i64 = np.uint32, np.int64
 
     @compiled_loop(rule, shape, scale_shape, kind, size, error_model="numpy")
     def loop(src, dst, dims, parameters, key, shared, scales, first, last):  # type: ignore[no-untyped-def]
-        d = carray(pointer(dims), (7,), np.int64)
-        outer, rows_all, middle, columns_all, r, c = d[0], d[1], d[2], d[3], d[5], d[6]
-        p = carray(pointer(parameters), (PARAMETERS,), np.int64)
-        k = carray(pointer(key), (2,), np.uint32)
-        common = carray(pointer(shared), (2,), np.int64)
-        n = outer * rows_all * middle * columns_all
-        x, y = carray(pointer(src), (n,), np.uint32), carray(pointer(dst), (n,), np.uint32)
-        row_blocks, column_blocks = -(-rows_all // r), -(-columns_all // c)
+        d, common = carray(pointer(dims), (7,), i64), carray(pointer(shared), (2,), i64)
+        outer, rows, middle, columns, r, c = d[0], d[1], d[2], d[3], d[5], d[6]
+        p, k = carray(pointer(parameters), (PARAMETERS,), i64), carray(pointer(key), (2,), u32)
+        n, step = outer * rows * middle * columns, middle * columns
+        x, y = carray(pointer(src), (n,), u32), carray(pointer(dst), (n,), u32)
+        row_blocks, column_blocks = -(-rows // r), -(-columns // c)
         found = carray(pointer(scales), (outer * row_blocks * middle * column_blocks,), np.float32)
-        noise, have = np.empty(NOISE_BLOCK, np.uint32), -1
-        whole = tensor_scale(common[1], p)
-        column, rest = first % column_blocks, first // column_blocks
-        m, rest = rest % middle, rest // middle
-        row, o = rest % row_blocks, rest // row_blocks
+        noise, have, whole = np.empty(NOISE_BLOCK, u32), -1, tensor_scale(common[1], p)
+        row, column, line, height = first // column_blocks, first % column_blocks, -1, r
         for unit in range(first, last):
-            begin, width = column * c, min(c, columns_all - column * c)
-            height = min(r, rows_all - row * r)
-            base = ((o * rows_all + row * r) * middle + m) * columns_all + begin
-            step = middle * columns_all
-            amax = u32(0)
-            if common[0] < 0:
-                for i in range(height):
-                    xs = x[base + i * step : base + i * step + width]
-                    if size and width == size:
-                        for j in range(size):
-                            amax = max(amax, finite_magnitude(xs[j]))
-                    else:
-                        for j in range(width):
-                            amax = max(amax, finite_magnitude(xs[j]))
-            origin, largest, overflow, smallest, by, back, exponent = numbers(amax, common[0], common[1], p)
+            if line < 0:  # divisions take longer than a block: once for each row of blocks
+                rest, i = row // middle, row // middle % row_blocks
+                line = ((rest // row_blocks * rows + i * r) * middle + row % middle) * columns
+                height = min(r, rows - i * r)
+            begin, length, amax = line + column * c, min(c, columns - column * c), u32(0)
+            for j in range(height if common[0] < 0 else 0):
+                xs = x[begin + j * step : begin + j * step + length]
+                amax = amax_of(xs, size, amax) if size and length == size else amax_of(xs, length, amax)
+            origin, largest, overflow, smallest, by, back, exponent = numbers(amax, common[0], whole, p)
             if scales != 0:
                 found[unit] = back
-            near = kind > GAINED or is_near(exponent, p)
-            for i in range(height):
-                start = base + i * step
-                xs, ys = x[start : start + width], y[start : start + width]
-                if not near:
-                    run_far(xs, ys, width, start, k, p, exponent, u32(p[5]))
-                elif size and width == size:
-                    have = run(
-                        xs, ys, size, start, noise, have, k, p, origin, largest, overflow, smallest, by, back, whole
-                    )
+            far = kind <= GAINED and not is_near(exponent, p)
+            for j in range(height):
+                start = begin + j * step
+                xs, ys = x[start : start + length], y[start : start + length]
+                if far:
+                    for i in range(length):
+                        bits = element_noise(start + i, k[0], k[1]) if rule == STOCHASTIC else u32(0)
+                        ys[i] = apply_far(xs[i], bits, exponent, p)
                 else:
-                    have = run(
-                        xs, ys, width, start, noise, have, k, p, origin, largest, overflow, smallest, by, back, whole
-                    )
+                    have = run(xs, ys, start, noise, have, k, p, origin, largest, overflow, smallest, by, back, whole)
             column += 1
             if column == column_blocks:
-                column = 0
-                m += 1
-                if m == middle:
-                    m = 0
-                    row += 1
-                    if row == row_blocks:
-                        row = 0
-                        o += 1
+                row, column, line = row + 1, 0, -1
 
     return loop
 
 
-LANES = 256  # neighbours in memory that are rounded side by side; fewer where a block is long, to stay in the cache
-LONG_BLOCK, LANES_OF_LONG = 128, 64
+@cache
+def _run_across(rule: int, shape: int, kind: int) -> Callable[..., Any]:
+    """Round neighbours in memory that have a scale each. Gives the number of the noise block that is at hand."""
+    apply = make_apply(rule, shape, kind)
+    u32, i32 = np.uint32, np.int32
 
+    @njit(inline="always")
+    def run(xs, ys, start, noise, have, k, p, origins, largests, overflows, smallests, by, back, whole):  # type: ignore[no-untyped-def]
+        shift, sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
+        done, count = 0, len(xs)
+        while done < count:
+            length, words = count - done, noise
+            if rule == STOCHASTIC:
+                block, place = (start + done) // NOISE_BLOCK, (start + done) % NOISE_BLOCK
+                if block != have:
+                    fill_noise(noise, block, k[0], k[1])
+                    have = block
+                length = min(NOISE_BLOCK - place, length)
+                words = noise[place : place + length]
+            xp, yp = xs[done : done + length], ys[done : done + length]
+            os, ls = origins[done : done + length], largests[done : done + length]
+            vs, ss = overflows[done : done + length], smallests[done : done + length]
+            bs, ks = by[done : done + length], back[done : done + length]
+            for i in range(length):
+                word = words[i] if rule == STOCHASTIC else u32(0)
+                yp[i] = apply(xp[i], word, shift, sign, used, odd, os[i], ls[i], vs[i], ss[i], bs[i], ks[i], whole)
+            done += length
+        return have
 
-def lanes_of(r: int, c: int) -> int:
-    """How many lanes a unit of work of `cpu_across` has."""
-    return LANES if r * c <= LONG_BLOCK else LANES_OF_LONG
+    return run  # type: ignore[no-any-return]
 
 
 @cache
@@ -183,99 +216,49 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[.
 
     As cpu_along, but a unit of work is `lanes_of` blocks side by side; units are counted by outer, R, middle, C, lanes.
     """
-    tensor_scale, numbers, apply, apply_wide = functions(rule, shape, scale_shape, kind)
-    u32, i32 = np.uint32, np.int32
-
-    @njit(inline="always")
-    def round_run(xs, ys, start, count, noise, have, k, p, numbers_of, by, back, whole):  # type: ignore[no-untyped-def]
-        shift, zero_sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
-        origins, largests, overflows, smallests = numbers_of
-        done = 0
-        while done < count:
-            length = count - done
-            if rule == STOCHASTIC:
-                block, place = (start + done) // NOISE_BLOCK, (start + done) % NOISE_BLOCK
-                if block != have:
-                    fill_noise(noise, block, k[0], k[1])
-                    have = block
-                length = min(NOISE_BLOCK - place, length)
-                words = noise[place : place + length]
-            else:
-                words = noise
-            xp, yp = xs[done : done + length], ys[done : done + length]
-            os, ls = origins[done : done + length], largests[done : done + length]
-            vs, ss = overflows[done : done + length], smallests[done : done + length]
-            bs, ks = by[done : done + length], back[done : done + length]
-            for i in range(length):
-                word = words[i] if rule == STOCHASTIC else u32(0)
-                yp[i] = apply(xp[i], word, shift, zero_sign, used, odd, os[i], ls[i], vs[i], ss[i], bs[i], ks[i], whole)
-            done += length
-        return have
+    fill, run = _numbers_of(scale_shape, kind), _run_across(rule, shape, kind)
+    tensor_scale, apply_far = make_tensor_scale(kind), make_apply_far(rule, shape, kind)
+    u32, i64 = np.uint32, np.int64
 
     @compiled_loop(rule, shape, scale_shape, kind, error_model="numpy")
     def loop(src, dst, dims, parameters, key, shared, scales, first, last):  # type: ignore[no-untyped-def]
-        d = carray(pointer(dims), (7,), np.int64)
-        outer, rows_all, middle, columns_all, inner, r, c = d[0], d[1], d[2], d[3], d[4], d[5], d[6]
-        p = carray(pointer(parameters), (PARAMETERS,), np.int64)
-        k = carray(pointer(key), (2,), np.uint32)
-        common = carray(pointer(shared), (2,), np.int64)
-        n = outer * rows_all * middle * columns_all * inner
-        x, y = carray(pointer(src), (n,), np.uint32), carray(pointer(dst), (n,), np.uint32)
-        row_blocks, column_blocks = -(-rows_all // r), -(-columns_all // c)
+        d, common = carray(pointer(dims), (7,), i64), carray(pointer(shared), (2,), i64)
+        outer, rows, middle, columns, inner, r, c = d[0], d[1], d[2], d[3], d[4], d[5], d[6]
+        p, k = carray(pointer(parameters), (PARAMETERS,), i64), carray(pointer(key), (2,), u32)
+        n, step = outer * rows * middle * columns * inner, middle * columns * inner
+        x, y = carray(pointer(src), (n,), u32), carray(pointer(dst), (n,), u32)
+        row_blocks, column_blocks = -(-rows // r), -(-columns // c)
         found = carray(pointer(scales), (outer * row_blocks * middle * column_blocks * inner,), np.float32)
         lanes = LANES if r * c <= LONG_BLOCK else LANES_OF_LONG
         lane_blocks = -(-inner // lanes)
-        noise, have = np.empty(NOISE_BLOCK, np.uint32), -1
-        amaxes, largests = np.empty(LANES, np.uint32), np.empty(LANES, np.uint32)
-        overflows, smallests = np.empty(LANES, np.uint32), np.empty(LANES, np.uint32)
-        origins, exponents = np.empty(LANES, np.int32), np.empty(LANES, np.int32)
+        noise, have, whole = np.empty(NOISE_BLOCK, u32), -1, tensor_scale(common[1], p)
+        amaxes, largests, overflows = np.empty(LANES, u32), np.empty(LANES, u32), np.empty(LANES, u32)
+        smallests, origins, exponents = np.empty(LANES, u32), np.empty(LANES, np.int32), np.empty(LANES, np.int32)
         by, back = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
-        numbers_of = (origins, largests, overflows, smallests)
-        whole = tensor_scale(common[1], p)
         for unit in range(first, last):
-            rest, lane_block = unit // lane_blocks, unit % lane_blocks
-            block = rest
-            rest, column = rest // column_blocks, rest % column_blocks
+            block, lane = unit // lane_blocks, unit % lane_blocks * lanes
+            rest, column = block // column_blocks, block % column_blocks
             rest, m = rest // middle, rest % middle
             o, row = rest // row_blocks, rest % row_blocks
-            lane = lane_block * lanes
-            width = min(lanes, inner - lane)
-            columns, height = min(c, columns_all - column * c), min(r, rows_all - row * r)
-            base = (((o * rows_all + row * r) * middle + m) * columns_all + column * c) * inner + lane
-            step = middle * columns_all * inner
+            width, height, length = min(lanes, inner - lane), min(r, rows - row * r), min(c, columns - column * c)
+            base = (((o * rows + row * r) * middle + m) * columns + column * c) * inner + lane
             amaxes[:] = u32(0)
-            for i in range(height):
-                for j in range(columns):
-                    start = base + i * step + j * inner
-                    xs = x[start : start + width]
-                    for lane in range(width):
-                        amaxes[lane] = max(amaxes[lane], finite_magnitude(xs[lane]))
-            far = False
-            for lane in range(width):
-                origin, largest, overflow, smallest, b, s, e = numbers(amaxes[lane], common[0], common[1], p)
-                origins[lane], largests[lane], overflows[lane], smallests[lane] = origin, largest, overflow, smallest
-                by[lane], back[lane], exponents[lane] = b, s, e
-                if kind <= GAINED and not is_near(e, p):
-                    far = True
+            for t in range(height * length):
+                start = base + t // length * step + t % length * inner
+                xs = x[start : start + width]
+                for i in range(width):
+                    amaxes[i] = max(amaxes[i], finite_magnitude(xs[i]))
+            far = fill(width, amaxes, common[0], whole, p, origins, largests, overflows, smallests, by, back, exponents)
             if scales != 0:
-                start = block * inner + lane_block * lanes
-                for lane in range(width):
-                    found[start + lane] = back[lane]
-            for i in range(height):
-                for j in range(columns):
-                    start = base + i * step + j * inner
-                    xs, ys = x[start : start + width], y[start : start + width]
-                    have = round_run(xs, ys, start, width, noise, have, k, p, numbers_of, by, back, whole)
-            if not far:
-                continue
-            for i in range(height):
-                for j in range(columns):
-                    start = base + i * step + j * inner
-                    for lane in range(width):
-                        word = x[start + lane]
-                        if u32(word & MAGNITUDE) != u32(0) and not is_near(exponents[lane], p):
-                            bits = element_noise(start + lane, k[0], k[1]) if rule == STOCHASTIC else u32(0)
-                            y[start + lane] = apply_wide(word, bits, exponents[lane], p)
+                found[block * inner + lane : block * inner + lane + width] = back[:width]
+            for t in range(height * length):
+                start = base + t // length * step + t % length * inner
+                xs, ys = x[start : start + width], y[start : start + width]
+                have = run(xs, ys, start, noise, have, k, p, origins, largests, overflows, smallests, by, back, whole)
+                for i in range(width if far else 0):
+                    if not is_near(exponents[i], p):
+                        bits = element_noise(start + i, k[0], k[1]) if rule == STOCHASTIC else u32(0)
+                        ys[i] = apply_far(xs[i], bits, exponents[i], p)
 
     return loop
 
@@ -283,16 +266,18 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[.
 def cuda_kernel(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[..., None]:
     """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
-    A thread rounds one block. `x` and `y` are flat arrays of uint32; the dimensions are those of BlockAxes; `p` holds
-    a BlockPlan's integers, `shared` two int64, as for the CPU's loops; `scales` one float32 for each block, or none.
+    A thread rounds one block. `x` and `y` are flat arrays of uint32; the dimensions are those of BlockAxes; `p` is a
+    tuple of a BlockPlan's integers; `shared` two int64, as for the CPU's loops; `scales` a float32 for each block, or
+    none.
     """
     global cuda
     cuda = cuda_module()
-    tensor_scale, numbers, apply, apply_wide = functions(rule, shape, scale_shape, kind)
+    tensor_scale, numbers = make_tensor_scale(kind), make_numbers(scale_shape, kind)
+    apply, apply_far = make_apply(rule, shape, kind), make_apply_far(rule, shape, kind)
     u32, i32 = np.uint32, np.int32
 
-    def kernel(x, y, outer, rows_all, middle, columns_all, inner, r, c, p, shared, scales, key0, key1):  # type: ignore[no-untyped-def]
-        row_blocks, column_blocks = (rows_all + r - 1) // r, (columns_all + c - 1) // c
+    def kernel(x, y, outer, rows, middle, columns, inner, r, c, p, shared, scales, key0, key1):  # type: ignore[no-untyped-def]
+        row_blocks, column_blocks = (rows + r - 1) // r, (columns + c - 1) // c
         unit = cuda.grid(1)
         if unit >= outer * row_blocks * middle * column_blocks * inner:
             return
@@ -300,34 +285,28 @@ def cuda_kernel(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[
         rest, column = rest // column_blocks, rest % column_blocks
         rest, m = rest // middle, rest % middle
         o, row = rest // row_blocks, rest % row_blocks
-        columns, height = min(c, columns_all - column * c), min(r, rows_all - row * r)
-        base = (((o * rows_all + row * r) * middle + m) * columns_all + column * c) * inner + lane
-        step = middle * columns_all * inner
+        height, length, step = min(r, rows - row * r), min(c, columns - column * c), middle * columns * inner
+        base = (((o * rows + row * r) * middle + m) * columns + column * c) * inner + lane
         amax = u32(0)
-        if shared[0] < 0:
-            for i in range(height):
-                for j in range(columns):
-                    amax = max(amax, finite_magnitude(x[base + i * step + j * inner]))
+        for t in range(height * length if shared[0] < 0 else 0):
+            amax = max(amax, finite_magnitude(x[base + t // length * step + t % length * inner]))
         whole = tensor_scale(shared[1], p)
-        origin, largest, overflow, smallest, by, back, exponent = numbers(amax, shared[0], shared[1], p)
+        origin, largest, overflow, smallest, by, back, exponent = numbers(amax, shared[0], whole, p)
         if len(scales) > 0:
             scales[unit] = back
         near = kind > GAINED or is_near(exponent, p)
-        shift, zero_sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
-        for i in range(height):
-            for j in range(columns):
-                index = base + i * step + j * inner
-                word, bits = x[index], u32(0)
-                if rule == STOCHASTIC:
-                    bits = element_noise(index, key0, key1)
-                if near:
-                    y[index] = apply(
-                        word, bits, shift, zero_sign, used, odd, origin, largest, overflow, smallest, by, back, whole
-                    )
-                elif u32(word & MAGNITUDE) == u32(0):
-                    y[index] = u32(word & zero_sign)
-                else:
-                    y[index] = apply_wide(word, bits, exponent, p)
+        shift, sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
+        for t in range(height * length):
+            index = base + t // length * step + t % length * inner
+            word, bits = x[index], u32(0)
+            if rule == STOCHASTIC:
+                bits = element_noise(index, key0, key1)
+            if near:
+                y[index] = apply(
+                    word, bits, shift, sign, used, odd, origin, largest, overflow, smallest, by, back, whole
+                )
+            else:
+                y[index] = apply_far(word, bits, exponent, p)
 
     return kernel
 
@@ -337,10 +316,9 @@ def cuda_loop(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[..
     """The compiled kernel with its launch: (x, y, axes, blocks, parameters, shared, scales, key0, key1, stream)."""
     kernel = cuda_module().jit(cuda_kernel(rule, shape, scale_shape, kind))
 
-    def launch(
-        x: Any, y: Any, axes: tuple[int, ...], blocks: int, p: Any, shared: Any, scales: Any, key0: int, key1: int,
-        stream: Any,
-    ) -> None:  # fmt: skip
+    def launch(x: Any, y: Any, axes: tuple[int, ...], blocks: int, parameters: tuple[int, ...], *others: Any) -> None:
+        shared, scales, key0, key1, stream = others
+        p = tuple(map(np.int64, parameters))
         kernel[-(-blocks // CUDA_THREADS), CUDA_THREADS, stream](x, y, *axes, p, shared, scales, key0, key1)
 
     return launch

@@ -84,6 +84,33 @@ def float64_bits(typingctx: Any, x: Any) -> Any:
     return types.int64(types.float64), generate
 
 
+def _bitcast(source: Any, target: Any, kind: Any) -> Any:
+    def bitcast(typingctx: Any, x: Any) -> Any:
+        if x != source:
+            return None
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.bitcast(arguments[0], kind)
+
+        return target(source), generate
+
+    return intrinsic(bitcast)
+
+
+_to_bits = _bitcast(types.float32, types.uint32, ir.IntType(32))
+_to_float = _bitcast(types.uint32, types.float32, ir.FloatType())
+
+
+@njit(inline="always")
+def float32_bits(x):  # type: ignore[no-untyped-def]
+    return _to_bits(np.float32(x))
+
+
+@njit(inline="always")
+def float32_of(bits):  # type: ignore[no-untyped-def]
+    return _to_float(np.uint32(bits))
+
+
 def integers(width: int) -> tuple[Any, Any]:
     return (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
 

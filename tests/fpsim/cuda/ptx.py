@@ -13,7 +13,7 @@ from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
 from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES
-from fpsim.kernels import moments
+from fpsim.kernels import block_loops, blocks, moments
 from fpsim.kernels.compile import for_device
 from fpsim.kernels.round import cuda_kernel
 from fpsim.moments import join_rows
@@ -60,6 +60,23 @@ def test_a_floating_point_instruction_would_be_found() -> None:
         array = types.Array(floating, 1, "C")
         text, _ = compile_ptx(kernel, (array, array), cc=(9, 0))
         assert FLOATING.findall(str(text)) != []
+
+
+@pytest.mark.parametrize("kind", range(4), ids=["power", "gained", "divided", "narrow"])
+@pytest.mark.parametrize("rule", [0, 6], ids=["nearest_even", "stochastic"])
+def test_the_kernels_of_blocks_compile(rule: int, kind: int) -> None:
+    words, integers = types.Array(types.uint32, 1, "C"), types.Array(types.int64, 1, "C")
+    floats = types.Array(types.float32, 1, "C")
+    parameters = types.UniTuple(types.int64, blocks.PARAMETERS)
+    signature = (words, words, *[types.int64] * 7, parameters, integers, floats, types.int64, types.int64)
+    text, _ = compile_ptx(block_loops.cuda_kernel(rule, 1, 1, kind), signature, cc=(8, 0))
+    assert ".entry" in text
+    arithmetic = FLOATING.findall(str(text))
+    if kind == blocks.POWER:  # the scale alone is a float: it is moved, never computed with
+        assert set(re.findall(r"\s(add|sub|mul|fma|div|max|min|cvt)\.\S*f(?:32|64)", str(text))) == set()
+    else:
+        assert arithmetic != []
+        assert "fma" not in str(text)  # each operation is rounded by itself
 
 
 @pytest.mark.parametrize("floating", [types.float32, types.float64], ids=str)

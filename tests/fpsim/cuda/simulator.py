@@ -15,13 +15,14 @@ from numba.cuda.simulator.kernel import BlockThread
 from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import FloatFormat, as_format
-from fpsim.kernels import moments, round
+from fpsim.kernels import block_loops, moments, round
 from fpsim.kernels.compile import cuda_scalar
 from fpsim.kernels.round import cuda_loop
 from fpsim.launch import kernel_for, mask_of, rounded
 from fpsim.moments import binades, join_rows, moments_of, on_device
 from fpsim.rounding import NOISE_BLOCK, ROUNDINGS
-from fpsim.spec import rounding_spec
+from fpsim.shared_scales import block_axes, block_plan, block_scales, rounded_blocks
+from fpsim.spec import BlockSpec, any_spec, rounding_spec
 
 FORMATS = {name: as_format(name) for name in ("bf16", "e4m3fn", "dlfloat16", "e8m0fnu", "e5m2fnuz")}
 FORMATS["odd"] = FloatFormat(3, 0, 3, subnormals=False)
@@ -135,6 +136,39 @@ def test_the_kernel_rounds_at_a_scale_as_the_cpu_does(name: str, dtype: torch.dt
     x = sample(100, dtype) * 2.0**-log2_scale
     expected = rounded(x, rounding_spec(name), None, torch.tensor(log2_scale))
     assert same(simulated(x, as_format(name), "nearest_even", 0, log2_scale), expected)
+
+
+@pytest.mark.usefixtures("in_turn")
+@pytest.mark.parametrize(
+    ("name", "rounding", "axis"),
+    [
+        ("mxfp8_e4m3", "nearest_even", 1),
+        ("mxfp8_e4m3", "stochastic", -1),
+        ("e2m1fn per 4x8 even", "nearest_even", 0),
+        ("nvfp4", "nearest_even", -1),
+        ("nvfp4", "stochastic", 1),
+        ("e4m3fn per row fp32", "nearest_even", -1),
+    ],
+)
+def test_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_loops, "CUDA_THREADS", 16)
+    torch.manual_seed(0)
+    x = torch.randn(4, 34, 3) * torch.exp2(torch.tensor([-149.0, -100, 3, 120])).view(4, 1, 1)
+    x[0, 0], x[2, 3, 0] = torch.tensor([torch.nan, torch.inf, -0.0]), 0.0
+    spec = any_spec(name, rounding)
+    assert isinstance(spec, BlockSpec)
+    plan, key = block_plan(spec), 0x123456789ABCDEF
+    axes = block_axes(x.shape, spec.fmt.tile, axis, None)
+    shared = np.array([-1, int(x.nan_to_num(0, 0, 0).abs().max().view(torch.int32)) if spec.fmt.tensor_scale else -1])
+    target, scales = cuda.to_device(np.full(x.numel(), 77, np.uint32)), cuda.to_device(np.zeros(2000, np.float32))
+    words = plan.rule, plan.shape, plan.scale_shape, plan.kind
+    count = int(np.prod(axes.blocks))
+    source, common = map(cuda.to_device, (x.numpy().view(np.uint32).flatten(), shared))
+    launch = block_loops.cuda_loop(*words)
+    launch(source, target, tuple(axes), count, plan.parameters, common, scales, key & 0xFFFFFFFF, key >> 32, 0)
+    got = torch.from_numpy(target.copy_to_host().view(np.float32)).view(x.shape)
+    assert same(got, rounded_blocks(x, spec, axis, None, torch.tensor(key)))
+    assert same(torch.from_numpy(scales.copy_to_host()[:count]), block_scales(x, spec, axis).flatten())
 
 
 def gathered(x: np.ndarray, only_amax: bool = False) -> list[float]:
