@@ -13,7 +13,9 @@ from typing import Annotated, Any
 try:
     import typer
 except ImportError:
-    raise SystemExit("The command line needs more than the library: pip install 'fpsim[lab]'.") from None
+    from fpsim.checks import pip_install
+
+    raise SystemExit(f"The command line needs more than the library: {pip_install('lab')}.") from None
 
 # Everything else is imported where it is used: --help and a mistyped option answer at once, without torch.
 

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and what goes into them."""
+"""Files that are written whole or not at all, and the forms that rows take in them and in a DataFrame."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["csv_bytes", "strict_json", "write_atomically"]
+from fpsim.checks import pip_install
+
+__all__ = ["csv_bytes", "data_frame", "strict_json", "write_atomically"]
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -39,6 +41,19 @@ def csv_bytes(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> bytes:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue().encode()
+
+
+def data_frame(rows: Sequence[dict[str, Any]], columns: Sequence[str] | None = None) -> Any:
+    """Rows as a pandas.DataFrame. Raises ImportError without pandas.
+
+    rows: dictionaries of a value for each column.
+    columns: the names of the columns, in order; None for those of the rows.
+    """
+    try:
+        import pandas
+    except ImportError:
+        raise ImportError(f"A DataFrame needs pandas: {pip_install('lab')}. Or take the rows as they are.") from None
+    return pandas.DataFrame(rows, columns=None if columns is None else list(columns))
 
 
 def strict_json(content: Any) -> str:

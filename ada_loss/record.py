@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ada_loss.files import csv_bytes, write_atomically
+from ada_loss.files import csv_bytes, data_frame, write_atomically
 from fpsim.checks import is_whole
 from fpsim.scaling import RoundingSpec, lost_between, rounded
 
@@ -121,11 +121,7 @@ class Recorder:
 
     def to_frame(self) -> Any:
         """The rows as a pandas.DataFrame."""
-        try:
-            import pandas
-        except ImportError:
-            raise ImportError("to_frame() needs pandas: pip install pandas. Or take rows(), or to_csv(path).") from None
-        return pandas.DataFrame(self.rows(), columns=list(COLUMNS))
+        return data_frame(self.rows(), COLUMNS)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the rows to a CSV file, whole or not at all. Folders that are missing are made."""

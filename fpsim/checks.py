@@ -1,4 +1,4 @@
-"""What errors at the border have in common: near matches of a mistyped word, and what counts as a number."""
+"""What errors at the border have in common: near matches of a word, what counts as a number, what to install."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ import math
 from collections.abc import Iterable
 from numbers import Integral, Real
 
-__all__ = ["did_you_mean", "is_finite_number", "is_number", "is_whole", "nearest"]
+__all__ = ["DISTRIBUTION", "did_you_mean", "is_finite_number", "is_number", "is_whole", "nearest", "pip_install"]
+
+DISTRIBUTION = "ada-loss"  # the name on the package index, where `fpsim` is another project
+
+
+def pip_install(extra: str, *others: str) -> str:
+    """The command that installs an extra of this library, for an error; `others` are extras that would do as well.
+
+    >>> pip_install("lab"), pip_install("cuda12", "cuda13")
+    ("pip install 'ada-loss[lab]'", "pip install 'ada-loss[cuda12]' or 'ada-loss[cuda13]'")
+    """
+    return "pip install " + " or ".join(f"'{DISTRIBUTION}[{name}]'" for name in (extra, *others))
 
 
 def did_you_mean(word: object, known: Iterable[str], most: int = 1) -> str:

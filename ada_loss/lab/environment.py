@@ -8,9 +8,11 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from fpsim.checks import DISTRIBUTION
+
 __all__ = ["environment", "versions"]
 
-PACKAGES = ("fpsim", "torch", "numpy", "numba", "distributed")
+PACKAGES = (DISTRIBUTION, "torch", "numpy", "numba", "distributed")
 
 
 def environment() -> dict[str, Any]:

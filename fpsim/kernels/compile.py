@@ -19,6 +19,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from fpsim import rounding, statistics
+from fpsim.checks import pip_install
 
 # Every file whose code or constants are compiled in.
 SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(rounding.__file__), Path(statistics.__file__))
@@ -127,7 +128,7 @@ def cuda_module() -> Any:
     except ImportError:
         raise RuntimeError(
             "A CUDA tensor came, and numba-cuda is not installed. Its kernels round on the GPU: "
-            "pip install 'fpsim[cuda12]' or 'fpsim[cuda13]', whichever CUDA your torch was built for; "
+            f"{pip_install('cuda12', 'cuda13')}, whichever CUDA your torch was built for; "
             "or move the tensor to the CPU with .cpu()."
         ) from None
     # a small tensor makes a small grid, and its owner cannot help it

@@ -10,9 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 import fpsim
+from fpsim.checks import pip_install
+
+try:
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise ImportError(f"A figure needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
 __all__ = [
     "figure_bytes",

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ada_loss.files import write_atomically
 from ada_loss.lab.results.figures import figure_bytes
@@ -25,6 +24,12 @@ from ada_loss.lab.results.pictures import (
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.table import Table
 from ada_loss.lab.sweep.cells import label
+from fpsim.checks import pip_install
+
+try:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+except ImportError as error:
+    raise ImportError(f"A report needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
 __all__ = ["write_report"]
 

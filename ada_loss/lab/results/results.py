@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ada_loss.files import data_frame
 from ada_loss.lab.results.table import Table
 from ada_loss.lab.sweep.cells import label
 from ada_loss.lab.sweep.ledger import Ledger
@@ -65,9 +66,7 @@ class StoredResults:
 
     def to_frame(self) -> Any:
         """`rows` as a pandas.DataFrame."""
-        import pandas
-
-        return pandas.DataFrame(self.rows())
+        return data_frame(self.rows())
 
     @property
     def metric(self) -> str:

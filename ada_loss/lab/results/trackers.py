@@ -16,7 +16,7 @@ import numpy as np
 from ada_loss.lab.sweep.cells import label
 from ada_loss.lab.sweep.ledger import Ledger
 from ada_loss.lab.sweep.telemetry import telemetry_path
-from fpsim.checks import did_you_mean
+from fpsim.checks import did_you_mean, pip_install
 
 __all__ = ["TRACKERS", "MLflow", "Notifier", "TensorBoard", "Tracker", "make_trackers"]
 
@@ -60,7 +60,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise ImportError("TensorBoard is not installed: pip install 'fpsim[tensorboard]'.") from None
+            raise ImportError(f"TensorBoard is not installed: {pip_install('tensorboard')}.") from None
         self.folder, self._writer = Path(folder), SummaryWriter
 
     def known(self) -> set[str]:
@@ -99,7 +99,7 @@ class MLflow:
         try:
             from mlflow.tracking import MlflowClient
         except ImportError:
-            raise ImportError("MLflow is not installed: pip install 'fpsim[mlflow]'.") from None
+            raise ImportError(f"MLflow is not installed: {pip_install('mlflow')}.") from None
         logging.getLogger("alembic").setLevel(logging.WARNING)  # it would print a line for each table
         self._client = MlflowClient(uri)
         found = self._client.get_experiment_by_name(experiment)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fpsim
+from ada_loss.files import data_frame
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.table import SHARES, heading, mean_and_deviation
 from ada_loss.lab.sweep.cells import plan
@@ -22,7 +23,7 @@ from ada_loss.lab.sweep.engines import open_engine
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.identity import MakeTask
 from fpsim import ROLES, Policy
-from fpsim.checks import did_you_mean, is_number, is_whole
+from fpsim.checks import did_you_mean, is_number, is_whole, pip_install
 
 __all__ = ["SearchResult", "search"]
 
@@ -84,9 +85,7 @@ class SearchResult:
 
     def to_frame(self) -> Any:
         """`rows` as a pandas.DataFrame."""
-        import pandas
-
-        return pandas.DataFrame(self.rows)
+        return data_frame(self.rows)
 
 
 def search(
@@ -165,7 +164,7 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise ImportError("A search needs Optuna, which is not installed: pip install 'fpsim[search]'.") from None
+        raise ImportError(f"A search needs Optuna, which is not installed: {pip_install('search')}.") from None
     return optuna
 
 

@@ -7,11 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-
 from ada_loss.lab.sweep.driver import sweep
-from fpsim.checks import did_you_mean
+from fpsim.checks import did_you_mean, pip_install
+
+try:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+except ImportError as error:
+    raise ImportError(f"A sweep in a file needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
 __all__ = ["SHIPPED", "read_sweep"]
 

@@ -16,9 +16,6 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, 
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-from tqdm.auto import tqdm
-
 from ada_loss.files import write_atomically
 from ada_loss.lab.environment import environment
 from ada_loss.lab.errors import SweepStopped
@@ -33,6 +30,13 @@ from ada_loss.lab.sweep.limits import GRACE
 from ada_loss.lab.sweep.telemetry import telemetry_path
 from ada_loss.lab.sweep.work import WorkOrder, work
 from ada_loss.lab.tasks import find_task
+from fpsim.checks import pip_install
+
+try:
+    from filelock import FileLock, Timeout
+    from tqdm.auto import tqdm
+except ImportError as error:
+    raise ImportError(f"A sweep needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
 __all__ = ["resume", "run_cells", "sweep"]
 

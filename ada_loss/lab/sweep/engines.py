@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from ada_loss.lab.sweep.execution import Execution
+from fpsim.checks import pip_install
 
 __all__ = ["Engine", "keep_freed_memory", "open_engine", "refuse_in_a_starting_worker"]
 
@@ -101,7 +102,7 @@ def _distributed() -> Any:
         import distributed
     except ImportError:
         raise ImportError(
-            "Several workers or a scheduler need Dask, which is not installed. pip install 'fpsim[lab]', "
+            f"Several workers or a scheduler need Dask, which is not installed. {pip_install('lab')}, "
             "or give workers=1, or an executor of concurrent.futures."
         ) from None
     return distributed

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ada_loss.lab.tasks.task import Task, accuracy
+from fpsim.checks import pip_install
 
 __all__ = ["deep_digits", "digits"]
 
@@ -81,8 +82,11 @@ def deep_digits(seed: int = 0) -> Task:
 
 
 def _digits(name: str, make_model: Callable[[], nn.Module], seed: int) -> Task:
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError:
+        raise ImportError(f"The task {name} needs scikit-learn's images: {pip_install('lab')}.") from None
 
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images, labels, test_size=450, random_state=0, stratify=labels)  # one split for all seeds

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ada_loss.files import write_atomically
 from ada_loss.lab.tasks.task import Task, accuracy, trained_with
+from fpsim.checks import pip_install
 
 __all__ = ["CIFAR", "Cifar", "cifar10", "cifar100", "patches", "resnet20"]
 
@@ -80,12 +81,11 @@ def patches(seed: int = 0) -> Task:
     >>> task.train[0].shape, task.test[0].shape
     (torch.Size([1800, 3, 32, 32]), torch.Size([540, 3, 32, 32]))
     """
-    from sklearn.datasets import load_sample_images
-
     try:
         from skimage import data
-    except ImportError:
-        raise ImportError("The task patches needs scikit-image's photographs: pip install 'fpsim[lab]'.") from None
+        from sklearn.datasets import load_sample_images
+    except ImportError as error:
+        raise ImportError(f"The task patches needs photographs of {error.name}: {pip_install('lab')}.") from None
     photographs = [getattr(data, name)() for name in PHOTOGRAPHS] + list(load_sample_images().images)
     chosen: dict[str, list[Any]] = {"train": [], "test": []}
     draw = np.random.default_rng(0)  # one choice of patches for all seeds
