@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
+import venv
+from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from fpsim.checks import DISTRIBUTION, pip_install
 
@@ -37,3 +43,92 @@ def test_a_hint_names_extras_that_there_are() -> None:
     assert asked >= {"lab", "search", "tensorboard", "mlflow", "cuda12", "cuda13"}
     assert asked <= PROJECT["optional-dependencies"].keys()
     assert pip_install("lab") == "pip install 'ada-loss[lab]'"
+
+
+# The wheel
+
+
+def needed(requirements: list[str], found: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The installed distributions that requirements name here, without extras, and theirs."""
+    found = {} if found is None else found
+    for requirement in map(Requirement, requirements):
+        if requirement.name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found[requirement.name] = distribution(requirement.name)
+            needed(found[requirement.name].requires or [], found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with the wheel and what it requires, and nothing else."""
+    pytest.importorskip("hatchling", reason="hatchling builds the wheel: pip install hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    quiet: Any = {"check": True, "capture_output": True}
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=ROOT, **quiet)
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "env", symlinks=True)
+    python = folder / "env" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", wheel], **quiet)
+    (site,) = folder.glob("env/lib/python*/site-packages")
+    # their files are linked: downloading torch would take minutes
+    for installed in needed(PROJECT["dependencies"]).values():
+        for name in {file.parts[0] for file in installed.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            if not (site / name).exists():
+                (site / name).symlink_to(Path(str(installed.locate_file(name))))
+    return python
+
+
+def run(python: Path, code: str, cwd: Path) -> str:
+    done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, cwd=cwd, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_rounds_where_only_its_requirements_are(python: Path, tmp_path: Path) -> None:
+    code = "import ada_loss, fpsim, torch\nprint(fpsim.__file__)\n"
+    code += "print(fpsim.round_to(torch.tensor([0.1, 65520.0]), 'fp16').tolist(), ada_loss.GradScaler().get_scale())"
+    place, numbers = run(python, code, tmp_path).splitlines()
+    assert Path(place).is_relative_to(python.parents[1])
+    assert numbers == "[0.0999755859375, inf] 65536.0"  # as IEEE 754 and torch.amp.GradScaler have them
+
+
+def test_without_extras_every_part_of_the_lab_names_the_extra(python: Path, tmp_path: Path) -> None:
+    code = """
+import importlib, pkgutil, ada_loss.lab
+for name in ("sweep", "resume", "search"):
+    try: getattr(ada_loss, name)
+    except ImportError as error: print(error)
+for module in pkgutil.walk_packages(ada_loss.lab.__path__, "ada_loss.lab."):
+    try: importlib.import_module(module.name)
+    except ImportError as error: print(error)
+try: ada_loss.lab.tasks.digits()
+except ImportError as error: print(error)
+"""
+    lines = run(python, code, tmp_path).splitlines()
+    assert len(lines) > 6
+    assert {line.split(": ")[-1] for line in lines} == {"pip install 'ada-loss[lab]'."}
+    done = subprocess.run([python.with_name("ada-loss")], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "The command line needs more than the library: pip install 'ada-loss[lab]'.\n",
+    )
+
+
+FIVE_LINES = """import torch
+import ada_loss, fpsim
+x: torch.Tensor = fpsim.round_to(torch.ones(2), "fp16")
+scale: float = ada_loss.GradScaler().get_scale()
+model: torch.nn.Module = fpsim.quantize(torch.nn.Linear(1, 1), "fp16")
+"""
+
+
+def test_the_wheel_brings_its_types(python: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    told = []
+    for text in (FIVE_LINES, FIVE_LINES.replace("float =", "str =")):
+        (tmp_path / "mine.py").write_text(text)
+        command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "mine.py"]
+        told.append(subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout)
+    assert told[0].startswith("Success")
+    assert 'mine.py:4: error: Incompatible types in assignment (expression has type "float"' in told[1]
