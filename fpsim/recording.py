@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from fpsim.checks import is_whole
 from fpsim.model import listeners
-from fpsim.spec import RoundingSpec
+from fpsim.spec import RoundingSpec, rounding_spec
 from fpsim.statistics import TALLY_COUNTS
 from fpsim.tally import Accumulator, Tally
 
 __all__ = ["Recording", "record"]
+
+SUMS = ("counts", "sums", "exponents")  # the tensors of an Accumulator
 
 
 class Recording:
@@ -41,6 +43,31 @@ class Recording:
     def continue_from(self, other: Recording) -> None:
         """Go on where another recording is, for instance one that was saved and loaded."""
         self._every, self._seen, self._sums = other._every, other._seen, other._sums
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was recorded so far, in tensors, numbers and strings: `torch.load(..., weights_only=True)` reads it."""
+        sums = [
+            {
+                **{"site": site, "role": role, "format": repr(spec.fmt), "rounding": spec.rounding},
+                **{"overflow": spec.overflow, "random_bits": spec.random_bits, "calls": found.calls},
+                **{name: getattr(found, name) for name in SUMS},
+            }
+            for (site, role, spec), found in self._sums.items()
+        ]
+        return {"every": self._every, "seen": [(*key, count) for key, count in self._seen.items()], "sums": sums}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another recording was, whose `state_dict` this is."""
+        seen = Counter({(site, role): count for site, role, count in state["seen"]})
+        sums: dict[tuple[str, str, RoundingSpec], Accumulator] = {}
+        for saved in state["sums"]:
+            spec = rounding_spec(saved["format"], saved["rounding"], saved["overflow"], saved["random_bits"])
+            found = Accumulator(spec.fmt, saved["counts"].device)
+            found.calls = saved["calls"]
+            for name in SUMS:
+                getattr(found, name).copy_(saved[name])
+            sums[saved["site"], saved["role"], spec] = found
+        self._every, self._seen, self._sums = state["every"], seen, sums
 
     def clear(self) -> None:
         """Forget everything recorded so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,3 +94,22 @@ def test_recording_a_plain_or_a_recorded_model_is_refused() -> None:
         pass
     with pytest.raises(ValueError, match="every=0"), fpsim.record(model, every=0):
         pass
+
+
+@pytest.mark.parametrize("fmt", ["fp16", "e4m3fn", fpsim.FloatFormat(4, 2, bias=9, specials="none")], ids=str)
+def test_a_recording_goes_on_from_a_file_of_tensors_numbers_and_strings(tmp_path: Path, fmt: fpsim.FormatLike) -> None:
+    model = fpsim.quantize(small_model(), fmt, rounding="stochastic")
+    with fpsim.noise_of_torch():
+        torch.manual_seed(3)
+        with fpsim.record(model, every=2) as whole:
+            run(model), run(model), run(model)
+        torch.manual_seed(3)
+        with fpsim.record(model, every=2) as first:
+            run(model)
+        torch.save(first.state_dict(), tmp_path / "recording.pt")
+        second = fpsim.Recording()
+        second.load_state_dict(torch.load(tmp_path / "recording.pt", weights_only=True))
+        with fpsim.record(model, into=second):
+            run(model), run(model)
+    assert second.rows() == whole.rows()
+    assert second.tallies() == whole.tallies()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import pickle
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,12 +21,12 @@ DIGEST = hashlib.sha256().digest_size
 
 
 class Checkpoints:
-    """The checkpoint file of one training: the state of its objects, its progress, and its random numbers.
+    """The checkpoint file of one training: the state of its objects, and its random numbers.
 
-    The file is a pickle: load none that you do not trust.
+    The file holds tensors, numbers and strings, and is read by torch's unpickler for those: it cannot run code.
 
     path: the file.
-    stateful: the objects with `state_dict` and `load_state_dict`, by name.
+    stateful: the objects with `state_dict` and `load_state_dict`, by name; their states are of that kind.
     identity: which training this is, in words and numbers. A file with another identity is ignored with a warning, and
         so is one that cannot be read.
     seconds: the time between two checkpoints.
@@ -48,43 +49,59 @@ class Checkpoints:
         """Whether the last checkpoint is `seconds` old."""
         return time.monotonic() - self._last >= self.seconds
 
-    def save(self, *progress: Any) -> None:
-        """Write a checkpoint, whole or not at all. progress: what `load` is to give back."""
+    def save(self) -> None:
+        """Write a checkpoint, whole or not at all."""
         content = io.BytesIO()
         states = {name: thing.state_dict() for name, thing in self.stateful.items()}
         noise = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.cuda_devices)]
-        torch.save({"identity": self.identity, "states": states, "noise": noise, "progress": progress}, content)
+        torch.save({"identity": self.identity, "states": states, "noise": noise}, content)
         packed = content.getvalue()
         write_atomically(self.path, hashlib.sha256(packed).digest() + packed)
         self._last = time.monotonic()
 
-    def load(self) -> tuple[Any, ...] | None:
-        """Restore the objects and the random numbers, and give the progress back; None without a usable file."""
+    def load(self) -> bool:
+        """Restore the objects and the random numbers. Returns whether there is a usable file.
+
+        Raises ValueError for a whole file of this very training whose states do not fit: nobody wrote it but by hand.
+        """
         if not self.path.exists():
-            return None
+            return False
         try:
             saved = self._read()
             identity = saved["identity"]
-        except Exception as error:  # a pickle of another version may raise anything
+        except pickle.UnpicklingError:
+            words = "it holds more than tensors, numbers and strings, or is of an older version"
+            warnings.warn(f"The checkpoint {self.path} cannot be read: {words}. Training starts over.", stacklevel=5)
+            return False
+        except Exception as error:  # a damaged one may raise anything
             warnings.warn(f"The checkpoint {self.path} cannot be read ({error}). Training starts over.", stacklevel=5)
-            return None
+            return False
         if identity != self.identity:
             warnings.warn(f"The checkpoint {self.path} is of another training. This one starts over.", stacklevel=5)
-            return None
+            return False
+        try:
+            self._restore(saved)
+        except Exception as error:  # half of it may be restored, so that the training cannot begin
+            raise ValueError(
+                f"The checkpoint {self.path} is of this training, but not as this library writes it "
+                f"({type(error).__name__}: {error}). Remove it: training starts over."
+            ) from error
+        return True
+
+    def _restore(self, saved: Mapping[str, Any]) -> None:
         for name, thing in self.stateful.items():
             thing.load_state_dict(saved["states"][name])
         noise, *noises = saved["noise"]
         torch.set_rng_state(noise)
         for device, noise in zip(self.cuda_devices, noises, strict=True):
             torch.cuda.set_rng_state(noise, device)
-        return saved["progress"]  # type: ignore[no-any-return]
 
     def _read(self) -> Any:
         content = self.path.read_bytes()
         digest, packed = content[:DIGEST], content[DIGEST:]
         if hashlib.sha256(packed).digest() != digest:  # torch.load would not notice a flipped bit in a weight
             raise ValueError("it is damaged")
-        return torch.load(io.BytesIO(packed), weights_only=False)
+        return torch.load(io.BytesIO(packed), weights_only=True)
 
     def remove(self) -> None:
         """Delete the file: the training is over."""

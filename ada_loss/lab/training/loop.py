@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,19 @@ class TrainingState:
         """How many steps are done."""
         return len(self.losses)
 
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, in tensors, numbers and strings."""
+        return {**vars(self)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved. Raises ValueError for one with other fields, or values of another kind."""
+        kinds = {name: type(value) for name, value in vars(self).items()}
+        if {name: type(value) for name, value in state.items()} != kinds or state["batches"] < 0:
+            raise ValueError(
+                f"The state has {', '.join(state)}. Possible: {', '.join(kinds)}, as a training saves them."
+            )
+        vars(self).update(state)
+
     def result(self, metrics: dict[str, float]) -> Run:
         """The result of the training as it is now."""
         return Run(
@@ -176,8 +189,8 @@ class Training:
             self.adaptive or nullcontext(),
         ):
             torch.manual_seed(self.options.seed)  # the noise of stochastic rounding
-            if self.checkpoints is not None and (saved := self.checkpoints.load()) is not None:
-                self._restore(*saved)
+            if self.checkpoints is not None and self.checkpoints.load():
+                self.progress(self.state.steps)
             self.order.set_state(self.state.order)
             self.model.train()
             self._since = time.perf_counter()
@@ -203,7 +216,7 @@ class Training:
                 self.progress(1)
                 if self.checkpoints is not None and self.checkpoints.is_due():
                     self._add_seconds()
-                    self.checkpoints.save(state, self.recording)
+                    self.checkpoints.save()
         state.batches = 0
         if every and (state.steps // len(epoch)) % every == 0 and state.steps < self.total:
             state.evaluations.append((state.steps, self._evaluate()))
@@ -259,17 +272,13 @@ class Training:
 
     def _open_checkpoints(self, path: Path, seconds: float) -> Checkpoints:
         stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "adaptive": self.adaptive}
+        stateful |= {"training": self.state, "recording": self.recording}
         tensors = {"inputs": self.x, "targets": self.y}
         tensors |= {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         identity = {**self.format, **asdict(self.options), "versions": versions(), "tensors": _fingerprint(tensors)}
+        identity["state"] = [f.name for f in fields(TrainingState)]
         present = {name: thing for name, thing in stateful.items() if thing is not None}
         return Checkpoints(path, present, identity, seconds, self.cuda_devices)
-
-    def _restore(self, state: TrainingState, recording: Recording | None) -> None:
-        self.state = state
-        if self.recording is not None and recording is not None:  # the options are equal: both or none
-            self.recording.continue_from(recording)
-        self.progress(state.steps)
 
 
 def _placed(data: Tensor, device: str, container: torch.dtype) -> Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import io
 import math
 import multiprocessing
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import nn
 import fpsim
 from ada_loss.lab.sweep.telemetry import telemetry
 from ada_loss.lab.tasks import Task, digits
+from ada_loss.lab.training.checkpoints import DIGEST
 from ada_loss.lab.training.loop import TrainingState, train
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.run import Run, Stopped
@@ -329,12 +332,44 @@ def test_a_checkpoint_with_what_this_version_does_not_know_is_left_aside(
 ) -> None:
     path, task = tmp_path / "cell.pt", digits()
     with monkeypatch.context() as newer:
-        state = type("NewState", (TrainingState,), {"__module__": TrainingState.__module__})
-        newer.setattr("ada_loss.lab.training.loop.NewState", state, raising=False)
+        state = make_dataclass("NewState", [("news", int, 3)], bases=(TrainingState,))
         newer.setattr("ada_loss.lab.training.loop.TrainingState", state)
         interrupted(path, task)
-    with pytest.warns(UserWarning, match="cannot be read"):
+    with pytest.warns(UserWarning, match="is of another training"):
         assert train(task, steps=3, checkpoint=path).losses == train(task, steps=3).losses
+
+
+class RunsCode:
+    """Its pickle is a call, as that of whoever wants a file to run something."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
+    path, mark, task = tmp_path / "cell.pt", tmp_path / "touched", digits()
+    interrupted(path, task)
+    saved = torch.load(io.BytesIO(path.read_bytes()[DIGEST:]), weights_only=True)
+    content = io.BytesIO()
+    torch.save({**saved, "states": {**saved["states"], "training": RunsCode(mark)}}, content)
+    path.write_bytes(hashlib.sha256(content.getvalue()).digest() + content.getvalue())
+    with pytest.warns(UserWarning, match="cannot be read: it holds more than tensors, numbers and strings"):
+        assert train(task, steps=3, checkpoint=path).losses == train(task, steps=3).losses
+    assert not mark.exists()
+
+
+def test_a_checkpoint_made_by_hand_that_does_not_fit_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    path, task = tmp_path / "cell.pt", digits()
+    interrupted(path, task)
+    saved = torch.load(io.BytesIO(path.read_bytes()[DIGEST:]), weights_only=True)
+    content = io.BytesIO()
+    torch.save({**saved, "states": {}}, content)
+    path.write_bytes(hashlib.sha256(content.getvalue()).digest() + content.getvalue())
+    with pytest.raises(ValueError, match=r"not as this library writes it \(KeyError.* Remove it: training starts over"):
+        train(task, steps=3, checkpoint=path)
 
 
 @pytest.mark.parametrize("what", ["weights", "model", "inputs", "targets", "version"])
