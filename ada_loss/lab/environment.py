@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -12,6 +14,7 @@ from fpsim.checks import DISTRIBUTION
 
 __all__ = ["environment", "versions"]
 
+FILTER_OFF = {"clean": "", "process": "", "required": "false"}  # git runs them to see whether a file was changed
 PACKAGES = (DISTRIBUTION, "torch", "numpy", "numba", "distributed")
 
 
@@ -42,17 +45,27 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the current folder, with "+" where files were changed; None outside of a repository."""
+    """The commit of the current folder, with "+" where files were changed; None outside of a repository.
+
+    Nothing that the repository configures is run: a downloaded folder may bring a .git of someone else.
+    """
+    listed = _git("config", "-z", "--show-scope", "--includes", "--name-only", "--get-regexp", r"^filter\.").split("\0")
+    own = {name.rpartition(".")[0] for scope, name in zip(listed[::2], listed[1::2]) if scope in ("local", "worktree")}
+    off = {f"{name}.{key}": value for name in own for key, value in FILTER_OFF.items()}
+    return _git("describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*", config=off) or None
+
+
+def _git(*words: str, config: Mapping[str, str] | None = None) -> str:
+    """What git prints; "" where it fails. config: settings that win over the repository's."""
+    command = ["git", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", *words]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # the index is not written
+    for i, (name, value) in enumerate((config or {}).items()):
+        environment |= {f"GIT_CONFIG_KEY_{i}": name, f"GIT_CONFIG_VALUE_{i}": value, "GIT_CONFIG_COUNT": str(i + 1)}
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, env=environment)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _processor() -> str:
