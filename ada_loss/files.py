@@ -24,10 +24,28 @@ def write_atomically(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content)
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # or a crash of the machine could leave the new name on an empty file
         os.replace(temporary, path)
+        _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new name in a folder survive a crash, where the system can."""
+    try:
+        opened = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folder
+        return
+    try:
+        os.fsync(opened)
+    except OSError:  # some network file systems cannot
+        return
+    finally:
+        os.close(opened)
 
 
 def csv_bytes(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> bytes:

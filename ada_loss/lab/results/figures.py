@@ -43,6 +43,11 @@ SHOWN_SITES = 60
 LETTERS_AN_INCH = 13  # of the label of plot_table
 
 
+def _plain(text: str) -> str:
+    """A text of a user, drawn as it is: in matplotlib's texts a dollar sign begins a formula."""
+    return text.replace("$", r"\$")
+
+
 class Picture(Figure):
     """A figure that a notebook shows, without pyplot and its global state."""
 
@@ -58,7 +63,10 @@ def figure_bytes(figure: Figure, kind: str = "png") -> bytes:
 
 
 def _layers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The share of the gradients of activations that underflow, by module, in the order of the forward pass."""
+    """The share of the gradients of activations that underflow, by module, in the order of the forward pass.
+
+    NaN for a module whose gradients were all zero before they were rounded.
+    """
     nonzero: dict[str, int] = {}
     underflow: dict[str, int] = {}
     for row in rows:
@@ -68,7 +76,7 @@ def _layers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
             layer = row["site"].split(":")[0] or "(model)"
             nonzero[layer] = nonzero.get(layer, 0) + row["nonzero"]
             underflow[layer] = underflow.get(layer, 0) + row["underflow"]
-    return {layer: underflow[layer] / n for layer, n in nonzero.items() if n and layer in underflow}
+    return {layer: underflow[layer] / n if n else math.nan for layer, n in nonzero.items() if layer in underflow}
 
 
 def _elements(name: str) -> fpsim.FloatFormat | fpsim.FixedPoint:
@@ -111,15 +119,17 @@ def plot_spacing(formats: Sequence[str]) -> Figure:
 
 
 def plot_underflow(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Activation gradients lost to underflow, by layer. rows: the tallies of one recording."""
+    """Activation gradients lost to underflow, by layer; one that none reaches says so. rows: of a recording."""
     shares = _layers(rows)
     figure = Picture(figsize=(8, 3.2), layout="constrained")
     axes = figure.subplots()
-    bars = axes.bar(list(shares), [100 * v for v in shares.values()], color=COLOURS[0])
-    axes.bar_label(bars, [f"{100 * v:.2g}" for v in shares.values()], fontsize=8)
+    reached = {layer: 0.0 if math.isnan(v) else 100 * v for layer, v in shares.items()}
+    bars = axes.bar([*map(_plain, shares)], [*reached.values()], color=COLOURS[0])
+    axes.bar_label(bars, ["none" if math.isnan(v) else f"{100 * v:.3g}" for v in shares.values()], fontsize=8)
     axes.tick_params(axis="x", rotation=35)
     axes.set_ylabel("gradients lost in %")
-    axes.set_xlabel("layer, from input to output")
+    is_cut_off = any(map(math.isnan, shares.values()))
+    axes.set_xlabel("layer, from input to output" + ("; none: no gradient reaches it" if is_cut_off else ""))
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -189,13 +199,17 @@ def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, 
             axes.axhline(mean, color="black", linewidth=0.8)
         ticks = [k for k in constant if k % 4 == 0]
         axes.set_xticks(
-            [*ticks, *positions], [*(f"$2^{{{k}}}$" for k in ticks), *chosen], rotation=60, ha="right", fontsize=8
+            [*ticks, *positions],
+            [*(f"$2^{{{k}}}$" for k in ticks), *map(_plain, chosen)],
+            rotation=60,
+            ha="right",
+            fontsize=8,
         )
-        axes.set_title(fmt, fontsize=10)
+        axes.set_title(_plain(fmt), fontsize=10)
         axes.grid(axis="y", linewidth=0.4, alpha=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
-    panels[0].set_ylabel(title + ("; the band is float32" if ("fp32", "none") in places else ""))
+    panels[0].set_ylabel(_plain(title) + ("; the band is float32" if ("fp32", "none") in places else ""))
     return figure
 
 
@@ -210,7 +224,7 @@ def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] 
     for i, (name, values) in enumerate(scales.items()):
         marks = {"marker": MARKERS[i % len(MARKERS)], "markersize": 4.5, "markevery": (0.04 + 0.011 * i, 0.15)}
         style = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)], **marks}
-        axes.step(range(len(values)), values, where="post", label=name, linewidth=1.3, **style)
+        axes.step(range(len(values)), values, where="post", label=_plain(name), linewidth=1.3, **style)
     for step in overflows:
         axes.axvline(step, color="black", linewidth=0.5, linestyle=":")
     axes.set_yscale("log", base=2)
@@ -232,7 +246,7 @@ def plot_rescue(rows: Sequence[dict[str, Any]]) -> Figure:
         shares = [100 * statistics.mean(r[column] for r in chosen if r["site"] == site) for site in sites]
         places = [x + 0.4 * i - 0.2 for x in range(len(sites))]
         axes.bar(places, shares, 0.38, color=COLOURS[i], label=words, hatch="///" * i, edgecolor="white")
-    axes.set_xticks(range(len(sites)), sites, rotation=45, ha="right", fontsize=8)
+    axes.set_xticks(range(len(sites)), [*map(_plain, sites)], rotation=45, ha="right", fontsize=8)
     axes.set_ylabel("gradients lost in %")
     axes.set_xlabel("where, from input to output")
     axes.legend(frameon=False)
@@ -297,7 +311,7 @@ def plot_table(
             axes.axvline(factor * statistics.fmean(baseline), color="black", linewidth=0.8, linestyle=(0, (4, 2)))
         for y, method in enumerate(methods):
             _draw(axes, y, places.get((formats[i], method), []), lowest - margin / 2)
-        axes.set_title(formats[i] if len(formats) > 1 else "", fontsize=9)
+        axes.set_title(_plain(formats[i]) if len(formats) > 1 else "", fontsize=9)
         axes.set_yticks(range(len(methods)), [_words(method) for method in methods], fontsize=8)
         axes.tick_params(axis="x", labelsize=8)
         axes.grid(axis="x", linewidth=0.4, alpha=0.6)
@@ -307,7 +321,7 @@ def plot_table(
     panels[0, 0].set_ylim(len(methods) - 0.5, -0.5)
     panels[0, 0].set_xlim(lowest - margin, highest + margin)
     words = title + ("; dashed: float32" if baseline else "")
-    figure.supxlabel(textwrap.fill(words, round(LETTERS_AN_INCH * size[0])), fontsize=9)
+    figure.supxlabel(textwrap.fill(_plain(words), round(LETTERS_AN_INCH * size[0])), fontsize=9)
     return figure
 
 
@@ -329,7 +343,7 @@ def _draw(axes: object, y: int, values: Sequence[float], edge: float) -> None:
 
 def _words(method: str) -> str:
     words = method_words(method)
-    return f"${words[:2]}{{{words[2:]}}}$" if words.startswith("2^") else words
+    return f"${words[:2]}{{{words[2:]}}}$" if words.startswith("2^") else _plain(words)
 
 
 def _spread(values: Sequence[float]) -> list[float]:
@@ -369,11 +383,11 @@ def plot_heat(
     mesh = axes.pcolormesh(edges, range(len(sites) + 1), values.T, cmap="cividis", vmin=low, vmax=high)
     mesh.set(edgecolor="face", linewidth=0.2)  # no hairlines between the cells of a vector picture
     axes.set_facecolor("0.85")
-    axes.set_yticks([i + 0.5 for i in range(len(sites))], sites, fontsize=7)
+    axes.set_yticks([i + 0.5 for i in range(len(sites))], [*map(_plain, sites)], fontsize=7)
     axes.tick_params(axis="x", labelsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("step", fontsize=9)
-    axes.set_title(title, fontsize=9)
+    axes.set_title(_plain(title), fontsize=9)
     bar = figure.colorbar(mesh, ax=axes, pad=0.02)
     bar.set_label(words, fontsize=9)
     bar.ax.tick_params(labelsize=8)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,3 +107,33 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     write_atomically(target, b"new")
     assert [p.name for p in tmp_path.iterdir()] == ["table.csv"]
     assert target.read_bytes() == b"new"
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = []
+
+    def noting(name: str, original: Any) -> Any:
+        def noted(*arguments: Any) -> Any:
+            happened.append(name)
+            return original(*arguments)
+
+        return noted
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, noting(name, getattr(os, name)))
+    write_atomically(tmp_path / "table.csv", b"new")
+    assert happened == ["fsync", "replace", "fsync"]  # the content, the name, the folder that holds the name
+
+
+def test_a_picture_of_underflow_shows_every_layer_and_says_where_nothing_arrives() -> None:
+    def rows(site: str, nonzero: int, underflow: int) -> list[dict[str, Any]]:
+        row = {"site": site, "nonzero": nonzero, "underflow": underflow}
+        return [{**row, "role": "activation"}, {**row, "role": "error"}]
+
+    figure = figures.plot_underflow([*rows("a:linear", 0, 0), *rows("b$:linear", 4, 4), *rows("c:linear", 1000, 123)])
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.texts] == ["none", "100", "12.3"]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["a", r"b\$", "c"]
+    assert [bar.get_height() for bar in axes.patches] == [0, 100, 12.3]
+    assert axes.get_xlabel() == "layer, from input to output; none: no gradient reaches it"
+    assert figures.figure_bytes(figure, "svg").startswith(b"<?xml")
