@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ada_loss.lab.sweep.driver import sweep
+from ada_loss.lab.tasks import add_to_path
 from fpsim.checks import did_you_mean, pip_install
 
 try:
     from ruamel.yaml import YAML
-    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+    from ruamel.yaml.error import MarkedYAMLError
 except ImportError as error:
     raise ImportError(f"A sweep in a file needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
@@ -20,16 +21,19 @@ __all__ = ["SHIPPED", "read_sweep"]
 
 SHIPPED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 KEYS = [name for name in inspect.signature(sweep).parameters if name != "show_progress"]
+DEEPEST, MOST_VALUES = 20, 100_000  # of a sweep: levels that values are nested, and values
 REQUIRED = ("task", "formats")
 
 
 def read_sweep(name: str | Path) -> dict[str, Any]:
     """The arguments for `sweep` from a file. `sweep` itself checks the values.
 
-    The file is YAML 1.2: `1e-3` is a number, `off` and `none` are words, a duplicate key is an error.
+    The file is YAML 1.2: `1e-3` is a number, `off` and `none` are words, a duplicate key is an error. The folder of a
+    file whose task is "module:function" is put on Python's path, at its end: the module may lie beside the file.
 
     name: the path of a YAML file, or the name of a sweep that comes with the library.
-    Raises FileNotFoundError without such a file; ValueError for a file that is no YAML, an unknown or a missing key.
+    Raises FileNotFoundError without such a file; ValueError for a file that is no YAML, that is nested too deep, and
+    for an unknown or a missing key.
 
     >>> read_sweep("digits")["task"]
     'digits'
@@ -42,9 +46,13 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
                 f"one of the sweeps that come with the library: {', '.join(SHIPPED)}."
             )
         path = SHIPPED[str(name)]
+    written = path.read_bytes()
     try:
-        content = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
-    except (YAMLError, UnicodeDecodeError) as error:
+        content = YAML(typ="safe", pure=True).load(written.decode("utf-8"))
+        _require_small(content)
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deep. {DEEPEST} levels are possible.") from None
+    except Exception as error:  # the parser raises TypeError, IndexError and others for text that is no YAML
         raise ValueError(f"{path} is no YAML: {_one_line(error)}. Write `key: value` lines.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {_kind(content)}. It must hold `key: value` lines: {', '.join(KEYS)}.")
@@ -54,9 +62,23 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
     for key in REQUIRED:
         if key not in content:
             raise ValueError(f"{path}: the key {key} is missing. A sweep needs {' and '.join(REQUIRED)}.")
+    if ":" in str(content["task"]):
+        add_to_path(path.parent)
     if isinstance(content.get("out"), str):
         content["out"] = os.path.expanduser(content["out"])  # no shell has done it
     return content
+
+
+def _require_small(content: Any) -> None:
+    """Raise RecursionError for what is nested too deep or without end, ValueError for what aliases make too large."""
+    parts = [(content, 0)]
+    for part, depth in parts:  # the list grows
+        if depth > DEEPEST:
+            raise RecursionError
+        if len(parts) > MOST_VALUES:
+            raise ValueError(f"it holds more than {MOST_VALUES:,} values")
+        inner = [*part.keys(), *part.values()] if isinstance(part, dict) else part if isinstance(part, list) else ()
+        parts += [(value, depth + 1) for value in inner]
 
 
 def _one_line(error: Exception) -> str:

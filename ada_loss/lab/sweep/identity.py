@@ -26,9 +26,9 @@ def task_of(task: str | MakeTask) -> str:
     notebook or script. It does not cover other objects, such as a module that was trained there.
 
     task: a name, "module:function", or a function from a seed to a Task.
-    Raises ValueError for an unknown name, TypeError for a callable that is no function.
+    Raises ValueError for an unknown name, TypeError for what is neither a name nor a function.
     """
-    if isinstance(task, str):
+    if isinstance(task, str) or not callable(task):
         find_task(task)
         return task
     name = f"{getattr(task, '__module__', '')}:{getattr(task, '__qualname__', '')}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 from ada_loss.lab.tasks.chars import chars
 from ada_loss.lab.tasks.digits import deep_digits, digits
@@ -15,12 +18,14 @@ __all__ = [
     "TASKS",
     "Task",
     "accuracy",
+    "add_to_path",
     "chars",
     "cifar10",
     "cifar100",
     "deep_digits",
     "digits",
     "find_task",
+    "folder_of",
     "patches",
     "trained_with",
 ]
@@ -34,7 +39,7 @@ def find_task(name: str) -> Callable[[int], Task]:
     """The function of a task.
 
     name: that of a task of the library, or an import path "package.module:function".
-    Raises ValueError for an unknown name, and for a path that leads to no function.
+    Raises ValueError for an unknown name, and for a path that leads to no function; TypeError for what is no word.
 
     >>> find_task("digits") is digits
     True
@@ -42,12 +47,18 @@ def find_task(name: str) -> Callable[[int], Task]:
     Traceback (most recent call last):
     ValueError: Unknown task 'digit'. Did you mean digits? Known: digits, deep_digits, patches, chars, ...
     """
+    if not isinstance(name, str):
+        raise TypeError(f"The task came as {name!r}. Possible: {', '.join(TASKS)}, or your own as 'module:function'.")
     module, colon, function = name.partition(":")
     if not colon:
         if name in TASKS:
             return TASKS[name]
         hint = did_you_mean(name, TASKS)
         raise ValueError(f"Unknown task {name!r}.{hint} Known: {', '.join(TASKS)}, or your own as 'module:function'.")
+    if not all(word.isidentifier() for word in (*module.split("."), function)):
+        raise ValueError(
+            f"The task {name!r} is no import path. Possible: 'module:function', of a module on Python's path."
+        )
     try:
         found = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
@@ -57,3 +68,26 @@ def find_task(name: str) -> Callable[[int], Task]:
     if not callable(found):
         raise ValueError(f"The task {name!r} is a {type(found).__name__}. It must be a function from a seed to a Task.")
     return found  # type: ignore[no-any-return]
+
+
+def add_to_path(folder: str | os.PathLike[str]) -> None:
+    """Let modules of a folder be imported, behind those that can be imported already."""
+    place = str(Path(folder).absolute())
+    if place not in sys.path:
+        sys.path.append(place)
+
+
+def folder_of(name: str) -> str | None:
+    """The folder from which the module of a task was imported; None for a task of the library.
+
+    name: that of a task that was found.
+
+    >>> folder_of("digits") is None, folder_of("ada_loss.lab.tasks:digits") == str(Path(__file__).parents[3])
+    (True, True)
+    """
+    module = sys.modules.get(name.partition(":")[0])
+    file = getattr(module, "__file__", None)
+    if ":" not in name or file is None:
+        return None
+    is_package = hasattr(module, "__path__")
+    return str(Path(file).absolute().parents[name.partition(":")[0].count(".") + is_package])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,9 +58,19 @@ def test_a_sweep_that_comes_along_can_be_planned(name: str) -> None:
     assert len(cells) > 1
 
 
+BOMB = "task: digits\na: &a [" + ", ".join("0" * 20) + "]\n"
+BOMB += "\n".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 20)}]" for a, b in zip("abcd", "bcde"))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("task: digits\nformats: " + "[" * 3000 + "]" * 3000, r"is nested too deep\. 20 levels are possible"),
+        ("task: digits\nformats: " + "{a: " * 3000 + "}" * 3000, r"is nested too deep"),
+        ("task: digits\nformats: &a [*a]", r"is nested too deep"),
+        (BOMB, r"is no YAML: it holds more than 100,000 values"),
+        ("task: digits\nformats: [fp16]\nseeds: 2001-13-45", r"is no YAML: month must be in 1\.\.12"),
+        ("task: digits\n? [1]\n: 2", r"is no YAML|unknown key"),
         ("task: digits\nformats: [fp16]\nscalings: [none]", r"unknown key scalings\. Did you mean scaling\?"),
         ("task: digits\nformats: [fp16]\nformats: [bf16]", r"is no YAML: found duplicate key .*formats.* in line 3"),
         ("task: digits\nformats: [fp16", r"is no YAML: .* in line"),
@@ -89,3 +100,26 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_named_with_what_is() -> None:
     with pytest.raises(FileNotFoundError, match=r"'digit'\. Did you mean digits\?"):
         read_sweep("digit")
+
+
+def test_the_folder_of_a_file_is_searched_behind_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    known = [*sys.path]
+    read_sweep(written(tmp_path, "task: digits\nformats: [fp16]"))
+    assert sys.path == known  # nothing of it is wanted
+    read_sweep(written(tmp_path, "task: mine:task\nformats: [fp16]"))
+    assert sys.path == [*known, str(tmp_path)]
+    read_sweep(written(tmp_path, "task: mine:task\nformats: [fp16]"))
+    assert sys.path == [*known, str(tmp_path)]
+
+
+@pytest.mark.parametrize("task", [None, 5, ["digits"], {"a": 1}], ids=repr)
+def test_a_task_that_is_no_word_is_refused_in_words(task: object) -> None:
+    with pytest.raises(TypeError, match=r"The task came as .*\. Possible: digits, .*'module:function'"):
+        plan(task, ["fp16"], ["none"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("task", [":f", "..x:f", "x:", ":", "a b:f", "x:f:g", "\0:f", ".:f", "os..path:join"], ids=repr)
+def test_a_task_that_is_no_import_path_is_refused_in_words(task: str) -> None:
+    with pytest.raises(ValueError, match=r"The task .* is no import path\. Possible: 'module:function'"):
+        plan(task, ["fp16"], ["none"])
