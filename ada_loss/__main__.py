@@ -46,15 +46,11 @@ def _errors_as_exit_codes(hint: str = "") -> Iterator[None]:
     hint: printed behind the error where the work was stopped and can go on.
     """
     from ada_loss.lab.errors import SweepStopped
-    from ada_loss.lab.sweep.ledger import Damaged
 
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
         _say(error)
-        raise typer.Exit(BAD_INPUT) from None
-    except Damaged as error:
-        _say(f"The ledger cannot be read: {error}. Name another folder, or put its ledger.sqlite there again.")
         raise typer.Exit(BAD_INPUT) from None
     except KeyboardInterrupt as error:
         _say(f"{str(error) or 'Interrupted.'}{hint}")
@@ -98,7 +94,17 @@ def sweep(
         folder = None if out is None else str(out)
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
         given = _given(**execution, seeds=seeds, out=folder, retry_failed=retry_failed or None)
-        _finish(run(**{**read_sweep(config), **given}), as_json)
+        arguments = read_sweep(config)
+        _add_current_folder()
+        _finish(run(**{**arguments, **given}), as_json)
+
+
+def _add_current_folder() -> None:
+    """Let a task's module lie in the current folder; `ada-loss` itself is started from another one."""
+    from ada_loss.lab.tasks import add_to_path
+
+    if not sys.flags.safe_path:
+        add_to_path(".")
 
 
 @app.command()
@@ -109,14 +115,18 @@ def resume(
     device: Device = None,
     time_limit: Seconds = None,
     retry_failed: RetryFailed = False,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Import and run the tasks that the folder names, whatever they are.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Go on with a sweep that was stopped, from its folder alone."""
     with _errors_as_exit_codes():
         from ada_loss.lab.sweep.driver import resume as run
 
+        _add_current_folder()
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
-        _finish(run(out, **execution, retry_failed=retry_failed), as_json)
+        _finish(run(out, **execution, retry_failed=retry_failed, trust=trust), as_json)
 
 
 def _finish(results: Any, as_json: bool) -> None:
@@ -167,6 +177,7 @@ def search(
         from ada_loss.files import strict_json
         from ada_loss.lab.studies.search import search as run
 
+        _add_current_folder()
         found = run(
             task,
             roles=[role.strip() for word in roles for role in word.split(",")],
@@ -201,17 +212,27 @@ def _number_or_name(word: str) -> float | str:
 def status(out: Out, as_json: AsJson = False) -> None:
     """Show how far a sweep is, also while it runs."""
     with _errors_as_exit_codes():
-        from ada_loss.lab.sweep.ledger import Ledger  # without torch: it answers at once
+        from ada_loss.lab.sweep.ledger import Ledger, counted  # without torch: it answers at once
+        from ada_loss.lab.sweep.lock import is_driven
 
+        driven = is_driven(out)  # before and after: a driver may end or begin in between
         with Ledger(out / "ledger.sqlite", readonly=True) as ledger:
-            counts, seconds, failed = ledger.counts(), ledger.seconds(), ledger.rows("failed")
-    total = sum(counts.values())
+            cells = ledger.rows()
+        driven = is_driven(out) or driven
+    counts, interrupted = counted(cells), 0
+    if not driven:  # the next driver plans them again
+        interrupted, counts["running"] = counts["running"], 0
+        counts["planned"] += interrupted
+    seconds = sum(cell["seconds"] or 0.0 for cell in cells if cell["state"] == "done")
+    failed = [{"id": cell["id"], "error": cell["error"]} for cell in cells if cell["state"] == "failed"]
     if as_json:
-        failures = [{"id": cell["id"], "error": cell["error"]} for cell in failed]
-        print(json.dumps({"out": str(out), "cells": total, **counts, "seconds": seconds, "failures": failures}))
+        told = {"out": str(out), "cells": len(cells), **counts, "interrupted": interrupted, "seconds": seconds}
+        print(json.dumps({**told, "failures": failed}))
         return
     words = ", ".join(f"{count} {state}" for state, count in counts.items())
-    print(f"{total} cells: {words}; {seconds:.1f} s of training")
+    print(f"{len(cells)} cells: {words}; {seconds:.1f} s of training")
+    if interrupted:
+        print(f"No driver is running; {interrupted} of the planned were interrupted. Go on with: ada-loss resume {out}")
     for cell in failed:
         print(f"failed: {cell['id']}: {cell['error']}")
 
@@ -284,6 +305,7 @@ def inspect(
         from ada_loss.files import strict_json
         from ada_loss.lab.studies.describe import describe
 
+        _add_current_folder()
         found = describe(model, fmt)
         print(strict_json(found.as_dict()) if as_json else found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal
@@ -108,3 +109,41 @@ def sorts(seed: int) -> Task:
     return Task(
         "sorts", model, (x[keep], y[keep]), (x[keep], y[keep]), nn.functional.cross_entropy, {"accuracy": accuracy}
     )
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def raises_oddly(seed: int) -> Task:
+    """Exceptions that are not to stop a sweep: another for each seed below 6."""
+    odd = (
+        ValueError("file \udcff"),
+        ValueError("x" * 5_000_000 + "the end"),
+        GeneratorExit("closed"),
+        asyncio.CancelledError("gone"),
+        Unreadable(),
+        BaseExceptionGroup("many", [SystemExit(3)]),
+    )
+    if seed < len(odd):
+        raise odd[seed]
+    return tiny(seed)
+
+
+def oddly_measured(seed: int) -> Task:
+    """Metrics with the names of other columns, and with what matplotlib takes for a formula."""
+    task = tiny(seed)
+    names = (r"cost $\foo$", "format", "seed", "underflow", "items", "values", "a<b>&'\"", "_x", "$")
+    metrics = dict.fromkeys(names, accuracy)
+    return Task("odd", task.model, task.train, task.test, task.loss, metrics)
+
+
+def measured_without_a_name(seed: int) -> Task:
+    task = tiny(seed)
+    return Task("unnamed", task.model, task.train, task.test, task.loss, {3: accuracy} if seed else task.metrics)  # type: ignore[dict-item]
+
+
+def writes_a_mark(seed: str) -> None:
+    """What nobody is to call: its seed is a file's name."""
+    Path(str(seed)).touch()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["SweepStopped"]
+__all__ = ["SweepStopped", "UnreadableLedger"]
 
 
 class SweepStopped(RuntimeError):
     """A sweep could not go on. The cells that are done are kept."""
+
+
+class UnreadableLedger(ValueError):
+    """The ledger of a sweep is damaged, or cannot be read for another reason."""

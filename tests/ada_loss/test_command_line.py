@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
+from children import environment, heed_ctrl_c
 
 from ada_loss.__main__ import app, main
 from ada_loss.lab.studies.search import search
@@ -34,10 +36,9 @@ task_options: {epochs: 1}
 
 
 def started(*words: object) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-m", "ada_loss", *map(str, words)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    return subprocess.Popen(command, env=environment(), start_new_session=True, preexec_fn=heed_ctrl_c, **pipes)
 
 
 def alone(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -90,8 +91,72 @@ def test_a_sweep_runs_prints_its_table_and_names_its_report(tmp_path: Path) -> N
 
 
 def test_failed_cells_are_an_exit_code_of_their_own(out: Path) -> None:
-    done = alone("resume", out, code=1)
+    done = alone("resume", out, "--trust", code=1)
     assert "RuntimeError: seed 1 is not to be had" in done.stdout
+
+
+def test_a_task_from_elsewhere_is_run_on_resume_only_where_it_is_trusted(out: Path) -> None:
+    said = ada_loss("resume", out, code=2).stderr
+    assert "The ledger names the task 'sweep_tasks:raises', which is code from outside of this library" in said
+    assert "give trust=True (--trust)" in said
+
+
+MODULE = """import sweep_tasks
+def task(seed):
+    return sweep_tasks.tiny(seed)
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_task_beside_the_yaml_or_in_the_current_folder_is_found_by_workers_too(tmp_path: Path, workers: int) -> None:
+    beside, current = tmp_path / "beside", tmp_path / "current"
+    names = {beside: f"mine_beside_{workers}", current: f"mine_current_{workers}"}
+    beside.mkdir()
+    current.mkdir()
+    for folder, name in names.items():
+        (folder / f"{name}.py").write_text(MODULE)
+        config = beside / f"{name}.yaml"
+        config.write_text(CONFIG.replace("sweep_tasks:tiny", f"{name}:task"))
+        script = "import sys; from ada_loss.__main__ import main; sys.argv[0] = 'ada-loss'; main()"
+        # -P, as of the installed script: the current folder is not on the path by itself
+        words = ["sweep", config, "--out", tmp_path / name, "--workers", workers, "--json"]
+        command = [sys.executable, "-c", f"import sys; sys.path.remove('')\n{script}", *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=current, env=environment())
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["counts"]["done"] == 8
+
+
+def test_a_sweep_that_was_killed_is_not_said_to_run(tmp_path: Path) -> None:
+    config = tmp_path / "mine.yaml"
+    config.write_text(CONFIG.replace("tiny", "slow").replace("seeds: 2", "seeds: 30"))
+    process = started("sweep", config, "--out", tmp_path / "out")
+    told: dict[str, Any] = {"done": 0}
+    while told["done"] < 2 or not told["running"]:
+        assert process.poll() is None
+        time.sleep(0.05)
+        if (tmp_path / "out" / "ledger.sqlite").exists():
+            told = json.loads(ada_loss("status", tmp_path / "out", "--json").stdout)
+    assert told["interrupted"] == 0
+    process.kill()
+    process.communicate()
+    left = json.loads(ada_loss("status", tmp_path / "out", "--json").stdout)
+    with Ledger(tmp_path / "out" / "ledger.sqlite", readonly=True) as ledger:
+        assert left["interrupted"] == ledger.counts()["running"] > 0
+        assert left["planned"] == ledger.counts()["planned"] + left["interrupted"]
+    assert left["running"] == 0
+    said = ada_loss("status", tmp_path / "out").stdout
+    assert f"{left['interrupted']} of the planned were interrupted. Go on with: ada-loss resume {tmp_path}" in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_device_that_is_not_there_is_one_refusal_before_any_cell(tmp_path: Path, device: str) -> None:
+    config = tmp_path / "mine.yaml"
+    config.write_text(CONFIG)
+    for words in (["sweep", config], ["search", "digits"]):
+        said = ada_loss(*words, "--device", device, "--out", tmp_path / "out", code=2).stderr
+        assert said.startswith(f"device='{device}' needs a GPU, and ")
+    assert not (tmp_path / "out").exists()
 
 
 SORTS = ("search", "sweep_tasks:sorts", "--roles", "activation", "--trials", 6, "--seeds", 2, "--tolerance", 0)
@@ -226,6 +291,10 @@ def test_inspect_shows_modules_and_sites() -> None:
         (["search", "digits", "--exponent-bits", "5", "4"], "exponent_bits=(5, 4) is impossible"),
         (["search", "digits", "--scaling", "torchh"], "Unknown scaling method 'torchh'"),
         (["inspect", "digit"], "Did you mean digits?"),
+        (["inspect", ":f"], "The task ':f' is no import path. Possible: 'module:function'"),
+        (["inspect", "..x:f"], "The task '..x:f' is no import path. Possible: 'module:function'"),
+        (["search", "digits", "--device", "cuda:"], "device='cuda:' is impossible. Possible: 'cpu', 'cuda'"),
+        (["search", "digits", "--device", "tpu"], "device='tpu' is impossible. Possible: 'cpu', 'cuda'"),
         (["inspect", "digits", "--format", "fp61"], "Unknown format 'fp61'"),
     ],
 )
@@ -251,7 +320,7 @@ def test_a_ledger_that_is_damaged_is_one_line(tmp_path: Path, out: Path) -> None
     content = (out / "ledger.sqlite").read_bytes()
     (tmp_path / "ledger.sqlite").write_bytes(content[:4096] + b"?" * (len(content) - 4096))
     for command in ("status", "table", "resume"):
-        assert "The ledger cannot be read: database disk" in ada_loss(command, tmp_path, code=2).stderr
+        assert "The ledger cannot be read: it is damaged (" in ada_loss(command, tmp_path, code=2).stderr
 
 
 def test_a_mistyped_configuration_is_named_with_its_place(tmp_path: Path) -> None:

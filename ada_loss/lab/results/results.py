@@ -12,26 +12,35 @@ import numpy as np
 
 from ada_loss.files import data_frame
 from ada_loss.lab.results.table import Table
-from ada_loss.lab.sweep.cells import label
-from ada_loss.lab.sweep.ledger import Ledger
+from ada_loss.lab.sweep.cells import AXES, is_configuration, label
+from ada_loss.lab.sweep.ledger import DAMAGED, Ledger, counted
 from ada_loss.lab.sweep.telemetry import read_telemetry
 
 __all__ = ["StoredResults"]
 
-AXES = ("task", "format", "rounding", "scaling", "seed")
+OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row beside its settings and metrics
 
 
 class StoredResults:
     """The cells of a sweep's folder as they are now; opening it changes nothing.
 
+    A metric with the name of another column, such as "format", is the column "metric.format".
+
     out: the folder.
-    Raises FileNotFoundError where there is no ledger.
+    Raises FileNotFoundError where there is no ledger, ValueError for one that cannot be read.
     """
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
         self.out = Path(out)
         with Ledger(self.out / "ledger.sqlite", readonly=True) as ledger:
-            self.cells, self.sessions, self.counts = ledger.rows(), ledger.sessions(), ledger.counts()
+            self.cells, self.sessions = ledger.rows(), ledger.sessions()
+        for cell in self.cells:
+            if not is_configuration(cell["config"]):
+                cell |= {"state": "failed", "metrics": {}, "error": DAMAGED, "damaged": True}
+                cell["config"] = {**dict.fromkeys(AXES, "?"), "options": {}}
+            columns = {"id", *AXES, *cell["config"]["options"], "diverged", *OF_A_CELL}
+            cell["metrics"] = {_column(name, columns): value for name, value in cell["metrics"].items()}
+        self.counts = counted(self.cells)
 
     def __repr__(self) -> str:
         words = ", ".join(f"{count} {state}" for state, count in self.counts.items() if count)
@@ -46,7 +55,7 @@ class StoredResults:
                 row = {"id": cell["id"], **{axis: label(config[axis]) for axis in AXES if axis != "seed"}}
                 row |= {"seed": config["seed"], **config["options"], **cell["metrics"]}
                 row |= {"diverged": bool(cell["diverged"])}
-                found.append(row | {name: cell[name] for name in ("skipped", "underflow", "seconds")})
+                found.append(row | {name: cell[name] for name in OF_A_CELL})
         return found
 
     def chosen_rows(self, where: Mapping[str, Any] | None) -> list[dict[str, Any]]:
@@ -126,6 +135,8 @@ class StoredResults:
         """A `table` of formats and scaling methods for each combination of the other columns in which the cells differ.
 
         An empty list where no training came to its end.
+
+        metric: the first of each task unless named.
         """
         found = self.rows()
         if not any(cell["metrics"] for cell in self.cells):
@@ -133,7 +144,14 @@ class StoredResults:
         others = [*AXES[:1], "rounding", *dict.fromkeys(k for cell in self.cells for k in cell["config"]["options"])]
         varying = [axis for axis in others if len({str(row.get(axis)) for row in found}) > 1]
         groups = dict.fromkeys(tuple((axis, str(row.get(axis))) for axis in varying) for row in found)
-        return [self.table(metric=metric, where=dict(group)) for group in groups]
+        known = {cell["id"]: [*cell["metrics"]] for cell in self.cells}
+        tables = []
+        for group in groups:
+            rows = self.chosen_rows(dict(group))
+            first = metric or next((name for row in rows for name in known[row["id"]]), None)
+            if first and any(first in row for row in rows):
+                tables.append(self.table(metric=first, where=dict(group)))
+        return tables
 
     def telemetry(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
         """The arrays of a cell's file; see `ada_loss.lab.sweep.telemetry`.
@@ -141,7 +159,8 @@ class StoredResults:
         cell: its id.
         Raises ValueError for a file that is missing or damaged.
         """
-        return read_telemetry(self.out, cell)
+        digests = {row["id"]: row["telemetry_sha256"] for row in self.cells if row["id"] == cell}
+        return read_telemetry(self.out, cell, digests.get(cell))
 
     def readable_telemetry(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
         """`telemetry`, or no arrays where the file cannot be read: for a choice among cells."""
@@ -149,6 +168,13 @@ class StoredResults:
             return self.telemetry(cell)
         except ValueError:
             return {}
+
+
+def _column(metric: str, columns: set[str]) -> str:
+    """The column of a metric beside those columns."""
+    while metric in columns:
+        metric = f"metric.{metric}"
+    return metric
 
 
 def _number(row: Mapping[str, Any], name: str) -> float:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from ada_loss.lab.training.options import TrainOptions, is_allowed, possible
 from fpsim import ROLES, Policy
 from fpsim.checks import did_you_mean, is_number, is_whole
 
-__all__ = ["OPTIONS", "Cell", "label", "plan", "policy_of"]
+__all__ = ["AXES", "OPTIONS", "Cell", "is_configuration", "is_intact", "label", "plan", "policy_of", "stored_cell"]
 
+MOST_CELLS = 1_000_000  # of a grid: a cell takes a kilobyte
+AXES = ("task", "format", "rounding", "scaling", "seed")
 SET_BY_THE_SWEEP = ("scaling", "seed", "device")
 OPTIONS = {name: default for name, default in asdict(TrainOptions()).items() if name not in SET_BY_THE_SWEEP}
 
@@ -107,6 +110,8 @@ def plan(
         for rounding in roundings:
             policy_of(fmt, rounding)
     methods = [_method(method) for method in scaling]
+    if math.prod(map(len, (canonical, roundings, methods, seeds))) > MOST_CELLS:
+        raise ValueError(f"The grid has more than {MOST_CELLS:,} cells. Give fewer formats, scaling methods or seeds.")
     cells = []
     for fmt, rounding, method, seed in itertools.product(canonical, roundings, methods, seeds):
         if fmt == "fp32":
@@ -117,6 +122,53 @@ def plan(
         cells.append(Cell({**words, "options": full}))
     _require_different(cells)
     return cells
+
+
+def is_configuration(config: object) -> bool:
+    """Whether this has the form of a cell's configuration, with values of any kind."""
+    if not isinstance(config, dict) or config.keys() != {*AXES, "options"}:
+        return False
+    words = isinstance(config["task"], str) and isinstance(config["rounding"], str)
+    return words and is_whole(config["seed"]) and isinstance(config["options"], dict)
+
+
+def is_intact(cell: str, config: dict[str, Any]) -> bool:
+    """Whether a configuration is the one of which an id was made."""
+    try:
+        return Cell(config).id == cell
+    except ValueError:  # NaN, which no configuration holds
+        return False
+
+
+def stored_cell(cell: str, config: dict[str, Any]) -> Cell:
+    """A cell of a ledger, checked as one of a YAML file is. Its task is not looked up.
+
+    cell, config: its id and its configuration as the ledger has them.
+    Raises ValueError, with the id, where the configuration is another than the id's or makes no cell.
+    """
+    problem = "its configuration is not the one of which the id was made."
+    if is_configuration(config) and is_intact(cell, config):
+        checked = ("format", "rounding", "scaling", "options")
+        problem = _problem_of(json.dumps({name: config[name] for name in checked}))
+    if problem:
+        raise ValueError(
+            f"The cell {cell!r} of the ledger is damaged, or not of this library: {problem} "
+            f"Call sweep(...) with the arguments of that sweep: it repairs what is its own."
+        )
+    return Cell(config)
+
+
+@lru_cache(maxsize=1024)
+def _problem_of(text: str) -> str:
+    """Why the settings of a cell, as JSON, make none; "" where they do. The cells of a sweep share most of them."""
+    settings = json.loads(text)
+    try:
+        policy_of(_format(settings["format"]), settings["rounding"])
+        _method(settings["scaling"])
+        _options(settings["options"])
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def _require_different(cells: Sequence[Cell]) -> None:
@@ -132,6 +184,8 @@ def _require_different(cells: Sequence[Cell]) -> None:
 
 def _seeds(seeds: int | Sequence[int]) -> Sequence[int]:
     if is_whole(seeds):
+        if seeds > MOST_CELLS:  # type: ignore[operator]
+            raise ValueError(f"seeds came as {seeds!r}. Possible: at most {MOST_CELLS:,}, or a list of integers.")
         return range(int(seeds))  # type: ignore[arg-type]
     if isinstance(seeds, str) or not isinstance(seeds, Sequence):
         raise TypeError(f"seeds came as {seeds!r}. Possible: how many, or a list of integers.")

@@ -13,6 +13,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,16 @@ from ada_loss.lab.environment import environment
 from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.trackers import Notifier, Tracker, make_trackers
-from ada_loss.lab.sweep.cells import Cell, plan
+from ada_loss.lab.sweep.cells import Cell, is_intact, plan, stored_cell
 from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.identity import MakeTask
 from ada_loss.lab.sweep.ledger import CannotWrite, Ledger
 from ada_loss.lab.sweep.limits import GRACE
-from ada_loss.lab.sweep.telemetry import telemetry_path
-from ada_loss.lab.sweep.work import WorkOrder, work
-from ada_loss.lab.tasks import find_task
+from ada_loss.lab.sweep.lock import lock_path
+from ada_loss.lab.sweep.telemetry import is_whole, telemetry_digest, telemetry_path
+from ada_loss.lab.sweep.work import WorkOrder, said, work
+from ada_loss.lab.tasks import TASKS, find_task, folder_of
 from fpsim.checks import pip_install
 
 try:
@@ -77,16 +79,7 @@ def sweep(
     show_progress: whether a progress bar is shown.
     Raises ValueError and TypeError for invalid arguments before any work, SweepStopped where it cannot go on.
     """
-    execution = Execution(
-        workers=workers,
-        engine=engine,
-        device=device,
-        time_limit=time_limit,
-        memory_limit=memory_limit,
-        resources=resources,
-        engine_timeout=engine_timeout,
-        retry_failed=retry_failed,
-    )
+    execution = _execution(locals())
     folder = _folder(out)
     cells = plan(task, formats, scaling, roundings=roundings, seeds=seeds, options=task_options)
     function = None if isinstance(task, str) else task
@@ -106,34 +99,40 @@ def resume(
     retry_failed: bool = Execution.retry_failed,
     track: Sequence[str | Tracker] = (),
     show_progress: bool = True,
+    trust: bool = False,
 ) -> Results:
     """Go on with all cells of a ledger that are not done, and give the results.
 
     out: the folder of the sweep.
+    trust: whether a task that is no task of this library is imported and run because the ledger names it. Without, it
+        is refused: whoever wrote the file would choose what runs here.
     The other arguments are those of `sweep`.
-    Raises ValueError where a task is a function that was passed to `sweep`: only that call knows it.
+    Raises ValueError for a cell that is none, for a task that is not trusted, and where a task is a function that was
+    passed to `sweep`: only that call knows it.
     """
-    execution = Execution(
-        workers=workers,
-        engine=engine,
-        device=device,
-        time_limit=time_limit,
-        memory_limit=memory_limit,
-        resources=resources,
-        engine_timeout=engine_timeout,
-        retry_failed=retry_failed,
-    )
+    execution = _execution(locals())
     folder = _folder(out)
     with Ledger(folder / "ledger.sqlite", readonly=True) as ledger:
-        cells = [Cell(row["config"]) for row in ledger.rows()]
-    for name in {cell.config["task"] for cell in cells}:
+        cells = [stored_cell(row["id"], row["config"]) for row in ledger.rows()]
+    for name in dict.fromkeys(cell.config["task"] for cell in cells):
         if "@" in name:
             raise ValueError(
                 f"The task {name!r} is a function of a notebook or a script. A ledger knows it by name only. "
                 f"Call sweep(...) again with the same arguments."
             )
+        if name not in TASKS and not trust:
+            raise ValueError(
+                f"The ledger names the task {name!r}, which is code from outside of this library, and resuming would "
+                f"run it. If you know it and trust {folder}, give trust=True (--trust), or call sweep(...) again, "
+                f"which names the task itself."
+            )
         find_task(name)
     return run_cells(cells, folder, execution, track=track, show_progress=show_progress)
+
+
+def _execution(arguments: Mapping[str, Any]) -> Execution:
+    """The execution that the arguments of `sweep` or `resume` describe."""
+    return Execution(**{field.name: arguments[field.name] for field in fields(Execution)})
 
 
 def _folder(out: object) -> Path:
@@ -158,7 +157,7 @@ def run_cells(
     Raises SweepStopped where the folder is in use or cannot be written, or where the engine takes no more work.
     """
     refuse_in_a_starting_worker()
-    lock = FileLock(out / "ledger.lock", timeout=0)  # the system releases it when the process dies, however it dies
+    lock = FileLock(lock_path(out), timeout=1)  # `is_driven` holds it for a moment
     try:
         trackers = make_trackers(track, out)
         out.mkdir(parents=True, exist_ok=True)
@@ -178,7 +177,7 @@ def run_cells(
             if todo:
                 with open_engine(execution) as engine:
                     ledger.add_session({**environment(), "engine": engine.name})
-                    order = WorkOrder(make_task, execution.device, execution.time_limit, engine.own_processes)
+                    order = _order(cells, make_task, execution, engine)
                     _Driver(ledger, out, engine, order, notifier).run(todo, len(cells), show_progress)
     except (OSError, CannotWrite) as error:
         if isinstance(error, ConnectionError):
@@ -191,6 +190,15 @@ def run_cells(
     return Results(out)
 
 
+def _order(cells: Sequence[Cell], make_task: MakeTask | None, execution: Execution, engine: Engine) -> WorkOrder:
+    """What workers are told: a task by its name, if they can import it."""
+    names = dict.fromkeys(cell.config["task"] for cell in cells)
+    is_importable = not any("@" in name for name in names)
+    folders = dict.fromkeys(folder for name in names if is_importable and (folder := folder_of(name)))
+    function = None if is_importable else make_task
+    return WorkOrder(function, execution.device, execution.time_limit, engine.own_processes, tuple(folders))
+
+
 def _cannot_be_written(out: Path, error: Exception) -> SweepStopped:
     return SweepStopped(
         f"The sweep stopped, because {out} cannot be written: {error}. What was done is kept. "
@@ -201,28 +209,53 @@ def _cannot_be_written(out: Path, error: Exception) -> SweepStopped:
 def _prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool) -> list[Cell]:
     """Plan the cells, and give those that are to run.
 
-    Cells that a dead driver left running and cells whose files are damaged are planned again.
+    Cells that a dead driver left running, and cells whose rows or files are damaged, are planned again. Those of
+    another sweep into the folder stay as they are.
     """
-    for leftover in out.glob("telemetry/.*.tmp"):
-        leftover.unlink()
     ledger.add((cell.id, cell.config) for cell in cells)
+    asked = {cell.id: cell for cell in cells}
+    _repair(ledger, asked)
+    again = []
+    for row in ledger.rows():
+        cell, state = row["id"], row["state"]
+        if state == "running" or (cell in asked and retry_failed and state == "failed"):
+            again.append(cell)
+        elif cell in asked and state == "done" and not _has_telemetry(out, row):
+            tqdm.write(f"The telemetry of cell {cell} is missing or damaged: it will be run again.", file=sys.stderr)
+            again.append(cell)
+    ledger.release(again)
     states = ledger.states()
-    again = [cell for cell, (state, _) in states.items() if state == "running"]
-    asked = {cell.id: states[cell.id] for cell in cells}  # those of another sweep into the folder stay as they are
-    damaged = [cell for cell, (state, size) in asked.items() if state == "done" and _size(out, cell) != size]
-    for cell in damaged:
-        tqdm.write(f"The telemetry of cell {cell} is missing or damaged: it will be run again.", file=sys.stderr)
-    retried = [cell for cell, (state, _) in asked.items() if retry_failed and state == "failed"]
-    ledger.release([*again, *damaged, *retried])
-    states = ledger.states()
-    return [cell for cell in cells if states[cell.id][0] == "planned"]
+    _remove_leftovers(out, states)
+    return [cell for cell in cells if states[cell.id] == "planned"]
 
 
-def _size(out: Path, cell: str) -> int | None:
+def _repair(ledger: Ledger, asked: Mapping[str, Cell]) -> None:
+    """Plan damaged cells again, and delete the damaged rows whose ids are those of no cell."""
+    changed = [row for row in ledger.rows() if row["damaged"]]
+    lost = [row["id"] for row in changed if row["id"] not in asked and not is_intact(row["id"], row["config"])]
+    ours = {row["id"]: asked[row["id"]].config for row in changed if row["id"] in asked}
+    for words, cells in (("it will be run again", ours), ("it is known no more, and is deleted", lost)):
+        for cell in cells:
+            tqdm.write(f"The row of cell {cell} in the ledger was changed or damaged: {words}.", file=sys.stderr)
+    ledger.repair(ours)
+    ledger.forget(lost)
+
+
+def _has_telemetry(out: Path, row: Mapping[str, Any]) -> bool:
     try:
-        return telemetry_path(out, cell).stat().st_size
+        content = telemetry_path(out, row["id"]).read_bytes()
     except FileNotFoundError:
-        return None
+        return False
+    return is_whole(content, row["telemetry_bytes"], row["telemetry_sha256"])
+
+
+def _remove_leftovers(out: Path, states: Mapping[str, str]) -> None:
+    """Delete what a driver that died left behind: files half written, telemetry without a result, old checkpoints."""
+    leftovers = [path for folder in (".", "telemetry", "checkpoints") for path in out.glob(f"{folder}/.*.tmp")]
+    leftovers += [path for path in out.glob("telemetry/*.npz") if states.get(path.stem, "done") != "done"]
+    leftovers += [path for path in out.glob("checkpoints/*.pt") if states.get(path.stem) == "done"]
+    for path in leftovers:
+        path.unlink(missing_ok=True)
 
 
 class _Driver:
@@ -291,12 +324,13 @@ class _Driver:
         except BrokenExecutor as error:
             raise self._refused(error) from error
         except Exception as error:  # of the transport: `work` returns those of the cell
-            result, telemetry, trace = {"error": f"{type(error).__name__}: {error}"}, b"", traceback.format_exc()
+            result, telemetry, trace = {"error": said(error)}, b"", traceback.format_exc()
         if trace:
             self.ledger.fail(cell.id, result["error"], trace)
             return True
         write_atomically(telemetry_path(self.out, cell.id), telemetry)
-        self.ledger.finish(cell.id, {**result, "telemetry_bytes": len(telemetry)})
+        written = {"telemetry_bytes": len(telemetry), "telemetry_sha256": telemetry_digest(telemetry)}
+        self.ledger.finish(cell.id, {**result, **written})
         self.notifier.tell(cell.id, cell.config, result)
         self._compare(cell, result)
         return True
@@ -327,6 +361,6 @@ class _Driver:
         """Plan again whatever the ledger says is running."""
         try:
             states = self.ledger.states()  # not only self.running: a cell may have been interrupted on its way there
-            self.ledger.release([cell for cell, (state, _) in states.items() if state == "running"])
+            self.ledger.release([cell for cell, state in states.items() if state == "running"])
         except CannotWrite:
             return  # the disk is full: the next driver finds them running, and plans them again

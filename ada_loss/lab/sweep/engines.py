@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from ada_loss.lab.devices import device_problem
 from ada_loss.lab.sweep.execution import Execution
 from fpsim.checks import pip_install
 
 __all__ = ["Engine", "keep_freed_memory", "open_engine", "refuse_in_a_starting_worker"]
 
+# The certificates of the clusters that this process started, by address: nobody else can connect to them.
+_CERTIFICATES: dict[str, Any] = {}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -81,7 +84,7 @@ def open_engine(execution: Execution) -> Iterator[Engine]:
     """The engine of an execution. One that is started here is closed in the end.
 
     Raises ConnectionError for a scheduler that does not answer, that has no worker or none with the resources, and for
-    local workers that do not start; ImportError without Dask.
+    local workers that do not start; ValueError where no worker has the device; ImportError without Dask.
     """
     engine = execution.chosen_engine
     if isinstance(engine, Executor):
@@ -110,9 +113,20 @@ def _distributed() -> Any:
 
 @contextmanager
 def _local_cluster(execution: Execution) -> Iterator[str]:
-    """The address of a Dask cluster in processes of this machine."""
+    """The address of a Dask cluster in processes of this machine.
+
+    Its connections are encrypted, with certificates that only this process and its workers have: any user of the
+    machine can reach a port of the loopback, and whoever speaks to a scheduler can run code.
+    """
     distributed = _distributed()
     import dask
+
+    try:
+        security = distributed.Security.temporary()
+    except ImportError:
+        raise ImportError(
+            f"Several workers need cryptography, which is not installed. {pip_install('lab')}, or give workers=1."
+        ) from None
 
     settings = {
         "distributed.scheduler.allowed-failures": 0,  # the driver counts deaths, and reports them
@@ -122,6 +136,8 @@ def _local_cluster(execution: Execution) -> Iterator[str]:
         "distributed.admin.log-length": 0,
         "distributed.admin.tick.interval": "1s",  # by default it checks the event loop every 20 ms
         "distributed.admin.system-monitor.interval": "10s",
+        "distributed.scheduler.http.routes": [],  # HTTP knows no certificates
+        "distributed.worker.http.routes": [],
         "distributed.worker.profile.enabled": False,  # it would sample the training every 10 ms
         "distributed.nanny.environ": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
     }
@@ -131,7 +147,10 @@ def _local_cluster(execution: Execution) -> Iterator[str]:
                 n_workers=execution.workers,
                 threads_per_worker=1,
                 host="127.0.0.1",
+                protocol="tls://",
+                security=security,
                 dashboard_address="127.0.0.1:0",  # None means 8787, which another sweep may use
+                scheduler_kwargs={"dashboard": False},
                 memory_limit=execution.memory_limit,
                 resources=dict(execution.resources or {}),
                 silence_logs="CRITICAL",
@@ -142,7 +161,12 @@ def _local_cluster(execution: Execution) -> Iterator[str]:
                 f"below `if __name__ == '__main__':`; from standard input, give workers=1."
             ) from None
         with cluster:
-            yield cluster.scheduler_address
+            address = cluster.scheduler_address
+            _CERTIFICATES[address] = security
+            try:
+                yield address
+            finally:
+                del _CERTIFICATES[address]
 
 
 @contextmanager
@@ -151,12 +175,13 @@ def _client(address: str, execution: Execution) -> Iterator[Engine]:
     resources, timeout = execution.resources, execution.engine_timeout
     distributed = _distributed()
     try:
-        _shake_hands(distributed, address, timeout)
-        client = distributed.Client(address, timeout=timeout, set_as_default=False)
+        security = _CERTIFICATES.get(address) or distributed.Security()
+        _shake_hands(distributed, address, security, timeout)
+        client = distributed.Client(address, security=security, timeout=timeout, set_as_default=False)
     except OSError as error:  # a timeout is one
         raise ConnectionError(
             f"No Dask scheduler answered at {address} within {timeout:g} s ({type(error).__name__}). "
-            f"Start one with `dask scheduler`, or give a higher engine_timeout."
+            f"Start one with `dask scheduler --host HOST`, or give a higher engine_timeout."
         ) from None
     with client:
         try:
@@ -167,11 +192,17 @@ def _client(address: str, execution: Execution) -> Iterator[Engine]:
                 f"Start some with `dask worker {address} --nthreads 1`, or give a higher engine_timeout."
             ) from None
         options = {"resources": dict(resources)} if resources else {}
-        if resources and not _offered(client, resources, timeout):
+        workers = _offering(client, resources or {}, timeout)
+        if not workers:
             raise ConnectionError(
-                f"No worker of {address} offered {dict(resources)} within {timeout:g} s, so no cell could run. "
-                f"Start some with `dask worker {address} --resources {_words(resources)}`, or leave resources out."
+                f"No worker of {address} offered {dict(resources or {})} within {timeout:g} s, so no cell could run. "
+                f"Start some with `dask worker {address} --resources {_words(resources or {})}`, "
+                f"or leave resources out."
             )
+        if execution.device != "cpu" and all(
+            problems := client.run(device_problem, execution.device, workers=workers).values()
+        ):
+            raise ValueError(f"The workers of {address} cannot compute: {next(iter(problems))}")
         executor = client.get_executor(pure=False, retries=0, **options)
         try:
             yield Engine(
@@ -184,11 +215,11 @@ def _client(address: str, execution: Execution) -> Iterator[Engine]:
             executor.shutdown(wait=False)  # not `with executor`: that waits for cells whose workers Ctrl-C has ended
 
 
-def _shake_hands(distributed: Any, address: str, timeout: float) -> None:
+def _shake_hands(distributed: Any, address: str, security: Any, timeout: float) -> None:
     """Raise OSError where no scheduler answers in time. Dask itself waits forever for a silent port."""
 
     async def connect() -> None:
-        secrets = distributed.Security().get_connection_args("client")
+        secrets = security.get_connection_args("client")
         comm = await asyncio.wait_for(distributed.core.connect(address, timeout=timeout, **secrets), timeout)
         comm.abort()
 
@@ -196,15 +227,15 @@ def _shake_hands(distributed: Any, address: str, timeout: float) -> None:
         thread.submit(asyncio.run, connect()).result()
 
 
-def _offered(client: Any, resources: Mapping[str, float], timeout: float) -> bool:
-    """Whether some worker has what a cell needs, within a time."""
+def _offering(client: Any, resources: Mapping[str, float], timeout: float) -> list[str]:
+    """The addresses of the workers that have what a cell needs; waits for the first of them for some seconds."""
     end = time.monotonic() + timeout
     while True:
-        found = [worker["resources"] for worker in client.scheduler_info(n_workers=-1)["workers"].values()]
-        if any(all(has.get(name, 0) >= amount for name, amount in resources.items()) for has in found):
-            return True
-        if time.monotonic() > end:
-            return False
+        workers = client.scheduler_info(n_workers=-1)["workers"]
+        needed = resources.items()
+        found = [a for a, worker in workers.items() if all(worker["resources"].get(n, 0) >= x for n, x in needed)]
+        if found or time.monotonic() > end:
+            return found
         time.sleep(0.1)
 
 

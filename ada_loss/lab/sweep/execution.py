@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ada_loss.lab.devices import device_problem, require_device_name
 from fpsim.checks import is_finite_number, is_number, is_whole
 
 __all__ = ["Execution"]
@@ -37,7 +38,7 @@ class Execution:
     resources: what a cell needs of a Dask worker, such as {"GPU": 1}; each local worker has it.
     engine_timeout: the seconds to wait for a scheduler, and for its first worker.
     retry_failed: whether cells that failed run again.
-    Raises ValueError for an impossible value.
+    Raises ValueError for an impossible value, and for a device that this machine lacks if cells compute here.
 
     >>> Execution(workers=2).chosen_engine
     'local'
@@ -64,12 +65,11 @@ class Execution:
             raise ValueError(
                 f"resources={self.resources!r} is impossible. Possible: what a cell takes, such as {{'GPU': 1}}."
             )
-        if not isinstance(self.device, str) or self.device.partition(":")[0] not in ("cpu", "cuda"):
-            raise ValueError(
-                f"device={self.device!r} is impossible. Possible: 'cpu', 'cuda', or one GPU such as 'cuda:1'."
-            )
+        require_device_name(self.device)
         if self.engine is not None:
             _require_engine(self.engine)
+        if self.is_on_this_machine and (problem := device_problem(self.device)):
+            raise ValueError(problem)
         if not _is_memory(self.memory_limit):
             raise ValueError(
                 f"memory_limit={self.memory_limit!r} is impossible. Possible: 'auto', a number of bytes such as "
@@ -82,6 +82,11 @@ class Execution:
     def chosen_engine(self) -> str | Executor:
         """The engine, or its default: a time limit needs a process that can be ended."""
         return self.engine or ("here" if self.workers == 1 and self.time_limit is None else "local")
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        """Whether cells are known to compute on this machine; an executor of another kind may compute elsewhere."""
+        return self.chosen_engine in ("here", "local") or type(self.engine) in (ThreadPoolExecutor, ProcessPoolExecutor)
 
 
 def _are_resources(value: object) -> bool:

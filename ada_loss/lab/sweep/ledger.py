@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SCHEMA_VERSION", "STATES", "CannotWrite", "Damaged", "Ledger"]
+from ada_loss.lab.errors import UnreadableLedger
 
-SCHEMA_VERSION = 1
+__all__ = ["DAMAGED", "SCHEMA_VERSION", "STATES", "CannotWrite", "Ledger", "counted"]
+
+SCHEMA_VERSION = 2  # 1 had no digests
 APPLICATION_ID = 0x4C6F7373  # "Loss", in the header of the file
 CannotWrite = sqlite3.OperationalError  # raised for a full disk or a missing permission
-Damaged = sqlite3.DatabaseError  # raised while reading a damaged file
 STATES = ("planned", "running", "done", "failed")
+MOST_TEXT = 20_000  # characters of an error or a traceback
 
 SCHEMA = """
 CREATE TABLE cells (
@@ -32,22 +37,37 @@ CREATE TABLE cells (
     underflow REAL,
     telemetry_bytes INTEGER,
     error TEXT,
-    traceback TEXT
+    traceback TEXT,
+    telemetry_sha256 TEXT,
+    digest TEXT
 ) STRICT;
 CREATE INDEX cells_by_state ON cells (state);
-CREATE TABLE sessions (started REAL NOT NULL, environment TEXT NOT NULL) STRICT;
+CREATE TABLE sessions (started REAL NOT NULL, environment TEXT NOT NULL, digest TEXT) STRICT;
 """
-RESULT = ("seconds", "metrics", "diverged", "skipped", "underflow", "telemetry_bytes", "error", "traceback")
+TO_VERSION_2 = (
+    "ALTER TABLE cells ADD COLUMN telemetry_sha256 TEXT",
+    "ALTER TABLE cells ADD COLUMN digest TEXT",
+    "ALTER TABLE sessions ADD COLUMN digest TEXT",
+)
+TEXTS = ("error", "traceback")
+RESULT = ("seconds", "metrics", "diverged", "skipped", "underflow", "telemetry_bytes", "telemetry_sha256", *TEXTS)
+COLUMNS = ("id", "position", "config", "state", "attempts", "finished", *RESULT)
+NEW_COLUMNS = ("telemetry_sha256",)  # since version 1
+DAMAGED = "its row of the ledger was changed by something else than a sweep; run the sweep again: it repeats the cell"
 
 
 class Ledger:
     """Cells and their states in a file. One driver writes; any number of processes read (write-ahead log).
 
-    Every method that changes something is one transaction: a killed process leaves the last complete one.
+    Every method that changes something is one transaction: a killed process leaves the last complete one. Every row
+    carries a digest of its content. A row that does not match its digest is "damaged": it counts as failed, with an
+    error that says so, and the next driver plans the cell again.
 
     path: the file, or ":memory:".
-    readonly: for readers; the file must exist.
-    Raises FileNotFoundError without a file to read; ValueError for a file that is no ledger, or of a newer version.
+    readonly: for readers; the file must exist. In a folder that cannot be written it must be complete: no driver may
+        have died there.
+    Raises FileNotFoundError without a file to read; ValueError for a file that is no ledger, that is damaged, or that
+    is of a newer version. Older ones are opened; a driver brings them to this version.
 
     >>> with Ledger(":memory:") as ledger:
     ...     ledger.add([("a1", {"seed": 0}), ("b2", {"seed": 1})])
@@ -59,131 +79,254 @@ class Ledger:
     """
 
     def __init__(self, path: Path | str, *, readonly: bool = False) -> None:
-        self.path = Path(path)
+        self.path, self.readonly, self._is_open = Path(path), readonly, False
         memory = str(path) == ":memory:"
         if readonly and not self.path.exists():
             raise FileNotFoundError(f"There is no ledger at {self.path}. Name the folder of a sweep, its `out`.")
         if not memory and not readonly:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        uri = ":memory:" if memory else f"{self.path.absolute().as_uri()}?mode={'ro' if readonly else 'rwc'}"
-        self._sql = sqlite3.connect(uri, uri=not memory, isolation_level=None, timeout=10)
+        self._connect(":memory:" if memory else f"{self.path.absolute().as_uri()}?mode={'ro' if readonly else 'rwc'}")
         try:
-            self._open(readonly)
-        except sqlite3.DatabaseError as error:
+            self._open()
+        except sqlite3.OperationalError as error:
             self._sql.close()
-            if isinstance(error, sqlite3.OperationalError):  # disk full, no permission: the content may be fine
+            if not readonly:  # disk full, no permission: the content may be fine
                 raise
-            raise ValueError(f"{self.path} is not a ledger of a sweep ({error}). Name another `out`.") from None
+            if not self._is_at_rest():
+                raise self._unreadable(error) from None
+            self._open_unchanging()
         except BaseException:
             self._sql.close()
             raise
 
-    def _open(self, readonly: bool) -> None:
+    def _connect(self, uri: str) -> None:
+        self._sql = sqlite3.connect(uri, uri=uri != ":memory:", isolation_level=None, timeout=10)
         self._sql.row_factory = sqlite3.Row
-        owner, version = (
-            self._sql.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+        self._sql.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # digests find what is wrong
+
+    def _is_at_rest(self) -> bool:
+        """Whether no transaction waits beside the file, so that it can be read alone."""
+        log = self.path.with_name(self.path.name + "-wal")
+        return not log.exists() or log.stat().st_size == 0
+
+    def _open_unchanging(self) -> None:
+        """Open a file in a folder that cannot be written, where SQLite cannot make the files of its log."""
+        self._connect(f"{self.path.absolute().as_uri()}?mode=ro&immutable=1")
+        try:
+            self._open()
+        except sqlite3.OperationalError as error:
+            self._sql.close()
+            raise self._unreadable(error) from None
+        except BaseException:
+            self._sql.close()
+            raise
+
+    def _unreadable(self, error: object) -> UnreadableLedger:
+        return UnreadableLedger(
+            f"The ledger cannot be read: {error}. It is {self.path}. "
+            f"Name another folder, or put its ledger.sqlite there again."
         )
-        if version and owner != APPLICATION_ID:
+
+    def _open(self) -> None:
+        try:
+            owner, version = (
+                self._sql.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+            )
+            tables = self._sql.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"{self.path} is not a ledger of a sweep ({error}). Name another `out`.") from None
+        if (version and owner != APPLICATION_ID) or (version == 0 and (tables or self.readonly)):
             raise ValueError(f"{self.path} is not a ledger of a sweep. Name another `out`.")
         if version > SCHEMA_VERSION:
             raise ValueError(
                 f"{self.path} was written with schema version {version}. This release reads up to {SCHEMA_VERSION}. "
                 f"Update it, or name another `out`."
             )
+        self._query("PRAGMA trusted_schema = OFF")  # a file of someone else may hold views and triggers
         if version == 0:
-            tables = self._sql.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            if tables or readonly:
-                raise ValueError(f"{self.path} is not a ledger of a sweep. Name another `out`.")
-            self._sql.execute("PRAGMA journal_mode = WAL")
-            with self._transaction():
-                for statement in SCHEMA.strip().removesuffix(";").split(";\n"):
-                    self._sql.execute(statement)
-                self._sql.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                self._sql.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        if not readonly:
-            self._sql.execute("PRAGMA synchronous = FULL")  # 2 transactions a cell: safety costs little
+            self._create()
+        else:
+            self._require_sound(version)
+        if not self.readonly:
+            self._query("PRAGMA synchronous = FULL")  # 2 transactions a cell: safety costs little
+            if version == 1:
+                self._bring_to_version_2()
+        self._has_digests, self._is_open = version != 1 or not self.readonly, True
+
+    def _create(self) -> None:
+        self._query("PRAGMA journal_mode = WAL")
+        with self._transaction():
+            for statement in SCHEMA.strip().removesuffix(";").split(";\n"):
+                self._query(statement)
+            self._query(f"PRAGMA application_id = {APPLICATION_ID}")
+            self._query(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def _require_sound(self, version: int) -> None:
+        """Raise UnreadableLedger unless SQLite finds the file whole, with the columns of its version."""
+        (problem,) = self._query("PRAGMA integrity_check(1)")[0]
+        if problem != "ok":
+            problem = " ".join(problem.removeprefix("*** in database main ***").split())
+            raise self._unreadable(f"it is damaged ({problem})")
+        old, added = set(COLUMNS) - set(NEW_COLUMNS), {*NEW_COLUMNS, "digest"}
+        expected = {"cells": old | (added if version > 1 else set()), "sessions": {"started", "environment"}}
+        expected["sessions"] |= {"digest"} if version > 1 else set()
+        for table, columns in expected.items():
+            found = {row["name"] for row in self._query(f"PRAGMA table_info({table})")}
+            if found != columns:
+                raise self._unreadable(f"its table {table} has not the columns of version {version}")
+
+    def _bring_to_version_2(self) -> None:
+        with self._transaction():
+            for statement in TO_VERSION_2:
+                self._query(statement)
+            for row in self._query("SELECT id FROM cells"):
+                self._seal(row["id"])
+            for row in self._query("SELECT rowid, * FROM sessions"):
+                self._query("UPDATE sessions SET digest = ? WHERE rowid = ?", (_session_digest(row), row["rowid"]))
+            self._query(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def _query(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[sqlite3.Row]:
+        """The rows of a statement. Raises UnreadableLedger where SQLite meets damage."""
+        try:
+            return self._sql.execute(statement, values).fetchall()
+        except sqlite3.OperationalError as error:
+            if self.readonly and self._is_open:
+                raise self._unreadable(error) from None
+            raise
+        except sqlite3.DatabaseError as error:
+            raise self._unreadable(error) from None
 
     def _transaction(self) -> _Transaction:
-        return _Transaction(self._sql)
+        return _Transaction(self._sql, self._query)
+
+    def _seal(self, cell: str) -> None:
+        """Write the digest of a row as it is now."""
+        (row,) = self._query("SELECT * FROM cells WHERE id = ?", (cell,))
+        self._query("UPDATE cells SET digest = ? WHERE id = ?", (_cell_digest(row), cell))
 
     def add(self, cells: Iterable[tuple[str, dict[str, Any]]]) -> int:
         """Plan cells, given as (id, configuration); known cells stay as they are. Gives the number of new ones."""
         with self._transaction():
-            first = self._sql.execute("SELECT coalesce(max(position) + 1, 0) FROM cells").fetchone()[0]
-            rows = [(i, first + n, json.dumps(config)) for n, (i, config) in enumerate(cells)]
-            before = self._sql.total_changes
-            self._sql.executemany("INSERT OR IGNORE INTO cells (id, position, config) VALUES (?, ?, ?)", rows)
-            return self._sql.total_changes - before
+            first = self._query("SELECT coalesce(max(position) + 1, 0) FROM cells")[0][0]
+            known = {row["id"] for row in self._query("SELECT id FROM cells")}
+            new = 0
+            for position, (cell, config) in enumerate(cells, first):
+                if cell not in known:
+                    known.add(cell)
+                    row = {**dict.fromkeys(COLUMNS), "id": cell, "position": position, "config": json.dumps(config)}
+                    row |= {"state": "planned", "attempts": 0}
+                    row["digest"] = _cell_digest(row)
+                    names = ", ".join(row)
+                    places = ", ".join(f":{name}" for name in row)
+                    self._query(f"INSERT INTO cells ({names}) VALUES ({places})", row)
+                    new += 1
+            return new
 
     def start(self, cell: str) -> None:
         """Mark a cell as running, and count the attempt."""
-        self._sql.execute("UPDATE cells SET state = 'running', attempts = attempts + 1 WHERE id = ?", (cell,))
-
-    def release(self, cells: Sequence[str]) -> None:
-        """Mark cells as planned again: their results are deleted, their attempts are kept."""
-        forgotten = ", ".join(f"{name} = NULL" for name in RESULT)
         with self._transaction():
-            self._sql.executemany(
-                f"UPDATE cells SET state = 'planned', finished = NULL, {forgotten} WHERE id = ?", [(c,) for c in cells]
-            )
+            self._query("UPDATE cells SET state = 'running', attempts = attempts + 1 WHERE id = ?", (cell,))
+            self._seal(cell)
+
+    def release(self, cells: Iterable[str]) -> None:
+        """Mark cells as planned again: their results are deleted, their attempts are kept."""
+        with self._transaction():
+            for cell in cells:
+                self._plan_again(cell)
+
+    def repair(self, cells: Mapping[str, dict[str, Any]]) -> None:
+        """Plan damaged cells again, {id: configuration}."""
+        with self._transaction():
+            for cell, config in cells.items():
+                self._query("UPDATE cells SET config = ? WHERE id = ?", (json.dumps(config), cell))
+                self._plan_again(cell)
+
+    def _plan_again(self, cell: str) -> None:
+        forgotten = ", ".join(f"{name} = NULL" for name in RESULT)
+        self._query(f"UPDATE cells SET state = 'planned', finished = NULL, {forgotten} WHERE id = ?", (cell,))
+        self._seal(cell)
+
+    def forget(self, cells: Iterable[str]) -> None:
+        """Delete rows: those that were damaged, and whose cells are not known."""
+        with self._transaction():
+            for cell in cells:
+                self._query("DELETE FROM cells WHERE id = ?", (cell,))
 
     def finish(self, cell: str, result: dict[str, Any]) -> None:
         """Write the result of a running cell.
 
-        result: any of "seconds", "metrics", "diverged", "skipped", "underflow", "telemetry_bytes", "error".
+        result: any of "seconds", "metrics", "diverged", "skipped", "underflow", "telemetry_bytes", "telemetry_sha256",
+            "error".
         """
         self._settle(cell, "done", result)
 
     def fail(self, cell: str, error: str, traceback: str = "") -> None:
-        """Write why a running cell gave no result."""
+        """Write why a running cell gave no result. Of a long text its ends are kept."""
         self._settle(cell, "failed", {"error": error, "traceback": traceback})
 
     def _settle(self, cell: str, state: str, result: dict[str, Any]) -> None:
         values = {name: result.get(name) for name in RESULT}
         if values["metrics"] is not None:
             values["metrics"] = json.dumps(values["metrics"])
+        values |= {name: _storable(text) for name in TEXTS if (text := values[name]) is not None}
         names = ", ".join(f"{name} = :{name}" for name in RESULT)
-        changed = self._sql.execute(
-            f"UPDATE cells SET state = :state, finished = :finished, {names} WHERE id = :id AND state = 'running'",
-            {"state": state, "finished": time.time(), "id": cell, **values},
-        )
-        assert changed.rowcount == 1, f"{cell} has a result and was not running"
+        with self._transaction():
+            running = self._query("SELECT 1 FROM cells WHERE id = ? AND state = 'running'", (cell,))
+            assert len(running) == 1, f"{cell} has a result and was not running"
+            self._query(
+                f"UPDATE cells SET state = :state, finished = :finished, {names} WHERE id = :id",
+                {"state": state, "finished": time.time(), "id": cell, **values},
+            )
+            self._seal(cell)
 
     def counts(self) -> dict[str, int]:
         """The number of cells in each state."""
-        found = dict(self._sql.execute("SELECT state, count(*) FROM cells GROUP BY state").fetchall())
-        return {state: found.get(state, 0) for state in STATES}
-
-    def seconds(self) -> float:
-        """The seconds of training in all cells that are done."""
-        return float(
-            self._sql.execute("SELECT coalesce(sum(seconds), 0) FROM cells WHERE state = 'done'").fetchone()[0]
-        )
-
-    def states(self) -> dict[str, tuple[str, int | None]]:
-        """{id: (state, size of the telemetry file in bytes)} of every cell."""
-        return {row[0]: (row[1], row[2]) for row in self._sql.execute("SELECT id, state, telemetry_bytes FROM cells")}
+        return counted(self.rows())
 
     def rows(self, state: str | None = None) -> list[dict[str, Any]]:
         """A dictionary of its columns for each cell, in the order of planning, with "config" and "metrics" decoded.
 
+        The key "damaged" tells whether the row was changed. Such a row has the state "failed" and no result; its
+        configuration is what can still be read, or empty.
+
         state: only cells in this state; None for all.
         """
-        where = "" if state is None else "WHERE state = ?"
-        found = self._sql.execute(f"SELECT * FROM cells {where} ORDER BY position, id", (state,) if state else ())
-        rows = [dict(row) for row in found]
-        for row in rows:
-            row["config"], row["metrics"] = json.loads(row["config"]), json.loads(row["metrics"] or "{}")
-        return rows
+        rows = [self._decoded(row) for row in self._query("SELECT * FROM cells ORDER BY position, id")]
+        return [row for row in rows if state in (None, row["state"])]
+
+    def _decoded(self, stored: sqlite3.Row) -> dict[str, Any]:
+        row: dict[str, Any] = dict.fromkeys(COLUMNS) | dict(stored)
+        config, metrics = _json_object(row["config"]), _json_object(row["metrics"] or "{}")
+        row |= {"config": config or {}, "metrics": metrics or {}, "damaged": False}
+        digest = row.pop("digest", None)
+        changed = self._has_digests and digest != _cell_digest(stored)
+        if changed or config is None or metrics is None or not all(map(_is_number, metrics.values())):
+            row |= {**dict.fromkeys(RESULT), "state": "failed", "metrics": {}, "error": DAMAGED, "damaged": True}
+        return row
+
+    def states(self) -> dict[str, str]:
+        """{id: state} of every cell."""
+        return {row["id"]: row["state"] for row in self.rows()}
 
     def add_session(self, environment: dict[str, Any]) -> None:
         """Write the environment of a driver, with the time."""
-        self._sql.execute("INSERT INTO sessions VALUES (?, ?)", (time.time(), json.dumps(environment)))
+        row = {"started": time.time(), "environment": json.dumps(environment)}
+        self._query("INSERT INTO sessions VALUES (?, ?, ?)", (*row.values(), _session_digest(row)))
 
     def sessions(self) -> list[dict[str, Any]]:
-        """The environments of all drivers in their order, each with "started", in seconds since 1970."""
-        found = self._sql.execute("SELECT started, environment FROM sessions ORDER BY started")
-        return [{"started": row["started"], **json.loads(row["environment"])} for row in found]
+        """The environments of all drivers in their order, each with "started", in seconds since 1970.
+
+        One that was changed is left out.
+        """
+        found = []
+        for row in self._query("SELECT * FROM sessions ORDER BY started"):
+            environment = _json_object(row["environment"])
+            changed = self._has_digests and row["digest"] != _session_digest(row)
+            if not changed and environment is not None and math.isfinite(row["started"]):
+                found.append({"started": row["started"], **environment})
+        return found
 
     def close(self) -> None:
         self._sql.close()
@@ -195,14 +338,66 @@ class Ledger:
         self.close()
 
 
+def counted(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """How many rows are in each state.
+
+    >>> counted([{"state": "done"}, {"state": "done"}])
+    {'planned': 0, 'running': 0, 'done': 2, 'failed': 0}
+    """
+    found = Counter(row["state"] for row in rows)
+    return {state: found[state] for state in STATES}
+
+
+def _cell_digest(row: Any) -> str:
+    return _digest([row[name] for name in COLUMNS])
+
+
+def _session_digest(row: Any) -> str:
+    return _digest([row["started"], row["environment"]])
+
+
+def _digest(values: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    """The object of a JSON text; None for anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _storable(text: str) -> str:
+    """A text as UTF-8 holds it, and of a long one the ends.
+
+    >>> _storable("file \\udcff"), len(_storable("x" * 5_000_000)) < 1.01 * MOST_TEXT
+    ('file \\\\udcff', True)
+    """
+    half = MOST_TEXT // 2
+    if len(text) > MOST_TEXT:
+        text = f"{text[:half]}\n... {len(text) - MOST_TEXT:,} characters are left out ...\n{text[-half:]}"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class _Transaction:
     """A context in which all statements take effect, or none."""
 
-    def __init__(self, sql: sqlite3.Connection) -> None:
-        self._sql = sql
+    def __init__(self, sql: sqlite3.Connection, query: Callable[[str], object]) -> None:
+        self._sql, self._query = sql, query
 
     def __enter__(self) -> None:
-        self._sql.execute("BEGIN IMMEDIATE")
+        if self._sql.in_transaction:  # Ctrl-C came between BEGIN and the block
+            self._query("ROLLBACK")
+        self._query("BEGIN IMMEDIATE")
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._sql.execute("COMMIT" if kind is None else "ROLLBACK")
+        if kind is None:
+            self._query("COMMIT")
+        elif self._sql.in_transaction:  # a full disk has ended it
+            self._query("ROLLBACK")

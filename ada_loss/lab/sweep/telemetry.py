@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 
 from ada_loss.lab.training.run import Run
 
-__all__ = ["npz", "read_telemetry", "telemetry", "telemetry_path"]
+__all__ = ["is_whole", "npz", "read_telemetry", "telemetry", "telemetry_digest", "telemetry_path"]
 
 
 def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
@@ -69,13 +68,29 @@ def telemetry_path(out: Path, cell: str) -> Path:
     return out / "telemetry" / f"{cell}.npz"
 
 
-def read_telemetry(out: Path, cell: str) -> dict[str, np.ndarray[Any, Any]]:
-    """The arrays of a cell's file. Raises ValueError for a file that is missing or damaged."""
+def telemetry_digest(content: bytes) -> str:
+    """The digest of a file, as the ledger keeps it."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def is_whole(content: bytes, size: int | None, digest: str | None) -> bool:
+    """Whether a file is the one of the ledger. digest: None in ledgers of version 1, where only the size is known."""
+    return len(content) == size and digest in (None, telemetry_digest(content))
+
+
+def read_telemetry(out: Path, cell: str, digest: str | None = None) -> dict[str, np.ndarray[Any, Any]]:
+    """The arrays of a cell's file. Raises ValueError for a file that is missing or damaged.
+
+    digest: that of the ledger; None where it has none.
+    """
     path = telemetry_path(out, cell)
     try:
-        with np.load(io.BytesIO(path.read_bytes())) as arrays:
+        content = path.read_bytes()
+        if digest not in (None, telemetry_digest(content)):
+            raise ValueError("it has not the digest that the ledger has")
+        with np.load(io.BytesIO(content)) as arrays:
             return dict(arrays)
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+    except Exception as error:  # without a digest: an archive with a flipped bit may raise anything
         raise ValueError(
             f"The telemetry {path} is missing or damaged ({error}). Run the sweep again: it repeats that cell."
         ) from None

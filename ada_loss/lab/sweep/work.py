@@ -18,12 +18,12 @@ from ada_loss.lab.sweep.engines import keep_freed_memory
 from ada_loss.lab.sweep.identity import MakeTask
 from ada_loss.lab.sweep.limits import TimeLimit, within_time
 from ada_loss.lab.sweep.telemetry import npz, telemetry
-from ada_loss.lab.tasks import find_task
+from ada_loss.lab.tasks import add_to_path, find_task
 from ada_loss.lab.training.loop import Training
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.run import Stopped, underflow_share
 
-__all__ = ["WorkOrder", "run_cell", "work"]
+__all__ = ["WorkOrder", "run_cell", "said", "work"]
 
 ONE_AT_A_TIME = threading.Lock()  # torch's thread count and random numbers belong to the process, not to a thread
 
@@ -36,28 +36,46 @@ class WorkOrder:
     device: where the cell computes.
     time_limit: in seconds; None for no limit.
     ends_process: whether the worker may end its process to keep the time limit.
+    folders: from which the driver imported tasks; the worker looks there too.
     """
 
     make_task: MakeTask | None
     device: str
     time_limit: float | None
     ends_process: bool
+    folders: tuple[str, ...] = ()
 
 
 def work(config: Mapping[str, Any], order: WorkOrder, checkpoint: Path) -> tuple[dict[str, Any], bytes, str]:
     """The result of a cell, its telemetry, and the traceback of an exception ("" without one).
 
-    An exception of the cell is returned, not raised: its traceback would be lost on the way.
+    An exception of the cell is returned, not raised: its traceback would be lost on the way. Ctrl-C is raised.
     """
     if order.ends_process:
         keep_freed_memory()
     try:
+        for folder in order.folders:
+            add_to_path(folder)
         with ONE_AT_A_TIME:
             train = partial(run_cell, config, order.make_task, order.device, checkpoint)
             return (*within_time(order.time_limit, train, end_process=order.ends_process), "")
-    except (Exception, SystemExit) as error:
-        words = str(error) if isinstance(error, TimeLimit) else f"{type(error).__name__}: {error}"
-        return {"error": words}, b"", traceback.format_exc()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever it is, it is this cell's failure
+        return {"error": said(error)}, b"", traceback.format_exc()
+
+
+def said(error: BaseException) -> str:
+    """An exception in a line: its class and its text.
+
+    >>> said(ValueError("no"))
+    'ValueError: no'
+    """
+    try:
+        text = str(error)
+    except Exception:  # its author's mistake
+        text = "an exception without a readable text"
+    return text if isinstance(error, TimeLimit) else f"{type(error).__name__}: {text}"
 
 
 def run_cell(
@@ -87,6 +105,9 @@ def run_cell(
         run, error = stopped.run, str(stopped)
     finally:
         torch.set_num_threads(threads)
+    names = [name for name in run.metrics if not isinstance(name, str)]
+    if names:
+        raise TypeError(f"The task names a metric {names[0]!r}. Possible: a string.")
     diverged = error is not None or not run.losses or not math.isfinite(run.losses[-1])
     result = {"metrics": run.metrics, "seconds": run.seconds, "diverged": diverged, "skipped": run.skipped}
     result |= {"underflow": underflow_share(run.rows) if run.rows else None, "error": error}

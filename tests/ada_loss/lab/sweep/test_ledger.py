@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import sqlite3
+import tempfile
 import time
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import ada_loss
+from ada_loss.lab.errors import UnreadableLedger
 from ada_loss.lab.sweep.cells import plan
 from ada_loss.lab.sweep.ledger import SCHEMA_VERSION, Ledger
 from ada_loss.lab.sweep.telemetry import telemetry_path
@@ -34,7 +41,7 @@ def test_what_was_written_is_there_when_it_is_opened_again(path: Path) -> None:
         assert first["diverged"] == 1
         assert (second["error"], second["traceback"], second["state"]) == ("ValueError: no", "Traceback", "failed")
         assert ledger.counts() == {"planned": 0, "running": 0, "done": 1, "failed": 1}
-        assert ledger.states() == {"b": ("done", 7), "a": ("failed", None)}
+        assert ledger.states() == {"b": "done", "a": "failed"}
         assert [s["git"] for s in ledger.sessions()] == [None]
         assert [row["id"] for row in ledger.rows("failed")] == ["a"]
 
@@ -165,3 +172,119 @@ def test_a_ledger_of_before_is_resumed_with_what_was_not_done(before: Path) -> N
     assert {i: cell for i, cell in cells.items() if i != PLANNED} == {i: c for i, c in first.items() if i != PLANNED}
     assert cells[PLANNED]["attempts"] == 2  # the first was released
     assert 0 < cells[PLANNED]["metrics"]["accuracy"] < 1
+
+
+def test_a_driver_brings_a_ledger_of_before_to_this_version_and_a_reader_leaves_it(before: Path) -> None:
+    path = before / "ledger.sqlite"
+
+    def version() -> int:
+        with contextlib.closing(sqlite3.connect(path)) as sql:
+            return int(sql.execute("PRAGMA user_version").fetchone()[0])
+
+    first, content = ada_loss.Results(before).cells, path.read_bytes()
+    assert (version(), path.read_bytes()) == (1, content)
+    Ledger(path).close()
+    assert version() == SCHEMA_VERSION
+    assert ada_loss.Results(before).cells == first
+    assert ada_loss.Results(before).sessions[0]["git"] == "0123456789ab"
+    with contextlib.closing(sqlite3.connect(path)) as sql, sql:
+        sql.execute("UPDATE cells SET seconds = 0 WHERE id = ?", (PLANNED,))
+    assert PLANNED in [cell["id"] for cell in ada_loss.Results(before).failures()]
+
+
+def test_a_session_that_was_changed_is_left_out(path: Path) -> None:
+    with Ledger(path) as ledger:
+        ledger.add_session({"git": "a"})
+        ledger.add_session({"git": "b"})
+    with contextlib.closing(sqlite3.connect(path)) as sql, sql:
+        sql.execute("UPDATE sessions SET environment = '{}' WHERE environment LIKE '%\"a\"%'")
+    with Ledger(path, readonly=True) as ledger:
+        assert [session["git"] for session in ledger.sessions()] == ["b"]
+
+
+def ended_well(work: Callable[[], object]) -> bool:
+    """Whether something works in a process without rights: for root, no folder is read-only."""
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.getuid() == 0:
+                os.seteuid(65534)
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+@pytest.fixture
+def readonly_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:  # which anyone may enter
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+        folder.chmod(0o755)
+
+
+def test_a_finished_ledger_in_a_folder_that_cannot_be_written_opens(readonly_folder: Path) -> None:
+    path = readonly_folder / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        ledger.add([("a", {})])
+    readonly_folder.chmod(0o555)
+
+    def read() -> None:
+        assert not os.access(readonly_folder, os.W_OK, effective_ids=True)
+        with Ledger(path, readonly=True) as ledger:
+            assert ledger.counts()["planned"] == 1
+        with pytest.raises(sqlite3.OperationalError, match=r"readonly|unable to open"):
+            Ledger(path)
+
+    assert ended_well(read)
+
+
+def test_a_ledger_whose_log_waits_beside_it_is_not_read_without_it(readonly_folder: Path) -> None:
+    path, copy = readonly_folder / "there" / "ledger.sqlite", readonly_folder / "here" / "ledger.sqlite"
+    copy.parent.mkdir()
+    with Ledger(path) as ledger:
+        ledger.add([("a", {})])
+        for file in (path, path.with_name("ledger.sqlite-wal")):  # as a killed driver leaves them
+            shutil.copy(file, copy.parent)
+    assert copy.with_name("ledger.sqlite-wal").stat().st_size > 0
+    copy.parent.chmod(0o555)
+
+    def read() -> None:
+        with pytest.raises(UnreadableLedger, match=r"The ledger cannot be read: .*here"):
+            Ledger(copy, readonly=True)
+
+    assert ended_well(read)
+
+
+def test_a_damaged_ledger_is_a_valueerror_with_the_place(path: Path) -> None:
+    with Ledger(path) as ledger:
+        ledger.add((f"{n:05}", {"seed": n}) for n in range(300))
+    content = path.read_bytes()
+    page = 4096
+    path.write_bytes(content[: 2 * page] + b"?" * page + content[3 * page :])
+    for look in (lambda: Ledger(path, readonly=True), lambda: Ledger(path), lambda: ada_loss.Results(path.parent)):
+        with pytest.raises(UnreadableLedger, match=rf"The ledger cannot be read: .*{path.name}\. Name another folder"):
+            look()
+
+
+def test_a_ledger_with_other_columns_is_damaged(path: Path) -> None:
+    Ledger(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as sql, sql:
+        sql.execute("ALTER TABLE cells RENAME COLUMN metrics TO metrix")
+    with pytest.raises(UnreadableLedger, match="its table cells has not the columns of version 2"):
+        Ledger(path, readonly=True)
+
+
+def test_a_row_of_before_without_a_configuration_is_a_failure_of_its_own(before: Path) -> None:
+    cell = next(iter(ACCURACIES))
+    with contextlib.closing(sqlite3.connect(before / "ledger.sqlite")) as sql, sql:
+        sql.execute("UPDATE cells SET config = '{}' WHERE id = ?", (cell,))
+    results = ada_loss.Results(before)
+    assert len(results.rows()) == len(ACCURACIES) - 1
+    assert cell in [failed["id"] for failed in results.failures()]
+    assert results.report().exists()
+    with pytest.raises(ValueError, match=f"The cell '{cell}' of the ledger is damaged"):
+        ada_loss.resume(before)

@@ -23,12 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import distributed
 import psutil
 import pytest
 import sweep_tasks
+from children import environment, heed_ctrl_c
 
 from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
+from ada_loss.lab.sweep.cells import Cell, plan
 from ada_loss.lab.sweep.config import read_sweep
 from ada_loss.lab.sweep.driver import resume, sweep
 from ada_loss.lab.sweep.engines import open_engine
@@ -129,13 +132,12 @@ def test_one_yaml_gives_equal_results_here_on_a_local_cluster_and_on_a_scheduler
     assert len(expected) == 2 * 2 * 2 * 2
     assert swept("local", workers=2) == expected
     file = tmp_path / "scheduler.json"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     common = ["--scheduler-file", str(file), "--no-dashboard"]
     scheduler = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0", *common]
     workers = [sys.executable, "-m", "distributed.cli.dask_worker", "--nworkers", "2", "--nthreads", "1", *common]
     with contextlib.ExitStack() as stack:
         for line in (scheduler, workers):
-            process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+            process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment())
             stack.callback(process.wait)
             stack.callback(process.terminate)
             wait_until(file.exists)
@@ -152,7 +154,7 @@ def test_a_function_of_a_notebook_is_a_task(tmp_path: Path, local: str) -> None:
     assert len(results.rows()) == 4
     assert small(tmp_path, mine).counts["done"] == 4
     with pytest.raises(ValueError, match=r"Call sweep\(\.\.\.\) again"):
-        resume(tmp_path)
+        resume(tmp_path, trust=True)
 
 
 @pytest.mark.parametrize("where", ["here", "cluster"])
@@ -369,9 +371,9 @@ def test_a_second_sweep_into_a_folder_takes_nothing_from_the_first(tmp_path: Pat
 
 def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
     code = f"import test_sweep; test_sweep.small({str(tmp_path)!r}, 'sweep_tasks:slow', seeds=60, workers=2)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-c", f"if __name__ == '__main__':\n    {code}"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    started: Any = {"env": environment(), "start_new_session": True, "preexec_fn": heed_ctrl_c}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **started)
     wait_until(lambda: len(done(tmp_path)) >= 3)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the driver and to its workers
     said = process.communicate(timeout=60)[1]
@@ -471,6 +473,11 @@ def test_bad_arguments_are_refused_before_a_folder_is_made(tmp_path: Path) -> No
         {"seeds": 0},
         {"task_options": {"epoch": 1}},
         {"engine": "slurm"},
+        {"device": "tpu"},
+        {"device": "cuda:"},
+        {"device": "cuda:x"},
+        {"device": None},
+        {"device": "cpu\n"},
         {"engine": "tcp://host:x"},
         {"engine": "tcp://host"},
         {"engine": "tls://host:99999"},
@@ -495,7 +502,7 @@ def test_resume_goes_on_with_every_cell_of_the_ledger(tmp_path: Path) -> None:
     results = small(tmp_path)
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         ledger.release([results.cells[2]["id"]])
-    assert outcomes(resume(tmp_path, show_progress=False)) == outcomes(results)
+    assert outcomes(resume(tmp_path, show_progress=False, trust=True)) == outcomes(results)
     with pytest.raises(FileNotFoundError, match="There is no ledger"):
         resume(tmp_path / "elsewhere")
 
@@ -513,8 +520,164 @@ def test_a_script_without_a_main_guard_is_told_what_to_do(tmp_path: Path) -> Non
         "from ada_loss.lab.sweep.driver import sweep\n"
         f"sweep('sweep_tasks:tiny', ['fp16'], workers=2, out={str(tmp_path / 'out')!r}, show_progress=False)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(), timeout=120)
     assert done.returncode == 1
     assert "A worker that is starting came to sweep()" in done.stderr
     assert "below `if __name__ == '__main__':`; from standard input, give workers=1." in done.stderr.splitlines()[-1]
+
+
+# Exceptions of a cell
+
+
+def test_no_exception_of_a_cell_stops_the_others(tmp_path: Path, local: str) -> None:
+    for name, engine in (("here", "here"), ("cluster", local)):
+        results = small(tmp_path / name, "sweep_tasks:raises_oddly", seeds=8, engine=engine)
+        assert results.counts == {"planned": 0, "running": 0, "done": 2, "failed": 6}
+        text, long, closed, cancelled, unreadable, group = (cell["error"] for cell in results.failures())
+        assert text == r"ValueError: file \udcff"
+        assert long.startswith("ValueError: xxx")
+        assert long.endswith("xxxthe end")
+        assert "characters are left out" in long
+        assert len(long) < 30_000
+        assert (closed, cancelled) == ("GeneratorExit: closed", "CancelledError: gone")
+        assert unreadable == "Unreadable: an exception without a readable text"
+        assert group == "BaseExceptionGroup: many (1 sub-exception)"
+        assert all(len(cell["traceback"]) < 30_000 for cell in results.failures())
+        assert results.report().exists()
+
+
+def test_a_metric_without_a_name_is_its_cells_failure(tmp_path: Path) -> None:
+    results = small(tmp_path, "sweep_tasks:measured_without_a_name", seeds=2)
+    assert results.counts == {"planned": 0, "running": 0, "done": 1, "failed": 1}
+    assert results.failures()[0]["error"] == "TypeError: The task names a metric 3. Possible: a string."
+
+
+# Damage
+
+
+def test_a_flipped_bit_of_telemetry_is_found_and_its_cell_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = outcomes(small(tmp_path))
+    path = next((tmp_path / "telemetry").iterdir())
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"missing or damaged .*digest.* Run the sweep again: it repeats that cell"):
+        Results(tmp_path).telemetry(path.stem)
+    assert outcomes(small(tmp_path)) == expected
+    assert f"The telemetry of cell {path.stem} is missing or damaged" in capsys.readouterr().err
+
+
+CHANGES = {
+    "result": ("UPDATE cells SET metrics = '{\"accuracy\": 0.99}' WHERE id = ?", 0),
+    "state": ("UPDATE cells SET state = 'planned' WHERE id = ?", 0),
+    "configuration": ("UPDATE cells SET config = replace(config, 'e5m2', 'e4m3fn') WHERE id = ?", 0),
+    "no configuration": ("UPDATE cells SET config = '[[[' WHERE id = ?", 0),
+    "no text": ("UPDATE cells SET metrics = CAST(x'7bff7d' AS TEXT) WHERE id = ?", 0),
+    "id": ("UPDATE cells SET id = 'another' WHERE id = ?", 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_row_that_was_changed_is_reported_with_its_id_and_its_cell_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    expected = outcomes(small(tmp_path))
+    first, statement = next(iter(expected)), CHANGES[change][0]
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as sql:
+        assert sql.execute(statement, (first,)).rowcount == 1
+    sql.close()
+    shown = "another" if change == "id" else first
+    results = Results(tmp_path)
+    assert outcomes(results) == {cell: expected[cell] for cell in expected if cell != first}
+    assert [cell["id"] for cell in results.failures()] == [shown]
+    assert "was changed by something else than a sweep; run the sweep again" in results.failures()[0]["error"]
+    assert shown in results.report().read_text()
+    again = small(tmp_path)
+    assert outcomes(again) == expected
+    assert f"The row of cell {shown} in the ledger was changed" in capsys.readouterr().err
+    assert again.counts == {"planned": 0, "running": 0, "done": 4, "failed": 0}
+
+
+def test_what_a_dead_driver_left_behind_is_removed(tmp_path: Path) -> None:
+    results = small(tmp_path, "sweep_tasks:raises")
+    done_cell, failed = results.rows()[0]["id"], results.failures()[0]["id"]
+    other = tmp_path / "telemetry" / "mine.npz"
+    stale = [tmp_path / name for name in (".report.html.1.tmp", "telemetry/.a.npz.1.tmp", "checkpoints/.a.pt.1.tmp")]
+    stale += [tmp_path / "checkpoints" / f"{done_cell}.pt", tmp_path / "telemetry" / f"{failed}.npz"]
+    kept = [other, tmp_path / "checkpoints" / f"{failed}.pt"]  # from which a retry goes on
+    for path in (*stale, *kept):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    small(tmp_path, "sweep_tasks:raises")
+    assert [path for path in stale if path.exists()] == []
+    assert all(path.exists() for path in kept)
+
+
+# Trust
+
+
+def with_the_task(out: Path, task: str, seed: Any = 0, **changes: Any) -> None:
+    """Plan a cell of a task as someone would who writes a ledger for others to open."""
+    (cell,) = plan("digits", ["fp16"], ["none"])
+    config = {**cell.config, "task": task, "seed": seed, **changes}
+    with Ledger(out / "ledger.sqlite") as ledger:
+        ledger.add([(Cell(config).id, config)])
+
+
+def test_a_ledger_does_not_choose_what_runs(tmp_path: Path) -> None:
+    mark = tmp_path / "touched"
+    with_the_task(tmp_path, "sweep_tasks:writes_a_mark")
+    with pytest.raises(ValueError, match=r"names the task 'sweep_tasks:writes_a_mark', which is code from outside"):
+        resume(tmp_path)
+    with_the_task(tmp_path / "os", "os:system", f"touch {mark}")
+    for trust in (False, True):
+        with pytest.raises(ValueError, match="its configuration is not the one of which the id was made"):
+            resume(tmp_path / "os", trust=trust)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": "fp61"}, "Unknown format 'fp61'"),
+        ({"rounding": "neerest"}, "neerest"),
+        ({"scaling": "torchh"}, "Unknown scaling method 'torchh'"),
+        ({"options": {"epochs": 0}}, "task_options.epochs came as 0"),
+        ({"options": {"epoch": 1}}, "Unknown key task_options.epoch"),
+        ({"seed": 0.5}, "its configuration is not the one"),
+        ({"extra": 1}, "its configuration is not the one"),
+    ],
+    ids=str,
+)
+def test_a_cell_of_a_ledger_is_checked_as_one_of_a_yaml_file(tmp_path: Path, changes: Any, words: str) -> None:
+    with_the_task(tmp_path, "digits", **changes)
+    with pytest.raises(
+        ValueError, match=r"The cell '[0-9a-f]{16}' of the ledger is damaged, .*sweep\(\.\.\.\)"
+    ) as caught:
+        resume(tmp_path)
+    assert words in str(caught.value)
+
+
+def test_nobody_else_connects_to_a_local_cluster(local: str) -> None:
+    assert local.startswith("tls://127.0.0.1:")
+    with pytest.raises(OSError, match=r"Timed out|handshake|CERTIFICATE|TLS"):
+        distributed.Client(local, security=distributed.Security.temporary(), timeout=3)
+    with pytest.raises(TypeError, match="TLS expects a `ssl_context` argument"):
+        distributed.Client(local, timeout=3)
+    plain = local.replace("tls://", "tcp://")
+    with pytest.raises(OSError, match=r"Timed out|reset by peer"):
+        distributed.Client(plain, timeout=3)
+
+
+def test_a_local_cluster_listens_on_the_loopback_alone(local: str) -> None:
+    driver = psutil.Process()
+    listening = [
+        connection.laddr.ip
+        for process in (driver, *driver.children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) >= 3  # the scheduler and two workers
+    assert set(listening) == {"127.0.0.1"}

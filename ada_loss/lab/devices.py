@@ -1,0 +1,35 @@
+"""Devices by name, and whether this machine has them."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["device_problem", "require_device_name"]
+
+DEVICE = re.compile(r"(cpu|cuda)(:[0-9]{1,4})?")
+
+
+def require_device_name(device: object) -> None:
+    """Raise ValueError for what is no name of a device."""
+    if not isinstance(device, str) or not DEVICE.fullmatch(device):
+        raise ValueError(f"device={device!r} is impossible. Possible: 'cpu', 'cuda', or one GPU such as 'cuda:1'.")
+
+
+def device_problem(device: str) -> str:
+    """Why this machine cannot compute on a device, as a sentence; "" where it can.
+
+    >>> device_problem("cpu")
+    ''
+    """
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return ""
+    import torch  # the check of a name needs none
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        reason = "torch finds none" if torch.version.cuda else "this torch was built without CUDA"
+        return f"device={device!r} needs a GPU, and {reason}. Possible here: 'cpu'."
+    if int(index or 0) >= count:
+        return f"device={device!r} is not there. Possible here: 'cpu', 'cuda', 'cuda:0' to 'cuda:{count - 1}'."
+    return ""
