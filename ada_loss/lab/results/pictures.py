@@ -12,9 +12,13 @@ from ada_loss.lab.results import figures
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.training.methods import scales_by_layer
 
-__all__ = ["picture_layer_scales", "picture_metric", "picture_scales", "picture_underflow"]
+__all__ = ["NothingToShow", "picture_layer_scales", "picture_metric", "picture_scales", "picture_underflow"]
 
 MANY_CONSTANTS = 6  # constant scales that make a line
+
+
+class NothingToShow(ValueError):
+    """A picture was asked for of which no cell has the data."""
 
 
 def picture_metric(results: StoredResults, metric: str | None = None, where: Mapping[str, Any] | None = None) -> Any:
@@ -35,10 +39,10 @@ def picture_underflow(results: StoredResults, cell: str | None = None, role: str
     if cell is None:
         cell = _lossiest(results, known)
     if cell not in known:
-        raise ValueError(f"There is no cell {cell!r}. Known: {', '.join(known) or 'none yet'}.")
+        raise NothingToShow(f"There is no cell {cell!r}. Known: {', '.join(known) or 'none yet'}.")
     arrays = results.telemetry(cell)
     if "history.steps" not in arrays:
-        raise ValueError(f"The cell {cell} recorded no sites. Give the sweep task_options={{'record_every': 4}}.")
+        raise NothingToShow(f"The cell {cell} recorded no sites. Give the sweep task_options={{'record_every': 4}}.")
     chosen = np.flatnonzero(arrays["sites.role"] == role)
     if role in ("error", "weight_grad"):
         chosen = chosen[::-1]  # gradients are recorded from the output to the input
@@ -69,7 +73,7 @@ def picture_scales(results: StoredResults, where: Mapping[str, Any] | None = Non
             first[name] = arrays["scales"]
     scaled = {name: scales for name, scales in first.items() if len(scales) and (scales != 1).any()}
     if not scaled:
-        raise ValueError(f"No cell of {results!r} scaled its loss. Give the sweep a method that does: 'torch'.")
+        raise NothingToShow(f"No cell of {results!r} scaled its loss. Give the sweep a method that does: 'torch'.")
     return figures.plot_scales(scaled)
 
 
@@ -83,7 +87,7 @@ def picture_layer_scales(results: StoredResults, where: Mapping[str, Any] | None
             sites = [str(site) for site in arrays["layers.site"]]
             steps, scales = arrays["layers.steps"].tolist(), arrays["layers.log2_scale"]
             return figures.plot_heat(steps, sites, scales, _words(row), "log2 of the scale")
-    raise ValueError(
+    raise NothingToShow(
         f"No recorded cell of {results!r} scaled layer by layer. Give the sweep the method 'adaptive', and "
         f"task_options={{'record_every': 4}}."
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from ada_loss.files import write_atomically
 from ada_loss.lab.results.figures import figure_bytes
 from ada_loss.lab.results.pictures import (
+    NothingToShow,
     picture_layer_scales,
     picture_metric,
     picture_scales,
@@ -28,6 +30,7 @@ from fpsim.checks import pip_install
 
 try:
     from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
 except ImportError as error:
     raise ImportError(f"A report needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
@@ -36,6 +39,7 @@ __all__ = ["write_report"]
 MOST_CURVES = 500  # cells whose curves are drawn: a curve takes 2 kB
 POINTS = 120
 WIDTH, HEIGHT = 300, 84
+PARTS = {"style": "css", "script": "js"}  # files beside the template
 
 
 def write_report(results: StoredResults, path: Path, question: str | None = None) -> Path:
@@ -57,7 +61,10 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
     )
     rows = {row["id"]: row for row in results.rows()}
     cells = [_cell(results, cell, rows.get(cell["id"]), i < MOST_CURVES) for i, cell in enumerate(results.cells)]
+    parts = {name: (Path(__file__).parent / f"report.{kind}").read_text() for name, kind in PARTS.items()}
     content = environment.get_template("report.html.j2").render(
+        **{name: Markup(text) for name, text in parts.items()},
+        security=_security(**parts),
         title=f"Sweep of {', '.join(dict.fromkeys(cell['config']['task'] for cell in results.cells))}",
         question=question or _question(results),
         counts=results.counts,
@@ -75,6 +82,17 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
     )
     write_atomically(path, content.encode())
     return path
+
+
+def _security(style: str, script: str) -> str:
+    """The page's Content-Security-Policy: its own style and script, by their hashes, its pictures, and nothing else.
+
+    W3C CSP Level 3, 2.3.1: 'sha256-...' allows the inline element with that content.
+    """
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
+    allowed = {"default-src": "'none'", "style-src": f"'sha256-{hashes[0]}'", "script-src": f"'sha256-{hashes[1]}'"}
+    allowed |= {"img-src": "data:", "base-uri": "'none'", "form-action": "'none'"}
+    return "; ".join(f"{name} {source}" for name, source in allowed.items())
 
 
 def _question(results: StoredResults) -> str:
@@ -98,7 +116,7 @@ def _tables(results: StoredResults) -> list[dict[str, Any]]:
     """The tables of the task's first metric, and of the underflow where there is any."""
     if not any(cell["metrics"] for cell in results.cells):
         return []
-    metrics = [results.metric, *(["underflow"] if any(row["underflow"] for row in results.rows()) else [])]
+    metrics = [None, *(["underflow"] if any(row["underflow"] for row in results.rows()) else [])]
     tables = [table for metric in metrics for table in results.tables(metric)]
     return [
         {
@@ -125,24 +143,26 @@ def _lines(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
 
 
 def _pictures(results: StoredResults) -> list[dict[str, str]]:
-    """The pictures for which there is data, as data URLs."""
-    wanted: list[tuple[str, Any]] = []
+    """The pictures for which there is data, as data URLs; for one that cannot be drawn, the problem."""
+    wanted: list[tuple[str, Callable[[], Any]]] = []
     for table in results.tables():
         words = f"{table.title}: each seed a dot, mean and standard deviation"
-        wanted.append((words, picture_metric(results, where=table.where)))
+        wanted.append((words, partial(picture_metric, results, where=table.where)))
     moved = [row["format"] for row in results.rows() if row["scaling"] != "none"]
     last = {"format": moved[-1]} if moved else None
-    for words, plot in (
-        ("Where the training that lost most lost its gradients", lambda: picture_underflow(results)),
-        (f"Loss scales in {moved[-1] if moved else ''}, first seed", lambda: picture_scales(results, last)),
-        ("The scale of each layer's gradient", lambda: picture_layer_scales(results, last)),
-    ):
-        with suppress(ValueError):  # nothing was recorded, or no cell scaled in this way
-            wanted.append((words, plot()))
+    wanted.append(("Where the training that lost most lost its gradients", partial(picture_underflow, results)))
+    wanted.append((f"Loss scales in {moved[-1] if moved else ''}, first seed", partial(picture_scales, results, last)))
+    wanted.append(("The scale of each layer's gradient", partial(picture_layer_scales, results, last)))
     found = []
-    for words, figure in wanted:
-        data = base64.b64encode(figure_bytes(figure, "svg")).decode()
-        found.append({"words": words, "address": f"data:image/svg+xml;base64,{data}"})
+    for words, plot in wanted:
+        try:
+            data = base64.b64encode(figure_bytes(plot(), "svg")).decode()
+        except NothingToShow:
+            continue
+        except Exception as error:  # telemetry of another origin, names that cannot be drawn: the rest is shown
+            found.append({"words": words, "address": "", "problem": f"{type(error).__name__}: {error}"})
+        else:
+            found.append({"words": words, "address": f"data:image/svg+xml;base64,{data}", "problem": ""})
     return found
 
 
@@ -190,7 +210,7 @@ def _cell(
         try:
             arrays = results.telemetry(cell["id"])
             curves = [c for name in ("losses", "scales") if name in arrays and (c := _curve(name, arrays[name]))]
-        except ValueError as error:
+        except Exception as error:  # arrays of another kind than a training gives
             damage = str(error)
     return {
         "id": cell["id"],
@@ -244,7 +264,11 @@ def _curve(name: str, values: np.ndarray[Any, Any]) -> dict[str, str] | None:
 
 def _session(session: dict[str, Any]) -> dict[str, str]:
     """The environment of a driver's session, a string for each entry."""
-    started = datetime.fromtimestamp(session["started"], UTC).strftime("%Y-%m-%d %H:%M UTC")
-    versions = ", ".join(f"{name} {v}" for name, v in session["versions"].items() if v)
+    try:
+        started = datetime.fromtimestamp(session["started"], UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (OverflowError, OSError, ValueError):  # of a damaged row in a ledger without digests
+        started = str(session["started"])
+    known = session.get("versions")
+    versions = ", ".join(f"{name} {v}" for name, v in known.items() if v) if isinstance(known, dict) else ""
     others = {k: str(v) for k, v in session.items() if k not in ("started", "versions") and v is not None}
     return {"started": started, **others, "versions": versions}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import shutil
+import sqlite3
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ada_loss.lab.results import Results
@@ -220,3 +223,81 @@ def test_thousands_of_cells_are_listed_and_curves_left_out_are_said(tmp_path: Pa
     text = Results(tmp_path).report().read_text()
     assert text.count("<details") == count
     assert "The curves of the last 30 cells are left out" in text
+
+
+def test_the_page_runs_its_own_script_and_no_other(page: Any) -> None:
+    assert click(page, "seed") == "ascending"  # its own one runs
+    page.execute_script(
+        """const script = document.createElement("script");
+        script.textContent = "document.title = 'taken'";
+        document.body.append(script);
+        document.body.insertAdjacentHTML("beforeend", `<img src="x:" onerror="document.title = 'taken'">`);
+        const style = document.createElement("style");
+        style.textContent = "body { display: none }";
+        document.head.append(style);"""
+    )
+    assert page.title == "Sweep of sweep_tasks:raises"
+    assert page.find_element("tag name", "main").is_displayed()
+    fetched = page.execute_async_script(
+        "const done = arguments[0]; fetch('https://example.org').then(() => done('yes'), error => done('no'))"
+    )
+    assert fetched == "no"
+    said = " ".join(entry["message"] for entry in page.get_log("browser"))
+    assert said.count("Content Security Policy") >= 3
+
+
+@pytest.mark.skipif(shutil.which("pdftotext") is None, reason="poppler-utils reads the printed page: pdftotext")
+def test_heads_are_printed_on_every_page(browser: Any, tmp_path: Path) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        config = {"task": "digits", "format": "fp16", "rounding": "up", "scaling": "none", "options": {}}
+        ledger.add((f"c{i}", {**config, "seed": i}) for i in range(150))
+        for i in range(150):
+            ledger.start(f"c{i}")
+            ledger.finish(f"c{i}", {"metrics": {"accuracy": 0.5 + i / 1000}, "seconds": 1.0, "underflow": 0.0})
+    browser.get(f"file://{Results(tmp_path).report()}")
+    paper = tmp_path / "report.pdf"
+    paper.write_bytes(base64.b64decode(browser.print_page()))
+    pages = subprocess.run(["pdftotext", "-layout", paper, "-"], capture_output=True, text=True, check=True).stdout
+    rows = [page for page in pages.split("\f") if page.count("fp16") > 5]
+    assert len(rows) >= 3
+    assert all("accuracy" in page for page in rows)
+
+
+def test_a_report_is_written_whatever_metrics_are_called(tmp_path: Path) -> None:
+    options: Any = {"task_options": {"epochs": 1, "record_every": 1}, "out": tmp_path, "show_progress": False}
+    results = sweep("sweep_tasks:oddly_measured", ["fp16", "e5m2"], ["none", "torch"], seeds=2, **options)
+    assert results.metric == r"cost $\foo$"
+    row = results.rows()[0]
+    assert (row["format"], row["seed"]) == ("fp16", 0)
+    assert row["metric.format"] == row["metric.seed"] == row["metric.underflow"] == row["$"]
+    text = results.report().read_text()
+    assert "cannot be drawn" not in text
+    assert r"<h3>cost $\foo$</h3>" in text
+    assert "<dt>a&lt;b&gt;&amp;&#39;&#34;</dt>" in text
+    for metric in ("metric.format", "items", "_x", "$"):
+        assert results.table(metric=metric).mean("fp16", "none") == row["$"] or results.plot_accuracy(metric)
+
+
+def test_tasks_with_metrics_of_their_own_share_a_report(tmp_path: Path) -> None:
+    options: Any = {"task_options": {"epochs": 1}, "out": tmp_path, "show_progress": False}
+    sweep("sweep_tasks:tiny", ["fp16"], ["none"], **options)
+    results = sweep("sweep_tasks:oddly_measured", ["fp16"], ["none"], **options)
+    assert [table.metric for table in results.tables()] == ["accuracy", r"cost $\foo$"]
+    assert results.report().exists()
+
+
+@pytest.mark.parametrize("arrays", [{"losses": ["a", "b"]}, {"losses": [[1.0]], "scales": []}, {"history.steps": [1]}])
+def test_damaged_telemetry_costs_its_own_pictures_alone(tmp_path: Path, arrays: dict[str, Any]) -> None:
+    options: Any = {"task_options": {"epochs": 1, "record_every": 1}, "out": tmp_path, "show_progress": False}
+    results = sweep("sweep_tasks:tiny", ["fp16"], ["torch", "adaptive"], seeds=2, **options)
+    for row in results.rows():
+        np.savez(tmp_path / "telemetry" / f"{row['id']}.npz", **{k: np.array(v) for k, v in arrays.items()})
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as sql:  # as a ledger of version 1 has it
+        sql.execute("UPDATE cells SET telemetry_sha256 = NULL")
+    sql.close()
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        for row in results.rows():
+            ledger._seal(row["id"])
+    text = Results(tmp_path).report().read_text()
+    assert "4</b> of 4 trainings done" in text
+    assert text.count('alt="accuracy in %') == 1
