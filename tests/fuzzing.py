@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,13 +22,15 @@ import ada_loss
 import fpsim
 
 MINUTES = float(os.environ.get("FUZZ_MINUTES", "0"))
+_claims: Counter[str] = Counter()  # by module
 PACKAGES = tuple(Path(str(package.__file__)).parent for package in (fpsim, ada_loss))
 
 
 def fuzz(examples: int, **arguments: SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[[], None]]:
     """A test that holds a claim against drawn arguments.
 
-    examples: how many, always the same ones. With FUZZ_MINUTES in the environment, new ones for that long.
+    examples: how many, always the same ones. With FUZZ_MINUTES in the environment, new ones for that long; the tests of
+    one file are one target, and share its minutes.
     """
 
     def decorate(claim: Callable[..., None]) -> Callable[[], None]:
@@ -40,9 +43,10 @@ def fuzz(examples: int, **arguments: SearchStrategy[Any]) -> Callable[[Callable[
             suppress_health_check=[HealthCheck.too_slow],
         )
         run = bounds(given(**arguments)(claim))
+        _claims[claim.__module__] += 1
 
         def test() -> None:
-            end = time.monotonic() + 60 * MINUTES
+            end = time.monotonic() + 60 * MINUTES / _claims[claim.__module__]
             run()
             rounds = 1
             while time.monotonic() < end:

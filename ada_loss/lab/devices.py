@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from fpsim.checks import shown
+
 __all__ = ["device_problem", "require_device_name"]
 
 DEVICE = re.compile(r"(cpu|cuda)(:[0-9]{1,4})?")
@@ -12,7 +14,7 @@ DEVICE = re.compile(r"(cpu|cuda)(:[0-9]{1,4})?")
 def require_device_name(device: object) -> None:
     """Raise ValueError for what is no name of a device."""
     if not isinstance(device, str) or not DEVICE.fullmatch(device):
-        raise ValueError(f"device={device!r} is impossible. Possible: 'cpu', 'cuda', or one GPU such as 'cuda:1'.")
+        raise ValueError(f"device={shown(device)} is impossible. Possible: 'cpu', 'cuda', or one GPU such as 'cuda:1'.")
 
 
 def device_problem(device: str) -> str:
@@ -29,7 +31,7 @@ def device_problem(device: str) -> str:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         reason = "torch finds none" if torch.version.cuda else "this torch was built without CUDA"
-        return f"device={device!r} needs a GPU, and {reason}. Possible here: 'cpu'."
+        return f"device={shown(device)} needs a GPU, and {reason}. Possible here: 'cpu'."
     if int(index or 0) >= count:
-        return f"device={device!r} is not there. Possible here: 'cpu', 'cuda', 'cuda:0' to 'cuda:{count - 1}'."
+        return f"device={shown(device)} is not there. Possible here: 'cpu', 'cuda', 'cuda:0' to 'cuda:{count - 1}'."
     return ""

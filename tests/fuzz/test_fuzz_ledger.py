@@ -95,7 +95,7 @@ def swept_until(out: Path, place: str, number: int) -> None:
 KILLS = st.lists(st.tuples(st.sampled_from(["before", "after", "rename"]), st.integers(0, SEEDS - 2)), max_size=4)
 
 
-@fuzz(6, kills=KILLS)
+@fuzz(4, kills=KILLS)
 def test_fuzz_a_driver_that_is_killed_between_telemetry_and_ledger_loses_nothing(kills: list[tuple[str, int]]) -> None:
     _, expected = finished()
     assert callable(sweep_tasks.raises)

@@ -19,7 +19,7 @@ from ada_loss.lab.tasks import find_task
 from ada_loss.lab.training.methods import require_method
 from ada_loss.lab.training.options import TrainOptions, is_allowed, possible
 from fpsim import ROLES, Policy
-from fpsim.checks import did_you_mean, is_number, is_whole
+from fpsim.checks import SHOWN, did_you_mean, is_number, is_whole, shown
 
 __all__ = ["AXES", "OPTIONS", "Cell", "is_configuration", "is_intact", "label", "plan", "policy_of", "stored_cell"]
 
@@ -94,14 +94,16 @@ def plan(
     grid = {"formats": formats, "scaling": scaling, "roundings": roundings, "seeds": seeds}
     for name, values in grid.items():
         if isinstance(values, str) or not isinstance(values, Sequence):
-            raise TypeError(f"{name} came as {values!r}. Possible: a list. Write [{values!r}].")
+            raise TypeError(f"{name} came as {shown(values)}. Possible: a list. Write [{shown(values)}].")
         if not values:
             raise ValueError(f"{name} is empty, so there is no cell to run. Give at least one.")
     for rounding in roundings:
         if not isinstance(rounding, str):
-            raise TypeError(f"The rounding {rounding!r} is no name. Possible: a list of names, each for all roles.")
+            raise TypeError(
+                f"The rounding {shown(rounding)} is no name. Possible: a list of names, each for all roles."
+            )
     if not isinstance(options or {}, Mapping):
-        raise TypeError(f"task_options came as {options!r}. Possible: a mapping, {{'epochs': 3}} for instance.")
+        raise TypeError(f"task_options came as {shown(options)}. Possible: a mapping, {{'epochs': 3}} for instance.")
     task_name = task_of(task)
     function = find_task(task) if isinstance(task, str) else task
     full = _options({**getattr(function, "options", {}), **(options or {})})
@@ -152,7 +154,7 @@ def stored_cell(cell: str, config: dict[str, Any]) -> Cell:
         problem = _problem_of(json.dumps({name: config[name] for name in checked}))
     if problem:
         raise ValueError(
-            f"The cell {cell!r} of the ledger is damaged, or not of this library: {problem} "
+            f"The cell {shown(cell)} of the ledger is damaged, or not of this library: {problem} "
             f"Call sweep(...) with the arguments of that sweep: it repairs what is its own."
         )
     return Cell(config)
@@ -185,13 +187,13 @@ def _require_different(cells: Sequence[Cell]) -> None:
 def _seeds(seeds: int | Sequence[int]) -> Sequence[int]:
     if is_whole(seeds):
         if seeds > MOST_CELLS:  # type: ignore[operator]
-            raise ValueError(f"seeds came as {seeds!r}. Possible: at most {MOST_CELLS:,}, or a list of integers.")
+            raise ValueError(f"seeds came as {shown(seeds)}. Possible: at most {MOST_CELLS:,}, or a list of integers.")
         return range(int(seeds))  # type: ignore[arg-type]
     if isinstance(seeds, str) or not isinstance(seeds, Sequence):
-        raise TypeError(f"seeds came as {seeds!r}. Possible: how many, or a list of integers.")
+        raise TypeError(f"seeds came as {shown(seeds)}. Possible: how many, or a list of integers.")
     for seed in seeds:
         if not is_whole(seed):
-            raise TypeError(f"The seed {seed!r} is no integer. Possible: how many seeds, or a list of integers.")
+            raise TypeError(f"The seed {shown(seed)} is no integer. Possible: how many seeds, or a list of integers.")
     return [int(seed) for seed in seeds]  # NumPy's integers are no JSON
 
 
@@ -199,10 +201,10 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name not in OPTIONS:
             hint = did_you_mean(name, OPTIONS)
-            raise ValueError(f"Unknown key task_options.{name}.{hint} Known: {', '.join(OPTIONS)}.")
+            raise ValueError(f"Unknown key task_options.{str(name)[:SHOWN]}.{hint} Known: {', '.join(OPTIONS)}.")
         if not is_allowed(name, value):
             raise ValueError(
-                f"task_options.{name} came as {value!r}. Possible: {possible(name)}. "
+                f"task_options.{name} came as {shown(value)}. Possible: {possible(name)}. "
                 f"Leave it out for {OPTIONS[name]!r}."
             )
     full = asdict(TrainOptions(**given))
@@ -218,7 +220,7 @@ def _format(fmt: Any) -> Any:
             json.dumps(fmt)
         except TypeError as error:
             raise ValueError(
-                f"The format {dict(fmt)!r} is no policy: {error}. Possible: a name, or the fields of fpsim.Policy "
+                f"The format {shown(dict(fmt))} is no policy: {error}. Possible: a name, or the fields of fpsim.Policy "
                 f"in numbers and words. Take {{'error': 'e5m2'}}, for instance."
             ) from None
         return {k: str(fpsim.as_format(v)) if k in ROLES else v for k, v in fmt.items() if v is not None}
@@ -234,6 +236,8 @@ def policy_of(fmt: Any, rounding: str) -> Any:
 
 def _method(method: Any) -> str | float:
     if not isinstance(method, str) and not is_number(method):
-        raise TypeError(f"The scaling method {method!r} is a {type(method).__name__}. Possible: a name or a number.")
+        raise TypeError(
+            f"The scaling method {shown(method)} is a {type(method).__name__}. Possible: a name or a number."
+        )
     require_method(method)
     return method if isinstance(method, str) else float(method)

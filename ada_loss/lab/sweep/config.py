@@ -9,7 +9,7 @@ from typing import Any
 
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.tasks import add_to_path
-from fpsim.checks import did_you_mean, pip_install
+from fpsim.checks import SHOWN, did_you_mean, pip_install
 
 try:
     from ruamel.yaml import YAML
@@ -58,7 +58,9 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} holds {_kind(content)}. It must hold `key: value` lines: {', '.join(KEYS)}.")
     for key in content:
         if key not in KEYS:
-            raise ValueError(f"{path}: unknown key {key}.{did_you_mean(key, KEYS)} Known: {', '.join(KEYS)}.")
+            raise ValueError(
+                f"{path}: unknown key {str(key)[:SHOWN]}.{did_you_mean(key, KEYS)} Known: {', '.join(KEYS)}."
+            )
     for key in REQUIRED:
         if key not in content:
             raise ValueError(f"{path}: the key {key} is missing. A sweep needs {' and '.join(REQUIRED)}.")
@@ -84,8 +86,8 @@ def _require_small(content: Any) -> None:
 def _one_line(error: Exception) -> str:
     if isinstance(error, MarkedYAMLError):
         where = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        return f"{error.problem}{where}"
-    return " ".join(str(error).split())
+        return f"{str(error.problem)[: 5 * SHOWN]}{where}"
+    return " ".join(str(error).split())[: 5 * SHOWN]
 
 
 def _kind(content: Any) -> str:

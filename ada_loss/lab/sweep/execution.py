@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ada_loss.lab.devices import device_problem, require_device_name
-from fpsim.checks import is_finite_number, is_number, is_whole
+from fpsim.checks import is_finite_number, is_number, is_whole, shown
 
 __all__ = ["Execution"]
 
@@ -55,15 +55,15 @@ class Execution:
 
     def __post_init__(self) -> None:
         if not is_whole(self.workers, least=1):
-            raise ValueError(f"workers={self.workers!r} computes nothing. Possible: 1 or more.")
+            raise ValueError(f"workers={shown(self.workers)} computes nothing. Possible: 1 or more.")
         for name in ("time_limit", "engine_timeout"):
             seconds = getattr(self, name)
             is_left_out = name == "time_limit" and seconds is None
             if not is_left_out and not (is_finite_number(seconds) and seconds > 0):
-                raise ValueError(f"{name}={seconds!r} is impossible. Possible: seconds, above 0.")
+                raise ValueError(f"{name}={shown(seconds)} is impossible. Possible: seconds, above 0.")
         if self.resources is not None and not _are_resources(self.resources):
             raise ValueError(
-                f"resources={self.resources!r} is impossible. Possible: what a cell takes, such as {{'GPU': 1}}."
+                f"resources={shown(self.resources)} is impossible. Possible: what a cell takes, such as {{'GPU': 1}}."
             )
         require_device_name(self.device)
         if self.engine is not None:
@@ -72,11 +72,11 @@ class Execution:
             raise ValueError(problem)
         if not _is_memory(self.memory_limit):
             raise ValueError(
-                f"memory_limit={self.memory_limit!r} is impossible. Possible: 'auto', a number of bytes such as "
+                f"memory_limit={shown(self.memory_limit)} is impossible. Possible: 'auto', a number of bytes such as "
                 f"'4 GiB', or 0 for no limit. Leave it out to divide the machine's memory among the workers."
             )
         if not isinstance(self.retry_failed, bool):  # YAML 1.2 reads `no` as a word
-            raise ValueError(f"retry_failed={self.retry_failed!r} is impossible. Possible: true or false.")
+            raise ValueError(f"retry_failed={shown(self.retry_failed)} is impossible. Possible: true or false.")
 
     @property
     def chosen_engine(self) -> str | Executor:
@@ -99,11 +99,13 @@ def _require_engine(engine: object) -> None:
     if isinstance(engine, Executor) or engine in ("here", "local"):
         return
     if not isinstance(engine, str) or not engine.startswith(("tcp://", "tls://")):
-        raise ValueError(f"Unknown engine {engine!r}. Possible: {', '.join(ENGINES)}. Leave it out for the default.")
+        raise ValueError(
+            f"Unknown engine {shown(engine)}. Possible: {', '.join(ENGINES)}. Leave it out for the default."
+        )
     match = ADDRESS.fullmatch(engine)
     if match is None or not 0 < int(match["port"]) < 2**16:
         raise ValueError(
-            f"The engine {engine!r} is no address. Possible: {ADDRESS_FORMS}, where PORT is a number from 1 to "
+            f"The engine {shown(engine)} is no address. Possible: {ADDRESS_FORMS}, where PORT is a number from 1 to "
             f"{2**16 - 1}. Take what `dask scheduler` prints."
         )
 

@@ -12,7 +12,7 @@ from ada_loss.lab.tasks.chars import chars
 from ada_loss.lab.tasks.digits import deep_digits, digits
 from ada_loss.lab.tasks.pictures import cifar10, cifar100, patches
 from ada_loss.lab.tasks.task import Task, accuracy, trained_with
-from fpsim.checks import did_you_mean
+from fpsim.checks import did_you_mean, shown
 
 __all__ = [
     "TASKS",
@@ -48,25 +48,32 @@ def find_task(name: str) -> Callable[[int], Task]:
     ValueError: Unknown task 'digit'. Did you mean digits? Known: digits, deep_digits, patches, chars, ...
     """
     if not isinstance(name, str):
-        raise TypeError(f"The task came as {name!r}. Possible: {', '.join(TASKS)}, or your own as 'module:function'.")
+        raise TypeError(
+            f"The task came as {shown(name)}. Possible: {', '.join(TASKS)}, or your own as 'module:function'."
+        )
     module, colon, function = name.partition(":")
     if not colon:
         if name in TASKS:
             return TASKS[name]
         hint = did_you_mean(name, TASKS)
-        raise ValueError(f"Unknown task {name!r}.{hint} Known: {', '.join(TASKS)}, or your own as 'module:function'.")
+        raise ValueError(
+            f"Unknown task {shown(name)}.{hint} Known: {', '.join(TASKS)}, or your own as 'module:function'."
+        )
     if not all(word.isidentifier() for word in (*module.split("."), function)):
         raise ValueError(
-            f"The task {name!r} is no import path. Possible: 'module:function', of a module on Python's path."
+            f"The task {shown(name)} is no import path. Possible: 'module:function', of a module on Python's path."
         )
     try:
         found = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"The task {name!r} cannot be imported: {error}. Possible: 'module:function', of a module on Python's path."
+            f"The task {shown(name)} cannot be imported: {error}. "
+            f"Possible: 'module:function', of a module on Python's path."
         ) from None
     if not callable(found):
-        raise ValueError(f"The task {name!r} is a {type(found).__name__}. It must be a function from a seed to a Task.")
+        raise ValueError(
+            f"The task {shown(name)} is a {type(found).__name__}. It must be a function from a seed to a Task."
+        )
     return found  # type: ignore[no-any-return]
 
 

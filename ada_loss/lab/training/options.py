@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ada_loss.lab.training.methods import require_method
-from fpsim.checks import did_you_mean, is_finite_number, is_whole
+from fpsim.checks import did_you_mean, is_finite_number, is_whole, shown
 
 __all__ = ["TrainOptions", "is_allowed", "possible"]
 
@@ -75,8 +75,8 @@ class TrainOptions:
             if not is_allowed(option.name, value):
                 if "choices" in option.metadata:
                     hint = did_you_mean(value, option.metadata["choices"])
-                    raise ValueError(f"Unknown {option.name} {value!r}.{hint} Known: {possible(option.name)}.")
-                raise ValueError(f"{option.name} came as {value!r}. Possible: {possible(option.name)}.")
+                    raise ValueError(f"Unknown {option.name} {shown(value)}.{hint} Known: {possible(option.name)}.")
+                raise ValueError(f"{option.name} came as {shown(value)}. Possible: {possible(option.name)}.")
             kind: Any = type(option.default)
             object.__setattr__(self, option.name, kind(value))  # 1 and 1.0 are one learning rate
         require_method(self.scaling)
