@@ -36,7 +36,7 @@ class StoredResults:
             self.cells, self.sessions = ledger.rows(), ledger.sessions()
         for cell in self.cells:
             if not is_configuration(cell["config"]):
-                cell |= {"state": "failed", "metrics": {}, "error": DAMAGED, "damaged": True}
+                cell |= {"state": "failed", "metrics": {}, "error": DAMAGED, "damaged": 1}
                 cell["config"] = {**dict.fromkeys(AXES, "?"), "options": {}}
             columns = {"id", *AXES, *cell["config"]["options"], "diverged", *OF_A_CELL}
             cell["metrics"] = {_column(name, columns): value for name, value in cell["metrics"].items()}

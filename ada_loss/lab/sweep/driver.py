@@ -232,13 +232,17 @@ def _prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: boo
 def _repair(ledger: Ledger, asked: Mapping[str, Cell]) -> None:
     """Plan damaged cells again, and delete the damaged rows whose ids are those of no cell."""
     changed = [row for row in ledger.rows() if row["damaged"]]
-    lost = [row["id"] for row in changed if row["id"] not in asked and not is_intact(row["id"], row["config"])]
     ours = {row["id"]: asked[row["id"]].config for row in changed if row["id"] in asked}
+    lost = {
+        row["id"]: row["damaged"]
+        for row in changed
+        if row["id"] not in asked and not is_intact(row["id"], row["config"])
+    }
     for words, cells in (("it will be run again", ours), ("it is known no more, and is deleted", lost)):
         for cell in cells:
             tqdm.write(f"The row of cell {cell} in the ledger was changed or damaged: {words}.", file=sys.stderr)
     ledger.repair(ours)
-    ledger.forget(lost)
+    ledger.forget(lost.values())
 
 
 def _has_telemetry(out: Path, row: Mapping[str, Any]) -> bool:

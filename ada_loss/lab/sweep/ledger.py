@@ -102,7 +102,7 @@ class Ledger:
     def _connect(self, uri: str) -> None:
         self._sql = sqlite3.connect(uri, uri=uri != ":memory:", isolation_level=None, timeout=10)
         self._sql.row_factory = sqlite3.Row
-        self._sql.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # digests find what is wrong
+        self._sql.text_factory = lambda text: text.decode("utf-8", "backslashreplace")  # digests find what is wrong
 
     def _is_at_rest(self) -> bool:
         """Whether no transaction waits beside the file, so that it can be read alone."""
@@ -248,11 +248,11 @@ class Ledger:
         self._query(f"UPDATE cells SET state = 'planned', finished = NULL, {forgotten} WHERE id = ?", (cell,))
         self._seal(cell)
 
-    def forget(self, cells: Iterable[str]) -> None:
-        """Delete rows: those that were damaged, and whose cells are not known."""
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Delete damaged rows by their numbers: their ids may be no text."""
         with self._transaction():
-            for cell in cells:
-                self._query("DELETE FROM cells WHERE id = ?", (cell,))
+            for number in numbers:
+                self._query("DELETE FROM cells WHERE rowid = ?", (number,))
 
     def finish(self, cell: str, result: dict[str, Any]) -> None:
         """Write the result of a running cell.
@@ -288,22 +288,22 @@ class Ledger:
     def rows(self, state: str | None = None) -> list[dict[str, Any]]:
         """A dictionary of its columns for each cell, in the order of planning, with "config" and "metrics" decoded.
 
-        The key "damaged" tells whether the row was changed. Such a row has the state "failed" and no result; its
-        configuration is what can still be read, or empty.
+        The key "damaged" tells whether the row was changed: 0, or its number in the file. Such a row has the state
+        "failed" and no result; its configuration is what can still be read, or empty.
 
         state: only cells in this state; None for all.
         """
-        rows = [self._decoded(row) for row in self._query("SELECT * FROM cells ORDER BY position, id")]
+        rows = [self._decoded(row) for row in self._query("SELECT rowid AS number, * FROM cells ORDER BY position, id")]
         return [row for row in rows if state in (None, row["state"])]
 
     def _decoded(self, stored: sqlite3.Row) -> dict[str, Any]:
         row: dict[str, Any] = dict.fromkeys(COLUMNS) | dict(stored)
         config, metrics = _json_object(row["config"]), _json_object(row["metrics"] or "{}")
-        row |= {"config": config or {}, "metrics": metrics or {}, "damaged": False}
-        digest = row.pop("digest", None)
+        row |= {"config": config or {}, "metrics": metrics or {}, "damaged": 0}
+        digest, number = row.pop("digest", None), row.pop("number")
         changed = self._has_digests and digest != _cell_digest(stored)
         if changed or config is None or metrics is None or not all(map(_is_number, metrics.values())):
-            row |= {**dict.fromkeys(RESULT), "state": "failed", "metrics": {}, "error": DAMAGED, "damaged": True}
+            row |= {**dict.fromkeys(RESULT), "state": "failed", "metrics": {}, "error": DAMAGED, "damaged": number}
         return row
 
     def states(self) -> dict[str, str]:

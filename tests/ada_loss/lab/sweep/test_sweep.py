@@ -576,6 +576,7 @@ CHANGES = {
     "no configuration": ("UPDATE cells SET config = '[[[' WHERE id = ?", 0),
     "no text": ("UPDATE cells SET metrics = CAST(x'7bff7d' AS TEXT) WHERE id = ?", 0),
     "id": ("UPDATE cells SET id = 'another' WHERE id = ?", 1),
+    "id that is no text": ("UPDATE cells SET id = CAST(x'616e6f74686572ff' AS TEXT) WHERE id = ?", 1),
 }
 
 
@@ -588,7 +589,7 @@ def test_a_row_that_was_changed_is_reported_with_its_id_and_its_cell_run_again(
     with sqlite3.connect(tmp_path / "ledger.sqlite") as sql:
         assert sql.execute(statement, (first,)).rowcount == 1
     sql.close()
-    shown = "another" if change == "id" else first
+    shown = {"id": "another", "id that is no text": r"another\xff"}.get(change, first)
     results = Results(tmp_path)
     assert outcomes(results) == {cell: expected[cell] for cell in expected if cell != first}
     assert [cell["id"] for cell in results.failures()] == [shown]
