@@ -135,7 +135,7 @@ class Ledger:
             tables = self._sql.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         except sqlite3.OperationalError:
             raise
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise ValueError(f"{self.path} is not a ledger of a sweep ({error}). Name another `out`.") from None
         if (version and owner != APPLICATION_ID) or (version == 0 and (tables or self.readonly)):
             raise ValueError(f"{self.path} is not a ledger of a sweep. Name another `out`.")
@@ -195,7 +195,7 @@ class Ledger:
             if self.readonly and self._is_open:
                 raise self._unreadable(error) from None
             raise
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter for names of columns
             raise self._unreadable(error) from None
 
     def _transaction(self) -> _Transaction:
