@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fpsim.kernels.compile import cuda_array, cuda_stream
-from fpsim.kernels.round import cpu_fitting_loop, cpu_loop, cuda_loop
+from fpsim.kernels.round import NO_MASKS, Masks, cpu_fitting_loop, cpu_loop, cuda_loop
 from fpsim.noise import new_key
 from fpsim.rounding import BINARY32, BINARY64, NOISE_BLOCK, Plan, make_plan
 from fpsim.spec import CONTAINERS, RoundingSpec, container_width
@@ -24,13 +24,13 @@ PARALLEL_FROM = 1 << 18
 
 
 class Kernel:
-    """A Plan with its compiled CPU loop and the address of its integers. mask: see mask_of."""
+    """A Plan with its compiled CPU loop and the address of its integers. masks: what stays as it is."""
 
-    def __init__(self, plan: Plan, mask: int) -> None:
-        self.plan, self.mask = plan, mask
+    def __init__(self, plan: Plan, masks: Masks) -> None:
+        self.plan, self.masks = plan, masks
         self._parameters = np.array(plan.parameters, np.int64)
         self.address = self._parameters.ctypes.data
-        self.loop = cpu_loop(plan.rule, plan.shape, plan.width, mask)
+        self.loop = cpu_loop(plan.rule, plan.shape, plan.width, masks)
 
     @cached_property
     def fitting_loop(self) -> Any:
@@ -38,22 +38,28 @@ class Kernel:
 
 
 @cache
-def kernel_for(spec: RoundingSpec, width: int, mask: int = 0) -> Kernel:
+def kernel_for(spec: RoundingSpec, width: int, masks: Masks = NO_MASKS) -> Kernel:
     """The kernel that rounds numbers in a container of `width` bits."""
-    return Kernel(make_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width), mask)
+    return Kernel(make_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width), masks)
+
+
+def masks_of(spec: RoundingSpec, dtype: torch.dtype, width: int, keep_infinity: bool = True) -> Masks:
+    """What stands for a mask, in a container of `width` bits, in tensors of this dtype.
+
+    Models write `torch.finfo(x.dtype).min` or -inf where attention may not look. In a container that is no number of
+    the computation: a format with less range must neither make it inf nor saturate it to a number that can be seen.
+
+    keep_infinity: whether -inf is a mask, and was not computed from numbers.
+    """
+    if dtype is not torch.float32 and dtype is not torch.float64:
+        return NO_MASKS  # a real dtype: its own range is what the model asked for
+    container = BINARY32 if width == 32 else BINARY64
+    return Masks(container.bits(torch.finfo(dtype).max), keep_infinity and spec.saturates)
 
 
 @cache
-def mask_of(dtype: torch.dtype, width: int) -> int:
-    """The pattern, in a container of `width` bits, of the magnitude that stands for a mask in tensors of this dtype.
-
-    Models write `torch.finfo(x.dtype).min` where attention may not look. In a container that is no number of the
-    computation: a format with less range must neither make it inf nor saturate it to a number that can be seen.
-    """
-    if dtype is not torch.float32 and dtype is not torch.float64:
-        return 0  # a real dtype: its own range is what the model asked for
-    container = BINARY32 if width == 32 else BINARY64
-    return container.bits(torch.finfo(dtype).max)
+def _masking_kernel(spec: RoundingSpec, dtype: torch.dtype, width: int, keep_infinity: bool) -> Kernel:
+    return kernel_for(spec, width, masks_of(spec, dtype, width, keep_infinity))
 
 
 _NO_KEY = np.zeros(2, np.uint32)
@@ -135,7 +141,7 @@ def _launch_cuda(
         stream = cuda_stream(torch.cuda.current_stream(src.device).cuda_stream)
         # as flat memory, whatever the strides: the two tensors have the same ones
         x, y = (t.detach().as_strided((n,), (1,)).view(integer) for t in (src, dst))
-        launch = cuda_loop(plan.rule, plan.shape, plan.width, kernel.mask)
+        launch = cuda_loop(plan.rule, plan.shape, plan.width, kernel.masks)
         scale = _no_scale_on(src.device) if log2_scale is None else log2_scale.reshape(1)
         launch(*map(cuda_array, (x, y, scale)), n, plan.parameters, word & 0xFFFFFFFF, word >> 32, stream)
 
@@ -146,12 +152,13 @@ def round_memory_(
     key: Tensor | None = None,
     log2_scale: Tensor | None = None,
     keep_masks: bool = False,
+    keep_infinity: bool = True,
 ) -> None:
     """Round the memory of `x` in place, below autograd and without a trace in its version counter.
 
     key: of the noise; None draws one.
     log2_scale: an int64 on the device of `x`, within `log2_scale_limits`: round(x * 2**log2_scale) / 2**log2_scale.
-    keep_masks: elements of the dtype's largest magnitude stay, see mask_of.
+    keep_masks: masks stay, see masks_of, which says also what `keep_infinity` means.
     """
     width = container_width(spec, x.dtype)
     if width == 0 or x.numel() == 0:
@@ -162,9 +169,10 @@ def round_memory_(
     else:
         direct = has_no_holes(x)
     if direct and x.dtype is CONTAINERS[width]:
-        launch(x, x, kernel_for(spec, width, mask_of(x.dtype, width) if keep_masks else 0), key, log2_scale)
+        kernel = _masking_kernel(spec, x.dtype, width, keep_infinity) if keep_masks else kernel_for(spec, width)
+        launch(x, x, kernel, key, log2_scale)
     else:
-        x.detach().data.copy_(rounded(x, spec, key, log2_scale, keep_masks))
+        x.detach().data.copy_(rounded(x, spec, key, log2_scale, keep_masks, keep_infinity))
 
 
 def round_fitting_(x: Tensor, spec: RoundingSpec, log2_scale: Tensor, ceiling: float) -> float | None:
@@ -195,6 +203,7 @@ def rounded(
     key: Tensor | None = None,
     log2_scale: Tensor | None = None,
     keep_masks: bool = False,
+    keep_infinity: bool = True,
 ) -> Tensor:
     """A rounded copy of `x` with its dtype and, where it has no holes, its strides. Arguments as in round_memory_."""
     width = container_width(spec, x.dtype)
@@ -202,7 +211,8 @@ def rounded(
         return x.detach().clone()
     if spec.rounding == "stochastic" and key is None:
         key = new_key()
-    container, kernel = CONTAINERS[width], kernel_for(spec, width, mask_of(x.dtype, width) if keep_masks else 0)
+    kernel = _masking_kernel(spec, x.dtype, width, keep_infinity) if keep_masks else kernel_for(spec, width)
+    container = CONTAINERS[width]
     direct = x.is_contiguous() or (spec.rounding != "stochastic" and has_no_holes(x))
     if x.dtype is container and direct:
         out = torch.empty_like(x, requires_grad=False)

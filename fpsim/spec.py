@@ -29,6 +29,8 @@ class RoundingSpec:
     random_bits: int | None = None
     text: str = field(init=False, compare=False, repr=False)
     format_text: str = field(init=False, compare=False, repr=False)
+    is_float32: bool = field(init=False, compare=False, repr=False)  # nothing is rounded
+    saturates: bool = field(init=False, compare=False, repr=False)  # without inf, and far below float32's largest
 
     def __post_init__(self) -> None:
         words = [str(self.fmt), self.rounding]
@@ -38,6 +40,9 @@ class RoundingSpec:
             words.append(f"{self.random_bits} random bits")
         object.__setattr__(self, "text", " ".join(words))  # equal for equal specifications
         object.__setattr__(self, "format_text", repr(self.fmt))
+        object.__setattr__(self, "is_float32", self.fmt == CATALOGUE["fp32"] and self.overflow == "inf")
+        # sums of products of such numbers stay finite in float32, 2**80 each and 2**47 of them
+        object.__setattr__(self, "saturates", self.overflow != "inf" and float(self.fmt.largest) < 2.0**40)
 
     def __str__(self) -> str:
         return self.text
@@ -115,7 +120,7 @@ def container_width(spec: RoundingSpec, dtype: torch.dtype) -> int:
             f"A {str(dtype).removeprefix('torch.')} tensor cannot hold every value of {f}. "
             f"Possible here: float32 or float64. Convert it with x.float() first."
         )
-    if f == CATALOGUE["fp32"] and spec.overflow == "inf":
+    if spec.is_float32:
         return 0
     return 64 if needs_wider_container(f) else 32
 

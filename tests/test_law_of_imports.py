@@ -40,6 +40,7 @@ RANKS = {
     "fpsim.codes": 9,
     "fpsim.policy": 8,
     "fpsim.emulation.recurrent": 8,
+    "fpsim.emulation.callers": 7,
     "fpsim.emulation.casts": 8,
     "fpsim.emulation.marks": 8,
     "fpsim.emulation.arguments": 9,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fpsim.emulation.marks import is_roundable
 
-__all__ = ["are_integers", "roundable_in", "tensors_in"]
+__all__ = ["are_integers", "roundable_in", "tensors_in", "typed_in"]
 
 
 def tensors_in(out: Any) -> Iterator[Tensor]:
@@ -22,6 +22,12 @@ def tensors_in(out: Any) -> Iterator[Tensor]:
 
 def roundable_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return [x for x in (*tensors_in(args), *tensors_in(tuple(kwargs.values()))) if is_roundable(x)]
+
+
+def typed_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that may be float32 on purpose: those that are rounded, and complex ones."""
+    tensors = (*tensors_in(args), *tensors_in(tuple(kwargs.values())))
+    return [x for x in tensors if is_roundable(x) or x.is_complex()]
 
 
 def are_integers(args: tuple[Any, ...]) -> bool:

@@ -49,14 +49,15 @@ PASS = frozenset(
     logical_and logical_or logical_not logical_xor signbit searchsorted bucketize histc bincount unique
     unique_consecutive result_type promote_types can_cast is_tensor is_storage record_stream pin_memory share_memory_
     resize_ set_ multinomial bernoulli normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_
-    randint randperm randint_like poisson from_numpy complex
+    randint randperm randint_like poisson from_numpy
     tril_indices triu_indices zero_ fill_ one_hot manual_seed seed initial_seed _assert _assert_async _is_view
     set_default_dtype get_default_dtype set_grad_enabled is_grad_enabled
     """.split()
 )
 MOVE = frozenset(
     """
-    T mT H mH real imag view_as_real view_as_complex values _values view view_as reshape reshape_as flatten unflatten
+    complex T mT H mH real imag view_as_real view_as_complex
+    values _values view view_as reshape reshape_as flatten unflatten
     squeeze unsqueeze squeeze_ unsqueeze_ transpose transpose_ t t_ permute swapaxes swapdims movedim moveaxis adjoint
     expand expand_as broadcast_to broadcast_tensors contiguous clone detach alias
     cpu cuda half bfloat16 positive narrow select diagonal unfold
@@ -100,6 +101,25 @@ NARROWING = frozenset(
     """.split()
 )
 
+# Operations that may make minus infinity of numbers: it saturates in a format without. Of all others it is a mask that
+# came in. A quotient does so by what is below the line, if that is a tensor.
+_QUOTIENTS = "div divide true_divide truediv floor_divide floordiv"
+_POLES = """
+    log log2 log10 log1p logit special_logit xlogy xlog1py special_xlogy special_xlog1py special_entr reciprocal rsqrt
+    rtruediv rdiv rfloordiv pow rpow float_power atanh arctanh erfinv special_erfinv digamma special_digamma
+    special_psi polygamma special_polygamma ndtri special_ndtri log_ndtr special_log_ndtr logdet slogdet
+    linalg_slogdet det linalg_det addcdiv sinh ldexp prod cumprod matrix_power linalg_matrix_power matrix_exp
+    linalg_matrix_exp
+    """
+
+
+def _in_each_form(names: str) -> frozenset[str]:
+    return frozenset(form for name in names.split() for form in (name, f"{name}_", f"i{name}"))
+
+
+QUOTIENTS = _in_each_form(_QUOTIENTS)
+POLES = _in_each_form(_POLES) | QUOTIENTS
+
 # Operands that may be given by name, in the order in which any operation has those that it takes.
 _OPERANDS = "input input1 query mat mat1 batch1 input2 key weight other mat2 vec vec2 tensor batch2 value".split()
 _RANKS = {name: rank for rank, name in enumerate(_OPERANDS)}
@@ -116,10 +136,12 @@ class Call:
     name: without torch's underscores.
     action: what is done with it.
     in_place: whether it writes to its first argument.
+    has_pole: whether it may make minus infinity of numbers.
+    is_quotient: whether that depends on its second operand.
     skip_positions, skip_names: arguments that are no operands, or that the function writes to: a copy would not do.
     """
 
-    __slots__ = ("action", "in_place", "name", "skip_names", "skip_positions")
+    __slots__ = ("action", "has_pole", "in_place", "is_quotient", "name", "skip_names", "skip_positions")
 
     def __init__(self, function: Callable[..., Any]) -> None:
         name = getattr(function, "__name__", None) or type(function).__name__
@@ -130,6 +152,7 @@ class Call:
         else:
             self.action = _action_of(function, name)
         self.name = name.strip("_") if name.startswith("__") else name
+        self.has_pole, self.is_quotient = self.name in POLES, self.name in QUOTIENTS
         inner = name[2:] if name.startswith("__i") and name.endswith("__") else ""
         is_augmented = inner != "" and name not in ("__invert__", "__index__", "__int__", "__iter__")
         self.in_place = is_augmented or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))

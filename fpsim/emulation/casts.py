@@ -6,15 +6,16 @@ the format or not. Both calls give torch the same argument; only the code that c
 
 from __future__ import annotations
 
-import dis
 import inspect
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
+
+from fpsim.emulation.callers import names_float32
 
 __all__ = [
     "CAST_NAMES",
@@ -42,7 +43,6 @@ FACTORIES_LIKE = frozenset(
     """.split()
 )
 _WIDE = (torch.float32, torch.float64)
-_LITERALS = ("float32", "float", "float64", "double")  # of the module torch
 _HOME = str(Path(torch.__file__).parent)
 _SHARDING = str(Path(_HOME, "distributed"))
 
@@ -58,18 +58,23 @@ def dtype_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | Non
 def asks_for_float32(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the code that called `function` asks for float32 (or float64) in words.
 
-    `x.float()` does, and `softmax(x, dtype=torch.float32)`. Where a variable or `y.dtype` stands in the place of the
-    dtype, it is taken for the model's own.
+    `x.float()` does, and `softmax(x, dtype=torch.float32)`, also by a variable that was set so; `y.dtype` does not.
     """
     if name in ("float", "double"):
         return True
     dtype = dtype_in(args, kwargs)
     if dtype not in _WIDE:
         return False
-    frame: FrameType | None = inspect.currentframe()
+    frame = _caller_of(inspect.currentframe())
+    return frame is not None and names_float32(frame, getattr(function, "__name__", name), _caller_of)
+
+
+def _caller_of(frame: FrameType | None) -> FrameType | None:
+    """The frame of the code that called, past torch's own wrapping and ours."""
+    frame = frame and frame.f_back
     while frame is not None and _is_between(frame.f_code.co_filename):
         frame = frame.f_back
-    return frame is not None and _names_a_dtype(frame.f_code, frame.f_lasti, getattr(function, "__name__", name))
+    return frame
 
 
 def is_called_by_sharding() -> bool:
@@ -96,18 +101,6 @@ def _is_of_sharding(file: str) -> bool:
 def _is_between(file: str) -> bool:
     """Whether a frame lies between the user's call and the mode: ours, or torch's own wrapping."""
     return file.startswith(_HOME) or Path(file).parent == Path(__file__).parent
-
-
-@cache
-def _names_a_dtype(code: CodeType, last: int, function: str) -> bool:
-    """Whether `torch.float32` or its like stands among the arguments of the call that runs at offset `last`."""
-    before = [i for i in dis.get_instructions(code) if i.offset <= last]
-    for earlier, instruction in zip(reversed(before[:-1]), reversed(before), strict=False):
-        if instruction.argval == function and instruction.opname.startswith("LOAD"):
-            return False  # the arguments begin here
-        if instruction.argval in _LITERALS and earlier.argval == "torch" and earlier.opname.startswith("LOAD"):
-            return True
-    return False
 
 
 def autocast_depth() -> int:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fpsim.autograd import is_plain, straight_through
 from fpsim.emulation import recurrent
-from fpsim.emulation.arguments import are_integers, roundable_in, tensors_in
+from fpsim.emulation.arguments import are_integers, roundable_in, tensors_in, typed_in
 from fpsim.emulation.backward import BackwardRounding
 from fpsim.emulation.calls import LOOK_UPS, NARROWING, REFUSE, Action, Call, call_of, in_order
 from fpsim.emulation.casts import asks_for_float32, autocast_depth, dtype_in, is_called_by_sharding, is_float32_island
@@ -24,7 +24,7 @@ from fpsim.emulation.marks import OF_A_WEIGHT, WIDE, format_of, is_roundable, is
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.launch import round_memory_
 from fpsim.policy import RoleSpecs
-from fpsim.spec import RoundingSpec, container_width, rounding_spec
+from fpsim.spec import RoundingSpec, rounding_spec
 from fpsim.torch_internals import blind_to_modes, calibrate_holders, is_sharded, share_storage
 
 __all__ = ["Emulation"]
@@ -43,6 +43,7 @@ class _Rounds(Enum):
 
     ALL = "all: of products, convolutions and normalisations, as autocast does"
     ALL_BUT_WIDE = "all but those that are float32 on purpose, from which torch takes the number as it is"
+    SCALARS = "weights, and scalars that are float32 on purpose: values are moved, and a scalar promotes nothing"
     WEIGHTS = "weights alone: values are moved, or the result is float32 on purpose"
     NOTHING = "none: autocast was switched off here"
 
@@ -104,8 +105,8 @@ class Emulation(TorchFunctionMode):
         target = kwargs.get("out", args[0] if keeps_first and args else None)
         moves, is_wide = call.action is Action.MOVE, self._is_wide_call(func, call, args, kwargs, target)
         rounds = _Rounds.WEIGHTS if moves or is_wide else _Rounds.ALL
-        if self._has_wide and call.name not in NARROWING and not moves and not is_wide:
-            rounds = _Rounds.ALL_BUT_WIDE  # a scalar tensor, or what is added in place
+        if self._has_wide and not is_wide and (moves or call.name not in NARROWING):
+            rounds = _Rounds.SCALARS if moves else _Rounds.ALL_BUT_WIDE  # of which there are scalars, or what is added
         if is_float32_island(self._autocast_depth):
             is_wide = is_wide or not any(self._is_narrow(x) for x in roundable_in(args, kwargs))
             rounds = _Rounds.NOTHING if is_wide else rounds
@@ -153,21 +154,20 @@ class Emulation(TorchFunctionMode):
             return asks_for_float32(func, call.name, args, kwargs)
         if not self._has_wide:
             return False
-        tensors = roundable_in(args, kwargs)
+        tensors = typed_in(args, kwargs)
         if not tensors:
             return False
         if isinstance(target, Tensor):
             return format_of(target) == WIDE
-        if call.name in NARROWING:
+        if call.name in NARROWING and not any(x.is_complex() for x in tensors):
             return all(format_of(x) == WIDE for x in tensors)
         dimensions = max(x.dim() for x in tensors)
         return any(format_of(x) == WIDE for x in tensors if x.dim() or not dimensions)
 
     def _let_results_be_wide(self, out: Any, call: Call) -> None:
         """These results are float32 on purpose: they are not rounded, nor are their gradients."""
+        self._mark_wide(*tensors_in(out))
         found = [x for x in tensors_in(out) if is_roundable(x)]
-        for x in found:
-            self._mark_wide(x)
         if call.action is not Action.MOVE and found:
             site = self.scope.site(call.name)
             self.scope.wide[call.name] = None
@@ -179,9 +179,11 @@ class Emulation(TorchFunctionMode):
     def _is_narrow(self, x: Tensor) -> bool:
         return format_of(x) not in (None, WIDE)
 
-    def _mark_wide(self, x: Tensor) -> None:
+    def _mark_wide(self, *found: Tensor) -> None:
         self._has_wide = True
-        mark(x, WIDE)
+        for x in found:
+            if x.is_floating_point() or x.is_complex():
+                mark(x, WIDE)
 
     def _make(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A new tensor: float32 on purpose, unless it is made like another one or the model's dtype is asked for."""
@@ -201,6 +203,8 @@ class Emulation(TorchFunctionMode):
 
     def _cast(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A cast, which moves values between float32 and the format where it changes no dtype of torch."""
+        if is_roundable(args[0]) and leaves_float32(self.scope.specs, args[0]):
+            return call(func, args, kwargs)  # the format is float32: a copy would change the order of gradients' sums
         x = self._operand(args[0], _Rounds.WEIGHTS) if is_roundable(args[0]) else args[0]
         out = call(func, (x, *args[1:]), kwargs)
         if not isinstance(out, Tensor) or not is_roundable(out):
@@ -250,9 +254,7 @@ class Emulation(TorchFunctionMode):
         spec, backward = (specs.weight, specs.weight_grad) if has_weights_role else (specs.activation, specs.error)
         if (spec is None and backward is None) or rounds is _Rounds.NOTHING:
             return x
-        if not has_weights_role and (
-            rounds is _Rounds.WEIGHTS or (rounds is _Rounds.ALL_BUT_WIDE and format_of(x) == WIDE)
-        ):
+        if not has_weights_role and _leaves(rounds, x):
             return x
         if self._is_in_format(x, spec):
             return x
@@ -289,16 +291,19 @@ class Emulation(TorchFunctionMode):
         if isinstance(first, Tensor):
             marks.add(first_mark)
         if WIDE in marks:  # by type promotion
-            for x in tensors_in(out):
-                if x.is_floating_point():
-                    self._mark_wide(x)
+            self._mark_wide(*tensors_in(out))
         elif len(marks) == 1 and (only := marks.pop()) is not None:
             for x in tensors_in(out):
                 if x.is_floating_point():
                     mark(x, only)
 
     def _straight_through(
-        self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None, keep_masks: bool = True
+        self,
+        x: Tensor,
+        spec: RoundingSpec | None,
+        backward: RoundingSpec | None,
+        keep_masks: bool = True,
+        keep_infinity: bool = True,
     ) -> Tensor:
         """Round under a transform or a tracer."""
         if is_sharded(x):
@@ -316,7 +321,8 @@ class Emulation(TorchFunctionMode):
         rounded = straight_through(x, spec, backward)
         if spec is None or not keep_masks:
             return rounded
-        return torch.where(x.abs() == torch.finfo(x.dtype).max, x, rounded)  # masks, as launch.mask_of
+        is_mask = x.abs() == torch.finfo(x.dtype).max  # as launch.masks_of
+        return torch.where(is_mask | (x == -torch.inf) if keep_infinity and spec.saturates else is_mask, x, rounded)
 
     def _round_results(self, out: Any, call: Call, operands: tuple[Any, ...], floats: list[Tensor], target: Any) -> Any:
         """`out` with its tensors rounded; target: what the call was told to write to, if anything."""
@@ -344,14 +350,15 @@ class Emulation(TorchFunctionMode):
             return out  # it moved: dropout in evaluation gives back its input, einsum may give a view of it
         site = self.scope.site(call.name)
         spec, error = specs.activation, specs.error
+        keep_infinity = not call.has_pole or (call.is_quotient and not isinstance(operands[1], Tensor))
         if not plain:
-            rounded = self._straight_through(out, spec, error)
+            rounded = self._straight_through(out, spec, error, keep_infinity=keep_infinity)
             return out.copy_(rounded) if is_target else rounded
         if spec is not None:
             observer = self.scope.listeners.watching(site, "activation")
             before = None if observer is None else out.detach().clone()
             # below autograd: what the operation saved for its backward is the rounded value, as on hardware
-            round_memory_(out, spec, keep_masks=True)
+            round_memory_(out, spec, keep_masks=True, keep_infinity=keep_infinity)
             if observer is not None and before is not None:
                 observer(site, "activation", before, out.detach(), spec)
             mark(out, spec.text)
@@ -375,16 +382,23 @@ class Emulation(TorchFunctionMode):
         out.register_hook(BackwardRounding(self.scope, site, role, spec, scale))
 
 
+def _leaves(rounds: _Rounds, x: Tensor) -> bool:
+    """Whether a tensor without a weight's role stays as it is."""
+    if rounds is _Rounds.ALL or rounds is _Rounds.WEIGHTS:
+        return rounds is _Rounds.WEIGHTS
+    return (format_of(x) == WIDE) == (rounds is _Rounds.ALL_BUT_WIDE)
+
+
 def leaves_float32(specs: RoleSpecs, x: Tensor) -> bool:
-    """Whether no role rounds tensors of the dtype of `x`."""
-    return all(spec is None or container_width(spec, x.dtype) == 0 for spec in specs)
+    """Whether no role rounds `x`, which is float32."""
+    return x.dtype is torch.float32 and all(spec is None or spec.is_float32 for spec in specs)
 
 
 class _Border:
     """Where something is rounded that is no torch function's result: it has a name for its site, as a Call has."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.has_pole = name, False
 
 
 _WRITTEN_TO: Any = _Border("activation")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, njit
@@ -21,6 +21,20 @@ from fpsim.rounding import (
     rotate_left,
     threefry,
 )
+
+
+class Masks(NamedTuple):
+    """Patterns that stay as they are, for they stand for no number: see launch.masks_of.
+
+    magnitude: those of this magnitude; 0 for none.
+    keeps_infinity: minus infinity too.
+    """
+
+    magnitude: int = 0
+    keeps_infinity: bool = False
+
+
+NO_MASKS = Masks()
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
@@ -52,15 +66,35 @@ def fill_noise(noise, block, key0, key1):  # type: ignore[no-untyped-def]
 
 
 @cache
-def _cpu_body(rule: int, shape: int, width: int, in_place: bool, limited: bool, mask: int = 0) -> Callable[..., Any]:
+def _make_is_mask(width: int, masks: Masks) -> Callable[..., Any]:
+    """Whether a pattern stays as it is."""
+    uint, _ = integers(width)
+    magnitude_mask, unchanged = uint((1 << (width - 1)) - 1), uint(masks.magnitude)
+    minus_infinity = uint((rounding.BINARY32 if width == 32 else rounding.BINARY64).bits(float("-inf")))
+    has_any, keeps_infinity = masks.magnitude != 0, masks.keeps_infinity
+
+    @njit(inline="always")
+    def is_mask(word):  # type: ignore[no-untyped-def]
+        if not has_any:
+            return False
+        is_largest = uint(word & magnitude_mask) == unchanged
+        return is_largest or word == minus_infinity if keeps_infinity else is_largest
+
+    return is_mask  # type: ignore[no-any-return]
+
+
+@cache
+def _cpu_body(
+    rule: int, shape: int, width: int, in_place: bool, limited: bool, masks: Masks = NO_MASKS
+) -> Callable[..., Any]:
     """Round the patterns of array `x` into `y`: two arrays that share no memory or, `in_place`, one.
 
     limited: patterns of a magnitude above `limit` stay as they are, and the largest magnitude is given back.
-    mask: patterns of this magnitude stay as they are; 0 for none, see launch.mask_of.
+    masks: the patterns that stay as they are.
     """
-    round_bits, at_scale = make_round(rule, shape, width), make_at_scale(width)
+    round_bits, at_scale, is_mask = make_round(rule, shape, width), make_at_scale(width), _make_is_mask(width, masks)
     uint, sint = integers(width)
-    to_top, magnitude_mask, unchanged = uint(width - 32), uint((1 << (width - 1)) - 1), uint(mask)
+    to_top, magnitude_mask = uint(width - 32), uint((1 << (width - 1)) - 1)
 
     @njit(inline="always")
     def body(x, y, n, p, key, block, log2_scale, limit):  # type: ignore[no-untyped-def]
@@ -77,8 +111,7 @@ def _cpu_body(rule: int, shape: int, width: int, in_place: bool, limited: bool, 
                 for i in range(len(ys)):
                     bits, word = uint(uint(noise[i]) << to_top), xs[i]
                     rounded = round_bits(word, bits, shift, origin, largest, overflow, smallest, zero_sign, used, odd)
-                    if mask:
-                        rounded = word if uint(word & magnitude_mask) == unchanged else rounded
+                    rounded = word if is_mask(word) else rounded
                     if limited:
                         magnitude = uint(word & magnitude_mask)
                         amax = max(amax, magnitude)
@@ -88,8 +121,7 @@ def _cpu_body(rule: int, shape: int, width: int, in_place: bool, limited: bool, 
             for i in range(n):
                 word = x[i]
                 rounded = round_bits(word, uint(0), shift, origin, largest, overflow, smallest, zero_sign, used, odd)
-                if mask:
-                    rounded = word if uint(word & magnitude_mask) == unchanged else rounded
+                rounded = word if is_mask(word) else rounded
                 if limited:
                     magnitude = uint(word & magnitude_mask)
                     amax = max(amax, magnitude)
@@ -101,18 +133,18 @@ def _cpu_body(rule: int, shape: int, width: int, in_place: bool, limited: bool, 
 
 
 @cache
-def cpu_loop(rule: int, shape: int, width: int, mask: int = 0) -> Callable[..., None]:
+def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Callable[..., None]:
     """Round `n` patterns from address `src` to address `dst` (which may be `src`).
 
     `parameters` is the address of a Plan's integers, `key` that of two uint32 words; the noise starts at block
     `block`, so that a tensor cut at multiples of NOISE_BLOCK gets the same bits. `log2_scale` is the address of an
-    int64, see rounding.at_scale. mask: the magnitude that stays as it is, see launch.mask_of. Holds no lock and
-    allocates no array but one block of noise.
+    int64, see rounding.at_scale. masks: the patterns that stay as they are. Holds no lock and allocates no array but
+    one block of noise.
     """
     uint, _ = integers(width)
-    out_of_place, in_place = (_cpu_body(rule, shape, width, same, False, mask) for same in (False, True))
+    out_of_place, in_place = (_cpu_body(rule, shape, width, same, False, masks) for same in (False, True))
 
-    @compiled_loop(rule, shape, width, mask)
+    @compiled_loop(rule, shape, width, *masks)
     def loop(src, dst, n, parameters, key, block, log2_scale):  # type: ignore[no-untyped-def]
         p = carray(pointer(parameters), (8,), np.int64)
         scale = carray(pointer(log2_scale), (1,), np.int64)[0]
@@ -154,18 +186,18 @@ def cpu_fitting_loop(rule: int, shape: int, width: int) -> Callable[..., float]:
     return loop
 
 
-def cuda_kernel(rule: int, shape: int, width: int, mask: int = 0) -> Callable[..., None]:
+def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Callable[..., None]:
     """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
     `x` and `y` are flat arrays of unsigned integers, `log2_scale` one of a single int64; the parameters are a Plan's.
-    A thread rounds one pattern, or under STOCHASTIC the eight whose noise comes from one counter. mask: the magnitude
-    that stays as it is, see launch.mask_of.
+    A thread rounds one pattern, or under STOCHASTIC the eight whose noise comes from one counter. masks: the patterns
+    that stay as they are.
     """
     global cuda
     cuda = cuda_module()
-    round_bits, at_scale = make_round(rule, shape, width), make_at_scale(width)
+    round_bits, at_scale, is_mask = make_round(rule, shape, width), make_at_scale(width), _make_is_mask(width, masks)
     uint, sint = integers(width)
-    to_top, unchanged, magnitude_mask = uint(width - 32), uint(mask), uint((1 << (width - 1)) - 1)
+    to_top = uint(width - 32)
 
     def kernel(x, y, log2_scale, n, shift, origin, largest, overflow, smallest, zero_sign, bits_used, odd, key0, key1):  # type: ignore[no-untyped-def]
         thread = cuda.grid(1)
@@ -181,19 +213,19 @@ def cuda_kernel(rule: int, shape: int, width: int, mask: int = 0) -> Callable[..
                     word = exchange_halves(words[j // 2]) if j % 2 else words[j // 2]
                     bits = uint(uint(word) << to_top)
                     r = round_bits(x[i], bits, shift, origin, largest, overflow, smallest, zero_sign, bits_used, odd)
-                    y[i] = r if mask == 0 or uint(x[i] & magnitude_mask) != unchanged else x[i]
+                    y[i] = x[i] if is_mask(x[i]) else r
         elif thread < n:
             word = x[thread]
             r = round_bits(word, uint(0), shift, origin, largest, overflow, smallest, zero_sign, bits_used, odd)
-            y[thread] = r if mask == 0 or uint(word & magnitude_mask) != unchanged else word
+            y[thread] = word if is_mask(word) else r
 
     return kernel
 
 
 @cache
-def cuda_loop(rule: int, shape: int, width: int, mask: int = 0) -> Callable[..., None]:
+def cuda_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Callable[..., None]:
     """The compiled kernel with its launch: (x, y, log2_scale, n, parameters, key0, key1, stream)."""
-    kernel = cuda_module().jit(cuda_kernel(rule, shape, width, mask))
+    kernel = cuda_module().jit(cuda_kernel(rule, shape, width, masks))
 
     def launch(
         x: Any, y: Any, log2_scale: Any, n: int, parameters: tuple[int, ...], key0: int, key1: int, stream: Any

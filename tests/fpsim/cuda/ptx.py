@@ -15,7 +15,7 @@ from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES
 from fpsim.kernels import block_loops, blocks, moments
 from fpsim.kernels.compile import for_device
-from fpsim.kernels.round import cuda_kernel
+from fpsim.kernels.round import Masks, cuda_kernel
 from fpsim.moments import join_rows
 from fpsim.rounding import ROUNDINGS
 
@@ -93,7 +93,7 @@ def test_the_kernels_of_moments_compile(floating: types.Float) -> None:
             moments.cuda_exponents_kernel(floating.bitwidth // 8, True),
             (words, types.int64, bins),
         ),
-        (cuda_kernel(6, 1, floating.bitwidth, 1), arguments(floating.bitwidth)),  # with a mask
+        (cuda_kernel(6, 1, floating.bitwidth, Masks(1, True)), arguments(floating.bitwidth)),
         (join_rows, (rows, bins, types.Array(types.float64, 1, "C"))),
     ):
         text, _ = compile_ptx(kernel, signature, cc=(7, 5))

@@ -17,8 +17,8 @@ from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import FloatFormat, as_format
 from fpsim.kernels import block_loops, moments, round
 from fpsim.kernels.compile import cuda_scalar
-from fpsim.kernels.round import cuda_loop
-from fpsim.launch import kernel_for, mask_of, rounded
+from fpsim.kernels.round import NO_MASKS, Masks, cuda_loop
+from fpsim.launch import kernel_for, masks_of, rounded
 from fpsim.moments import binades, join_rows, moments_of, on_device
 from fpsim.rounding import NOISE_BLOCK, ROUNDINGS
 from fpsim.shared_scales import block_axes, block_plan, block_scales, rounded_blocks
@@ -29,7 +29,13 @@ FORMATS["odd"] = FloatFormat(3, 0, 3, subnormals=False)
 
 
 def simulated(
-    x: torch.Tensor, fmt: FloatFormat, rounding: str, key: int, log2_scale: int = 0, extra: int = 3, mask: int = 0
+    x: torch.Tensor,
+    fmt: FloatFormat,
+    rounding: str,
+    key: int,
+    log2_scale: int = 0,
+    extra: int = 3,
+    masks: Masks = NO_MASKS,
 ) -> torch.Tensor:
     """Round through the kernel; `extra` guard elements behind the end must stay."""
     width = 64 if x.dtype is torch.float64 else 32
@@ -37,7 +43,7 @@ def simulated(
     integer = np.uint64 if width == 64 else np.uint32
     source = np.concatenate([x.numpy().view(integer), np.full(extra, 78, integer)])
     target = np.full(len(source), 77, integer)
-    cuda_loop(plan.rule, plan.shape, plan.width, mask)(
+    cuda_loop(plan.rule, plan.shape, plan.width, masks)(
         cuda.to_device(source),
         device := cuda.to_device(target),
         cuda.to_device(np.array([log2_scale])),
@@ -120,13 +126,15 @@ def test_every_length_is_covered_and_nothing_beyond(n: int) -> None:
 @pytest.mark.usefixtures("in_turn")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
-def test_masks_pass_as_on_the_cpu(rounding: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("fmt", ["fp16", "e4m3fn"])
+def test_masks_pass_as_on_the_cpu(fmt: str, rounding: str, dtype: torch.dtype) -> None:
     least = torch.finfo(dtype).min
-    x = torch.tensor([least, -least, 1.3, -0.7, least / 2, 1e30], dtype=dtype)
-    expected = rounded(x, rounding_spec("fp16", rounding), torch.tensor(99), None, True)
-    assert expected[:2].tolist() == [least, -least]
-    mask = mask_of(dtype, 32 if dtype is torch.float32 else 64)
-    assert same(simulated(x, as_format("fp16"), rounding, 99, mask=mask), expected)
+    x = torch.tensor([least, -least, -torch.inf, 1.3, -0.7, least / 2, 1e30, torch.inf, torch.nan], dtype=dtype)
+    spec = rounding_spec(fmt, rounding)
+    expected = rounded(x, spec, torch.tensor(99), None, True)
+    assert expected[:3].tolist() == [least, -least, -torch.inf]
+    masks = masks_of(spec, dtype, 32 if dtype is torch.float32 else 64)
+    assert same(simulated(x, as_format(fmt), rounding, 99, masks=masks), expected)
 
 
 @pytest.mark.parametrize("log2_scale", [-3, 7, 60])

@@ -28,6 +28,37 @@ def both_ways(function: Callable[..., Any], fmt: str, *inputs: Tensor) -> tuple[
     return native, emulated
 
 
+def positions(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(size, dtype=dtype) / 7
+
+
+def positions_by_name(size: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    return positions(size, dtype)
+
+
+def by_a_variable(x: Tensor, y: Tensor) -> Tensor:
+    compute = torch.float64 if x.device.type == "cpu" else torch.float32
+    own = x.dtype
+    wide = torch.arange(x.shape[-1], dtype=compute) / 7
+    return (wide.to(torch.float32) * x.to(own) * 1.1).to(own) + y.to(own) * 0.3
+
+
+def by_a_parameter(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    dtype = dtype or torch.float32
+    return x.to(dtype) * 1.1
+
+
+def rotated(x: Tensor, y: Tensor) -> Tensor:
+    """A rotary code by complex numbers, as the first Llama wrote it."""
+    angles = torch.outer(torch.arange(x.shape[0]).float(), 1.0 / 10 ** torch.arange(x.shape[1] // 2).float())
+    turned = torch.view_as_complex(x.float().reshape(x.shape[0], -1, 2)) * torch.polar(torch.ones_like(angles), angles)
+    return (torch.view_as_real(turned).flatten(1) * 1.1 + 0.3).type_as(y)
+
+
+def filtered(x: Tensor, y: Tensor) -> Tensor:
+    return torch.fft.irfft(torch.fft.rfft(x.float()) * 0.3) * 1.1 + y
+
+
 # Each takes tensors that native code has in its dtype, and gives one.
 ISLANDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "to float32 and back": lambda x, y: (x.to(torch.float32) * 1.1).to(x.dtype),
@@ -42,6 +73,7 @@ ISLANDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean in float32": lambda x, y: x.mean(-1, keepdim=True, dtype=torch.float32) * x,
     "a scalar tensor promotes nothing": lambda x, y: x * torch.tensor(0.1, dtype=torch.float32),
     "a 0-d island promotes nothing": lambda x, y: x * y.float().flatten()[0],
+    "a 0-d island that is moved promotes nothing": lambda x, y: torch.maximum(x, torch.tensor(0.1)) * 1.1,
     "integers": lambda x, y: torch.arange(x.shape[-1]) / 7 * x,
     "a factory": lambda x, y: torch.full(x.shape, 0.1) * x,
     "a factory in float32": lambda x, y: torch.arange(x.shape[-1], dtype=torch.float32) * 0.1 * x,
@@ -57,6 +89,19 @@ ISLANDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a norm in Python": lambda x, y: (
         y * (x.to(torch.float32) * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
     ),
+    "a variable that was set to float64": by_a_variable,
+    "a default": lambda x, y: positions(x.shape[-1]) * x,
+    "a default by name": lambda x, y: positions_by_name(x.shape[-1]) * x,
+    "no default": lambda x, y: positions(x.shape[-1], x.dtype) * x,
+    "no default by name": lambda x, y: positions_by_name(x.shape[-1], dtype=y.dtype) * x,
+    "a parameter": lambda x, y: by_a_parameter(x, torch.float32) + y,
+    "a parameter left out": lambda x, y: by_a_parameter(x) + y,
+    "a parameter of the model's dtype": lambda x, y: by_a_parameter(x.float(), y.dtype) + y,
+    "a literal that is no dtype of the call": lambda x, y: (
+        torch.full(x.shape, 1 + 8 * torch.finfo(torch.float32).eps, dtype=x.dtype) * x.float().to(y.dtype)
+    ),
+    "complex numbers": rotated,
+    "a Fourier transform": filtered,
     "cast without an island": lambda x, y: x.to(y.dtype) * 1.1 + y,
 }
 
@@ -137,6 +182,20 @@ def test_the_gradient_is_rounded_at_the_border_of_an_island_and_not_inside(fmt: 
     assert torch.equal(leaf.grad, native.grad.float())  # type: ignore[union-attr, arg-type]
 
 
+def test_islands_change_no_gradient_where_the_format_is_float32_too() -> None:
+    def loss(x: Tensor) -> Tensor:
+        h = x * 1.1
+        wide = h.to(torch.float32)  # the same tensor: three gradients meet at it, and a fourth with a copy between
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return (h + wide.to(x.dtype) * 0.3).pow(3).sum()
+
+    x = torch.randn(64, 64, requires_grad=True)
+    (expected,) = torch.autograd.grad(loss(x), x)
+    with emulate("fp32"):
+        out = loss(x)
+    assert torch.equal(torch.autograd.grad(out, x)[0], expected)
+
+
 def test_distinct_positions_stay_distinct() -> None:
     positions = torch.arange(2048)
     inverse = 1.0 / (10000 ** (torch.arange(0, 8, 2).float() / 8))
@@ -199,6 +258,67 @@ def test_every_way_to_mask_keeps_the_mask(fmt: str) -> None:
         assert torch.equal(way[~hidden], round_to(scores, fmt)[~hidden])
 
 
+# No inf among their values.
+FINITE = ["e2m1fn", "e2m3fn", "e3m2fn", "e4m3fn", "e4m3fnuz", "e5m2fnuz", "hfp8_143"]
+
+
+@pytest.mark.parametrize("fmt", FINITE)
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic", "toward_zero"])
+def test_minus_infinity_hides_in_a_format_without_it(fmt: str, rounding: str) -> None:
+    hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    mask = torch.zeros(5, 5).masked_fill(hidden, -torch.inf)
+    q, k = torch.randn(1, 5, 4), torch.randn(1, 4, 5)
+    with emulate(fmt, rounding=rounding):
+        scores = (q @ k)[0]
+        ways = [
+            scores + mask,
+            (scores * 2 + mask) / 2,
+            scores.masked_fill(hidden, -torch.inf),
+            scores.clone().masked_fill_(hidden, float("-inf")) * 0.5,
+            torch.where(hidden, torch.tensor(-torch.inf), scores),
+            torch.baddbmm(mask[None], q, k)[0],
+            (scores + mask).sub_(1.0),
+        ]
+        weights = [torch.softmax(way, -1) for way in ways]
+    for way, found in zip(ways, weights, strict=True):
+        assert (way[hidden] == -torch.inf).all()
+        assert way[~hidden].isfinite().all()
+        assert (found[hidden] == 0).all()
+
+
+@pytest.mark.parametrize("fmt", FINITE)
+def test_infinity_that_is_computed_saturates(fmt: str) -> None:
+    largest, zero, one = fpsim.as_format(fmt).largest, torch.zeros(3), torch.ones(3)
+    with emulate(fmt):
+        made = [zero.log(), zero.add(0.0).log_(), -1 / zero, -one / zero, zero.log2()]
+        positive = [1 / zero, zero + torch.inf, torch.exp(zero + 100)]
+    for x in made:
+        assert (x == -largest).all()
+    for x in positive:
+        assert (x == largest).all()
+
+
+@pytest.mark.parametrize("fmt", ["e2m1fn", "e4m3fn", "bf16"])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_an_attention_of_torch_sees_no_future(fmt: str, need_weights: bool) -> None:
+    attention = quantize(nn.MultiheadAttention(8, 2, batch_first=True), fmt)
+    mask, x = nn.Transformer.generate_square_subsequent_mask(5), torch.randn(1, 5, 8)
+    changed = x.clone()
+    changed[:, -1] = 3 * torch.randn(8)
+    before, after = (
+        attention(x, x, x, attn_mask=mask, need_weights=need_weights, is_causal=False)[0] for x in (x, changed)
+    )
+    assert torch.equal(before[:, :-1], after[:, :-1])
+    assert not torch.equal(before, after)
+
+
+def test_a_wide_format_that_saturates_does_so_at_an_overflow_of_float32_too() -> None:
+    big = torch.full((1, 1), 2.0**100)
+    with emulate(Policy(activation="bf16", overflow="saturate")):
+        product = -big @ big
+    assert product.item() == -fpsim.as_format("bf16").largest
+
+
 def test_the_largest_number_that_is_no_mask_overflows_as_ever() -> None:
     below = torch.nextafter(torch.tensor(LEAST), torch.tensor(0.0))
     with emulate("fp16"):
@@ -221,6 +341,18 @@ def test_compiled_and_mapped_code_keeps_masks_too() -> None:
             return scores + mask
 
     assert (torch.func.vmap(hide)(scores, mask) == LEAST).all()
+
+
+def test_mapped_code_keeps_minus_infinity_too() -> None:
+    scores, mask = torch.randn(2, 3), torch.full((2, 3), -torch.inf)
+
+    def hide(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        with emulate("e2m1fn"):
+            return scores + mask, (scores * 0).log()
+
+    hidden, computed = torch.func.vmap(hide)(scores, mask)
+    assert (hidden == -torch.inf).all()
+    assert (computed == -6).all()
 
 
 def test_a_norm_of_a_library_computes_as_in_native_code() -> None:
