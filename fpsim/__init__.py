@@ -9,6 +9,7 @@ from fpsim.model import dequantize, quantize, round_parameters_
 from fpsim.noise import manual_seed, noise_of_torch
 from fpsim.ops import Rounder, round_to, round_to_
 from fpsim.policy import ROLES, FormatLike, Policy
+from fpsim.products import Operand, Products
 from fpsim.recording import Recording, record
 from fpsim.summary import summary
 from fpsim.tally import Tally, tally
@@ -22,7 +23,9 @@ __all__ = [
     "FixedPoint",
     "FloatFormat",
     "FormatLike",
+    "Operand",
     "Policy",
+    "Products",
     "Recording",
     "Rounder",
     "Tally",

@@ -19,7 +19,8 @@ from torch import nn
 from fpsim.computed_weights import adopt, release
 from fpsim.emulation.entering import entered
 from fpsim.emulation.scope import Listeners, Scope, make_scope
-from fpsim.policy import Policy, RoleSpecs
+from fpsim.policy import Policy, RoleSpecs, describe
+from fpsim.products import Products
 from fpsim.torch_internals import called_module, direct_parameters
 
 __all__ = ["EmulatedForward", "bound_elsewhere", "emulated_forward", "emulated_forwards", "install", "uninstall"]
@@ -53,7 +54,7 @@ class EmulatedForward:
         except (TypeError, ValueError):  # a builtin has none
             self._signature = None
         scope = make_scope(self.name, self.policy or Policy(), self.listeners)
-        self._specs, self._float32 = scope.specs, scope.float32
+        self._specs, self._float32, self._products = scope.specs, scope.float32, scope.products
         self.wide: dict[str, None] = {}
 
     def renew(self, name: str, policy: Policy | None, listeners: Listeners) -> None:
@@ -91,6 +92,10 @@ class EmulatedForward:
         return self._specs  # type: ignore[no-any-return]
 
     @property
+    def products(self) -> Products | None:
+        return self._products  # type: ignore[no-any-return]
+
+    @property
     def __self__(self) -> nn.Module:
         return self.module
 
@@ -120,7 +125,8 @@ class EmulatedForward:
         if self.policy is None:
             return forward(*args, **kwargs)
         self.wide = {}  # of this call, the last one
-        scope = Scope(self.name, specs, self._float32, self.listeners, _prepare_weights(module), self.wide)
+        weights = _prepare_weights(module)
+        scope = Scope(self.name, specs, self._float32, self.listeners, weights, self.wide, self._products)
         with entered(scope):
             return forward(*args, **kwargs)
 
@@ -184,7 +190,8 @@ class _EmulatedRepr:
 
     def __call__(self) -> str:
         own = type(self.module).extra_repr(self.module)
-        words = f"fpsim: {vars(self.module)[_KEY].specs}"
+        found = vars(self.module)[_KEY]
+        words = f"fpsim: {describe(found.specs, found.products)}"
         return f"{own}, {words}" if own else words
 
 

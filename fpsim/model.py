@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -40,8 +39,9 @@ def quantize(
     the parametrization's modules.
 
     model: any module; a copy of it is changed.
-    fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module.
-    rounding: the rounding of every role, if not nearest-even or the policy's own.
+    fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module. A format
+        whose numbers share scales ("mxfp8_e4m3") is that of all operands of matrix products; all else stays float32.
+    rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, if there is no role.
     inplace: change `model` itself and return it.
     Raises TypeError for what is no nn.Module or cannot be emulated, ValueError for a pattern that matches no module
     and for a model that is quantised already.
@@ -49,6 +49,8 @@ def quantize(
     >>> model = quantize(nn.Linear(2, 2), fmt="fp16")
     >>> print(model)
     Linear(in_features=2, out_features=2, bias=True, fpsim: fp16 nearest_even)
+    >>> print(quantize(nn.Linear(2, 2), "mxfp8_e4m3"))
+    Linear(in_features=2, out_features=2, bias=True, fpsim: products: mxfp8_e4m3 nearest_even)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -57,7 +59,7 @@ def quantize(
         )
     policy = as_policy(fmt)
     if rounding is not None:
-        policy = replace(policy, rounding=rounding)
+        policy = policy.with_rounding(rounding)
     policies = policy.for_modules(model)
     for name, module in model.named_modules():
         _require_emulable(name, module, policies[name])
@@ -75,7 +77,7 @@ def _require_emulable(name: str, module: nn.Module, policy: Policy) -> None:
     where = f"{name or 'the model'} ({type(module).__name__})"
     if emulated_forward(module) is not None:
         raise ValueError(f"{where} is quantised already. Call dequantize(model) first, or quantise the original.")
-    if policy.specs() == NO_SPECS:
+    if policy.specs() == NO_SPECS and policy.products is None:
         return
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"{where} is compiled by TorchScript, which cannot be intercepted. Quantise the Python module.")

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fpsim.blocks import BlockFormat, Format, as_format
 from fpsim.checks import did_you_mean, nearest
-from fpsim.formats import FloatFormat
+from fpsim.products import Products
 from fpsim.spec import RoundingSpec, rounding_spec
 from fpsim.torch_internals import operation_homes
 
-__all__ = ["ROLES", "FormatLike", "Policy", "RoleSpecs", "as_policy"]
+__all__ = ["ROLES", "FormatLike", "Policy", "RoleSpecs", "as_policy", "describe"]
 
 ROLES = ("weight", "activation", "error", "weight_grad")
 _HOMES_OF_OPERATIONS = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft)
@@ -52,23 +53,29 @@ class Policy:
     overrides: {pattern: format, Policy or None}; None leaves those modules in float32. A pattern is a module's name
         ("lm_head"), a name with wildcards for single parts ("blocks.*.attn"), or a module class (nn.BatchNorm2d). It
         holds for what is inside the module too. Of several that match the last one wins.
-    float32: names of operations ("softmax", "cross_entropy") whose results and gradients are not rounded.
+    float32: names of operations ("softmax", "cross_entropy") whose results and gradients are not rounded, and whose
+        operands are not quantised.
+    products: how the operands of matrix products are quantised, beside the roles: what a role has rounded enters a
+        product in the operand's format. None leaves products alone.
     Raises ValueError for unknown roles, names and impossible roundings, TypeError for what is no pattern.
 
     >>> p = Policy(weight="e4m3fn", activation="e4m3fn", error="e5m2", overrides={"head": None})
     >>> print(p.specs())
     weight=e4m3fn nearest_even, activation=e4m3fn nearest_even, error=e5m2 nearest_even, weight_grad=float32
+    >>> print(Policy(products=Products.all("mxfp8_e4m3", output="bf16"), overrides={"head": None}))
+    products: mxfp8_e4m3 nearest_even, output=bf16 nearest_even; head: float32
     """
 
-    weight: str | FloatFormat | None = None
-    activation: str | FloatFormat | None = None
-    error: str | FloatFormat | None = None
-    weight_grad: str | FloatFormat | None = None
+    weight: str | Format | None = None
+    activation: str | Format | None = None
+    error: str | Format | None = None
+    weight_grad: str | Format | None = None
     rounding: str | Mapping[str, str] = "nearest_even"
     overflow: str | Mapping[str, str | None] | None = None
     random_bits: int | Mapping[str, int | None] | None = None
     overrides: Mapping[str | type[nn.Module], FormatLike] = field(default_factory=dict)
     float32: tuple[str, ...] = ()
+    products: Products | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.float32, str):
@@ -87,6 +94,7 @@ class Policy:
             if unknown:
                 hint = did_you_mean(unknown[0], ROLES)
                 raise ValueError(f"{name} names {unknown[0]!r}, which is no role. Roles: {', '.join(ROLES)}.{hint}")
+        self._require_products()
         self.specs()
         for pattern, inner in self.overrides.items():
             if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
@@ -98,6 +106,28 @@ class Policy:
                     f"The policy for {pattern!r} has overrides of its own. Put all patterns in one policy."
                 )
             self._resolve(inner)
+
+    def _require_products(self) -> None:
+        for role in ROLES:
+            fmt = getattr(self, role)
+            if fmt is not None and isinstance(as_format(fmt), BlockFormat):
+                raise ValueError(
+                    f"{role}={fmt!r} is a format whose numbers share scales, along the axis that a product sums over; "
+                    f"a role has no such axis. Possible: products=fpsim.Products.all({fmt!r}), or quantize(model, "
+                    f"{fmt!r}); for a role, a format of single numbers such as 'bf16'."
+                )
+        if self.products is None:
+            return
+        if not isinstance(self.products, Products):
+            raise TypeError(
+                f"products is {self.products!r}. Possible: a fpsim.Products, such as Products.all('mxfp8_e4m3'), "
+                f"or None."
+            )
+        if self.products.output is not None and self.activation is not None:
+            raise ValueError(
+                f"products has output={self.products.output}, and activation={self.activation!r} rounds the results "
+                f"of products too. Give one of them."
+            )
 
     def specs(self) -> RoleSpecs:
         """The checked roundings of this policy's roles, overrides aside."""
@@ -122,8 +152,36 @@ class Policy:
         """The policy of an override: a bare format takes this policy's rounding for every role."""
         if inner is None or isinstance(inner, Policy):
             return as_policy(inner)
+        found = as_policy(inner)
+        if found.products is not None:
+            return found.with_rounding(self.rounding) if isinstance(self.rounding, str) else found
         overflow = None  # the format's own: what one format's overflow gives, another may not have
-        return replace(as_policy(inner), rounding=self.rounding, random_bits=self.random_bits, overflow=overflow)
+        return replace(found, rounding=self.rounding, random_bits=self.random_bits, overflow=overflow)
+
+    def with_rounding(self, rounding: str | Mapping[str, str]) -> Policy:
+        """This policy with another rounding of its roles; without any role, of all operands of its products.
+
+        >>> str(as_policy("mxfp4").with_rounding("stochastic"))
+        'products: mxfp4 stochastic'
+        """
+        if self.products is None or any(self.specs()):
+            return replace(self, rounding=rounding)
+        if not isinstance(rounding, str):
+            raise ValueError(
+                f"rounding={rounding!r} came with a policy whose roles are all float32. Possible: one rounding for all "
+                f"operands of its products, or operands with roundings of their own: fpsim.Operand(fmt, rounding)."
+            )
+        return replace(self, products=self.products.with_rounding(rounding))
+
+    def __str__(self) -> str:
+        words = [describe(self.specs(), self.products)]
+        for pattern, inner in self.overrides.items():
+            name = pattern if isinstance(pattern, str) else pattern.__name__
+            resolved = self._resolve(inner)
+            words.append(f"{name}: {describe(resolved.specs(), resolved.products)}")
+        if self.float32:
+            words.append(f"float32: {', '.join(self.float32)}")
+        return "; ".join(words)
 
     def for_modules(self, model: nn.Module) -> dict[str, Policy]:
         """The policy of every module of `model` by name, overrides resolved.
@@ -143,11 +201,20 @@ class Policy:
         return result
 
 
-FormatLike = str | FloatFormat | Policy | None
+FormatLike = str | Format | Policy | None
+
+
+def describe(specs: RoleSpecs, products: Products | None) -> str:
+    """What is rounded, in words."""
+    if products is None:
+        return str(specs)
+    return f"{specs}, products: {products}" if any(specs) else f"products: {products}"
 
 
 def as_policy(fmt: FormatLike) -> Policy:
     """A policy from a format (for every role), a policy, or None (all float32).
+
+    A format whose numbers share scales is that of all operands of all products, and every role stays float32.
 
     >>> as_policy("fp16").error
     'fp16'
@@ -159,6 +226,8 @@ def as_policy(fmt: FormatLike) -> Policy:
             f"A format came as the mapping {fmt!r}. Possible: a name, a FloatFormat, a Policy, or None. "
             f"Formats by role are a fpsim.Policy(**mapping)."
         )
+    if fmt is not None and isinstance(as_format(fmt), BlockFormat):
+        return Policy(products=Products.all(fmt))
     return Policy(fmt, fmt, fmt, fmt)
 
 

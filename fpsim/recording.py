@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fpsim.checks import is_whole
 from fpsim.model import listeners
-from fpsim.spec import RoundingSpec, rounding_spec
+from fpsim.spec import Spec, any_spec
 from fpsim.statistics import TALLY_COUNTS
 from fpsim.tally import Accumulator, Tally
 
@@ -26,14 +26,14 @@ class Recording:
     def __init__(self, every: int = 1) -> None:
         self._every = every
         self._seen: Counter[tuple[str, str]] = Counter()
-        self._sums: dict[tuple[str, str, RoundingSpec], Accumulator] = {}
+        self._sums: dict[tuple[str, str, Spec], Accumulator] = {}
 
     def wants(self, site: str, role: str) -> bool:
         """Whether this call of a site is one of those that are tallied."""
         self._seen[site, role] += 1
         return (self._seen[site, role] - 1) % self._every == 0
 
-    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: RoundingSpec) -> None:
+    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec) -> None:
         """The observer: called by the emulation for each tensor that it wants, before and after it is rounded."""
         key = (site, role, spec)
         if key not in self._sums:
@@ -59,9 +59,9 @@ class Recording:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another recording was, whose `state_dict` this is."""
         seen = Counter({(site, role): count for site, role, count in state["seen"]})
-        sums: dict[tuple[str, str, RoundingSpec], Accumulator] = {}
+        sums: dict[tuple[str, str, Spec], Accumulator] = {}
         for saved in state["sums"]:
-            spec = rounding_spec(saved["format"], saved["rounding"], saved["overflow"], saved["random_bits"])
+            spec = any_spec(saved["format"], saved["rounding"], saved["overflow"], saved["random_bits"])
             found = Accumulator(spec.fmt, saved["counts"].device)
             found.calls = saved["calls"]
             for name in SUMS:
@@ -95,7 +95,9 @@ def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> I
     """Tally what rounding does at every site of a quantised model, while the block runs it forward and backward.
 
     A site is a module's name and the operation in it ("layer1.conv1:conv2d"); a role is "weight", "activation", "error"
-    or "weight_grad". Recording changes no result.
+    or "weight_grad", or an operand of a product: "fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x",
+    and "output" for its result. Of a format whose numbers share scales nothing counts as subnormal, and as overflow
+    only what is not finite any more. Recording changes no result.
 
     model: from `fpsim.quantize`.
     every: tally each n-th call of a site.

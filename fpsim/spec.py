@@ -63,6 +63,21 @@ class BlockSpec:
         words = self.element.text.removeprefix(str(self.element.fmt))
         object.__setattr__(self, "text", f"{self.fmt}{words}")
 
+    @property
+    def rounding(self) -> str:
+        """The rule by which elements are rounded."""
+        return self.element.rounding
+
+    @property
+    def overflow(self) -> str:
+        """What an element beyond the largest becomes."""
+        return self.element.overflow
+
+    @property
+    def random_bits(self) -> int | None:
+        """The random bits of an element."""
+        return self.element.random_bits
+
     def __str__(self) -> str:
         return self.text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import compress
 from typing import NamedTuple
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from fpsim.emulation.scope import NO_SPECS
 from fpsim.forwards import emulated_forward
 from fpsim.policy import RoleSpecs
+from fpsim.products import Products
 from fpsim.torch_internals import is_compiled_wrapper
 
 __all__ = ["Summary", "SummaryRow", "summary"]
@@ -25,6 +27,7 @@ class SummaryRow(NamedTuple):
     activation: str
     error: str
     weight_grad: str
+    products: str = ""
     wide: str = ""
 
 
@@ -33,9 +36,8 @@ class Summary(list[SummaryRow]):
 
     def __str__(self) -> str:
         heads = tuple("float32 on purpose" if name == "wide" else name for name in SummaryRow._fields)
-        rows = [heads, *self]
-        if not any(row.wide for row in self):
-            rows = [row[:-1] for row in rows]
+        used = [name not in ("products", "wide") or any(getattr(r, name) for r in self) for name in SummaryRow._fields]
+        rows = [tuple(compress(row, used)) for row in (heads, *self)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
@@ -47,8 +49,9 @@ def summary(model: nn.Module) -> Summary:
     """What each module of a quantised model rounds to, by role; prints as a table.
 
     Modules without operations of their own pass their formats on. Those that were added later run under the formats
-    around them; parametrizations, which compute weights, in float32. One column more names the operations that ran in
-    float32 on purpose when the model was last called, such as `x.float().pow(2)`, if there were any.
+    around them; parametrizations, which compute weights, in float32. One column more says how operands of products are
+    quantised, if they are anywhere, and one names the operations that ran in float32 on purpose when the model was last
+    called, such as `x.float().pow(2)`, if there were any.
     Raises ValueError for a model that is not quantised.
 
     >>> from fpsim import quantize
@@ -60,33 +63,35 @@ def summary(model: nn.Module) -> Summary:
     1        ReLU        bf16 nearest_even  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even
     """
     rows = Summary()
-    for name, module, specs in _under(model, "", None, set()):
+    for name, module, specs, products in _under(model, "", None, None, set()):
         words = [str(spec) if spec else "float32" for spec in specs]
         found = emulated_forward(module)
         wide = "" if found is None else ", ".join(found.wide)
-        rows.append(SummaryRow(name or "(model)", type(module).__name__, *words, wide=wide))  # type: ignore[misc]
+        operands = "" if products is None else str(products)
+        rows.append(SummaryRow(name or "(model)", type(module).__name__, *words, products=operands, wide=wide))  # type: ignore[misc]
     if not rows:
         raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
     return rows
 
 
 def _under(
-    module: nn.Module, name: str, around: RoleSpecs | None, seen: set[nn.Module]
-) -> Iterator[tuple[str, nn.Module, RoleSpecs]]:
-    """The name, module and formats of what runs emulated.
+    module: nn.Module, name: str, around: RoleSpecs | None, products: Products | None, seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module, RoleSpecs, Products | None]]:
+    """The name, module, formats and products of what runs emulated.
 
     name: as sites are named, even where another library has put the module elsewhere.
     around: the formats of the module around; None where that is not quantised.
+    products: those of the module around.
     """
     if module in seen:
         return
     seen.add(module)
     found = emulated_forward(module)
     if found is not None:
-        name, around = found.name, found.specs
+        name, around, products = found.name, found.specs, found.products
     elif isinstance(module, ParametrizationList):
-        around = around and NO_SPECS
+        around, products = around and NO_SPECS, None
     if around is not None and not is_compiled_wrapper(module):
-        yield name, module, around
+        yield name, module, around, products
     for child_name, child in module.named_children():
-        yield from _under(child, f"{name}.{child_name}" if name else child_name, around, seen)
+        yield from _under(child, f"{name}.{child_name}" if name else child_name, around, products, seen)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.blocks import Element
+from fpsim.blocks import BlockFormat, Element, Format
 from fpsim.checks import is_whole
 from fpsim.kernels.tally import lost_loop, tally_loop
 from fpsim.launch import parts_of, rounded, run_parts
@@ -37,8 +37,9 @@ class Tally:
     count: elements.
     nonzero: elements that are finite and not zero.
     underflow: elements that are not zero, and become zero.
-    subnormal: elements that become a subnormal value.
-    overflow: finite elements that become inf or NaN, or saturate by at least half an ulp.
+    subnormal: elements that become a subnormal value; 0 for a format whose numbers share scales, which are not known.
+    overflow: finite elements that become inf or NaN, or saturate by at least half an ulp; inf and NaN alone for a
+        format whose numbers share scales.
     nonfinite: elements that were inf or NaN before.
     exact: finite elements that stay as they were.
     amax: the largest finite magnitude.
@@ -47,7 +48,7 @@ class Tally:
     exponents: {floor(log2|x|): elements}.
     """
 
-    fmt: Element
+    fmt: Format
     count: int
     nonzero: int
     underflow: int
@@ -81,7 +82,7 @@ class Tally:
 class Accumulator:
     """The sums behind a Tally, on the device of the tensors it is given; nothing goes to the host before `result`."""
 
-    def __init__(self, fmt: Element, device: torch.device) -> None:
+    def __init__(self, fmt: Format, device: torch.device) -> None:
         self.fmt, self.calls = fmt, 0
         self.counts = torch.zeros(len(TALLY_COUNTS), dtype=torch.int64, device=device)
         self.sums = torch.zeros(len(TALLY_SUMS), dtype=torch.float64, device=device)
@@ -134,8 +135,10 @@ class Accumulator:
 
 
 @cache
-def _limits(fmt: Element) -> tuple[float, float, float]:
+def _limits(fmt: Format) -> tuple[float, float, float]:
     """Smallest normal, the magnitude from which saturation is counted, and the largest value."""
+    if isinstance(fmt, BlockFormat):
+        return 0.0, math.inf, math.inf  # those of an element are multiplied by scales that nobody kept
     half_ulp = math.ldexp(0.5, math.frexp(fmt.largest)[1] - 1 - fmt.mantissa_bits)
     return fmt.smallest_normal, fmt.largest + half_ulp, fmt.largest
 

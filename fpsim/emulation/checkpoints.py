@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fpsim.emulation.marks import format_of, mark, mark_with_place
+from fpsim.emulation.marks import format_of, is_view_of_weight, mark, mark_as_view_of_weight, mark_with_place
 from fpsim.emulation.scope import active
 from fpsim.noise import noise_state, replayed_noise
 from fpsim.torch_internals import wrap_checkpoints
@@ -28,6 +28,7 @@ class _Replay:
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], start: Any) -> None:
         self.function, self.start = function, start
         self.formats = [format_of(x) if isinstance(x, Tensor) else None for x in args]
+        self.weights = [isinstance(x, Tensor) and is_view_of_weight(x) for x in args]
         self.noise = noise_state()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -36,6 +37,9 @@ class _Replay:
         for x, known in zip(args, self.formats, strict=False):
             if isinstance(x, Tensor) and known is not None:
                 mark(x, known)
+        for x, known_weight in zip(args, self.weights, strict=False):
+            if known_weight:
+                mark_as_view_of_weight(x)
         with ExitStack() as stack:
             stack.enter_context(replayed_noise(self.noise))
             stack.enter_context(self.start.entered())

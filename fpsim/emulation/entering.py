@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -55,7 +54,9 @@ class Position:
 
     def __init__(self, emulation: Emulation) -> None:
         scope, is_grad = emulation.scope, torch.is_grad_enabled()
-        self.scope = Scope(scope.name, scope.specs, scope.float32, scope.listeners, scope.weights, scope.wide)
+        self.scope = Scope(
+            scope.name, scope.specs, scope.float32, scope.listeners, scope.weights, scope.wide, scope.products
+        )
         self.counts = dict(scope.counts)
         self.operands = {
             TensorWeakRef(x): {key: copy for key, copy in copies.items() if copy[1].requires_grad <= is_grad}
@@ -106,6 +107,6 @@ def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) ->
     if policy.overrides:
         raise ValueError("emulate() knows no modules, and the policy has overrides. Use quantize(model, policy).")
     if rounding is not None:
-        policy = replace(policy, rounding=rounding)
+        policy = policy.with_rounding(rounding)
     with entered(make_scope("", policy, Listeners())):
         yield

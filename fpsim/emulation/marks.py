@@ -17,8 +17,10 @@ __all__ = [
     "format_of",
     "is_roundable",
     "is_rounded_at",
+    "is_view_of_weight",
     "is_weight",
     "mark",
+    "mark_as_view_of_weight",
     "mark_as_weight",
     "mark_of",
     "mark_rounded",
@@ -64,6 +66,17 @@ def mark_as_weight(x: Tensor) -> None:
 def is_weight(x: Tensor) -> bool:
     """Whether `x` has the role of a weight: a parameter, or what was marked so."""
     return isinstance(x, nn.Parameter) or getattr(x, "_fpsim_weight", False)
+
+
+def mark_as_view_of_weight(x: Tensor) -> None:
+    """Note that `x` holds values of a weight and nothing else: a product with it is one with a weight."""
+    if not is_weight(x):
+        x._fpsim_view_of_weight = True  # type: ignore[attr-defined]
+
+
+def is_view_of_weight(x: Tensor) -> bool:
+    """Whether `x` is a weight, or what a weight was viewed, copied or cut to."""
+    return is_weight(x) or getattr(x, "_fpsim_view_of_weight", False)
 
 
 # Inference tensors count no writes: for all of them, minus the number of writes that one of them may have seen.

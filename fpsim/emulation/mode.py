@@ -20,7 +20,17 @@ from fpsim.emulation.arguments import are_integers, roundable_in, tensors_in, ty
 from fpsim.emulation.backward import BackwardRounding
 from fpsim.emulation.calls import LOOK_UPS, NARROWING, REFUSE, Action, Call, call_of, in_order
 from fpsim.emulation.casts import asks_for_float32, autocast_depth, dtype_in, is_called_by_sharding, is_float32_island
-from fpsim.emulation.marks import OF_A_WEIGHT, WIDE, format_of, is_roundable, is_weight, mark, writes_to
+from fpsim.emulation.marks import (
+    OF_A_WEIGHT,
+    WIDE,
+    format_of,
+    is_roundable,
+    is_weight,
+    mark,
+    writes_to,
+)
+from fpsim.emulation.product_calls import CALLS, compute_products
+from fpsim.emulation.products import ProductCall, note_views_of_weights, weights_among
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.launch import round_memory_
 from fpsim.policy import RoleSpecs
@@ -77,14 +87,25 @@ class Emulation(TorchFunctionMode):
         call = call_of(func)
         action, scope = call.action, self.scope
         specs = scope.specs
-        if action is Action.PASS or specs is NO_SPECS or call.name in scope.float32 or is_called_by_sharding():
+        rounds_nothing = specs is NO_SPECS
+        if (
+            action is Action.PASS
+            or (rounds_nothing and scope.products is None)
+            or call.name in scope.float32
+            or is_called_by_sharding()
+        ):
             return call(func, args, kwargs)
+        if rounds_nothing and call.name not in CALLS and action not in (Action.REFUSE, Action.DECOMPOSE):
+            out = call(func, args, kwargs)
+            note_views_of_weights(scope, call, out, args, kwargs)
+            return out
         if action is Action.REFUSE:
             raise NotImplementedError(
                 f"{resolve_name(func) or call.name} at {scope.name or 'the top level'} hides several operations in one "
                 f"call and cannot be emulated. To do: {REFUSE[call.name]}."
             )
-        if action is Action.DECOMPOSE and not (call.name in recurrent.OPERATIONS and leaves_float32(specs, args[0])):
+        is_left = call.name in recurrent.OPERATIONS and scope.products is None and leaves_float32(specs, args[0])
+        if action is Action.DECOMPOSE and not is_left:
             inner = _decomposed.get(func) or partial(recurrent.OPERATIONS[call.name], scope.repeated)
             with self:
                 return inner(*args, **kwargs)
@@ -93,7 +114,9 @@ class Emulation(TorchFunctionMode):
         if action in (Action.FACTORY, Action.LIKE):
             return self._make(func, call, args, kwargs)
         if action is Action.CAST:
-            return self._cast(func, call, args, kwargs)
+            out = self._cast(func, call, args, kwargs)
+            note_views_of_weights(scope, call, out, args, kwargs)
+            return out
         return self._compute(func, call, args, kwargs)
 
     def _compute(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,7 +148,14 @@ class Emulation(TorchFunctionMode):
         if isinstance(first, Tensor) and not is_wide and not moves and call.action is not Action.SET_ITEM:
             self._prepare_target(first)
         was_marked = format_of(first) if isinstance(first, Tensor) else None
-        out = call(func, new_args, new_kwargs)
+        product = None
+        is_left = is_wide and (rounds is _Rounds.NOTHING or not isinstance(target, Tensor))
+        if self.scope.products is not None and call.name in CALLS and not is_left:
+            originals, prepared = ((*a, *k.values()) for a, k in ((args, kwargs), (new_args, new_kwargs)))
+            product = ProductCall(self.scope, call.name, operands, weights_among(self.scope, originals, prepared))
+            out = compute_products(product, partial(call, func), new_args, new_kwargs, target)
+        else:
+            out = call(func, new_args, new_kwargs)
         if is_wide or (not floats and not isinstance(target, Tensor) and are_integers(args)):
             self._let_results_be_wide(out, call)
             return out
@@ -134,6 +164,7 @@ class Emulation(TorchFunctionMode):
                 self._round_result(first, call, operands, floats, first)
             return out
         if moves:
+            note_views_of_weights(self.scope, call, out, args, kwargs)
             self._carry_marks(out, floats, first, was_marked)
             if call.name not in LOOK_UPS or not isinstance(out, Tensor):
                 return out
@@ -142,7 +173,7 @@ class Emulation(TorchFunctionMode):
                 if out.requires_grad:
                     self._hook(out, self.scope.site(call.name), call.name, operands)
                 return out
-        return self._round_results(out, call, operands, floats, target)
+        return self._round_results(out, call, operands, floats, target, product)
 
     # float32 on purpose
 
@@ -324,10 +355,22 @@ class Emulation(TorchFunctionMode):
         is_mask = x.abs() == torch.finfo(x.dtype).max  # as launch.masks_of
         return torch.where(is_mask | (x == -torch.inf) if keep_infinity and spec.saturates else is_mask, x, rounded)
 
-    def _round_results(self, out: Any, call: Call, operands: tuple[Any, ...], floats: list[Tensor], target: Any) -> Any:
-        """`out` with its tensors rounded; target: what the call was told to write to, if anything."""
+    def _round_results(
+        self,
+        out: Any,
+        call: Call,
+        operands: tuple[Any, ...],
+        floats: list[Tensor],
+        target: Any,
+        product: ProductCall | None = None,
+    ) -> Any:
+        """`out` with its tensors rounded.
+
+        target: what the call was told to write to, if anything.
+        product: the call, if it may have products to quantise.
+        """
         if isinstance(out, Tensor):
-            return self._round_result(out, call, operands, floats, target)
+            return self._round_result(out, call, operands, floats, target, product)
         if isinstance(out, tuple | list):
             results = [
                 self._round_result(x, call, operands, floats, target) if isinstance(x, Tensor) else x for x in out
@@ -338,7 +381,13 @@ class Emulation(TorchFunctionMode):
         return out
 
     def _round_result(
-        self, out: Tensor, call: Call, operands: tuple[Any, ...], floats: list[Tensor], target: Any
+        self,
+        out: Tensor,
+        call: Call,
+        operands: tuple[Any, ...],
+        floats: list[Tensor],
+        target: Any,
+        product: ProductCall | None = None,
     ) -> Tensor:
         specs = self.scope.specs
         if not is_roundable(out):
@@ -348,24 +397,29 @@ class Emulation(TorchFunctionMode):
         if not is_target and any(is_same(out, x) for x in floats):
             self._carry_marks(out, floats, None, None)
             return out  # it moved: dropout in evaluation gives back its input, einsum may give a view of it
-        site = self.scope.site(call.name)
-        spec, error = specs.activation, specs.error
+        site = self.scope.site(call.name) if product is None else product.site
+        spec, error, role, operation = specs.activation, specs.error, "activation", call.name
+        if spec is None and product is not None and (spec := product.output) is not None:
+            role = "output"
         keep_infinity = not call.has_pole or (call.is_quotient and not isinstance(operands[1], Tensor))
         if not plain:
             rounded = self._straight_through(out, spec, error, keep_infinity=keep_infinity)
             return out.copy_(rounded) if is_target else rounded
+        if product is not None and product.asks and error is not None and out.requires_grad:
+            # its gradient is rounded here, and then as an operand: two places in the graph, two sites
+            out, operands, site, operation = out.view_as(out), (out,), f"{site}.output", "output"
         if spec is not None:
-            observer = self.scope.listeners.watching(site, "activation")
+            observer = self.scope.listeners.watching(site, role)
             before = None if observer is None else out.detach().clone()
             # below autograd: what the operation saved for its backward is the rounded value, as on hardware
             round_memory_(out, spec, keep_masks=True, keep_infinity=keep_infinity)
             if observer is not None and before is not None:
-                observer(site, "activation", before, out.detach(), spec)
+                observer(site, role, before, out.detach(), spec)
             mark(out, spec.text)
         elif error is not None:
             mark(out, "float32")  # its gradient has its place
         if error is not None and out.requires_grad:
-            self._hook(out, site, call.name, operands)
+            self._hook(out, site, operation, operands)
         return out
 
     def _hook(self, out: Tensor, site: str, operation: str, operands: tuple[Any, ...]) -> None:

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fpsim.policy import Policy, RoleSpecs
-from fpsim.spec import RoundingSpec
+from fpsim.products import Products
+from fpsim.spec import RoundingSpec, Spec
 
 __all__ = ["NO_SPECS", "Listeners", "Observer", "Scaling", "Scope", "active", "make_scope"]
 
@@ -27,7 +28,8 @@ class Scaling(Protocol):
     it in place at once, and says so with `mark_rounded`.
 
     site: the site's name, "layer1.conv1:conv2d".
-    role: "error" or "weight_grad".
+    role: "error" or "weight_grad"; "error" too for dy as an operand of a product, which is rounded as it enters, and
+        "wgrad.dy" for a second copy of it where the weight gradient's product wants another format.
     spec: the rounding.
     operation: the name of the torch function that made the tensor; "weight" or "activation" for the rounded copy of an
         operand; "output" for what leaves a module that computes in float32 inside.
@@ -48,7 +50,7 @@ class Observer(Protocol):
         """Whether this call of the site is to be seen; asked once a call. What is not wanted costs nothing."""
         ...
 
-    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: RoundingSpec) -> None: ...
+    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec) -> None: ...
 
 
 class Listeners:
@@ -78,9 +80,10 @@ class Scope:
     listeners: those of the model.
     weights: the id of each tensor that stands in for a parameter.
     wide: gathers the operations whose results were float32 on purpose, in the order they came.
+    products: how operands of products are quantised; None where they are not.
     """
 
-    __slots__ = ("counts", "float32", "listeners", "name", "specs", "weights", "wide")
+    __slots__ = ("counts", "float32", "listeners", "name", "products", "specs", "weights", "wide")
 
     def __init__(
         self,
@@ -90,9 +93,11 @@ class Scope:
         listeners: Listeners,
         weights: Collection[int] = (),
         wide: dict[str, None] | None = None,
+        products: Products | None = None,
     ) -> None:
         self.name, self.specs, self.float32, self.listeners, self.weights = name, specs, float32, listeners, weights
         self.wide: dict[str, None] = {} if wide is None else wide
+        self.products = products
         self.counts: dict[str, int] = {}
 
     def site(self, operation: str) -> str:
@@ -112,7 +117,7 @@ class Scope:
 def make_scope(name: str, policy: Policy, listeners: Listeners) -> Scope:
     """The scope of a module under its policy."""
     specs = policy.specs()
-    return Scope(name, NO_SPECS if specs == NO_SPECS else specs, policy.float32, listeners)
+    return Scope(name, NO_SPECS if specs == NO_SPECS else specs, policy.float32, listeners, products=policy.products)
 
 
 class _Active(threading.local):

@@ -1,0 +1,397 @@
+"""Which torch functions are products, and how each is written as a few of the forms that can be quantised.
+
+To add one, write a function that takes a `ProductCall` and then torch's own parameters, and enter it in `CALLS`. With
+NotImplemented it leaves a call to torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fpsim.emulation.arguments import roundable_in
+from fpsim.emulation.einsum import Contraction, contraction, simplified
+from fpsim.emulation.forms import Batched, ByVjp, Convolution, ConvolutionSettings, Linear, Side
+from fpsim.emulation.products import ProductCall
+
+__all__ = ["CALLS", "compute_products"]
+
+
+def compute_products(
+    call: ProductCall,
+    function: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+) -> Any:
+    """What a torch function gives, with the operands of its products quantised.
+
+    function: runs it.
+    target: what it was told to write to, if anything.
+    Raises NotImplementedError for arguments that torch takes and that are not known here.
+    """
+    named = {name: x for name, x in kwargs.items() if name != "out"}
+    if (
+        kwargs.get("out") is not None
+        and torch.is_grad_enabled()
+        and any(x.requires_grad for x in roundable_in(args, kwargs))
+    ):
+        return function(args, kwargs)  # torch says that it has no gradient
+    out = _computed(call, function, args, named)
+    if out is NotImplemented:
+        return function(args, kwargs)
+    if not isinstance(target, Tensor):
+        return out
+    return (target if target.shape == out.shape else target.resize_(out.shape)).copy_(out)
+
+
+def _computed(call: ProductCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    compute = CALLS[call.operation]
+    try:
+        return compute(call, *args, **kwargs)
+    except TypeError:
+        try:
+            inspect.signature(compute).bind(call, *args, **kwargs)
+        except TypeError as error:
+            function(args, kwargs)  # torch's own error, if it has one
+            raise NotImplementedError(
+                f"The product at {call.site} was called in a way that is not emulated: {error}. Possible: the order of "
+                f"arguments that torch documents."
+            ) from None
+        raise
+
+
+# Matrix products
+
+
+def _product(call: ProductCall, a: Tensor, b: Tensor, **rest: Any) -> Tensor:
+    """a @ b. Where one of them is a weight it is the product's w, on whichever side; else b is."""
+    return _matmul_of(call, a, b, call.is_weight(a) and not call.is_weight(b), **rest)
+
+
+def _matmul_of(call: ProductCall, a: Tensor, b: Tensor, w_is_left: bool, **rest: Any) -> Tensor:
+    if a.dim() == 1:
+        return _matmul_of(call, a.unsqueeze(0), b, w_is_left, **rest).squeeze(-2 if b.dim() > 1 else 0)
+    if b.dim() == 1:
+        return _matmul_of(call, a, b.unsqueeze(1), w_is_left, **rest).squeeze(-1)
+    if w_is_left:  # a x = (x^T a^T)^T
+        x, w = b.mT, a.mT
+    else:
+        x, w = a, b
+    if w.dim() == 2:
+        w = w.mT  # (out, in), as in a linear layer
+        y = call.compute(Linear(x, w), x, w, **rest)
+    else:
+        y = call.compute(Batched(x, w), x, w, **rest)
+    return y.mT if w_is_left else y
+
+
+def _matmul(call: ProductCall, input: Tensor, other: Tensor) -> Any:
+    return _product(call, input, other) if call.takes(input, other) else NotImplemented
+
+
+def _rmatmul(call: ProductCall, input: Tensor, other: Tensor) -> Any:
+    return _matmul(call, other, input)
+
+
+def _mm(call: ProductCall, input: Tensor, mat2: Tensor) -> Any:
+    return _matmul(call, input, mat2)
+
+
+def _mv(call: ProductCall, input: Tensor, vec: Tensor) -> Any:
+    return _matmul(call, input, vec)
+
+
+def _dot(call: ProductCall, input: Tensor, tensor: Tensor) -> Any:
+    return _matmul(call, input, tensor)
+
+
+def _vdot(call: ProductCall, input: Tensor, other: Tensor) -> Any:
+    return _matmul(call, input, other)
+
+
+def _vecdot(call: ProductCall, x: Tensor, y: Tensor, *, dim: int = -1) -> Any:
+    if not call.takes(x, y):
+        return NotImplemented
+    rows, columns = x.movedim(dim, -1).unsqueeze(-2), y.movedim(dim, -1).unsqueeze(-1)
+    return _product(_of(call, (x, rows), (y, columns)), rows, columns).squeeze((-2, -1))
+
+
+def _inner(call: ProductCall, input: Tensor, other: Tensor) -> Any:
+    if input.dim() == 0 or other.dim() == 0 or not call.takes(input, other):
+        return NotImplemented
+    a, b = input.reshape(-1, input.shape[-1]), other.reshape(-1, other.shape[-1]).mT
+    return _product(_of(call, (input, a), (other, b)), a, b).reshape(*input.shape[:-1], *other.shape[:-1])
+
+
+def _tensordot(call: ProductCall, a: Tensor, b: Tensor, dims: Any = 2) -> Any:
+    if not call.takes(a, b):
+        return NotImplemented
+    if isinstance(dims, Tensor):
+        dims = dims.tolist()
+    if isinstance(dims, int):
+        dims = [range(a.dim() - dims, a.dim()), range(dims)]
+    of_a, of_b = ([d % x.dim() for d in axes] for x, axes in ((a, dims[0]), (b, dims[1])))
+    if not of_a:
+        return NotImplemented
+    free_a, free_b = ([d for d in range(x.dim()) if d not in axes] for x, axes in ((a, of_a), (b, of_b)))
+    rows = a.permute(*free_a, *of_a).reshape(math.prod(a.shape[d] for d in free_a), -1)
+    columns = b.permute(*of_b, *free_b).reshape(-1, math.prod(b.shape[d] for d in free_b))
+    y = _product(_of(call, (a, rows), (b, columns)), rows, columns)
+    return y.reshape(*(a.shape[d] for d in free_a), *(b.shape[d] for d in free_b))
+
+
+def _of(call: ProductCall, *pairs: tuple[Tensor, Tensor]) -> ProductCall:
+    """The call, which knows that what a weight was reshaped to is one."""
+    call.weights.update({id(made): made for original, made in pairs if call.is_weight(original)})
+    return call
+
+
+# Products with something added
+
+
+def _added(added: Tensor, beta: float, y: Tensor, alpha: float) -> Tensor:
+    if beta == 0:
+        return y * alpha  # what is added may be inf or NaN, and is not read
+    return torch.add(added if beta == 1 else added * beta, y, alpha=alpha)
+
+
+def _addmm(call: ProductCall, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    if not call.takes(mat1, mat2):
+        return NotImplemented
+    is_bias = input.dim() == 1 and mat2.dim() == 2 and input.shape[0] == mat2.shape[1]
+    if beta == alpha == 1 and is_bias and not (call.is_weight(mat1) and not call.is_weight(mat2)):
+        return _product(call, mat1, mat2, bias=input)
+    return _added(input, beta, _product(call, mat1, mat2), alpha)
+
+
+def _addmv(call: ProductCall, input: Tensor, mat: Tensor, vec: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    return _added(input, beta, _product(call, mat, vec), alpha) if call.takes(mat, vec) else NotImplemented
+
+
+def _baddbmm(
+    call: ProductCall, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Any:
+    return _added(input, beta, _product(call, batch1, batch2), alpha) if call.takes(batch1, batch2) else NotImplemented
+
+
+def _addbmm(
+    call: ProductCall, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Any:
+    if not call.takes(batch1, batch2):
+        return NotImplemented
+    a, b = batch1.transpose(0, 1).flatten(1), batch2.flatten(0, 1)  # it sums over the batch too
+    return _added(input, beta, _product(_of(call, (batch1, a), (batch2, b)), a, b), alpha)
+
+
+# Layers: their second operand is a weight, wherever it comes from
+
+
+def _linear(call: ProductCall, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if not call.takes(input, weight, has_weight=True):
+        return NotImplemented
+    if weight.dim() == 1:
+        y = call.compute(Linear(input, weight.unsqueeze(0)), input, weight.unsqueeze(0)).squeeze(-1)
+        return y if bias is None else y + bias
+    return call.compute(Linear(input, weight), input, weight, bias)
+
+
+def _bilinear(call: ProductCall, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """A linear layer of the products of all pairs of features, flattened."""
+    if not (call.takes(input1, weight, has_weight=True) and call.takes(input2, weight, has_weight=True)):
+        return NotImplemented
+    x, w = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2), weight.flatten(1)
+    return call.compute(Linear(x, w), x, w, bias)
+
+
+# Convolutions
+
+
+def _list(value: Any, n: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * n if len(values) == 1 else values
+
+
+def _convolution(
+    call: ProductCall,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Any:
+    if not call.takes(input, weight, has_weight=True):
+        return NotImplemented
+    n = weight.dim() - 2
+    is_single = input.dim() == n + 1
+    x = input.unsqueeze(0) if is_single else input
+    if isinstance(padding, str):
+        x, padding = _padded(x, weight.shape[2:], padding, _list(dilation, n))
+    stride, padding, dilation, output_padding = (_list(v, n) for v in (stride, padding, dilation, output_padding))
+    settings = ConvolutionSettings(stride, padding, dilation, transposed, output_padding, groups)
+    y = call.compute(Convolution(x, weight, settings), x, weight, bias)
+    return y.squeeze(0) if is_single else y
+
+
+def _padded(x: Tensor, kernel: Sequence[int], padding: str, dilation: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """The input and what is left to pad on both sides; "same" pads one more behind where the sum is odd."""
+    if padding == "valid":
+        return x, [0] * len(kernel)
+    totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    if any(total % 2 for total in totals):
+        x = F.pad(x, [side for total in reversed(totals) for side in (0, total % 2)])
+    return x, [total // 2 for total in totals]
+
+
+def _conv(
+    call: ProductCall,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    return _convolution(call, input, weight, bias, stride, padding, dilation, False, 0, groups)
+
+
+def _conv_transpose(
+    call: ProductCall,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    return _convolution(call, input, weight, bias, stride, padding, dilation, True, output_padding, groups)
+
+
+_BY_CHANNELS, _OVER_BATCH = Side(2, 1), Side(1, 2)
+
+
+def _conv_tbc(call: ProductCall, input: Tensor, weight: Tensor, bias: Tensor, pad: int = 0) -> Any:
+    """x: (time, batch, in), weight: (kernel, in, out)."""
+    if not call.takes(input, weight, has_weight=True):
+        return NotImplemented
+    without = torch.zeros_like(bias, requires_grad=False)
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return torch.conv_tbc(x, w, without.to(x.dtype), pad)
+
+    inner, outer = Side(1, 2), Side(2, 1)
+    sides = (_BY_CHANNELS, inner), (_BY_CHANNELS, outer), (_OVER_BATCH, _OVER_BATCH)
+    return call.compute(ByVjp(input, weight, f, sides), input, weight) + bias
+
+
+# Sums that a formula names
+
+
+def _einsum(call: ProductCall, *args: Any) -> Any:
+    found = simplified(args)
+    if found is None:
+        return NotImplemented
+    terms, operands, out = found
+    if len(operands) < 2 or not any(call.takes(a, b) for a, b in pairwise(operands)):
+        return NotImplemented
+    has_several = len(operands) > 2
+    term, y = terms[0], operands[0]
+    for i in range(1, len(operands)):  # from left to right, as torch without an optimiser of paths
+        behind = set(out).union(*terms[i + 1 :])
+        kept = out if i == len(operands) - 1 else "".join(c for c in dict.fromkeys(term + terms[i]) if c in behind)
+        part = f".{i - 1}" if has_several else ""
+        y = _einsum_of_two(call, contraction(term, terms[i], kept), y, operands[i], part)
+        term = kept
+    return y
+
+
+def _einsum_of_two(call: ProductCall, c: Contraction, a: Tensor, b: Tensor, part: str) -> Tensor:
+    if not c.inner or not call.takes(a, b):
+        return torch.einsum(c.equation, a, b)
+    rows, columns = c.operands(a, b)
+    y = _product(_of(call, (a, rows), (b, columns)), rows, columns, operands=(c.equation, a, b), part=part)
+    return c.result(y, a, b)
+
+
+# Attention
+
+
+def _attention(
+    call: ProductCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Its two products, and between them, in float32, what torch documents of scaled_dot_product_attention."""
+    assert call.scope.products is not None
+    if not call.scope.products.attention or not (call.takes(query, key) and call.takes(key, value)):
+        return NotImplemented
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    keys = key.mT
+    scores = _matmul_of(call, query, keys, False, operands=(query, keys), operation="matmul", part=".qk")
+    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        is_kept = attn_mask.dtype is torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if is_kept else scores + attn_mask
+    hides_all = scores.detach().isneginf().all(-1, keepdim=True)  # such a row gives zeros, as in torch
+    weights = torch.softmax(scores.masked_fill(hides_all, 0.0), -1).masked_fill(hides_all, 0.0)
+    weights = F.dropout(weights, dropout_p) if dropout_p else weights
+    return _matmul_of(call, weights, value, False, operands=(weights, value), operation="matmul", part=".pv")
+
+
+def _several(call: ProductCall, *args: Any) -> Any:
+    operands = [x for arg in args for x in (arg if isinstance(arg, tuple | list) else [arg]) if isinstance(x, Tensor)]
+    if not any(call.takes(a, b) for a, b in pairwise(operands)):
+        return NotImplemented
+    raise NotImplementedError(
+        f"{call.operation} at {call.site.partition(':')[0] or 'the top level'} hides several products in one call, "
+        f"whose operands cannot be quantised. To do: write them one by one, with @."
+    )
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "linear": _linear,
+    "bilinear": _bilinear,
+    **dict.fromkeys(("matmul", "imatmul", "linalg_matmul"), _matmul),
+    "rmatmul": _rmatmul,
+    **dict.fromkeys(("mm", "bmm"), _mm),
+    "mv": _mv,
+    **dict.fromkeys(("dot", "inner_product"), _dot),
+    "vdot": _vdot,
+    "linalg_vecdot": _vecdot,
+    "inner": _inner,
+    "tensordot": _tensordot,
+    **dict.fromkeys(("addmm", "addmm_"), _addmm),
+    **dict.fromkeys(("addmv", "addmv_"), _addmv),
+    **dict.fromkeys(("baddbmm", "baddbmm_"), _baddbmm),
+    **dict.fromkeys(("addbmm", "addbmm_"), _addbmm),
+    "einsum": _einsum,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _conv),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv_transpose),
+    "convolution": _convolution,
+    "conv_tbc": _conv_tbc,
+    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("linalg_multi_dot", "chain_matmul"), _several),
+}

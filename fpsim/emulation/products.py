@@ -1,0 +1,283 @@
+"""One product under emulation: its operands are quantised, and its two gradients are products of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpsim.autograd import is_plain
+from fpsim.emulation.arguments import roundable_in, tensors_in
+from fpsim.emulation.calls import LOOK_UPS, Action, Call
+from fpsim.emulation.forms import Form, Side
+from fpsim.emulation.marks import is_roundable, is_view_of_weight, mark_as_view_of_weight
+from fpsim.emulation.scope import Observer, Scope
+from fpsim.launch import rounded
+from fpsim.products import PRODUCTS, Operand, ProductSpecs
+from fpsim.shared_scales import rounded_blocks
+from fpsim.spec import BlockSpec, RoundingSpec, Spec
+from fpsim.torch_internals import is_legacy_batched
+
+__all__ = ["ProductCall", "note_views_of_weights", "weights_among"]
+
+ScaleOf = Callable[[Tensor, bool], Tensor | None]
+
+
+class ProductCall:
+    """One call of a torch function that computes products, one or several, and the site where it is.
+
+    scope: of the module that runs; it has products.
+    operation: the name of the torch function.
+    operands: the function's arguments, in the order of torch's own parameters.
+    weights: those tensors among them, by id, that are parameters or views of one.
+    asks: whether a scaling was asked for the scale of the gradient that comes to one of the products.
+    output: how the result is rounded where no role does; None where no operand was quantised.
+    """
+
+    __slots__ = ("asks", "operands", "operation", "output", "scope", "site", "weights")
+
+    def __init__(self, scope: Scope, operation: str, operands: tuple[Any, ...], weights: dict[int, Tensor]) -> None:
+        self.scope, self.operation, self.operands, self.weights = scope, operation, operands, weights
+        self.site = scope.site(operation)
+        self.asks = False
+        self.output: RoundingSpec | None = None
+
+    def is_weight(self, x: Tensor) -> bool:
+        """Whether this operand is a parameter or a view of one."""
+        return id(x) in self.weights
+
+    def takes(self, x: Tensor, w: Tensor, has_weight: bool = False) -> bool:
+        """Whether a product of these two is quantised; torch's own function computes those that are not.
+
+        has_weight: whether one of them is a weight by the meaning of the function.
+        Raises NotImplementedError for tensors whose memory cannot be read here.
+        """
+        assert self.scope.products is not None
+        is_wanted = has_weight or self.scope.products.attention or self.is_weight(x) or self.is_weight(w)
+        if not (is_wanted and is_roundable(x) and is_roundable(w)) or x.is_meta or w.is_meta:
+            return False
+        if x.dtype is not w.dtype and not torch.is_autocast_enabled(x.device.type):
+            return False  # torch says so
+        if not (is_plain(x) and is_plain(w)):
+            raise NotImplementedError(
+                f"A product at {self.site} has operands to quantise under torch.compile, torch.export, a transform of "
+                f"torch.func, forward-mode differentiation, or as a subclass of Tensor. Possible: plain tensors and "
+                f"plain calls; or leave these modules' products in float32: Policy(overrides={{name: None}})."
+            )
+        return True
+
+    def compute(
+        self, form: Form, x: Tensor, w: Tensor, bias: Tensor | None = None, operands: tuple[Any, ...] | None = None,
+        operation: str | None = None, part: str = "",
+    ) -> Tensor:  # fmt: skip
+        """y of one product.
+
+        form: which one it is.
+        x, w, bias: as the form has them.
+        operands, operation: of this product, where the call has several.
+        part: the name of this product, where the call has several.
+        """
+        scope = self.scope
+        assert scope.products is not None
+        self.output = scope.products.specs.output
+        product = _Product(form, f"{self.site}{part}", scope.products.specs, scope.listeners, x)
+        if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias))):
+            return product.forward(x, w, bias)
+        scaling, specs = scope.listeners.scaling, scope.products.specs
+        by_dgrad, by_wgrad = (
+            needed and _plain_spec(pair[0])
+            for needed, pair in ((x.requires_grad, specs.dgrad), (w.requires_grad, specs.wgrad))
+        )
+        if scaling is None or not (by_dgrad or by_wgrad):
+            return _Node.apply(product, x, w, bias)  # type: ignore[no-any-return]
+        is_apart = bool(by_dgrad and by_wgrad and by_dgrad != by_wgrad)
+        alias = w.view_as(w) if is_apart else w  # a place in the graph behind y, for the scale of a second copy of dy
+        out: Tensor = _Node.apply(product, x, alias, bias)
+        operation, operands = operation or self.operation, self.operands if operands is None else operands
+        scale = scaling(product.site, "error", by_dgrad or by_wgrad, operation, operands, out)  # type: ignore[arg-type]
+        product.scales = {"dgrad": scale, "wgrad": scale}
+        if is_apart:
+            product.scales["wgrad"] = scaling(product.site, "wgrad.dy", by_wgrad, "wgrad", (w,), alias)  # type: ignore[arg-type]
+        self.asks = True
+        return out
+
+
+def weights_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any, ...]) -> dict[int, Tensor]:
+    """Those of the prepared arguments, by id, that are weights, as the call's own arguments say."""
+    pairs = zip(tensors_in(originals), tensors_in(prepared), strict=True)
+    return {id(made): made for x, made in pairs if is_view_of_weight(x) or id(x) in scope.weights}
+
+
+def note_views_of_weights(scope: Scope, call: Call, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note that what a weight is viewed, copied or cut to is one to a product."""
+    if scope.products is None or call.action not in (Action.MOVE, Action.CAST) or call.name in LOOK_UPS:
+        return
+    floats = roundable_in(args, kwargs)
+    if floats and all(is_view_of_weight(x) or id(x) in scope.weights for x in floats):
+        for x in tensors_in(out):
+            if is_roundable(x):
+                mark_as_view_of_weight(x)
+
+
+def _plain_spec(operand: Operand | None) -> RoundingSpec | None:
+    """The rounding of an operand that has no scale of its own."""
+    spec = operand and operand.spec()
+    return spec if isinstance(spec, RoundingSpec) else None
+
+
+class _Product:
+    """What one product computes: forward, and backward at other operands.
+
+    scales: what tells the scale at which dy is rounded, by product; nothing for a scale of 1.
+    """
+
+    __slots__ = ("device", "dtype", "form", "listeners", "scales", "site", "specs", "working")
+
+    def __init__(self, form: Form, site: str, specs: ProductSpecs, listeners: Any, x: Tensor) -> None:
+        self.form, self.site, self.specs, self.listeners = form, site, specs, listeners
+        self.device = x.device.type
+        self.working = torch.float64 if x.dtype is torch.float64 else torch.float32  # in which products are added up
+        casts = self.working is torch.float32 and torch.is_autocast_enabled(self.device)
+        self.dtype = torch.get_autocast_dtype(self.device) if casts else x.dtype  # of y
+        self.scales: dict[str, ScaleOf] = {}
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        with self._own_dtype():
+            x, w = (t.detach().to(self.working) for t in (x, w))
+            xq, wq = self._operands("fprop", self.form.arrange(x), w)
+            return self.form.forward(xq, wq, None if bias is None else bias.to(self.working)).to(self.dtype)
+
+    def backward(
+        self, dy: Tensor, x: Tensor | None, w: Tensor | None, needs_bias: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """dx where w is given, dw where x is, and the gradient of the bias."""
+        form, data, weight = self.form, None, None
+        with torch.no_grad(), self._own_dtype():
+            log2_scales = self._log2_scales(dy, w is not None, x is not None)
+            dy = dy.detach().to(self.working)
+            arranged, shared = form.arrange(dy), None
+            if w is not None:
+                w = w.detach()
+                dyq, wq = self._operands("dgrad", arranged, w.to(self.working), log2_scales[0])
+                data = form.data_gradient(dyq, wq).to(w.dtype)
+                shared = dyq if self._share_dy() else None
+            if x is not None:
+                x = x.detach()
+                other = form.arrange(x.to(self.working))
+                dyq, xq = self._operands("wgrad", arranged, other, log2_scales[1], shared)
+                weight = form.weight_gradient(dyq, xq).to(x.dtype)
+            return data, weight, form.bias_gradient(dy) if needs_bias else None
+
+    def _own_dtype(self) -> AbstractContextManager[Any]:
+        """A block in which torch's autocast changes nothing."""
+        if torch.is_autocast_enabled(self.device):
+            return torch.autocast(self.device, enabled=False)
+        return nullcontext()
+
+    def _log2_scales(self, dy: Tensor, has_dgrad: bool, has_wgrad: bool) -> tuple[Tensor | None, Tensor | None]:
+        """The scales of dy for the two gradients. Asked once where the products share one, and dgrad's first."""
+        dgrad, wgrad = self.scales.get("dgrad"), self.scales.get("wgrad")
+        if dgrad is None or wgrad is None:
+            return None, None
+        first = dgrad(dy, False)
+        return first, first if wgrad is dgrad else wgrad(dy, False)
+
+    def _share_dy(self) -> bool:
+        """Whether one copy of dy serves both gradients: it knows no axis, and no noise."""
+        a, b = self.specs.dgrad[0], self.specs.wgrad[0]
+        return a is not None and a == b and a.rounding != "stochastic" and _plain_spec(a) is not None
+
+    def _operands(
+        self, product: str, a: Tensor, b: Tensor, log2_scale: Tensor | None = None, shared: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The two operands of a product, quantised.
+
+        log2_scale: of the first, where it is dy.
+        shared: the first one, where it is known already.
+        """
+        pair: tuple[Operand | None, Operand | None] = getattr(self.specs, product)
+        sides: tuple[Side, Side] = getattr(self.form, product)
+        roles = [f"{product}.{name}" for name in PRODUCTS[product]]
+        first = self._quantised(a, pair[0], sides[0], roles[0], log2_scale, shared)
+        return first, self._quantised(b, pair[1], sides[1], roles[1])
+
+    def _quantised(
+        self,
+        x: Tensor,
+        operand: Operand | None,
+        side: Side,
+        role: str,
+        log2_scale: Tensor | None = None,
+        known: Tensor | None = None,
+    ) -> Tensor:
+        if operand is None:
+            return x
+        spec = operand.spec()
+        observer = self.listeners.watching(self.site, role)
+        result = _rounded_operand(x, spec, side, log2_scale) if known is None else known
+        if observer is not None:
+            _show(observer, self.site, role, x, result, spec, log2_scale)
+        return result
+
+
+def _rounded_operand(x: Tensor, spec: Spec, side: Side, log2_scale: Tensor | None) -> Tensor:
+    if isinstance(spec, BlockSpec):
+        return rounded_blocks(x, spec, side.axis, side.across)
+    return rounded(x, spec, None, log2_scale)
+
+
+def _show(
+    observer: Observer, site: str, role: str, before: Tensor, after: Tensor, spec: Any, log2_scale: Tensor | None
+) -> None:
+    if log2_scale is not None:  # as the format sees it; exact, for float64 has exponents to spare
+        before, after = (torch.ldexp(x.double(), log2_scale) for x in (before, after))
+    observer(site, role, before, after, spec)
+
+
+class _Node(torch.autograd.Function):
+    """A product in the autograd graph. It keeps its operands as they were before they were quantised."""
+
+    @staticmethod
+    def forward(ctx: Any, product: _Product, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        _, needs_x, needs_w, _ = ctx.needs_input_grad
+        ctx.product, ctx.bias_dtype = product, bias is not None and bias.dtype
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
+        return product.forward(x, w, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if dy is None:
+            return None, None, None, None
+        product, (x, w) = ctx.product, ctx.saved_tensors
+        if is_legacy_batched(dy) or not is_plain(dy):
+            raise NotImplementedError(
+                f"The gradient that came to the product at {product.site} is a batch of gradients, of "
+                f"is_grads_batched=True or torch.func.vmap, or is traced, and cannot be quantised. Possible: one "
+                f"gradient after the other."
+            )
+        data, weight, bias = product.backward(dy, x, w, ctx.needs_input_grad[3])
+        found = data, weight, None if bias is None else bias.to(ctx.bias_dtype)
+        if torch.is_grad_enabled():  # create_graph=True
+            found = tuple(g if g is None else _Once.apply(product.site, g, dy, x, w) for g in found)  # type: ignore[assignment]
+        return None, *found
+
+
+class _Once(torch.autograd.Function):
+    """A gradient of a product that somebody may want to differentiate again."""
+
+    @staticmethod
+    def forward(ctx: Any, site: str, gradient: Tensor, *sources: Tensor | None) -> Tensor:
+        ctx.site = site
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"A gradient of the product at {ctx.site} was differentiated again. The operands of a product are "
+            f"quantised for its first derivatives alone. Possible: double backward without products, or with these "
+            f"modules' products in float32: Policy(overrides={{name: None}})."
+        )

@@ -1,0 +1,167 @@
+"""Products: in which format each operand of a layer's three matrix products enters it.
+
+`y = x w^T` is the forward product, `dx = dy w` gives the data gradient, `dw = dy^T x` the weight gradient. Each has two
+operands, and each operand is quantised along the axis that its product sums over, from the tensor as it was before any
+quantisation: the copy of w for dx is not the transpose of the copy for y.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from fpsim.blocks import Format, as_format
+from fpsim.spec import RoundingSpec, Spec, any_spec, rounding_spec
+
+__all__ = ["PRODUCTS", "Operand", "OperandLike", "ProductSpecs", "Products"]
+
+PRODUCTS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}  # each with its operands
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How one operand of a product is quantised.
+
+    fmt: a format of single numbers or of blocks, or its name.
+    rounding, overflow, random_bits: as in `round_to`.
+    Raises as `round_to` does.
+
+    >>> print(Operand("e5m2", "stochastic", random_bits=8))
+    e5m2 stochastic 8 random bits
+    """
+
+    fmt: Format
+    rounding: str = "nearest_even"
+    overflow: str | None = None
+    random_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fmt", as_format(self.fmt))
+        self.spec()
+
+    def __str__(self) -> str:
+        return str(self.spec())
+
+    def spec(self) -> Spec:
+        """The checked rounding."""
+        return any_spec(self.fmt, self.rounding, self.overflow, self.random_bits)
+
+
+OperandLike = Operand | Format | str | None
+
+
+class ProductSpecs(NamedTuple):
+    """The operands of the three products, and the rounding of the forward product's result."""
+
+    fprop: tuple[Operand | None, Operand | None]
+    dgrad: tuple[Operand | None, Operand | None]
+    wgrad: tuple[Operand | None, Operand | None]
+    output: RoundingSpec | None
+
+
+@dataclass(frozen=True)
+class Products:
+    """The operands of a layer's three matrix products.
+
+    An operand is given as a format, its name, an `Operand`, or None, which leaves it as it comes.
+
+    fprop: (x, w), the operands of y = x w^T.
+    dgrad: (dy, w), those of dx = dy w.
+    wgrad: (dy, x), those of dw = dy^T x.
+    output: the format of y, where the policy has none for activations; a format of single numbers. Its gradient passes.
+    attention: whether products of two activations are quantised too. Without it they are left alone: attention's two
+        products, inside of `scaled_dot_product_attention` or written as `q @ k`, and any other matmul, bmm or einsum
+        none of whose operands is a parameter or a view of one. `linear`, `bilinear` and convolutions always count as
+        products with a weight.
+    Raises ValueError and TypeError for what is no operand.
+
+    >>> print(Products(fprop=("e4m3fn", "e4m3fn"), dgrad=("e5m2", "e4m3fn"), wgrad=("e5m2", "e4m3fn")))
+    fprop=(e4m3fn nearest_even, e4m3fn nearest_even), dgrad=(e5m2 nearest_even, e4m3fn nearest_even), \
+wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
+    >>> print(Products.all("mxfp8_e4m3", output="bf16"))
+    mxfp8_e4m3 nearest_even, output=bf16 nearest_even
+    """
+
+    fprop: tuple[OperandLike, OperandLike] = (None, None)
+    dgrad: tuple[OperandLike, OperandLike] = (None, None)
+    wgrad: tuple[OperandLike, OperandLike] = (None, None)
+    output: OperandLike = None
+    attention: bool = False
+
+    def __post_init__(self) -> None:
+        for product, names in PRODUCTS.items():
+            object.__setattr__(self, product, _pair(product, names, getattr(self, product)))
+        if self.output is not None:
+            object.__setattr__(self, "output", _operand("output", self.output))
+        if not isinstance(self.attention, bool):
+            raise TypeError(f"attention={self.attention!r} is impossible. Possible: True, False.")
+        self.specs  # noqa: B018  # a block format as an output is an error now, not in a forward pass
+
+    @classmethod
+    def all(
+        cls,
+        fmt: OperandLike,
+        rounding: str = "nearest_even",
+        overflow: str | None = None,
+        random_bits: int | None = None,
+        **rest: Any,
+    ) -> Products:
+        """All operands of all products in one format.
+
+        fmt, rounding, overflow, random_bits: as in `Operand`.
+        rest: `output`, `attention`, and products that differ.
+
+        >>> Products.all("mxfp4", wgrad=(None, None)).dgrad[0].rounding
+        'nearest_even'
+        """
+        one = fmt if isinstance(fmt, Operand | None) else Operand(fmt, rounding, overflow, random_bits)  # type: ignore[arg-type]
+        return cls(**{**dict.fromkeys(PRODUCTS, (one, one)), **rest})
+
+    @cached_property
+    def specs(self) -> ProductSpecs:
+        """What is done to each operand."""
+        output = self.output
+        assert output is None or isinstance(output, Operand)
+        fprop, dgrad, wgrad = (getattr(self, product) for product in PRODUCTS)
+        return ProductSpecs(fprop, dgrad, wgrad, None if output is None else rounding_spec(*_words(output)))
+
+    def with_rounding(self, rounding: str) -> Products:
+        """The same products, with another rounding of every operand."""
+
+        def changed(operand: Operand | None) -> Operand | None:
+            return operand and replace(operand, rounding=rounding, random_bits=None)
+
+        fprop, dgrad, wgrad = ((changed(a), changed(b)) for a, b in self.specs[:3])
+        return replace(self, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
+
+    def __str__(self) -> str:
+        words = {p: tuple(str(o or "as it is") for o in getattr(self, p)) for p in PRODUCTS}
+        all_words = {word for pair in words.values() for word in pair}
+        texts = [*all_words] if len(all_words) == 1 else [f"{p}=({', '.join(pair)})" for p, pair in words.items()]
+        if self.output is not None:
+            texts.append(f"output={self.output}")
+        return ", ".join([*texts, *(["attention too"] if self.attention else [])])
+
+
+def _words(operand: Operand) -> tuple[Any, ...]:
+    return operand.fmt, operand.rounding, operand.overflow, operand.random_bits
+
+
+def _operand(name: str, value: object) -> Operand:
+    if isinstance(value, Operand):
+        return value
+    try:
+        return Operand(value)  # type: ignore[arg-type]
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{name}={value!r} is no operand. {error}") from None
+
+
+def _pair(product: str, names: tuple[str, str], value: object) -> tuple[Operand | None, Operand | None]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(
+            f"{product}={value!r} is no pair of operands. Possible: ({', '.join(names)}), each a format, an Operand, "
+            f"or None to leave it as it comes; Products.all(fmt) for all operands in one format."
+        )
+    a, b = (None if v is None else _operand(f"{product}: {n}", v) for n, v in zip(names, value, strict=True))
+    return a, b
