@@ -137,6 +137,15 @@ def test_the_stops_of_a_forward_call() -> None:
     assert is_in_order(path, calls_of(lambda: model(torch.ones(2))))
 
 
+def test_the_stops_of_a_product() -> None:
+    path = stops("A product with quantised operands")
+    assert len(path) == 14
+    model, x = fpsim.quantize(nn.Linear(2, 2), "mxfp8_e4m3"), torch.ones(2, 2, requires_grad=True)
+    results: list[torch.Tensor] = []
+    assert is_in_order(path[:8], calls_of(lambda: results.append(model(x))))
+    assert is_in_order(path[8:], calls_of(results[0].sum().backward))
+
+
 def test_the_stops_of_a_gradient() -> None:
     path = stops("A gradient to its scale")
     assert 10 < len(path) <= 12

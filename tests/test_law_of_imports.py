@@ -48,6 +48,7 @@ RANKS = {
     "fpsim.emulation.scope": 9,
     "fpsim.emulation.forms": 9,
     "fpsim.emulation.einsum": 9,
+    "fpsim.emulation.accumulated": 9.5,
     "fpsim.emulation.checkpoints": 10,
     "fpsim.emulation.products": 10.3,
     "fpsim.emulation.product_calls": 10.6,

@@ -60,19 +60,19 @@ class Linear:
     fprop, dgrad, wgrad = (_ROWS, _ROWS), (_ROWS, _COLUMNS), (_COLUMNS, _COLUMNS)
 
     def __init__(self, x: Tensor, w: Tensor) -> None:
-        self._leading = x.shape[:-1]
+        self.leading = x.shape[:-1]
 
     def arrange(self, x: Tensor) -> Tensor:
         return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        y = x.new_empty(*self._leading, w.shape[0])  # no view, which autograd would let nobody change in place
+        y = x.new_empty(*self.leading, w.shape[0])  # no view, which autograd would let nobody change in place
         rows = y.view(x.shape[0], w.shape[0])
         torch.mm(x, w.t(), out=rows) if bias is None else torch.addmm(bias, x, w.t(), out=rows)
         return y
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
-        return torch.mm(dy, w).view(*self._leading, w.shape[1])
+        return torch.mm(dy, w).view(*self.leading, w.shape[1])
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
         return torch.mm(dy.t(), x)
@@ -89,7 +89,7 @@ class Batched:
     wgrad = Side(-2, -1), Side(-2, -1)
 
     def __init__(self, x: Tensor, w: Tensor) -> None:
-        self._shapes = x.shape, w.shape
+        self.shapes = x.shape, w.shape
 
     def arrange(self, x: Tensor) -> Tensor:
         return x
@@ -98,10 +98,10 @@ class Batched:
         return torch.matmul(x, w)
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
-        return torch.matmul(dy, w.mT).sum_to_size(self._shapes[0])
+        return torch.matmul(dy, w.mT).sum_to_size(self.shapes[0])
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        return torch.matmul(x.mT, dy).sum_to_size(self._shapes[1])
+        return torch.matmul(x.mT, dy).sum_to_size(self.shapes[1])
 
     def bias_gradient(self, dy: Tensor) -> Tensor:
         raise AssertionError("a batched product has no bias")
@@ -125,7 +125,7 @@ class Convolution:
     """
 
     def __init__(self, x: Tensor, w: Tensor, settings: ConvolutionSettings) -> None:
-        self._shapes, self._settings = (x.shape, w.shape), settings
+        self.shapes, self.settings = (x.shape, w.shape), settings
         inner, outer = (_COLUMNS, _ROWS) if settings.transposed else (_ROWS, _COLUMNS)
         self.fprop, self.dgrad, self.wgrad = (_ROWS, inner), (_ROWS, outer), (_COLUMNS, _COLUMNS)
 
@@ -133,28 +133,28 @@ class Convolution:
         return x
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.convolution(x, w, bias, *self._settings)
+        return torch.convolution(x, w, bias, *self.settings)
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
-        like_x = dy.new_empty(1).expand(self._shapes[0])
+        like_x = dy.new_empty(1).expand(self.shapes[0])
         return self._backward(dy, like_x, w, [True, False, False])[0]
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        like_w = dy.new_empty(1).expand(self._shapes[1])
+        like_w = dy.new_empty(1).expand(self.shapes[1])
         return self._backward(dy, x, like_w, [False, True, False])[1]
 
     def bias_gradient(self, dy: Tensor) -> Tensor:
         return dy.sum([0, *range(2, dy.dim())])
 
     def _backward(self, dy: Tensor, x: Tensor, w: Tensor, wanted: list[bool]) -> Any:
-        return torch.ops.aten.convolution_backward(dy, x, w, None, *self._settings, wanted)
+        return torch.ops.aten.convolution_backward(dy, x, w, None, *self.settings, wanted)
 
 
 class ByVjp:
     """Any function f(x, w) that is linear in each of them; its gradients are its own vjp at other operands."""
 
     def __init__(self, x: Tensor, w: Tensor, f: Callable[[Tensor, Tensor], Tensor], sides: tuple[Sides, Sides, Sides]):
-        self._shapes, self._f = (x.shape, w.shape), f
+        self.shapes, self._f = (x.shape, w.shape), f
         self.fprop, self.dgrad, self.wgrad = sides
 
     def arrange(self, x: Tensor) -> Tensor:
@@ -165,12 +165,12 @@ class ByVjp:
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
         with torch.enable_grad():
-            x = dy.new_zeros(self._shapes[0]).requires_grad_()
+            x = dy.new_zeros(self.shapes[0]).requires_grad_()
             return torch.autograd.grad(self._f(x, w), x, dy)[0]
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
         with torch.enable_grad():
-            w = dy.new_zeros(self._shapes[1]).requires_grad_()
+            w = dy.new_zeros(self.shapes[1]).requires_grad_()
             return torch.autograd.grad(self._f(x, w), w, dy)[0]
 
     def bias_gradient(self, dy: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ class _Product:
         """dx where w is given, dw where x is, and the gradient of the bias."""
         form, data, weight = self.form, None, None
         with torch.no_grad(), self._own_dtype():
-            log2_scales = self._log2_scales(dy, w is not None, x is not None)
+            log2_scales = self._log2_scales(dy)
             dy = dy.detach().to(self.working)
             arranged, shared = form.arrange(dy), None
             if w is not None:
@@ -177,7 +177,7 @@ class _Product:
             return torch.autocast(self.device, enabled=False)
         return nullcontext()
 
-    def _log2_scales(self, dy: Tensor, has_dgrad: bool, has_wgrad: bool) -> tuple[Tensor | None, Tensor | None]:
+    def _log2_scales(self, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The scales of dy for the two gradients. Asked once where the products share one, and dgrad's first."""
         dgrad, wgrad = self.scales.get("dgrad"), self.scales.get("wgrad")
         if dgrad is None or wgrad is None:
@@ -232,7 +232,9 @@ def _rounded_operand(x: Tensor, spec: Spec, side: Side, log2_scale: Tensor | Non
 def _show(
     observer: Observer, site: str, role: str, before: Tensor, after: Tensor, spec: Any, log2_scale: Tensor | None
 ) -> None:
-    if log2_scale is not None:  # as the format sees it; exact, for float64 has exponents to spare
+    if log2_scale is not None and isinstance(
+        spec, RoundingSpec
+    ):  # as the format sees it; exact, for float64 has exponents to spare
         before, after = (torch.ldexp(x.double(), log2_scale) for x in (before, after))
     observer(site, role, before, after, spec)
 

@@ -251,6 +251,15 @@ def test_a_block_format_asks_no_scaling() -> None:
         assert scaled.log2_scales() == {}
 
 
+def test_what_is_shown_of_dy_has_the_scale_of_its_own_rounding() -> None:
+    model = quantize(nn.Linear(32, 4), Policy(products=Products(dgrad=("e5m2", None), wgrad=("mxfp4", None))))
+    dy = torch.randn(6, 4)
+    with AdaLossScaled(model, init_scale=2.0**10, rule="fixed", transforms=[]), fpsim.record(model) as recording:
+        gradients(model, torch.randn(6, 32), dy)
+    amax = {row["role"]: row["amax"] for row in recording.rows()}
+    assert amax == {"dgrad.dy": float(dy.abs().max()) * 2**10, "wgrad.dy": float(dy.abs().max())}
+
+
 def test_two_formats_of_dy_get_a_scale_each() -> None:
     products = Products(dgrad=("e5m2", None), wgrad=("e4m3fn", None))
     model = quantize(nn.Linear(8, 4), Policy(products=products))

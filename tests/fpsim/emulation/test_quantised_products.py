@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fpsim
 from fpsim import Operand, Policy, Products, quantize
+from fpsim.emulation.accumulated import in_matrices
 from fpsim.emulation.forms import Batched, ByVjp, Convolution, ConvolutionSettings, Form, Linear
 
 MX = ["mxfp8_e4m3", "mxfp4", "mxint8"]
@@ -290,6 +291,34 @@ def test_gradients_written_by_hand_are_the_products_own_vjp(name: str) -> None:
     torch.testing.assert_close(
         form.data_gradient(form.arrange(dy), other_w), torch.autograd.grad(f(leaf, other_w), leaf, dy)[0]
     )
+
+
+def _multiply(a: Tensor, b: Tensor, added: Tensor | None) -> Tensor:
+    assert a.dim() == b.dim() == 3
+    return torch.bmm(a, b) if added is None else torch.baddbmm(added, a, b)
+
+
+@pytest.mark.parametrize("name", _forms())
+def test_every_form_is_also_a_product_of_matrices(name: str) -> None:
+    form, of_x, of_w, _ = _forms()[name]
+    torch.manual_seed(0)
+    x, w = torch.randn(of_x, dtype=torch.float64), torch.randn(of_w, dtype=torch.float64)
+    matrices, columns = in_matrices(form, _multiply), form.forward(form.arrange(x), w, None)
+    channels = None if name == "batched" else columns.shape[-1 if name == "linear" else 1]
+    bias = None if channels is None else torch.randn(channels, dtype=torch.float64)
+    y = form.forward(form.arrange(x), w, bias)
+    torch.testing.assert_close(matrices.forward(matrices.arrange(x), w, bias), y)
+    dy = torch.randn_like(y)
+    assert (matrices.fprop, matrices.dgrad, matrices.wgrad) == (form.fprop, form.dgrad, form.wgrad)
+    of_dy, of_tokens = form.arrange(dy), form.arrange(x)
+    torch.testing.assert_close(matrices.data_gradient(of_dy, w), form.data_gradient(of_dy, w))
+    torch.testing.assert_close(matrices.weight_gradient(of_dy, of_tokens), form.weight_gradient(of_dy, of_tokens))
+
+
+def test_a_form_without_matrices_is_refused() -> None:
+    x = torch.empty(2, 3)
+    with pytest.raises(NotImplementedError, match="not known as a product of matrices"):
+        in_matrices(ByVjp(x, x, torch.mul, (Linear.fprop, Linear.dgrad, Linear.wgrad)), _multiply)
 
 
 # Formats of single numbers, and operands that differ
