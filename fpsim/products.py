@@ -43,9 +43,13 @@ class Operand:
     def __str__(self) -> str:
         return str(self.spec())
 
+    @cached_property
+    def _spec(self) -> Spec:  # looked up in every product: hashing a block format takes as long as a small one
+        return any_spec(self.fmt, self.rounding, self.overflow, self.random_bits)
+
     def spec(self) -> Spec:
         """The checked rounding."""
-        return any_spec(self.fmt, self.rounding, self.overflow, self.random_bits)
+        return self._spec
 
 
 OperandLike = Operand | Format | str | None
