@@ -20,7 +20,7 @@ from fpsim.emulation.marks import note_inference_write
 from fpsim.emulation.scope import active
 from fpsim.torch_internals import written_arguments
 
-__all__ = ["LOOK_UPS", "NARROWING", "REFUSE", "Action", "Call", "call_of", "in_order"]
+__all__ = ["LOOK_UPS", "NARROWING", "REFUSE", "WRITTEN_TO", "Action", "Call", "call_of", "in_order"]
 
 
 class Action(Enum):
@@ -205,3 +205,13 @@ def call_of(function: Callable[..., Any]) -> Call:
     """How this torch function is treated; looked up once and kept."""
     call = _calls.get(function)
     return _calls.setdefault(function, Call(function)) if call is None else call
+
+
+class _Border:
+    """Where something is rounded that is no torch function's result: it has a name for its site, as a Call has."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.has_pole = name, False
+
+
+WRITTEN_TO: Any = _Border("activation")

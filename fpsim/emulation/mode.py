@@ -18,7 +18,7 @@ from fpsim.autograd import is_plain, straight_through
 from fpsim.emulation import recurrent
 from fpsim.emulation.arguments import are_integers, roundable_in, tensors_in, typed_in
 from fpsim.emulation.backward import BackwardRounding
-from fpsim.emulation.calls import LOOK_UPS, NARROWING, REFUSE, Action, Call, call_of, in_order
+from fpsim.emulation.calls import LOOK_UPS, NARROWING, REFUSE, WRITTEN_TO, Action, Call, call_of, in_order
 from fpsim.emulation.casts import asks_for_float32, autocast_depth, dtype_in, is_called_by_sharding, is_float32_island
 from fpsim.emulation.marks import (
     OF_A_WEIGHT,
@@ -270,7 +270,7 @@ class Emulation(TorchFunctionMode):
     def _prepare_target(self, x: Tensor) -> None:
         """What a call changes in place is an operand too, and is brought into its format where it is."""
         if not self._is_in_format(x, self.scope.specs.activation) and not (x.is_leaf and x.requires_grad):
-            self._round_result(x, _WRITTEN_TO, (x,), [], x)
+            self._round_result(x, WRITTEN_TO, (x,), [], x)
 
     def _is_in_format(self, x: Tensor, spec: RoundingSpec | None) -> bool:
         found, weight = format_of(x), self.scope.specs.weight
@@ -446,13 +446,3 @@ def _leaves(rounds: _Rounds, x: Tensor) -> bool:
 def leaves_float32(specs: RoleSpecs, x: Tensor) -> bool:
     """Whether no role rounds `x`, which is float32."""
     return x.dtype is torch.float32 and all(spec is None or spec.is_float32 for spec in specs)
-
-
-class _Border:
-    """Where something is rounded that is no torch function's result: it has a name for its site, as a Call has."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.has_pole = name, False
-
-
-_WRITTEN_TO: Any = _Border("activation")
