@@ -179,40 +179,46 @@ def _require_rule(f: BlockFormat) -> None:
         raise ValueError(f"{f.scale} does not hold 1. Scales are in a format such as e8m0fnu, e4m3fn or fp32.")
 
 
-_PER = re.compile(r"(\S+) per (tensor|row|\d+|(\d+) ?x ?(\d+))((?: [a-z0-9]+)*)")
+_PER = re.compile(r"(\S+) per (tensor|row|\d+|(\d+) ?x ?(\d+))((?: [a-z0-9]+)*)(?: at (\d+(?:\.\d+)?(?:e-?\d+)?))?")
 
 
 def _systematic_name(f: BlockFormat) -> str | None:
-    """'<element> per <block> [scale] [rule]', where that says all: e4m3fn per tensor fp32."""
+    """'<element> per <block> [scale [fp32]] [rule] [at gain]', where that says all: e4m3fn per tensor fp32."""
     size = "x".join(map(str, f.block)) if isinstance(f.block, tuple) else f.block
     words = [str(f.element).replace("symmetric ", ""), "per", str(size)]
     if isinstance(f.element, FixedPoint):
         words[0] = f"int{f.element.word_length}"
     if not f.has_power_scale:
-        words.append(str(f.scale))
+        words += [str(f.scale), *(["fp32"] if f.tensor_scale else [])]
     if f.scale_rule not in ("floor", "amax"):
         words.append("delayed" if f.is_delayed else str(f.scale_rule))
+    if f.gain != 1:
+        words += ["at", repr(float(f.gain))]
     name = " ".join(words)
     return name if _PER.fullmatch(name) and _from_words(name) == f else None
 
 
 def _from_words(name: str) -> BlockFormat | None:
-    """The format of '<element> per <block> [scale] [rule]'; None where a word is unknown."""
+    """The format of '<element> per <block> [scale [fp32]] [rule] [at gain]'; None where a word is unknown."""
     found = _PER.fullmatch(name)
     if found is None:
         return None
     block = (int(found[3]), int(found[4])) if found[3] else int(found[2]) if found[2].isdigit() else found[2]
     scale: str | None = None
     rule: str | Delayed | None = None
+    has_two = False
     for word in found[5].split():
         if word == "delayed":
             rule, scale = Delayed(), "fp32"
         elif word in SCALE_RULES:
             rule = word
+        elif word == "fp32" and scale is not None:
+            has_two = True  # of the tensor, behind those of the blocks
         else:
             scale = word
     scale = scale or ("fp32" if rule == "amax" else "e8m0fnu")
-    return BlockFormat(as_element(found[1]), block, as_float_format(scale), rule)  # type: ignore[arg-type]
+    gain = float(found[6]) if found[6] else 1.0
+    return BlockFormat(as_element(found[1]), block, as_float_format(scale), rule, has_two, gain)  # type: ignore[arg-type]
 
 
 Format = FloatFormat | FixedPoint | BlockFormat
@@ -234,9 +240,9 @@ def as_format(fmt: str | Format) -> Format:
     """The format that a name, a `repr` or a format stands for.
 
     fmt: a name of the catalogues ("fp16", "e4m3fn", "mxfp4", "nvfp4"), an alias ("half"), eXmY, eXmYfn or eXmYfnuz for
-        any other with the standard bias, "int8" and the like, "<element> per <block> [scale] [rule]" for elements that
-        share a scale ("e4m3fn per tensor fp32", "int4 per 32", "e4m3fn per 128x128 ceil"), the `repr` of a format, or a
-        format.
+        any other with the standard bias, "int8" and the like, "<element> per <block> [scale [fp32]] [rule] [at gain]"
+        for elements that share a scale ("e4m3fn per tensor fp32", "int4 per 32", "e4m3fn per 128x128 ceil", "e2m1fn per
+        16x16 e4m3fn fp32", "e2m1fn per 32 at 0.75"), the `repr` of a format, or a format.
     Raises ValueError for an unknown name, TypeError for what is no name.
 
     >>> as_format("half") is as_format("fp16")

@@ -38,6 +38,9 @@ def test_ocp_formats_have_the_numbers_of_gfloat(info: object) -> None:
         "e4m3fn per 128x128 ceil",
         "int4 per 32",
         "e3m2 per 16 e4m3fn",
+        "e2m1fn per 16x16 e4m3fn fp32",
+        "e2m1fn per 32 at 0.75",
+        "e2m1fn per 32 ceil at 1e-05",
         "fp16 per 8 even",
     ],
 )
