@@ -5,12 +5,14 @@ from fpsim.codes import decode, encode
 from fpsim.emulation import emulate
 from fpsim.fixed_point import FixedPoint
 from fpsim.formats import CATALOGUE, FloatFormat
+from fpsim.hadamard import Hadamard, hadamard
 from fpsim.model import dequantize, quantize, round_parameters_
 from fpsim.noise import manual_seed, noise_of_torch
 from fpsim.ops import Rounder, round_to, round_to_
 from fpsim.policy import ROLES, FormatLike, Policy
 from fpsim.products import Operand, Products
 from fpsim.recording import Recording, record
+from fpsim.scaling_state import load_scaling_state, scaling_state, set_scaling_group
 from fpsim.summary import summary
 from fpsim.tally import Tally, tally
 
@@ -23,6 +25,7 @@ __all__ = [
     "FixedPoint",
     "FloatFormat",
     "FormatLike",
+    "Hadamard",
     "Operand",
     "Policy",
     "Products",
@@ -34,6 +37,8 @@ __all__ = [
     "dequantize",
     "emulate",
     "encode",
+    "hadamard",
+    "load_scaling_state",
     "manual_seed",
     "noise_of_torch",
     "quantize",
@@ -41,6 +46,8 @@ __all__ = [
     "round_parameters_",
     "round_to",
     "round_to_",
+    "scaling_state",
+    "set_scaling_group",
     "summary",
     "tally",
 ]

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from fpsim.blocks import Format, as_format
+from fpsim.blocks import BlockFormat, Format, as_format
+from fpsim.hadamard import Hadamard
 from fpsim.spec import RoundingSpec, Spec, any_spec, rounding_spec
 
 __all__ = ["PRODUCTS", "Operand", "OperandLike", "ProductSpecs", "Products"]
@@ -25,23 +26,37 @@ class Operand:
 
     fmt: a format of single numbers or of blocks, or its name.
     rounding, overflow, random_bits: as in `round_to`.
-    Raises as `round_to` does.
+    hadamard: how it is transformed before, along the axis that the product sums over; the other operand of the product
+        alike. An axis whose length the size does not divide is padded with zeros, which adds nothing to the product.
+    Raises as `round_to` does, TypeError for what is no `Hadamard`.
 
     >>> print(Operand("e5m2", "stochastic", random_bits=8))
     e5m2 stochastic 8 random bits
+    >>> print(Operand("nvfp4", hadamard=Hadamard(16, "fixed")))
+    nvfp4 nearest_even after Hadamard 16 fixed signs
     """
 
     fmt: Format
     rounding: str = "nearest_even"
     overflow: str | None = None
     random_bits: int | None = None
+    hadamard: Hadamard | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fmt", as_format(self.fmt))
+        if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
+            raise TypeError(
+                f"hadamard is {self.hadamard!r}. Possible: a fpsim.Hadamard, such as Hadamard(16), or None."
+            )
         self.spec()
 
     def __str__(self) -> str:
-        return str(self.spec())
+        return f"{self.spec()} after {self.hadamard}" if self.hadamard else str(self.spec())
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether its scale follows from earlier steps."""
+        return isinstance(self.fmt, BlockFormat) and self.fmt.is_delayed
 
     @cached_property
     def _spec(self) -> Spec:  # looked up in every product: hashing a block format takes as long as a small one
@@ -100,6 +115,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
             object.__setattr__(self, "output", _operand("output", self.output))
         if not isinstance(self.attention, bool):
             raise TypeError(f"attention={self.attention!r} is impossible. Possible: True, False.")
+        _require_equal_transforms(self)
         self.specs  # noqa: B018  # a block format as an output is an error now, not in a forward pass
 
     @classmethod
@@ -130,6 +146,11 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         fprop, dgrad, wgrad = (getattr(self, product) for product in PRODUCTS)
         return ProductSpecs(fprop, dgrad, wgrad, None if output is None else rounding_spec(*_words(output)))
 
+    @property
+    def is_delayed(self) -> bool:
+        """Whether the scale of any operand follows from earlier steps."""
+        return any(o is not None and o.is_delayed for p in PRODUCTS for o in getattr(self, p))
+
     def with_rounding(self, rounding: str) -> Products:
         """The same products, with another rounding of every operand."""
 
@@ -146,6 +167,16 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         if self.output is not None:
             texts.append(f"output={self.output}")
         return ", ".join([*texts, *(["attention too"] if self.attention else [])])
+
+
+def _require_equal_transforms(products: Products) -> None:
+    for product, names in PRODUCTS.items():
+        a, b = (o and o.hadamard for o in getattr(products, product))
+        if a != b:
+            raise ValueError(
+                f"{product}: {names[0]} came with {a or 'no Hadamard transform'}, {names[1]} with "
+                f"{b or 'none'}. Both operands of a product are transformed alike, so that it stays what it is."
+            )
 
 
 def _words(operand: Operand) -> tuple[Any, ...]:

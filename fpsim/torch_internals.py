@@ -10,6 +10,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -41,6 +42,7 @@ __all__ = [
     "parametrization_lists",
     "share_storage",
     "version_of",
+    "without_torch_function",
     "wrap_checkpoints",
     "written_arguments",
 ]
@@ -167,6 +169,11 @@ def is_watched() -> bool:
         or torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
         or forward_ad._current_level >= 0
     )
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """A block in which torch's functions ask no mode and no subclass."""
+    return torch._C.DisableTorchFunction()
 
 
 def blind_to_modes(function: Callable[..., Any]) -> Callable[..., Any]:

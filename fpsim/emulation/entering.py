@@ -13,6 +13,7 @@ from fpsim.emulation.marks import note_inference_write
 from fpsim.emulation.mode import Emulation
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.policy import FormatLike, as_policy
+from fpsim.torch_internals import current_graph_task
 
 __all__ = ["Position", "computing_a_weight", "emulate", "entered"]
 
@@ -21,6 +22,10 @@ __all__ = ["Position", "computing_a_weight", "emulate", "entered"]
 def entered(scope: Scope) -> Iterator[Emulation]:
     """Run under `scope`: in the mode that is active in this thread, or in a new one."""
     emulation: Emulation | None = active.emulation
+    histories = scope.listeners.histories
+    is_outermost = emulation is None or emulation.scope.listeners is not scope.listeners
+    if is_outermost and len(histories) and torch.is_grad_enabled() and current_graph_task() < 0:
+        histories.begin_step()
     if emulation is not None:
         previous, emulation.scope = emulation.scope, scope
         try:
@@ -106,6 +111,11 @@ def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) ->
     policy = as_policy(fmt)
     if policy.overrides:
         raise ValueError("emulate() knows no modules, and the policy has overrides. Use quantize(model, policy).")
+    if policy.products is not None and policy.products.is_delayed:
+        raise ValueError(
+            "emulate() remembers nothing from step to step, and the policy has operands with delayed scaling. Use "
+            "quantize(model, policy), or the same formats with scale_rule='amax'."
+        )
     if rounding is not None:
         policy = policy.with_rounding(rounding)
     with entered(make_scope("", policy, Listeners())):

@@ -32,6 +32,7 @@ class Form(Protocol):
     fprop: Sides  # of x and w
     dgrad: Sides  # of dy and w
     wgrad: Sides  # of dy and x
+    groups: int  # how many sums lie one behind the other along the axes of fprop and dgrad
 
     def arrange(self, x: Tensor) -> Tensor:
         """x or dy, with the axes that the sides name; w has them as it is."""
@@ -58,6 +59,7 @@ class Linear:
     """y = x w^T. x: (..., in), w: (out, in), bias: (out,). All leading axes of x are tokens, flattened in order."""
 
     fprop, dgrad, wgrad = (_ROWS, _ROWS), (_ROWS, _COLUMNS), (_COLUMNS, _COLUMNS)
+    groups = 1
 
     def __init__(self, x: Tensor, w: Tensor) -> None:
         self.leading = x.shape[:-1]
@@ -87,6 +89,7 @@ class Batched:
     fprop = Side(-1, -2), Side(-2, -1)
     dgrad = Side(-1, -2), Side(-1, -2)
     wgrad = Side(-2, -1), Side(-2, -1)
+    groups = 1
 
     def __init__(self, x: Tensor, w: Tensor) -> None:
         self.shapes = x.shape, w.shape
@@ -125,7 +128,7 @@ class Convolution:
     """
 
     def __init__(self, x: Tensor, w: Tensor, settings: ConvolutionSettings) -> None:
-        self.shapes, self.settings = (x.shape, w.shape), settings
+        self.shapes, self.settings, self.groups = (x.shape, w.shape), settings, settings.groups
         inner, outer = (_COLUMNS, _ROWS) if settings.transposed else (_ROWS, _COLUMNS)
         self.fprop, self.dgrad, self.wgrad = (_ROWS, inner), (_ROWS, outer), (_COLUMNS, _COLUMNS)
 
@@ -152,6 +155,8 @@ class Convolution:
 
 class ByVjp:
     """Any function f(x, w) that is linear in each of them; its gradients are its own vjp at other operands."""
+
+    groups = 1
 
     def __init__(self, x: Tensor, w: Tensor, f: Callable[[Tensor, Tensor], Tensor], sides: tuple[Sides, Sides, Sides]):
         self.shapes, self._f = (x.shape, w.shape), f

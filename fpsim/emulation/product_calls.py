@@ -288,10 +288,9 @@ def _conv_tbc(call: ProductCall, input: Tensor, weight: Tensor, bias: Tensor, pa
     """x: (time, batch, in), weight: (kernel, in, out)."""
     if not call.takes(input, weight, has_weight=True):
         return NotImplemented
-    without = torch.zeros_like(bias, requires_grad=False)
 
     def f(x: Tensor, w: Tensor) -> Tensor:
-        return torch.conv_tbc(x, w, without.to(x.dtype), pad)
+        return torch.conv_tbc(x, w, x.new_zeros(w.shape[2]), pad)
 
     inner, outer = Side(1, 2), Side(2, 1)
     sides = (_BY_CHANNELS, inner), (_BY_CHANNELS, outer), (_OVER_BATCH, _OVER_BATCH)

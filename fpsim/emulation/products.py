@@ -10,15 +10,20 @@ import torch
 from torch import Tensor
 
 from fpsim.autograd import is_plain
+from fpsim.blocks import Delayed
 from fpsim.emulation.arguments import roundable_in, tensors_in
 from fpsim.emulation.calls import LOOK_UPS, Action, Call
 from fpsim.emulation.forms import Form, Side
 from fpsim.emulation.marks import is_roundable, is_view_of_weight, mark_as_view_of_weight
 from fpsim.emulation.scope import Observer, Scope
+from fpsim.hadamard import Hadamard, padded_to_groups, require_groups, transformed
 from fpsim.launch import rounded
+from fpsim.moments import amax_of
+from fpsim.noise import new_key
 from fpsim.products import PRODUCTS, Operand, ProductSpecs
 from fpsim.shared_scales import rounded_blocks
 from fpsim.spec import BlockSpec, RoundingSpec, Spec
+from fpsim.statistics import AMAX
 from fpsim.torch_internals import is_legacy_batched
 
 __all__ = ["ProductCall", "note_views_of_weights", "weights_among"]
@@ -132,13 +137,14 @@ class _Product:
     """What one product computes: forward, and backward at other operands.
 
     scales: what tells the scale at which dy is rounded, by product; nothing for a scale of 1.
+    is_step: whether gradients are kept, and so the amaxes of operands for the scales of later steps.
     """
 
-    __slots__ = ("device", "dtype", "form", "listeners", "scales", "site", "specs", "working")
+    __slots__ = ("device", "dtype", "form", "is_step", "listeners", "scales", "site", "specs", "working")
 
     def __init__(self, form: Form, site: str, specs: ProductSpecs, listeners: Any, x: Tensor) -> None:
         self.form, self.site, self.specs, self.listeners = form, site, specs, listeners
-        self.device = x.device.type
+        self.device, self.is_step = x.device.type, torch.is_grad_enabled()
         self.working = torch.float64 if x.dtype is torch.float64 else torch.float32  # in which products are added up
         casts = self.working is torch.float32 and torch.is_autocast_enabled(self.device)
         self.dtype = torch.get_autocast_dtype(self.device) if casts else x.dtype  # of y
@@ -188,7 +194,8 @@ class _Product:
     def _share_dy(self) -> bool:
         """Whether one copy of dy serves both gradients: it knows no axis, and no noise."""
         a, b = self.specs.dgrad[0], self.specs.wgrad[0]
-        return a is not None and a == b and a.rounding != "stochastic" and _plain_spec(a) is not None
+        is_plain_copy = a is not None and a == b and a.rounding != "stochastic" and a.hadamard is None
+        return is_plain_copy and _plain_spec(a) is not None
 
     def _operands(
         self, product: str, a: Tensor, b: Tensor, log2_scale: Tensor | None = None, shared: Tensor | None = None
@@ -201,8 +208,30 @@ class _Product:
         pair: tuple[Operand | None, Operand | None] = getattr(self.specs, product)
         sides: tuple[Side, Side] = getattr(self.form, product)
         roles = [f"{product}.{name}" for name in PRODUCTS[product]]
+        if pair[0] is not None and pair[0].hadamard is not None:
+            a, b = self._transformed(product, a, b, pair[0].hadamard, sides)
         first = self._quantised(a, pair[0], sides[0], roles[0], log2_scale, shared)
         return first, self._quantised(b, pair[1], sides[1], roles[1])
+
+    def _transformed(
+        self, product: str, a: Tensor, b: Tensor, transform: Hadamard, sides: tuple[Side, Side]
+    ) -> tuple[Tensor, Tensor]:
+        """Both operands of a product after a Hadamard transform along the axis that it sums over."""
+        groups = 1 if product == "wgrad" else self.form.groups
+        length, other = a.shape[sides[0].axis] // groups, b.shape[sides[1].axis]
+        if groups > 1:  # of a convolution, whose sums begin anew: zeros behind the last one would mix them
+            require_groups(transform, length, f"{product} of the product at {self.site}, in {groups} groups")
+        elif length != other:
+            raise ValueError(
+                f"A Hadamard transform came to {product} of the product at {self.site}, which sums over axes of length "
+                f"{length} and {other}, one of them broadcast. Possible: axes of one length, or no transform here."
+            )
+        key = new_key() if transform.signs == "random" else None
+        results = []
+        for x, side in ((a, sides[0]), (b, sides[1])):
+            padded = x if groups > 1 else padded_to_groups(x, transform, side.axis)
+            results.append(transformed(padded, transform, side.axis % x.dim(), key))
+        return results[0], results[1]
 
     def _quantised(
         self,
@@ -217,10 +246,22 @@ class _Product:
             return x
         spec = operand.spec()
         observer = self.listeners.watching(self.site, role)
-        result = _rounded_operand(x, spec, side, log2_scale) if known is None else known
+        if operand.is_delayed:
+            result = self._rounded_with_history(x, spec, side, role)
+        else:
+            result = _rounded_operand(x, spec, side, log2_scale) if known is None else known
         if observer is not None:
             _show(observer, self.site, role, x, result, spec, log2_scale)
         return result
+
+    def _rounded_with_history(self, x: Tensor, spec: Spec, side: Side, role: str) -> Tensor:
+        """An operand at the scale that earlier steps give it; its amax is kept for later ones."""
+        assert isinstance(spec, BlockSpec)
+        assert isinstance(spec.fmt.scale_rule, Delayed)
+        history = self.listeners.histories.of(self.site, role, spec.fmt.scale_rule, spec.fmt.largest, x.device)
+        if self.is_step:
+            history.record(amax_of(x)[AMAX])
+        return rounded_blocks(x, spec, side.axis, side.across, scale=history.scale())
 
 
 def _rounded_operand(x: Tensor, spec: Spec, side: Side, log2_scale: Tensor | None) -> Tensor:

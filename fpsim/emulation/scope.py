@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from fpsim.delayed import Histories
 from fpsim.policy import Policy, RoleSpecs
 from fpsim.products import Products
 from fpsim.spec import RoundingSpec, Spec
@@ -54,21 +56,25 @@ class Observer(Protocol):
 
 
 class Listeners:
-    """The observer and the scaling of one quantised model, shared by its modules. Not copied or pickled with it."""
+    """The observer, the scaling and the amax histories of one quantised model, shared by its modules.
 
-    def __init__(self) -> None:
+    The histories are copied and pickled with it; observer and scaling are not.
+    """
+
+    def __init__(self, histories: Histories | None = None) -> None:
         self.observer: Observer | None = None
         self.scaling: Scaling | None = None
+        self.histories = Histories() if histories is None else histories
 
     def watching(self, site: str, role: str) -> Observer | None:
         """The observer, if there is one and it wants this call."""
         return self.observer if self.observer is not None and self.observer.wants(site, role) else None
 
     def __deepcopy__(self, memo: Any) -> Listeners:
-        return Listeners()
+        return Listeners(copy.deepcopy(self.histories, memo))
 
     def __reduce__(self) -> Any:
-        return Listeners, ()
+        return Listeners, (self.histories,)
 
 
 class Scope:

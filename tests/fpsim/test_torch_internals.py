@@ -35,6 +35,7 @@ from fpsim.torch_internals import (
     parametrization_lists,
     share_storage,
     version_of,
+    without_torch_function,
 )
 
 
@@ -101,6 +102,15 @@ class Seen(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(getattr(func, "__name__", ""))
         return func(*args, **(kwargs or {}))
+
+
+def test_nobody_is_asked_without_torch_function() -> None:
+    with Seen() as seen, without_torch_function():
+        torch.ones(2).exp()
+    assert seen.names == []
+    with Seen() as seen:
+        torch.ones(2).exp()
+    assert "exp" in seen.names
 
 
 def test_a_copy_that_is_blind_to_modes_shows_the_calls_inside() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fpsim
 from ada_loss.lab.environment import versions
@@ -278,7 +278,21 @@ class Training:
         identity = {**self.format, **asdict(self.options), "versions": versions(), "tensors": _fingerprint(tensors)}
         identity["state"] = [f.name for f in fields(TrainingState)]
         present = {name: thing for name, thing in stateful.items() if thing is not None}
+        present["delayed scaling"] = _DelayedScaling(self.model)
         return Checkpoints(path, present, identity, seconds, self.cuda_devices)
+
+
+class _DelayedScaling:
+    """What a model's delayed scaling remembers, which is not in its state_dict."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return fpsim.scaling_state(self.model)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        fpsim.load_scaling_state(self.model, state)
 
 
 def _placed(data: Tensor, device: str, container: torch.dtype) -> Tensor:

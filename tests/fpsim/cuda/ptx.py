@@ -13,7 +13,7 @@ from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
 from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES
-from fpsim.kernels import block_loops, blocks, moments
+from fpsim.kernels import block_loops, blocks, hadamard, moments
 from fpsim.kernels.compile import for_device
 from fpsim.kernels.round import Masks, cuda_kernel
 from fpsim.moments import join_rows
@@ -98,6 +98,17 @@ def test_the_kernels_of_moments_compile(floating: types.Float) -> None:
     ):
         text, _ = compile_ptx(kernel, signature, cc=(7, 5))
         assert ".entry" in text
+
+
+@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize("size", [2, 16, 1024])
+def test_the_kernels_of_hadamard_transforms_compile(size: int, width: int) -> None:
+    array = types.Array(types.float32 if width == 32 else types.float64, 1, "C")
+    text, _ = compile_ptx(hadamard.cuda_kernel(size, width), (array, array, *[types.int64] * 7), cc=(7, 5))
+    assert ".entry" in text
+    assert "bar.sync" in text
+    # a fused multiply-add or a flush of subnormals would give other bits than the CPU
+    assert re.findall(r"\b(?:fma|mad)\.\S*f\d+|\.ftz", text) == []
 
 
 def every_scale_kernel() -> list[tuple[str, Any, tuple[str, ...]]]:

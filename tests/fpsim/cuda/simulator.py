@@ -15,7 +15,8 @@ from numba.cuda.simulator.kernel import BlockThread
 from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import FloatFormat, as_format
-from fpsim.kernels import block_loops, moments, round
+from fpsim.hadamard import FIXED_SIGNS, Hadamard, transformed
+from fpsim.kernels import block_loops, hadamard, moments, round
 from fpsim.kernels.compile import cuda_scalar
 from fpsim.kernels.round import NO_MASKS, Masks, cuda_loop
 from fpsim.launch import kernel_for, masks_of, rounded
@@ -177,6 +178,40 @@ def test_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, axis: int, mo
     got = torch.from_numpy(target.copy_to_host().view(np.float32)).view(x.shape)
     assert same(got, rounded_blocks(x, spec, axis, None, torch.tensor(key)))
     assert same(torch.from_numpy(scales.copy_to_host()[:count]), block_scales(x, spec, axis).flatten())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+@pytest.mark.parametrize("is_inverse", [False, True], ids=["forth", "back"])
+@pytest.mark.parametrize("signs", [None, "fixed", "random"])
+@pytest.mark.parametrize("shape", [(6, 1), (3, 5), (1, 9)], ids=str)  # groups, and what lies behind the axis
+def test_hadamard_transforms_give_the_bits_of_the_cpu(
+    shape: tuple[int, int], signs: str | None, is_inverse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hadamard, "CUDA_THREADS", 16)
+    hadamard.cuda_loop.cache_clear()
+    key = 0x123456789ABCDEF
+    for size, dtype in ((2, torch.float32), (4, torch.float64), (8, torch.float32), (32, torch.float32)):
+        groups, inner = shape
+        x = torch.randn(groups, size, inner, dtype=dtype) * 2.0 ** torch.randint(-9, 9, (groups, size, inner))
+        x[0, 0, 0], x[-1, 1, -1] = torch.finfo(dtype).max, 2.0**-149
+        expected = transformed(x, Hadamard(size, signs), 1, torch.tensor(key), is_inverse)
+        words = FIXED_SIGNS if signs == "fixed" else 0, int(signs == "random"), int(is_inverse)
+        guarded = cuda.to_device(np.full(x.numel() + 5, 77, x.numpy().dtype))
+        hadamard.cuda_loop(size, 8 * x.element_size())(
+            cuda.to_device(x.numpy().reshape(-1)),
+            guarded,
+            groups * inner,
+            inner,
+            *words,
+            key & 0xFFFFFFFF,
+            key >> 32,
+            0,
+        )
+        result = torch.from_numpy(guarded.copy_to_host())
+        assert same(result[: x.numel()].view(x.shape), expected)
+        assert (result[x.numel() :] == 77).all()
+    hadamard.cuda_loop.cache_clear()
 
 
 def gathered(x: np.ndarray, only_amax: bool = False) -> list[float]:

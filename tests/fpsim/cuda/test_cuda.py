@@ -16,6 +16,7 @@ import fpsim
 from ada_loss import AdaLossScaled, Recorder
 from ada_loss.rules import LAYER_RULES
 from fpsim import FloatFormat, round_to
+from fpsim.delayed import Histories
 from fpsim.kernels.compile import cuda_module
 from fpsim.kernels.round import cuda_loop
 from fpsim.moments import binades, moments_of
@@ -202,6 +203,38 @@ def test_moments_on_the_card_are_those_of_the_cpu(n: int, dtype: torch.dtype) ->
     assert torch.allclose(got, expected, rtol=1e-9, atol=0 if n < 2 else 1e-15)
     for power_begins in (False, True):
         assert torch.equal(binades(x.cuda(), power_begins)[0].cpu(), binades(x, power_begins)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [2, 16, 64, 1024])
+def test_hadamard_transforms_on_the_card_give_the_bits_of_the_cpu(size: int, dtype: torch.dtype) -> None:
+    x = torch.randn(3, 2 * size, 37).to(dtype)
+    for signs in (None, "fixed", "random"):
+        transform, key = fpsim.Hadamard(size, signs), torch.tensor(99)
+        for view, axis in ((x, 1), (x.transpose(1, 2).contiguous(), 2), (x.transpose(0, 2), 1)):
+            expected = fpsim.hadamard(view, transform, axis, key)
+            torch.cuda.synchronize()
+            assert same(fpsim.hadamard(view.cuda(), transform, axis, key).cpu(), expected)
+
+
+@pytest.mark.gpu
+def test_delayed_scaling_waits_for_nothing_and_moves_with_the_model() -> None:
+    histories, rule = Histories(), fpsim.Delayed(history=3)
+    for device in ("cpu", "cuda"):
+        found = histories.of("a:linear", "fprop.x", rule, 448.0, torch.device(device, 0 if device == "cuda" else None))
+        found.record(torch.tensor(7.0, device=device))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            histories.begin_step()
+            scale = found.scale()
+            found.record(scale)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert scale.device.type == "cuda"
+    assert scale.item() == 7.0  # 448 / 7 = 64, 448 / 64 = 7, then the larger of 64 and 7
 
 
 @pytest.mark.gpu

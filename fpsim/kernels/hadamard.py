@@ -1,0 +1,194 @@
+"""Hadamard transforms: the loops that multiply groups of elements along one axis by signs and Sylvester's matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from fpsim.kernels.compile import CUDA_THREADS, compiled_loop, cuda_module, pointer
+from fpsim.rounding import NOISE_ROUNDS, threefry
+
+cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
+
+LANES = 16  # groups side by side on the CPU: a cache line of float32, and vectors whatever the size of a group
+SIGNS = 0x5347  # the high word of the signs' counters, which no tensor's rounding noise reaches: one key serves both
+
+# A tensor's memory is seen as (groups, size, inner), transformed along the second axis. A line is one group at one
+# inner index: `size` elements, `inner` apart. Stage by stage, h = 1, 2, 4, ..., each pair h apart becomes its sum and
+# its difference: the order of the additions is part of the definition, so that every target gives the same bits.
+
+
+@njit(inline="always")
+def lower(a, b):  # type: ignore[no-untyped-def]
+    """What the first of a pair becomes."""
+    return a + b
+
+
+@njit(inline="always")
+def upper(a, b):  # type: ignore[no-untyped-def]
+    """What the second of a pair becomes."""
+    return a - b
+
+
+@njit(inline="always")
+def is_negated(element, pattern, is_random, key0, key1):  # type: ignore[no-untyped-def]
+    """Whether the sign of an element of a group is minus: by 16 bits that repeat, or by noise, 128 bits a counter."""
+    if not is_random:
+        return (np.uint32(pattern) >> np.uint32(element % 16)) & np.uint32(1)
+    counter = np.uint32(element // 128)
+    w0, w1, w2, w3 = threefry(counter, np.uint32(SIGNS), np.uint32(key0), np.uint32(key1), NOISE_ROUNDS)
+    which = element // 32 % 4
+    word = (w0 if which == 0 else w1) if which < 2 else (w2 if which == 2 else w3)
+    return (np.uint32(word) >> np.uint32(element % 32)) & np.uint32(1)
+
+
+def _stages(size: int) -> Callable[..., Any]:
+    """All stages on `size` rows of LANES numbers, one after the other.
+
+    Each is compiled for its distance: knowing it, LLVM sees that the rows of a pair share no memory.
+    """
+
+    @njit(inline="always")
+    def nothing(rows):  # type: ignore[no-untyped-def]
+        pass
+
+    def followed_by(before: Callable[..., Any], h: int) -> Callable[..., Any]:
+        distance = h * LANES
+
+        @njit(inline="always")
+        def stages(rows):  # type: ignore[no-untyped-def]
+            before(rows)
+            for first in range(0, size, 2 * h):
+                for row in range(first, first + h):
+                    for i in range(row * LANES, (row + 1) * LANES):
+                        a, b = rows[i], rows[i + distance]
+                        rows[i] = lower(a, b)
+                        rows[i + distance] = upper(a, b)
+
+        return stages  # type: ignore[no-any-return]
+
+    done: Callable[..., Any] = nothing
+    h = 1
+    while h < size:
+        done = followed_by(done, h)
+        h *= 2
+    return done
+
+
+def floating_of(width: int) -> Any:
+    return np.float32 if width == 32 else np.float64
+
+
+@cache
+def cpu_loop(size: int, width: int) -> Callable[..., None]:
+    """Transform the lines `first` to `last` of the memory at address `src` into that at `dst`, which may be `src`.
+
+    pattern, is_random: where the signs come from, see `is_negated`; `key` is the address of two uint32 words.
+    is_inverse: the signs come after the matrix, which undoes a transform.
+    """
+    floating, stages = floating_of(width), _stages(size)
+    factor, one = floating(size**-0.5), floating(1)
+
+    @compiled_loop(size, width)
+    def loop(src, dst, first, last, inner, pattern, is_random, is_inverse, key):  # type: ignore[no-untyped-def]
+        k = carray(pointer(key), (2,), np.uint32)
+        lines = last + inner  # an upper bound, for the arrays' declared length alone
+        x, y = carray(pointer(src), (lines * size,), floating), carray(pointer(dst), (lines * size,), floating)
+        rows, bases = np.zeros(size * LANES, floating), np.zeros(LANES, np.int64)
+        before, after = np.empty(size, floating), np.empty(size, floating)
+        for e in range(size):
+            sign = -one if is_negated(e, pattern, is_random, k[0], k[1]) else one
+            before[e], after[e] = (one, sign * factor) if is_inverse else (sign, factor)
+        line = first
+        while line < last:
+            group, column = line // inner, line % inner
+            start = group * size * inner + column
+            if inner >= LANES:  # the lanes are neighbours in memory
+                m = min(LANES, inner - column, last - line)
+                for e in range(size):
+                    for lane in range(m):
+                        rows[e * LANES + lane] = x[start + e * inner + lane] * before[e]
+                stages(rows)
+                for e in range(size):
+                    for lane in range(m):
+                        y[start + e * inner + lane] = rows[e * LANES + lane] * after[e]
+            else:
+                m = min(LANES, last - line)
+                for lane in range(m):
+                    other = line + lane
+                    bases[lane] = other // inner * size * inner + other % inner
+                for lane in range(m):
+                    base = bases[lane]
+                    for e in range(size):
+                        rows[e * LANES + lane] = x[base + e * inner] * before[e]
+                stages(rows)
+                for lane in range(m):
+                    base = bases[lane]
+                    for e in range(size):
+                        y[base + e * inner] = rows[e * LANES + lane] * after[e]
+            line += m
+
+    return loop
+
+
+def cuda_kernel(size: int, width: int) -> Callable[..., None]:
+    """The body of the CUDA kernel as a Python function, for jit, PTX and the simulator alike.
+
+    `x` and `y` are flat arrays of floats. A thread holds one element, a block `size` threads for each of its lines.
+    """
+    global cuda
+    cuda = cuda_module()
+    from numba import float32, float64
+
+    floating = float32 if width == 32 else float64
+    threads = threads_of(size)
+    lines_of_block = threads // size
+    factor = floating_of(width)(size**-0.5)
+
+    def kernel(x, y, lines, inner, pattern, is_random, is_inverse, key0, key1):  # type: ignore[no-untyped-def]
+        shared = cuda.shared.array(threads, floating)
+        t = cuda.threadIdx.x
+        # neighbouring threads take neighbours in memory: elements of a line, or the same element of several lines
+        step = 1 if inner == 1 else lines_of_block
+        element = t // step % size
+        line = cuda.blockIdx.x * lines_of_block + (t // size if inner == 1 else t % lines_of_block)
+        place = (line // inner * size + element) * inner + line % inner
+        # a product with a sign could be fused with the first sum
+        negated = is_negated(element, pattern, is_random, key0, key1) != 0
+        value = floating(0.0)
+        if line < lines:
+            value = -x[place] if negated and not is_inverse else x[place]
+        h = 1
+        while h < size:
+            shared[t] = value
+            cuda.syncthreads()
+            other = shared[t ^ (h * step)]
+            cuda.syncthreads()
+            value = floating(upper(other, value) if element & h else lower(value, other))
+            h *= 2
+        if line < lines:
+            y[place] = (-value if negated and is_inverse else value) * factor
+
+    return kernel
+
+
+def threads_of(size: int) -> int:
+    """Threads of a block for groups of this size."""
+    return max(CUDA_THREADS, size)
+
+
+@cache
+def cuda_loop(size: int, width: int) -> Callable[..., None]:
+    """The compiled kernel with its launch: (x, y, lines, inner, pattern, is_random, is_inverse, key0, key1, stream)."""
+    kernel, threads = cuda_module().jit(cuda_kernel(size, width)), threads_of(size)
+
+    def launch(x: Any, y: Any, lines: int, inner: int, *rest: Any) -> None:
+        *words, stream = rest
+        blocks = -(-lines // (threads // size))
+        kernel[blocks, threads, stream](x, y, lines, inner, *words)
+
+    return launch
