@@ -11,6 +11,7 @@ from fpsim.noise import manual_seed, noise_of_torch
 from fpsim.ops import Rounder, round_to, round_to_
 from fpsim.policy import ROLES, FormatLike, Policy
 from fpsim.products import Operand, Products
+from fpsim.recipes import RECIPE_PREFIX, recipe, recipes
 from fpsim.recording import Recording, record
 from fpsim.scaling_state import load_scaling_state, scaling_state, set_scaling_group
 from fpsim.summary import summary
@@ -19,6 +20,7 @@ from fpsim.tally import Tally, tally
 __all__ = [
     "BLOCKS",
     "CATALOGUE",
+    "RECIPE_PREFIX",
     "ROLES",
     "BlockFormat",
     "Delayed",
@@ -42,6 +44,8 @@ __all__ = [
     "manual_seed",
     "noise_of_torch",
     "quantize",
+    "recipe",
+    "recipes",
     "record",
     "round_parameters_",
     "round_to",

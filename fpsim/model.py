@@ -13,7 +13,8 @@ from fpsim.computed_weights import modules_that_compute, sources
 from fpsim.emulation.scope import NO_SPECS, Listeners
 from fpsim.forwards import bound_elsewhere, emulated_forward, emulated_forwards, install, uninstall
 from fpsim.launch import round_memory_
-from fpsim.policy import FormatLike, Policy, as_policy
+from fpsim.policy import FormatLike, Policy
+from fpsim.recipes import as_policy_of
 from fpsim.torch_internals import is_compiled_wrapper
 
 __all__ = ["dequantize", "listeners", "quantize", "round_parameters_"]
@@ -41,6 +42,7 @@ def quantize(
     model: any module; a copy of it is changed.
     fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module. A format
         whose numbers share scales ("mxfp8_e4m3") is that of all operands of matrix products; all else stays float32.
+        "recipe:" before the name of a recipe stands for `fpsim.recipe(name, model)`.
     rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, if there is no role.
     inplace: change `model` itself and return it.
     Raises TypeError for what is no nn.Module or cannot be emulated, ValueError for a pattern that matches no module
@@ -57,7 +59,7 @@ def quantize(
             f"quantize() came with {type(model).__name__}. Possible: a torch.nn.Module. "
             f"For functions use `with fpsim.emulate(fmt):`."
         )
-    policy = as_policy(fmt)
+    policy = as_policy_of(fmt, model)
     if rounding is not None:
         policy = policy.with_rounding(rounding)
     policies = policy.for_modules(model)

@@ -43,6 +43,7 @@ RANKS = {
     "fpsim.codes": 9,
     "fpsim.products": 7.6,
     "fpsim.policy": 8,
+    "fpsim.recipes": 8.5,
     "fpsim.emulation.recurrent": 8,
     "fpsim.emulation.callers": 7,
     "fpsim.emulation.casts": 8,

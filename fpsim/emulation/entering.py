@@ -12,7 +12,8 @@ from fpsim.emulation.checkpoints import watch_checkpoints
 from fpsim.emulation.marks import note_inference_write
 from fpsim.emulation.mode import Emulation
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
-from fpsim.policy import FormatLike, as_policy
+from fpsim.policy import FormatLike
+from fpsim.recipes import as_policy_of
 from fpsim.torch_internals import current_graph_task
 
 __all__ = ["Position", "computing_a_weight", "emulate", "entered"]
@@ -108,7 +109,7 @@ def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) ->
     >>> y
     tensor([0.3438, 0.6875, 1.0000])
     """
-    policy = as_policy(fmt)
+    policy = as_policy_of(fmt)
     if policy.overrides:
         raise ValueError("emulate() knows no modules, and the policy has overrides. Use quantize(model, policy).")
     if policy.products is not None and policy.products.is_delayed:

@@ -21,7 +21,18 @@ from ada_loss.lab.training.options import TrainOptions, is_allowed, possible
 from fpsim import ROLES, Policy
 from fpsim.checks import SHOWN, did_you_mean, is_number, is_whole, shown
 
-__all__ = ["AXES", "OPTIONS", "Cell", "is_configuration", "is_intact", "label", "plan", "policy_of", "stored_cell"]
+__all__ = [
+    "AXES",
+    "OPTIONS",
+    "Cell",
+    "is_configuration",
+    "is_intact",
+    "is_recipe",
+    "label",
+    "plan",
+    "policy_of",
+    "stored_cell",
+]
 
 MOST_CELLS = 1_000_000  # of a grid: a cell takes a kilobyte
 AXES = ("task", "format", "rounding", "scaling", "seed")
@@ -77,9 +88,10 @@ def plan(
     """A cell for every combination, formats first. Invalid values and combinations are rejected here, before any work.
 
     float32, with which the others are compared, is trained once for each seed: there is nothing to round or to scale.
+    A recipe has roundings of its own, and is trained once for each scaling method and seed.
 
     task: a name, "module:function", or a function from a seed to a Task.
-    formats: names, or mappings with the fields of `fpsim.Policy`.
+    formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`.
     scaling: the scaling methods; see `make_scaling`.
     roundings: names, one for all roles each.
     seeds: how many, or which.
@@ -116,6 +128,8 @@ def plan(
         raise ValueError(f"The grid has more than {MOST_CELLS:,} cells. Give fewer formats, scaling methods or seeds.")
     cells = []
     for fmt, rounding, method, seed in itertools.product(canonical, roundings, methods, seeds):
+        if is_recipe(fmt) and rounding != roundings[0]:
+            continue
         if fmt == "fp32":
             if rounding != roundings[0] or method != methods[0]:
                 continue
@@ -211,7 +225,16 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: full[name] for name in OPTIONS}
 
 
+def is_recipe(fmt: Any) -> bool:
+    """Whether a format is the name of a recipe, which has roundings of its own."""
+    return isinstance(fmt, str) and fmt.startswith(fpsim.RECIPE_PREFIX)
+
+
 def _format(fmt: Any) -> Any:
+    if is_recipe(fmt):
+        name = fmt.removeprefix(fpsim.RECIPE_PREFIX).strip()
+        fpsim.recipe(name)
+        return fpsim.RECIPE_PREFIX + name
     if isinstance(fmt, Mapping):
         if "rounding" in fmt:
             raise ValueError("A format came with 'rounding' in it. The sweep varies it: give roundings=[...].")
@@ -224,13 +247,16 @@ def _format(fmt: Any) -> Any:
                 f"in numbers and words. Take {{'error': 'e5m2'}}, for instance."
             ) from None
         return {k: str(fpsim.as_format(v)) if k in ROLES else v for k, v in fmt.items() if v is not None}
+    if isinstance(fmt, str):
+        fpsim.quantize(torch.nn.Linear(1, 1), fmt)  # a recipe without its prefix has an error of its own
     return str(fpsim.as_format(fmt))
 
 
 def policy_of(fmt: Any, rounding: str) -> Any:
     """The format of a cell as `train` takes it: a name or a Policy. Raises ValueError for an unknown rounding."""
     policy = Policy(**fmt) if isinstance(fmt, Mapping) else fmt
-    fpsim.quantize(torch.nn.Linear(1, 1), policy if isinstance(fmt, str) else None, rounding=rounding)
+    is_name = isinstance(fmt, str) and not is_recipe(fmt)
+    fpsim.quantize(torch.nn.Linear(1, 1), policy if is_name else None, rounding=rounding)
     return policy
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ada_loss.lab.sweep.cells import policy_of
+from ada_loss.lab.sweep.cells import is_recipe, policy_of
 from ada_loss.lab.sweep.engines import keep_freed_memory
 from ada_loss.lab.sweep.identity import MakeTask
 from ada_loss.lab.sweep.limits import TimeLimit, within_time
@@ -99,7 +99,8 @@ def run_cell(
             raise TypeError(f"The task gave {type(task).__name__}. It must give an ada_loss.lab.tasks.Task.")
         fmt, rounding = config["format"], config["rounding"]
         options = TrainOptions(scaling=config["scaling"], seed=config["seed"], device=device, **config["options"])
-        run = Training(task, policy_of(fmt, rounding), rounding, options).run(checkpoint)
+        own_rounding = None if is_recipe(fmt) else rounding
+        run = Training(task, policy_of(fmt, rounding), own_rounding, options).run(checkpoint)
         error = None
     except Stopped as stopped:
         run, error = stopped.run, str(stopped)

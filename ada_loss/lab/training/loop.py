@@ -59,7 +59,7 @@ def train(
     """Train a copy of the task's model in a format. The options from `scaling` to `device` are those of `TrainOptions`.
 
     task: the model, its data, its loss and its metrics, which are computed in the format too.
-    fmt: a format for every role, a Policy, or None for plain float32.
+    fmt: a format for every role, a recipe ("recipe:nvfp4"), a Policy, or None for plain float32.
     rounding: of every role; None leaves it to the policy, or to nearest-even.
     checkpoint, checkpoint_seconds, progress: see `Training.run`.
     Raises ValueError for impossible options, Stopped where the loss rule stops the training.

@@ -21,6 +21,7 @@ import sweep_tasks
 import torch
 from torch import nn
 
+import fpsim
 from ada_loss.lab.sweep.cells import Cell, plan
 from ada_loss.lab.sweep.telemetry import telemetry
 from ada_loss.lab.sweep.work import run_cell
@@ -297,3 +298,30 @@ def test_float32_is_trained_once_for_each_seed() -> None:
     assert found == [("up", "none", 0), ("up", "none", 1)]
     assert len(cells) == 2 + 2 * 2 * 2
     assert all(cell.config["format"] == "fp16" for cell in cells[2:])
+
+
+def test_a_recipe_is_trained_once_for_each_method_and_seed_with_its_own_roundings() -> None:
+    cells = plan("digits", ["recipe:nvfp4", "nvfp4"], [8, "torch"], roundings=["nearest_even", "down"], seeds=2)
+    assert [cell.config["format"] for cell in cells] == ["recipe:nvfp4"] * 4 + ["nvfp4"] * 8
+    assert {cell.config["rounding"] for cell in cells[:4]} == {"nearest_even"}
+    assert len({cell.id for cell in cells}) == 12
+    for name in ("recipe:nvfp5", "fp8_current"):
+        with pytest.raises(ValueError, match=r"Unknown recipe 'nvfp5'\. Did you mean nvfp4|'fp8_current' is a recipe"):
+            plan("digits", [name], ["none"])
+    (cell,) = plan("digits", ["recipe:mxfp8"], ["none"], options={"steps": 3, "record_every": 0})
+    result, _ = run_cell(cell.config)
+    task = digits(0)
+    policy = fpsim.recipe("mxfp8", task.model)
+    assert policy.overrides
+    assert result["metrics"] == train(task, policy, steps=3, record_every=0).metrics
+
+
+def test_the_ids_of_cells_stay_what_they_were() -> None:
+    # the ledger of every sweep that was made before knows its cells by them
+    known = {
+        ("fp16", "none"): "115a081b55c76ee1",
+        ("e5m2", "adaptive"): "a1e5289c339eb286",
+        ("fp32", "none"): "8104ab9123f58ac5",
+    }
+    for (fmt, method), found in known.items():
+        assert ids("digits", [fmt], [method]) == [found]
