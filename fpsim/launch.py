@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, cached_property
 from typing import Any
 
@@ -71,9 +72,22 @@ def thread_pool() -> ThreadPoolExecutor:
     return pool
 
 
-def _run_part(loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> Any:
+def _run_part(future: Future[Any], loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> None:
     """One thread's part. It holds the tensors: Ctrl-C in the caller must not free memory that is written to."""
-    return loop(*arguments)
+    if not future.set_running_or_notify_cancel():
+        return  # the caller has taken it back
+    try:
+        future.set_result(loop(*arguments))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _hand_over(loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> Future[Any]:
+    # a future of its own: where a thread cannot be started, submit raises although it may have queued the part
+    future: Future[Any] = Future()
+    with suppress(RuntimeError):  # at the interpreter's end, or at a limit of threads: the part stays with the caller
+        thread_pool().submit(_run_part, future, loop, arguments, *kept_alive)
+    return future
 
 
 def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_scale: Tensor | None = None) -> None:
@@ -112,10 +126,15 @@ def parts_of(n: int) -> list[tuple[int, int]]:
 
 
 def run_parts(loop: Any, parts: Sequence[tuple[Any, ...]], *kept_alive: Any) -> list[Any]:
-    """Call a compiled loop for each part, all but the first in the pool, and give what it gave."""
-    others = [thread_pool().submit(_run_part, loop, part, *kept_alive) for part in parts[1:]]
-    first = loop(*parts[0])
-    return [first, *(other.result() for other in others)]
+    """Call a compiled loop for each part, and give what it gave: the first here, others in the pool.
+
+    A part that no thread has begun by then runs here too.
+    """
+    others = [_hand_over(loop, part, *kept_alive) for part in parts[1:]]
+    results = [loop(*parts[0])]
+    for part, other in zip(parts[1:], others, strict=True):
+        results.append(loop(*part) if other.cancel() else other.result())
+    return results
 
 
 @cache

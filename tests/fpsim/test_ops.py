@@ -6,6 +6,8 @@ import copy
 import gc
 import math
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -490,6 +492,51 @@ def test_a_forked_worker_rounds_after_the_parent_used_its_threads() -> None:
     loader = torch.utils.data.DataLoader(Rounded(x), batch_size=None, num_workers=2, multiprocessing_context="fork")
     for i, y in enumerate(loader):
         assert torch.equal(y, round_to(x[i], "e5m2"))
+
+
+LAST = """
+import atexit, threading, torch, fpsim
+torch.set_num_threads(4)
+x = torch.linspace(-7e4, 7e4, 2**19)
+expected = x.half().float()
+if {warm}:
+    fpsim.round_to(x, "fp16")
+
+@atexit.register
+def last():
+    print(torch.equal(fpsim.round_to(x, "fp16"), expected))
+"""
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_large_tensor_is_rounded_while_the_interpreter_ends(warm: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", LAST.format(warm=warm)], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+NO_THREADS = """
+import threading, torch, fpsim
+x = torch.linspace(-7e4, 7e4, 2**19)
+expected = x.half().float()
+torch.set_num_threads(4)
+before = threading.stack_size(1 << 46)  # more than there is: no thread can be started
+try:
+    threading.Thread(target=print).start()
+except RuntimeError:
+    print("none")
+out = torch.empty_like(x)
+print(torch.equal(fpsim.round_to(x, "fp16", out=out), expected))
+out.zero_()
+threading.stack_size(before)
+print(torch.equal(fpsim.round_to(x, "fp16"), expected))  # threads begin, and find what was left in their queue
+fpsim.round_to(x, "fp16")
+print(out.abs().max().item())
+"""
+
+
+def test_where_no_thread_can_be_started_one_does_it_all_and_none_does_it_later() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_THREADS], capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (["none", "True", "True", "0.0"], "")
 
 
 # Bad input: what came, what is possible, what to do
