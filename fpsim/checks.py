@@ -7,7 +7,22 @@ import math
 from collections.abc import Iterable
 from numbers import Integral, Real
 
-__all__ = ["did_you_mean", "is_finite_number", "is_number", "is_whole", "nearest"]
+__all__ = ["did_you_mean", "is_finite_number", "is_number", "is_whole", "nearest", "shown"]
+
+SHOWN = 100  # characters of a value in an error: more hide the sentence
+
+
+def shown(value: object) -> str:
+    """The `repr` of what came, for an error; the middle of a long one is left out.
+
+    >>> shown("fp9"), len(shown("-" * 1000))
+    ("'fp9'", 103)
+    """
+    try:
+        text = repr(value)
+    except Exception:  # an integer of 5,000 digits has none, and a stranger's may be broken
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}...{text[-SHOWN // 2 :]}"
 
 
 def did_you_mean(word: object, known: Iterable[str], most: int = 1) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fpsim.checks import did_you_mean, nearest
+from fpsim.checks import did_you_mean, nearest, shown
 from fpsim.formats import FloatFormat
 from fpsim.spec import RoundingSpec, rounding_spec
 from fpsim.torch_internals import operation_homes
@@ -71,31 +71,29 @@ class Policy:
     float32: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.float32, str):
-            raise TypeError(f"float32 is the string {self.float32!r}. Write a tuple of names: ({self.float32!r},).")
-        object.__setattr__(self, "float32", tuple(self.float32))
-        homes = (*_HOMES_OF_OPERATIONS, *operation_homes())
-        for name in self.float32:
-            if not any(hasattr(home, n) for home in homes for n in (name, f"__{name}__")):
-                raise ValueError(
-                    f"float32 names {name!r}, which is no operation of torch. Possible: names in torch, torch.Tensor, "
-                    f"torch.nn.functional, torch.linalg, torch.special, torch.fft and torch.ops, such as 'softmax'."
-                )
+        object.__setattr__(self, "float32", _operation_names(self.float32))
         for name in ("rounding", "overflow", "random_bits"):
             value = getattr(self, name)
             unknown = [role for role in value if role not in ROLES] if isinstance(value, Mapping) else []
             if unknown:
                 hint = did_you_mean(unknown[0], ROLES)
-                raise ValueError(f"{name} names {unknown[0]!r}, which is no role. Roles: {', '.join(ROLES)}.{hint}")
+                raise ValueError(
+                    f"{name} names {shown(unknown[0])}, which is no role. Roles: {', '.join(ROLES)}.{hint}"
+                )
         self.specs()
+        if not isinstance(self.overrides, Mapping):
+            raise TypeError(
+                f"overrides is {shown(self.overrides)}. Possible: a mapping from patterns to formats, policies or "
+                f"None; {{}} for none."
+            )
         for pattern, inner in self.overrides.items():
             if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
                 raise TypeError(
-                    f"The pattern {pattern!r} is neither a module name, with * for parts, nor a module class."
+                    f"The pattern {shown(pattern)} is neither a module name, with * for parts, nor a module class."
                 )
             if isinstance(inner, Policy) and inner.overrides:
                 raise ValueError(
-                    f"The policy for {pattern!r} has overrides of its own. Put all patterns in one policy."
+                    f"The policy for {shown(pattern)} has overrides of its own. Put all patterns in one policy."
                 )
             self._resolve(inner)
 
@@ -143,6 +141,28 @@ class Policy:
         return result
 
 
+def _operation_names(names: object) -> tuple[str, ...]:
+    """The names of `Policy(float32=...)`, each an operation of torch."""
+    if isinstance(names, str):
+        raise TypeError(f"float32 is the string {shown(names)}. Write a tuple of names: ({shown(names)},).")
+    try:
+        found = tuple(names)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"float32 is {shown(names)}. Possible: a tuple of names, such as ('softmax',); () for none."
+        ) from None
+    homes = (*_HOMES_OF_OPERATIONS, *operation_homes())
+    for name in found:
+        # no home is asked for what cannot be a name: those of torch.ops raise errors of their own
+        known = isinstance(name, str) and name.isascii() and name.isidentifier()
+        if not known or not any(hasattr(home, n) for home in homes for n in (name, f"__{name}__")):
+            raise ValueError(
+                f"float32 names {shown(name)}, which is no operation of torch. Possible: names in torch, torch.Tensor, "
+                f"torch.nn.functional, torch.linalg, torch.special, torch.fft and torch.ops, such as 'softmax'."
+            )
+    return found
+
+
 FormatLike = str | FloatFormat | Policy | None
 
 
@@ -156,7 +176,7 @@ def as_policy(fmt: FormatLike) -> Policy:
         return fmt
     if isinstance(fmt, Mapping):
         raise TypeError(
-            f"A format came as the mapping {fmt!r}. Possible: a name, a FloatFormat, a Policy, or None. "
+            f"A format came as the mapping {shown(fmt)}. Possible: a name, a FloatFormat, a Policy, or None. "
             f"Formats by role are a fpsim.Policy(**mapping)."
         )
     return Policy(fmt, fmt, fmt, fmt)

@@ -15,7 +15,7 @@ from fpsim.blocks import Element
 from fpsim.checks import is_whole
 from fpsim.kernels.tally import lost_loop, tally_loop
 from fpsim.launch import parts_of, rounded, run_parts
-from fpsim.spec import require_floating, rounding_spec
+from fpsim.spec import require_floating, require_ndarray, rounding_spec
 from fpsim.statistics import (
     EXPONENT_BIAS,
     EXPONENT_FIELDS,
@@ -166,6 +166,7 @@ def tally(
         raise TypeError(f"log2_scale is {log2_scale!r}. Possible: an integer, the exponent of a power of two.")
     spec = rounding_spec(fmt, rounding, overflow)
     if isinstance(x, np.ndarray):
+        require_ndarray(x)
         x = torch.from_numpy(np.array(x, order="C"))
     require_floating(x)
     x = x.detach()

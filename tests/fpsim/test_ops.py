@@ -555,6 +555,7 @@ def test_where_no_thread_can_be_started_one_does_it_all_and_none_does_it_later()
         (np.array([1, 2]), r"dtype int64.*astype"),
         (np.array([1.0], dtype=">f4"), "native byte order"),
         (np.array(["a"]), "Possible: float32"),
+        (np.ma.array([1.0, 2.0], mask=[True, False]), r"masked array.*mask would be lost.*mask=x\.mask"),
     ],
 )
 def test_tensors_that_cannot_be_rounded_are_refused(x: object, message: str) -> None:
@@ -580,6 +581,30 @@ def test_unknown_words_are_refused() -> None:
         round_to(x, "fp16", overflow="clip")
     with pytest.raises(ValueError, match=r"overflow='inf' is impossible: e4m3fn has no inf.*Possible: nan, saturate"):
         round_to(x, "e4m3fn", overflow="inf")
+
+
+@pytest.mark.parametrize(
+    "word", [[], {}, {"a"}, [[]], np.array([1.0, 2.0]), slice(1), torch.ones(2), object(), 3, b"up"]
+)
+def test_words_that_are_none_are_refused_as_unknown_ones_are(word: object) -> None:
+    x = torch.ones(2)
+    with pytest.raises(TypeError, match="A format is wanted, not"):
+        round_to(x, word)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"Unknown rounding .*Known: nearest_even"):
+        round_to(x, "fp16", word)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"Unknown overflow .*Known: inf, nan, saturate"):
+        round_to(x, "fp16", overflow=word)  # type: ignore[call-overload]
+    if word != 3:
+        with pytest.raises(ValueError, match=r"random_bits=.* is impossible\. Possible: 1 to 32"):
+            round_to(x, "fp16", "stochastic", random_bits=word)  # type: ignore[call-overload]
+
+
+def test_a_mask_is_not_lost_where_results_are_written_or_counted() -> None:
+    masked = np.ma.array([1.0, 2.0], mask=[True, False])
+    with pytest.raises(TypeError, match="out is a masked array"):
+        round_to(np.ones(2), "fp16", out=masked)
+    with pytest.raises(TypeError, match="x is a masked array"):
+        fpsim.tally(masked, "fp16")
 
 
 @pytest.mark.parametrize(
