@@ -129,7 +129,8 @@ class FixedPoint:
         """Always "saturate". Raises ValueError for anything else."""
         if overflow is not None and (not isinstance(overflow, str) or overflow != "saturate"):
             raise ValueError(
-                f"overflow={shown(overflow)} is impossible: {self} has neither inf nor NaN. Possible: saturate, or None."
+                f"overflow={shown(overflow)} is impossible: {self} has neither inf nor NaN. "
+                f"Possible: saturate, or None."
             )
         return "saturate"
 

@@ -155,6 +155,14 @@ def float64_bits(typingctx: Any, x: Any) -> Any:
     return types.int64(types.float64), generate
 
 
+@intrinsic
+def float64_of_bits(typingctx: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.DoubleType())
+
+    return types.float64(types.uint64), generate
+
+
 def _bitcast(source: Any, target: Any, kind: Any) -> Any:
     def bitcast(typingctx: Any, x: Any) -> Any:
         if x != source:
