@@ -152,7 +152,9 @@ def test_moments_range_and_losses_are_the_same() -> None:
         assert m.amax == float(numbers.abs().max())
         assert m.amin == float(numbers[numbers != 0].abs().min())
         assert (m.minimum, m.maximum) == (float(numbers.min()), float(numbers.max()))
-        assert m.mean == pytest.approx(math.fsum(numbers.tolist()) / len(numbers), rel=1e-9)
+        # sums in any order of a few hundred terms
+        bound = 1e-12 * float(numbers.abs().mean())
+        assert m.mean == pytest.approx(math.fsum(numbers.tolist()) / len(numbers), rel=0, abs=bound)
         both_ways(lambda p=part: amax_of(p).tolist())
     spec = rounding_spec("fp16")
     for k in (-10, 0, 100, 118):
@@ -227,7 +229,7 @@ def test_sixteen_bits_become_float64_as_in_normal_mode(dtype: torch.dtype) -> No
 
 def test_a_limit_is_the_next_number_down() -> None:
     x = words(64).view(np.float64)
-    x = x[(x >= 0) & ~np.isnan(x)]
+    x = x[~np.signbit(x) & ~np.isnan(x)]
     limit = njit(lambda v: (make_limit_32(v), make_limit_64(v)))
     with flushing():
         got = [limit(v) for v in x]
