@@ -103,7 +103,8 @@ def _code_table(f: FloatFormat, width: int) -> tuple[np.ndarray[Any, Any], np.nd
         values = [-math.inf, *values, math.inf]
     if f.has_negative_zero:
         values.insert(values.index(0.0), -0.0)
-    container, integer = (BINARY32, np.int32) if width == 32 else (BINARY64, np.int64)
+    container = BINARY32 if width == 32 else BINARY64
+    integer: Any = np.int32 if width == 32 else np.int64
     patterns = np.array([container.bits(v) for v in values], np.uint32 if width == 32 else np.uint64).view(integer)
     ordered = patterns ^ ((patterns >> (width - 1)) & np.iinfo(integer).max)
     return ordered, np.array([f.encode(v) for v in values], np.int32)

@@ -100,8 +100,9 @@ def replayed_noise(state: Tensor | None) -> Iterator[None]:
 
     state: from `noise_state`; None draws from torch's stream, which whoever runs something again has to replay.
     """
-    stream = None if state is None else torch.Generator()
-    if stream is not None:
+    stream = None
+    if state is not None:
+        stream = torch.Generator()
         stream.set_state(state)
     with _drawing_from(stream):
         yield

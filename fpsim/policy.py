@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -100,19 +100,16 @@ class Policy:
     def specs(self) -> RoleSpecs:
         """The checked roundings of this policy's roles, overrides aside."""
 
-        def of(option: object, role: str, default: object) -> object:
+        def of(option: object, role: str, default: object) -> Any:
             return option.get(role, default) if isinstance(option, Mapping) else option
 
         found = []
         for role in ROLES:
             fmt, rounding = getattr(self, role), of(self.rounding, role, "nearest_even")
-            bits = of(self.random_bits, role, None) if rounding == "stochastic" else None
-            spec = rounding_spec(
-                "fp32" if fmt is None else fmt,
-                rounding,
-                of(self.overflow, role, None) if fmt is not None else None,
-                bits,
-            )  # type: ignore[arg-type]
+            is_stochastic = isinstance(rounding, str) and rounding == "stochastic"
+            bits = of(self.random_bits, role, None) if is_stochastic else None
+            overflow = of(self.overflow, role, None) if fmt is not None else None
+            spec = rounding_spec("fp32" if fmt is None else fmt, rounding, overflow, bits)
             found.append(None if fmt is None else spec)
         return RoleSpecs(*found)
 
@@ -146,7 +143,7 @@ def _operation_names(names: object) -> tuple[str, ...]:
     if isinstance(names, str):
         raise TypeError(f"float32 is the string {shown(names)}. Write a tuple of names: ({shown(names)},).")
     try:
-        found = tuple(names)  # type: ignore[arg-type]
+        found: tuple[Any, ...] = tuple(names)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(
             f"float32 is {shown(names)}. Possible: a tuple of names, such as ('softmax',); () for none."

@@ -35,7 +35,7 @@ def meaning(fmt: oracle.Format, code: int) -> float:
 @fuzz(
     300,
     x=fuzz_inputs.tensors(),
-    f=fuzz_inputs.formats(),
+    f=fuzz_inputs.formats().filter(lambda f: f.bits <= 11 or f.bits == 17),  # a table of 2**16 codes takes a second
     rounding=DETERMINISTIC,
     overflow=st.sampled_from([None, "inf", "nan", "saturate"]),
 )
