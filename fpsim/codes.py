@@ -13,6 +13,7 @@ from torch import Tensor
 from fpsim.blocks import as_format
 from fpsim.formats import FloatFormat
 from fpsim.ops import round_to
+from fpsim.rounding import BINARY32, BINARY64
 from fpsim.spec import require_floating
 
 __all__ = ["decode", "encode"]
@@ -32,17 +33,20 @@ def encode(x: Tensor, fmt: str | FloatFormat, rounding: str = "nearest_even", ov
     """
     f = _codable(fmt)
     require_floating(x)
-    values, codes = map(torch.from_numpy, _code_table(f))
-    rounded = round_to(x.detach().double(), f, rounding, overflow)
-    if not f.has_nan and rounded.isnan().any():
+    if x.device.type == "meta":
+        raise TypeError("x is on device meta, where tensors hold no numbers to encode. Possible: cpu, cuda.")
+    x = x.detach()
+    rounded = round_to(x if x.dtype is torch.float64 else x.float(), f, rounding, overflow)
+    is_nan = rounded.isnan()
+    if not f.has_nan and is_nan.any():
         raise ValueError(f"x holds NaN and {f} has no code for it. Possible: finite values; see torch.nan_to_num.")
-    table, index = values.to(x.device), codes.to(x.device)
-    result = index[torch.searchsorted(table, rounded).clamp_(max=len(table) - 1)]
-    special = torch.full_like(result, f.encode(float("nan")) if f.has_nan else 0)
-    result = torch.where(rounded.isnan(), special, result)
-    if f.has_negative_zero:
-        result = torch.where((rounded == 0) & rounded.signbit(), special.fill_(f.encode(-0.0)), result)
-    return result
+    width = 64 if x.dtype is torch.float64 else 32
+    table, codes = (torch.from_numpy(a).to(x.device) for a in _code_table(f, width))
+    # by patterns, which no processor flushes to zero; read as integers, those of negative numbers run backwards
+    patterns = rounded.view(torch.int32 if width == 32 else torch.int64)
+    ordered = (patterns ^ ((patterns >> (width - 1)) & torch.iinfo(patterns.dtype).max)).contiguous()
+    result = codes[torch.searchsorted(table, ordered).clamp_(max=len(table) - 1)]
+    return torch.where(is_nan, torch.full_like(result, f.encode(math.nan) if f.has_nan else 0), result)
 
 
 def decode(codes: Tensor, fmt: str | FloatFormat) -> Tensor:
@@ -59,6 +63,11 @@ def decode(codes: Tensor, fmt: str | FloatFormat) -> Tensor:
     f = _codable(fmt)
     if not isinstance(codes, Tensor):
         raise TypeError(f"codes is {type(codes).__name__}. Possible: a torch.Tensor; wrap it with torch.as_tensor.")
+    if codes.layout is not torch.strided or codes.device.type == "meta":
+        layout = str(codes.layout).removeprefix("torch.")
+        raise TypeError(
+            f"codes has layout {layout} on device {codes.device}. Possible: a dense tensor that holds numbers."
+        )
     if codes.dtype.is_floating_point or codes.dtype.is_complex or codes.dtype is torch.bool:
         raise TypeError(f"codes has dtype {str(codes.dtype).removeprefix('torch.')}. Possible: any integer dtype.")
     index = codes.long()
@@ -83,13 +92,19 @@ def _codable(fmt: str | FloatFormat) -> FloatFormat:
 
 @cache
 def _value_table(f: FloatFormat) -> np.ndarray[Any, Any]:
-    return np.array([f.decode(code) for code in range(2**f.bits)], np.float32)
+    return np.array([BINARY32.bits(f.decode(code)) for code in range(2**f.bits)], np.uint32).view(np.float32)
 
 
 @cache
-def _code_table(f: FloatFormat) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Ascending values, inf included, and their codes."""
+def _code_table(f: FloatFormat, width: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The patterns of all values in a container of `width` bits, inf and -0 included, in order, and their codes."""
     values = [*f.values()]
     if f.has_inf:
         values = [-math.inf, *values, math.inf]
-    return np.array(values), np.array([f.encode(v) for v in values], np.int32)
+    if f.has_negative_zero:
+        values.insert(values.index(0.0), -0.0)
+    container = BINARY32 if width == 32 else BINARY64
+    integer: Any = np.int32 if width == 32 else np.int64
+    patterns = np.array([container.bits(v) for v in values], np.uint32 if width == 32 else np.uint64).view(integer)
+    ordered = patterns ^ ((patterns >> (width - 1)) & np.iinfo(integer).max)
+    return ordered, np.array([f.encode(v) for v in values], np.int32)

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from fpsim.checks import is_whole
+from fpsim.checks import is_whole, shown
 from fpsim.formats import FLOAT32_LARGEST, FLOAT32_SMALLEST_EXPONENT
 
 __all__ = ["FIXED_POINT_NAME", "FixedPoint", "named_fixed_point"]
@@ -40,15 +40,16 @@ class FixedPoint:
     def __post_init__(self) -> None:
         for name in ("signed", "symmetric"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} makes no format. Possible: True, False.")
+                raise ValueError(f"{name}={shown(getattr(self, name))} makes no format. Possible: True, False.")
         least, most = (2, 25) if self.signed else (1, 24)
         if not is_whole(self.word_length, least) or self.word_length > most:
             raise ValueError(
-                f"word_length={self.word_length!r} makes no format that a float32 holds. "
+                f"word_length={shown(self.word_length)} makes no format that a float32 holds. "
                 f"Possible: the integers {least} to {most}."
             )
-        if not is_whole(self.fraction_length):
-            raise ValueError(f"fraction_length={self.fraction_length!r} makes no format. Possible: an integer.")
+        if not is_whole(self.fraction_length) or abs(self.fraction_length) > 10**9:
+            came = shown(self.fraction_length)
+            raise ValueError(f"fraction_length={came} makes no format. Possible: an integer, from -127 to 149.")
         if self.symmetric and not self.signed:
             raise ValueError("symmetric=True is for signed formats. Leave it away with signed=False.")
         lowest_exponent, beyond = -self.fraction_length, self.digits - self.fraction_length
@@ -126,9 +127,10 @@ class FixedPoint:
 
     def resolve_overflow(self, overflow: str | None = None) -> str:
         """Always "saturate". Raises ValueError for anything else."""
-        if overflow not in (None, "saturate"):
+        if overflow is not None and (not isinstance(overflow, str) or overflow != "saturate"):
             raise ValueError(
-                f"overflow={overflow!r} is impossible: {self} has neither inf nor NaN. Possible: saturate, or None."
+                f"overflow={shown(overflow)} is impossible: {self} has neither inf nor NaN. "
+                f"Possible: saturate, or None."
             )
         return "saturate"
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from fpsim.checks import did_you_mean, is_whole
+from fpsim.checks import did_you_mean, is_whole, shown
 
 __all__ = ["ALIASES", "CATALOGUE", "OVERFLOWS", "FloatFormat", "as_float_format"]
 
@@ -62,6 +61,8 @@ class FloatFormat:
         _require_fields(self)
         if self.bias is None:
             object.__setattr__(self, "bias", _standard_bias(self))
+        for name in ("exponent_bits", "mantissa_bits", "bias"):
+            object.__setattr__(self, name, int(getattr(self, name)))  # NumPy's integers overflow
         if self.specials in ("dlfloat", "scale") and self.subnormals:
             object.__setattr__(self, "subnormals", False)
         _require_float32_container(self)
@@ -275,8 +276,10 @@ class FloatFormat:
         """
         if overflow is None:
             return "inf" if self.has_inf else "saturate"
-        if overflow not in OVERFLOWS:
-            raise ValueError(f"Unknown overflow {overflow!r}. Known: {', '.join(OVERFLOWS)}, or None for the default.")
+        if not isinstance(overflow, str) or overflow not in OVERFLOWS:
+            raise ValueError(
+                f"Unknown overflow {shown(overflow)}. Known: {', '.join(OVERFLOWS)}, or None for the default."
+            )
         if (overflow == "inf" and not self.has_inf) or (overflow == "nan" and not self.has_nan):
             possible = [o for o in OVERFLOWS if o == "saturate" or getattr(self, f"has_{o}")]
             raise ValueError(
@@ -290,13 +293,15 @@ def _require_fields(f: FloatFormat) -> None:
     for name, low, high in (("exponent_bits", 1, 8), ("mantissa_bits", 0, 23)):
         value = getattr(f, name)
         if not is_whole(value, low) or value > high:
-            raise ValueError(f"{name}={value!r} makes no format. Possible: the integers {low} to {high}.")
+            raise ValueError(f"{name}={shown(value)} makes no format. Possible: the integers {low} to {high}.")
     if f.bias is not None and not is_whole(f.bias):
-        raise ValueError(f"bias={f.bias!r} makes no format. Possible: an integer, or None for the standard's.")
-    if f.specials not in SPECIALS:
-        raise ValueError(f"Unknown specials {f.specials!r}. Known: {', '.join(SPECIALS)}.")
+        raise ValueError(f"bias={shown(f.bias)} makes no format. Possible: an integer, or None for the standard's.")
+    if f.bias is not None and abs(f.bias) > 10**9:  # what follows puts the bias into its messages
+        raise ValueError(f"bias={shown(f.bias)} makes no format that a float32 holds. Possible: -200 to 200, or None.")
+    if not isinstance(f.specials, str) or f.specials not in SPECIALS:
+        raise ValueError(f"Unknown specials {shown(f.specials)}. Known: {', '.join(SPECIALS)}.")
     if not isinstance(f.subnormals, bool):
-        raise ValueError(f"subnormals={f.subnormals!r} makes no format. Possible: True, False.")
+        raise ValueError(f"subnormals={shown(f.subnormals)} makes no format. Possible: True, False.")
     if f.specials == "scale" and f.mantissa_bits:
         raise ValueError(f"specials='scale' means powers of two: mantissa_bits must be 0, not {f.mantissa_bits}.")
     if f.specials in ("dlfloat", "p3109") and f.mantissa_bits == 0:
@@ -370,8 +375,10 @@ ALIASES: dict[str, str] = {
 }
 
 _NAMES = {f: name for name, f in CATALOGUE.items()}
-_SYSTEMATIC = re.compile(r"e([1-8])m(\d{1,2})(fn|fnuz)?")
-_REPR = re.compile(r"FloatFormat\((.*)\)", re.DOTALL)
+_SYSTEMATIC = re.compile(r"e([1-8])m([0-9]{1,2})(fn|fnuz)?")
+_REPR = re.compile(r"FloatFormat\(([^()]*)\)")
+_FIELD = re.compile(r"""\s*(?:(\w+)\s*=\s*)?(?:([-+]?[0-9]{1,9})|(None|True|False)|'(\w*)'|"(\w*)")\s*""")
+_WORDS = {"None": None, "True": True, "False": False}
 
 
 def as_float_format(fmt: str | FloatFormat, hint: str | None = None) -> FloatFormat:
@@ -389,7 +396,7 @@ def as_float_format(fmt: str | FloatFormat, hint: str | None = None) -> FloatFor
         return fmt
     if not isinstance(fmt, str):
         raise TypeError(
-            f"A format is wanted, not {fmt!r} of type {type(fmt).__name__}. "
+            f"A format is wanted, not {shown(fmt)} of type {type(fmt).__name__}. "
             f"Possible: a name such as 'fp16', or a FloatFormat."
         )
     return _parse(fmt, hint)
@@ -408,17 +415,30 @@ def _parse(text: str, hint: str | None = None) -> FloatFormat:
         return _from_repr(text, match[1])
     hint = did_you_mean(name, [*CATALOGUE, *ALIASES], 3) if hint is None else hint
     raise ValueError(
-        f"Unknown format {text!r}.{hint} Known: {', '.join(CATALOGUE)}, or eXmY such as 'e5m10', "
+        f"Unknown format {shown(text)}.{hint} Known: {', '.join(CATALOGUE)}, or eXmY such as 'e5m10', "
         f"or FloatFormat(exponent_bits, mantissa_bits, ...)."
     )
 
 
 def _from_repr(text: str, fields: str) -> FloatFormat:
+    """The format of `FloatFormat(5, 10)` or `FloatFormat(exponent_bits=5, ...)`, read and not evaluated."""
+    positional: list[object] = []
+    named: dict[str, object] = {}
     try:
-        call = ast.parse(f"f({fields})", mode="eval").body
-        assert isinstance(call, ast.Call)
-        positional = [ast.literal_eval(a) for a in call.args]
-        named = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-        return FloatFormat(*positional, **named)
-    except (SyntaxError, TypeError, ValueError) as error:
-        raise ValueError(f"Unknown format {text!r}: {error}") from None
+        for part in fields.strip().removesuffix(",").split(","):
+            match = _FIELD.fullmatch(part)
+            if match is None:
+                raise ValueError(f"{shown(part.strip())} is no field. Possible: integers, None, True, False, 'words'.")
+            name, integer, word, single, double = match.groups()
+            value = int(integer) if integer else _WORDS[word] if word else (single if double is None else double)
+            if name is None and named:
+                raise ValueError("a field without a name follows one with a name. Name it, or put it first.")
+            if name in named:
+                raise ValueError(f"{name} comes twice.")
+            if name is None:
+                positional.append(value)
+            else:
+                named[name] = value
+        return FloatFormat(*positional, **named)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"Unknown format {shown(text)}: {error}") from None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, cached_property
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fpsim.kernels.compile import cuda_array, cuda_stream
+from fpsim.kernels.containers import narrow_loop, power_loop, widen_loop
 from fpsim.kernels.round import NO_MASKS, Masks, cpu_fitting_loop, cpu_loop, cuda_loop
 from fpsim.noise import new_key
 from fpsim.rounding import BINARY32, BINARY64, NOISE_BLOCK, Plan, make_plan
@@ -62,6 +64,8 @@ def _masking_kernel(spec: RoundingSpec, dtype: torch.dtype, width: int, keep_inf
     return kernel_for(spec, width, masks_of(spec, dtype, width, keep_infinity))
 
 
+_BEYOND_FLOAT64 = 4400  # of a scale: its numbers span 2**-1074 to 2**1024
+
 _NO_KEY = np.zeros(2, np.uint32)
 _NO_SCALE = np.zeros(1, np.int64)
 _NO_KEY_ADDRESS, _NO_SCALE_ADDRESS = _NO_KEY.ctypes.data, _NO_SCALE.ctypes.data  # asked for once: it takes 0.8 us
@@ -77,9 +81,22 @@ def thread_pool() -> ThreadPoolExecutor:
     return pool
 
 
-def _run_part(loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> Any:
+def _run_part(future: Future[Any], loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> None:
     """One thread's part. It holds the tensors: Ctrl-C in the caller must not free memory that is written to."""
-    return loop(*arguments)
+    if not future.set_running_or_notify_cancel():
+        return  # the caller has taken it back
+    try:
+        future.set_result(loop(*arguments))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _hand_over(loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> Future[Any]:
+    # a future of its own: where a thread cannot be started, submit raises although it may have queued the part
+    future: Future[Any] = Future()
+    with suppress(RuntimeError):  # at the interpreter's end, or at a limit of threads: the part stays with the caller
+        thread_pool().submit(_run_part, future, loop, arguments, *kept_alive)
+    return future
 
 
 def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_scale: Tensor | None = None) -> None:
@@ -118,10 +135,15 @@ def parts_of(n: int) -> list[tuple[int, int]]:
 
 
 def run_parts(loop: Any, parts: Sequence[tuple[Any, ...]], *kept_alive: Any) -> list[Any]:
-    """Call a compiled loop for each part, all but the first in the pool, and give what it gave."""
-    others = [thread_pool().submit(_run_part, loop, part, *kept_alive) for part in parts[1:]]
-    first = loop(*parts[0])
-    return [first, *(other.result() for other in others)]
+    """Call a compiled loop for each part, and give what it gave: the first here, others in the pool.
+
+    A part that no thread has begun by then runs here too.
+    """
+    others = [_hand_over(loop, part, *kept_alive) for part in parts[1:]]
+    results = [loop(*parts[0])]
+    for part, other in zip(parts[1:], others, strict=True):
+        results.append(loop(*part) if other.cancel() else other.result())
+    return results
 
 
 @cache
@@ -218,6 +240,50 @@ def rounded(
         out = torch.empty_like(x, requires_grad=False)
         launch(x, out, kernel, key, log2_scale)
         return out
-    wide = x.detach().to(container, memory_format=torch.contiguous_format, copy=True)
+    wide = _wider_copy(x.detach(), container)
     launch(wide, wide, kernel, key, log2_scale)
-    return torch.empty_like(x, requires_grad=False).copy_(wide)
+    return torch.empty_like(x, requires_grad=False).copy_(_narrower(wide, x.dtype))
+
+
+def _wider_copy(x: Tensor, container: torch.dtype) -> Tensor:
+    if container is torch.float64 and x.dtype is not torch.float64:
+        return to_float64(x)
+    return x.to(container, memory_format=torch.contiguous_format, copy=True)
+
+
+def _narrower(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rounded numbers of a container in float32 if they are to become `dtype`, which holds them, from float64."""
+    if not x.is_cpu or x.dtype is not torch.float64 or dtype is torch.float64:
+        return x
+    out = torch.empty_like(x, dtype=torch.float32)
+    source, target = x.data_ptr(), out.data_ptr()
+    parts = [(source + 8 * first, target + 4 * first, length) for first, length in parts_of(x.numel())]
+    run_parts(narrow_loop(), parts, x, out)
+    return out
+
+
+def to_float64(x: Tensor, log2_scale: int | Tensor = 0) -> Tensor:
+    """`x` times 2**log2_scale as contiguous float64: the same whatever the processor does with subnormals.
+
+    Each number is exact unless it leaves the range of float64: inf beyond, rounded to nearest even below.
+
+    x: of any floating dtype; it is given back itself where there is nothing to do.
+    log2_scale: an integer; as a tensor on the device of `x`, it is not copied to the host from a card.
+    """
+    x = x.detach().resolve_neg()
+    is_scaled = isinstance(log2_scale, Tensor) or log2_scale != 0
+    if not x.is_cpu:
+        wide = x.to(torch.float64).contiguous()
+        return torch.ldexp(wide, torch.as_tensor(log2_scale, device=x.device)) if is_scaled else wide
+    if x.dtype is torch.float64:
+        out = x.clone(memory_format=torch.contiguous_format) if is_scaled else x.contiguous()
+    else:
+        x = x.to(torch.float32).contiguous()  # of 16 bits torch shifts the pattern into place
+        out = torch.empty_like(x, dtype=torch.float64)
+        source, target = x.data_ptr(), out.data_ptr()
+        parts = [(source + 4 * first, target + 8 * first, length) for first, length in parts_of(x.numel())]
+        run_parts(widen_loop(), parts, x, out)
+    if is_scaled:
+        scale, target = max(-_BEYOND_FLOAT64, min(int(log2_scale), _BEYOND_FLOAT64)), out.data_ptr()
+        run_parts(power_loop(), [(target + 8 * first, length, scale) for first, length in parts_of(out.numel())], out)
+    return out

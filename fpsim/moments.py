@@ -65,6 +65,8 @@ def moments_of(x: Tensor, logs: bool = False, out: Tensor | None = None) -> Tens
     x: any shape and strides, on the CPU or a CUDA device. logs: also those of log|x|, at thirty times the price on
     the CPU. out: where to put them.
 
+    A CPU that flushes subnormals (torch.set_flush_denormal) may count those of float64 as zeros in the sums.
+
     >>> Moments(*moments_of(torch.tensor([3.0, 0.0, -1.0])).tolist())[:8]
     (3.0, 2.0, 0.6666666666666666, 3.3333333333333335, -1.0, 3.0, 3.0, 1.0)
     """

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fpsim.autograd import is_plain, operator_words, round_differentiably, straight_through
 from fpsim.block_autograd import apply_block_operator, block_words, round_blocks_differentiably
 from fpsim.blocks import BlockFormat, Element, Format, as_format
+from fpsim.checks import shown
 from fpsim.launch import kernel_for, launch, round_memory_, rounded
 from fpsim.noise import new_key, new_traceable_key
 from fpsim.shared_scales import rounded_blocks
@@ -23,6 +24,7 @@ from fpsim.spec import (
     any_spec,
     container_width,
     require_floating,
+    require_ndarray,
     rounding_spec,
 )
 from fpsim.torch_internals import base_of, constant_under_compile
@@ -118,13 +120,13 @@ def round_to(
             return apply_block_operator(x, words, *_axis_pair(axis))
         return _round_blocks(x, any_spec(fmt, rounding, overflow, random_bits), out, axis)
     if axis is not None:
-        raise ValueError(f"axis={axis!r} came with {fmt}, whose numbers share no scale. Leave axis away.")
+        raise ValueError(f"axis={shown(axis)} came with {shown(fmt)}, whose numbers share no scale. Leave axis away.")
     if torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
         require_floating(x)
         words = operator_words(fmt, rounding, overflow, random_bits)
         key = new_traceable_key() if rounding == "stochastic" else None
         return torch.ops.fpsim.round(x, *words, key)
-    spec = rounding_spec(fmt, rounding, overflow, random_bits)
+    spec = rounding_spec(fmt, rounding, overflow, random_bits)  # type: ignore[arg-type]
     if type(x) is Tensor and x.dtype is torch.float32 and out is None and not x.requires_grad and is_plain(x):
         if x.layout is torch.strided:
             return rounded(x, spec)
@@ -152,21 +154,23 @@ def round_to(
 
 @constant_under_compile
 def _shares_scales(fmt: Any) -> bool:
-    return _is_block_format(fmt)
+    return isinstance(fmt, BlockFormat) or (isinstance(fmt, str) and _names_blocks(fmt))
 
 
 @cache
-def _is_block_format(fmt: Any) -> bool:
-    """Whether this is a block format or the name of one. A wrong name is none: other code says what is wrong."""
+def _names_blocks(name: str) -> bool:
+    """Whether this is the name of a block format. A wrong name is none: other code says what is wrong."""
     try:
-        return isinstance(as_format(fmt), BlockFormat)
-    except (TypeError, ValueError):
+        return isinstance(as_format(name), BlockFormat)
+    except ValueError:
         return False
 
 
 def _axis_pair(axis: int | tuple[int, int] | None) -> tuple[int, int | None]:
     """Along which axis blocks run, and along which the rows of a tile."""
     if isinstance(axis, tuple):
+        if len(axis) != 2:
+            raise ValueError(f"axis={shown(axis)} is no pair. Possible: one axis, or (across, axis) for tiles.")
         return axis[1], axis[0]
     return (-1 if axis is None else axis), None
 
@@ -182,13 +186,15 @@ def _round_blocks(x: Any, spec: Spec, out: Any, axis: int | tuple[int, int] | No
     assert isinstance(spec, BlockSpec)
     along, across = _axis_pair(axis)
     if isinstance(x, np.ndarray):
-        if x.dtype != np.float32 or not x.dtype.isnative:
+        require_ndarray(x)
+        if x.dtype != np.float32:
             raise TypeError(f"x has dtype {x.dtype}. Blocks are rounded in float32: x.astype(numpy.float32).")
         rounded = rounded_blocks(torch.from_numpy(np.array(x, order="C")), spec, along, across).numpy()
         if out is None:
             return rounded
         if not isinstance(out, np.ndarray):
             raise TypeError(f"out is {type(out).__name__} and x a numpy.ndarray. Give an ndarray: numpy.empty_like(x).")
+        require_ndarray(out, "out")
         _require_out(out, x)
         out[...] = rounded
         return out
@@ -203,17 +209,14 @@ def _round_blocks(x: Any, spec: Spec, out: Any, axis: int | tuple[int, int] | No
 
 
 def _round_ndarray(x: np.ndarray[Any, Any], spec: RoundingSpec, out: Any) -> np.ndarray[Any, Any]:
-    if x.dtype not in (np.float32, np.float64, np.float16) or not x.dtype.isnative:
-        raise TypeError(
-            f"x has dtype {x.dtype}. Possible: float32, float64, float16 in native byte order. "
-            f"Convert it with x.astype(numpy.float32)."
-        )
+    require_ndarray(x)
     if out is None:
         rounded = torch.from_numpy(np.array(x, order="C"))
         round_memory_(rounded, spec)
         return rounded.numpy()
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out is {type(out).__name__} and x a numpy.ndarray. Give an ndarray: numpy.empty_like(x).")
+    require_ndarray(out, "out")
     _require_out(out, x)
     out[...] = _round_ndarray(x, spec, None)
     return out
@@ -280,9 +283,8 @@ class Rounder(nn.Module):
     ) -> None:
         super().__init__()
         self.forward_spec = None if forward is None else rounding_spec(forward, rounding, overflow)
-        self.backward_spec = (
-            None if backward is None else rounding_spec(backward, backward_rounding or rounding, backward_overflow)
-        )
+        backward_rounding = rounding if backward_rounding is None else backward_rounding
+        self.backward_spec = None if backward is None else rounding_spec(backward, backward_rounding, backward_overflow)
 
     def forward(self, x: Tensor) -> Tensor:
         require_floating(x)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fpsim.blocks import BlockFormat, Format, as_format
-from fpsim.checks import did_you_mean, nearest
+from fpsim.checks import did_you_mean, nearest, shown
 from fpsim.products import Products
 from fpsim.spec import RoundingSpec, rounding_spec
 from fpsim.torch_internals import operation_homes
@@ -78,32 +78,30 @@ class Policy:
     products: Products | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.float32, str):
-            raise TypeError(f"float32 is the string {self.float32!r}. Write a tuple of names: ({self.float32!r},).")
-        object.__setattr__(self, "float32", tuple(self.float32))
-        homes = (*_HOMES_OF_OPERATIONS, *operation_homes())
-        for name in self.float32:
-            if not any(hasattr(home, n) for home in homes for n in (name, f"__{name}__")):
-                raise ValueError(
-                    f"float32 names {name!r}, which is no operation of torch. Possible: names in torch, torch.Tensor, "
-                    f"torch.nn.functional, torch.linalg, torch.special, torch.fft and torch.ops, such as 'softmax'."
-                )
+        object.__setattr__(self, "float32", _operation_names(self.float32))
         for name in ("rounding", "overflow", "random_bits"):
             value = getattr(self, name)
             unknown = [role for role in value if role not in ROLES] if isinstance(value, Mapping) else []
             if unknown:
                 hint = did_you_mean(unknown[0], ROLES)
-                raise ValueError(f"{name} names {unknown[0]!r}, which is no role. Roles: {', '.join(ROLES)}.{hint}")
+                raise ValueError(
+                    f"{name} names {shown(unknown[0])}, which is no role. Roles: {', '.join(ROLES)}.{hint}"
+                )
         self._require_products()
         self.specs()
+        if not isinstance(self.overrides, Mapping):
+            raise TypeError(
+                f"overrides is {shown(self.overrides)}. Possible: a mapping from patterns to formats, policies or "
+                f"None; {{}} for none."
+            )
         for pattern, inner in self.overrides.items():
             if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
                 raise TypeError(
-                    f"The pattern {pattern!r} is neither a module name, with * for parts, nor a module class."
+                    f"The pattern {shown(pattern)} is neither a module name, with * for parts, nor a module class."
                 )
             if isinstance(inner, Policy) and inner.overrides:
                 raise ValueError(
-                    f"The policy for {pattern!r} has overrides of its own. Put all patterns in one policy."
+                    f"The policy for {shown(pattern)} has overrides of its own. Put all patterns in one policy."
                 )
             self._resolve(inner)
 
@@ -132,19 +130,16 @@ class Policy:
     def specs(self) -> RoleSpecs:
         """The checked roundings of this policy's roles, overrides aside."""
 
-        def of(option: object, role: str, default: object) -> object:
+        def of(option: object, role: str, default: object) -> Any:
             return option.get(role, default) if isinstance(option, Mapping) else option
 
         found = []
         for role in ROLES:
             fmt, rounding = getattr(self, role), of(self.rounding, role, "nearest_even")
-            bits = of(self.random_bits, role, None) if rounding == "stochastic" else None
-            spec = rounding_spec(
-                "fp32" if fmt is None else fmt,
-                rounding,
-                of(self.overflow, role, None) if fmt is not None else None,
-                bits,
-            )  # type: ignore[arg-type]
+            is_stochastic = isinstance(rounding, str) and rounding == "stochastic"
+            bits = of(self.random_bits, role, None) if is_stochastic else None
+            overflow = of(self.overflow, role, None) if fmt is not None else None
+            spec = rounding_spec("fp32" if fmt is None else fmt, rounding, overflow, bits)
             found.append(None if fmt is None else spec)
         return RoleSpecs(*found)
 
@@ -201,6 +196,28 @@ class Policy:
         return result
 
 
+def _operation_names(names: object) -> tuple[str, ...]:
+    """The names of `Policy(float32=...)`, each an operation of torch."""
+    if isinstance(names, str):
+        raise TypeError(f"float32 is the string {shown(names)}. Write a tuple of names: ({shown(names)},).")
+    try:
+        found: tuple[Any, ...] = tuple(names)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"float32 is {shown(names)}. Possible: a tuple of names, such as ('softmax',); () for none."
+        ) from None
+    homes = (*_HOMES_OF_OPERATIONS, *operation_homes())
+    for name in found:
+        # no home is asked for what cannot be a name: those of torch.ops raise errors of their own
+        known = isinstance(name, str) and name.isascii() and name.isidentifier()
+        if not known or not any(hasattr(home, n) for home in homes for n in (name, f"__{name}__")):
+            raise ValueError(
+                f"float32 names {shown(name)}, which is no operation of torch. Possible: names in torch, torch.Tensor, "
+                f"torch.nn.functional, torch.linalg, torch.special, torch.fft and torch.ops, such as 'softmax'."
+            )
+    return found
+
+
 FormatLike = str | Format | Policy | None
 
 
@@ -223,7 +240,7 @@ def as_policy(fmt: FormatLike) -> Policy:
         return fmt
     if isinstance(fmt, Mapping):
         raise TypeError(
-            f"A format came as the mapping {fmt!r}. Possible: a name, a FloatFormat, a Policy, or None. "
+            f"A format came as the mapping {shown(fmt)}. Possible: a name, a FloatFormat, a Policy, or None. "
             f"Formats by role are a fpsim.Policy(**mapping)."
         )
     if fmt is not None and isinstance(as_format(fmt), BlockFormat):

@@ -7,7 +7,6 @@ differ. `uint32 + uint32` is `uint64` in Numba: every step is cast back, or the 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,9 +40,19 @@ class Container(NamedTuple):
     bias: int
 
     def bits(self, value: float) -> int:
-        """The bit pattern of `value`, rounded to the container."""
-        kinds = {32: "<fI", 64: "<dQ"}[self.width]
-        return int(struct.unpack(f"<{kinds[2]}", struct.pack(kinds[:2], value))[0])
+        """The bit pattern of `value`, rounded to nearest even; for 64 bits, of any value but a subnormal.
+
+        Computed in float64, where float32's subnormals are normal: a processor that flushes subnormals keeps them.
+        """
+        sign = int(math.copysign(1.0, value) < 0) << (self.width - 1)
+        infinity = (2 * self.bias + 1) << self.mantissa_bits
+        if value == 0:
+            return sign
+        if not math.isfinite(value):
+            return sign | infinity | (1 << (self.mantissa_bits - 1) if math.isnan(value) else 0)
+        exponent = max(math.frexp(value)[1] - 1, 1 - self.bias)
+        significand = math.ldexp(abs(value), self.mantissa_bits - exponent)  # without the leading bit: subnormal
+        return sign | min(((exponent - (1 - self.bias)) << self.mantissa_bits) + round(significand), infinity)
 
 
 BINARY32 = Container(32, 23, 127)

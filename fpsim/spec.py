@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fpsim.blocks import BlockFormat, Element, Format, as_element, as_format
-from fpsim.checks import is_whole
+from fpsim.checks import is_whole, shown
 from fpsim.formats import CATALOGUE
 from fpsim.rounding import ROUNDINGS, needs_wider_container, scale_limits
 
@@ -88,18 +88,22 @@ class BlockSpec:
 Spec = RoundingSpec | BlockSpec
 
 
-@lru_cache(maxsize=None, typed=True)
 def any_spec(
     fmt: str | Format, rounding: str = "nearest_even", overflow: str | None = None, random_bits: int | None = None
 ) -> Spec:
     """Check and complete the words of `round_to`, for a format of single numbers or of blocks."""
     f = as_format(fmt)
-    if isinstance(f, BlockFormat):  # elements saturate where nobody asks for inf: OCP MX v1.0, 6.3
-        return BlockSpec(f, rounding_spec(f.element, rounding, overflow or "saturate", random_bits))
+    if isinstance(f, BlockFormat):
+        overflow = "saturate" if overflow is None else overflow  # elements do by default: OCP MX v1.0, 6.3
+        return _block_spec(f, rounding_spec(f.element, rounding, overflow, random_bits))
     return rounding_spec(f, rounding, overflow, random_bits)
 
 
-@lru_cache(maxsize=None, typed=True)  # typed: True is no number of bits
+@cache
+def _block_spec(fmt: BlockFormat, element: RoundingSpec) -> BlockSpec:
+    return BlockSpec(fmt, element)
+
+
 def rounding_spec(
     fmt: str | Element,
     rounding: str = "nearest_even",
@@ -107,15 +111,28 @@ def rounding_spec(
     random_bits: int | None = None,
 ) -> RoundingSpec:
     """Check and complete the words of `round_to`."""
+    try:
+        return _known_spec(fmt, rounding, overflow, random_bits)
+    except TypeError:
+        pass  # a word without a hash, too: what is wrong with it is found without looking it up
+    return _new_spec(fmt, rounding, overflow, random_bits)
+
+
+def _new_spec(fmt: str | Element, rounding: str, overflow: str | None, random_bits: int | None) -> RoundingSpec:
     f = as_element(fmt)
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"Unknown rounding {rounding!r}. Known: {', '.join(ROUNDINGS)}.")
+    if not isinstance(rounding, str) or rounding not in ROUNDINGS:
+        raise ValueError(f"Unknown rounding {shown(rounding)}. Known: {', '.join(ROUNDINGS)}.")
     if random_bits is not None:
+        came = shown(random_bits)
         if rounding != "stochastic":
-            raise ValueError(f"random_bits={random_bits!r} came with rounding={rounding!r}; only 'stochastic' uses it.")
+            raise ValueError(f"random_bits={came} came with rounding={rounding!r}; only 'stochastic' uses it.")
         if not is_whole(random_bits, 1) or random_bits > 32:
-            raise ValueError(f"random_bits={random_bits!r} is impossible. Possible: 1 to 32, or None for 32.")
+            raise ValueError(f"random_bits={came} is impossible. Possible: 1 to 32, or None for 32.")
+        random_bits = int(random_bits)
     return RoundingSpec(f, rounding, f.resolve_overflow(overflow), random_bits)
+
+
+_known_spec = lru_cache(maxsize=None, typed=True)(_new_spec)  # typed: True is no number of bits
 
 
 @cache
@@ -145,6 +162,20 @@ def log2_scale_limits(spec: RoundingSpec, dtype: torch.dtype) -> tuple[int, int]
     if dtype not in (torch.float32, torch.float64):
         return 0, 0
     return scale_limits(spec.fmt, 32 if dtype is torch.float32 else 64)
+
+
+def require_ndarray(x: np.ndarray[Any, Any], name: str = "x") -> None:
+    """Raise TypeError for an array that torch cannot hold as it is."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a masked array, and its mask would be lost. Possible: a torch.Tensor or a plain numpy.ndarray. "
+            f"Round its data: numpy.ma.array(round_to({name}.data, ...), mask={name}.mask)."
+        )
+    if x.dtype not in (np.float32, np.float64, np.float16) or not x.dtype.isnative:
+        raise TypeError(
+            f"{name} has dtype {x.dtype}. Possible: float32, float64, float16 in native byte order. "
+            f"Convert it with {name}.astype(numpy.float32)."
+        )
 
 
 def require_floating(x: Any, name: str = "x") -> None:

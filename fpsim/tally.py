@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fpsim.blocks import BlockFormat, Element, Format
 from fpsim.checks import is_whole
-from fpsim.kernels.tally import lost_loop, tally_loop
-from fpsim.launch import parts_of, rounded, run_parts
-from fpsim.spec import require_floating, rounding_spec
+from fpsim.kernels.tally import LEAST_SQUARE, lost_loop, tally_loop
+from fpsim.launch import parts_of, rounded, run_parts, to_float64
+from fpsim.spec import require_floating, require_ndarray, rounding_spec
 from fpsim.statistics import (
     EXPONENT_BIAS,
     EXPONENT_FIELDS,
@@ -43,7 +43,7 @@ class Tally:
     nonfinite: elements that were inf or NaN before.
     exact: finite elements that stay as they were.
     amax: the largest finite magnitude.
-    signal: the sum of squares of the values, over elements finite before and after.
+    signal: the sum of squares of the values, over elements finite before and after; a square up to 2**-1022 counts 0.
     noise: the sum of squares of their changes, over the same elements.
     exponents: {floor(log2|x|): elements}.
     """
@@ -93,8 +93,7 @@ class Accumulator:
         """Count what happened between `before` and `after`: same shape, any floating dtype."""
         self.calls += 1
         if before.device.type == "cpu":
-            x = before.detach().to(torch.float64 if before.dtype is torch.float64 else torch.float32).contiguous()
-            r = after.detach().to(x.dtype).contiguous()
+            x, r = _comparable(before.detach(), after.detach())
             state = (t.data_ptr() for t in (self.counts, self.sums, self.exponents))
             tally_loop(x.element_size())(x.data_ptr(), r.data_ptr(), x.numel(), *state, *self.limits)
         else:
@@ -118,8 +117,8 @@ class Accumulator:
         )
         self.counts += torch.stack([mask.sum() for mask in masks])
         both = finite & r.isfinite()
-        self.sums[TALLY_SIGNAL] += torch.where(both, x * x, 0.0).sum()
-        self.sums[TALLY_NOISE] += torch.where(both, (r - x) ** 2, 0.0).sum()
+        for field, squares in ((TALLY_SIGNAL, x * x), (TALLY_NOISE, (r - x) ** 2)):
+            self.sums[field] += torch.where(both & (squares > LEAST_SQUARE), squares, 0.0).sum()
         if x.numel():
             self.sums[TALLY_AMAX] = torch.maximum(self.sums[TALLY_AMAX], torch.where(finite, magnitude, 0.0).amax())
         fields = (magnitude.view(torch.int64) >> 52).clamp(max=EXPONENT_FIELDS - 1)
@@ -132,6 +131,13 @@ class Accumulator:
         counts = dict(zip(TALLY_COUNTS, self.counts.tolist(), strict=True))
         histogram = {field - EXPONENT_BIAS: int(exponents[field]) for field in present}
         return Tally(self.fmt, amax=amax, signal=signal, noise=noise, exponents=histogram, **counts)
+
+
+def _comparable(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the container of the wider, contiguous."""
+    if torch.float64 in (before.dtype, after.dtype):
+        return to_float64(before), to_float64(after)
+    return before.float().contiguous(), after.float().contiguous()
 
 
 @cache
@@ -169,13 +175,14 @@ def tally(
         raise TypeError(f"log2_scale is {log2_scale!r}. Possible: an integer, the exponent of a power of two.")
     spec = rounding_spec(fmt, rounding, overflow)
     if isinstance(x, np.ndarray):
+        require_ndarray(x)
         x = torch.from_numpy(np.array(x, order="C"))
     require_floating(x)
-    x = x.detach()
-    if log2_scale:
-        x = torch.ldexp(x.double(), torch.tensor(log2_scale, device=x.device))  # exact: float64 has exponents to spare
+    x = x.detach().resolve_neg()
+    if log2_scale or x.dtype in (torch.float16, torch.bfloat16):
+        x = to_float64(x, int(log2_scale))
     sums = Accumulator(spec.fmt, x.device)
-    sums.add(x, rounded(x.double() if x.dtype in (torch.float16, torch.bfloat16) else x, spec))
+    sums.add(x, rounded(x, spec))
     return sums.result()
 
 
@@ -196,8 +203,7 @@ def lost_between(before: Tensor, after: Tensor, largest: float, log2_scale: Tens
     """
     if before.device.type != "cpu":
         return lost_on_device(before, after, largest, log2_scale)
-    wide = torch.float64 if before.dtype is torch.float64 else torch.float32
-    x, r = (t.detach().to(wide).contiguous() for t in (before, after))
+    x, r = _comparable(before.detach(), after.detach())
     parts = parts_of(x.numel())
     counts = torch.zeros((len(parts), len(LOST_COUNTS)), dtype=torch.int64, device=x.device)
     limit, size, row = math.ldexp(largest, -int(log2_scale)), x.element_size(), counts.data_ptr()

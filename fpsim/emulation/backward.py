@@ -10,7 +10,7 @@ from torch import Tensor
 from fpsim.autograd import is_plain, round_differentiably
 from fpsim.emulation.marks import is_rounded_at, mark_of, mark_rounded
 from fpsim.emulation.scope import Observer, Scope
-from fpsim.launch import round_memory_, rounded
+from fpsim.launch import round_memory_, rounded, to_float64
 from fpsim.spec import RoundingSpec
 from fpsim.torch_internals import has_no_holes, is_held_by_autograd_alone, is_legacy_batched
 
@@ -92,5 +92,5 @@ class BackwardRounding:
 
     def _show(self, observer: Observer, before: Tensor, after: Tensor, log2_scale: Tensor | None) -> None:
         if log2_scale is not None:  # as the format sees it; exact, for float64 has exponents to spare
-            before, after = (torch.ldexp(x.double(), log2_scale) for x in (before, after))
+            before, after = to_float64(before, log2_scale), to_float64(after, log2_scale)
         observer(self.site, self.role, before, after, self.spec)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import os
+import pickle
 import types as types_module
+import uuid
 import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -14,8 +18,9 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import FunctionCache
 from numba.core.registry import cpu_target
+from numba.core.serialize import dumps
 from numba.extending import intrinsic
 
 from fpsim import rounding, statistics
@@ -33,29 +38,92 @@ def _sources() -> bytes:
 class DiskCache(FunctionCache):
     """Numba's cache on disk, keyed by what is compiled in: its own key changes with every process for closures.
 
-    Each key, processor and state of the sources has files of its own. Numba's way, one index for all closures of a
-    function, is written without a lock: two processes that compile at once could leave one rule's code under another's
-    key.
+    Each key, signature, processor and state of the sources has a file of its own, which begins with its digest. What is
+    torn, empty or changed is compiled anew and replaced: nobody runs machine code in which a bit has flipped. Numba's
+    way, one index for all closures of a function, is written without a lock: two processes that compile at once could
+    leave one rule's code under another's key.
+
+    Raises OSError or RuntimeError where there is no place for files.
     """
 
     def __init__(self, function: Callable[..., None], key: tuple[int, ...]) -> None:
         super().__init__(function)
         machine = repr((numba.__version__, cpu_target.target_context.codegen().magic_tuple()))
         digest = hashlib.sha256(_sources() + machine.encode()).hexdigest()[:16]
-        self._cache_file = IndexDataCacheFile(
-            cache_path=self._cache_path,
-            filename_base="-".join((self._impl.filename_base, *map(str, key), digest)),
-            source_stamp=self._impl.locator.get_source_stamp(),
-        )
+        self._folder = Path(self._cache_path)
+        self._name = "-".join((self._impl.filename_base, *map(str, key), digest))
 
-    def _index_key(self, signature: Any, codegen: Any) -> Any:
-        return signature
+    def _file_of(self, signature: Any) -> Path:
+        return self._folder / f"{self._name}-{hashlib.sha256(str(signature).encode()).hexdigest()[:8]}.nbc"
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        payload = read_whole(self._file_of(sig)) if self._enabled else None
+        if payload is None:
+            return None
+        try:
+            return self._impl.rebuild(target_context, pickle.loads(payload))
+        except Exception:  # whole, and of libraries that have changed since: as good as none
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        if not self._enabled or not self._impl.check_cachable(data):
+            return
+        try:
+            self._impl.locator.ensure_cache_path()
+            write_whole(self._file_of(sig), dumps(self._impl.reduce(data)))
+        except OSError as error:
+            _warn_that_nothing_is_kept(error)
+
+    def flush(self) -> None:
+        for file in self._folder.glob(f"{glob.escape(self._name)}-*"):
+            file.unlink(missing_ok=True)
+
+
+def _digest(file: Path, payload: bytes) -> bytes:
+    return hashlib.sha256(file.name.encode() + payload).digest()  # the name: a file is not to stand in for another
+
+
+def write_whole(file: Path, payload: bytes) -> None:
+    """Write a file that `read_whole` knows to be whole; others see all of it or nothing. Raises OSError."""
+    temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex[:16]}.tmp")
+    try:
+        temporary.write_bytes(_digest(file, payload) + payload)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_whole(file: Path) -> bytes | None:
+    """What `write_whole` wrote under this name; None where there is nothing, or a single bit of it has changed."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    size = hashlib.sha256().digest_size
+    digest, payload = content[:size], content[size:]
+    return payload if digest == _digest(file, payload) else None
+
+
+_is_warned = False
+
+
+def _warn_that_nothing_is_kept(error: Exception) -> None:
+    global _is_warned
+    if not _is_warned:  # once for all loops
+        _is_warned = True
+        warnings.warn(
+            f"Compiled loops cannot be kept on disk ({error}): each process will compile its own, which takes seconds. "
+            f"Set NUMBA_CACHE_DIR to a folder that can be written.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def compiled_loop(
     *key: int, fastmath: Any = False, error_model: str = "python"
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile a loop of the CPU, which holds no lock while it runs, and keep its code on disk.
+    """Compile a loop of the CPU, which holds no lock while it runs, and keep its code on disk if that can be done.
 
     key: what tells it apart from the other closures of the same source.
     error_model: "numpy" divides by zero as IEEE 754 says; "python" branches, to raise an error.
@@ -63,7 +131,10 @@ def compiled_loop(
 
     def compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
         loop = njit(nogil=True, fastmath=fastmath, error_model=error_model)(function)
-        loop._cache = DiskCache(loop.py_func, key)
+        try:
+            loop._cache = DiskCache(loop.py_func, key)
+        except (OSError, RuntimeError) as error:  # Numba's error where no folder can be written is a RuntimeError
+            _warn_that_nothing_is_kept(error)
         return loop  # type: ignore[no-any-return]
 
     return compile_loop
@@ -83,6 +154,14 @@ def float64_bits(typingctx: Any, x: Any) -> Any:
         return builder.bitcast(arguments[0], ir.IntType(64))
 
     return types.int64(types.float64), generate
+
+
+@intrinsic
+def float64_of_bits(typingctx: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.DoubleType())
+
+    return types.float64(types.uint64), generate
 
 
 def _bitcast(source: Any, target: Any, kind: Any) -> Any:

@@ -12,6 +12,7 @@ from numba import carray
 
 from fpsim import rounding
 from fpsim.kernels.compile import CUDA_THREADS, compiled_loop, cuda_module, pointer
+from fpsim.kernels.containers import UNIT, make_value
 from fpsim.statistics import (
     AMAX,
     AMIN,
@@ -39,18 +40,18 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Callable[..., None]:
     amax is inf where a number is not finite; amin is 0 where none is above 0. only_amax: the other fields stay.
     """
     uint, sint, floating = (np.uint32, np.int32, np.float32) if size == 4 else (np.uint64, np.int64, np.float64)
+    number = make_value(8 * size)
     container = rounding.BINARY32 if size == 4 else rounding.BINARY64
     magnitude_mask = uint((1 << (8 * size - 1)) - 1)
     sign_shift, one, zero = sint(8 * size - 1), uint(1), uint(0)
     infinity, nothing = uint(container.bits(float("inf"))), uint((1 << (8 * size)) - 1)
+    smallest_normal = uint(1 << container.mantissa_bits)
 
     @compiled_loop(size, only_amax, logs, fastmath={"reassoc"})
     def loop(src, n, row):  # type: ignore[no-untyped-def]
         bits = carray(pointer(src), (n,), uint)
         values = carray(pointer(src), (n,), floating)
         out = carray(pointer(row), (FIELDS,), np.float64)
-        scratch = np.empty(4, floating)
-        words = scratch.view(uint)
         amax = zero
         if only_amax:
             for i in range(n):
@@ -67,23 +68,24 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Callable[..., None]:
                 ordered = sint(word ^ sint(sint(word >> sign_shift) & sint(magnitude_mask)))
                 lowest, highest = min(lowest, ordered), max(highest, ordered)
                 value = np.float64(values[i])
+                if size == 4 and magnitude < smallest_normal:  # which the processor may have flushed
+                    value = np.float64(np.int32(magnitude)) * UNIT
+                    value = -value if sint(bits[i]) < 0 else value
                 total += value
                 squares += value * value
                 if logs and magnitude != zero:
                     log = math.log(abs(value))
                     logs_total += log
                     log_squares += log * log
-            words[1] = uint(amin + one)
-            words[2] = uint(lowest ^ sint(sint(lowest >> sign_shift) & sint(magnitude_mask)))
-            words[3] = uint(highest ^ sint(sint(highest >> sign_shift) & sint(magnitude_mask)))
+            minimum = number(uint(lowest ^ sint(sint(lowest >> sign_shift) & sint(magnitude_mask))))
+            maximum = number(uint(highest ^ sint(sint(highest >> sign_shift) & sint(magnitude_mask))))
             whole, some = np.float64(max(n, 1)), np.float64(max(nonzero, 1))
             out[COUNT], out[NONZERO] = n, nonzero
             out[MEAN], out[MEAN_SQUARE] = total / whole, squares / whole
-            out[MINIMUM], out[MAXIMUM] = (np.float64(scratch[2]), np.float64(scratch[3])) if n > 0 else (0.0, 0.0)
-            out[AMIN] = np.float64(scratch[1]) if nonzero > 0 else 0.0
+            out[MINIMUM], out[MAXIMUM] = (minimum, maximum) if n > 0 else (0.0, 0.0)
+            out[AMIN] = number(uint(amin + one)) if nonzero > 0 else 0.0
             out[LOG_MEAN], out[LOG_MEAN_SQUARE] = logs_total / some, log_squares / some
-        words[0] = min(amax, infinity)
-        out[AMAX] = np.float64(scratch[0])
+        out[AMAX] = number(min(amax, infinity))
 
     return loop
 

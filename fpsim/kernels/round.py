@@ -11,6 +11,7 @@ from numba import carray, njit
 
 from fpsim import rounding
 from fpsim.kernels.compile import CUDA_THREADS, compiled_loop, cuda_module, integers, pointer
+from fpsim.kernels.containers import make_limit, make_value
 from fpsim.rounding import (
     NOISE_BLOCK,
     NOISE_LANES,
@@ -166,8 +167,8 @@ def cpu_fitting_loop(rule: int, shape: int, width: int) -> Callable[..., float]:
     """
     body = _cpu_body(rule, shape, width, True, True)
     uint, _ = integers(width)
-    floating, container = (np.float32, rounding.BINARY32) if width == 32 else (np.float64, rounding.BINARY64)
-    infinity, one = uint(container.bits(float("inf"))), uint(1)
+    container = rounding.BINARY32 if width == 32 else rounding.BINARY64
+    infinity, limit_of, value_of = uint(container.bits(float("inf"))), make_limit(width), make_value(width)
 
     @compiled_loop(rule, shape, width)
     def loop(src, n, parameters, key, block, log2_scale, ceiling):  # type: ignore[no-untyped-def]
@@ -175,13 +176,8 @@ def cpu_fitting_loop(rule: int, shape: int, width: int) -> Callable[..., float]:
         scale = carray(pointer(log2_scale), (1,), np.int64)[0]
         k = carray(pointer(key), (2,), np.uint32)
         x = carray(pointer(src), (n,), uint)
-        scratch = np.full(1, ceiling, floating)
-        words = scratch.view(uint)
-        limit = words[0]
-        if limit == infinity or np.float64(scratch[0]) > ceiling:
-            limit = uint(limit - one)
-        words[0] = min(body(x, x, n, p, k, block, scale, limit), infinity)
-        return np.float64(scratch[0])
+        amax = body(x, x, n, p, k, block, scale, limit_of(ceiling))
+        return value_of(min(amax, infinity))
 
     return loop
 

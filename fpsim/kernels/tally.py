@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 
 import numpy as np
-from numba import carray
+from numba import carray, njit
 
 from fpsim import rounding
-from fpsim.kernels.compile import compiled_loop, float64_bits, pointer
+from fpsim.kernels.compile import compiled_loop, float64_bits, float64_of_bits, pointer
+from fpsim.kernels.containers import make_limit, widened
 from fpsim.statistics import (
     EXPONENT_FIELDS,
     LOST_COUNTS,
@@ -30,41 +32,58 @@ from fpsim.statistics import (
     ZERO_BEFORE,
 )
 
+LEAST_SQUARE = math.ldexp(1.0, -1022)  # up to it a processor may flush a square to zero, and so we all do
+
+_MAGNITUDE = np.uint64((1 << 63) - 1)
+_INFINITY = np.uint64(rounding.BINARY64.bits(math.inf))
+
+
+@njit(inline="always")
+def square(x):  # type: ignore[no-untyped-def]
+    squared = x * x
+    return squared if squared > LEAST_SQUARE else 0.0
+
 
 @cache
 def tally_loop(size: int) -> Callable[..., None]:
     """Compare `n` numbers of `size` bytes before (address `src`) and after rounding (`dst`), in one pass.
 
     Adds to int64 counts, float64 sums and an int64 histogram, whose fields `statistics` names: TALLY_COUNTS,
-    TALLY_SUMS, EXPONENT_FIELDS.
+    TALLY_SUMS, EXPONENT_FIELDS. Bit patterns are compared, so that a flushed subnormal counts for what it is.
     """
-    floating = np.float32 if size == 4 else np.float64
+    uint = np.uint32 if size == 4 else np.uint64
+    zero = np.uint64(0)
 
     @compiled_loop(size)
     def loop(src, dst, n, counts, sums, exponents, smallest_normal, saturated_from, largest):  # type: ignore[no-untyped-def]
-        x = carray(pointer(src), (n,), floating)
-        r = carray(pointer(dst), (n,), floating)
+        x = carray(pointer(src), (n,), uint)
+        r = carray(pointer(dst), (n,), uint)
         c = carray(pointer(counts), (len(TALLY_COUNTS),), np.int64)
         s = carray(pointer(sums), (len(TALLY_SUMS),), np.float64)
         h = carray(pointer(exponents), (EXPONENT_FIELDS,), np.int64)
+        normal, top = np.uint64(float64_bits(smallest_normal)), np.uint64(float64_bits(largest))
+        saturated = np.uint64(float64_bits(saturated_from))
+        amax = np.uint64(float64_bits(s[TALLY_AMAX]))
         for i in range(n):
-            before, after = np.float64(x[i]), np.float64(r[i])
-            magnitude, rounded = abs(before), abs(after)
+            before, after = (widened(x[i]), widened(r[i])) if size == 4 else (np.uint64(x[i]), np.uint64(r[i]))
+            magnitude, rounded = np.uint64(before & _MAGNITUDE), np.uint64(after & _MAGNITUDE)
             c[TALLY_COUNT] += 1
-            if not magnitude < np.inf:
+            if magnitude >= _INFINITY:
                 c[TALLY_NONFINITE] += 1
                 continue
-            s[TALLY_AMAX] = max(s[TALLY_AMAX], magnitude)
-            if magnitude > 0.0:
+            amax = max(amax, magnitude)
+            if magnitude > zero:
                 c[TALLY_NONZERO] += 1
-                c[TALLY_UNDERFLOW] += rounded == 0.0
-                h[float64_bits(magnitude) >> 52] += 1
-            c[TALLY_SUBNORMAL] += 0.0 < rounded < smallest_normal
-            c[TALLY_OVERFLOW] += (not rounded < np.inf) or (rounded == largest and magnitude >= saturated_from)
-            c[TALLY_EXACT] += before == after
-            if rounded < np.inf:
-                s[TALLY_SIGNAL] += before * before
-                s[TALLY_NOISE] += (after - before) * (after - before)
+                c[TALLY_UNDERFLOW] += rounded == zero
+                h[magnitude >> np.uint64(52)] += 1
+            c[TALLY_SUBNORMAL] += zero < rounded < normal
+            c[TALLY_OVERFLOW] += (rounded >= _INFINITY) or (rounded == top and magnitude >= saturated)
+            c[TALLY_EXACT] += before == after or np.uint64(magnitude | rounded) == zero
+            if rounded < _INFINITY:
+                value, result = float64_of_bits(before), float64_of_bits(after)
+                s[TALLY_SIGNAL] += square(value)
+                s[TALLY_NOISE] += square(result - value)
+        s[TALLY_AMAX] = float64_of_bits(amax)
 
     return loop
 
@@ -76,7 +95,7 @@ def lost_loop(size: int) -> Callable[..., None]:
     Adds to the int64 LOST_COUNTS at `counts`: zeros before; other numbers that became zero; finite ones that did not
     stay finite, or whose magnitude is above `limit`. By bit patterns, which vectorise.
     """
-    uint, floating = (np.uint32, np.float32) if size == 4 else (np.uint64, np.float64)
+    uint, limit_of = np.uint32 if size == 4 else np.uint64, make_limit(8 * size)
     container = rounding.BINARY32 if size == 4 else rounding.BINARY64
     magnitude_mask = uint((1 << (8 * size - 1)) - 1)
     zero, infinity = uint(0), uint(container.bits(float("inf")))
@@ -86,10 +105,7 @@ def lost_loop(size: int) -> Callable[..., None]:
         x = carray(pointer(src), (n,), uint)
         r = carray(pointer(dst), (n,), uint)
         c = carray(pointer(counts), (len(LOST_COUNTS),), np.int64)
-        scratch = np.full(1, limit, floating)
-        highest = scratch.view(uint)[0]
-        if np.float64(scratch[0]) > limit:
-            highest = uint(highest - uint(1))
+        highest = limit_of(limit)
         zeros, underflow, overflow = 0, 0, 0
         for i in range(n):
             before, after = uint(x[i] & magnitude_mask), uint(r[i] & magnitude_mask)

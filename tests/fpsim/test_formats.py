@@ -166,6 +166,47 @@ def test_unknown_names_are_refused_with_what_is_known(name: str) -> None:
         as_format(name)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("FloatFormat(5), (3)", r"Unknown format 'FloatFormat\(5\), \(3\)'\. Known: fp32"),
+        (
+            "FloatFormat(" + "-" * 1000 + "1, 3)",
+            r"Unknown format 'FloatFormat\(---.*\.\.\.---.*1, 3\)': .* is no field",
+        ),
+        ("-" * 1000, r"Unknown format '-{49}\.\.\.-{49}'\."),
+        ("FloatFormat(" * 200, "Unknown format"),
+        ("FloatFormat(5, (3))", "Unknown format"),
+        ("FloatFormat(2**3, 3)", "'2\\*\\*3' is no field. Possible: integers"),
+        ("FloatFormat(5, mantissa_bits=3, mantissa_bits=3)", "mantissa_bits comes twice"),
+        ("FloatFormat(exponent_bits=5, 3)", "a field without a name follows one with a name"),
+        ("FloatFormat(5, 3, 99999999999)", "'99999999999' is no field"),
+        ("FloatFormat(5, 3, specials='no')", "Unknown specials 'no'"),
+    ],
+)
+def test_what_is_wrong_with_a_text_is_said(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        as_format(text)
+    assert len(str(caught.value)) < 600
+
+
+def test_fields_of_a_text_are_read_as_python_reads_them() -> None:
+    for text in (
+        "FloatFormat(5,10)",
+        " FloatFormat( exponent_bits = 5,\nmantissa_bits=+10, ) ",
+        "FloatFormat(5, 10, None)",
+    ):
+        assert as_format(text) == FloatFormat(5, 10)
+    assert as_format('FloatFormat(4, 3, -2, "fn", subnormals=False)') == FloatFormat(4, 3, -2, "fn", False)
+
+
+def test_fields_from_numpy_are_pythons_integers() -> None:
+    f = FloatFormat(np.int64(8), np.int8(3), np.int32(130), "fn")
+    assert repr(f) == "FloatFormat(exponent_bits=8, mantissa_bits=3, bias=130, specials='fn', subnormals=True)"
+    assert as_format(repr(f)) == f == FloatFormat(8, 3, 130, "fn")
+    assert f.largest == FloatFormat(8, 3, 130, "fn").largest
+
+
 def test_near_names_are_suggested_and_other_types_refused() -> None:
     with pytest.raises(ValueError, match="Did you mean fp16"):
         as_format("fp61")

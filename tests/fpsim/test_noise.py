@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
@@ -16,6 +18,7 @@ from numba import njit
 import fpsim
 from fpsim import FloatFormat, as_format, round_to
 from fpsim.kernels.round import fill_noise, noise_words
+from fpsim.noise import noise_state, replayed_noise
 from fpsim.rounding import NOISE_BLOCK, NOISE_LANES, STOCHASTIC, make_plan, make_round, threefry
 
 FORMATS = ["fp16", "bf16", "cb16", "e4m3fn", "e5m2", "e2m1fn", "e4m3fnuz", "p3109_p3", "dlfloat16", "tf32"]
@@ -274,6 +277,147 @@ def test_decisions_of_neighbours_and_of_calls_are_uncorrelated() -> None:
     assert abs(float((a * b).mean())) < bound
     for lag in (1, 2, 15, 16, 17, 32, 64, NOISE_BLOCK, 2048):
         assert abs(float((a[lag:] * a[:-lag]).mean())) < bound * math.sqrt(n / (n - lag))
+
+
+# Threads and processes
+
+
+def draws(n: int) -> list[torch.Tensor]:
+    return [round_to(torch.full((64,), 1.05), "e5m2", "stochastic") for _ in range(n)]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def test_noise_of_torch_in_two_threads_leaves_the_stream_as_it_was() -> None:
+    fpsim.manual_seed(3)
+    expected = draws(4)
+    fpsim.manual_seed(3)
+    first = draws(2)
+    entered, left = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with fpsim.noise_of_torch():
+            entered.set()
+            left.wait(60)
+
+    thread = threading.Thread(target=other)
+    with fpsim.noise_of_torch():
+        thread.start()
+        entered.wait(60)
+    # the other thread is still inside: this one follows torch, and so would a thread of autograd's
+    state = torch.get_rng_state()
+    of_torch = draws(1)
+    torch.set_rng_state(state)
+    assert same(of_torch, draws(1))
+    left.set()
+    thread.join()
+    assert same(first + draws(2), expected)
+
+
+def test_inside_of_noise_of_torch_the_stream_neither_moves_nor_is_drawn_from() -> None:
+    fpsim.manual_seed(3)
+    expected = draws(2)
+    torch.manual_seed(9)
+    with fpsim.noise_of_torch():
+        of_torch = draws(1)
+        with fpsim.noise_of_torch():
+            pass
+        fpsim.manual_seed(3)
+        of_torch += draws(1)
+    torch.manual_seed(9)
+    fpsim.manual_seed(None)
+    assert same(of_torch, draws(2))
+    fpsim.manual_seed(3)
+    assert same(expected, draws(2))
+
+
+def test_a_thread_that_replays_takes_nothing_from_the_others() -> None:
+    fpsim.manual_seed(3)
+    expected = draws(6)
+    fpsim.manual_seed(3)
+    state = noise_state()
+    first = draws(2)
+    found: list[torch.Tensor] = []
+    with replayed_noise(state):
+        found += draws(1)
+        thread = threading.Thread(target=lambda: first.extend(draws(2)))
+        thread.start()
+        thread.join()
+        found += draws(1)
+    assert same(found, expected[:2])
+    assert same(first + draws(2), expected)
+
+
+def test_what_followed_torch_is_replayed_from_torch() -> None:
+    with fpsim.noise_of_torch():
+        state = noise_state()
+    fpsim.manual_seed(3)
+    torch.manual_seed(4)
+    with replayed_noise(state):
+        of_torch = draws(1)
+    torch.manual_seed(4)
+    with fpsim.noise_of_torch():
+        assert same(draws(1), of_torch)
+
+
+class Noisy(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return draws(1)[0]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forked_workers_draw_equal_noise_from_a_stream_that_they_copy_until_they_seed_it() -> None:
+    def from_workers(init: Callable[[int], None] | None = None) -> list[torch.Tensor]:
+        torch.manual_seed(11)
+        loader = torch.utils.data.DataLoader(
+            Noisy(), batch_size=None, num_workers=2, worker_init_fn=init, multiprocessing_context="fork"
+        )
+        return list(loader)
+
+    first, second = from_workers()
+    assert not torch.equal(first, second)  # torch's stream, which DataLoader seeds
+    fpsim.manual_seed(3)
+    first, second = from_workers()
+    assert torch.equal(first, second)
+    # as the docstring of manual_seed says
+    seeded = from_workers(lambda worker: fpsim.manual_seed(torch.initial_seed()))
+    assert not torch.equal(*seeded)
+    assert same(seeded, from_workers(lambda worker: fpsim.manual_seed(torch.initial_seed())))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_forked_while_another_thread_follows_torch_does_not_follow_it() -> None:
+    fpsim.manual_seed(3)
+    expected = draws(1)[0]
+    fpsim.manual_seed(3)
+    entered, left = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with fpsim.noise_of_torch():
+            entered.set()
+            left.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait(60)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, b"equal" if torch.equal(draws(1)[0], expected) else b"other")
+        os._exit(0)
+    os.waitpid(child, 0)
+    left.set()
+    thread.join()
+    assert os.read(reading, 5) == b"equal"
+    os.close(reading)
+    os.close(writing)
 
 
 @pytest.mark.parametrize("bits", [0, 33, 2.5, True])

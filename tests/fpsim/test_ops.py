@@ -6,6 +6,8 @@ import copy
 import gc
 import math
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -459,7 +461,7 @@ def test_an_interrupt_leaves_no_thread_with_memory_that_was_freed(monkeypatch: p
 def test_two_variants_of_a_loop_never_share_a_file_of_the_cache() -> None:
     # Numba numbers the files of one function without a lock: two processes could take each other's code
     names = [
-        loop._cache._cache_file._index_name
+        loop._cache._file_of("a signature").name
         for loop in (
             *(cpu_loop(rule, shape, width) for rule in range(7) for shape in range(5) for width in (32, 64)),
             tally_loop(4),
@@ -492,6 +494,51 @@ def test_a_forked_worker_rounds_after_the_parent_used_its_threads() -> None:
         assert torch.equal(y, round_to(x[i], "e5m2"))
 
 
+LAST = """
+import atexit, threading, torch, fpsim
+torch.set_num_threads(4)
+x = torch.linspace(-7e4, 7e4, 2**19)
+expected = x.half().float()
+if {warm}:
+    fpsim.round_to(x, "fp16")
+
+@atexit.register
+def last():
+    print(torch.equal(fpsim.round_to(x, "fp16"), expected))
+"""
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_large_tensor_is_rounded_while_the_interpreter_ends(warm: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", LAST.format(warm=warm)], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+NO_THREADS = """
+import threading, torch, fpsim
+x = torch.linspace(-7e4, 7e4, 2**19)
+expected = x.half().float()
+torch.set_num_threads(4)
+before = threading.stack_size(1 << 46)  # more than there is: no thread can be started
+try:
+    threading.Thread(target=print).start()
+except RuntimeError:
+    print("none")
+out = torch.empty_like(x)
+print(torch.equal(fpsim.round_to(x, "fp16", out=out), expected))
+out.zero_()
+threading.stack_size(before)
+print(torch.equal(fpsim.round_to(x, "fp16"), expected))  # threads begin, and find what was left in their queue
+fpsim.round_to(x, "fp16")
+print(out.abs().max().item())
+"""
+
+
+def test_where_no_thread_can_be_started_one_does_it_all_and_none_does_it_later() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_THREADS], capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (["none", "True", "True", "0.0"], "")
+
+
 # Bad input: what came, what is possible, what to do
 
 
@@ -508,6 +555,7 @@ def test_a_forked_worker_rounds_after_the_parent_used_its_threads() -> None:
         (np.array([1, 2]), r"dtype int64.*astype"),
         (np.array([1.0], dtype=">f4"), "native byte order"),
         (np.array(["a"]), "Possible: float32"),
+        (np.ma.array([1.0, 2.0], mask=[True, False]), r"masked array.*mask would be lost.*mask=x\.mask"),
     ],
 )
 def test_tensors_that_cannot_be_rounded_are_refused(x: object, message: str) -> None:
@@ -533,6 +581,30 @@ def test_unknown_words_are_refused() -> None:
         round_to(x, "fp16", overflow="clip")
     with pytest.raises(ValueError, match=r"overflow='inf' is impossible: e4m3fn has no inf.*Possible: nan, saturate"):
         round_to(x, "e4m3fn", overflow="inf")
+
+
+@pytest.mark.parametrize(
+    "word", [[], {}, {"a"}, [[]], np.array([1.0, 2.0]), slice(1), torch.ones(2), object(), 3, b"up"]
+)
+def test_words_that_are_none_are_refused_as_unknown_ones_are(word: object) -> None:
+    x = torch.ones(2)
+    with pytest.raises(TypeError, match="A format is wanted, not"):
+        round_to(x, word)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"Unknown rounding .*Known: nearest_even"):
+        round_to(x, "fp16", word)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"Unknown overflow .*Known: inf, nan, saturate"):
+        round_to(x, "fp16", overflow=word)  # type: ignore[call-overload]
+    if word != 3:
+        with pytest.raises(ValueError, match=r"random_bits=.* is impossible\. Possible: 1 to 32"):
+            round_to(x, "fp16", "stochastic", random_bits=word)  # type: ignore[call-overload]
+
+
+def test_a_mask_is_not_lost_where_results_are_written_or_counted() -> None:
+    masked = np.ma.array([1.0, 2.0], mask=[True, False])
+    with pytest.raises(TypeError, match="out is a masked array"):
+        round_to(np.ones(2), "fp16", out=masked)
+    with pytest.raises(TypeError, match="x is a masked array"):
+        fpsim.tally(masked, "fp16")
 
 
 @pytest.mark.parametrize(

@@ -57,30 +57,108 @@ def test_the_key_covers_every_file_that_is_compiled_in() -> None:
     assert HOUSE / "statistics.py" in SOURCES
 
 
-@pytest.mark.parametrize("edited", ["rounding.py", "statistics.py", "kernels/compile.py"])
-def test_an_edit_of_a_file_that_is_compiled_in_compiles_anew(edited: str, tmp_path: Path) -> None:
+# The house without its front door, which imports torch.
+SCRIPT = """
+import pathlib, sys, types
+import numpy as np
+house = types.ModuleType('fpsim')
+house.__path__ = [str(pathlib.Path.cwd() / 'fpsim')]
+sys.modules['fpsim'] = house
+from fpsim.kernels.moments import exponents_loop
+x, bins = np.array([1.0, 3.0, 4.0, 0.0], np.float32), np.zeros(256, np.int64)
+for _ in range(2):
+    for power_begins in (False, True):
+        loop = exponents_loop(4, power_begins)
+        bins[:] = 0
+        loop(x.ctypes.data, len(x), bins.ctypes.data)
+        # 1 ends the binade from 2**-1 or begins that from 2**0
+        found = {int(i) - 127: int(bins[i]) for i in bins.nonzero()[0]}
+        assert found == ({0: 1, 1: 1, 2: 1} if power_begins else {-1: 1, 1: 2}), found
+        print('compiled' if loop.stats.cache_misses else 'loaded')
+    exponents_loop.cache_clear()
+"""
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
     shutil.copytree(HOUSE, tmp_path / "fpsim", ignore=shutil.ignore_patterns("__pycache__"))
-    # the house without its front door, which imports torch
-    script = (
-        "import pathlib, sys, types\n"
-        "house = types.ModuleType('fpsim')\n"
-        "house.__path__ = [str(pathlib.Path.cwd() / 'fpsim')]\n"
-        "sys.modules['fpsim'] = house\n"
-        "from fpsim.kernels.moments import exponents_loop\n"
-        "loop = exponents_loop(4)\n"
-        "loop(0, 0, 0)\n"  # of no numbers
-        "print('compiled' if loop.stats.cache_misses else 'loaded')\n"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    return tmp_path
 
-    def run() -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, env=environment
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
 
-    assert [run(), run()] == ["compiled", "loaded"]
-    with (tmp_path / "fpsim" / edited).open("a") as file:
+def run(folder: Path, **environment: str) -> tuple[list[str], str]:
+    """Which of two loops were compiled and which were loaded, twice over; and what was said beside it."""
+    inherited = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    command, environment = [sys.executable, "-c", SCRIPT], {**inherited, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split(), done.stderr
+
+
+NEW, KEPT = ["compiled", "compiled", "loaded", "loaded"], ["loaded"] * 4
+
+
+@pytest.mark.parametrize("edited", ["rounding.py", "statistics.py", "kernels/compile.py"])
+def test_an_edit_of_a_file_that_is_compiled_in_compiles_anew(edited: str, house: Path) -> None:
+    assert [run(house), run(house)] == [(NEW, ""), (KEPT, "")]
+    with (house / "fpsim" / edited).open("a") as file:
         file.write("# edited\n")
-    assert run() == "compiled"
+    assert run(house) == (NEW, "")
+
+
+def _flip(content: bytes) -> bytes:
+    middle = len(content) // 2  # among the machine code
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+DAMAGES = {
+    "empty": lambda content: b"",
+    "torn": lambda content: content[: len(content) // 2],
+    "flipped": _flip,
+    "zeros": lambda content: bytes(len(content)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_compiled_anew_and_replaced(damage: str, house: Path) -> None:
+    assert run(house) == (NEW, "")
+    files = sorted(house.rglob("*.nbc"))
+    whole = [file.read_bytes() for file in files]
+    assert len(files) == 2
+    for file in files:
+        file.write_bytes(DAMAGES[damage](file.read_bytes()))
+    assert run(house) == (NEW, "")
+    assert run(house) == (KEPT, "")
+    assert sorted(house.rglob("*.nbc")) == files
+    assert all(len(file.read_bytes()) == len(content) for file, content in zip(files, whole, strict=True))
+
+
+def test_a_file_does_not_stand_in_for_another(house: Path) -> None:
+    assert run(house) == (NEW, "")
+    first, second = sorted(house.rglob("*.nbc"))
+    contents = first.read_bytes(), second.read_bytes()
+    first.write_bytes(contents[1])
+    second.write_bytes(contents[0])
+    assert run(house) == (NEW, "")
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning_and_nothing_else(house: Path) -> None:
+    # files where folders are wanted: nobody can write there, not even root
+    nowhere = str(house / "file")
+    Path(nowhere).touch()
+    (house / "fpsim" / "kernels" / "__pycache__").touch()
+    for _ in range(2):
+        found, said = run(house, HOME=nowhere, XDG_CACHE_HOME=nowhere, NUMBA_CACHE_DIR=nowhere)
+        assert found == ["compiled"] * 4
+        assert said.count("RuntimeWarning: Compiled loops cannot be kept on disk") == 1
+        assert "Set NUMBA_CACHE_DIR to a folder that can be written" in said
+
+
+def test_a_file_that_cannot_be_replaced_costs_a_warning_and_nothing_else(house: Path) -> None:
+    assert run(house) == (NEW, "")
+    for file in house.rglob("*.nbc"):
+        file.unlink()
+        file.mkdir()
+    found, said = run(house)
+    assert found == ["compiled"] * 4
+    assert said.count("RuntimeWarning: Compiled loops cannot be kept on disk") == 1
+    assert list(house.rglob("*.tmp")) == []

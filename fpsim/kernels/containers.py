@@ -1,0 +1,147 @@
+"""From one container to the other by integers: a processor that flushes subnormals to zero flushes none of these.
+
+`torch.set_flush_denormal(True)` lets the thread's own conversions between float32 and float64 give zero for a float32
+subnormal. Multiplying two normal numbers to a normal one, and converting an integer, are not affected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from fpsim.kernels.compile import compiled_loop, float64_bits, float64_of_bits, pointer
+from fpsim.rounding import shift_right
+
+_SIGN32, _SIGN64 = np.uint32(1 << 31), np.uint64(1 << 63)
+_INFINITY32, _INFINITY64 = np.uint32(0xFF << 23), np.uint64(0x7FF << 52)
+_NORMAL32 = np.uint32(1 << 23)  # the smallest normal number
+_NORMAL32_IN_64 = np.uint64((1023 - 126) << 52)  # the same in float64
+_REBIAS, _REBIAS_SPECIAL = 1023 - 127, 2047 - 255  # between exponent fields: of normal numbers, of inf and NaN
+UNIT = 2.0**-149  # float32's smallest subnormal
+_IMPLICIT = np.uint64(1 << 52)
+
+
+@njit(inline="always")
+def widened(u):  # type: ignore[no-untyped-def]
+    """The float64 pattern of a float32 pattern."""
+    a = np.uint32(u & np.uint32(_SIGN32 - np.uint32(1)))
+    special = np.uint64(_REBIAS_SPECIAL << 52) if a >= _INFINITY32 else np.uint64(_REBIAS << 52)
+    normal = np.uint64(np.uint64(np.uint64(a) << np.uint64(29)) + special)
+    subnormal = np.uint64(float64_bits(np.float64(np.int32(a)) * UNIT))
+    magnitude = subnormal if a < _NORMAL32 else normal
+    return np.uint64(magnitude | np.uint64(np.uint64(u & _SIGN32) << np.uint64(32)))
+
+
+@njit(inline="always")
+def narrowed(u):  # type: ignore[no-untyped-def]
+    """The float32 pattern of a float64 pattern; of a number that float32 does not hold, the next towards zero.
+
+    Beyond float32's largest number it says nothing.
+    """
+    a = np.uint64(u & np.uint64(_SIGN64 - np.uint64(1)))
+    special = np.uint64(_REBIAS_SPECIAL << 23) if a >= _INFINITY64 else np.uint64(_REBIAS << 23)
+    normal = np.uint64(np.uint64(a >> np.uint64(29)) - special)
+    significand = np.uint64(np.uint64(a & np.uint64(_IMPLICIT - np.uint64(1))) | _IMPLICIT)
+    # in units of the smallest subnormal; an amount of 64 and more gives 0
+    subnormal = shift_right(significand, np.uint64(np.uint64(1023 - 149 + 52) - np.uint64(a >> np.uint64(52))))
+    magnitude = np.uint32(subnormal if a < _NORMAL32_IN_64 else normal)
+    return np.uint32(magnitude | np.uint32(np.uint64(u & _SIGN64) >> np.uint64(32)))
+
+
+@cache
+def make_value(width: int) -> Callable[..., Any]:
+    """A compiled function that gives the number, as float64, of a pattern of `width` bits."""
+
+    @njit(inline="always")
+    def value(u):  # type: ignore[no-untyped-def]
+        return float64_of_bits(widened(np.uint32(u)) if width == 32 else np.uint64(u))
+
+    return value  # type: ignore[no-any-return]
+
+
+@cache
+def make_limit(width: int) -> Callable[..., Any]:
+    """A compiled function that gives the pattern of `width` bits of the largest finite number up to `x`, x >= 0."""
+
+    @njit(inline="always")
+    def limit(x):  # type: ignore[no-untyped-def]
+        bits = np.uint64(float64_bits(np.float64(x)))
+        if width == 64:
+            return min(bits, np.uint64(_INFINITY64 - np.uint64(1)))
+        beyond = bits >= np.uint64((1023 + 128) << 52)
+        return np.uint32(_INFINITY32 - np.uint32(1)) if beyond else narrowed(bits)
+
+    return limit  # type: ignore[no-any-return]
+
+
+@njit(inline="always")
+def times_power(u, log2_scale):  # type: ignore[no-untyped-def]
+    """The pattern of a float64 times 2**log2_scale, to nearest even where it becomes subnormal."""
+    a = np.uint64(u & np.uint64(_SIGN64 - np.uint64(1)))
+    sign = np.uint64(u & _SIGN64)
+    scale = np.int64(log2_scale)
+    if a == np.uint64(0) or a >= _INFINITY64:
+        return np.uint64(u)
+    if a < _IMPLICIT:  # subnormal: as many units of 2**-1074
+        a = np.uint64(float64_bits(np.float64(np.int64(a))))
+        scale = np.int64(scale - 1074)
+    field = np.int64(np.int64(a >> np.uint64(52)) + scale)
+    if field >= 2047:
+        return np.uint64(sign | _INFINITY64)
+    if field > 0:
+        rest = np.uint64(a & np.uint64(_IMPLICIT - np.uint64(1)))
+        return np.uint64(sign | np.uint64(rest | np.uint64(np.uint64(field) << np.uint64(52))))
+    if field < -53:
+        return sign
+    cut = np.uint64(1 - field)  # bits below the smallest subnormal: 1 to 54
+    significand = np.uint64(np.uint64(a & np.uint64(_IMPLICIT - np.uint64(1))) | _IMPLICIT)
+    kept = np.uint64(significand >> cut)
+    half = np.uint64(np.uint64(1) << np.uint64(cut - np.uint64(1)))
+    low = np.uint64(significand & np.uint64(np.uint64(half << np.uint64(1)) - np.uint64(1)))
+    up = low > half or (low == half and np.uint64(kept & np.uint64(1)) != np.uint64(0))
+    return np.uint64(sign | np.uint64(kept + (np.uint64(1) if up else np.uint64(0))))
+
+
+@cache
+def widen_loop() -> Callable[..., None]:
+    """Convert `n` float32 at address `src` to float64 at `dst`."""
+
+    @compiled_loop()
+    def loop(src, dst, n):  # type: ignore[no-untyped-def]
+        x = carray(pointer(src), (n,), np.uint32)
+        y = carray(pointer(dst), (n,), np.uint64)
+        for i in range(n):
+            y[i] = widened(x[i])
+
+    return loop
+
+
+@cache
+def narrow_loop() -> Callable[..., None]:
+    """Convert `n` float64 at address `src`, each a number that float32 holds, to float32 at `dst`."""
+
+    @compiled_loop()
+    def loop(src, dst, n):  # type: ignore[no-untyped-def]
+        x = carray(pointer(src), (n,), np.uint64)
+        y = carray(pointer(dst), (n,), np.uint32)
+        for i in range(n):
+            y[i] = narrowed(x[i])
+
+    return loop
+
+
+@cache
+def power_loop() -> Callable[..., None]:
+    """Multiply `n` float64 at address `src` by 2**log2_scale, in place."""
+
+    @compiled_loop()
+    def loop(src, n, log2_scale):  # type: ignore[no-untyped-def]
+        x = carray(pointer(src), (n,), np.uint64)
+        for i in range(n):
+            x[i] = times_power(x[i], log2_scale)
+
+    return loop
