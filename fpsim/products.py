@@ -138,6 +138,20 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         one = fmt if isinstance(fmt, Operand | None) else Operand(fmt, rounding, overflow, random_bits)  # type: ignore[arg-type]
         return cls(**{**dict.fromkeys(PRODUCTS, (one, one)), **rest})
 
+    @classmethod
+    def by_operand(cls, x: OperandLike = None, w: OperandLike = None, dy: OperandLike = None, **rest: Any) -> Products:
+        """An operand in the same format in both of its products.
+
+        x: the input, of fprop and wgrad.
+        w: the weight, of fprop and dgrad.
+        dy: the gradient of the result, of dgrad and wgrad.
+        rest: `output`, `attention` and `accumulator`, where there is one.
+
+        >>> print(Products.by_operand(dy="e5m2").dgrad[0], Products.by_operand(dy="e5m2").fprop)
+        e5m2 nearest_even (None, None)
+        """
+        return cls(fprop=(x, w), dgrad=(dy, w), wgrad=(dy, x), **rest)
+
     @cached_property
     def specs(self) -> ProductSpecs:
         """What is done to each operand."""

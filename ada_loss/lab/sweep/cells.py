@@ -18,7 +18,7 @@ from ada_loss.lab.sweep.identity import MakeTask, task_of
 from ada_loss.lab.tasks import find_task
 from ada_loss.lab.training.methods import require_method
 from ada_loss.lab.training.options import TrainOptions, is_allowed, possible
-from fpsim import ROLES, Policy
+from fpsim import ROLES, Policy, Products
 from fpsim.checks import SHOWN, did_you_mean, is_number, is_whole, shown
 
 __all__ = [
@@ -68,12 +68,14 @@ class Cell:
 def label(value: Any) -> str:
     """A format or a scaling method as a word for a table.
 
-    >>> label(1024.0), label("e5m2"), label({"error": "e5m2", "weight_grad": "fp16"})
-    ('1024', 'e5m2', 'error=e5m2 weight_grad=fp16')
+    >>> label(1024.0), label({"error": "e5m2", "weight_grad": "fp16"}), label({"products": {"dy": "e5m2 per 32"}})
+    ('1024', 'error=e5m2 weight_grad=fp16', 'dy=e5m2 per 32')
     """
     if isinstance(value, float):
         return f"{value:.12g}"
-    return " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
+    if not isinstance(value, Mapping):
+        return str(value)
+    return " ".join(label(v) if isinstance(v, Mapping) else f"{k}={v}" for k, v in value.items())
 
 
 def plan(
@@ -88,10 +90,12 @@ def plan(
     """A cell for every combination, formats first. Invalid values and combinations are rejected here, before any work.
 
     float32, with which the others are compared, is trained once for each seed: there is nothing to round or to scale.
-    A recipe has roundings of its own, and is trained once for each scaling method and seed.
+    A recipe has roundings of its own, and is trained once for each scaling method and seed. Where every operand has
+    scales of its own and no role is in a format, a loss scale changes nothing, and there is no cell but that without.
 
     task: a name, "module:function", or a function from a seed to a Task.
-    formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`.
+    formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`, of which "products" is a
+        mapping too: of "x", "w" and "dy" to the formats of operands, or of the fields of `fpsim.Products`.
     scaling: the scaling methods; see `make_scaling`.
     roundings: names, one for all roles each.
     seeds: how many, or which.
@@ -130,8 +134,8 @@ def plan(
     for fmt, rounding, method, seed in itertools.product(canonical, roundings, methods, seeds):
         if is_recipe(fmt) and rounding != roundings[0]:
             continue
-        if fmt == "fp32":
-            if rounding != roundings[0] or method != methods[0]:
+        if _needs_no_scaling(fmt):
+            if method != methods[0] or (fmt == "fp32" and rounding != roundings[0]):
                 continue
             method = "none"
         words = {"task": task_name, "format": fmt, "rounding": rounding, "scaling": method, "seed": seed}
@@ -239,22 +243,59 @@ def _format(fmt: Any) -> Any:
         if "rounding" in fmt:
             raise ValueError("A format came with 'rounding' in it. The sweep varies it: give roundings=[...].")
         try:
-            Policy(**fmt)
+            _policy(fmt)
             json.dumps(fmt)
         except TypeError as error:
             raise ValueError(
                 f"The format {shown(dict(fmt))} is no policy: {error}. Possible: a name, or the fields of fpsim.Policy "
                 f"in numbers and words. Take {{'error': 'e5m2'}}, for instance."
             ) from None
-        return {k: str(fpsim.as_format(v)) if k in ROLES else v for k, v in fmt.items() if v is not None}
+        return {k: _canonical(k, v) for k, v in fmt.items() if v is not None}
     if isinstance(fmt, str):
         fpsim.quantize(torch.nn.Linear(1, 1), fmt)  # a recipe without its prefix has an error of its own
     return str(fpsim.as_format(fmt))
 
 
+def _canonical(field: str, value: Any) -> Any:
+    """A field of a policy, in the words that stand for all that mean the same."""
+    if field == "products" and isinstance(value, Mapping):
+        return {k: _operands(v) for k, v in value.items() if v is not None}
+    return str(fpsim.as_format(value)) if field in ROLES else value
+
+
+def _operands(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_operands(v) for v in value]
+    return str(fpsim.as_format(value)) if isinstance(value, str) else value
+
+
+def _policy(fields: Mapping[str, Any]) -> Policy:
+    """A policy from the fields of a cell's format."""
+    products = fields.get("products")
+    if not isinstance(products, Mapping):
+        return Policy(**fields)
+    make = Products.by_operand if {"x", "w", "dy"} & set(products) else Products
+    return Policy(**{**fields, "products": make(**products)})
+
+
+def _needs_no_scaling(fmt: Any) -> bool:
+    """Whether a scale of gradients changes nothing: there is nothing to round, or every gradient has its own scale."""
+    if fmt == "fp32":
+        return True
+    if is_recipe(fmt):
+        return False
+    if not isinstance(fmt, Mapping):
+        return isinstance(fpsim.as_format(fmt), fpsim.BlockFormat)
+    policy = _policy(fmt)
+    if policy.products is None or any(getattr(policy, role) is not None for role in ROLES) or policy.overrides:
+        return False
+    gradients = (policy.products.specs.dgrad[0], policy.products.specs.wgrad[0])
+    return all(g is None or isinstance(g.fmt, fpsim.BlockFormat) for g in gradients)
+
+
 def policy_of(fmt: Any, rounding: str) -> Any:
     """The format of a cell as `train` takes it: a name or a Policy. Raises ValueError for an unknown rounding."""
-    policy = Policy(**fmt) if isinstance(fmt, Mapping) else fmt
+    policy = _policy(fmt) if isinstance(fmt, Mapping) else fmt
     is_name = isinstance(fmt, str) and not is_recipe(fmt)
     fpsim.quantize(torch.nn.Linear(1, 1), policy if is_name else None, rounding=rounding)
     return policy
