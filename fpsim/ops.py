@@ -25,6 +25,7 @@ from fpsim.spec import (
     container_width,
     require_floating,
     require_ndarray,
+    require_no_mask,
     rounding_spec,
 )
 from fpsim.torch_internals import base_of, constant_under_compile
@@ -194,7 +195,7 @@ def _round_blocks(x: Any, spec: Spec, out: Any, axis: int | tuple[int, int] | No
             return rounded
         if not isinstance(out, np.ndarray):
             raise TypeError(f"out is {type(out).__name__} and x a numpy.ndarray. Give an ndarray: numpy.empty_like(x).")
-        require_ndarray(out, "out")
+        require_no_mask(out, "out")
         _require_out(out, x)
         out[...] = rounded
         return out
@@ -216,7 +217,7 @@ def _round_ndarray(x: np.ndarray[Any, Any], spec: RoundingSpec, out: Any) -> np.
         return rounded.numpy()
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out is {type(out).__name__} and x a numpy.ndarray. Give an ndarray: numpy.empty_like(x).")
-    require_ndarray(out, "out")
+    require_no_mask(out, "out")
     _require_out(out, x)
     out[...] = _round_ndarray(x, spec, None)
     return out

@@ -164,17 +164,21 @@ def log2_scale_limits(spec: RoundingSpec, dtype: torch.dtype) -> tuple[int, int]
     return scale_limits(spec.fmt, 32 if dtype is torch.float32 else 64)
 
 
-def require_ndarray(x: np.ndarray[Any, Any], name: str = "x") -> None:
-    """Raise TypeError for an array that torch cannot hold as it is."""
+def require_no_mask(x: np.ndarray[Any, Any], name: str = "x") -> None:
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
             f"{name} is a masked array, and its mask would be lost. Possible: a torch.Tensor or a plain numpy.ndarray. "
             f"Round its data: numpy.ma.array(round_to({name}.data, ...), mask={name}.mask)."
         )
+
+
+def require_ndarray(x: np.ndarray[Any, Any]) -> None:
+    """Raise TypeError for an array that torch cannot hold as it is."""
+    require_no_mask(x)
     if x.dtype not in (np.float32, np.float64, np.float16) or not x.dtype.isnative:
         raise TypeError(
-            f"{name} has dtype {x.dtype}. Possible: float32, float64, float16 in native byte order. "
-            f"Convert it with {name}.astype(numpy.float32)."
+            f"x has dtype {x.dtype}. Possible: float32, float64, float16 in native byte order. "
+            f"Convert it with x.astype(numpy.float32)."
         )
 
 

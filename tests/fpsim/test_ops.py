@@ -583,9 +583,7 @@ def test_unknown_words_are_refused() -> None:
         round_to(x, "e4m3fn", overflow="inf")
 
 
-@pytest.mark.parametrize(
-    "word", [[], {}, {"a"}, [[]], np.array([1.0, 2.0]), slice(1), torch.ones(2), object(), 3, b"up"]
-)
+@pytest.mark.parametrize("word", [[], {}, {"a"}, [[]], np.array([1.0, 2.0]), slice(1), torch.ones(2), object(), b"up"])
 def test_words_that_are_none_are_refused_as_unknown_ones_are(word: object) -> None:
     x = torch.ones(2)
     with pytest.raises(TypeError, match="A format is wanted, not"):
@@ -594,9 +592,8 @@ def test_words_that_are_none_are_refused_as_unknown_ones_are(word: object) -> No
         round_to(x, "fp16", word)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"Unknown overflow .*Known: inf, nan, saturate"):
         round_to(x, "fp16", overflow=word)  # type: ignore[call-overload]
-    if word != 3:
-        with pytest.raises(ValueError, match=r"random_bits=.* is impossible\. Possible: 1 to 32"):
-            round_to(x, "fp16", "stochastic", random_bits=word)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"random_bits=.* is impossible\. Possible: 1 to 32"):
+        round_to(x, "fp16", "stochastic", random_bits=word)  # type: ignore[call-overload]
 
 
 def test_a_mask_is_not_lost_where_results_are_written_or_counted() -> None:
