@@ -153,6 +153,37 @@ def peers(report: Report, repeats: int) -> None:
     torch.set_num_threads(os.cpu_count() or 1)
 
 
+def numpy_running_sum(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A product in a float16 accumulator as one writes it in NumPy: rounded after each step."""
+    total = np.zeros((a.shape[0], b.shape[1]), np.float16)
+    for k in range(a.shape[1]):
+        total = (total.astype(np.float32) + a[:, k : k + 1] * b[k]).astype(np.float16)
+    return total
+
+
+def accumulators(report: Report, repeats: int) -> None:
+    """Products of matrices in an accumulator, one thread; and a NumPy loop that rounds after each step."""
+    torch.set_num_threads(1)
+    m, k, n = 128, 512, 512
+    a, b = torch.randn(m, k), torch.randn(k, n)
+    billions = m * k * n / 1e9
+    stochastic = fpsim.Accumulator("fp16", "stochastic")
+    for accumulator, goal in (
+        ("fp16", 0.5),
+        ("bf16", None),
+        ("cb16_chunk64", None),
+        ("hopper_fp8", None),
+        (fpsim.Accumulator("fp16", product="fp16"), None),
+        (stochastic, None),
+    ):
+        ours = partial(fpsim.matmul, a, b, accumulator)
+        theirs = partial(numpy_running_sum, a.numpy(), b.numpy())
+        _, seconds, ratio = paired(theirs, ours, repeats)
+        report.add("accumulators", f"{accumulator}, {m} x {k} x {n}", billions / seconds, "G terms/s", goal)
+        report.add("accumulators", f"{accumulator} against NumPy's float16 loop", ratio, "times faster")
+    torch.set_num_threads(os.cpu_count() or 1)
+
+
 def small(report: Report) -> None:
     """A 16-element tensor: what a call costs."""
     x, leaf = torch.randn(16), torch.randn(16, requires_grad=True)
@@ -391,7 +422,9 @@ def startup(report: Report, repeats: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    parser.add_argument("--only", nargs="+", help="sections: startup small rounding peers training scaling memory")
+    parser.add_argument(
+        "--only", nargs="+", help="sections: startup small rounding peers accumulators training scaling memory"
+    )
     parser.add_argument("--out", type=Path, help="where to save the JSON report (default: results/<machine>.json)")
     options = parser.parse_args()
     repeats = 5 if options.quick else 21
@@ -401,6 +434,7 @@ def main() -> None:
         "small": lambda: small(report),
         "rounding": lambda: rounding(report, repeats),
         "peers": lambda: peers(report, repeats),
+        "accumulators": lambda: accumulators(report, 5 if options.quick else 21),
         "training": lambda: training(report, 5 if options.quick else 15),
         "scaling": lambda: scaling(report, 5 if options.quick else 21),
         "memory": lambda: memory(report, 1 if options.quick else 3),

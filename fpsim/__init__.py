@@ -1,10 +1,12 @@
 """fpsim: PyTorch models that compute as hardware with a small number format would."""
 
+from fpsim.accumulators import Accumulator, as_accumulator
 from fpsim.blocks import BLOCKS, BlockFormat, Delayed, as_format
 from fpsim.codes import decode, encode
 from fpsim.emulation import emulate
 from fpsim.fixed_point import FixedPoint
 from fpsim.formats import CATALOGUE, FloatFormat
+from fpsim.gemm import matmul
 from fpsim.hadamard import Hadamard, hadamard
 from fpsim.model import dequantize, quantize, round_parameters_
 from fpsim.noise import manual_seed, noise_of_torch
@@ -22,6 +24,7 @@ __all__ = [
     "CATALOGUE",
     "RECIPE_PREFIX",
     "ROLES",
+    "Accumulator",
     "BlockFormat",
     "Delayed",
     "FixedPoint",
@@ -34,6 +37,7 @@ __all__ = [
     "Recording",
     "Rounder",
     "Tally",
+    "as_accumulator",
     "as_format",
     "decode",
     "dequantize",
@@ -42,6 +46,7 @@ __all__ = [
     "hadamard",
     "load_scaling_state",
     "manual_seed",
+    "matmul",
     "noise_of_torch",
     "quantize",
     "recipe",

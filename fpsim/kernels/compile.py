@@ -239,10 +239,11 @@ def cuda_scalar(function: types_module.FunctionType) -> Callable[..., None]:
 
 
 def for_device(function: types_module.FunctionType) -> types_module.FunctionType:
-    """A copy of a Python function in which those that it calls are inlined."""
+    """A copy of a Python function in which those that it calls, compiled for the CPU or not, are inlined."""
 
     def of(value: Any) -> Any:
-        return njit(inline="always")(for_device(value)) if isinstance(value, types_module.FunctionType) else value
+        called = getattr(value, "py_func", value)
+        return njit(inline="always")(for_device(called)) if isinstance(called, types_module.FunctionType) else value
 
     code = function.__code__
     used = {name: of(value) for name, value in function.__globals__.items() if name in code.co_names}

@@ -13,7 +13,9 @@ from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
 from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES
-from fpsim.kernels import block_loops, blocks, hadamard, moments
+from fpsim import Accumulator, as_accumulator
+from fpsim.gemm import summation_of
+from fpsim.kernels import accumulate, block_loops, blocks, hadamard, moments
 from fpsim.kernels.compile import for_device
 from fpsim.kernels.round import Masks, cuda_kernel
 from fpsim.moments import join_rows
@@ -109,6 +111,30 @@ def test_the_kernels_of_hadamard_transforms_compile(size: int, width: int) -> No
     assert "bar.sync" in text
     # a fused multiply-add or a flush of subnormals would give other bits than the CPU
     assert re.findall(r"\b(?:fma|mad)\.\S*f\d+|\.ftz", text) == []
+
+
+PRODUCTS = [
+    as_accumulator("fp16"),
+    as_accumulator("hopper_fp8_chunk128"),
+    Accumulator("dlfloat16", "stochastic", product="e5m2", product_rounding="stochastic", chunk=4, outer="fp32"),
+    Accumulator("bf16", "stochastic", group=3, group_bits=9),
+]
+
+
+@pytest.mark.parametrize("accumulator", PRODUCTS, ids=repr)
+def test_the_kernel_of_products_compiles_and_computes_in_float64_alone(accumulator: Accumulator) -> None:
+    words, eight = types.Array(types.uint32, 1, "C"), types.UniTuple(types.int64, 8)
+    sizes = types.UniTuple(types.int64, len(accumulate.Sizes._fields))
+    signature = (words, words, words, words, sizes, eight, eight, eight, types.int64, types.int64)
+    kernel = for_device(accumulate.cuda_kernel(summation_of(accumulator).code))
+    text, _ = compile_ptx(kernel, signature, cc=(9, 0))
+    assert ".entry" in text
+    found = {line.group().split()[0] for line in FLOATING.finditer(str(text))}
+    # a float32 would have subnormals that a mode flushes; an approximation would differ from the CPU
+    allowed = r"(@%p\d+)?(add|sub|mul|fma|neg|abs|setp\.\w+|selp|mov|cvt|ld|st|max|min)\b.*f64.*"
+    assert found
+    assert [operation for operation in found if not re.match(allowed, operation)] == []
+    assert not re.search(r"\.(ftz|approx|f32)\b", str(text))
 
 
 def every_scale_kernel() -> list[tuple[str, Any, tuple[str, ...]]]:

@@ -14,8 +14,10 @@ from numba.cuda.simulator.kernel import BlockThread
 
 from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES, LayerRule
-from fpsim import FloatFormat, as_format
+from fpsim import Accumulator, FloatFormat, as_accumulator, as_format
+from fpsim.gemm import accumulate, summation_of
 from fpsim.hadamard import FIXED_SIGNS, Hadamard, transformed
+from fpsim.kernels import accumulate as products
 from fpsim.kernels import block_loops, hadamard, moments, round
 from fpsim.kernels.compile import cuda_scalar
 from fpsim.kernels.round import NO_MASKS, Masks, cuda_loop
@@ -212,6 +214,44 @@ def test_hadamard_transforms_give_the_bits_of_the_cpu(
         assert same(result[: x.numel()].view(x.shape), expected)
         assert (result[x.numel() :] == 77).all()
     hadamard.cuda_loop.cache_clear()
+
+
+ACCUMULATED = [
+    as_accumulator("fp16"),
+    as_accumulator("hopper_fp8"),
+    Accumulator("fp32"),
+    Accumulator("e5m2", "stochastic", product="e5m2", product_rounding="stochastic", chunk=4),
+    Accumulator("dlfloat16", "up", "saturate", chunk=3, outer="bf16", outer_rounding="stochastic"),
+    Accumulator("e4m3fn", "stochastic", group=3, group_bits=9, chunk=8, outer="fp32", outer_rounding="to_odd"),
+]
+
+
+@pytest.mark.usefixtures("in_turn")
+@pytest.mark.parametrize("accumulator", ACCUMULATED, ids=repr)
+def test_products_have_the_bits_of_the_cpu(accumulator: Accumulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "CUDA_THREADS", 16)
+    key, (batches, m, k, n) = 0x123456789ABCDEF, (2, 3, 11, 5)
+    torch.manual_seed(0)
+    a = torch.randn(batches, k, m).mT * torch.exp2(torch.randint(-7, 8, (batches, m, 1)))
+    b, bias = torch.randn(k, n).expand(batches, k, n), torch.randn(n).expand(batches, m, n)
+    a[0, 0, :3] = torch.tensor([torch.inf, 2.0**-149, -0.0])
+    summation = summation_of(accumulator)
+    for c in (bias, None):
+        target = np.full(batches * m * n + 3, 77, np.uint32)  # guards behind the end must stay
+        of_bias = (0, 0, 0) if c is None else c.stride()
+        strides = (*a.stride(), *b.stride(), *of_bias, m * n, n, 1)
+        sizes = products.Sizes(batches, m, n, k, *strides, int(c is not None), *summation.ends)
+        flat = [a.mT, b[0], bias[0, 0]]
+        sources = [cuda.to_device(x.contiguous().numpy().view(np.uint32).ravel()) for x in flat]
+        products.cuda_loop(summation.code)(
+            *sources, device := cuda.to_device(target), sizes, *summation.plans, key & 0xFFFFFFFF, key >> 32, 0
+        )
+        got = device.copy_to_host()
+        assert (got[-3:] == 77).all()
+        wanted = accumulate(a, b, accumulator, c, torch.tensor(key))
+        result = torch.from_numpy(got[:-3].view(np.float32)).reshape(batches, m, n)
+        assert same(result.nan_to_num(9.0), wanted.nan_to_num(9.0))
+        assert torch.equal(result.isnan(), wanted.isnan())
 
 
 def gathered(x: np.ndarray, only_amax: bool = False) -> list[float]:

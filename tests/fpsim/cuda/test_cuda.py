@@ -15,7 +15,7 @@ from format_cases import ALL, fits, same
 import fpsim
 from ada_loss import AdaLossScaled, Recorder
 from ada_loss.rules import LAYER_RULES
-from fpsim import FloatFormat, round_to
+from fpsim import Accumulator, FloatFormat, as_accumulator, matmul, round_to
 from fpsim.delayed import Histories
 from fpsim.kernels.compile import cuda_module
 from fpsim.kernels.round import cuda_loop
@@ -235,6 +235,35 @@ def test_delayed_scaling_waits_for_nothing_and_moves_with_the_model() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert scale.device.type == "cuda"
     assert scale.item() == 7.0  # 448 / 7 = 64, 448 / 64 = 7, then the larger of 64 and 7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "accumulator",
+    [
+        as_accumulator("fp16"),
+        as_accumulator("cb16_chunk64"),
+        as_accumulator("hopper_fp8_chunk128"),
+        Accumulator("fp32"),
+        Accumulator("e4m3fn", "stochastic", product="e4m3fn", product_rounding="stochastic"),
+        Accumulator("bf16", "stochastic", group=5, group_bits=12, chunk=13),
+    ],
+    ids=repr,
+)
+def test_products_on_the_card_have_the_bits_of_the_cpu(accumulator: Accumulator) -> None:
+    a, b, bias = torch.randn(3, 70, 300), torch.randn(300, 90), torch.randn(90)
+    a[0, 0, :3] = torch.tensor([torch.inf, 2.0**-149, -0.0])
+    results = []
+    for device in ("cpu", "cuda"):
+        fpsim.manual_seed(3)
+        x, y = a.to(device).requires_grad_(), b.to(device).requires_grad_()
+        result = matmul(x, y, accumulator, bias.to(device))
+        result.backward(torch.ones_like(result))
+        results.append([t.cpu() for t in (result.detach(), x.grad, y.grad) if t is not None])
+    for got, wanted in zip(*results, strict=True):
+        assert same(got, wanted)
+    empty = matmul(torch.ones(2, 0, device="cuda"), torch.ones(0, 3, device="cuda"), accumulator)
+    assert empty.tolist() == [[0.0] * 3] * 2
 
 
 @pytest.mark.gpu

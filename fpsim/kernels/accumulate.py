@@ -1,0 +1,313 @@
+"""Products of matrices in an accumulator of any format: the loop of the CPU, and the CUDA kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba import carray, njit
+
+from fpsim.kernels.compile import CUDA_THREADS, compiled_loop, cuda_module, for_device, pointer
+from fpsim.kernels.sums import (
+    BIAS_NOISE,
+    OUTER_NOISE,
+    PRODUCT_NOISE,
+    SUM_NOISE,
+    cut_off,
+    exponent_field,
+    make_add,
+    make_round_value,
+    narrow,
+    product_field,
+    sum_noise,
+    widen,
+)
+from fpsim.rounding import STOCHASTIC
+
+cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
+
+# A tile of the result: its sums, the terms that are added to them and the values these are multiplied by lie in the
+# first-level cache together, as float64.
+ROWS, COLUMNS, DEPTH = 32, 64, 32
+
+
+class Code(NamedTuple):
+    """What of an accumulator is compiled in: a rule and a shape for sums, products and the outer sum; groups or not."""
+
+    rule: int
+    shape: int
+    product_rule: int
+    product_shape: int
+    outer_rule: int
+    outer_shape: int
+    grouped: int
+
+
+class Sizes(NamedTuple):
+    """The operands a (batch, rows, terms) and b (batch, terms, columns), the bias and the result; strides in elements.
+
+    An element's index in the result, by which its noise goes, is its offset in memory.
+    """
+
+    batches: int
+    rows: int
+    columns: int
+    terms: int
+    a_batch: int
+    a_row: int
+    a_term: int
+    b_batch: int
+    b_term: int
+    b_column: int
+    bias_batch: int
+    bias_row: int
+    bias_column: int
+    out_batch: int
+    out_row: int
+    out_column: int
+    has_bias: int
+    chunk: int  # terms; 0 for one accumulator
+    group: int  # products; 0 for none
+    group_bits: int
+
+
+def tiles(sizes: Sizes) -> int:
+    """How many tiles the result has, which are what threads share out."""
+    return sizes.batches * -(-sizes.rows // ROWS) * -(-sizes.columns // COLUMNS)
+
+
+@njit
+def _fill(noise, width, element, step, kind, number, key):  # type: ignore[no-untyped-def]
+    """The noise of roundings 4 (number // 4) and the three behind it, for `width` elements."""
+    quad = number // 4
+    for j in range(width):
+        w0, w1, w2, w3 = sum_noise(element + j * step, kind, quad, key[0], key[1])
+        noise[0, j], noise[1, j], noise[2, j], noise[3, j] = w0, w1, w2, w3
+
+
+@njit
+def _load(target, source, first, rows, columns, row_step, column_step, width):  # type: ignore[no-untyped-def]
+    """A block of patterns as float64; columns beyond those that exist, up to `width`, are zeros."""
+    for i in range(rows):
+        for j in range(columns):
+            target[i, j] = widen(source[first + i * row_step + j * column_step])
+        for j in range(columns, width):
+            target[i, j] = 0.0
+
+
+def _make_block(code: Code) -> Callable[..., Any]:
+    """Add a block of terms to a tile, one by one: sums[r, j] += values[r, t] * terms[t, j] for t ascending.
+
+    number: of the first rounding of the block, for the noise. element, row_step, step: of the tile in the result.
+    """
+    add, round_product = make_add(code.rule, code.shape), make_round_value(code.product_rule, code.product_shape)
+    is_stochastic, is_product_stochastic = code.rule == STOCHASTIC, code.product_rule == STOCHASTIC
+
+    @njit
+    def add_terms(sums, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work):  # type: ignore[no-untyped-def]
+        for r in range(rows):
+            for t in range(count):
+                lane, value = (number + t) % 4, values[r, t]
+                if is_stochastic and (lane == 0 or t == 0):
+                    _fill(noise[:4], width, element + r * row_step, step, SUM_NOISE, number + t, key)
+                if is_product_stochastic and (lane == 0 or t == 0):
+                    _fill(noise[4:], width, element + r * row_step, step, PRODUCT_NOISE, number + t, key)
+                for j in range(width):
+                    product_word = noise[4 + lane, j] if is_product_stochastic else np.uint32(0)
+                    word = noise[lane, j] if is_stochastic else np.uint32(0)
+                    sums[r, j] = add(sums[r, j], round_product(value * terms[t, j], product_word, q), word, p)
+        return count
+
+    return add_terms  # type: ignore[no-any-return]
+
+
+def _make_grouped_block(code: Code) -> Callable[..., Any]:
+    """The same group by group, each aligned to the largest exponent in it, see Accumulator. Gives their number."""
+    round_value, is_stochastic = make_round_value(code.rule, code.shape), code.rule == STOCHASTIC
+
+    @njit
+    def add_groups(sums, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work):  # type: ignore[no-untyped-def]
+        group, bits = g
+        tops = work.view(np.int64)
+        groups = -(-count // group)
+        for r in range(rows):
+            for i in range(groups):
+                lane, start, end = (number + i) % 4, i * group, min((i + 1) * group, count)
+                if is_stochastic and (lane == 0 or i == 0):
+                    _fill(noise[:4], width, element + r * row_step, step, SUM_NOISE, number + i, key)
+                for j in range(width):
+                    tops[0, j] = exponent_field(sums[r, j])
+                for t in range(start, end):
+                    for j in range(width):
+                        tops[0, j] = max(tops[0, j], product_field(values[r, t], terms[t, j]))
+                for j in range(width):
+                    work[1, j] = cut_off(sums[r, j], tops[0, j], bits)
+                for t in range(start, end):
+                    for j in range(width):
+                        work[1, j] += cut_off(values[r, t] * terms[t, j], tops[0, j], bits)
+                for j in range(width):
+                    word = noise[lane, j] if is_stochastic else np.uint32(0)
+                    sums[r, j] = round_value(work[1, j], word, p)
+        return groups
+
+    return add_groups  # type: ignore[no-any-return]
+
+
+@cache
+def _make_fold(rule: int, shape: int) -> Callable[..., Any]:
+    """Add one tile to another with one rounding, number `number` of this kind of noise."""
+    add = make_add(rule, shape)
+
+    @njit
+    def fold(outer, inner, rows, width, kind, number, element, row_step, step, p, noise, key):  # type: ignore[no-untyped-def]
+        for r in range(rows):
+            if rule == STOCHASTIC:
+                _fill(noise[:4], width, element + r * row_step, step, kind, number, key)
+            for j in range(width):
+                word = noise[number % 4, j] if rule == STOCHASTIC else np.uint32(0)
+                outer[r, j] = add(outer[r, j], inner[r, j], word, p)
+
+    return fold  # type: ignore[no-any-return]
+
+
+@cache
+def cpu_loop(code: Code) -> Callable[..., None]:
+    """Tiles `first` to `last` of a product, each from +0: patterns of float32 at addresses a, b and bias, to out.
+
+    sizes: a tuple of Sizes. p, q, o: the integers of the Plans of sums, products and the outer sum. key: the address
+    of two uint32 words. Holds no lock. A thread's own memory is a few tiles.
+    """
+    add_block = _make_grouped_block(code) if code.grouped else _make_block(code)
+    fold = _make_fold(code.outer_rule, code.outer_shape)
+
+    @compiled_loop(*code)
+    def loop(a_source, b_source, bias_source, out_target, first, last, sizes, p, q, o, key_source):  # type: ignore[no-untyped-def]
+        _, m, n, k, a_batch, a_row, a_term, b_batch, b_term, b_column, c_batch, c_row, c_column = sizes[:13]
+        out_batch, row_step, step, has_bias, chunk, group, group_bits = sizes[13:]
+        a, b = carray(pointer(a_source), (1,), np.uint32), carray(pointer(b_source), (1,), np.uint32)
+        bias, out = carray(pointer(bias_source), (1,), np.uint32), carray(pointer(out_target), (1,), np.uint32)
+        key = carray(pointer(key_source), (2,), np.uint32)
+        depth = DEPTH if group == 0 else max(DEPTH // group, 1) * group
+        inner, outer = np.empty((ROWS, COLUMNS), np.float64), np.empty((ROWS, COLUMNS), np.float64)
+        values, terms = np.empty((ROWS, depth), np.float64), np.empty((depth, COLUMNS), np.float64)
+        noise, work = np.empty((8, COLUMNS), np.uint32), np.empty((2, COLUMNS), np.float64)
+        down, across = -(-m // ROWS), -(-n // COLUMNS)
+        for tile in range(first, last):
+            batch, row, column = tile // (down * across), tile % down * ROWS, tile // down % across * COLUMNS
+            rows, columns = min(ROWS, m - row), min(COLUMNS, n - column)
+            width = (columns + 7) // 8 * 8  # whole vectors; what is beyond the columns is not kept
+            element = batch * out_batch + row * row_step + column * step
+            inner[:], outer[:] = 0.0, 0.0
+            begin, number, folds = 0, 0, 0
+            while begin < k:
+                border = min(begin - begin % chunk + chunk, k) if chunk > 0 else k
+                count = min(depth, border - begin)
+                _load(values, a, batch * a_batch + row * a_row + begin * a_term, rows, count, a_row, a_term, count)
+                b_first = batch * b_batch + begin * b_term + column * b_column
+                _load(terms, b, b_first, count, columns, b_term, b_column, width)
+                g = (group, group_bits)
+                number += add_block(
+                    inner, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work
+                )
+                begin += count
+                if chunk > 0 and begin == border:
+                    fold(outer, inner, rows, width, OUTER_NOISE, folds, element, row_step, step, o, noise, key)
+                    folds += 1
+                    inner[:] = 0.0
+            sums, spare = (outer, inner) if chunk > 0 else (inner, outer)
+            if has_bias:
+                c_first = batch * c_batch + row * c_row + column * c_column
+                _load(spare, bias, c_first, rows, columns, c_row, c_column, width)
+                fold(sums, spare, rows, width, BIAS_NOISE, 0, element, row_step, step, o, noise, key)
+            for r in range(rows):
+                for j in range(columns):
+                    out[element + r * row_step + j * step] = narrow(sums[r, j])
+
+    return loop
+
+
+@njit(forceinline=True)
+def _noise_of(element, kind, number, key0, key1):  # type: ignore[no-untyped-def]
+    return sum_noise(element, kind, number // 4, key0, key1)[number % 4]
+
+
+def cuda_kernel(code: Code) -> Callable[..., None]:
+    """The body of the CUDA kernel as a Python function: a thread computes one element, in the order of the CPU.
+
+    a, b, bias and out are flat arrays of uint32; sizes, p, q and o are tuples of int64 as in `cpu_loop`.
+    """
+    global cuda
+    cuda = cuda_module()
+    add, round_value = make_add(code.rule, code.shape), make_round_value(code.rule, code.shape)
+    fold, round_product = make_add(code.outer_rule, code.outer_shape), make_round_value(*code[2:4])
+    rule, product_rule, outer_rule, is_grouped = code.rule, code.product_rule, code.outer_rule, code.grouped == 1
+    none = np.uint32(0)
+
+    def kernel(a, b, bias, out, sizes, p, q, o, key0, key1):  # type: ignore[no-untyped-def]
+        batches, m, n, k, a_batch, a_row, a_term, b_batch, b_term, b_column, c_batch, c_row, c_column = sizes[:13]
+        out_batch, out_row, out_column, has_bias, chunk, group, bits = sizes[13:]
+        thread = cuda.grid(1)
+        if thread < batches * m * n:
+            batch, row, column = thread // (m * n), thread // n % m, thread % n
+            element = batch * out_batch + row * out_row + column * out_column
+            x, y = batch * a_batch + row * a_row, batch * b_batch + column * b_column
+            inner, outer, word = 0.0, 0.0, none
+            begin, number, folds = 0, 0, 0
+            while begin < k:
+                end = min(begin + chunk, k) if chunk > 0 else k
+                if is_grouped:
+                    for start in range(begin, end, group):
+                        stop, top = min(start + group, end), exponent_field(inner)
+                        for t in range(start, stop):
+                            top = max(top, product_field(widen(a[x + t * a_term]), widen(b[y + t * b_term])))
+                        total = cut_off(inner, top, bits)
+                        for t in range(start, stop):
+                            total += cut_off(widen(a[x + t * a_term]) * widen(b[y + t * b_term]), top, bits)
+                        if rule == STOCHASTIC:
+                            word = _noise_of(element, SUM_NOISE, number, key0, key1)
+                        inner = round_value(total, word, p)
+                        number += 1
+                else:
+                    for t in range(begin, end):
+                        if product_rule == STOCHASTIC:
+                            word = _noise_of(element, PRODUCT_NOISE, t, key0, key1)
+                        term = round_product(widen(a[x + t * a_term]) * widen(b[y + t * b_term]), word, q)
+                        if rule == STOCHASTIC:
+                            word = _noise_of(element, SUM_NOISE, t, key0, key1)
+                        inner = add(inner, term, word, p)
+                if chunk > 0:
+                    if outer_rule == STOCHASTIC:
+                        word = _noise_of(element, OUTER_NOISE, folds, key0, key1)
+                    outer = fold(outer, inner, word, o)
+                    folds += 1
+                    inner = 0.0
+                begin = end
+            result = outer if chunk > 0 else inner
+            if has_bias:
+                if outer_rule == STOCHASTIC:
+                    word = _noise_of(element, BIAS_NOISE, 0, key0, key1)
+                result = fold(result, widen(bias[batch * c_batch + row * c_row + column * c_column]), word, o)
+            out[element] = narrow(result)
+
+    return kernel
+
+
+@cache
+def cuda_loop(code: Code) -> Callable[..., None]:
+    """The compiled kernel with its launch: (a, b, bias, out, sizes, p, q, o, key0, key1, stream)."""
+    function: Any = cuda_kernel(code)  # inlined: what is not would be compiled for each card
+    kernel = cuda_module().jit(function if numba.config.ENABLE_CUDASIM else for_device(function))
+
+    def launch(
+        a: Any, b: Any, bias: Any, out: Any, sizes: Sizes, p: Any, q: Any, o: Any, key0: int, key1: int, stream: Any
+    ) -> None:
+        threads = sizes.batches * sizes.rows * sizes.columns
+        plans = [tuple(map(np.int64, integers)) for integers in (sizes, p, q, o)]
+        kernel[-(-threads // CUDA_THREADS), CUDA_THREADS, stream](
+            a, b, bias, out, *plans, np.int64(key0), np.int64(key1)
+        )
+
+    return launch

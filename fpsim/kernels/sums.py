@@ -1,0 +1,143 @@
+"""What one step of a sum means: an exact product, an exact sum, and one rounding of it. For the CPU and CUDA alike.
+
+Numbers are float64, roundings are `rounding.make_round` on their patterns. Why that is exact:
+
+- Operands are float32, of 24 significant bits: their product has at most 48 and lies between 2**-298 and 2**256, so
+  that a float64 (53 bits, normal from 2**-1022) holds it exactly. A compiler that contracts the product and the
+  addition behind it to a fused multiply-add therefore changes nothing.
+- The sum s = fl(x + y) of two float64 and its error, x + y = s + error, are exact by Knuth's TwoSum (TAOCP vol. 2,
+  4.2.2, theorem B): additions that neither overflow nor, as all are multiples of 2**-298, underflow.
+- From both comes x + y rounded to odd: cut off to 53 bits toward zero, and the last bit set where something was cut
+  off. If `error` points toward zero, the pattern below s is the one that is cut off; else s itself is.
+- A number that is rounded to odd with 53 bits and then to a format of p <= 51 bits gives what one rounding gives
+  (Boldo and Melquiond, IEEE Trans. Computers 57(4), 2008, theorem 3): the last bit says on which side of every value
+  and every middle between two the exact sum lies. A subnormal spacing of the format, being coarser, leaves more bits.
+- Stochastic rounding compares random bits with the leading 52 - p of what is cut off, which the last bit is not one
+  of: Accumulator.random_bits_of asks for no more.
+
+An exact sum of zero is +0, save that of two -0; under "down" too, where IEEE 754-2019, 6.3 has -0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from fpsim.kernels.compile import float64_bits, float64_of_bits
+from fpsim.kernels.containers import narrowed, widened
+from fpsim.rounding import NOISE_ROUNDS, ROUNDINGS, STOCHASTIC, make_round, shift_left, threefry
+
+EXACT = len(ROUNDINGS)  # in the place of a rule: no rounding
+
+# Whose noise it is: the second word of a counter holds it above the number of the rounding, four to a counter.
+SUM_NOISE, PRODUCT_NOISE, OUTER_NOISE, BIAS_NOISE = range(4)
+
+_u64 = np.uint64
+
+
+@njit(forceinline=True)
+def bits_of(x):  # type: ignore[no-untyped-def]
+    return np.uint64(float64_bits(x))
+
+
+@njit(forceinline=True)
+def widen(word):  # type: ignore[no-untyped-def]
+    """The float64 of a float32's pattern."""
+    return float64_of_bits(widened(word))
+
+
+@njit(forceinline=True)
+def narrow(x):  # type: ignore[no-untyped-def]
+    """The pattern of a float32 that holds this float64 exactly; a NaN stays one."""
+    return narrowed(bits_of(x))
+
+
+def _inlined(rule: int) -> dict[str, Any]:
+    """Inlined by LLVM, which halves the time of compiling; but it vectorises a stochastic step only if Numba did it."""
+    return {"inline": "always"} if rule == STOCHASTIC else {"forceinline": True}
+
+
+@cache
+def make_round_value(rule: int, shape: int) -> Callable[..., Any]:
+    """The rounding of one float64: (x, noise, eight integers of a Plan). noise: 32 bits, used by STOCHASTIC alone."""
+    if rule == EXACT:
+
+        @njit(forceinline=True)
+        def keep(x, noise, p):  # type: ignore[no-untyped-def]
+            return x
+
+        return keep  # type: ignore[no-any-return]
+    round_bits = make_round(rule, shape, 64)
+
+    @njit(**_inlined(rule))
+    def round_value(x, noise, p):  # type: ignore[no-untyped-def]
+        shift, origin, used = np.int64(p[0]), np.int64(p[1]), _u64(_u64(p[6]) << _u64(32))
+        largest, overflow, smallest, zero_sign, odd = _u64(p[2]), _u64(p[3]), _u64(p[4]), _u64(p[5]), _u64(p[7])
+        bits = _u64(_u64(noise) << _u64(32))
+        rounded = round_bits(bits_of(x), bits, shift, origin, largest, overflow, smallest, zero_sign, used, odd)
+        return float64_of_bits(_u64(rounded))
+
+    return round_value  # type: ignore[no-any-return]
+
+
+@njit(forceinline=True)
+def odd_sum(x, y):  # type: ignore[no-untyped-def]
+    """x + y rounded to odd, see above. What is not finite gives what IEEE 754 has for it: its error is NaN."""
+    s = x + y
+    t = s - x
+    error = (x - (s - t)) + (y - t)
+    word = bits_of(s)
+    is_cut = _u64((error < 0.0) | (error > 0.0))  # not != 0.0: of a NaN that is true
+    toward_zero = _u64(_u64(word ^ bits_of(error)) >> _u64(63))
+    return float64_of_bits(_u64(_u64(word - _u64(is_cut & toward_zero)) | is_cut))
+
+
+@cache
+def make_add(rule: int, shape: int) -> Callable[..., Any]:
+    """The sum of two float64 with one rounding: (x, y, noise, eight integers of a Plan)."""
+    round_value = make_round_value(rule, shape)
+
+    @njit(**_inlined(rule))
+    def add(x, y, noise, p):  # type: ignore[no-untyped-def]
+        return round_value(odd_sum(x, y), noise, p)
+
+    return add  # type: ignore[no-any-return]
+
+
+@njit(forceinline=True)
+def exponent_field(x):  # type: ignore[no-untyped-def]
+    """The biased exponent, as int64: 0 of zero, 2047 of what is not finite. No number here is subnormal."""
+    return np.int64(_u64(_u64(bits_of(x) >> _u64(52)) & _u64(2047)))
+
+
+@njit(forceinline=True)
+def product_field(a, b):  # type: ignore[no-untyped-def]
+    """The biased exponent of a product as a multiplier has it before it normalises: the sum of its factors'."""
+    return np.int64(exponent_field(a) + exponent_field(b) - np.int64(1023))
+
+
+@njit(forceinline=True)
+def cut_off(x, top, bits):  # type: ignore[no-untyped-def]
+    """`x` toward zero to a multiple of 2**(top - 1023 - (bits - 1)); a zero is +0. What is not finite stays."""
+    field = exponent_field(x)
+    drop = np.int64(top - field + np.int64(53) - bits)
+    word = bits_of(x)
+    below = _u64(shift_left(_u64(1), _u64(drop)) - _u64(1))
+    kept = _u64(0) if drop > np.int64(52) else _u64(word & _u64(~below))
+    return float64_of_bits(word if field == np.int64(2047) else kept)
+
+
+@njit(inline="always")
+def sum_noise(element, kind, quad, key0, key1):  # type: ignore[no-untyped-def]
+    """The noise of four roundings, number 4 quad to 4 quad + 3, of one element of a product.
+
+    Its index counts in the first word of the counter; what is above 2**32 of it changes the key.
+    """
+    index = _u64(element)
+    low, high = np.uint32(index & _u64(0xFFFFFFFF)), np.uint32(index >> _u64(32))
+    second = np.uint32(_u64(_u64(_u64(kind) << _u64(30)) | _u64(quad)))
+    return threefry(low, second, np.uint32(key0), np.uint32(np.uint32(key1) ^ high), NOISE_ROUNDS)
