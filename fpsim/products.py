@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from fpsim.accumulators import Accumulator, as_accumulator
 from fpsim.blocks import BlockFormat, Format, as_format
+from fpsim.formats import FloatFormat
 from fpsim.hadamard import Hadamard
 from fpsim.spec import RoundingSpec, Spec, any_spec, rounding_spec
 
@@ -71,12 +73,13 @@ OperandLike = Operand | Format | str | None
 
 
 class ProductSpecs(NamedTuple):
-    """The operands of the three products, and the rounding of the forward product's result."""
+    """The operands of the three products, the rounding of the forward product's result, and in what sums are made."""
 
     fprop: tuple[Operand | None, Operand | None]
     dgrad: tuple[Operand | None, Operand | None]
     wgrad: tuple[Operand | None, Operand | None]
     output: RoundingSpec | None
+    accumulator: Accumulator | None
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class Products:
     dgrad: (dy, w), those of dx = dy w.
     wgrad: (dy, x), those of dw = dy^T x.
     output: the format of y, where the policy has none for activations; a format of single numbers. Its gradient passes.
+    accumulator: what the sums of all three are made in: an `Accumulator` or its name, such as "fp16" or "hopper_fp8";
+        None leaves them to torch, in float32. The bias is added there too.
     attention: whether products of two activations are quantised too. Without it they are left alone: attention's two
         products, inside of `scaled_dot_product_attention` or written as `q @ k`, and any other matmul, bmm or einsum
         none of whose operands is a parameter or a view of one. `linear`, `bilinear` and convolutions always count as
@@ -106,6 +111,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
     dgrad: tuple[OperandLike, OperandLike] = (None, None)
     wgrad: tuple[OperandLike, OperandLike] = (None, None)
     output: OperandLike = None
+    accumulator: Accumulator | FloatFormat | str | None = None
     attention: bool = False
 
     def __post_init__(self) -> None:
@@ -113,6 +119,8 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
             object.__setattr__(self, product, _pair(product, names, getattr(self, product)))
         if self.output is not None:
             object.__setattr__(self, "output", _operand("output", self.output))
+        if self.accumulator is not None:
+            object.__setattr__(self, "accumulator", as_accumulator(self.accumulator))
         if not isinstance(self.attention, bool):
             raise TypeError(f"attention={self.attention!r} is impossible. Possible: True, False.")
         _require_equal_transforms(self)
@@ -130,7 +138,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         """All operands of all products in one format.
 
         fmt, rounding, overflow, random_bits: as in `Operand`.
-        rest: `output`, `attention`, and products that differ.
+        rest: `output`, `accumulator`, `attention`, and products that differ.
 
         >>> Products.all("mxfp4", wgrad=(None, None)).dgrad[0].rounding
         'nearest_even'
@@ -155,10 +163,14 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
     @cached_property
     def specs(self) -> ProductSpecs:
         """What is done to each operand."""
-        output = self.output
+        output, accumulator = self.output, self.accumulator
         assert output is None or isinstance(output, Operand)
+        assert accumulator is None or isinstance(accumulator, Accumulator)
+        if accumulator is not None and accumulator.order == "torch":
+            accumulator = None
         fprop, dgrad, wgrad = (getattr(self, product) for product in PRODUCTS)
-        return ProductSpecs(fprop, dgrad, wgrad, None if output is None else rounding_spec(*_words(output)))
+        rounding = None if output is None else rounding_spec(*_words(output))
+        return ProductSpecs(fprop, dgrad, wgrad, rounding, accumulator)
 
     @property
     def is_delayed(self) -> bool:
@@ -180,6 +192,8 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         texts = [*all_words] if len(all_words) == 1 else [f"{p}=({', '.join(pair)})" for p, pair in words.items()]
         if self.output is not None:
             texts.append(f"output={self.output}")
+        if self.accumulator is not None:
+            texts.append(f"accumulator={self.accumulator}")
         return ", ".join([*texts, *(["attention too"] if self.attention else [])])
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fpsim.accumulators import Accumulator
 from fpsim.autograd import is_plain
 from fpsim.blocks import Delayed
+from fpsim.emulation.accumulated import in_matrices
 from fpsim.emulation.arguments import roundable_in, tensors_in
 from fpsim.emulation.calls import LOOK_UPS, Action, Call
 from fpsim.emulation.forms import Form, Side
 from fpsim.emulation.marks import is_roundable, is_view_of_weight, mark_as_view_of_weight
 from fpsim.emulation.scope import Observer, Scope
+from fpsim.gemm import accumulate
 from fpsim.hadamard import Hadamard, padded_to_groups, require_groups, transformed
 from fpsim.launch import rounded
 from fpsim.moments import amax_of
@@ -143,9 +147,12 @@ class _Product:
     __slots__ = ("device", "dtype", "form", "is_step", "listeners", "scales", "site", "specs", "working")
 
     def __init__(self, form: Form, site: str, specs: ProductSpecs, listeners: Any, x: Tensor) -> None:
-        self.form, self.site, self.specs, self.listeners = form, site, specs, listeners
+        self.site, self.specs, self.listeners = site, specs, listeners
+        accumulator = specs.accumulator
+        self.form = form if accumulator is None else in_matrices(form, partial(_multiply, accumulator))
         self.device, self.is_step = x.device.type, torch.is_grad_enabled()
-        self.working = torch.float64 if x.dtype is torch.float64 else torch.float32  # in which products are added up
+        # in which products are added up, or handed to the accumulator
+        self.working = torch.float64 if x.dtype is torch.float64 and accumulator is None else torch.float32
         casts = self.working is torch.float32 and torch.is_autocast_enabled(self.device)
         self.dtype = torch.get_autocast_dtype(self.device) if casts else x.dtype  # of y
         self.scales: dict[str, ScaleOf] = {}
@@ -262,6 +269,10 @@ class _Product:
         if self.is_step:
             history.record(amax_of(x)[AMAX])
         return rounded_blocks(x, spec, side.axis, side.across, scale=history.scale())
+
+
+def _multiply(accumulator: Accumulator, a: Tensor, b: Tensor, added: Tensor | None) -> Tensor:
+    return accumulate(a, b, accumulator, added)
 
 
 def _rounded_operand(x: Tensor, spec: Spec, side: Side, log2_scale: Tensor | None) -> Tensor:
