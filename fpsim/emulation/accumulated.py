@@ -72,7 +72,7 @@ class _Convolution(Convolution):
     """Each output is a sum over channels and, for each of them, over the kernel's positions in order."""
 
     def __init__(self, form: Convolution, multiply: Multiply) -> None:
-        self.shapes, self.settings = form.shapes, form.settings
+        self.shapes, self.settings, self.groups = form.shapes, form.settings, form.groups
         self.fprop, self.dgrad, self.wgrad = form.fprop, form.dgrad, form.wgrad
         self._multiply = multiply
 

@@ -9,7 +9,7 @@ from product_cases import Calls, by_hand, gradients
 from torch import Tensor, nn
 
 import fpsim
-from fpsim import Accumulator, Policy, Products, quantize
+from fpsim import Accumulator, Hadamard, Operand, Policy, Products, quantize
 
 ACCUMULATORS = ["fp16", "bf16_chunk32", "hopper_fp8"]
 FMT = "mxfp8_e4m3"
@@ -79,3 +79,19 @@ def test_a_product_that_is_none_of_matrices_is_refused() -> None:
     model = quantize(Calls(lambda x, w: torch.conv_tbc(x, w, w[0, 0], 0), torch.randn(1, 3, 4)), policy("fp16"))
     with pytest.raises(NotImplementedError, match="not known as a product of matrices"):
         model(torch.randn(7, 2, 3))
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(24, 20), nn.Conv2d(6, 8, 3)], ids=["linear", "convolution"])
+def test_operands_are_padded_and_transformed_before_they_are_added_up(layer: nn.Module) -> None:
+    operand = Operand("e4m3fn", hadamard=Hadamard(16, "fixed"))
+    x = torch.randn(5, 24) if isinstance(layer, nn.Linear) else torch.randn(5, 6, 7, 7)
+    dy = torch.randn_like(layer(x))
+    results = []
+    for accumulator in (None, Accumulator("fp32")):
+        y, dx, grads = gradients(
+            quantize(layer, Policy(products=Products.all(operand, accumulator=accumulator))), x, dy
+        )
+        results.append([y, dx, grads["weight"]])
+    for torchs, ours in zip(*results, strict=True):
+        # two orders of at most 500 float32 sums: 500 ulps of a sum of magnitudes, which is below 40 here
+        assert (torchs - ours).abs().max() < 500 * 2.0**-24 * 40
