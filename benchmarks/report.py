@@ -153,6 +153,30 @@ def peers(report: Report, repeats: int) -> None:
     torch.set_num_threads(os.cpu_count() or 1)
 
 
+def blocks(report: Report, repeats: int) -> None:
+    """Formats whose blocks share a scale, 2^24 float32, one thread, against a copy and against gfloat's blocks."""
+    torch.set_num_threads(1)
+    x = torch.randn(4096, 4096)
+    out = torch.empty_like(x)
+    for name, goal in (("mxfp8_e4m3", 0.5), ("mxfp4", None), ("nvfp4", 0.35), ("e4m3fn per row fp32", None)):
+        for mode in ("nearest_even", "stochastic"):
+            for axis in (1, 0):
+                ours = partial(fpsim.round_to, x, name, mode, out=out, axis=axis)
+                _, _, ratio = paired(partial(out.copy_, x), ours, repeats)
+                title = f"{name} {mode}, blocks along axis {axis} of 4096 x 4096"
+                report.add("blocks", title, ratio, "x copy", goal if mode == "nearest_even" else None)
+    from gfloat.block import compute_scale_amax, quantize_block
+    from gfloat.formats import format_info_mxfp8_e4m3 as info
+
+    rows = x[:8, :32].numpy().astype(np.float64)
+    part, result = x[:1024, :1024].contiguous(), torch.empty(1024, 1024)
+    theirs = lambda: [quantize_block(info, row, compute_scale_amax) for row in rows]  # noqa: E731
+    seconds, ours_seconds, _ = paired(theirs, partial(fpsim.round_to, part, "mxfp8_e4m3", out=result), 5)
+    ratio = seconds / rows.size / (ours_seconds / part.numel())
+    report.add("blocks", "gfloat.quantize_block mxfp8_e4m3, for each number", ratio, "times slower than ours", 50)
+    torch.set_num_threads(os.cpu_count() or 1)
+
+
 def numpy_running_sum(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """A product in a float16 accumulator as one writes it in NumPy: rounded after each step."""
     total = np.zeros((a.shape[0], b.shape[1]), np.float16)
@@ -261,11 +285,14 @@ def make_model(which: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
 def make_step(which: str, form: str) -> Callable[[], object]:
     """A whole training step of a model.
 
-    form: "float32"; "fpsim", all roles fp16; "qtorch", its Quantizer at the same sites; "static", fpsim with a loss
-    scale; "adaptive N M", fpsim with a scale for each layer, computed every N steps and recorded every M (0: never).
+    form: "float32"; "fpsim", all roles fp16; "recipe:NAME", a recipe of fpsim; "qtorch", its Quantizer at the same
+    sites; "static", fpsim with a loss scale; "adaptive N M", fpsim with a scale for each layer, computed every N steps
+    and recorded every M (0: never).
     """
     model, loss = make_model(which)
-    if form != "float32" and form != "qtorch":
+    if form.startswith("recipe:"):
+        fpsim.quantize(model, form, inplace=True)
+    elif form != "float32" and form != "qtorch":
         fpsim.quantize(model, "fp16", inplace=True)
     scaler: Any = None
     if form.startswith("adaptive"):
@@ -298,6 +325,15 @@ def make_step(which: str, form: str) -> Callable[[], object]:
         scaler.update()
 
     return step if scaler is None else scaled_step
+
+
+def recipes(report: Report, repeats: int) -> None:
+    """Whole training steps of a small GPT-2 under recipes, over float32's."""
+    for name, goal in (("fp8_current", 1.3), ("mxfp8", 1.5), ("nvfp4", 2.0), ("fp8_delayed", None), ("fp8_tile", None)):
+        plain, under = make_step("gpt2", "float32"), make_step("gpt2", f"recipe:{name}")
+        plain(), under()
+        _, _, ratio = paired(plain, under, repeats)
+        report.add("recipes", f"gpt2 recipe {name} / float32 step", 1 / ratio, "times", goal, at_least=False)
 
 
 def scaling(report: Report, repeats: int) -> None:
@@ -423,7 +459,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument(
-        "--only", nargs="+", help="sections: startup small rounding peers accumulators training scaling memory"
+        "--only",
+        nargs="+",
+        help="sections: startup small rounding peers blocks recipes accumulators training scaling memory",
     )
     parser.add_argument("--out", type=Path, help="where to save the JSON report (default: results/<machine>.json)")
     options = parser.parse_args()
@@ -434,6 +472,8 @@ def main() -> None:
         "small": lambda: small(report),
         "rounding": lambda: rounding(report, repeats),
         "peers": lambda: peers(report, repeats),
+        "blocks": lambda: blocks(report, 5 if options.quick else 21),
+        "recipes": lambda: recipes(report, 3 if options.quick else 9),
         "accumulators": lambda: accumulators(report, 5 if options.quick else 21),
         "training": lambda: training(report, 5 if options.quick else 15),
         "scaling": lambda: scaling(report, 5 if options.quick else 21),

@@ -28,7 +28,7 @@ from fpsim.spec import (
     require_no_mask,
     rounding_spec,
 )
-from fpsim.torch_internals import base_of, constant_under_compile
+from fpsim.torch_internals import base_of, constant_under_compile, share_storage
 
 __all__ = ["Rounder", "round_to", "round_to_"]
 
@@ -206,6 +206,10 @@ def _round_blocks(x: Any, spec: Spec, out: Any, axis: int | tuple[int, int] | No
     _require_out(out, x)
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise ValueError("out= keeps no gradient, and x or out requires one. Leave out= away, or use torch.no_grad().")
+    if is_plain(x) and is_plain(out) and not share_storage(x, out):
+        rounded_blocks(x, spec, along, across, out=out)
+        torch.autograd.graph.increment_version(out)
+        return out
     return out.copy_(round_blocks_differentiably(x, spec, along, across))
 
 

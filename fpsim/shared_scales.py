@@ -139,6 +139,7 @@ def rounded_blocks(
     across: int | None = None,
     key: Tensor | None = None,
     scale: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """A rounded copy of `x`, below autograd, whose blocks share scales.
 
@@ -147,9 +148,10 @@ def rounded_blocks(
     across: along which the rows of a tile run; None takes the axis before `axis`, or the next for the first one.
     key: of the noise; None draws one.
     scale: of delayed scaling, a float32 of one element on the device of `x`: what elements are multiplied by.
+    out: a contiguous float32 of the shape and device of `x` to write to, which shares no memory with it.
     Raises ValueError for axes that `x` does not have.
     """
-    return _run(x, spec, axis, across, key, scale, False)[0]
+    return _run(x, spec, axis, across, key, scale, False, out)[0]
 
 
 def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None = None) -> Tensor:
@@ -176,6 +178,7 @@ def _run(
     key: Tensor | None,
     scale: Tensor | None,
     wants_scales: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     f, plan = spec.fmt, block_plan(spec)
     if f.is_delayed != (scale is not None):
@@ -187,7 +190,7 @@ def _run(
         )
     axes = block_axes(x.shape, f.tile, axis, across)
     source = x.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous()
-    out = torch.empty_like(source)
+    out = torch.empty_like(source) if out is None else out
     scales = None
     if source.numel():
         shared = torch.full((2,), -1, dtype=torch.int64, device=x.device)
