@@ -242,7 +242,10 @@ def rounded(
         return out
     wide = _wider_copy(x.detach(), container)
     launch(wide, wide, kernel, key, log2_scale)
-    return torch.empty_like(x, requires_grad=False).copy_(_narrower(wide, x.dtype))
+    result = _narrower(wide, x.dtype)
+    if result.dtype is x.dtype and x.is_contiguous():
+        return result
+    return torch.empty_like(x, requires_grad=False).copy_(result)
 
 
 def _wider_copy(x: Tensor, container: torch.dtype) -> Tensor:

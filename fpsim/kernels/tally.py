@@ -64,26 +64,35 @@ def tally_loop(size: int) -> Callable[..., None]:
         normal, top = np.uint64(float64_bits(smallest_normal)), np.uint64(float64_bits(largest))
         saturated = np.uint64(float64_bits(saturated_from))
         amax = np.uint64(float64_bits(s[TALLY_AMAX]))
+        # in registers: what is added to in memory waits for its last store
+        nonfinite, nonzero, underflow, subnormal, overflow, exact = 0, 0, 0, 0, 0, 0
+        signal, noise = s[TALLY_SIGNAL], s[TALLY_NOISE]
         for i in range(n):
             before, after = (widened(x[i]), widened(r[i])) if size == 4 else (np.uint64(x[i]), np.uint64(r[i]))
             magnitude, rounded = np.uint64(before & _MAGNITUDE), np.uint64(after & _MAGNITUDE)
-            c[TALLY_COUNT] += 1
             if magnitude >= _INFINITY:
-                c[TALLY_NONFINITE] += 1
+                nonfinite += 1
                 continue
             amax = max(amax, magnitude)
             if magnitude > zero:
-                c[TALLY_NONZERO] += 1
-                c[TALLY_UNDERFLOW] += rounded == zero
+                nonzero += 1
+                underflow += int(rounded == zero)
                 h[magnitude >> np.uint64(52)] += 1
-            c[TALLY_SUBNORMAL] += zero < rounded < normal
-            c[TALLY_OVERFLOW] += (rounded >= _INFINITY) or (rounded == top and magnitude >= saturated)
-            c[TALLY_EXACT] += before == after or np.uint64(magnitude | rounded) == zero
+            subnormal += int(zero < rounded < normal)
+            overflow += int(rounded >= _INFINITY or (rounded == top and magnitude >= saturated))
+            exact += int(before == after or np.uint64(magnitude | rounded) == zero)
             if rounded < _INFINITY:
-                value, result = float64_of_bits(before), float64_of_bits(after)
-                s[TALLY_SIGNAL] += square(value)
-                s[TALLY_NOISE] += square(result - value)
-        s[TALLY_AMAX] = float64_of_bits(amax)
+                value = float64_of_bits(before)
+                signal += square(value)
+                noise += square(float64_of_bits(after) - value)
+        c[TALLY_COUNT] += n
+        c[TALLY_NONFINITE] += nonfinite
+        c[TALLY_NONZERO] += nonzero
+        c[TALLY_UNDERFLOW] += underflow
+        c[TALLY_SUBNORMAL] += subnormal
+        c[TALLY_OVERFLOW] += overflow
+        c[TALLY_EXACT] += exact
+        s[TALLY_SIGNAL], s[TALLY_NOISE], s[TALLY_AMAX] = signal, noise, float64_of_bits(amax)
 
     return loop
 
