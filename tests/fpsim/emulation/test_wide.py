@@ -208,6 +208,15 @@ def test_distinct_positions_stay_distinct() -> None:
         assert len(codes(positions, inverse, torch.ones(1)).unique(dim=0)) > 1000
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "e5m2"])
+def test_counts_of_what_is_float32_on_purpose_are_exact(fmt: str) -> None:
+    experts = torch.arange(3001) % 3  # as transformers counts tokens, to know where the rows of each expert end
+    with emulate(fmt):
+        counts = torch.histc(experts.float(), bins=3, min=0, max=2)
+        ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    assert ends.tolist() == [1001, 2001, 3001]
+
+
 def test_an_island_under_autocast_switched_off_keeps_what_comes_from_outside() -> None:
     x, weight = torch.randn(4, 4), nn.Parameter(torch.randn(4, 4))
     with emulate("e5m2"):
