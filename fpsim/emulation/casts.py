@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 CAST_NAMES = frozenset("to type type_as float double".split())
-# Functions that make a tensor of nothing but sizes and numbers, and those that make one like another.
+# Functions that make a tensor of nothing but sizes and numbers, and those that make one like another; counts are in the
+# dtype of what is counted.
 FACTORIES = frozenset(
     """
     zeros ones full empty eye arange linspace logspace range rand randn normal tensor as_tensor asarray scalar_tensor
@@ -39,7 +40,7 @@ FACTORIES = frozenset(
 FACTORIES_LIKE = frozenset(
     """
     zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty
-    new_empty_strided new_tensor
+    new_empty_strided new_tensor histc
     """.split()
 )
 _WIDE = (torch.float32, torch.float64)

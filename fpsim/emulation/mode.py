@@ -318,7 +318,8 @@ class Emulation(TorchFunctionMode):
         return rounded
 
     def _carry_marks(self, out: Any, floats: list[Tensor], first: Any, first_mark: str | None) -> None:
-        marks = {format_of(x) for x in floats}
+        # what has no elements is in every format: transformers joins keys to an empty cache
+        marks = {known for x in floats if (known := format_of(x)) is not None or x.numel()}
         if isinstance(first, Tensor):
             marks.add(first_mark)
         if WIDE in marks:  # by type promotion

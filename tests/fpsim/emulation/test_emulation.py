@@ -152,6 +152,18 @@ def test_a_rounded_tensor_joined_with_another_is_rounded_again() -> None:
         assert torch.equal(joined - 1.5, torch.zeros(4))
 
 
+def test_what_is_joined_to_an_empty_tensor_stays_in_the_format() -> None:
+    # as transformers joins keys to an empty cache: the gradient is rounded where h is made, and not where it was joined
+    h, w, g = (round_to(torch.randn(shape), "bf16") for shape in ((64,), (3, 64), (3, 64)))
+    h.requires_grad_()
+    with emulate("bf16"):
+        out = torch.cat([torch.tensor([], dtype=h.dtype), h * 1.0]).expand(3, 64) * w
+    out.backward(g)
+    products = g * w
+    assert torch.equal(h.grad, products.sum(0).bfloat16().float())  # type: ignore[arg-type]
+    assert not torch.equal(h.grad, products.bfloat16().float().sum(0).bfloat16().float())  # type: ignore[arg-type]
+
+
 def test_in_place_calls_are_rounded_too() -> None:
     x, out = h(randn(8)), torch.empty(8)
     with emulate(FP16):
