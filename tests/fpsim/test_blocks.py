@@ -90,7 +90,7 @@ def test_what_is_no_format_is_refused_and_nothing_is_run(text: str) -> None:
 
 
 def test_a_block_format_where_single_numbers_are_wanted_says_so() -> None:
-    with pytest.raises(ValueError, match="shares its scales"):
+    with pytest.raises(ValueError, match="numbers share scales"):
         Policy(activation="mxfp4")
     with pytest.raises(ValueError, match="has no codes here"):
         encode(torch.ones(2), "int8")  # type: ignore[arg-type]

@@ -90,8 +90,7 @@ class Checkpoints:
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         for name, thing in self.stateful.items():
-            if name in saved["states"]:  # a file from before there was delayed scaling has none
-                thing.load_state_dict(saved["states"][name])
+            thing.load_state_dict(saved["states"][name])
         noise, *noises = saved["noise"]
         torch.set_rng_state(noise)
         for device, noise in zip(self.cuda_devices, noises, strict=True):

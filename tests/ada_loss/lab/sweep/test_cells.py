@@ -302,9 +302,10 @@ def test_float32_is_trained_once_for_each_seed() -> None:
 
 def test_a_recipe_is_trained_once_for_each_method_and_seed_with_its_own_roundings() -> None:
     cells = plan("digits", ["recipe:nvfp4", "nvfp4"], [8, "torch"], roundings=["nearest_even", "down"], seeds=2)
-    assert [cell.config["format"] for cell in cells] == ["recipe:nvfp4"] * 4 + ["nvfp4"] * 8
+    assert [cell.config["format"] for cell in cells] == ["recipe:nvfp4"] * 4 + ["nvfp4"] * 4
     assert {cell.config["rounding"] for cell in cells[:4]} == {"nearest_even"}
-    assert len({cell.id for cell in cells}) == 12
+    assert {cell.config["scaling"] for cell in cells[4:]} == {"none"}  # each gradient has scales of its own
+    assert len({cell.id for cell in cells}) == 8
     for name in ("recipe:nvfp5", "fp8_current"):
         with pytest.raises(ValueError, match=r"Unknown recipe 'nvfp5'\. Did you mean nvfp4|'fp8_current' is a recipe"):
             plan("digits", [name], ["none"])
@@ -314,6 +315,27 @@ def test_a_recipe_is_trained_once_for_each_method_and_seed_with_its_own_rounding
     policy = fpsim.recipe("mxfp8", task.model)
     assert policy.overrides
     assert result["metrics"] == train(task, policy, steps=3, record_every=0).metrics
+
+
+def test_a_loss_scale_is_tried_only_where_it_can_change_something() -> None:
+    own = [
+        {"products": {"dy": "e5m2 per 32"}},
+        "mxfp4",
+        {"products": {"dgrad": ["nvfp4", None], "wgrad": ["mxfp4", None]}},
+    ]
+    for fmt in own:
+        assert [cell.config["scaling"] for cell in plan("digits", [fmt], [8, "torch"])] == ["none"]
+    for fmt in ("e5m2", {"products": {"dy": "e5m2"}}, {"products": {"dy": "mxfp4"}, "error": "e5m2"}):
+        assert len(plan("digits", [fmt], [8, "torch"])) == 2
+
+
+def test_products_are_equal_however_their_formats_are_written() -> None:
+    (a,) = plan("digits", [{"products": {"dy": "e5m2 per 32", "x": None}}], ["none"])
+    (b,) = plan("digits", [{"products": {"dy": "mxfp8_e5m2"}}], ["none"])
+    assert a.id == b.id
+    assert str(a) == "dy=mxfp8_e5m2 nearest_even none seed 0"
+    with pytest.raises(ValueError, match="is no operand"):
+        plan("digits", [{"products": {"dy": "e5m22"}}], ["none"])
 
 
 def test_the_ids_of_cells_stay_what_they_were() -> None:
