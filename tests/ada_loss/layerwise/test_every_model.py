@@ -136,8 +136,8 @@ def test_gpt2_and_resnet_train_with_every_product_scaled() -> None:
             (model(tokens, labels=tokens).loss * 1e-4).backward()
         rows = [row for row in recorder.rows() if row["role"] == "error"]
         assert {row["underflow_unscaled"] for row in rows} == {1.0}
-        # what underflows: the derivative of GELU's cube, which is small where its input is, and the gradients of queries
-        # and keys, to which one fused operation gives the scale of the values' (two products of their own in "eager")
+        # what underflows: the derivative of GELU's cube, which is small where its input is, and the gradients of
+        # queries and keys, to which the fused operation gives the scale of the values' (in "eager" each has its own)
         lossy = (".act:pow", ".c_attn:addmm") if attention == "sdpa" else (".act:pow",)
         assert [row["site"] for row in rows if row["underflow"] > 0.1 and not row["site"].endswith(lossy)] == []
         assert all(torch.isfinite(p.grad).all() for p in model.parameters())
