@@ -146,12 +146,7 @@ class Histories:
         device: where the operand is; a history moves there.
         Raises NotImplementedError under torch.compile, torch.export, fake tensors and transforms of torch.func.
         """
-        if torch.compiler.is_compiling() or is_watched():
-            raise NotImplementedError(
-                f"Delayed scaling came to {site} under torch.compile, torch.export, a transform of torch.func or a "
-                f"dispatch mode, where nothing can be remembered from step to step. Possible: plain calls; or the "
-                f"same format with scale_rule='amax', whose scale is that of the tensor at hand."
-            )
+        _require_plain_call(site)
         name = f"{site} {operand}"
         found = self._histories.get(name)
         if found is None:
@@ -168,7 +163,12 @@ class Histories:
         return found
 
     def begin_step(self) -> None:
-        """Let what was recorded become history; all ranks agree on it first."""
+        """Let what was recorded become history; all ranks agree on it first.
+
+        Raises NotImplementedError as `of` does.
+        """
+        if self._tables:
+            _require_plain_call("a model")
         with _unseen():
             self._agree()
             for table in self._tables.values():
@@ -245,6 +245,15 @@ class Histories:
                     + ". Possible: ranks that call the same products in the same order. Ranks with different models "
                     "belong to different process groups, see fpsim.scaling_group."
                 )
+
+
+def _require_plain_call(where: str) -> None:
+    if torch.compiler.is_compiling() or is_watched():
+        raise NotImplementedError(
+            f"Delayed scaling came to {where} under torch.compile, torch.export, a transform of torch.func or a "
+            f"dispatch mode, where nothing can be remembered from step to step. Possible: plain calls; or the "
+            f"same format with scale_rule='amax', whose scale is that of the tensor at hand."
+        )
 
 
 def _restored(state: dict[str, dict[str, Any]]) -> Histories:

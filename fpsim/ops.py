@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from fpsim.autograd import is_plain, operator_words, round_differentiably, straight_through
 from fpsim.block_autograd import apply_block_operator, block_words, round_blocks_differentiably
 from fpsim.blocks import BlockFormat, Element, Format, as_format
-from fpsim.checks import shown
 from fpsim.launch import kernel_for, launch, round_memory_, rounded
 from fpsim.noise import new_key, new_traceable_key
-from fpsim.shared_scales import rounded_blocks
+from fpsim.shared_scales import axis_pair, require_no_axis, rounded_blocks
 from fpsim.spec import (
     CONTAINERS,
     BlockSpec,
@@ -23,6 +22,7 @@ from fpsim.spec import (
     Spec,
     any_spec,
     container_width,
+    require_float32,
     require_floating,
     require_ndarray,
     require_no_mask,
@@ -116,12 +116,11 @@ def round_to(
     """
     if _shares_scales(fmt):
         if torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
-            _require_float32(x)
+            require_float32(x)
             words = block_words(fmt, rounding, overflow, random_bits)
-            return apply_block_operator(x, words, *_axis_pair(axis))
+            return apply_block_operator(x, words, *axis_pair(axis))
         return _round_blocks(x, any_spec(fmt, rounding, overflow, random_bits), out, axis)
-    if axis is not None:
-        raise ValueError(f"axis={shown(axis)} came with {shown(fmt)}, whose numbers share no scale. Leave axis away.")
+    require_no_axis(axis, fmt)
     if torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
         require_floating(x)
         words = operator_words(fmt, rounding, overflow, random_bits)
@@ -167,25 +166,9 @@ def _names_blocks(name: str) -> bool:
         return False
 
 
-def _axis_pair(axis: int | tuple[int, int] | None) -> tuple[int, int | None]:
-    """Along which axis blocks run, and along which the rows of a tile."""
-    if isinstance(axis, tuple):
-        if len(axis) != 2:
-            raise ValueError(f"axis={shown(axis)} is no pair. Possible: one axis, or (across, axis) for tiles.")
-        return axis[1], axis[0]
-    return (-1 if axis is None else axis), None
-
-
-def _require_float32(x: Any) -> None:
-    require_floating(x)
-    if x.dtype is not torch.float32:
-        dtype = str(x.dtype).removeprefix("torch.")
-        raise TypeError(f"x has dtype {dtype}. Blocks are rounded in float32: convert it with x.float().")
-
-
 def _round_blocks(x: Any, spec: Spec, out: Any, axis: int | tuple[int, int] | None) -> Any:
     assert isinstance(spec, BlockSpec)
-    along, across = _axis_pair(axis)
+    along, across = axis_pair(axis)
     if isinstance(x, np.ndarray):
         require_ndarray(x)
         if x.dtype != np.float32:
@@ -199,7 +182,7 @@ def _round_blocks(x: Any, spec: Spec, out: Any, axis: int | tuple[int, int] | No
         _require_out(out, x)
         out[...] = rounded
         return out
-    _require_float32(x)
+    require_float32(x)
     if out is None:
         return round_blocks_differentiably(x, spec, along, across)
     require_floating(out, "out")

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fpsim.blocks import as_format
-from fpsim.checks import did_you_mean
+from fpsim.checks import did_you_mean, nearest, shown
+from fpsim.formats import CATALOGUE
 from fpsim.hadamard import Hadamard
 from fpsim.policy import FormatLike, Policy, as_policy
 from fpsim.products import Operand, Products
@@ -38,12 +39,14 @@ class _Recipe:
 
     keeps_last: beside embeddings, norms and the head, so many percent of the other layers, rounded up, from the last
         one; None keeps nothing.
+    keeps_gates: beside these, what chooses among experts.
     """
 
     description: str
     source: str
     policy: Policy
     keeps_last: int | None = None
+    keeps_gates: bool = False
 
 
 def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
@@ -54,9 +57,9 @@ def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
     float32. Attention's two products stay in bf16 unless `attention=True`.
 
     name: the recipe's.
-    model: whose layers the recipe keeps in bf16 by name: embeddings, norms, the head and the last layers, for the
-        recipes that keep any. A layer is a module without modules inside that has a weight of two axes or more; the
-        head is the last of them.
+    model: whose layers the recipe keeps in bf16 by name: embeddings, norms, the head, the last layers and gates of
+        experts, for the recipes that keep any. A layer is a module without modules inside that has a weight of two axes
+        or more; the head is the last of them.
         Without a model every product of every layer is quantised.
     changes: fields of `Policy` or of its `Products` to be replaced. `overrides` are added to the recipe's own.
     Raises ValueError for an unknown name or field, and what `Policy` and `Products` raise.
@@ -65,12 +68,13 @@ def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
     >>> print(p.products.fprop[0], "|", p.products.dgrad[0], "|", p.activation)
     e4m3fn per tensor fp32 nearest_even | e5m2 nearest_even | bf16
     """
-    if name not in _RECIPES:
-        raise ValueError(f"Unknown recipe {name!r}.{did_you_mean(name, _RECIPES, 3)} Known: {', '.join(_RECIPES)}.")
+    if not isinstance(name, str) or name not in _RECIPES:
+        hint = did_you_mean(str(name).lower(), _RECIPES, 3)
+        raise ValueError(f"Unknown recipe {shown(name)}.{hint} Known: {', '.join(_RECIPES)}.")
     found = _RECIPES[name]
     policy, kept = found.policy, {}
     if model is not None and found.keeps_last is not None:
-        kept = dict.fromkeys(_in_high_precision(model, found.keeps_last), replace(policy, products=None))
+        kept = dict.fromkeys(_in_high_precision(model, found), replace(policy, products=None))
     of_policy = {f.name for f in fields(Policy)}
     of_products = {f.name for f in fields(Products)}
     for field in changes:
@@ -111,7 +115,10 @@ def as_policy_of(fmt: FormatLike, model: nn.Module | None = None) -> Policy:
     except ValueError as error:
         if isinstance(fmt, str) and fmt in _RECIPES:
             raise ValueError(f"{fmt!r} is a recipe, no format. Write '{RECIPE_PREFIX}{fmt}'.") from error
-        raise
+        near = nearest(fmt, [name for name in _RECIPES if name not in CATALOGUE], cutoff=0.7)
+        if not near:
+            raise
+        raise ValueError(f"{error} Near it is a recipe, '{RECIPE_PREFIX}{near[0]}'.") from None
 
 
 # Which layers of a model a recipe keeps in high precision
@@ -121,16 +128,25 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 _LAYERS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, *_CONVOLUTIONS)  # whatever computes their weights inside
 
 
-def _in_high_precision(model: nn.Module, percent: int) -> Iterator[str]:
-    """The names of embeddings, norms, the last layers and the head, in the order of the model."""
+def _in_high_precision(model: nn.Module, found: _Recipe) -> Iterator[str]:
+    """The names of embeddings, norms, the last layers, the head and gates, in the order of the model."""
+    assert found.keeps_last is not None
     named = [(n, module) for n, module in model.named_modules() if n and "parametrizations" not in n.split(".")]
     layers: list[str] = []
     for name, module in named:
         if _is_layer(module) and not (layers and name.startswith(f"{layers[-1]}.")):
             layers.append(name)
     body, head = layers[:-1], layers[-1:]
-    kept = {*body[len(body) - -(-percent * len(body) // 100) :], *head}
+    kept = {*body[len(body) - -(-found.keeps_last * len(body) // 100) :], *head}
+    if found.keeps_gates:
+        kept |= {name for name, _ in named if _is_gate(model, name)}
     return (n for n, module in named if n in kept or isinstance(module, _EMBEDDINGS) or _is_norm(module))
+
+
+def _is_gate(model: nn.Module, name: str) -> bool:
+    """Whether this module chooses among experts: by its name, beside one that is called so."""
+    around, _, own = name.rpartition(".")
+    return own in ("gate", "router") and hasattr(model.get_submodule(around), "experts")
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -199,15 +215,16 @@ _RECIPES = {
         _hybrid("fp32"),
     ),
     "fp8_row": _Recipe(
-        "e4m3fn everywhere; a float32 scale for each row along which a product sums",
-        "torchao, Float8LinearConfig.from_recipe_name('rowwise')",
-        _everywhere("e4m3fn per row fp32"),
+        "e4m3fn everywhere; a power of two for each row along which a product sums, rounded up: nothing saturates",
+        "torchao, Float8LinearConfig.from_recipe_name('rowwise')",  # round_scales_to_power_of_2=True, torchao 0.18
+        _everywhere("e4m3fn per row ceil"),
     ),
     "fp8_tile": _Recipe(
         "e4m3fn everywhere; a power of two for 1 x 128 of activations and gradients, for 128 x 128 of weights",
         "DeepSeek-V3 (arXiv 2412.19437, 3.3); NVIDIA TransformerEngine, Float8BlockScaling",
         _fp8_tile(),
         keeps_last=0,
+        keeps_gates=True,  # 3.3.1: embedding, output head, MoE gating, normalisation and attention operators
     ),
     "mxfp8": _Recipe(
         "mxfp8_e4m3 everywhere: a power of two for 32, rounded up so that nothing saturates",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fpsim.checks import is_whole
 from fpsim.model import listeners
+from fpsim.shared_scales import Cut
 from fpsim.spec import Spec, any_spec
 from fpsim.statistics import TALLY_COUNTS
 from fpsim.tally import Accumulator, Tally
@@ -33,12 +34,12 @@ class Recording:
         self._seen[site, role] += 1
         return (self._seen[site, role] - 1) % self._every == 0
 
-    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec) -> None:
+    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
         """The observer: called by the emulation for each tensor that it wants, before and after it is rounded."""
         key = (site, role, spec)
         if key not in self._sums:
-            self._sums[key] = Accumulator(spec.fmt, before.device)
-        self._sums[key].add(before, after)
+            self._sums[key] = Accumulator(spec, before.device)
+        self._sums[key].add(before, after, cut)
 
     def continue_from(self, other: Recording) -> None:
         """Go on where another recording is, for instance one that was saved and loaded."""
@@ -62,7 +63,7 @@ class Recording:
         sums: dict[tuple[str, str, Spec], Accumulator] = {}
         for saved in state["sums"]:
             spec = any_spec(saved["format"], saved["rounding"], saved["overflow"], saved["random_bits"])
-            found = Accumulator(spec.fmt, saved["counts"].device)
+            found = Accumulator(spec, saved["counts"].device)
             found.calls = saved["calls"]
             for name in SUMS:
                 getattr(found, name).copy_(saved[name])
@@ -85,7 +86,7 @@ class Recording:
             t = sums.result()
             row: dict[str, Any] = {"site": site, "role": role, "format": str(spec.fmt), "rounding": spec.rounding}
             row["calls"] = sums.calls
-            row.update({name: getattr(t, name) for name in (*TALLY_COUNTS, "amax", "sqnr_db")})
+            row.update({name: getattr(t, name) for name in (*TALLY_COUNTS, "amax", "sqnr_db", "log2_scale_spread")})
             rows.append(row)
         return rows
 
@@ -96,8 +97,8 @@ def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> I
 
     A site is a module's name and the operation in it ("layer1.conv1:conv2d"); a role is "weight", "activation", "error"
     or "weight_grad", or an operand of a product: "fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x",
-    and "output" for its result. Of a format whose numbers share scales nothing counts as subnormal, and as overflow
-    only what is not finite any more. Recording changes no result.
+    and "output" for its result. Rows have the fields of a `Tally`; of a format whose numbers share scales also what
+    became of the scales. Recording changes no result.
 
     model: from `fpsim.quantize`.
     every: tally each n-th call of a site.

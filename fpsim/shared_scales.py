@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fpsim.blocks import BlockFormat
+from fpsim.checks import shown
 from fpsim.kernels import block_loops, blocks
 from fpsim.kernels.compile import cuda_array, cuda_stream
 from fpsim.launch import parts_of, run_parts
@@ -17,7 +19,7 @@ from fpsim.noise import new_key
 from fpsim.rounding import BINARY32, STOCHASTIC, make_plan, scale_limits
 from fpsim.spec import BlockSpec
 
-__all__ = ["BlockAxes", "block_scales", "rounded_blocks"]
+__all__ = ["BlockAxes", "Cut", "block_scales", "rounded_blocks"]
 
 _RULES = {"floor": blocks.FLOOR, "ceil": blocks.CEIL, "even": blocks.EVEN, "nearest": blocks.NEAREST}
 
@@ -76,6 +78,29 @@ class BlockAxes(NamedTuple):
         return self.outer, -(-self.rows // self.r), self.middle, -(-self.columns // self.c), self.inner
 
 
+def axis_pair(axis: int | tuple[int, int] | None) -> tuple[int, int | None]:
+    """Along which axis blocks run, and along which the rows of a tile. Raises ValueError for what is neither."""
+    if isinstance(axis, tuple):
+        if len(axis) != 2:
+            raise ValueError(f"axis={shown(axis)} is no pair. Possible: one axis, or (across, axis) for tiles.")
+        return axis[1], axis[0]
+    return (-1 if axis is None else axis), None
+
+
+def require_no_axis(axis: object, fmt: object) -> None:
+    """Raise ValueError for an axis that came with a format of single numbers."""
+    if axis is not None:
+        raise ValueError(f"axis={shown(axis)} came with {shown(fmt)}, whose numbers share no scale. Leave axis away.")
+
+
+class Cut(NamedTuple):
+    """How a tensor is cut into blocks, and the scale that it comes with: arguments of `rounded_blocks`."""
+
+    axis: int = -1
+    across: int | None = None
+    scale: Tensor | None = None
+
+
 def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int | None) -> BlockAxes:
     """How a tensor of this shape is cut, blocks running along `axis` and a tile's rows along `across`.
 
@@ -121,7 +146,7 @@ def _axis(axis: int, shape: torch.Size, name: str) -> int:
     return axis % rank
 
 
-def _finite_amax(x: Tensor) -> Tensor:
+def finite_amax(x: Tensor) -> Tensor:
     """The pattern of the largest finite magnitude of a contiguous tensor, an int64 on its device."""
     if x.is_cuda:
         magnitudes = x.detach().abs()
@@ -170,6 +195,28 @@ def _in_shape(scales: Tensor, x: Tensor, axis: int, across: int | None) -> Tenso
     return scales
 
 
+def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale: Tensor | None) -> Tensor:
+    """Two int64: what stands in for every block's own amax, and the pattern of the tensor's; -1 for neither.
+
+    source: a contiguous float32.
+    scale: of delayed scaling.
+    """
+    shared = torch.full((2,), -1, dtype=torch.int64, device=source.device)
+    if f.tensor_scale:
+        shared[1] = finite_amax(source)
+    if scale is not None:
+        shared[0] = scale.detach().reshape(()).view(torch.int32).long()
+    elif f.block == "tensor":
+        amax = finite_amax(source)
+        shared[0] = _multiplier(amax, f.element.largest) if plan.kind == blocks.DIVIDED else amax
+    return shared
+
+
+def in_parts(axes: BlockAxes, is_cuda: bool) -> BlockAxes:
+    """A tensor that is one block, cut into parts that have its scale."""
+    return axes._replace(c=min(1 << (8 if is_cuda else 12), axes.columns))
+
+
 def _run(
     x: Tensor,
     spec: BlockSpec,
@@ -193,16 +240,9 @@ def _run(
     out = torch.empty_like(source) if out is None else out
     scales = None
     if source.numel():
-        shared = torch.full((2,), -1, dtype=torch.int64, device=x.device)
-        if f.tensor_scale:
-            shared[1] = _finite_amax(source)
-        if scale is not None:
-            shared[0] = scale.detach().reshape(()).view(torch.int32).long()
-        elif f.block == "tensor":
-            amax = _finite_amax(source)
-            shared[0] = _multiplier(amax, f.element.largest) if plan.kind == blocks.DIVIDED else amax
-        if f.block == "tensor":  # every part of it has the scale that is shared
-            axes = axes._replace(c=min(1 << (8 if x.is_cuda else 12), axes.columns))
+        shared = shared_numbers(source, f, plan, scale)
+        if f.block == "tensor":
+            axes = in_parts(axes, x.is_cuda)
         if wants_scales:
             scales = torch.empty(axes.blocks, device=x.device)
         if plan.rule == STOCHASTIC and key is None:

@@ -201,3 +201,11 @@ def require_floating(x: Any, name: str = "x") -> None:
         )
     if x.device.type not in ("cpu", "cuda", "meta"):
         raise TypeError(f"{name} is on device {x.device}. Possible: cpu, cuda. Move it with x.cpu().")
+
+
+def require_float32(x: Any) -> None:
+    """Raise TypeError for a tensor whose blocks cannot be rounded."""
+    require_floating(x)
+    if x.dtype is not torch.float32:
+        dtype = str(x.dtype).removeprefix("torch.")
+        raise TypeError(f"x has dtype {dtype}. Blocks are rounded in float32: convert it with x.float().")

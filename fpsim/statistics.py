@@ -52,13 +52,24 @@ class Moments(NamedTuple):
 
 COUNT, NONZERO, MEAN, MEAN_SQUARE, MINIMUM, MAXIMUM, AMAX, AMIN, LOG_MEAN, LOG_MEAN_SQUARE = range(len(Moments._fields))
 
-# A tally: counts of elements as int64, sums as float64, and a histogram of the exponent fields of float64.
-TALLY_COUNTS = ("count", "nonzero", "underflow", "subnormal", "overflow", "nonfinite", "exact")
+# A tally: counts of elements and of the blocks that share a scale as int64, sums as float64, and a histogram of the
+# exponent fields of float64.
+TALLY_COUNTS = (
+    *("count", "nonzero", "underflow", "subnormal", "overflow", "nonfinite", "exact"),
+    *("blocks", "zero_blocks", "scale_underflow", "scale_overflow"),
+)
 TALLY_COUNT, TALLY_NONZERO, TALLY_UNDERFLOW, TALLY_SUBNORMAL, TALLY_OVERFLOW, TALLY_NONFINITE, TALLY_EXACT = range(7)
-TALLY_SUMS = ("signal", "noise", "amax")
-TALLY_SIGNAL, TALLY_NOISE, TALLY_AMAX = range(3)
+ELEMENT_COUNTS = 7  # those of TALLY_COUNTS that count elements
+TALLY_SUMS = ("signal", "noise", "amax", "log2_scale_spread")
+TALLY_SIGNAL, TALLY_NOISE, TALLY_AMAX, TALLY_SPREAD = range(4)
 EXPONENT_FIELDS = 2048  # of a float64
 EXPONENT_BIAS = 1023
+
+# What the blocks of one tensor tell, int64: the counts of blocks as in TALLY_COUNTS, two counts of elements, and the
+# float64 patterns of the smallest and the largest scale above 0 of the blocks that are not all zero.
+BLOCKS, ZERO_BLOCKS, SCALE_UNDERFLOW, SCALE_OVERFLOW = range(4)
+BLOCK_SUBNORMAL, BLOCK_SATURATED, SMALLEST_SCALE, LARGEST_SCALE = range(4, 8)
+BLOCK_FIELDS = 8
 
 # What a rounding lost: int64 counts.
 LOST_COUNTS = ("zeros", "underflow", "overflow")

@@ -11,19 +11,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.blocks import BlockFormat, Element, Format
+from fpsim.block_tally import blocks_between, saturated_from
+from fpsim.blocks import BlockFormat, Format
 from fpsim.checks import is_whole
+from fpsim.fixed_point import FixedPoint
 from fpsim.kernels.tally import LEAST_SQUARE, lost_loop, tally_loop
 from fpsim.launch import parts_of, rounded, run_parts, to_float64
-from fpsim.spec import require_floating, require_ndarray, rounding_spec
+from fpsim.shared_scales import Cut, axis_pair, require_no_axis, rounded_blocks
+from fpsim.spec import BlockSpec, Spec, any_spec, require_float32, require_floating, require_ndarray
 from fpsim.statistics import (
+    BLOCK_SATURATED,
+    BLOCK_SUBNORMAL,
+    ELEMENT_COUNTS,
     EXPONENT_BIAS,
     EXPONENT_FIELDS,
+    LARGEST_SCALE,
     LOST_COUNTS,
+    SMALLEST_SCALE,
     TALLY_AMAX,
     TALLY_COUNTS,
     TALLY_NOISE,
+    TALLY_OVERFLOW,
     TALLY_SIGNAL,
+    TALLY_SPREAD,
+    TALLY_SUBNORMAL,
     TALLY_SUMS,
 )
 
@@ -37,15 +48,24 @@ class Tally:
     count: elements.
     nonzero: elements that are finite and not zero.
     underflow: elements that are not zero, and become zero.
-    subnormal: elements that become a subnormal value; 0 for a format whose numbers share scales, which are not known.
-    overflow: finite elements that become inf or NaN, or saturate by at least half an ulp; inf and NaN alone for a
-        format whose numbers share scales.
+    subnormal: elements that become a subnormal value; fixed point has none.
+    overflow: finite elements that become inf or NaN, or saturate by at least half an ulp.
     nonfinite: elements that were inf or NaN before.
     exact: finite elements that stay as they were.
     amax: the largest finite magnitude.
     signal: the sum of squares of the values, over elements finite before and after; a square up to 2**-1022 counts 0.
     noise: the sum of squares of their changes, over the same elements.
     exponents: {floor(log2|x|): elements}.
+
+    Of a format whose numbers share scales also, and 0 of others:
+
+    blocks: how many of them.
+    zero_blocks: those without a finite element that is not zero. They count in none of what follows.
+    scale_underflow: those whose scale would be below the smallest of its format. It becomes the smallest, or 0 where
+        that is nearer, which makes zeros of all elements.
+    scale_overflow: those whose scale would be beyond the largest of its format, by half an ulp where that is no power
+        of two: elements saturate.
+    log2_scale_spread: log2 of the largest over the smallest scale above 0, in the tensor where it is widest.
     """
 
     fmt: Format
@@ -60,6 +80,11 @@ class Tally:
     signal: float
     noise: float
     exponents: dict[int, int]
+    blocks: int = 0
+    zero_blocks: int = 0
+    scale_underflow: int = 0
+    scale_overflow: int = 0
+    log2_scale_spread: float = 0.0
 
     @property
     def underflow_fraction(self) -> float:
@@ -82,15 +107,18 @@ class Tally:
 class Accumulator:
     """The sums behind a Tally, on the device of the tensors it is given; nothing goes to the host before `result`."""
 
-    def __init__(self, fmt: Format, device: torch.device) -> None:
-        self.fmt, self.calls = fmt, 0
+    def __init__(self, spec: Spec, device: torch.device) -> None:
+        self.spec, self.calls = spec, 0
         self.counts = torch.zeros(len(TALLY_COUNTS), dtype=torch.int64, device=device)
         self.sums = torch.zeros(len(TALLY_SUMS), dtype=torch.float64, device=device)
         self.exponents = torch.zeros(EXPONENT_FIELDS, dtype=torch.int64, device=device)
-        self.limits = _limits(fmt)
+        self.limits = _limits(spec.fmt)
 
-    def add(self, before: Tensor, after: Tensor) -> None:
-        """Count what happened between `before` and `after`: same shape, any floating dtype."""
+    def add(self, before: Tensor, after: Tensor, cut: Cut | None = None) -> None:
+        """Count what happened between `before` and `after`: same shape, any floating dtype.
+
+        cut: how they were cut into blocks, of a format whose numbers share scales.
+        """
         self.calls += 1
         if before.device.type == "cpu":
             x, r = _comparable(before.detach(), after.detach())
@@ -98,6 +126,17 @@ class Accumulator:
             tally_loop(x.element_size())(x.data_ptr(), r.data_ptr(), x.numel(), *state, *self.limits)
         else:
             self._add_on_device(before.detach(), after.detach())
+        if isinstance(self.spec, BlockSpec):
+            assert cut is not None
+            self._add_blocks(blocks_between(before, after, self.spec, cut))
+
+    def _add_blocks(self, found: Tensor) -> None:
+        self.counts[ELEMENT_COUNTS:] += found[: len(TALLY_COUNTS) - ELEMENT_COUNTS]
+        self.counts[TALLY_SUBNORMAL] += found[BLOCK_SUBNORMAL]
+        self.counts[TALLY_OVERFLOW] += found[BLOCK_SATURATED]
+        smallest, largest = found[SMALLEST_SCALE].view(torch.float64), found[LARGEST_SCALE].view(torch.float64)
+        spread = torch.where(largest > 0, torch.log2(largest / smallest), 0.0)
+        self.sums[TALLY_SPREAD] = torch.maximum(self.sums[TALLY_SPREAD], spread)
 
     def _add_on_device(self, before: Tensor, after: Tensor) -> None:
         """The same as the CPU loop, in torch's own operations: no copy to the host, several passes."""
@@ -115,7 +154,7 @@ class Accumulator:
             ~finite,
             finite & (x == r),
         )
-        self.counts += torch.stack([mask.sum() for mask in masks])
+        self.counts[:ELEMENT_COUNTS] += torch.stack([mask.sum() for mask in masks])
         both = finite & r.isfinite()
         for field, squares in ((TALLY_SIGNAL, x * x), (TALLY_NOISE, (r - x) ** 2)):
             self.sums[field] += torch.where(both & (squares > LEAST_SQUARE), squares, 0.0).sum()
@@ -127,10 +166,10 @@ class Accumulator:
     def result(self) -> Tally:
         exponents = self.exponents.cpu()
         present = exponents.nonzero().flatten().tolist()
-        signal, noise, amax = self.sums.tolist()
+        sums = dict(zip(TALLY_SUMS, self.sums.tolist(), strict=True))
         counts = dict(zip(TALLY_COUNTS, self.counts.tolist(), strict=True))
         histogram = {field - EXPONENT_BIAS: int(exponents[field]) for field in present}
-        return Tally(self.fmt, amax=amax, signal=signal, noise=noise, exponents=histogram, **counts)
+        return Tally(self.spec.fmt, exponents=histogram, **sums, **counts)
 
 
 def _comparable(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,25 +183,25 @@ def _comparable(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
 def _limits(fmt: Format) -> tuple[float, float, float]:
     """Smallest normal, the magnitude from which saturation is counted, and the largest value."""
     if isinstance(fmt, BlockFormat):
-        return 0.0, math.inf, math.inf  # those of an element are multiplied by scales that nobody kept
-    half_ulp = math.ldexp(0.5, math.frexp(fmt.largest)[1] - 1 - fmt.mantissa_bits)
-    return fmt.smallest_normal, fmt.largest + half_ulp, fmt.largest
+        return 0.0, math.inf, math.inf  # those of an element are multiplied by the scales: see blocks_between
+    return 0.0 if isinstance(fmt, FixedPoint) else fmt.smallest_normal, saturated_from(fmt), fmt.largest
 
 
 def tally(
     x: Tensor | np.ndarray[Any, Any],
-    fmt: str | Element,
+    fmt: str | Format,
     log2_scale: int = 0,
     rounding: str = "nearest_even",
     overflow: str | None = None,
+    axis: int | tuple[int, int] | None = None,
 ) -> Tally:
     """Count what rounding `x`, scaled by `2**log2_scale`, to `fmt` would do; `x` itself stays.
 
     The tally's amax, signal, noise and exponents are those of the scaled numbers.
 
     x: a tensor or ndarray that `round_to` takes, any shape and strides.
-    fmt, rounding, overflow: as in `round_to`.
-    log2_scale: the exponent of the scale.
+    fmt, rounding, overflow, axis: as in `round_to`.
+    log2_scale: the exponent of the scale; 0 for a format whose numbers share scales.
     Raises as `round_to` does, and TypeError for a scale that is no integer.
 
     >>> t = tally(torch.tensor([1.0, 1e-9, 1e6, 0.0]), "fp16")
@@ -170,18 +209,29 @@ def tally(
     (1, 1, 2, {-30: 1, 0: 1, 19: 1})
     >>> tally(torch.tensor([1e-9]), "fp16", log2_scale=10).underflow
     0
+    >>> t = tally(torch.tensor([[7.5, 1.0], [0.0, 0.0], [0.0, 24.0]]), "mxfp4")
+    >>> t.blocks, t.zero_blocks, t.log2_scale_spread, t.overflow
+    (3, 1, 2.0, 1)
     """
     if not is_whole(log2_scale):
         raise TypeError(f"log2_scale is {log2_scale!r}. Possible: an integer, the exponent of a power of two.")
-    spec = rounding_spec(fmt, rounding, overflow)
+    spec = any_spec(fmt, rounding, overflow)
     if isinstance(x, np.ndarray):
         require_ndarray(x)
         x = torch.from_numpy(np.array(x, order="C"))
     require_floating(x)
     x = x.detach().resolve_neg()
+    sums = Accumulator(spec, x.device)
+    if isinstance(spec, BlockSpec):
+        if log2_scale:
+            raise ValueError(f"log2_scale={log2_scale} came with {spec.fmt}, which computes its scales. Leave it away.")
+        require_float32(x)
+        cut = Cut(*axis_pair(axis))
+        sums.add(x, rounded_blocks(x, spec, cut.axis, cut.across), cut)
+        return sums.result()
+    require_no_axis(axis, fmt)
     if log2_scale or x.dtype in (torch.float16, torch.bfloat16):
         x = to_float64(x, int(log2_scale))
-    sums = Accumulator(spec.fmt, x.device)
     sums.add(x, rounded(x, spec))
     return sums.result()
 

@@ -31,12 +31,10 @@ def nearest(value: Fraction, values: tuple[float, ...]) -> Fraction:
     return -found if value < 0 else found
 
 
-def scale_exponent(amax: Fraction, f: BlockFormat) -> int:
-    """log2 of the scale of a block: OCP MX v1.0, 6.3, and its kin."""
+def wanted_exponent(amax: Fraction, f: BlockFormat) -> int:
+    """log2 of the scale that a block asks for: OCP MX v1.0, 6.3, and its kin."""
     largest = Fraction(f.element.largest)
     emax = floor_log2(largest)
-    if amax == 0:
-        return -127
     exponent = floor_log2(amax)
     if f.scale_rule == "floor":
         found = exponent - emax
@@ -48,7 +46,15 @@ def scale_exponent(amax: Fraction, f: BlockFormat) -> int:
         found = floor_log2((amax / ulp + Fraction(1, 2)).__floor__() * ulp) - emax
     else:  # nearest: amax / 2**exponent above sqrt(2)
         found = exponent - emax + (amax * amax > 2 * Fraction(4) ** exponent)
-    return max(-127, min(127 - emax, found))  # a float32 has to hold the largest element times the scale
+    return found
+
+
+def scale_exponent(amax: Fraction, f: BlockFormat) -> int:
+    """log2 of the scale of a block."""
+    if amax == 0:
+        return -127
+    emax = floor_log2(Fraction(f.element.largest))
+    return max(-127, min(127 - emax, wanted_exponent(amax, f)))  # a float32 holds the largest element at that scale
 
 
 def round_block(block: list[float], f: BlockFormat) -> list[Fraction]:

@@ -50,7 +50,7 @@ class Kept:
     def wants(self, site: str, role: str) -> bool:
         return True
 
-    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Any) -> None:
+    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Any, cut: Any = None) -> None:
         self.before[site, role], self.after[site, role] = before.clone(), after.clone()
 
     def operand(self, role: str) -> Tensor:

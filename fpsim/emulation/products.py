@@ -25,7 +25,7 @@ from fpsim.launch import rounded
 from fpsim.moments import amax_of
 from fpsim.noise import new_key
 from fpsim.products import PRODUCTS, Operand, ProductSpecs
-from fpsim.shared_scales import rounded_blocks
+from fpsim.shared_scales import Cut, rounded_blocks
 from fpsim.spec import BlockSpec, RoundingSpec, Spec
 from fpsim.statistics import AMAX
 from fpsim.torch_internals import is_legacy_batched
@@ -253,40 +253,34 @@ class _Product:
             return x
         spec = operand.spec()
         observer = self.listeners.watching(self.site, role)
-        if operand.is_delayed:
-            result = self._rounded_with_history(x, spec, side, role)
-        else:
-            result = _rounded_operand(x, spec, side, log2_scale) if known is None else known
+        if isinstance(spec, BlockSpec):
+            cut = Cut(side.axis, side.across, self._scale_of_history(x, spec, role) if operand.is_delayed else None)
+            result = rounded_blocks(x, spec, side.axis, side.across, scale=cut.scale)
+            if observer is not None:
+                observer(self.site, role, x, result, spec, cut)
+            return result
+        result = rounded(x, spec, None, log2_scale) if known is None else known
         if observer is not None:
             _show(observer, self.site, role, x, result, spec, log2_scale)
         return result
 
-    def _rounded_with_history(self, x: Tensor, spec: Spec, side: Side, role: str) -> Tensor:
-        """An operand at the scale that earlier steps give it; its amax is kept for later ones."""
-        assert isinstance(spec, BlockSpec)
+    def _scale_of_history(self, x: Tensor, spec: BlockSpec, role: str) -> Tensor:
+        """The scale that earlier steps give an operand; its amax is kept for later ones."""
         assert isinstance(spec.fmt.scale_rule, Delayed)
         history = self.listeners.histories.of(self.site, role, spec.fmt.scale_rule, spec.fmt.largest, x.device)
         if self.is_step:
             history.record(amax_of(x)[AMAX])
-        return rounded_blocks(x, spec, side.axis, side.across, scale=history.scale())
+        return history.scale()
 
 
 def _multiply(accumulator: Accumulator, a: Tensor, b: Tensor, added: Tensor | None) -> Tensor:
     return accumulate(a, b, accumulator, added)
 
 
-def _rounded_operand(x: Tensor, spec: Spec, side: Side, log2_scale: Tensor | None) -> Tensor:
-    if isinstance(spec, BlockSpec):
-        return rounded_blocks(x, spec, side.axis, side.across)
-    return rounded(x, spec, None, log2_scale)
-
-
 def _show(
-    observer: Observer, site: str, role: str, before: Tensor, after: Tensor, spec: Any, log2_scale: Tensor | None
+    observer: Observer, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, log2_scale: Tensor | None
 ) -> None:
-    if log2_scale is not None and isinstance(
-        spec, RoundingSpec
-    ):  # as the format sees it; exact, for float64 has exponents to spare
+    if log2_scale is not None:  # as the format sees it; exact, for float64 has exponents to spare
         before, after = (torch.ldexp(x.double(), log2_scale) for x in (before, after))
     observer(site, role, before, after, spec)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fpsim.delayed import Histories
 from fpsim.policy import Policy, RoleSpecs
 from fpsim.products import Products
+from fpsim.shared_scales import Cut
 from fpsim.spec import RoundingSpec, Spec
 
 __all__ = ["NO_SPECS", "Listeners", "Observer", "Scaling", "Scope", "active", "make_scope"]
@@ -52,7 +53,9 @@ class Observer(Protocol):
         """Whether this call of the site is to be seen; asked once a call. What is not wanted costs nothing."""
         ...
 
-    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec) -> None: ...
+    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
+        """See one rounding. cut: how the tensor was cut into blocks, of a format whose numbers share scales."""
+        ...
 
 
 class Listeners:

@@ -73,19 +73,31 @@ def normalised(magnitude):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def exponent_of_scale(amax, scale_rule, emax, largest_mantissa, half_ulp, least, most):  # type: ignore[no-untyped-def]
-    """log2 of the scale of a block whose largest finite magnitude has the pattern `amax`; `least` for zero."""
+def wanted_exponent(amax, p):  # type: ignore[no-untyped-def]
+    """log2 of the scale that the rule gives a block whose largest finite magnitude has the pattern `amax`, above 0."""
     field, mantissa = normalised(amax)
     up = np.int32(0)
-    if scale_rule == CEIL:
-        up = np.int32(mantissa > np.uint32(largest_mantissa))
-    elif scale_rule == EVEN:
-        up = np.int32(np.uint32(mantissa + np.uint32(half_ulp)) >= IMPLICIT)
-    elif scale_rule == NEAREST:
+    if p[SCALE_RULE] == CEIL:
+        up = np.int32(mantissa > np.uint32(p[LARGEST_MANTISSA]))
+    elif p[SCALE_RULE] == EVEN:
+        up = np.int32(np.uint32(mantissa + np.uint32(p[HALF_ULP])) >= IMPLICIT)
+    elif p[SCALE_RULE] == NEAREST:
         up = np.int32(mantissa > SQRT2_MANTISSA)
-    found = np.int32(np.int32(field - np.int32(127)) - np.int32(np.int32(emax) - up))
-    found = max(np.int32(least), min(np.int32(most), found))
-    return found if amax != np.uint32(0) else np.int32(least)
+    return np.int32(np.int32(field - np.int32(127)) - np.int32(np.int32(p[EMAX]) - up))
+
+
+@njit(inline="always")
+def exponent_of_scale(amax, p):  # type: ignore[no-untyped-def]
+    """The same within what the scale's format and a float32 hold; the least for a block of zeros."""
+    least, most = np.int32(p[LEAST_EXPONENT]), np.int32(p[MOST_EXPONENT])
+    found = max(least, min(most, wanted_exponent(amax, p)))
+    return found if amax != np.uint32(0) else least
+
+
+@njit(inline="always")
+def wanted_scale(amax, whole, p):  # type: ignore[no-untyped-def]
+    """What is rounded to the scale of a block beneath a tensor's own, in the order of TransformerEngine."""
+    return np.float32(float32_of(amax) * np.float32(whole * np.float32(np.float32(1) / float32_of(p[LARGEST]))))
 
 
 @njit(inline="always")
@@ -158,9 +170,7 @@ def make_numbers(scale_shape: int, kind: int) -> Callable[..., Any]:
         by, back, exponent = f32(1), f32(1), i32(0)
         a = u32(shared) if shared >= i64(0) else u32(amax)
         if kind == POWER or kind == GAINED:
-            exponent = exponent_of_scale(
-                a, p[SCALE_RULE], p[EMAX], p[LARGEST_MANTISSA], p[HALF_ULP], p[LEAST_EXPONENT], p[MOST_EXPONENT]
-            )
+            exponent = exponent_of_scale(a, p)
             shift = max(p[LEAST_SHIFT], min(p[MOST_SHIFT], -i64(exponent)))
             origin, largest, overflow, smallest = at_scale(p[1], p[2], p[3], p[4], shift)
             by, back = float32_of(p[GAIN]), float32_of(power_of_two(exponent))
@@ -170,9 +180,8 @@ def make_numbers(scale_shape: int, kind: int) -> Callable[..., Any]:
             by = float32_of(shared) if shared >= i64(0) else by
             back = f32(f32(1) / by)
         else:
-            wanted = f32(float32_of(a) * f32(whole * f32(f32(1) / float32_of(p[LARGEST]))))
             top, over, least, sign = u32(p[s + 2]), u32(p[s + 3]), u32(p[s + 4]), u32(p[s + 5])
-            q, used, odd = float32_bits(wanted), u32(p[s + 6]), u32(p[s + 7])
+            q, used, odd = float32_bits(wanted_scale(a, whole, p)), u32(p[s + 6]), u32(p[s + 7])
             back = float32_of(round_scale(q, u32(0), i32(p[s]), i32(p[s + 1]), top, over, least, sign, used, odd))
             divisor = f32(back * f32(f32(1) / whole))
             by = min(f32(f32(1) / divisor), FLOAT32_LARGEST) if divisor != f32(0) else FLOAT32_LARGEST

@@ -299,6 +299,21 @@ def test_transforms_and_tracers_are_refused() -> None:
         torch.func.grad(lambda x: scaled(x).sum())(torch.ones(3))
 
 
+@pytest.mark.parametrize("has_stepped", [False, True], ids=["at once", "after a step"])
+def test_a_model_with_delayed_scaling_is_not_transformed_or_exported(has_stepped: bool) -> None:
+    model, x = fpsim.quantize(nn.Linear(6, 5), fpsim.recipe("fp8_delayed")), torch.ones(4, 6)
+    if has_stepped:
+        model(x).sum().backward()
+    for call in (
+        lambda: torch.func.vmap(model)(x),
+        lambda: torch.func.grad(lambda t: model(t).sum())(x),
+        lambda: torch.func.jvp(model, (x,), (x,)),
+        lambda: torch.export.export(model, (x,)),
+    ):
+        with pytest.raises(NotImplementedError, match=r"torch\.compile, torch\.export.*Possible: plain"):
+            call()
+
+
 # Ranks
 
 

@@ -19,9 +19,8 @@ from fpsim.recipes import as_policy_of
 E4M3 = ("e4m3fn", "tensor", "fp32", "amax", "nearest_even", None, None)
 E5M2 = ("e5m2", *E4M3[1:])
 E4M3_DELAYED, E5M2_DELAYED = ((e, "tensor", "fp32", "delayed 1024 max 0", *E4M3[4:]) for e in ("e4m3fn", "e5m2"))
-ROW = ("e4m3fn", "row", *E4M3[2:])
 PART = ("e4m3fn", 128, "e8m0fnu", "ceil", "nearest_even", None, None)
-TILE = ("e4m3fn", (128, 128), *PART[2:])
+TILE, ROW = (("e4m3fn", block, *PART[2:]) for block in ((128, 128), "row"))  # torchao rounds scales of rows too
 MX8 = ("e4m3fn", 32, "e8m0fnu", "ceil", "nearest_even", None, None)
 MX4 = ("e2m1fn", 32, "e8m0fnu", "floor gain 0.75", "stochastic", None, (64, "random"))
 NV = ("e2m1fn", 16, "e4m3fn and fp32", "amax", "nearest_even", None, None)
@@ -128,6 +127,35 @@ def test_layers_are_found_whatever_their_class() -> None:
     assert [*recipe("nvfp4", nn.Linear(2, 2)).overrides] == []  # a policy has no override for the model itself
 
 
+class Experts(nn.Module):
+    """A layer of two experts, with a gate of its own name, and another `gate` that chooses nothing."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.add_module(gate, nn.Linear(8, 2))
+        self.experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.shared = nn.Sequential()
+        self.shared.add_module("gate", nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize("gate", ["gate", "router"])
+def test_deepseeks_recipe_keeps_what_chooses_among_experts(gate: str) -> None:
+    net = nn.Sequential(Experts(gate), nn.Linear(8, 5))
+    assert [*recipe("fp8_tile", net).overrides] == [f"0.{gate}", "1"]
+    assert [*recipe("mxfp8", net).overrides] == ["1"]
+
+
+def test_scales_of_rows_are_those_of_torchao() -> None:
+    """Float8LinearConfig.from_recipe_name("rowwise") rounds the multiplier down to a power of two (torchao 0.18)."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 40) * torch.tensor([1e-6, 1.0, 448.0, 3e4, 0.1]).unsqueeze(1)
+    multiplier = torch.exp2(torch.floor(torch.log2(448 / x.double().abs().amax(1, keepdim=True))))
+    expected = (x * multiplier).float().to(torch.float8_e4m3fn).double() / multiplier
+    products = recipe("fp8_row").products
+    assert products is not None
+    assert torch.equal(fpsim.round_to(x, products.fprop[0].fmt, axis=1).double(), expected)  # type: ignore[union-attr]
+
+
 # Changes
 
 
@@ -153,6 +181,12 @@ def test_what_is_no_recipe_is_refused_with_near_matches() -> None:
         recipe("mxfp8", wgrat=("bf16", "bf16"))
     with pytest.raises(ValueError, match=r"'fp8_current' is a recipe, no format\. Write 'recipe:fp8_current'"):
         quantize(nn.Linear(2, 2), "fp8_current")
+    with pytest.raises(ValueError, match=r"Unknown recipe 'MXFP8'\. Did you mean mxfp8"):
+        recipe("MXFP8")
+    with pytest.raises(ValueError, match=r"Unknown recipe \['mxfp8'\]"):
+        recipe(["mxfp8"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Unknown format 'fp8_curent'.*Near it is a recipe, 'recipe:fp8_current'"):
+        quantize(nn.Linear(2, 2), "fp8_curent")
     with pytest.raises(ValueError, match="Unknown recipe 'mx'"):
         quantize(nn.Linear(2, 2), "recipe:mx")
 

@@ -15,7 +15,7 @@ from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES
 from fpsim import Accumulator, as_accumulator
 from fpsim.gemm import summation_of
-from fpsim.kernels import accumulate, block_loops, blocks, hadamard, moments
+from fpsim.kernels import accumulate, block_loops, block_tally, blocks, hadamard, moments
 from fpsim.kernels.compile import for_device
 from fpsim.kernels.round import Masks, cuda_kernel
 from fpsim.moments import join_rows
@@ -79,6 +79,15 @@ def test_the_kernels_of_blocks_compile(rule: int, kind: int) -> None:
     else:
         assert arithmetic != []
         assert "fma" not in str(text)  # each operation is rounded by itself
+
+
+@pytest.mark.parametrize("kind", range(4), ids=["power", "gained", "divided", "narrow"])
+def test_the_kernels_that_tally_blocks_compile(kind: int) -> None:
+    words, integers = types.Array(types.uint32, 1, "C"), types.Array(types.int64, 1, "C")
+    parameters = types.UniTuple(types.int64, blocks.PARAMETERS)
+    signature = (words, words, *[types.int64] * 7, parameters, integers, integers, *[types.float64] * 3)
+    text, _ = compile_ptx(block_tally.cuda_kernel(1, kind), signature, cc=(8, 0))
+    assert len(re.findall(r"\b(?:atom|red)\.global\.(?:add|min|max)\.\S*64", str(text))) >= 6
 
 
 @pytest.mark.parametrize("floating", [types.float32, types.float64], ids=str)

@@ -15,17 +15,28 @@ from numba.cuda.simulator.kernel import BlockThread
 from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import Accumulator, FloatFormat, as_accumulator, as_format
+from fpsim.block_tally import blocks_between, limits_of
 from fpsim.gemm import accumulate, summation_of
 from fpsim.hadamard import FIXED_SIGNS, Hadamard, transformed
 from fpsim.kernels import accumulate as products
-from fpsim.kernels import block_loops, hadamard, moments, round
+from fpsim.kernels import block_loops, block_tally, hadamard, moments, round
 from fpsim.kernels.compile import cuda_scalar
 from fpsim.kernels.round import NO_MASKS, Masks, cuda_loop
 from fpsim.launch import kernel_for, masks_of, rounded
 from fpsim.moments import binades, join_rows, moments_of, on_device
 from fpsim.rounding import NOISE_BLOCK, ROUNDINGS
-from fpsim.shared_scales import block_axes, block_plan, block_scales, rounded_blocks
+from fpsim.shared_scales import (
+    Cut,
+    block_axes,
+    block_plan,
+    block_scales,
+    finite_amax,
+    in_parts,
+    rounded_blocks,
+    shared_numbers,
+)
 from fpsim.spec import BlockSpec, any_spec, rounding_spec
+from fpsim.statistics import SMALLEST_SCALE
 
 FORMATS = {name: as_format(name) for name in ("bf16", "e4m3fn", "dlfloat16", "e8m0fnu", "e5m2fnuz")}
 FORMATS["odd"] = FloatFormat(3, 0, 3, subnormals=False)
@@ -180,6 +191,32 @@ def test_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, axis: int, mo
     got = torch.from_numpy(target.copy_to_host().view(np.float32)).view(x.shape)
     assert same(got, rounded_blocks(x, spec, axis, None, torch.tensor(key)))
     assert same(torch.from_numpy(scales.copy_to_host()[:count]), block_scales(x, spec, axis).flatten())
+
+
+@pytest.mark.usefixtures("in_turn")
+@pytest.mark.parametrize(
+    ("name", "axis"), [("mxfp4", 1), ("e2m1fn per 32 at 0.75", -1), ("nvfp4", 1), ("e4m3fn per tensor fp32", 0)]
+)
+def test_blocks_are_tallied_as_on_the_cpu(name: str, axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_tally, "CUDA_THREADS", 16)
+    torch.manual_seed(0)
+    x = torch.randn(3, 34, 3) * torch.exp2(torch.tensor([-130.0, -40, 3])).view(3, 1, 1)
+    x[0, 0], x[1, 3:], x[2, 5, 0] = torch.tensor([torch.nan, torch.inf, -0.0]), 0.0, 1e6
+    spec = any_spec(name)
+    assert isinstance(spec, BlockSpec)
+    plan, axes = block_plan(spec), block_axes(x.shape, spec.fmt.tile, axis, None)
+    after = rounded_blocks(x, spec, axis)
+    whole = finite_amax(x) if spec.fmt.block == "tensor" else torch.tensor(-1)
+    shared = torch.cat([shared_numbers(x, spec.fmt, plan, None), whole.reshape(1)])
+    if spec.fmt.block == "tensor":
+        axes = in_parts(axes, True)
+    out = cuda.to_device(np.array([0] * SMALLEST_SCALE + [2**63 - 1, 0]))
+    patterns = [cuda.to_device(t.numpy().view(np.uint32).flatten()) for t in (x, after)]
+    words = tuple(axes), int(np.prod(axes.blocks)), plan.parameters
+    block_tally.cuda_loop(plan.scale_shape, plan.kind)(
+        *patterns, *words, cuda.to_device(shared.numpy()), out, limits_of(spec), 0
+    )
+    assert out.copy_to_host().tolist() == blocks_between(x, after, spec, Cut(axis)).tolist()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

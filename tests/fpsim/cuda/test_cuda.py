@@ -219,6 +219,18 @@ def test_hadamard_transforms_on_the_card_give_the_bits_of_the_cpu(size: int, dty
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", ["mxfp4", "e2m1fn per 32 at 0.75", "nvfp4", "e4m3fn per tensor fp32"])
+def test_blocks_are_tallied_on_the_card_as_on_the_cpu(name: str, axis: int) -> None:
+    x = torch.randn(300, 170) * torch.exp2(torch.randint(-30, 30, (300, 1)).float())
+    x[3], x[5, 7] = 0.0, torch.inf
+    ours, theirs = fpsim.tally(x.cuda(), name, axis=axis), fpsim.tally(x, name, axis=axis)
+    for field in ("blocks", "zero_blocks", "scale_underflow", "scale_overflow", "subnormal", "overflow"):
+        assert getattr(ours, field) == getattr(theirs, field)
+    assert ours.log2_scale_spread == pytest.approx(theirs.log2_scale_spread, rel=2**-50)  # a logarithm of each library
+
+
+@pytest.mark.gpu
 def test_delayed_scaling_waits_for_nothing_and_moves_with_the_model() -> None:
     histories, rule = Histories(), fpsim.Delayed(history=3)
     for device in ("cpu", "cuda"):

@@ -1,0 +1,213 @@
+"""What a rounding to shared scales did: to the scales themselves, and to elements at the ends of their range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from fpsim.kernels.blocks import (
+    DIVIDED,
+    FLOAT32_LARGEST,
+    GAIN,
+    GAINED,
+    LEAST_EXPONENT,
+    MOST_EXPONENT,
+    NARROW,
+    PARAMETERS,
+    POWER,
+    finite_magnitude,
+    make_numbers,
+    make_tensor_scale,
+    wanted_exponent,
+    wanted_scale,
+)
+from fpsim.kernels.compile import (
+    CUDA_THREADS,
+    compiled_loop,
+    cuda_module,
+    float32_bits,
+    float32_of,
+    float64_bits,
+    float64_of_bits,
+    pointer,
+)
+from fpsim.kernels.containers import widened
+from fpsim.statistics import (
+    BLOCK_FIELDS,
+    BLOCK_SATURATED,
+    BLOCK_SUBNORMAL,
+    BLOCKS,
+    LARGEST_SCALE,
+    SCALE_OVERFLOW,
+    SCALE_UNDERFLOW,
+    SMALLEST_SCALE,
+    ZERO_BLOCKS,
+)
+
+cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
+
+_MAGNITUDE = np.uint64((1 << 63) - 1)
+_INFINITY = np.uint64(0x7FF << 52)
+
+
+@cache
+def make_facts(scale_shape: int, kind: int) -> Callable[..., Any]:
+    """What a tally asks of one block that is not all zero, as a compiled function.
+
+    Whether its scale was raised to the smallest of its format, or became zero; whether it was lowered to the largest;
+    the float64 pattern of the scale; and of the magnitudes below which an element is subnormal, and from which one
+    saturates.
+    """
+    numbers = make_numbers(scale_shape, kind)
+    u32, u64, i64, f64 = np.uint32, np.uint64, np.int64, np.float64
+
+    @njit(inline="always")
+    def facts(amax, shared, whole, p, smallest_normal, saturated_from, scale_saturated_from):  # type: ignore[no-untyped-def]
+        """The limits are those of an element, and of the scale's format."""
+        _, _, _, _, by, back, exponent = numbers(amax, shared, whole, p)
+        a = u32(shared) if shared >= i64(0) else u32(amax)
+        scale = u64(widened(float32_bits(back)))
+        unit = float64_of_bits(scale)  # the value of an element 1
+        is_under, is_over = False, False
+        if kind == POWER or kind == GAINED:
+            wanted = i64(wanted_exponent(a, p))
+            is_under, is_over = wanted < p[LEAST_EXPONENT], wanted > p[MOST_EXPONENT]
+            unit = float64_of_bits(u64(u64(i64(exponent) + i64(1023)) << u64(52))) / f64(float32_of(p[GAIN]))
+        elif kind == DIVIDED:
+            is_under = by >= FLOAT32_LARGEST
+        elif kind == NARROW:
+            is_under, is_over = scale == u64(0), f64(wanted_scale(a, whole, p)) >= scale_saturated_from
+            unit = unit / f64(whole)
+        normal, saturated = u64(float64_bits(smallest_normal * unit)), u64(float64_bits(saturated_from * unit))
+        return is_under, is_over, scale, normal, saturated if unit > 0.0 else _INFINITY
+
+    return facts  # type: ignore[no-any-return]
+
+
+@njit(inline="always")
+def end_of_range(before, after, normal, saturated):  # type: ignore[no-untyped-def]
+    """Whether an element became subnormal, and whether it saturated: 0 or 1."""
+    x, r = np.uint64(widened(before) & _MAGNITUDE), np.uint64(widened(after) & _MAGNITUDE)
+    is_finite = x < _INFINITY and r < _INFINITY
+    return int(is_finite and np.uint64(0) < r < normal), int(is_finite and x >= saturated)
+
+
+@cache
+def cpu_loop(scale_shape: int, kind: int) -> Callable[..., None]:
+    """Tally the blocks `first` to `last`, counted by outer, R, middle, C and inner, into the BLOCK_FIELDS at `row`.
+
+    Addresses: src, dst (float32, before and after); dims (of BlockAxes); parameters (of a BlockPlan); shared (three
+    int64: those of block_loops, and the pattern of the tensor's amax where all blocks share one scale, which is then
+    that of block 0); limits (three float64, see make_facts).
+    """
+    facts, tensor_scale = make_facts(scale_shape, kind), make_tensor_scale(kind)
+    u32, i64 = np.uint32, np.int64
+
+    @compiled_loop(scale_shape, kind, error_model="numpy")
+    def loop(src, dst, dims, parameters, shared, limits, row, first, last):  # type: ignore[no-untyped-def]
+        d, common = carray(pointer(dims), (7,), i64), carray(pointer(shared), (3,), i64)
+        outer, rows, middle, columns, inner, r, c = d[0], d[1], d[2], d[3], d[4], d[5], d[6]
+        p, f = carray(pointer(parameters), (PARAMETERS,), i64), carray(pointer(limits), (3,), np.float64)
+        n = outer * rows * middle * columns * inner
+        x, y = carray(pointer(src), (n,), u32), carray(pointer(dst), (n,), u32)
+        out = carray(pointer(row), (BLOCK_FIELDS,), i64)
+        row_blocks, column_blocks, step = -(-rows // r), -(-columns // c), middle * columns * inner
+        whole = tensor_scale(common[1], p)
+        for unit in range(first, last):
+            rest, lane = unit // inner, unit % inner
+            rest, column = rest // column_blocks, rest % column_blocks
+            rest, m = rest // middle, rest % middle
+            o, i = rest // row_blocks, rest % row_blocks
+            height, length = min(r, rows - i * r), min(c, columns - column * c)
+            base = (((o * rows + i * r) * middle + m) * columns + column * c) * inner + lane
+            amax = u32(max(common[2], i64(0)))
+            for j in range(height if common[0] < 0 else 0):
+                for k in range(length):
+                    amax = max(amax, finite_magnitude(x[base + j * step + k * inner]))
+            is_counted = common[0] < 0 or unit == 0
+            out[BLOCKS] += int(is_counted)
+            if amax == u32(0):
+                out[ZERO_BLOCKS] += int(is_counted)
+                continue
+            is_under, is_over, scale, normal, saturated = facts(amax, common[0], whole, p, f[0], f[1], f[2])
+            out[SCALE_UNDERFLOW] += int(is_under and is_counted)
+            out[SCALE_OVERFLOW] += int(is_over and is_counted)
+            if scale > 0:
+                out[SMALLEST_SCALE] = min(out[SMALLEST_SCALE], i64(scale))
+                out[LARGEST_SCALE] = max(out[LARGEST_SCALE], i64(scale))
+            subnormals, saturations = 0, 0
+            for j in range(height):
+                for k in range(length):
+                    at = base + j * step + k * inner
+                    is_subnormal, is_saturated = end_of_range(x[at], y[at], normal, saturated)
+                    subnormals += is_subnormal
+                    saturations += is_saturated
+            out[BLOCK_SUBNORMAL] += subnormals
+            out[BLOCK_SATURATED] += saturations
+
+    return loop
+
+
+def cuda_kernel(scale_shape: int, kind: int) -> Callable[..., None]:
+    """The body of a CUDA kernel as a Python function: a thread for each block, and one row of BLOCK_FIELDS for all.
+
+    Arguments as those of `cpu_loop`, but arrays: `x` and `y` of uint32, `out` and `shared` of int64.
+    """
+    global cuda
+    cuda = cuda_module()
+    facts, tensor_scale = make_facts(scale_shape, kind), make_tensor_scale(kind)
+    u32, i64 = np.uint32, np.int64
+
+    def kernel(x, y, outer, rows, middle, columns, inner, r, c, p, shared, out, normal, saturated, of_scale):  # type: ignore[no-untyped-def]
+        row_blocks, column_blocks = (rows + r - 1) // r, (columns + c - 1) // c
+        unit = cuda.grid(1)
+        if unit >= outer * row_blocks * middle * column_blocks * inner:
+            return
+        rest, lane = unit // inner, unit % inner
+        rest, column = rest // column_blocks, rest % column_blocks
+        rest, m = rest // middle, rest % middle
+        o, i = rest // row_blocks, rest % row_blocks
+        height, length, step = min(r, rows - i * r), min(c, columns - column * c), middle * columns * inner
+        base = (((o * rows + i * r) * middle + m) * columns + column * c) * inner + lane
+        amax = u32(max(shared[2], i64(0)))
+        for t in range(height * length if shared[0] < 0 else 0):
+            amax = max(amax, finite_magnitude(x[base + t // length * step + t % length * inner]))
+        counted = 1 if shared[0] < 0 or unit == 0 else 0
+        cuda.atomic.add(out, BLOCKS, counted)
+        if amax == u32(0):
+            cuda.atomic.add(out, ZERO_BLOCKS, counted)
+            return
+        whole = tensor_scale(shared[1], p)
+        is_under, is_over, scale, low, high = facts(amax, shared[0], whole, p, normal, saturated, of_scale)
+        cuda.atomic.add(out, SCALE_UNDERFLOW, counted if is_under else 0)
+        cuda.atomic.add(out, SCALE_OVERFLOW, counted if is_over else 0)
+        if scale > 0:
+            cuda.atomic.min(out, SMALLEST_SCALE, i64(scale))
+            cuda.atomic.max(out, LARGEST_SCALE, i64(scale))
+        subnormals, saturations = 0, 0
+        for t in range(height * length):
+            at = base + t // length * step + t % length * inner
+            is_subnormal, is_saturated = end_of_range(x[at], y[at], low, high)
+            subnormals += is_subnormal
+            saturations += is_saturated
+        cuda.atomic.add(out, BLOCK_SUBNORMAL, subnormals)
+        cuda.atomic.add(out, BLOCK_SATURATED, saturations)
+
+    return kernel
+
+
+@cache
+def cuda_loop(scale_shape: int, kind: int) -> Callable[..., None]:
+    """The compiled kernel with its launch: (x, y, axes, blocks, parameters, shared, out, limits, stream)."""
+    kernel = cuda_module().jit(cuda_kernel(scale_shape, kind))
+
+    def launch(x: Any, y: Any, axes: tuple[int, ...], blocks: int, parameters: tuple[int, ...], *others: Any) -> None:
+        shared, out, limits, stream = others
+        p = tuple(map(np.int64, parameters))
+        kernel[-(-blocks // CUDA_THREADS), CUDA_THREADS, stream](x, y, *axes, p, shared, out, *limits)
+
+    return launch
