@@ -11,7 +11,7 @@ from typing import Any
 from fuzzing import documented, fuzz
 from hypothesis import strategies as st
 
-from ada_loss.lab.sweep.cells import plan
+from ada_loss.lab.sweep.cells import plan_all
 from ada_loss.lab.sweep.config import KEYS, SHIPPED, read_sweep
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.tasks import TASKS
@@ -85,9 +85,9 @@ def plan_of(text: str) -> None:
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         read = read_sweep(path)
     Execution(**{field.name: read[field.name] for field in fields(Execution) if field.name in read})
-    grid = {name: read[name] for name in ("roundings", "seeds") if name in read}
-    options = {"options": read["task_options"]} if "task_options" in read else {}
-    plan(read["task"], read["formats"], read.get("scaling", ("none",)), **grid, **options)
+    defaults = {"scaling": ("none",), "roundings": ("nearest_even",), "seeds": 1, "task_options": None}
+    grid = {name: read.get(name, default) for name, default in defaults.items()}
+    plan_all({"task": read["task"], "formats": read["formats"], **grid}, read.get("also", ()))
 
 
 @fuzz(300, text=edited() | made_up())

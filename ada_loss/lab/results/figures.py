@@ -40,7 +40,8 @@ MARKERS = "osD^vP*X<>h"
 DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))  # each line can be told from the others in print
 PANELS_A_ROW = 4
 SHOWN_SITES = 60
-LETTERS_AN_INCH = 13  # of the label of plot_table
+LETTERS_AN_INCH = 13  # of the labels of plot_table
+SHORT = 18  # letters of a name for which one panel has room
 
 
 def _plain(text: str) -> str:
@@ -283,21 +284,26 @@ def plot_table(
 ) -> Figure:
     """A dot for each seed, a diamond and a bar for mean and standard deviation: methods down, a panel for each format.
 
-    Values that are not finite are marked at the left edge.
+    Values that are not finite are marked at the left edge. Where half of the panels' lines or more would be empty, and
+    with one method alone, formats and methods go down together in one panel.
 
-    places: {(format, method): values}; with one method alone, the formats go down.
+    places: {(format, method): values}.
     title: what the values are, for the axis.
     factor: 100 for values shown in %.
     baseline: the values of float32, for a line through all panels.
     """
     places = {place: [factor * v for v in values] for place, values in places.items()}
     formats, methods = ([*dict.fromkeys(place[i] for place in places)] for i in (0, 1))
-    if len(methods) == 1:
-        places = {(title, fmt): values for (fmt, _), values in places.items()}
-        formats, methods = [title], formats
+    if len(methods) == 1 or 2 * len(places) <= len(formats) * len(methods):
+        alone = [fmt for fmt in formats if sum(fmt == other for other, _ in places) == 1]
+        names = {(f, m): f if f in alone else f"{f}, {method_words(m)}" for f, m in places}
+        places = {(title, names[place]): values for place, values in places.items()}
+        formats, methods = [title], [*names.values()]
     columns = min(len(formats), PANELS_A_ROW)
     rows = -(-len(formats) // columns)
-    size = (1.4 + 2.1 * columns + 0.6 * (columns == 1), (0.75 + 0.3 * len(methods)) * rows + 0.35)
+    longest = max(map(len, methods)) if columns == 1 else 0
+    width = 1.4 + 2.1 * columns + 0.6 * (columns == 1) + max(longest - SHORT, 0) / LETTERS_AN_INCH
+    size = (width, (0.75 + 0.3 * len(methods)) * rows + 0.35)
     figure = Picture(figsize=size, layout="constrained")
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     finite = [v for values in places.values() for v in _spread(values)]

@@ -134,7 +134,8 @@ class StoredResults:
     def tables(self, metric: str | None = None) -> list[Table]:
         """A `table` of formats and scaling methods for each combination of the other columns in which the cells differ.
 
-        An empty list where no training came to its end.
+        A column that follows from those before it, as the options of a training from its task, is left out. An empty
+        list where no training came to its end.
 
         metric: the first of each task unless named.
         """
@@ -142,7 +143,10 @@ class StoredResults:
         if not any(cell["metrics"] for cell in self.cells):
             return []
         others = [*AXES[:1], "rounding", *dict.fromkeys(k for cell in self.cells for k in cell["config"]["options"])]
-        varying = [axis for axis in others if len({str(row.get(axis)) for row in found}) > 1]
+        varying: list[str] = []
+        for axis in others:
+            if _count(found, [*varying, axis]) > max(_count(found, varying), 1):
+                varying.append(axis)
         groups = dict.fromkeys(tuple((axis, str(row.get(axis))) for axis in varying) for row in found)
         known = {cell["id"]: [*cell["metrics"]] for cell in self.cells}
         tables = []
@@ -168,6 +172,11 @@ class StoredResults:
             return self.telemetry(cell)
         except ValueError:
             return {}
+
+
+def _count(rows: list[dict[str, Any]], axes: list[str]) -> int:
+    """How many combinations of values the rows have in some columns."""
+    return len({tuple(str(row.get(axis)) for axis in axes) for row in rows})
 
 
 def _column(metric: str, columns: set[str]) -> str:

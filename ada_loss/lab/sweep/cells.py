@@ -30,6 +30,7 @@ __all__ = [
     "is_recipe",
     "label",
     "plan",
+    "plan_all",
     "policy_of",
     "stored_cell",
 ]
@@ -68,14 +69,24 @@ class Cell:
 def label(value: Any) -> str:
     """A format or a scaling method as a word for a table.
 
-    >>> label(1024.0), label({"error": "e5m2", "weight_grad": "fp16"}), label({"products": {"dy": "e5m2 per 32"}})
-    ('1024', 'error=e5m2 weight_grad=fp16', 'dy=e5m2 per 32')
+    >>> label(1024.0), label({"error": "e5m2", "weight_grad": "fp16"})
+    ('1024', 'error=e5m2 weight_grad=fp16')
+    >>> label({"products": {"x": "mxfp4", "w": "mxfp4", "dy": "e5m2 per 32"}})
+    'x,w=mxfp4 dy=e5m2 per 32'
     """
     if isinstance(value, float):
         return f"{value:.12g}"
     if not isinstance(value, Mapping):
         return str(value)
-    return " ".join(label(v) if isinstance(v, Mapping) else f"{k}={v}" for k, v in value.items())
+    return " ".join(_operands_label(v) if isinstance(v, Mapping) else f"{k}={v}" for k, v in value.items())
+
+
+def _operands_label(value: Mapping[str, Any]) -> str:
+    """Operands, or products, with those in one format together."""
+    names: dict[str, list[str]] = {}
+    for name, fmt in value.items():
+        names.setdefault(str(fmt), []).append(name)
+    return " ".join(f"{','.join(together)}={fmt}" for fmt, together in names.items())
 
 
 def plan(
@@ -144,6 +155,46 @@ def plan(
     return cells
 
 
+def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]]) -> list[Cell]:
+    """The cells of a grid and of others, each of which says what differs from the first.
+
+    grid: the arguments of `plan`, with "task_options" for its options.
+    also: mappings of the same names. One without task_options has the grid's, unless it has another task.
+    Raises what `plan` raises; TypeError for what is no list of mappings, and for tasks of which one is a function;
+    ValueError for an unknown name, and where two grids have a cell in common.
+
+    >>> grid = {"task": "digits", "formats": ["fp32"], "scaling": ["none"], "task_options": None}
+    >>> [str(cell) for cell in plan_all(grid, [{"formats": ["e5m2"], "scaling": ["torch"]}])]
+    ['fp32 nearest_even none seed 0', 'e5m2 nearest_even torch seed 0']
+    """
+    if (
+        isinstance(also, str | Mapping)
+        or not isinstance(also, Sequence)
+        or not all(isinstance(g, Mapping) for g in also)
+    ):
+        raise TypeError(
+            f"also came as {shown(also)}. Possible: a list of mappings, [{{'formats': ['fp16']}}] for instance."
+        )
+    grids = [dict(grid)]
+    for changes in also:
+        for name in changes:
+            if name not in grid:
+                raise ValueError(
+                    f"Unknown key also.{str(name)[:SHOWN]}.{did_you_mean(name, grid)} Known: {', '.join(grid)}."
+                )
+        if "task" in changes and not (isinstance(changes["task"], str) and isinstance(grid["task"], str)):
+            raise TypeError("also came with a task, and one of the tasks is no name. Give both as 'module:function'.")
+        other_task = changes.get("task", grid["task"]) != grid["task"]
+        grids.append({**grid, **({"task_options": None} if other_task else {}), **changes})
+    cells = [
+        cell
+        for one in grids
+        for cell in plan(**{k: v for k, v in one.items() if k != "task_options"}, options=one["task_options"])
+    ]
+    _require_different(cells)
+    return cells
+
+
 def is_configuration(config: object) -> bool:
     """Whether this has the form of a cell's configuration, with values of any kind."""
     if not isinstance(config, dict) or config.keys() != {*AXES, "options"}:
@@ -196,7 +247,7 @@ def _require_different(cells: Sequence[Cell]) -> None:
     for cell in cells:
         if cell.id in seen:
             raise ValueError(
-                f"The cell '{cell}' came twice: two entries of formats, scaling, roundings or seeds mean the same. "
+                f"The cell '{cell}' came twice: two entries of formats, scaling, roundings, seeds, also are one. "
                 f"Every training is run once. Leave one of them out."
             )
         seen.add(cell.id)

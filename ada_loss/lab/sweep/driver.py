@@ -22,7 +22,7 @@ from ada_loss.lab.environment import environment
 from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.trackers import Notifier, Tracker, make_trackers
-from ada_loss.lab.sweep.cells import Cell, is_intact, plan, stored_cell
+from ada_loss.lab.sweep.cells import Cell, is_intact, plan_all, stored_cell
 from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.identity import MakeTask
@@ -53,6 +53,7 @@ def sweep(
     roundings: Sequence[str] = ("nearest_even",),
     seeds: int | Sequence[int] = 1,
     task_options: Mapping[str, Any] | None = None,
+    also: Sequence[Mapping[str, Any]] = (),
     workers: int = Execution.workers,
     engine: str | Executor | None = Execution.engine,
     out: str | os.PathLike[str] = "runs/sweep",
@@ -73,6 +74,7 @@ def sweep(
     interrupted goes on from its checkpoint in `out`, to the same bits.
 
     task, formats, scaling, roundings, seeds, task_options: the cells; see `plan`.
+    also: more cells for the same folder: mappings of these arguments, each with what differs; see `plan_all`.
     workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed: see `Execution`.
     out: the folder that keeps everything.
     track: who else is told of finished cells: "tensorboard" and "mlflow", which write to the folder, or trackers.
@@ -81,7 +83,8 @@ def sweep(
     """
     execution = _execution(locals())
     folder = _folder(out)
-    cells = plan(task, formats, scaling, roundings=roundings, seeds=seeds, options=task_options)
+    grid = {"task": task, "formats": formats, "scaling": scaling, "roundings": roundings, "seeds": seeds}
+    cells = plan_all({**grid, "task_options": task_options}, also)
     function = None if isinstance(task, str) else task
     return run_cells(cells, folder, execution, function, track=track, show_progress=show_progress)
 

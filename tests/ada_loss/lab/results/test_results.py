@@ -88,6 +88,23 @@ def test_a_table_goes_to_markdown_latex_csv_and_json(tmp_path: Path) -> None:
         table.to("word")
 
 
+def test_options_that_follow_from_the_task_are_in_no_title(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        for task, rounding, epochs in (("a", "up", 1), ("a", "down", 1), ("b", "up", 2), ("b", "up", 3)):
+            config = {"task": task, "format": "fp16", "rounding": rounding, "scaling": "none", "seed": 0}
+            cell = f"{task}-{rounding}-{epochs}"
+            ledger.add([(cell, {**config, "options": {"momentum": 0.9 if task == "a" else 0.8, "epochs": epochs}})])
+            ledger.start(cell)
+            result = {"metrics": {"accuracy": 0.5}, "seconds": 2.0, "skipped": 0, "underflow": 0.0, "diverged": False}
+            ledger.finish(cell, {**result, "telemetry_bytes": 0})
+    assert [table.title for table in Results(tmp_path).tables()] == [
+        "accuracy in %, task a, rounding up, epochs 1",
+        "accuracy in %, task a, rounding down, epochs 1",
+        "accuracy in %, task b, rounding up, epochs 2",
+        "accuracy in %, task b, rounding up, epochs 3",
+    ]
+
+
 def test_a_policy_with_overrides_is_shown_in_latex_as_it_is(tmp_path: Path) -> None:
     table = written(tmp_path, {("overrides={'a_b': 50%} \\ ~ ^ $&#", "none"): (0.5,)}).table()
     safe = r"overrides=\{'a\_b': 50\%\} \textbackslash{} \textasciitilde{} \textasciicircum{} \$\&\#"
@@ -141,6 +158,21 @@ def test_one_method_alone_puts_the_formats_into_one_panel(tmp_path: Path) -> Non
     figure = written(tmp_path, {("fp16", "none"): (0.5, 0.6), ("bf16", "none"): (0.7, 0.8)}).plot_accuracy()
     (panel,) = figure.axes
     assert [text.get_text() for text in panel.get_yticklabels()] == ["fp16", "bf16"]
+
+
+def test_where_most_formats_have_one_method_all_go_into_one_panel(tmp_path: Path) -> None:
+    cells = {("fp32", "none"): (0.9,), ("e5m2", "none"): (0.5,), ("e5m2", "1024"): (0.6,), ("e5m2", "torch"): (0.7,)}
+    cells |= {("mxfp4", "none"): (0.8,), ("e2m1fn per tensor fp32 or another long name", "none"): (0.85,)}
+    cells |= {("nvfp4", "none"): (0.875,)}
+    figure = written(tmp_path, cells).plot_accuracy()
+    (panel,) = figure.axes
+    long = "e2m1fn per tensor fp32 or another long name"
+    names = ["e5m2, none", "e5m2, 2^10", "e5m2, torch", "mxfp4", long, "nvfp4"]
+    assert [text.get_text() for text in panel.get_yticklabels()] == names
+    drawn = {tuple(line.get_xydata().tolist()[0]) for line in panel.lines if line.get_marker() == "D"}
+    assert {(round(x, 9), y) for x, y in drawn} == set(zip((50.0, 60.0, 70.0, 80.0, 85.0, 87.5), range(6)))
+    figure.draw_without_rendering()
+    assert panel.get_window_extent().width > 2 * figure.dpi  # inches that are left beside the names
 
 
 def test_underflow_is_shown_between_two_points_of_time_and_not_summed(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import fpsim
-from ada_loss.lab.sweep.cells import Cell, plan
+from ada_loss.lab.sweep.cells import Cell, label, plan, plan_all
 from ada_loss.lab.sweep.telemetry import telemetry
 from ada_loss.lab.sweep.work import run_cell
 from ada_loss.lab.tasks import digits
@@ -56,6 +56,45 @@ def test_equal_trainings_are_one_cell_and_any_change_makes_another() -> None:
         ids("digits", [{"error": "fp16"}], [1024]),
     ]
     assert len({*one, *(cell for found in others for cell in found)}) == 8
+
+
+GRID: dict[str, Any] = {"task": "digits", "formats": ["fp16"], "scaling": ["none", 8], "seeds": 2}
+GRID |= {"roundings": ["nearest_even"], "task_options": {"epochs": 3}}
+
+
+def test_grids_that_come_also_differ_in_what_they_say() -> None:
+    both = plan_all(GRID, [{"formats": ["e5m2"], "scaling": ["torch"]}, {"task": "chars", "seeds": [7]}])
+    first = plan("digits", ["fp16"], ["none", 8], seeds=2, options={"epochs": 3})
+    second = plan("digits", ["e5m2"], ["torch"], seeds=2, options={"epochs": 3})
+    third = plan("chars", ["fp16"], ["none", 8], seeds=[7])  # the options are another task's
+    assert [cell.id for cell in both] == [cell.id for cell in (*first, *second, *third)]
+
+
+@pytest.mark.parametrize(
+    ("also", "words"),
+    [
+        ({"formats": ["e5m2"]}, "also came as {'formats': ['e5m2']}. Possible: a list of mappings"),
+        (["e5m2"], "Possible: a list of mappings"),
+        (None, "also came as None"),
+        ([{"format": ["e5m2"]}], "Unknown key also.format. Did you mean formats? Known: task, formats, scaling,"),
+        ([{"out": "elsewhere"}], "Unknown key also.out."),
+        ([{"scaling": ["torch", 8]}], "The cell 'fp16 nearest_even 8 seed 0' came twice"),
+        ([{"formats": ["fp61"]}], "Unknown format 'fp61'"),
+        ([{"task": digits}], "Give both as 'module:function'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_come_also_is_refused_in_words(also: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        plan_all(GRID, also)
+    assert words in str(caught.value)
+
+
+def test_operands_in_one_format_are_named_together() -> None:
+    assert label({"products": {"x": "mxfp4", "w": "mxfp4", "dy": "nvfp4"}}) == "x,w=mxfp4 dy=nvfp4"
+    assert label({"products": {"x": "mxfp4", "w": "nvfp4", "dy": "mxfp4"}}) == "x,dy=mxfp4 w=nvfp4"
+    pairs = {"products": {"dgrad": ["nvfp4", None], "wgrad": ["nvfp4", None]}, "error": "bf16"}
+    assert label(pairs) == "dgrad,wgrad=['nvfp4', None] error=bf16"
 
 
 def test_ten_thousand_cells_are_planned_quickly() -> None:

@@ -371,6 +371,15 @@ def test_a_second_sweep_into_a_folder_takes_nothing_from_the_first(tmp_path: Pat
     assert damaged in [row["id"] for row in Results(tmp_path).rows()]
 
 
+def test_grids_of_two_tasks_are_one_sweep_with_a_table_for_each(tmp_path: Path) -> None:
+    also = [{"formats": ["fp16", "bf16"]}, {"task": "sweep_tasks:oddly_measured", "task_options": {"epochs": 1}}]
+    results = small(tmp_path, also=also, seeds=1, roundings=["nearest_even", "up"])
+    assert results.counts["done"] == 8
+    titles = [f"accuracy in %, task sweep_tasks:tiny, rounding {rounding}" for rounding in ("nearest_even", "up")]
+    assert [table.title for table in results.tables()][:2] == titles
+    assert results.tables()[1].down == ["e5m2", "fp16", "bf16"]
+
+
 def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
     code = f"import test_sweep; test_sweep.small({str(tmp_path)!r}, 'sweep_tasks:slow', seeds=60, workers=2)"
     command = [sys.executable, "-c", f"if __name__ == '__main__':\n    {code}"]
@@ -474,6 +483,7 @@ def test_bad_arguments_are_refused_before_a_folder_is_made(tmp_path: Path) -> No
         {"formats": ["fp61"]},
         {"seeds": 0},
         {"task_options": {"epoch": 1}},
+        {"also": [{"seed": 1}]},
         {"engine": "slurm"},
         {"device": "tpu"},
         {"device": "cuda:"},
