@@ -85,7 +85,7 @@ def plan_of(text: str) -> None:
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         read = read_sweep(path)
     Execution(**{field.name: read[field.name] for field in fields(Execution) if field.name in read})
-    grid = {name: read[name] for name in ("roundings", "seeds") if name in read}
+    grid = {name: read[name] for name in ("roundings", "seeds", "baseline") if name in read}
     options = {"options": read["task_options"]} if "task_options" in read else {}
     plan(read["task"], read["formats"], read.get("scaling", ("none",)), **grid, **options)
 

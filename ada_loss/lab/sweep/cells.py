@@ -23,6 +23,7 @@ from fpsim.checks import SHOWN, did_you_mean, is_number, is_whole, shown
 
 __all__ = [
     "AXES",
+    "BASELINE",
     "OPTIONS",
     "Cell",
     "is_configuration",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 MOST_CELLS = 1_000_000  # of a grid: a cell takes a kilobyte
+BASELINE = "fp32"  # the format that the others are compared with
 AXES = ("task", "format", "rounding", "scaling", "seed")
 SET_BY_THE_SWEEP = ("scaling", "seed", "device")
 OPTIONS = {name: default for name, default in asdict(TrainOptions()).items() if name not in SET_BY_THE_SWEEP}
@@ -86,6 +88,7 @@ def plan(
     roundings: Sequence[str] = ("nearest_even",),
     seeds: int | Sequence[int] = 1,
     options: Mapping[str, Any] | None = None,
+    baseline: bool = False,
 ) -> list[Cell]:
     """A cell for every combination, formats first. Invalid values and combinations are rejected here, before any work.
 
@@ -100,6 +103,7 @@ def plan(
     roundings: names, one for all roles each.
     seeds: how many, or which.
     options: those of `TrainOptions`, without scaling, seed and device.
+    baseline: whether float32 comes first where it is not among the formats.
     Raises ValueError for an unknown task, format, method, rounding or option, for an empty grid, and for combinations
     that are the same training; TypeError for what is no list, and for seeds that are no integers.
 
@@ -124,6 +128,9 @@ def plan(
     function = find_task(task) if isinstance(task, str) else task
     full = _options({**getattr(function, "options", {}), **(options or {})})
     canonical = [_format(fmt) for fmt in formats]
+    if not isinstance(baseline, bool):  # YAML 1.2 reads `no` as a word
+        raise ValueError(f"baseline={shown(baseline)} is impossible. Possible: true or false.")
+    canonical = [BASELINE] * (baseline and BASELINE not in canonical) + canonical
     for fmt in canonical:
         for rounding in roundings:
             policy_of(fmt, rounding)
@@ -135,7 +142,7 @@ def plan(
         if is_recipe(fmt) and rounding != roundings[0]:
             continue
         if _needs_no_scaling(fmt):
-            if method != methods[0] or (fmt == "fp32" and rounding != roundings[0]):
+            if method != methods[0] or (fmt == BASELINE and rounding != roundings[0]):
                 continue
             method = "none"
         words = {"task": task_name, "format": fmt, "rounding": rounding, "scaling": method, "seed": seed}
@@ -280,7 +287,7 @@ def _policy(fields: Mapping[str, Any]) -> Policy:
 
 def _needs_no_scaling(fmt: Any) -> bool:
     """Whether a scale of gradients changes nothing: there is nothing to round, or every gradient has its own scale."""
-    if fmt == "fp32":
+    if fmt == BASELINE:
         return True
     if is_recipe(fmt):
         return False

@@ -53,6 +53,7 @@ def sweep(
     roundings: Sequence[str] = ("nearest_even",),
     seeds: int | Sequence[int] = 1,
     task_options: Mapping[str, Any] | None = None,
+    baseline: bool = True,
     workers: int = Execution.workers,
     engine: str | Executor | None = Execution.engine,
     out: str | os.PathLike[str] = "runs/sweep",
@@ -73,6 +74,7 @@ def sweep(
     interrupted goes on from its checkpoint in `out`, to the same bits.
 
     task, formats, scaling, roundings, seeds, task_options: the cells; see `plan`.
+    baseline: whether float32, with which the report compares, is trained with each seed too.
     workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed: see `Execution`.
     out: the folder that keeps everything.
     track: who else is told of finished cells: "tensorboard" and "mlflow", which write to the folder, or trackers.
@@ -81,7 +83,8 @@ def sweep(
     """
     execution = _execution(locals())
     folder = _folder(out)
-    cells = plan(task, formats, scaling, roundings=roundings, seeds=seeds, options=task_options)
+    grid: dict[str, Any] = {"roundings": roundings, "seeds": seeds, "options": task_options, "baseline": baseline}
+    cells = plan(task, formats, scaling, **grid)
     function = None if isinstance(task, str) else task
     return run_cells(cells, folder, execution, function, track=track, show_progress=show_progress)
 

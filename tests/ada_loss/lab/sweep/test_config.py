@@ -54,6 +54,7 @@ def test_a_sweep_that_comes_along_can_be_planned(name: str) -> None:
         roundings=read.get("roundings", ["nearest_even"]),
         seeds=read.get("seeds", 1),
         options=read.get("task_options"),
+        baseline=read.get("baseline", True),
     )
     assert len(cells) > 1
 
