@@ -133,6 +133,7 @@ RANKS = {
     "ada_loss.lab.results.table": 41,
     "ada_loss.lab.results.results": 46,
     "ada_loss.lab.results.comparison": 46.3,
+    "ada_loss.lab.results.curves": 46.3,
     "ada_loss.lab.results.verdict": 46.6,
     "ada_loss.lab.results.pictures": 47,
     "ada_loss.lab.results.report": 48,

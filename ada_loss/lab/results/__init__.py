@@ -11,6 +11,7 @@ from ada_loss.lab.results.results import StoredResults
 
 if TYPE_CHECKING:
     from ada_loss.lab.results.comparison import Comparison
+    from ada_loss.lab.results.curves import Curve
     from ada_loss.lab.results.verdict import Verdict
 
 __all__ = ["Results"]
@@ -41,6 +42,19 @@ class Results(StoredResults):
         from ada_loss.lab.results.comparison import compare
 
         return compare(self, a, b, metric, level)
+
+    def curves(self, name: str = "loss", where: Mapping[str, Any] | None = None, points: int = 200) -> list[Curve]:
+        """A number over the steps: a `Curve` for each combination, with the values of every seed, mean and deviation.
+
+        name: "loss", "scale", a metric that was computed on the way (task_options={"evaluate_every": 1}), or what the
+            user's own training logged.
+        where: only cells with these values.
+        points: the number of stretches of which means are taken, at most.
+        Raises ValueError where no cell has such a curve.
+        """
+        from ada_loss.lab.results.curves import curves
+
+        return curves(self, name, where, points)
 
     def verdicts(self, metric: str | None = None, tolerance: float | None = None, level: float = 0.05) -> list[Verdict]:
         """Which combinations keep the metric of float32, which fall short, and what their trainings lost.
