@@ -81,6 +81,9 @@ def sweep(
     seeds: Annotated[int | None, typer.Option(help="How many seeds each training is run with.")] = None,
     time_limit: Seconds = None,
     retry_failed: RetryFailed = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A key of the file: task_options.epochs=3. Repeatable.")
+    ] = None,
     no_baseline: Annotated[bool, typer.Option("--no-baseline", help="Do not train float32 for comparison.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -89,14 +92,14 @@ def sweep(
     Run it again to go on where it was stopped. Options given here override the file.
     """
     with _errors_as_exit_codes():
-        from ada_loss.lab.sweep.config import read_sweep
+        from ada_loss.lab.sweep.config import read_sweep, with_settings
         from ada_loss.lab.sweep.driver import sweep as run
 
         folder = None if out is None else str(out)
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
         chosen = {"retry_failed": retry_failed or None, "baseline": False if no_baseline else None}
         given = _given(**execution, **chosen, seeds=seeds, out=folder)
-        arguments = read_sweep(config)
+        arguments = with_settings(read_sweep(config), settings or [])
         _add_current_folder()
         _finish(run(**{**arguments, **given}), as_json)
 

@@ -251,13 +251,14 @@ def _format(fmt: Any) -> Any:
             raise ValueError("A format came with 'rounding' in it. The sweep varies it: give roundings=[...].")
         try:
             _policy(fmt)
-            json.dumps(fmt)
+            found = {k: _canonical(k, v) for k, v in fmt.items() if v is not None}
+            json.dumps(found)
         except TypeError as error:
             raise ValueError(
                 f"The format {shown(dict(fmt))} is no policy: {error}. Possible: a name, or the fields of fpsim.Policy "
                 f"in numbers and words. Take {{'error': 'e5m2'}}, for instance."
             ) from None
-        return {k: _canonical(k, v) for k, v in fmt.items() if v is not None}
+        return found
     if isinstance(fmt, str):
         fpsim.quantize(torch.nn.Linear(1, 1), fmt)  # a recipe without its prefix has an error of its own
     return str(fpsim.as_format(fmt))
