@@ -81,6 +81,10 @@ def sweep(
     seeds: Annotated[int | None, typer.Option(help="How many seeds each training is run with.")] = None,
     time_limit: Seconds = None,
     retry_failed: RetryFailed = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A key of the file: task_options.epochs=3. Repeatable.")
+    ] = None,
+    no_baseline: Annotated[bool, typer.Option("--no-baseline", help="Do not train float32 for comparison.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train every combination of formats, scaling methods and seeds of a file, and report the results.
@@ -88,13 +92,14 @@ def sweep(
     Run it again to go on where it was stopped. Options given here override the file.
     """
     with _errors_as_exit_codes():
-        from ada_loss.lab.sweep.config import read_sweep
+        from ada_loss.lab.sweep.config import read_sweep, with_settings
         from ada_loss.lab.sweep.driver import sweep as run
 
         folder = None if out is None else str(out)
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
-        given = _given(**execution, seeds=seeds, out=folder, retry_failed=retry_failed or None)
-        arguments = read_sweep(config)
+        chosen = {"retry_failed": retry_failed or None, "baseline": False if no_baseline else None}
+        given = _given(**execution, **chosen, seeds=seeds, out=folder)
+        arguments = with_settings(read_sweep(config), settings or [])
         _add_current_folder()
         _finish(run(**{**arguments, **given}), as_json)
 
@@ -131,14 +136,17 @@ def resume(
 
 def _finish(results: Any, as_json: bool) -> None:
     """Write the report, print the tables and the cells that failed; the exit code tells whether some did."""
-    report = results.report()
+    report, verdicts = results.report(), [str(found) for found in results.verdicts()]
     if as_json:
-        print(json.dumps({"out": str(results.out), "report": str(report), "counts": results.counts}))
+        told = {"out": str(results.out), "report": str(report), "counts": results.counts, "verdicts": verdicts}
+        print(json.dumps(told))
     else:
         for table in results.tables():
             print(f"{table.title}\n{table}")
         for cell in results.failures():
             print(f"failed: {cell['id']}: {cell['error']}")
+        for words in verdicts:
+            print(words)
         print(f"Report: {report}")
     if results.counts["failed"]:
         raise typer.Exit(FAILED)

@@ -10,6 +10,7 @@ from typing import Any
 
 from fpsim.checks import did_you_mean, is_finite_number, is_whole
 from fpsim.fixed_point import FIXED_POINT_NAME, FixedPoint, named_fixed_point
+from fpsim.foreign import from_other_library
 from fpsim.formats import ALIASES, CATALOGUE, FloatFormat, as_float_format
 
 __all__ = ["BLOCKS", "SCALE_RULES", "BlockFormat", "Delayed", "Element", "Format", "as_element", "as_format"]
@@ -236,13 +237,14 @@ def as_element(fmt: str | Element) -> Element:
     return found
 
 
-def as_format(fmt: str | Format) -> Format:
+def as_format(fmt: Any) -> Format:
     """The format that a name, a `repr` or a format stands for.
 
     fmt: a name of the catalogues ("fp16", "e4m3fn", "mxfp4", "nvfp4"), an alias ("half"), eXmY, eXmYfn or eXmYfnuz for
         any other with the standard bias, "int8" and the like, "<element> per <block> [scale [fp32]] [rule] [at gain]"
         for elements that share a scale ("e4m3fn per tensor fp32", "int4 per 32", "e4m3fn per 128x128 ceil", "e2m1fn per
-        16x16 e4m3fn fp32", "e2m1fn per 32 at 0.75"), the `repr` of a format, or a format.
+        16x16 e4m3fn fp32", "e2m1fn per 32 at 0.75"), the `repr` of a format, or a format; a floating dtype of torch,
+        NumPy or ml_dtypes (torch.float8_e4m3fn), gfloat's FormatInfo.
     Raises ValueError for an unknown name, TypeError for what is no name.
 
     >>> as_format("half") is as_format("fp16")
@@ -254,7 +256,9 @@ def as_format(fmt: str | Format) -> Format:
     """
     if isinstance(fmt, FixedPoint | BlockFormat):
         return fmt
-    return _parse(fmt) if isinstance(fmt, str) else as_float_format(fmt)
+    if isinstance(fmt, str):
+        return _parse(fmt)
+    return fmt if isinstance(fmt, FloatFormat) else from_other_library(fmt)
 
 
 @cache

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from numbers import Integral, Real
+from typing import Any, TypeVar
 
 __all__ = [
     "DISTRIBUTION",
@@ -13,6 +16,7 @@ __all__ = [
     "is_finite_number",
     "is_number",
     "is_whole",
+    "known_arguments",
     "nearest",
     "pip_install",
     "shown",
@@ -85,3 +89,41 @@ def is_whole(value: object, least: int | None = None) -> bool:
     """Whether this is an integer, and at least `least`; True and False are none."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     return whole and (least is None or value >= least)  # type: ignore[operator]
+
+
+Called = TypeVar("Called", bound=Callable[..., Any])
+
+
+def known_arguments(elsewhere: Callable[[str], str] | None = None) -> Callable[[Called], Called]:
+    """Let a function, or a class by its `__init__`, meet an unknown keyword argument with the nearest known one.
+
+    elsewhere: gives for a name the sentence that says where it belongs instead, or "".
+
+    >>> @known_arguments()
+    ... def paint(colour, *, thick=False):
+    ...     return colour
+    >>> paint("red", color="blue")
+    Traceback (most recent call last):
+    TypeError: paint() has no argument 'color'. Did you mean colour? Possible: colour, thick.
+    """
+
+    def with_known_arguments(called: Called) -> Called:
+        is_class = isinstance(called, type)
+        function: Any = called.__init__ if is_class else called  # type: ignore[misc]
+        names = [*inspect.signature(function).parameters][is_class:]
+
+        @wraps(function)
+        def checked(*arguments: Any, **options: Any) -> Any:
+            for name in options:
+                if name not in names:
+                    hint = (elsewhere and elsewhere(name)) or did_you_mean(name, names)
+                    possible = f"Possible: {', '.join(names)}."
+                    raise TypeError(f"{called.__name__}() has no argument {name!r}.{hint} {possible}")
+            return function(*arguments, **options)
+
+        if not is_class:
+            return checked  # type: ignore[return-value]
+        called.__init__ = checked  # type: ignore[misc, method-assign]
+        return called
+
+    return with_known_arguments

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from fpsim.checks import known_arguments
 from fpsim.computed_weights import modules_that_compute, sources
 from fpsim.emulation.scope import NO_SPECS, Listeners
 from fpsim.forwards import bound_elsewhere, emulated_forward, emulated_forwards, install, uninstall
@@ -22,6 +23,7 @@ __all__ = ["dequantize", "listeners", "quantize", "round_parameters_"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@known_arguments()
 def quantize(
     model: Model, fmt: FormatLike, *, rounding: str | Mapping[str, str] | None = None, inplace: bool = False
 ) -> Model:

@@ -7,17 +7,19 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from fpsim.blocks import BlockFormat, Format, as_format
-from fpsim.checks import did_you_mean, nearest, shown
+from fpsim.checks import did_you_mean, known_arguments, nearest, shown
 from fpsim.products import Products
 from fpsim.spec import RoundingSpec, rounding_spec
 from fpsim.torch_internals import operation_homes
 
 __all__ = ["ROLES", "FormatLike", "Policy", "RoleSpecs", "as_policy", "describe"]
 
+RoleFormat = str | Format | torch.dtype | np.dtype[Any] | type[np.generic]
 ROLES = ("weight", "activation", "error", "weight_grad")
 _HOMES_OF_OPERATIONS = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft)
 
@@ -37,6 +39,7 @@ class RoleSpecs(NamedTuple):
         return ", ".join(f"{role}={word}" for role, word in words.items())
 
 
+@known_arguments()
 @dataclass(frozen=True)
 class Policy:
     """A format for each role, and other policies for some modules.
@@ -66,10 +69,10 @@ class Policy:
     products: mxfp8_e4m3 nearest_even, output=bf16 nearest_even; head: float32
     """
 
-    weight: str | Format | None = None
-    activation: str | Format | None = None
-    error: str | Format | None = None
-    weight_grad: str | Format | None = None
+    weight: RoleFormat | None = None
+    activation: RoleFormat | None = None
+    error: RoleFormat | None = None
+    weight_grad: RoleFormat | None = None
     rounding: str | Mapping[str, str] = "nearest_even"
     overflow: str | Mapping[str, str | None] | None = None
     random_bits: int | Mapping[str, int | None] | None = None
@@ -218,7 +221,7 @@ def _operation_names(names: object) -> tuple[str, ...]:
     return found
 
 
-FormatLike = str | Format | Policy | None
+FormatLike = RoleFormat | Policy | None
 
 
 def describe(specs: RoleSpecs, products: Products | None) -> str:
@@ -244,7 +247,7 @@ def as_policy(fmt: FormatLike) -> Policy:
             f"Formats by role are a fpsim.Policy(**mapping)."
         )
     if fmt is not None and isinstance(as_format(fmt), BlockFormat):
-        return Policy(products=Products.all(fmt))
+        return Policy(products=Products.all(as_format(fmt)))
     return Policy(fmt, fmt, fmt, fmt)
 
 

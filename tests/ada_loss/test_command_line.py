@@ -32,6 +32,7 @@ formats: [fp16, e5m2]
 scaling: [none, 1024]
 seeds: 2
 task_options: {epochs: 1}
+baseline: false
 """
 
 
@@ -69,7 +70,7 @@ def as_expected(done: subprocess.CompletedProcess[str], code: int) -> subprocess
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a sweep that is done, but for one cell that failed."""
     folder = tmp_path_factory.mktemp("sweep")
-    options: Any = {"task_options": {"epochs": 1}, "show_progress": False}
+    options: Any = {"task_options": {"epochs": 1}, "baseline": False, "show_progress": False}
     sweep("sweep_tasks:raises", ["fp16", "e5m2"], ["none", 8], seeds=[0, 1], out=folder, **options)
     return folder
 

@@ -28,8 +28,8 @@ SEEDS = 12
 
 
 def swept(out: Path, **options: Any) -> Results:
-    arguments: dict[str, Any] = {"task_options": {"epochs": 1}, "seeds": SEEDS, "show_progress": False, **options}
-    return sweep("sweep_tasks:raises", ["e5m2"], ["none"], out=out, **arguments)
+    arguments: dict[str, Any] = {"task_options": {"epochs": 1}, "seeds": SEEDS, "baseline": False}
+    return sweep("sweep_tasks:raises", ["e5m2"], ["none"], out=out, show_progress=False, **{**arguments, **options})
 
 
 def outcomes(results: Results) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from ada_loss.lab.sweep.telemetry import read_telemetry, telemetry_path
 def finished() -> tempfile.TemporaryDirectory[str]:
     """The folder of a sweep that is done and recorded everything."""
     folder = tempfile.TemporaryDirectory()
-    options: Any = {"task_options": {"epochs": 2, "record_every": 1, "evaluate_every": 1}, "show_progress": False}
-    sweep("sweep_tasks:tiny", ["e5m2"], ["adaptive", "torch"], seeds=2, out=folder.name, **options)
+    options: Any = {"task_options": {"epochs": 2, "record_every": 1, "evaluate_every": 1}, "baseline": False}
+    sweep("sweep_tasks:tiny", ["e5m2"], ["adaptive", "torch"], seeds=2, out=folder.name, show_progress=False, **options)
     return folder
 
 

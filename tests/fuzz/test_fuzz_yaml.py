@@ -87,7 +87,8 @@ def plan_of(text: str) -> None:
     Execution(**{field.name: read[field.name] for field in fields(Execution) if field.name in read})
     defaults = {"scaling": ("none",), "roundings": ("nearest_even",), "seeds": 1, "task_options": None}
     grid = {name: read.get(name, default) for name, default in defaults.items()}
-    plan_all({"task": read["task"], "formats": read["formats"], **grid}, read.get("also", ()))
+    grid |= {"task": read["task"], "formats": read["formats"]}
+    plan_all(grid, read.get("also", ()), read.get("baseline", True))
 
 
 @fuzz(300, text=edited() | made_up())

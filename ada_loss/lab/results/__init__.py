@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ada_loss.lab.results.results import StoredResults
+
+if TYPE_CHECKING:
+    from ada_loss.lab.results.comparison import Comparison
+    from ada_loss.lab.results.curves import Curve
+    from ada_loss.lab.results.verdict import Verdict
 
 __all__ = ["Results"]
 
@@ -22,7 +27,48 @@ class Results(StoredResults):
     Raises FileNotFoundError where there is no ledger.
     """
 
-    # pictures and the report are imported on use: a sweep without them needs neither matplotlib nor Jinja
+    # what needs more than NumPy is imported on use: a sweep needs neither SciPy nor matplotlib nor Jinja
+
+    def compare(
+        self, a: str | Mapping[str, Any], b: str | Mapping[str, Any], metric: str | None = None, level: float = 0.05
+    ) -> Comparison:
+        """The difference of a metric between two settings, a minus b, paired by seed, with a t-test.
+
+        a, b: a format, or what chooses one cell for each seed, such as {"format": "e5m2", "scaling": "torch"}.
+        metric: the task's first unless named; also "underflow", "skipped" or "seconds".
+        level: of the test, and 1 minus the confidence of the interval.
+        Raises ValueError where a side is no cell or several for a seed, and where the sides share no seed.
+        """
+        from ada_loss.lab.results.comparison import compare
+
+        return compare(self, a, b, metric, level)
+
+    def curves(self, name: str = "loss", where: Mapping[str, Any] | None = None, points: int = 200) -> list[Curve]:
+        """A number over the steps: a `Curve` for each combination, with the values of every seed, mean and deviation.
+
+        name: "loss", "scale", a metric that was computed on the way (task_options={"evaluate_every": 1}), or what the
+            user's own training logged.
+        where: only cells with these values.
+        points: the number of stretches of which means are taken, at most.
+        Raises ValueError where no cell has such a curve.
+        """
+        from ada_loss.lab.results.curves import curves
+
+        return curves(self, name, where, points)
+
+    def verdicts(self, metric: str | None = None, tolerance: float | None = None, level: float = 0.05) -> list[Verdict]:
+        """Which combinations keep the metric of float32, which fall short, and what their trainings lost.
+
+        One for each task, and for each combination of options in which the cells differ; `print` gives a paragraph.
+
+        metric: the first of each task unless named.
+        tolerance: how far below float32 still matches, in the units of the metric; unless given, a point of a share,
+            and a hundredth of float32's mean of any other metric.
+        level: of each paired t-test.
+        """
+        from ada_loss.lab.results.verdict import verdicts
+
+        return verdicts(self, metric, tolerance, level)
 
     def plot_accuracy(self, metric: str | None = None, where: Mapping[str, Any] | None = None) -> Any:
         """A metric by format and scaling method: each seed, mean and standard deviation.

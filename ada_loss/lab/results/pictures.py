@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ada_loss.lab.results import figures
 from ada_loss.lab.results.results import StoredResults
+from ada_loss.lab.sweep.cells import BASELINE
 from ada_loss.lab.training.methods import scales_by_layer
 
 __all__ = ["NothingToShow", "picture_layer_scales", "picture_metric", "picture_scales", "picture_underflow"]
@@ -28,8 +29,8 @@ def picture_metric(results: StoredResults, metric: str | None = None, where: Map
     constants = [column for column in table.across if figures.is_constant(column)]
     if table.is_share and len(constants) >= MANY_CONSTANTS:
         return figures.plot_methods(table.places, table.title, factor)
-    baseline = [v for (fmt, _), values in table.places.items() if fmt == "fp32" for v in values]
-    places = {place: values for place, values in table.places.items() if place[0] != "fp32"}
+    baseline = [v for (fmt, _), values in table.places.items() if fmt == BASELINE for v in values]
+    places = {place: values for place, values in table.places.items() if place[0] != BASELINE}
     return figures.plot_table(places or table.places, table.title, factor, baseline if places else ())
 
 

@@ -24,7 +24,8 @@ from ada_loss.lab.results.pictures import (
     picture_underflow,
 )
 from ada_loss.lab.results.results import StoredResults
-from ada_loss.lab.results.table import Table
+from ada_loss.lab.results.table import SMALLER_IS_BETTER, Table
+from ada_loss.lab.results.verdict import verdicts
 from ada_loss.lab.sweep.cells import label
 from fpsim.checks import pip_install
 
@@ -67,6 +68,7 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
         security=_security(**parts),
         title=f"Sweep of {', '.join(dict.fromkeys(cell['config']['task'] for cell in results.cells))}",
         question=question or _question(results),
+        verdicts=[str(found) for found in verdicts(results)],
         counts=results.counts,
         diverged=sum(row["diverged"] for row in rows.values()),
         seconds=sum(row["seconds"] or 0 for row in rows.values()),
@@ -130,15 +132,17 @@ def _tables(results: StoredResults) -> list[dict[str, Any]]:
 
 
 def _lines(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """The rows of a table: (name, [(text, whether it is the best of the row and no other is)])."""
+    """The rows of a table: (name, [(text, whether it is within a standard deviation of the best of the row)])."""
     lines = []
     for row in table.down:
         means = {column: table.mean(row, column) for column in table.across}
-        known = [mean for mean in means.values() if math.isfinite(mean)]
-        best = (min if table.metric in ("underflow", "loss") else max)(known, default=math.nan)
-        texts = [(table.text(row, column), means[column] == best) for column in table.across]
-        alone = len({text for text, is_best in texts if is_best}) == sum(is_best for _, is_best in texts) == 1
-        lines.append((row, [(text, is_best and alone) for text, is_best in texts]))
+        sign = -1 if table.metric in SMALLER_IS_BETTER else 1
+        known = {column: sign * mean for column, mean in means.items() if math.isfinite(mean)}
+        best = max(known, key=lambda column: known[column], default="")
+        spread = table.deviation(row, best) if len(known) > 1 else math.nan
+        least = known.get(best, math.nan) - spread  # NaN, and so nothing in bold, for a single place or seed
+        texts = [(table.text(row, column), known.get(column, math.nan) >= least) for column in table.across]
+        lines.append((row, texts))
     return lines
 
 

@@ -16,7 +16,7 @@ from ada_loss.lab.sweep.cells import AXES, is_configuration, label
 from ada_loss.lab.sweep.ledger import DAMAGED, Ledger, counted
 from ada_loss.lab.sweep.telemetry import read_telemetry
 
-__all__ = ["StoredResults"]
+__all__ = ["StoredResults", "settings_of"]
 
 OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row beside its settings and metrics
 
@@ -51,10 +51,7 @@ class StoredResults:
         found = []
         for cell in self.cells:
             if cell["state"] == "done":
-                config = cell["config"]
-                row = {"id": cell["id"], **{axis: label(config[axis]) for axis in AXES if axis != "seed"}}
-                row |= {"seed": config["seed"], **config["options"], **cell["metrics"]}
-                row |= {"diverged": bool(cell["diverged"])}
+                row = {**settings_of(cell), **cell["metrics"], "diverged": bool(cell["diverged"])}
                 found.append(row | {name: cell[name] for name in OF_A_CELL})
         return found
 
@@ -68,6 +65,11 @@ class StoredResults:
                 known = f"Its values: {known}" if known else f"Known columns: {', '.join(rows[0])}"
                 raise ValueError(f"No cell that is done has {name}={label(value)}. {known}.")
         return found
+
+    @property
+    def settings(self) -> list[str]:
+        """The columns that say what was trained, but for the seed: task, format, rounding, scaling, the options."""
+        return [*AXES[:-1], *dict.fromkeys(key for cell in self.cells for key in cell["config"]["options"])]
 
     def failures(self) -> list[dict[str, Any]]:
         """The cells that failed, with "error" and "traceback"."""
@@ -118,7 +120,7 @@ class StoredResults:
             if found and axis not in set().union(*found):
                 known = ", ".join(dict.fromkeys(key for row in found for key in row))
                 raise ValueError(f"Unknown column {axis!r}. Known: {known}.")
-        for axis in (*AXES[:-1], *dict.fromkeys(key for cell in self.cells for key in cell["config"]["options"])):
+        for axis in self.settings:
             values = list(dict.fromkeys(str(row.get(axis)) for row in found))
             if axis not in (rows, columns) and len(values) > 1:
                 raise ValueError(
@@ -177,6 +179,13 @@ class StoredResults:
 def _count(rows: list[dict[str, Any]], axes: list[str]) -> int:
     """How many combinations of values the rows have in some columns."""
     return len({tuple(str(row.get(axis)) for axis in axes) for row in rows})
+
+
+def settings_of(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """A cell's id and its configuration, flat: the words of formats and methods, the seed, the options."""
+    config = cell["config"]
+    words = {axis: label(config[axis]) for axis in AXES if axis != "seed"}
+    return {"id": cell["id"], **words, "seed": config["seed"], **config["options"]}
 
 
 def _column(metric: str, columns: set[str]) -> str:

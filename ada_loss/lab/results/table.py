@@ -9,9 +9,10 @@ from typing import Any
 
 from ada_loss.files import csv_bytes, strict_json
 
-__all__ = ["SHARES", "Table", "heading", "mean_and_deviation"]
+__all__ = ["SHARES", "SMALLER_IS_BETTER", "Table", "heading", "mean_and_deviation"]
 
 SHARES = ("accuracy", "underflow")  # metrics that are shown in %
+SMALLER_IS_BETTER = ("underflow", "loss", "perplexity", "error", "skipped", "seconds")
 
 
 class Table:

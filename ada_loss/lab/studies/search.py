@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import fpsim
 from ada_loss.files import data_frame
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.table import SHARES, heading, mean_and_deviation
-from ada_loss.lab.sweep.cells import plan
+from ada_loss.lab.sweep.cells import OPTIONS, plan
 from ada_loss.lab.sweep.driver import run_cells
 from ada_loss.lab.sweep.engines import open_engine
 from ada_loss.lab.sweep.execution import Execution
@@ -140,14 +140,17 @@ def search(
     widest = tuple((exponent_bits[1], mantissa_bits[1]) for _ in roles)
     plan(task, [_formats(roles, widest)], [scaling], seeds=seeds, **grid)  # invalid cells are rejected before any work
     track = options.pop("track", ())
+    _require_options(options)
     execution = Execution(workers=workers, engine=engine, **options)
     with _kept_open(execution) as opened:
 
-        def run(formats: Sequence[Any], method: str | float, chosen: Sequence[int]) -> list[list[dict[str, float]]]:
+        def run(
+            formats: Sequence[Any], method: str | float, chosen: Sequence[int], title: str
+        ) -> list[list[dict[str, float]]]:
             """The metrics of each format with each seed; empty where a training failed."""
             cells = plan(task, formats, [method], seeds=[*chosen], **grid)
             function = None if isinstance(task, str) else task
-            done = run_cells(cells, Path(out), opened, function, track=track, show_progress=show_progress)
+            done = run_cells(cells, Path(out), opened, function, track=track, show_progress=show_progress, title=title)
             metrics = {cell["id"]: cell["metrics"] for cell in done.cells if cell["state"] == "done"}
             found = [metrics.get(cell.id, {}) for cell in cells]
             return [found[i : i + len(chosen)] for i in range(0, len(found), len(chosen))]
@@ -158,6 +161,17 @@ def search(
     rows = [trials_done.row(bits) for bits in trials_done.tried]
     answer = trials_done.formats(best), trials_done.size(best), trials_done.mean(best), trials_done.baseline
     return SearchResult(*answer, rows, Results(out), trials_done.metric)
+
+
+def _require_options(options: Mapping[str, Any]) -> None:
+    known = [f.name for f in fields(Execution) if f.name not in ("workers", "engine")]
+    for name in options:
+        if name not in known:
+            where = f" It is an option of the training: task_options={{{name!r}: ...}}." if name in OPTIONS else ""
+            raise TypeError(
+                f"search() has no argument {name!r}.{where or did_you_mean(name, known)} "
+                f"Possible beside its own: {', '.join(known)}, track."
+            )
 
 
 def _optuna() -> Any:
@@ -184,6 +198,7 @@ def _sample(
     for first in range(0, count, at_once):
         asked = [study.ask() for _ in range(min(at_once, count - first))]
         proposed = [_proposal(trial, roles, exponent_bits, mantissa_bits) for trial in asked]
+        trials_done.phase = f"trials, {count - first} left at most"
         trials_done.evaluate(proposed)
         for trial, bits in zip(asked, proposed):
             trial.set_constraint("tolerance", trials_done.violation(bits))
@@ -236,7 +251,7 @@ class _Trials:
 
     def __init__(
         self,
-        run: Callable[[Sequence[Any], str | float, Sequence[int]], list[list[dict[str, float]]]],
+        run: Callable[[Sequence[Any], str | float, Sequence[int], str], list[list[dict[str, float]]]],
         roles: Sequence[str],
         scaling: str | float,
         seeds: Sequence[int],
@@ -244,14 +259,15 @@ class _Trials:
         tolerance: float,
     ) -> None:
         self.run, self.roles, self.scaling, self.seeds, self.tolerance = run, roles, scaling, [*seeds], tolerance
-        (found,) = run(["fp32"], "none", self.seeds)
+        self.phase = "float32"  # what is going on, in words
+        self.tried: dict[Bits, list[float]] = {}
+        (found,) = run(["fp32"], "none", self.seeds, self.phase)
         if not found[0]:
             raise ValueError("float32 itself gives no metric: its training failed or was stopped. Mend the task first.")
         self.metric = metric or next(iter(found[0]))
         if self.metric not in found[0]:
             hint = did_you_mean(metric, found[0])
             raise ValueError(f"Unknown metric {metric!r}.{hint} Known: {', '.join(found[0])}.")
-        self.tried: dict[Bits, list[float]] = {}
         self.baseline = statistics.fmean(self._values(found))
         if not math.isfinite(self.baseline):
             raise ValueError(f"float32 itself gives {self.baseline} for {self.metric}. Mend the task first.")
@@ -306,7 +322,9 @@ class _Trials:
 
     def _train(self, wanted: Sequence[Bits], seeds: Sequence[int]) -> None:
         if wanted:
-            found = self.run([self.formats(bits) for bits in wanted], self.scaling, seeds)
+            kept = [bits for bits in self.tried if self.keeps(bits)]
+            best = f", best so far {min(map(self.size, kept))} bits" if kept else ""
+            found = self.run([self.formats(bits) for bits in wanted], self.scaling, seeds, self.phase + best)
             self.tried |= {bits: self._values(metrics) for bits, metrics in zip(wanted, found)}
 
     def _values(self, metrics: Sequence[Mapping[str, float]]) -> list[float]:
@@ -321,6 +339,8 @@ class _Trials:
                 for e2, m2 in ((e, m - 1), (e - 1, m)):
                     if e2 >= least_exponent and m2 >= least_mantissa and (e2, m2) != (1, 0):
                         smaller.append((*best[:i], (e2, m2), *best[i + 1 :]))
+            left = sum(e - least_exponent + m - least_mantissa for e, m in best) * 2 * len(best)
+            self.phase = f"taking bits away, {left} trials left at most"
             self.evaluate(smaller)
             kept = [bits for bits in smaller if self.keeps(bits)]
             if not kept:

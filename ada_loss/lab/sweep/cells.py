@@ -23,6 +23,7 @@ from fpsim.checks import SHOWN, did_you_mean, is_number, is_whole, shown
 
 __all__ = [
     "AXES",
+    "BASELINE",
     "OPTIONS",
     "Cell",
     "is_configuration",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 MOST_CELLS = 1_000_000  # of a grid: a cell takes a kilobyte
+BASELINE = "fp32"  # the format that the others are compared with
 AXES = ("task", "format", "rounding", "scaling", "seed")
 SET_BY_THE_SWEEP = ("scaling", "seed", "device")
 OPTIONS = {name: default for name, default in asdict(TrainOptions()).items() if name not in SET_BY_THE_SWEEP}
@@ -146,7 +148,7 @@ def plan(
         if is_recipe(fmt) and rounding != roundings[0]:
             continue
         if _needs_no_scaling(fmt):
-            if method != methods[0] or (fmt == "fp32" and rounding != roundings[0]):
+            if method != methods[0] or (fmt == BASELINE and rounding != roundings[0]):
                 continue
             method = "none"
         words = {"task": task_name, "format": fmt, "rounding": rounding, "scaling": method, "seed": seed}
@@ -155,11 +157,12 @@ def plan(
     return cells
 
 
-def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]]) -> list[Cell]:
+def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), baseline: bool = False) -> list[Cell]:
     """The cells of a grid and of others, each of which says what differs from the first.
 
     grid: the arguments of `plan`, with "task_options" for its options.
     also: mappings of the same names. One without task_options has the grid's, unless it has another task.
+    baseline: whether float32 is trained with each task, options and seed, where no grid has it among its formats.
     Raises what `plan` raises; TypeError for what is no list of mappings, and for tasks of which one is a function;
     ValueError for an unknown name, and where two grids have a cell in common.
 
@@ -186,13 +189,21 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]]) -> list
             raise TypeError("also came with a task, and one of the tasks is no name. Give both as 'module:function'.")
         other_task = changes.get("task", grid["task"]) != grid["task"]
         grids.append({**grid, **({"task_options": None} if other_task else {}), **changes})
-    cells = [
-        cell
-        for one in grids
-        for cell in plan(**{k: v for k, v in one.items() if k != "task_options"}, options=one["task_options"])
-    ]
-    _require_different(cells)
-    return cells
+    if not isinstance(baseline, bool):  # YAML 1.2 reads `no` as a word
+        raise ValueError(f"baseline={shown(baseline)} is impossible. Possible: true or false.")
+    asked = [_planned(one) for one in grids]
+    _require_different([cell for cells in asked for cell in cells])
+    known = {cell.id for cells in asked for cell in cells}
+    found: list[Cell] = []
+    for one, cells in zip(grids, asked, strict=True):
+        added = [c for c in _planned({**one, "formats": [BASELINE]}) if c.id not in known] if baseline else []
+        known |= {cell.id for cell in added}
+        found += added + cells
+    return found
+
+
+def _planned(grid: Mapping[str, Any]) -> list[Cell]:
+    return plan(**{k: v for k, v in grid.items() if k != "task_options"}, options=grid["task_options"])
 
 
 def is_configuration(config: object) -> bool:
@@ -295,13 +306,14 @@ def _format(fmt: Any) -> Any:
             raise ValueError("A format came with 'rounding' in it. The sweep varies it: give roundings=[...].")
         try:
             _policy(fmt)
-            json.dumps(fmt)
+            found = {k: _canonical(k, v) for k, v in fmt.items() if v is not None}
+            json.dumps(found)
         except TypeError as error:
             raise ValueError(
                 f"The format {shown(dict(fmt))} is no policy: {error}. Possible: a name, or the fields of fpsim.Policy "
                 f"in numbers and words. Take {{'error': 'e5m2'}}, for instance."
             ) from None
-        return {k: _canonical(k, v) for k, v in fmt.items() if v is not None}
+        return found
     if isinstance(fmt, str):
         fpsim.quantize(torch.nn.Linear(1, 1), fmt)  # a recipe without its prefix has an error of its own
     return str(fpsim.as_format(fmt))
@@ -331,7 +343,7 @@ def _policy(fields: Mapping[str, Any]) -> Policy:
 
 def _needs_no_scaling(fmt: Any) -> bool:
     """Whether a scale of gradients changes nothing: there is nothing to round, or every gradient has its own scale."""
-    if fmt == "fp32":
+    if fmt == BASELINE:
         return True
     if is_recipe(fmt):
         return False

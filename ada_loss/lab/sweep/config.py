@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ada_loss.lab.sweep.cells import OPTIONS
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.tasks import add_to_path
-from fpsim.checks import SHOWN, did_you_mean, pip_install
+from fpsim.checks import SHOWN, did_you_mean, pip_install, shown
 
 try:
     from ruamel.yaml import YAML
@@ -17,7 +20,7 @@ try:
 except ImportError as error:
     raise ImportError(f"A sweep in a file needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
-__all__ = ["SHIPPED", "read_sweep"]
+__all__ = ["SHIPPED", "read_sweep", "with_settings"]
 
 SHIPPED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 KEYS = [name for name in inspect.signature(sweep).parameters if name != "show_progress"]
@@ -69,6 +72,40 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
     if isinstance(content.get("out"), str):
         content["out"] = os.path.expanduser(content["out"])  # no shell has done it
     return content
+
+
+def with_settings(arguments: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """The arguments with some of them set to other values. `sweep` itself checks the values.
+
+    settings: "key=value" or "key.inner=value"; the value is YAML, as in a file.
+    Raises ValueError for what is no setting, for an unknown key, and for a value that is no YAML.
+
+    >>> with_settings({"task": "digits", "task_options": {"epochs": 6}}, ["task_options.epochs=3", "seeds=[1, 2]"])
+    {'task': 'digits', 'task_options': {'epochs': 3}, 'seeds': [1, 2]}
+    """
+    found = copy.deepcopy(dict(arguments))
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        key, *inner = path.strip().split(".")
+        if not equals or not all((key, *inner)):
+            raise ValueError(
+                f"--set came as {shown(setting)}. Possible: key=value. Take task_options.epochs=3, for instance."
+            )
+        if key not in KEYS:
+            where = f" Did you mean task_options.{key}?" if key in OPTIONS else did_you_mean(key, KEYS)
+            raise ValueError(f"--set: unknown key {shown(key)}.{where} Known: {', '.join(KEYS)}.")
+        try:
+            value = YAML(typ="safe", pure=True).load(text)
+            _require_small(value)
+        except Exception as error:
+            raise ValueError(f"--set: the value of {shown(setting)} is no YAML: {_one_line(error)}.") from None
+        place = found
+        for name, below in zip((key, *inner), inner):
+            place = place.setdefault(name, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"--set: {name} is {shown(place)}, and has no {below}. Set {name} itself.")
+        place[(key, *inner)[-1]] = value
+    return found
 
 
 def _require_small(content: Any) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 import traceback
 from collections import Counter, deque
@@ -22,29 +21,37 @@ from ada_loss.lab.environment import environment
 from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.trackers import Notifier, Tracker, make_trackers
-from ada_loss.lab.sweep.cells import Cell, is_intact, plan_all, stored_cell
+from ada_loss.lab.sweep.cells import OPTIONS, Cell, is_intact, plan_all, stored_cell
 from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.identity import MakeTask
 from ada_loss.lab.sweep.ledger import CannotWrite, Ledger
 from ada_loss.lab.sweep.limits import GRACE
 from ada_loss.lab.sweep.lock import lock_path
+from ada_loss.lab.sweep.progress import Progress, say
 from ada_loss.lab.sweep.telemetry import is_whole, telemetry_digest, telemetry_path
 from ada_loss.lab.sweep.work import WorkOrder, said, work
 from ada_loss.lab.tasks import TASKS, find_task, folder_of
-from fpsim.checks import pip_install
+from fpsim.checks import known_arguments, pip_install
 
 try:
     from filelock import FileLock, Timeout
-    from tqdm.auto import tqdm
 except ImportError as error:
     raise ImportError(f"A sweep needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
 __all__ = ["resume", "run_cells", "sweep"]
 
 MOST_DEATHS = 3  # how many workers may die while they run a cell; then the cell has failed
+MOST_LETTERS = 200  # of an error
+MOST_SAID = 5  # kinds of failures, and cells of one kind, that are said
 
 
+def _an_option(name: str) -> str:
+    """Where an option of the training belongs, for `known_arguments`."""
+    return f" It is an option of the training: task_options={{{name!r}: ...}}." if name in OPTIONS else ""
+
+
+@known_arguments(_an_option)
 def sweep(
     task: str | MakeTask,
     formats: Sequence[Any],
@@ -54,6 +61,7 @@ def sweep(
     seeds: int | Sequence[int] = 1,
     task_options: Mapping[str, Any] | None = None,
     also: Sequence[Mapping[str, Any]] = (),
+    baseline: bool = True,
     workers: int = Execution.workers,
     engine: str | Executor | None = Execution.engine,
     out: str | os.PathLike[str] = "runs/sweep",
@@ -75,6 +83,7 @@ def sweep(
 
     task, formats, scaling, roundings, seeds, task_options: the cells; see `plan`.
     also: more cells for the same folder: mappings of these arguments, each with what differs; see `plan_all`.
+    baseline: whether float32, with which the report compares, is trained with each seed too.
     workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed: see `Execution`.
     out: the folder that keeps everything.
     track: who else is told of finished cells: "tensorboard" and "mlflow", which write to the folder, or trackers.
@@ -84,11 +93,12 @@ def sweep(
     execution = _execution(locals())
     folder = _folder(out)
     grid = {"task": task, "formats": formats, "scaling": scaling, "roundings": roundings, "seeds": seeds}
-    cells = plan_all({**grid, "task_options": task_options}, also)
+    cells = plan_all({**grid, "task_options": task_options}, also, baseline)
     function = None if isinstance(task, str) else task
     return run_cells(cells, folder, execution, function, track=track, show_progress=show_progress)
 
 
+@known_arguments(_an_option)
 def resume(
     out: str | os.PathLike[str],
     *,
@@ -152,11 +162,13 @@ def run_cells(
     *,
     track: Sequence[str | Tracker] = (),
     show_progress: bool = True,
+    title: str = "",
 ) -> Results:
     """Run the cells that are not done in a folder, and give the results of the whole folder.
 
     make_task: the task of the cells, where it is a function that was passed to `sweep`.
     out, execution, track, show_progress: as in `sweep`.
+    title: what these cells are for, in front of the progress.
     Raises SweepStopped where the folder is in use or cannot be written, or where the engine takes no more work.
     """
     refuse_in_a_starting_worker()
@@ -178,10 +190,12 @@ def run_cells(
             notifier = Notifier(trackers, out)
             notifier.catch_up(ledger)
             if todo:
+                progress = Progress(len(cells), len(cells) - len(todo), out, title, show_progress)
+                progress.begin(execution.words)
                 with open_engine(execution) as engine:
                     ledger.add_session({**environment(), "engine": engine.name})
                     order = _order(cells, make_task, execution, engine)
-                    _Driver(ledger, out, engine, order, notifier).run(todo, len(cells), show_progress)
+                    _Driver(ledger, out, engine, order, notifier, progress).run(todo)
     except (OSError, CannotWrite) as error:
         if isinstance(error, ConnectionError):
             raise
@@ -190,7 +204,24 @@ def run_cells(
         raise KeyboardInterrupt(f"Interrupted. What was done is kept in {out}: run the same again to go on.") from None
     finally:
         lock.release()
-    return Results(out)
+    results = Results(out)
+    _say_failures(results, cells)
+    return results
+
+
+def _say_failures(results: Results, cells: Sequence[Cell]) -> None:
+    """Say on stderr which of these cells have failed, and why."""
+    asked = {cell.id: cell for cell in cells}
+    kinds: dict[str, list[str]] = {}
+    for row in results.failures():
+        if row["id"] in asked:
+            first_line = (str(row["error"]).splitlines() or [""])[0]
+            kinds.setdefault(first_line[:MOST_LETTERS], []).append(f"{asked[row['id']]} ({row['id']})")
+    for words, found in [*kinds.items()][:MOST_SAID]:
+        more = f" and {len(found) - MOST_SAID} more" if len(found) > MOST_SAID else ""
+        say(f"{len(found)} cell{'s' * (len(found) > 1)} failed: {words}: {', '.join(found[:MOST_SAID])}{more}")
+    if kinds:
+        say("Results.failures() has every traceback; retry_failed=True runs them again.")
 
 
 def _order(cells: Sequence[Cell], make_task: MakeTask | None, execution: Execution, engine: Engine) -> WorkOrder:
@@ -224,7 +255,7 @@ def _prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: boo
         if state == "running" or (cell in asked and retry_failed and state == "failed"):
             again.append(cell)
         elif cell in asked and state == "done" and not _has_telemetry(out, row):
-            tqdm.write(f"The telemetry of cell {cell} is missing or damaged: it will be run again.", file=sys.stderr)
+            say(f"The telemetry of cell {cell} is missing or damaged: it will be run again.")
             again.append(cell)
     ledger.release(again)
     states = ledger.states()
@@ -243,7 +274,7 @@ def _repair(ledger: Ledger, asked: Mapping[str, Cell]) -> None:
     }
     for words, cells in (("it will be run again", ours), ("it is known no more, and is deleted", lost)):
         for cell in cells:
-            tqdm.write(f"The row of cell {cell} in the ledger was changed or damaged: {words}.", file=sys.stderr)
+            say(f"The row of cell {cell} in the ledger was changed or damaged: {words}.")
     ledger.repair(ours)
     ledger.forget(lost.values())
 
@@ -261,6 +292,7 @@ def _remove_leftovers(out: Path, states: Mapping[str, str]) -> None:
     leftovers = [path for folder in (".", "telemetry", "checkpoints") for path in out.glob(f"{folder}/.*.tmp")]
     leftovers += [path for path in out.glob("telemetry/*.npz") if states.get(path.stem, "done") != "done"]
     leftovers += [path for path in out.glob("checkpoints/*.pt") if states.get(path.stem) == "done"]
+    leftovers += [*out.glob("checkpoints/*.steps")]
     for path in leftovers:
         path.unlink(missing_ok=True)
 
@@ -272,19 +304,22 @@ class _Driver:
     order: what every worker is told beside a cell's configuration.
     running: the cells that were submitted, with the time at which they were.
     deaths: how many workers died while they ran a cell, by its id.
-    best: the cell with the largest value of the first metric so far, in words for the progress bar.
+    progress: is told of every cell, and of the one with the largest value of the first metric so far.
     """
 
-    def __init__(self, ledger: Ledger, out: Path, engine: Engine, order: WorkOrder, notifier: Notifier) -> None:
+    def __init__(
+        self, ledger: Ledger, out: Path, engine: Engine, order: WorkOrder, notifier: Notifier, progress: Progress
+    ) -> None:
         self.ledger, self.out, self.engine, self.order, self.notifier = ledger, out, engine, order, notifier
+        self.progress = progress
         self.running: dict[Future[Any], tuple[Cell, float]] = {}
         self.deaths: Counter[str] = Counter()
-        self.best, self._best = "", math.nan
+        self._best = math.nan
 
-    def run(self, todo: Sequence[Cell], total: int, show_progress: bool) -> None:
-        """Run cells to the end. total: the number of cells in the progress bar, with those done before."""
+    def run(self, todo: Sequence[Cell]) -> None:
+        """Run cells to the end."""
         waiting = deque(todo)
-        with tqdm(total=total, initial=total - len(todo), unit="cell", disable=not show_progress) as bar:
+        with self.progress:
             try:
                 while waiting or self.running:
                     while waiting and len(self.running) < self.engine.slots():
@@ -292,10 +327,9 @@ class _Driver:
                     finished, _ = wait(self.running, timeout=1, return_when=FIRST_COMPLETED)
                     for future in finished:
                         cell, started = self.running.pop(future)
-                        if self._settle(cell, future, time.monotonic() - started):
-                            bar.update()
-                            bar.set_postfix_str(self.best, refresh=False)
-                        else:
+                        is_over = self._settle(cell, future, time.monotonic() - started)
+                        self.progress.settle(cell.id, is_over)
+                        if not is_over:
                             waiting.appendleft(cell)
             finally:  # after Ctrl-C or on a full disk: the cells that ran have to run again
                 for future in self.running:
@@ -304,6 +338,7 @@ class _Driver:
 
     def _submit(self, cell: Cell) -> None:
         self.ledger.start(cell.id)
+        self.progress.start(cell.id)
         try:
             submit: Callable[..., Future[Any]] = self.engine.executor.submit
             checkpoint = (self.out / "checkpoints" / f"{cell.id}.pt").absolute()
@@ -362,7 +397,7 @@ class _Driver:
         """Remember the cell for the progress bar if it is the best so far."""
         for name, value in list(result["metrics"].items())[:1]:
             if not self._best >= value:
-                self._best, self.best = value, f"best: {cell} {name} {value:.4g}"
+                self._best, self.progress.best = value, f"best: {cell} {name} {value:.4g}"
 
     def _try_to_release(self) -> None:
         """Plan again whatever the ledger says is running."""

@@ -84,6 +84,19 @@ class Execution:
         return self.engine or ("here" if self.workers == 1 and self.time_limit is None else "local")
 
     @property
+    def words(self) -> str:
+        """What starts now, in words.
+
+        >>> Execution(workers=2).words, Execution().words
+        ('starting 2 workers', 'one at a time in this process')
+        """
+        if self.chosen_engine == "here":
+            return "one at a time in this process"
+        if self.chosen_engine == "local":
+            return f"starting {self.workers} worker{'s' * (self.workers > 1)}"
+        return f"on {self.engine}" if isinstance(self.engine, str) else f"in a {type(self.engine).__name__}"
+
+    @property
     def is_on_this_machine(self) -> bool:
         """Whether cells are known to compute on this machine; an executor of another kind may compute elsewhere."""
         return self.chosen_engine in ("here", "local") or type(self.engine) in (ThreadPoolExecutor, ProcessPoolExecutor)

@@ -17,6 +17,7 @@ from ada_loss.lab.sweep.cells import is_recipe, policy_of
 from ada_loss.lab.sweep.engines import keep_freed_memory
 from ada_loss.lab.sweep.identity import MakeTask
 from ada_loss.lab.sweep.limits import TimeLimit, within_time
+from ada_loss.lab.sweep.progress import StepFile, steps_path
 from ada_loss.lab.sweep.telemetry import npz, telemetry
 from ada_loss.lab.tasks import add_to_path, find_task
 from ada_loss.lab.training.loop import Training
@@ -92,6 +93,7 @@ def run_cell(
     Raises TypeError where the task's function gives no Task.
     """
     threads = torch.get_num_threads()
+    steps = None
     torch.set_num_threads(1)  # cells share a machine, and sums must not depend on how many cores it has
     try:
         task = (make_task or find_task(config["task"]))(config["seed"])
@@ -100,12 +102,15 @@ def run_cell(
         fmt, rounding = config["format"], config["rounding"]
         options = TrainOptions(scaling=config["scaling"], seed=config["seed"], device=device, **config["options"])
         own_rounding = None if is_recipe(fmt) else rounding
-        run = Training(task, policy_of(fmt, rounding), own_rounding, options).run(checkpoint)
-        error = None
+        training = Training(task, policy_of(fmt, rounding), own_rounding, options)
+        steps = StepFile(steps_path(checkpoint), training.total) if checkpoint is not None else None
+        run, error = training.run(checkpoint, progress=steps), None
     except Stopped as stopped:
         run, error = stopped.run, str(stopped)
     finally:
         torch.set_num_threads(threads)
+        if steps is not None:
+            steps.remove()
     names = [name for name in run.metrics if not isinstance(name, str)]
     if names:
         raise TypeError(f"The task names a metric {names[0]!r}. Possible: a string.")

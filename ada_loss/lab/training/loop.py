@@ -22,6 +22,7 @@ from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.run import Run, Stopped
 from ada_loss.lab.training.steps import backward, evaluate, learning_rate_at, make_optimizer
 from fpsim import FormatLike, Recording
+from fpsim.checks import known_arguments
 
 __all__ = ["Training", "TrainingState", "train"]
 
@@ -29,6 +30,7 @@ HISTORY = 20  # points in the history of a long training
 SAMPLES = 5  # calls that are tallied between two points, at least: a point takes 3 ms
 
 
+@known_arguments()
 def train(
     task: Task,
     fmt: FormatLike = None,

@@ -7,7 +7,7 @@ from torch import nn
 from ada_loss.layerwise import AdaLossScaled
 from ada_loss.rules import LAYER_RULES, SYSTEMS, loss_rule
 from ada_loss.scalers import GradScaler
-from fpsim.checks import shown
+from fpsim.checks import did_you_mean, shown
 
 __all__ = ["make_scaling", "require_method", "scales_by_layer"]
 
@@ -25,8 +25,9 @@ def require_method(method: str | float) -> None:
         _constant(method)
     elif method != "none" and method not in DYNAMIC:
         if not scales_by_layer(method) or method.partition(" ")[2] not in ("", "normal"):
-            known = ", ".join(["none", "a number", "adaptive", *LAYER_RULES, *DYNAMIC])
-            raise ValueError(f"Unknown scaling method {shown(method)}. Known: {known}.")
+            names = ["adaptive", *LAYER_RULES, *DYNAMIC]
+            hint, known = did_you_mean(method, ["none", *names]), ", ".join(["none", "a number", *names])
+            raise ValueError(f"Unknown scaling method {shown(method)}.{hint} Known: {known}.")
 
 
 def make_scaling(method: str | float, model: nn.Module) -> tuple[GradScaler, AdaLossScaled | None]:

@@ -37,7 +37,12 @@ FLAGS = (
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """A real sweep, with cells that failed."""
     out = tmp_path_factory.mktemp("report")
-    options: Any = {"task_options": {"epochs": 2, "record_every": 1}, "out": out, "show_progress": False}
+    options: Any = {
+        "task_options": {"epochs": 2, "record_every": 1},
+        "out": out,
+        "baseline": False,
+        "show_progress": False,
+    }
     sweep("sweep_tasks:raises", ["fp16", "e5m2"], ["none"], seeds=[0, 1], **options)
     return sweep("sweep_tasks:raises", ["fp16", "e5m2"], ["none", "torch", 8], seeds=[0, 2, 10], **options)
 
@@ -187,7 +192,12 @@ def test_what_went_wrong_is_gathered_with_its_cells(page: Any, results: Results)
 
 
 def test_a_training_that_its_rule_stopped_is_reported(tmp_path: Path) -> None:
-    options: Any = {"task_options": {"epochs": 300, "record_every": 1}, "out": tmp_path, "show_progress": False}
+    options: Any = {
+        "task_options": {"epochs": 300, "record_every": 1},
+        "out": tmp_path,
+        "baseline": False,
+        "show_progress": False,
+    }
     results = sweep("sweep_tasks:diverges", ["fp16"], ["deepspeed"], **options)
     (row,) = results.rows()
     arrays = results.telemetry(row["id"])
@@ -264,7 +274,12 @@ def test_heads_are_printed_on_every_page(browser: Any, tmp_path: Path) -> None:
 
 
 def test_a_report_is_written_whatever_metrics_are_called(tmp_path: Path) -> None:
-    options: Any = {"task_options": {"epochs": 1, "record_every": 1}, "out": tmp_path, "show_progress": False}
+    options: Any = {
+        "task_options": {"epochs": 1, "record_every": 1},
+        "out": tmp_path,
+        "baseline": False,
+        "show_progress": False,
+    }
     results = sweep("sweep_tasks:oddly_measured", ["fp16", "e5m2"], ["none", "torch"], seeds=2, **options)
     assert results.metric == r"cost $\foo$"
     row = results.rows()[0]
@@ -279,7 +294,7 @@ def test_a_report_is_written_whatever_metrics_are_called(tmp_path: Path) -> None
 
 
 def test_tasks_with_metrics_of_their_own_share_a_report(tmp_path: Path) -> None:
-    options: Any = {"task_options": {"epochs": 1}, "out": tmp_path, "show_progress": False}
+    options: Any = {"task_options": {"epochs": 1}, "out": tmp_path, "baseline": False, "show_progress": False}
     sweep("sweep_tasks:tiny", ["fp16"], ["none"], **options)
     results = sweep("sweep_tasks:oddly_measured", ["fp16"], ["none"], **options)
     assert [table.metric for table in results.tables()] == ["accuracy", r"cost $\foo$"]
@@ -288,7 +303,12 @@ def test_tasks_with_metrics_of_their_own_share_a_report(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arrays", [{"losses": ["a", "b"]}, {"losses": [[1.0]], "scales": []}, {"history.steps": [1]}])
 def test_damaged_telemetry_costs_its_own_pictures_alone(tmp_path: Path, arrays: dict[str, Any]) -> None:
-    options: Any = {"task_options": {"epochs": 1, "record_every": 1}, "out": tmp_path, "show_progress": False}
+    options: Any = {
+        "task_options": {"epochs": 1, "record_every": 1},
+        "out": tmp_path,
+        "baseline": False,
+        "show_progress": False,
+    }
     results = sweep("sweep_tasks:tiny", ["fp16"], ["torch", "adaptive"], seeds=2, **options)
     for row in results.rows():
         np.savez(tmp_path / "telemetry" / f"{row['id']}.npz", **{k: np.array(v) for k, v in arrays.items()})

@@ -262,7 +262,12 @@ def test_telemetry_that_cannot_be_read_is_named_and_passed_over_in_pictures(tmp_
 
 
 def test_trainings_that_all_diverged_have_a_report_and_no_tables(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"task_options": {"epochs": 40}, "out": tmp_path, "show_progress": False}
+    options: dict[str, Any] = {
+        "task_options": {"epochs": 40},
+        "out": tmp_path,
+        "baseline": False,
+        "show_progress": False,
+    }
     results = sweep("sweep_tasks:diverges", ["e5m2"], ["fairseq"], **options)  # its scale can fall no further
     assert results.rows()[0]["diverged"]
     assert results.tables() == []

@@ -14,7 +14,13 @@ from ada_loss.lab.sweep.driver import sweep
 
 
 def small(out: Path, **options: Any) -> Results:
-    arguments = {"formats": ["e5m2"], "scaling": ["none", "torch"], "seeds": 2, "task_options": {"epochs": 3}}
+    arguments = {
+        "formats": ["e5m2"],
+        "scaling": ["none", "torch"],
+        "seeds": 2,
+        "task_options": {"epochs": 3},
+        "baseline": False,
+    }
     return sweep("sweep_tasks:tiny", **{**arguments, **options}, out=out, show_progress=False)  # type: ignore[arg-type]
 
 

@@ -101,7 +101,9 @@ def test_many_constants_are_a_line_beside_the_methods_that_choose(tmp_path: Path
 def test_constants_alone_are_a_line_in_the_picture_and_in_the_report(tmp_path: Path) -> None:
     constants = [2.0**k for k in range(6)]
     options = {"epochs": 1}
-    results = sweep("sweep_tasks:tiny", ["fp16"], constants, task_options=options, out=tmp_path, show_progress=False)
+    results = sweep(
+        "sweep_tasks:tiny", ["fp16"], constants, task_options=options, out=tmp_path, baseline=False, show_progress=False
+    )
     (panel,) = results.plot_accuracy().axes
     (line,) = (line for line in panel.lines if len(line.get_xdata()) == 6)
     assert line.get_xdata().tolist() == [0, 1, 2, 3, 4, 5]

@@ -31,7 +31,7 @@ def small(out: Path, **options: Any) -> SearchResult:
 
 
 def accuracy_of(out: Path, name: str) -> float:
-    results = sweep("sweep_tasks:sorts", [{"activation": name}], ["none"], out=out, show_progress=False)
+    results = sweep("sweep_tasks:sorts", [{"activation": name}], ["none"], out=out, baseline=False, show_progress=False)
     return float(results.rows()[0]["accuracy"])
 
 

@@ -70,6 +70,18 @@ def test_grids_that_come_also_differ_in_what_they_say() -> None:
     assert [cell.id for cell in both] == [cell.id for cell in (*first, *second, *third)]
 
 
+def test_float32_is_added_once_for_each_task_and_its_options() -> None:
+    also = [
+        {"formats": ["e5m2"], "scaling": ["torch"]},
+        {"task": "chars", "seeds": [7]},
+        {"formats": ["fp32"], "seeds": [1]},
+    ]
+    found = plan_all(GRID, also, baseline=True)
+    float32 = [(c.config["task"], c.config["seed"]) for c in found if c.config["format"] == "fp32"]
+    assert float32 == [("digits", 0), ("chars", 7), ("digits", 1)]
+    assert [c.id for c in found if c.config["format"] != "fp32"] == [c.id for c in plan_all(GRID, also[:2])]
+
+
 @pytest.mark.parametrize(
     ("also", "words"),
     [
@@ -115,7 +127,7 @@ def test_ten_thousand_cells_are_planned_quickly() -> None:
         ({"formats": [{"error": "fp16", "rounding": "stochastic"}]}, "give roundings="),
         ({"formats": []}, "formats is empty"),
         ({"formats": ["fp16", "half"]}, "The cell 'fp16 nearest_even none seed 0' came twice"),
-        ({"scaling": ["torchh"]}, "Unknown scaling method 'torchh'"),
+        ({"scaling": ["tourch"]}, "Unknown scaling method 'tourch'. Did you mean torch? Known: none, a number"),
         ({"scaling": [1024, 1024.0]}, "came twice"),
         ({"scaling": [-1.0]}, "-1.0"),
         ({"scaling": []}, "scaling is empty"),
@@ -375,6 +387,11 @@ def test_products_are_equal_however_their_formats_are_written() -> None:
     assert str(a) == "dy=mxfp8_e5m2 nearest_even none seed 0"
     with pytest.raises(ValueError, match="e5m99"):
         plan("digits", [{"products": {"dy": "e5m99"}}], ["none"])
+
+
+def test_a_dtype_of_another_library_makes_the_same_cells() -> None:
+    expected = ids("digits", ["fp16", "e4m3fn", {"error": "e5m2"}], ["none"])
+    assert ids("digits", [torch.float16, torch.float8_e4m3fn, {"error": torch.float8_e5m2}], ["none"]) == expected
 
 
 def test_the_ids_of_cells_stay_what_they_were() -> None:

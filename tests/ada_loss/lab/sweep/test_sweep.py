@@ -44,7 +44,7 @@ PROCESSES.set_forkserver_preload(["ada_loss.lab.sweep.driver"])
 
 
 def small(out: Path, task: Any = "sweep_tasks:tiny", **options: Any) -> Results:
-    arguments = {"formats": ["e5m2"], "scaling": ["none"], "seeds": 4, "task_options": {"epochs": 1}}
+    arguments = {"formats": ["e5m2"], "scaling": ["none"], "seeds": 4, "task_options": {"epochs": 1}, "baseline": False}
     return sweep(task, **{**arguments, **options}, out=out, show_progress=False)  # type: ignore[arg-type]
 
 
@@ -120,7 +120,11 @@ def test_one_yaml_gives_equal_results_here_on_a_local_cluster_and_on_a_scheduler
 
     def swept(name: str, **options: Any) -> dict[str, Any]:
         """Every cell's row, but for its time, and every byte of its telemetry."""
-        arguments = read_sweep(tmp_path / "sweep.yaml") | {"out": tmp_path / name, "show_progress": False}
+        arguments = read_sweep(tmp_path / "sweep.yaml") | {
+            "out": tmp_path / name,
+            "baseline": False,
+            "show_progress": False,
+        }
         results, found = sweep(**arguments, **options), {}
         for row in results.rows():
             del row["seconds"]

@@ -1,0 +1,163 @@
+"""Two settings of a sweep compared, paired by seed: the difference, its interval, and a t-test."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ada_loss.lab.results.results import StoredResults
+from ada_loss.lab.results.table import SHARES
+from ada_loss.lab.sweep.cells import label
+from fpsim.checks import is_number, pip_install, shown
+
+try:
+    from scipy.special import stdtr, stdtrit
+except ImportError as error:
+    raise ImportError(f"A comparison needs {error.name}, which is not installed: {pip_install('lab')}.") from None
+
+__all__ = ["LEVEL", "Comparison", "compare", "in_units", "per_cent", "require_level"]
+
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The differences of a metric between two settings, a minus b, by seed.
+
+    Student's paired t-test (Student 1908) takes the differences as draws of a normal distribution. With two seeds it
+    sees little; with one, nothing.
+
+    a, b: what is compared, in words.
+    metric: its name.
+    differences: {seed: the metric of a minus that of b}, of the seeds that both have.
+    level: of the test, and 1 minus the confidence of `interval`.
+    diverged: how many of the seeds of a diverged.
+
+    >>> c = Comparison("e5m2", "fp32", "accuracy", {0: -0.02, 1: -0.01, 2: -0.03})
+    >>> print(c)
+    e5m2 against fp32: accuracy -2.0 points, 95 % interval -4.5 to 0.5, p = 0.074, paired t-test over 3 seeds
+    """
+
+    a: str
+    b: str
+    metric: str
+    differences: Mapping[int, float]
+    level: float = LEVEL
+    diverged: int = field(default=0)
+
+    @property
+    def mean(self) -> float:
+        """The mean difference; NaN where there is none, or where one is no number."""
+        return statistics.fmean(self.differences.values()) if self.differences else math.nan
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean; NaN for less than two seeds, or where a difference is not finite."""
+        values = [*self.differences.values()]
+        if len(values) < 2 or not all(map(math.isfinite, values)):
+            return math.nan
+        return statistics.stdev(values) / math.sqrt(len(values))
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The confidence interval of the mean difference; NaN for less than two seeds."""
+        width = float(stdtrit(len(self.differences) - 1, 1 - self.level / 2)) * self.error
+        return self.mean - width, self.mean + width
+
+    @property
+    def p(self) -> float:
+        """The p-value, two-sided; 0 and 1 for equal differences that are not zero, and that are."""
+        if math.isnan(self.error):
+            return math.nan
+        if self.error == 0:
+            return 0.0 if self.mean else 1.0
+        return 2 * float(stdtr(len(self.differences) - 1, -abs(self.mean / self.error)))
+
+    def __str__(self) -> str:
+        count = len(self.differences)
+        words = f"{self.a} against {self.b}: {self.metric} {in_units(self.metric, self.mean)}"
+        if math.isnan(self.error):
+            return f"{words}; {count} seed{'s' * (count != 1)} in common are too few for a test, or not all finite"
+        low, high = (in_units(self.metric, bound, unit=False) for bound in self.interval)
+        words += f", {per_cent(1 - self.level)} interval {low} to {high}, p = {self.p:.2g}"
+        return f"{words}, paired t-test over {count} seeds"
+
+
+def in_units(metric: str, value: float, unit: bool = True) -> str:
+    """A difference of a metric as text: in points of per cent where the metric is a share.
+
+    >>> in_units("accuracy", -0.015), in_units("loss", 0.0213)
+    ('-1.5 points', '0.0213')
+    """
+    if metric in SHARES:
+        return f"{100 * value:.1f}{' points' * unit}"
+    return f"{value:.3g}"
+
+
+def per_cent(share: float) -> str:
+    """A share as text.
+
+    >>> per_cent(0.05), per_cent(0.999)
+    ('5 %', '99.9 %')
+    """
+    return f"{100 * share:.3g} %"
+
+
+def require_level(level: object) -> None:
+    """Raise ValueError for what is no level of a test."""
+    if not is_number(level) or not 0 < level < 1:  # type: ignore[operator]
+        raise ValueError(f"level={shown(level)} is impossible. Possible: between 0 and 1; 0.05 is usual.")
+
+
+def compare(
+    results: StoredResults,
+    a: str | Mapping[str, Any],
+    b: str | Mapping[str, Any],
+    metric: str | None = None,
+    level: float = LEVEL,
+) -> Comparison:
+    """See `Results.compare`."""
+    require_level(level)
+    name = metric or results.metric
+    left, right = (_by_seed(results, chosen) for chosen in (a, b))
+    for row in (*left.values(), *right.values()):
+        if not is_number(row.get(name)):
+            known = ", ".join(key for key, value in row.items() if is_number(value))
+            raise ValueError(f"The metric {shown(name)} has no number in the cell {row['id']}. Known: {known}.")
+    common = [seed for seed in left if seed in right]
+    if not common:
+        raise ValueError(
+            f"{_words(a)} and {_words(b)} have no seed in common: {_list(left)} and {_list(right)}. "
+            f"Run both with the same seeds."
+        )
+    differences = {seed: left[seed][name] - right[seed][name] for seed in common}
+    return Comparison(_words(a), _words(b), name, differences, level, sum(left[s]["diverged"] for s in common))
+
+
+def _by_seed(results: StoredResults, chosen: str | Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    where = {"format": chosen} if isinstance(chosen, str) else chosen
+    if not isinstance(where, Mapping):
+        raise TypeError(
+            f"A side of the comparison came as {shown(chosen)}. Possible: a format, or the columns that choose cells. "
+            f"Take {{'format': 'e5m2', 'scaling': 'torch'}}, for instance."
+        )
+    rows = results.chosen_rows(where)
+    for axis in results.settings:
+        values = [*dict.fromkeys(str(row.get(axis)) for row in rows)]
+        if axis not in where and len(values) > 1:
+            raise ValueError(
+                f"{_words(chosen)} leaves the {axis} open: {', '.join(values)}. Choose one, "
+                f"{{..., {axis!r}: {values[0]!r}}}: a comparison has one cell for each seed on each side."
+            )
+    return {row["seed"]: row for row in rows}
+
+
+def _words(chosen: str | Mapping[str, Any]) -> str:
+    return chosen if isinstance(chosen, str) else " ".join(label(value) for value in chosen.values())
+
+
+def _list(seeds: Sequence[int] | Mapping[int, Any]) -> str:
+    return ", ".join(map(str, seeds)) or "none"

@@ -1,0 +1,115 @@
+"""Learning curves of a sweep: a number over the steps for each combination, with every seed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ada_loss.lab.results.results import StoredResults
+from fpsim.checks import did_you_mean, is_whole, shown
+
+__all__ = ["Curve", "curves"]
+
+NAMES = {"loss": "losses", "scale": "scales"}  # the arrays of every training
+POINTS = 200
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A number over the steps of one combination.
+
+    settings: of the combination, those in which the cells differ.
+    seeds: in order.
+    steps: (points,), where the stretches of steps have their middle.
+    values: (seeds, points), the mean of each stretch; NaN where a training had ended or the number was not finite.
+    """
+
+    settings: Mapping[str, str]
+    seeds: tuple[int, ...]
+    steps: NDArray[np.float64]
+    values: NDArray[np.float64]
+
+    @property
+    def name(self) -> str:
+        """The combination in words."""
+        return " ".join(self.settings.values())
+
+    @property
+    def mean(self) -> NDArray[np.float64]:
+        """(points,), over the seeds that have a number there."""
+        return _over_seeds(np.nanmean, self.values)
+
+    @property
+    def deviation(self) -> NDArray[np.float64]:
+        """(points,), the standard deviation of the sample; NaN where fewer than two seeds have a number."""
+        enough = np.isfinite(self.values).sum(axis=0) > 1
+        return np.where(enough, _over_seeds(lambda x, axis: np.nanstd(x, axis=axis, ddof=1), self.values), np.nan)
+
+
+def _over_seeds(reduce: Any, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a point where no seed has a number
+        return reduce(values, axis=0)  # type: ignore[no-any-return]
+
+
+def curves(
+    results: StoredResults, name: str = "loss", where: Mapping[str, Any] | None = None, points: int = POINTS
+) -> list[Curve]:
+    """See `Results.curves`."""
+    if not is_whole(points, least=1):
+        raise ValueError(f"points={shown(points)} is impossible. Possible: 1 or more.")
+    rows = results.chosen_rows(where)
+    axes = [axis for axis in results.settings if len({str(row.get(axis)) for row in rows}) > 1] or ["format"]
+    groups: dict[tuple[str, ...], dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]]] = {}
+    known: dict[str, None] = {}
+    for row in rows:
+        arrays = results.readable_telemetry(row["id"])
+        known |= dict.fromkeys(_names(arrays))
+        found = _series(arrays, name)
+        if found is not None:
+            groups.setdefault(tuple(str(row.get(axis)) for axis in axes), {})[row["seed"]] = found
+    if not groups:
+        hint = did_you_mean(name, known)
+        there = f"Known: {', '.join(known)}." if known else "No training left a curve: no cell is done."
+        raise ValueError(f"No cell has a curve {shown(name)}.{hint} {there}")
+    return [_curve(dict(zip(axes, group)), series, points) for group, series in groups.items()]
+
+
+def _curve(
+    settings: dict[str, str], series: Mapping[int, tuple[NDArray[np.float64], NDArray[np.float64]]], points: int
+) -> Curve:
+    seeds = tuple(sorted(series))
+    longest = max((steps for steps, _ in series.values()), key=len)
+    stretches = np.array_split(np.arange(len(longest)), min(points, len(longest)))
+    values = np.full((len(seeds), len(stretches)), np.nan)
+    for i, seed in enumerate(seeds):
+        found = series[seed][1]
+        for k, stretch in enumerate(stretches):
+            part = found[stretch[stretch < len(found)]]
+            if len(part) and np.isfinite(part).all():
+                values[i, k] = part.mean()
+    return Curve(settings, seeds, np.array([longest[stretch].mean() for stretch in stretches]), values)
+
+
+def _names(arrays: Mapping[str, NDArray[Any]]) -> list[str]:
+    found = [word for word, array in NAMES.items() if array in arrays]
+    found += [key.partition(".")[2] for key in arrays if key.startswith("evaluations.") and key != "evaluations.steps"]
+    return found
+
+
+def _series(arrays: Mapping[str, NDArray[Any]], name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+    """The steps and the values of a curve; None where a training has none, or arrays of another kind."""
+    key = NAMES.get(name, f"evaluations.{name}")
+    if key not in arrays or name == "steps":
+        return None
+    values = np.asarray(arrays[key])
+    steps = np.asarray(arrays["evaluations.steps"]) if key.startswith("evaluations.") else np.arange(len(values))
+    is_curve = values.ndim == 1 == steps.ndim and len(values) == len(steps) > 0
+    if not is_curve or not all(np.issubdtype(part.dtype, np.number) for part in (values, steps)):
+        return None
+    return steps.astype(float), values.astype(float)

@@ -1,0 +1,145 @@
+"""How far a sweep is: a bar on a terminal, plain lines elsewhere, with the steps of the cells that run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from fpsim.checks import pip_install
+
+try:
+    from tqdm.auto import tqdm
+except ImportError as error:
+    raise ImportError(f"A sweep needs {error.name}, which is not installed: {pip_install('lab')}.") from None
+
+__all__ = ["Progress", "StepFile", "say", "steps_path"]
+
+WRITTEN_EVERY = 0.5  # seconds
+READ_EVERY = 1.0
+LINE_EVERY = 10.0
+MOST_SHOWN = 4  # cells whose steps are shown
+
+
+def say(words: str) -> None:
+    """Print a line on stderr, above a bar if there is one."""
+    tqdm.write(words, file=sys.stderr)
+
+
+def steps_path(checkpoint: Path) -> Path:
+    """The file, beside a cell's checkpoint, that says at which step the cell is."""
+    return checkpoint.with_suffix(".steps")
+
+
+class StepFile:
+    """Called with the number of new steps, it writes now and then how many are done. A file that cannot be is left out.
+
+    path: of the file; its folder is made.
+    total: the number of steps; 0 where nobody knows.
+    """
+
+    def __init__(self, path: Path, total: int) -> None:
+        self.path, self.total, self.done, self._last = path, total, 0, 0.0
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, steps: int) -> None:
+        self.done += steps
+        if time.monotonic() - self._last >= WRITTEN_EVERY:
+            self._last = time.monotonic()
+            with suppress(OSError):
+                self.path.write_text(f"{self.done} {self.total}")
+
+    def remove(self) -> None:
+        """Delete the file: the training is over."""
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+
+class Progress:
+    """Shows how many cells are done, at which steps those are that run, and the best so far.
+
+    total, done: the number of cells, and of those that are done already.
+    out: the folder of the sweep, where workers write their steps.
+    title: what is going on, in words; "" for nothing.
+    is_shown: whether anything is.
+    """
+
+    def __init__(self, total: int, done: int, out: Path, title: str, is_shown: bool) -> None:
+        self.total, self.done, self.out, self.title, self.is_shown = total, done, out, title, is_shown
+        self.best, self._first, self._began, self._said = "", done, time.monotonic(), time.monotonic()
+        self.running: dict[str, None] = {}
+        self._bar = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def begin(self, words: str) -> None:
+        """Say at once what is about to happen."""
+        if self.is_shown:
+            before = f", {self._first} of {self.total} done before" if self._first else ""
+            title = f"{self.title}: " if self.title else ""
+            say(f"{title}{self.total - self._first} cells{before}; {words}")
+
+    def __enter__(self) -> Progress:
+        if self.is_shown and _shows_bars():
+            self._bar = tqdm(total=self.total, initial=self.done, unit="cell", desc=self.title or None)
+        if self.is_shown:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._bar is not None:
+            self._bar.set_postfix_str(self.best)
+            self._bar.close()
+        elif self.is_shown:
+            self._say_line()
+
+    def start(self, cell: str) -> None:
+        """A cell runs."""
+        self.running[cell] = None
+
+    def settle(self, cell: str, is_over: bool) -> None:
+        """A cell runs no more. is_over: whether it is done or failed, and does not run again."""
+        self.running.pop(cell, None)
+        self.done += is_over
+        if self._bar is not None and is_over:
+            self._bar.update()
+
+    def _watch(self) -> None:
+        while not self._over.wait(READ_EVERY):
+            if self._bar is not None:
+                self._bar.set_postfix_str("; ".join(filter(None, (self._steps(), self.best))))
+            elif time.monotonic() - self._said >= LINE_EVERY:
+                self._say_line()
+
+    def _say_line(self) -> None:
+        self._said = time.monotonic()
+        seconds = time.monotonic() - self._began
+        words = [f"{self.title + ': ' if self.title else ''}{self.done}/{self.total} cells", f"{seconds:.0f} s"]
+        if self._first < self.done < self.total:
+            left = seconds / (self.done - self._first) * (self.total - self.done)
+            words.append(f"about {left:.0f} s left")
+        say("; ".join(filter(None, (", ".join(words), self._steps(), self.best))))
+
+    def _steps(self) -> str:
+        """At which steps the running cells are."""
+        found = []
+        for cell in [*self.running]:
+            with suppress(OSError, ValueError):
+                done, total = map(int, steps_path(self.out / "checkpoints" / f"{cell}.pt").read_text().split())
+                found.append(f"{done}/{total}" if total else str(done))
+        more = [f"{len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
+        return f"at step {', '.join([*found[:MOST_SHOWN], *more])}" if found else ""
+
+
+def _shows_bars() -> bool:
+    """Whether a bar can be drawn over: on a terminal, and in a notebook with widgets."""
+    in_a_notebook = any(base.__name__ == "tqdm_notebook" for base in tqdm.__mro__)
+    return in_a_notebook or (sys.stderr.isatty() and os.environ.get("TERM") != "dumb")

@@ -1,0 +1,188 @@
+"""Comparisons and verdicts, against SciPy's tests and arithmetic by hand on a ledger written by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from ada_loss.files import write_atomically
+from ada_loss.lab.results import Results
+from ada_loss.lab.results.verdict import Verdict
+from ada_loss.lab.sweep.driver import sweep
+from ada_loss.lab.sweep.ledger import Ledger
+from ada_loss.lab.sweep.telemetry import npz
+
+FLOAT32 = (0.900, 0.910, 0.905, 0.915, 0.895)
+SAME = (0.901, 0.909, 0.906, 0.914, 0.897)
+WORSE = (0.860, 0.870, 0.850, 0.880, 0.860)
+NOISY = (0.840, 0.980, 0.800, 0.990, 0.930)
+
+
+def written(out: Path, cells: dict[tuple[str, str], tuple[float, ...]], **result: Any) -> Results:
+    """The metric by seed of each format and scaling; NaN for a training that diverged, None for one that failed."""
+    with Ledger(out / "ledger.sqlite") as ledger:
+        for (fmt, scaling), values in cells.items():
+            for seed, value in enumerate(values):
+                config = {"task": "t", "format": fmt, "rounding": "up", "scaling": scaling, "seed": seed, "options": {}}
+                cell = f"{fmt}-{scaling}-{seed}"
+                ledger.add([(cell, config)])
+                ledger.start(cell)
+                if value is None:
+                    ledger.fail(cell, "no")
+                else:
+                    given = {"metrics": {"accuracy": value}, "skipped": 0, "diverged": math.isnan(value), **result}
+                    ledger.finish(cell, given)
+    return Results(out)
+
+
+def outcomes(verdict: Verdict) -> dict[str, str]:
+    return {one.name: one.outcome for one in verdict.combinations}
+
+
+def test_a_comparison_is_scipys_paired_t_test(tmp_path: Path) -> None:
+    results = written(tmp_path, {("fp32", "none"): FLOAT32, ("e5m2", "none"): WORSE, ("e5m2", "torch"): NOISY})
+    for scaling, values in (("none", WORSE), ("torch", NOISY)):
+        found = results.compare({"format": "e5m2", "scaling": scaling}, "fp32", level=0.1)
+        expected = stats.ttest_rel(values, FLOAT32)
+        assert found.p == pytest.approx(expected.pvalue, rel=1e-9)
+        assert found.interval == pytest.approx(tuple(expected.confidence_interval(0.9)), rel=1e-9)
+        assert found.mean == pytest.approx(np.mean(np.subtract(values, FLOAT32)))
+    assert "e5m2 none against fp32: accuracy -4.1 points, 95 % interval" in str(
+        results.compare({"format": "e5m2", "scaling": "none"}, "fp32")
+    )
+
+
+def test_pairs_are_of_equal_seeds_whatever_their_order(tmp_path: Path) -> None:
+    results = written(tmp_path, {("fp32", "none"): FLOAT32[:3], ("e5m2", "none"): WORSE})
+    found = results.compare("e5m2", "fp32")
+    assert [*found.differences] == [0, 1, 2]
+    assert found.differences[2] == pytest.approx(0.850 - 0.905)
+
+
+def test_equal_differences_and_single_seeds_have_no_division_by_zero(tmp_path: Path) -> None:
+    results = written(tmp_path, {("fp32", "none"): (0.5, 0.25), ("a", "none"): (0.5, 0.25), ("b", "none"): (0.25, 0.0)})
+    assert (results.compare("a", "fp32").p, results.compare("b", "fp32").p) == (1.0, 0.0)
+    one = written(tmp_path / "one", {("fp32", "none"): (0.5,), ("a", "none"): (0.25,)}).compare("a", "fp32")
+    assert math.isnan(one.p)
+    assert "1 seed in common are too few" in str(one)
+
+
+def test_a_comparison_of_several_cells_for_a_seed_or_of_none_is_refused(tmp_path: Path) -> None:
+    results = written(tmp_path, {("fp32", "none"): (0.5, 0.5), ("e5m2", "none"): (0.5,), ("e5m2", "torch"): (0.5,)})
+    with pytest.raises(ValueError, match=r"e5m2 leaves the scaling open: none, torch\. Choose one"):
+        results.compare("e5m2", "fp32")
+    with pytest.raises(ValueError, match=r"No cell that is done has format=e4m3"):
+        results.compare("e4m3", "fp32")
+    with pytest.raises(ValueError, match=r"have no seed in common: 1 and 0"):
+        results.compare({"format": "fp32", "seed": 1}, {"format": "e5m2", "scaling": "none"})
+    with pytest.raises(ValueError, match=r"level=5 is impossible"):
+        results.compare({"format": "e5m2", "scaling": "none"}, "fp32", level=5)
+    with pytest.raises(ValueError, match=r"The metric 'loss' has no number"):
+        results.compare({"format": "e5m2", "scaling": "none"}, "fp32", "loss")
+    with pytest.raises(TypeError, match=r"came as 3\. Possible: a format"):
+        results.compare(3, "fp32")  # type: ignore[arg-type]
+
+
+def test_the_interval_of_the_difference_decides(tmp_path: Path) -> None:
+    cells: dict[tuple[str, str], Any] = {
+        ("fp32", "none"): FLOAT32,
+        ("bf16", "none"): SAME,
+        ("bf16", "torch"): FLOAT32,
+        ("e5m2", "none"): WORSE,
+        ("e5m2", "torch"): NOISY,
+        ("e4m3", "none"): (0.9, math.nan, 0.9, 0.9, 0.9),
+        ("e4m3", "torch"): (None,) * 5,
+    }
+    results = written(tmp_path, cells, underflow=0.25)
+    (verdict,) = results.verdicts()
+    bounds = stats.ttest_rel(SAME, FLOAT32).confidence_interval(0.95)
+    assert bounds.low > -0.01
+    assert stats.ttest_rel(WORSE, FLOAT32).confidence_interval(0.95).high < 0
+    assert outcomes(verdict) == {
+        "bf16 (none)": "match",
+        "bf16 (torch)": "match",
+        "e5m2 (none)": "short",
+        "e5m2 (torch)": "undecided",
+        "e4m3 (none)": "diverged",
+        "e4m3 (torch)": "failed",
+    }
+    assert str(verdict) == (
+        "float32 gives accuracy 90.5 ± 0.8 %. 2 of 6 match it within 1 point: bf16 (all 2). "
+        "1 of 6 falls short: e5m2 (none) by 4.1 points, underflow 25 %. "
+        "1 of 6 diverges: e4m3 (none), 1 of 5 diverged, underflow 25 %. "
+        "1 of 6 needs more seeds: e5m2 (torch). 1 of 6 gave no result: e4m3 (torch). "
+        "Paired t-tests over 5 seeds, each at the level of 5 %."
+    )
+    assert outcomes(results.verdicts(tolerance=0.2)[0])["e5m2 (none)"] == "match"
+    assert outcomes(results.verdicts(tolerance=0.0)[0])["bf16 (none)"] == "undecided"
+
+
+def test_too_few_seeds_are_said(tmp_path: Path) -> None:
+    for count in (1, 2):
+        results = written(tmp_path / str(count), {("fp32", "none"): FLOAT32[:count], ("a", "none"): WORSE[:count]})
+        assert f"No verdict: {count} seed" in str(results.verdicts()[0])
+        assert "Give seeds=3, better 5." in str(results.verdicts()[0])
+    (verdict,) = written(tmp_path / "none", {("a", "none"): WORSE}).verdicts()
+    assert "there is no float32 to compare with" in str(verdict)
+
+
+def test_a_smaller_loss_is_better(tmp_path: Path) -> None:
+    cells = {("fp32", "none"): FLOAT32, ("worse", "none"): tuple(2 * v for v in FLOAT32), ("better", "none"): WORSE}
+    results = written(tmp_path, cells)
+    for cell in results.cells:
+        cell["metrics"] = {"loss": cell["metrics"]["accuracy"]}
+    (verdict,) = results.verdicts()
+    assert outcomes(verdict) == {"worse": "short", "better": "match"}
+    assert "1 of 2 matches it within 0.00905" in str(verdict)  # a hundredth of float32's mean
+
+
+def test_what_was_lost_names_the_gradients_that_lost_more(tmp_path: Path) -> None:
+    results = written(tmp_path, {("fp32", "none"): FLOAT32, ("e5m2", "none"): WORSE}, underflow=0.5, skipped=1)
+    arrays = {
+        "losses": np.ones(4),
+        "sites.role": np.array(["error", "weight_grad", "activation"]),
+        "sites.nonzero": np.array([100, 50, 10]),
+        "sites.underflow": np.array([50, 0, 10]),
+        "sites.overflow": np.array([1, 5, 10]),
+    }
+    for seed in range(5):
+        write_atomically(tmp_path / "telemetry" / f"e5m2-none-{seed}.npz", npz(arrays))
+    assert "by 4.1 points, underflow 50 %, overflow of weight gradients 10 %, skipped steps 25 %." in str(
+        results.verdicts()[0]
+    )
+
+
+def test_a_sweep_trains_float32_unless_told_not_to(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"task_options": {"epochs": 1}, "seeds": 3, "show_progress": False}
+    results = sweep("sweep_tasks:tiny", ["e5m2"], ["none"], out=tmp_path / "with", **options)
+    assert [row["format"] for row in results.rows()] == ["fp32"] * 3 + ["e5m2"] * 3
+    results = sweep("sweep_tasks:tiny", ["e5m2", "fp32"], ["none"], out=tmp_path / "already", **options)
+    assert [row["format"] for row in results.rows()] == ["e5m2"] * 3 + ["fp32"] * 3
+    results = sweep("sweep_tasks:tiny", ["e5m2"], ["none"], out=tmp_path / "out", baseline=False, **options)
+    assert [row["format"] for row in results.rows()] == ["e5m2"] * 3
+    more = sweep("sweep_tasks:tiny", ["e5m2"], ["none"], out=tmp_path / "out", **options)
+    assert more.counts["done"] == 6  # what was there keeps its ids
+    assert {row["id"] for row in results.rows()} < {row["id"] for row in more.rows()}
+    with pytest.raises(ValueError, match=r"baseline='no' is impossible\. Possible: true or false"):
+        sweep("sweep_tasks:tiny", ["e5m2"], out=tmp_path / "no", baseline="no", **options)  # type: ignore[arg-type]
+
+
+def test_tasks_and_options_have_verdicts_of_their_own(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"out": tmp_path, "seeds": 3, "show_progress": False}
+    for epochs in (1, 2):
+        results = sweep("sweep_tasks:tiny", ["e5m2"], ["none"], task_options={"epochs": epochs}, **options)
+    assert [verdict.subject for verdict in results.verdicts()] == ["epochs 1", "epochs 2"]
+    text = results.report().read_text()
+    assert text.count('<p class="verdict">epochs') == 2
+
+
+def test_what_lies_within_the_spread_of_the_best_is_bold(tmp_path: Path) -> None:
+    cells = {("a", "x"): (0.90, 0.92), ("a", "y"): (0.899, 0.905), ("a", "z"): (0.85, 0.86), ("b", "x"): (0.5, 0.5)}
+    text = written(tmp_path, cells).report().read_text()
+    bold = [part.split("<")[0] for part in text.split('<td class="best">')[1:]]
+    assert bold == ["91.0 ± 1.4", "90.2 ± 0.4"]
