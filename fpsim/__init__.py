@@ -8,7 +8,7 @@ from fpsim.fixed_point import FixedPoint
 from fpsim.formats import CATALOGUE, FloatFormat
 from fpsim.gemm import matmul
 from fpsim.hadamard import Hadamard, hadamard
-from fpsim.model import dequantize, quantize, round_parameters_
+from fpsim.model import dequantize, quantize, round_parameters_, set_policy
 from fpsim.noise import manual_seed, noise_of_torch
 from fpsim.ops import Rounder, round_to, round_to_
 from fpsim.policy import ROLES, FormatLike, Policy
@@ -56,6 +56,7 @@ __all__ = [
     "round_to",
     "round_to_",
     "scaling_state",
+    "set_policy",
     "set_scaling_group",
     "summary",
     "tally",
