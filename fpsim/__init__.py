@@ -3,6 +3,7 @@
 from fpsim.accumulators import Accumulator, as_accumulator
 from fpsim.blocks import BLOCKS, BlockFormat, Delayed, as_format
 from fpsim.codes import decode, encode
+from fpsim.compare import Comparison, compare
 from fpsim.emulation import emulate
 from fpsim.fixed_point import FixedPoint
 from fpsim.formats import CATALOGUE, FloatFormat
@@ -26,6 +27,7 @@ __all__ = [
     "ROLES",
     "Accumulator",
     "BlockFormat",
+    "Comparison",
     "Delayed",
     "FixedPoint",
     "FloatFormat",
@@ -39,6 +41,7 @@ __all__ = [
     "Tally",
     "as_accumulator",
     "as_format",
+    "compare",
     "decode",
     "dequantize",
     "emulate",

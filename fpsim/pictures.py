@@ -1,0 +1,66 @@
+"""Pictures of where a step breaks, drawn with matplotlib and without pyplot's global state."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fpsim.checks import pip_install
+
+try:
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise ImportError(f"A picture needs {error.name}, which is not installed: {pip_install('lab')}.") from None
+
+__all__ = ["plot_errors"]
+
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"  # Okabe and Ito 2008
+LABELS = 40  # sites that are named on an axis
+
+
+class Picture(Figure):
+    """A figure that a notebook shows."""
+
+    def _repr_png_(self) -> bytes:
+        content = io.BytesIO()
+        self.savefig(content, format="png", dpi=150)
+        return content.getvalue()
+
+
+def _name_sites(axes: Any, sites: Sequence[str]) -> None:
+    """Name the sites along the vertical axis, from the top; only some of very many."""
+    every = -(-len(sites) // LABELS)
+    places = [*range(0, len(sites), every)]
+    axes.set_yticks(places, [sites[i].replace("$", r"\$") for i in places], fontsize=7)
+    axes.set_ylim(len(sites) - 0.4, -0.6)
+
+
+def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """The relative error of a `Comparison` by site: results from input to output, and their gradients."""
+    found: dict[str, dict[str, float]] = {"activation": {}, "error": {}}
+    for row in rows:
+        if row["role"] in found:
+            label = f"{row['site']} #{row['call']}" if row["call"] else row["site"]
+            found[row["role"]][label] = row["relative"]
+    sites = [*found["activation"]]
+    picture = Picture(figsize=(7.2, 1.3 + 0.17 * min(len(sites), LABELS)), layout="constrained")
+    axes = picture.subplots()
+    for role, colour, marker, words in (("activation", BLUE, "o", "result"), ("error", ORANGE, "s", "its gradient")):
+        points = [(v, sites.index(s)) for s, v in found[role].items() if s in sites and 0 < v < math.inf]
+        if points:
+            axes.plot(*np.array(points).T, marker, color=colour, markersize=4, label=words)
+    lost = [sites.index(s) for values in found.values() for s, v in values.items() if v == math.inf and s in sites]
+    if lost:
+        right = axes.get_xlim()[1]
+        axes.plot([right] * len(lost), lost, ">", color=RED, markersize=6, label="not finite", clip_on=False)
+    axes.set_xscale("log")
+    _name_sites(axes, sites)
+    axes.grid(axis="x", linewidth=0.4, alpha=0.6)
+    axes.set_xlabel("relative error of b against a")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8)
+    return picture
