@@ -4,6 +4,7 @@ from fpsim.accumulators import Accumulator, as_accumulator
 from fpsim.blocks import BLOCKS, BlockFormat, Delayed, as_format
 from fpsim.codes import decode, encode
 from fpsim.compare import Comparison, compare
+from fpsim.diagnose import Diagnosis, diagnose
 from fpsim.emulation import emulate
 from fpsim.fixed_point import FixedPoint
 from fpsim.formats import CATALOGUE, FloatFormat
@@ -29,6 +30,7 @@ __all__ = [
     "BlockFormat",
     "Comparison",
     "Delayed",
+    "Diagnosis",
     "FixedPoint",
     "FloatFormat",
     "FormatLike",
@@ -44,6 +46,7 @@ __all__ = [
     "compare",
     "decode",
     "dequantize",
+    "diagnose",
     "emulate",
     "encode",
     "hadamard",

@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     raise ImportError(f"A picture needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
-__all__ = ["plot_errors"]
+__all__ = ["plot_errors", "plot_ranges"]
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"  # Okabe and Ito 2008
 LABELS = 40  # sites that are named on an axis
@@ -63,4 +63,37 @@ def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
     axes.set_xlabel("relative error of b against a")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8)
+    return picture
+
+
+def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | None) -> Figure:
+    """The amax of each result and gradient of a `Diagnosis`, in the order of the forward pass, and what is not finite.
+
+    cause: its line is marked, and the end of its format; None where nothing broke.
+    """
+    picture = Picture(figsize=(7.2, 1.3 + 0.17 * min(len(rows), LABELS)), layout="constrained")
+    axes = picture.subplots()
+    for name, colour, marker, words in (("", BLUE, "o", "result"), ("gradient_", ORANGE, "s", "its gradient")):
+        points = [(row[f"{name}amax"], i) for i, row in enumerate(rows) if row[f"{name}amax"]]
+        if points:
+            axes.plot(*np.array(points).T, marker, color=colour, markersize=4, label=words)
+    axes.set_xscale("log")
+    if cause is not None:
+        if math.isfinite(cause["largest"]) and cause["largest"] < 1e30:
+            axes.axvline(cause["largest"], color="0.5", linewidth=0.8, label="the format ends")
+        for i, row in enumerate(rows):
+            if (row["site"], row["call"]) == (cause["site"], cause["call"]):
+                axes.axhspan(i - 0.5, i + 0.5, color=RED, alpha=0.15, label=f"{cause['kind']} first appears")
+    right = axes.get_xlim()[1]
+    lost = [(name, i) for i, row in enumerate(rows) for name in ("", "gradient_") if row[f"{name}nonfinite"]]
+    for name, words, offset in (("", "result not finite", -0.18), ("gradient_", "gradient not finite", 0.18)):
+        places = [i + offset for n, i in lost if n == name]
+        if places:
+            colour = ORANGE if name else BLUE
+            axes.plot([right * 3] * len(places), places, "x", color=colour, markersize=5, label=words)
+    _name_sites(axes, [row["site"] for row in rows])
+    axes.grid(axis="x", linewidth=0.4, alpha=0.6)
+    axes.set_xlabel("largest finite magnitude")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return picture

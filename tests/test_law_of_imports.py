@@ -77,6 +77,7 @@ RANKS = {
     "fpsim.recording": 16,
     "fpsim.scaling": 16,
     "fpsim.compare": 16,
+    "fpsim.diagnose": 16,
     "fpsim": 17,
     "ada_loss.checks": 18,
     "ada_loss.files": 18,

@@ -36,15 +36,18 @@ class Operation:
     name: the operation's name; "parameter" for a parameter.
     call: how many calls of this site came before.
     computes: whether it computes its values; views, copies and selections give values that went in.
-    parents: those whose results it reads, each once, in the order of its arguments.
+    sources: what gave each operand, in the order of its arguments; None for what came from outside.
+    parents: the same without None, each once.
     children: those that read its result.
     """
 
-    __slots__ = ("call", "children", "computes", "module", "name", "notes", "parents", "site")
+    __slots__ = ("call", "children", "computes", "module", "name", "notes", "parents", "site", "sources")
 
-    def __init__(self, site: str, module: str, name: str, call: int, computes: bool, parents: list[Operation]) -> None:
+    def __init__(
+        self, site: str, module: str, name: str, call: int, computes: bool, sources: list[Operation | None]
+    ) -> None:
         self.site, self.module, self.name, self.call, self.computes = site, module, name, call, computes
-        self.parents = [*dict.fromkeys(parents)]
+        self.sources, self.parents = sources, [*dict.fromkeys(s for s in sources if s is not None)]
         self.children: list[Operation] = []
         self.notes: dict[str, Any] = {}  # of the visitor
         for parent in self.parents:
@@ -146,13 +149,13 @@ class Trace:
         if kind.action is Action.PASS:
             return func(*args, **kwargs)
         operands = [*_floats_in((*args, *kwargs.values()))]
-        parents = [found for x in operands if (found := self._origin(x)) is not None]
+        sources = [self._origin(x) for x in operands]
         out = func(*args, **kwargs)
         results = [*_floats_in((out,))]
         given = [x for x in results if kind.in_place or not any(x is y for y in operands)]
         given = [x for x in given if id(x) not in self._names]  # an initialisation or an update is no part of a step
         if given:
-            self._note(kind.name, kind.action is Action.COMPUTE or kind.name in LOOK_UPS, parents, operands, given)
+            self._note(kind.name, kind.action is Action.COMPUTE or kind.name in LOOK_UPS, sources, operands, given)
         return out
 
     def _origin(self, x: Tensor) -> Operation | None:
@@ -164,14 +167,19 @@ class Trace:
         return found
 
     def _note(
-        self, name: str, computes: bool, parents: list[Operation], operands: list[Tensor], results: list[Tensor]
+        self,
+        name: str,
+        computes: bool,
+        sources: list[Operation | None],
+        operands: list[Tensor],
+        results: list[Tensor],
     ) -> None:
         module, counts = self._frames[-1]
         for result in results:
             seen = counts[name] = counts.get(name, -1) + 1
             site = f"{module}:{name}_{seen}" if seen else f"{module}:{name}"
             call = self._calls[site] = self._calls.get(site, -1) + 1
-            operation = Operation(site, module, name, call, computes, parents)
+            operation = Operation(site, module, name, call, computes, sources)
             self.operations.append(operation)
             self.results[result] = operation
             self.visitor.forward(operation, operands, result)
