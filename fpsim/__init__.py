@@ -20,6 +20,7 @@ from fpsim.recording import Recording, record
 from fpsim.scaling_state import load_scaling_state, scaling_state, set_scaling_group
 from fpsim.summary import summary
 from fpsim.tally import Tally, tally
+from fpsim.watch import Watch, watch
 
 __all__ = [
     "BLOCKS",
@@ -41,6 +42,7 @@ __all__ = [
     "Recording",
     "Rounder",
     "Tally",
+    "Watch",
     "as_accumulator",
     "as_format",
     "compare",
@@ -66,4 +68,5 @@ __all__ = [
     "set_scaling_group",
     "summary",
     "tally",
+    "watch",
 ]

@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     raise ImportError(f"A picture needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
-__all__ = ["plot_errors", "plot_ranges"]
+__all__ = ["plot_errors", "plot_ranges", "plot_watch"]
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"  # Okabe and Ito 2008
 LABELS = 40  # sites that are named on an axis
@@ -96,4 +96,29 @@ def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | No
     axes.set_xlabel("largest finite magnitude")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return picture
+
+
+def plot_watch(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Figure:
+    """A value of a `Watch` by site and step, as colours; grey where a site was not seen.
+
+    rows: of one role and one format.
+    """
+    sites, steps = [*dict.fromkeys(row["site"] for row in rows)], sorted({row["step"] for row in rows})
+    values = np.full((len(sites), len(steps)), np.nan)
+    for row in rows:
+        values[sites.index(row["site"]), steps.index(row["step"])] = np.nan if row[value] is None else row[value]
+    picture = Picture(figsize=(7.2, 1.3 + 0.17 * min(len(sites), LABELS)), layout="constrained")
+    axes = picture.subplots()
+    is_share = value in ("underflow", "overflow", "nonfinite")
+    limits: dict[str, Any] = {"vmin": 0.0, "vmax": 1.0} if is_share else {}
+    norm: dict[str, Any] = {"norm": "log"} if value == "amax" and np.nanmin(values) > 0 else limits
+    axes.set_facecolor("0.85")
+    drawn = axes.imshow(values, aspect="auto", cmap="cividis", interpolation="nearest", **norm)
+    every = -(-len(steps) // 10)
+    axes.set_xticks([*range(0, len(steps), every)], [str(step) for step in steps[::every]], fontsize=8)
+    _name_sites(axes, sites)
+    axes.set_xlabel("step")
+    axes.set_title(title, fontsize=9)
+    picture.colorbar(drawn, ax=axes, pad=0.02).set_label("share" if is_share else value)
     return picture

@@ -78,6 +78,7 @@ RANKS = {
     "fpsim.scaling": 16,
     "fpsim.compare": 16,
     "fpsim.diagnose": 16,
+    "fpsim.watch": 16,
     "fpsim": 17,
     "ada_loss.checks": 18,
     "ada_loss.files": 18,

@@ -93,11 +93,6 @@ class Trace:
     def installed(self, everything: bool = False) -> Iterator[Trace]:
         """Trace each call of the model that comes inside of the block."""
         with ExitStack() as stack:
-            for name, module in self.model.named_modules():
-                if module is not self.model and not is_compiled_wrapper(module):
-                    hook = module.register_forward_pre_hook(partial(self._enter_module, name))
-                    stack.callback(hook.remove)
-                    stack.callback(module.register_forward_hook(self._leave_module, always_call=True).remove)
             stack.callback(self.model.register_forward_pre_hook(self._enter).remove)
             stack.callback(self.model.register_forward_hook(self._leave, always_call=True).remove)
             stack.callback(self.clear)
@@ -122,6 +117,10 @@ class Trace:
         self._entered.append(stack)
         if self.emulated:  # the mode of the emulation goes below this one, and rounds nothing outside of modules
             stack.enter_context(entered(make_scope("", Policy(), Listeners())))
+        for name, inner in self.model.named_modules():  # a call that is not traced has no hooks to run
+            if inner is not self.model and not is_compiled_wrapper(inner):
+                stack.callback(inner.register_forward_pre_hook(partial(self._enter_module, name)).remove)
+                stack.callback(inner.register_forward_hook(self._leave_module, always_call=True).remove)
         stack.enter_context(_Inside(self))
         self.inside += 1
         self._frames.append(("", {}))
@@ -134,12 +133,10 @@ class Trace:
             stack.close()
 
     def _enter_module(self, name: str, module: nn.Module, _: Any) -> None:
-        if self.inside:
-            self._frames.append((name, {}))
+        self._frames.append((name, {}))
 
     def _leave_module(self, module: nn.Module, _: Any, __: Any) -> None:
-        if self.inside:
-            self._frames.pop()
+        self._frames.pop()
 
     # Their operations
 
