@@ -7,6 +7,7 @@ as JSON under benchmarks/results/, with the machine it was measured on. A goal i
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import platform
@@ -286,13 +287,13 @@ def make_step(which: str, form: str) -> Callable[[], object]:
     """A whole training step of a model.
 
     form: "float32"; "fpsim", all roles fp16; "recipe:NAME", a recipe of fpsim; "qtorch", its Quantizer at the same
-    sites; "static", fpsim with a loss scale; "adaptive N M", fpsim with a scale for each layer, computed every N steps
-    and recorded every M (0: never).
+    sites; "watched" and "unwatched", float32 with fpsim.watch in each step and in none; "static", fpsim with a loss
+    scale; "adaptive N M", fpsim with a scale for each layer, computed every N steps and recorded every M (0: never).
     """
     model, loss = make_model(which)
     if form.startswith("recipe:"):
         fpsim.quantize(model, form, inplace=True)
-    elif form != "float32" and form != "qtorch":
+    elif form not in ("float32", "qtorch", "watched", "unwatched"):
         fpsim.quantize(model, "fp16", inplace=True)
     scaler: Any = None
     if form.startswith("adaptive"):
@@ -312,6 +313,8 @@ def make_step(which: str, form: str) -> Callable[[], object]:
             quantizer = Quantizer(half, half, "nearest", "nearest")
             module.register_forward_hook(lambda m, i, out, q=quantizer: q(out) if torch.is_tensor(out) else out)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if form in ("watched", "unwatched"):
+        fpsim.watch(model, every=1 if form == "watched" else 1 << 40, optimizer=optimizer)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -334,6 +337,21 @@ def recipes(report: Report, repeats: int) -> None:
         plain(), under()
         _, _, ratio = paired(plain, under, repeats)
         report.add("recipes", f"gpt2 recipe {name} / float32 step", 1 / ratio, "times", goal, at_least=False)
+
+
+def watching(report: Report, repeats: int) -> None:
+    """A training step with fpsim.watch over one without; at its default one step in `every` is watched."""
+    every = inspect.signature(fpsim.watch).parameters["every"].default
+    for which in PAIRS:
+        ratios = []
+        for form in ("watched", "unwatched"):
+            plain, other = make_step(which, "float32"), make_step(which, form)
+            plain(), other()
+            ratios.append(1 / paired(plain, other, repeats)[2])
+        watched, unwatched = ratios
+        report.add("watching", f"{which} a watched step / one without", watched, "times", None, at_least=False)
+        average = unwatched + (watched - unwatched) / every
+        report.add("watching", f"{which} watching each {every}th step / none", average, "times", 1.03, at_least=False)
 
 
 def scaling(report: Report, repeats: int) -> None:
@@ -461,7 +479,7 @@ def main() -> None:
     parser.add_argument(
         "--only",
         nargs="+",
-        help="sections: startup small rounding peers blocks recipes accumulators training scaling memory",
+        help="sections: startup small rounding peers blocks recipes accumulators training watching scaling memory",
     )
     parser.add_argument("--out", type=Path, help="where to save the JSON report (default: results/<machine>.json)")
     options = parser.parse_args()
@@ -476,6 +494,7 @@ def main() -> None:
         "recipes": lambda: recipes(report, 3 if options.quick else 9),
         "accumulators": lambda: accumulators(report, 5 if options.quick else 21),
         "training": lambda: training(report, 5 if options.quick else 15),
+        "watching": lambda: watching(report, 3 if options.quick else 15),
         "scaling": lambda: scaling(report, 5 if options.quick else 21),
         "memory": lambda: memory(report, 1 if options.quick else 3),
     }

@@ -3,12 +3,14 @@
 from fpsim.accumulators import Accumulator, as_accumulator
 from fpsim.blocks import BLOCKS, BlockFormat, Delayed, as_format
 from fpsim.codes import decode, encode
+from fpsim.compare import Comparison, compare
+from fpsim.diagnose import Diagnosis, diagnose
 from fpsim.emulation import emulate
 from fpsim.fixed_point import FixedPoint
 from fpsim.formats import CATALOGUE, FloatFormat
 from fpsim.gemm import matmul
 from fpsim.hadamard import Hadamard, hadamard
-from fpsim.model import dequantize, quantize, round_parameters_
+from fpsim.model import dequantize, quantize, round_parameters_, set_policy
 from fpsim.noise import manual_seed, noise_of_torch
 from fpsim.ops import Rounder, round_to, round_to_
 from fpsim.policy import ROLES, FormatLike, Policy
@@ -18,6 +20,7 @@ from fpsim.recording import Recording, record
 from fpsim.scaling_state import load_scaling_state, scaling_state, set_scaling_group
 from fpsim.summary import summary
 from fpsim.tally import Tally, tally
+from fpsim.watch import Watch, watch
 
 __all__ = [
     "BLOCKS",
@@ -26,7 +29,9 @@ __all__ = [
     "ROLES",
     "Accumulator",
     "BlockFormat",
+    "Comparison",
     "Delayed",
+    "Diagnosis",
     "FixedPoint",
     "FloatFormat",
     "FormatLike",
@@ -37,10 +42,13 @@ __all__ = [
     "Recording",
     "Rounder",
     "Tally",
+    "Watch",
     "as_accumulator",
     "as_format",
+    "compare",
     "decode",
     "dequantize",
+    "diagnose",
     "emulate",
     "encode",
     "hadamard",
@@ -56,7 +64,9 @@ __all__ = [
     "round_to",
     "round_to_",
     "scaling_state",
+    "set_policy",
     "set_scaling_group",
     "summary",
     "tally",
+    "watch",
 ]

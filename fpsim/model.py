@@ -1,24 +1,27 @@
-"""quantize(model), dequantize(model): emulation of a whole model, module by module."""
+"""quantize, set_policy, dequantize: emulation of a whole model, module by module."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TypeVar
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fpsim.blocks import BlockFormat, Delayed
 from fpsim.checks import known_arguments
 from fpsim.computed_weights import modules_that_compute, sources
 from fpsim.emulation.scope import NO_SPECS, Listeners
 from fpsim.forwards import bound_elsewhere, emulated_forward, emulated_forwards, install, uninstall
 from fpsim.launch import round_memory_
 from fpsim.policy import FormatLike, Policy
+from fpsim.products import PRODUCTS
 from fpsim.recipes import as_policy_of
 from fpsim.torch_internals import is_compiled_wrapper
 
-__all__ = ["dequantize", "listeners", "quantize", "round_parameters_"]
+__all__ = ["dequantize", "listeners", "quantize", "round_parameters_", "set_policy"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -61,20 +64,72 @@ def quantize(
             f"quantize() came with {type(model).__name__}. Possible: a torch.nn.Module. "
             f"For functions use `with fpsim.emulate(fmt):`."
         )
-    policy = as_policy_of(fmt, model)
-    if rounding is not None:
-        policy = policy.with_rounding(rounding)
-    policies = policy.for_modules(model)
+    policies = _policies(model, fmt, rounding)
     for name, module in model.named_modules():
         _require_emulable(name, module, policies[name])
     if not inplace:
         model = _copy_of(model, "quantize(model, fmt")
-    listeners = Listeners()
+    _install_all(model, policies, Listeners())
+    return model
+
+
+def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str, str] | None = None) -> None:
+    """Have a quantised model compute in other formats from its next call on.
+
+    The parameters, the optimizer's state, a recording and a scaling of `ada_loss` stay as they are. Delayed scaling
+    remembers the operands whose format and rule stay, and begins anew for the others. Modules that were added since are
+    quantised too. Call it between two steps: gradients of an earlier call are still rounded as that call's policy said.
+
+    model: from `fpsim.quantize`, or a wrapper of one, such as DistributedDataParallel's.
+    fmt, rounding: as in `quantize`.
+    Raises ValueError for a model that is not quantised, or of which only parts are, and what `quantize` raises.
+
+    >>> model = quantize(nn.Linear(1, 1, bias=False), "e5m2")
+    >>> set_policy(model, "bf16")
+    >>> print(model)
+    Linear(in_features=1, out_features=1, bias=False, fpsim: bf16 nearest_even)
+    """
+    shared = listeners(model)
+    whole = [module for module, forward in emulated_forwards(model) if not forward.name]
+    if len(shared) > 1 or not whole:
+        raise ValueError(
+            f"{type(model).__name__} is not one quantised model: it is a part of one, or has several inside. Possible: "
+            f"the model that fpsim.quantize gave, each by itself."
+        )
+    policies = _policies(whole[0], fmt, rounding)
+    _install_all(whole[0], policies, shared[0])
+    histories = shared[0].histories
+    kept = {name: e for name, e in histories.state_dict().items() if _fits(name, e, policies)}
+    histories.load_state_dict(kept)
+
+
+def _policies(model: nn.Module, fmt: FormatLike, rounding: str | Mapping[str, str] | None) -> dict[str, Policy]:
+    """The policy of every module by name."""
+    policy = as_policy_of(fmt, model)
+    return (policy if rounding is None else policy.with_rounding(rounding)).for_modules(model)
+
+
+def _install_all(model: nn.Module, policies: Mapping[str, Policy], listeners: Listeners) -> None:
     apart = modules_that_compute(model)
     for name, module in model.named_modules():
         if module not in apart and not is_compiled_wrapper(module):
             install(module, name, policies[name], listeners)
-    return model
+
+
+def _fits(name: str, entry: Mapping[str, Any], policies: Mapping[str, Policy]) -> bool:
+    """Whether a history, "blocks.0.widen:linear fprop.x", is of an operand that these policies scale so."""
+    site, _, role = name.rpartition(" ")
+    policy = policies.get(site.rpartition(":")[0])
+    if policy is None or policy.products is None:
+        return False
+    product, _, operand = role.partition(".")
+    found = getattr(policy.products.specs, product)[PRODUCTS[product].index(operand)]
+    if found is None or not found.is_delayed:
+        return False
+    fmt = found.spec().fmt
+    assert isinstance(fmt, BlockFormat)
+    assert isinstance(fmt.scale_rule, Delayed)
+    return asdict(fmt.scale_rule) == entry["rule"] and fmt.largest == entry["largest"]
 
 
 def _require_emulable(name: str, module: nn.Module, policy: Policy) -> None:

@@ -13,6 +13,7 @@ from fpsim.emulation.scope import NO_SPECS
 from fpsim.forwards import emulated_forward
 from fpsim.policy import RoleSpecs
 from fpsim.products import Products
+from fpsim.rows import text_table
 from fpsim.torch_internals import is_compiled_wrapper
 
 __all__ = ["Summary", "SummaryRow", "summary"]
@@ -37,10 +38,7 @@ class Summary(list[SummaryRow]):
     def __str__(self) -> str:
         heads = tuple("float32 on purpose" if name == "wide" else name for name in SummaryRow._fields)
         used = [name not in ("products", "wide") or any(getattr(r, name) for r in self) for name in SummaryRow._fields]
-        rows = [tuple(compress(row, used)) for row in (heads, *self)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+        return text_table([*compress(heads, used)], [[*compress(row, used)] for row in self])
 
     __repr__ = __str__
 

@@ -1,0 +1,124 @@
+"""Pictures of where a step breaks, drawn with matplotlib and without pyplot's global state."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fpsim.checks import pip_install
+
+try:
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise ImportError(f"A picture needs {error.name}, which is not installed: {pip_install('lab')}.") from None
+
+__all__ = ["plot_errors", "plot_ranges", "plot_watch"]
+
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"  # Okabe and Ito 2008
+LABELS = 40  # sites that are named on an axis
+
+
+class Picture(Figure):
+    """A figure that a notebook shows."""
+
+    def _repr_png_(self) -> bytes:
+        content = io.BytesIO()
+        self.savefig(content, format="png", dpi=150)
+        return content.getvalue()
+
+
+def _name_sites(axes: Any, sites: Sequence[str]) -> None:
+    """Name the sites along the vertical axis, from the top; only some of very many."""
+    every = -(-len(sites) // LABELS)
+    places = [*range(0, len(sites), every)]
+    axes.set_yticks(places, [sites[i].replace("$", r"\$") for i in places], fontsize=7)
+    axes.set_ylim(len(sites) - 0.4, -0.6)
+
+
+def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """The relative error of a `Comparison` by site: results from input to output, and their gradients."""
+    found: dict[str, dict[str, float]] = {"activation": {}, "error": {}}
+    for row in rows:
+        if row["role"] in found:
+            label = f"{row['site']} #{row['call']}" if row["call"] else row["site"]
+            found[row["role"]][label] = row["relative"]
+    sites = [*found["activation"]]
+    picture = Picture(figsize=(7.2, 1.3 + 0.17 * min(len(sites), LABELS)), layout="constrained")
+    axes = picture.subplots()
+    for role, colour, marker, words in (("activation", BLUE, "o", "result"), ("error", ORANGE, "s", "its gradient")):
+        points = [(v, sites.index(s)) for s, v in found[role].items() if s in sites and 0 < v < math.inf]
+        if points:
+            axes.plot(*np.array(points).T, marker, color=colour, markersize=4, label=words)
+    lost = [sites.index(s) for values in found.values() for s, v in values.items() if v == math.inf and s in sites]
+    if lost:
+        right = axes.get_xlim()[1]
+        axes.plot([right] * len(lost), lost, ">", color=RED, markersize=6, label="not finite", clip_on=False)
+    axes.set_xscale("log")
+    _name_sites(axes, sites)
+    axes.grid(axis="x", linewidth=0.4, alpha=0.6)
+    axes.set_xlabel("relative error of b against a")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8)
+    return picture
+
+
+def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | None) -> Figure:
+    """The amax of each result and gradient of a `Diagnosis`, in the order of the forward pass, and what is not finite.
+
+    cause: its line is marked, and the end of its format; None where nothing broke.
+    """
+    picture = Picture(figsize=(7.2, 1.3 + 0.17 * min(len(rows), LABELS)), layout="constrained")
+    axes = picture.subplots()
+    for name, colour, marker, words in (("", BLUE, "o", "result"), ("gradient_", ORANGE, "s", "its gradient")):
+        points = [(row[f"{name}amax"], i) for i, row in enumerate(rows) if row[f"{name}amax"]]
+        if points:
+            axes.plot(*np.array(points).T, marker, color=colour, markersize=4, label=words)
+    axes.set_xscale("log")
+    if cause is not None:
+        if math.isfinite(cause["largest"]) and cause["largest"] < 1e30:
+            axes.axvline(cause["largest"], color="0.5", linewidth=0.8, label="the format ends")
+        for i, row in enumerate(rows):
+            if (row["site"], row["call"]) == (cause["site"], cause["call"]):
+                axes.axhspan(i - 0.5, i + 0.5, color=RED, alpha=0.15, label=f"{cause['kind']} first appears")
+    right = axes.get_xlim()[1]
+    lost = [(name, i) for i, row in enumerate(rows) for name in ("", "gradient_") if row[f"{name}nonfinite"]]
+    for name, words, offset in (("", "result not finite", -0.18), ("gradient_", "gradient not finite", 0.18)):
+        places = [i + offset for n, i in lost if n == name]
+        if places:
+            colour = ORANGE if name else BLUE
+            axes.plot([right * 3] * len(places), places, "x", color=colour, markersize=5, label=words)
+    _name_sites(axes, [row["site"] for row in rows])
+    axes.grid(axis="x", linewidth=0.4, alpha=0.6)
+    axes.set_xlabel("largest finite magnitude")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return picture
+
+
+def plot_watch(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Figure:
+    """A value of a `Watch` by site and step, as colours; grey where a site was not seen.
+
+    rows: of one role and one format.
+    """
+    sites, steps = [*dict.fromkeys(row["site"] for row in rows)], sorted({row["step"] for row in rows})
+    values = np.full((len(sites), len(steps)), np.nan)
+    for row in rows:
+        values[sites.index(row["site"]), steps.index(row["step"])] = np.nan if row[value] is None else row[value]
+    picture = Picture(figsize=(7.2, 1.3 + 0.17 * min(len(sites), LABELS)), layout="constrained")
+    axes = picture.subplots()
+    is_share = value in ("underflow", "overflow", "nonfinite")
+    limits: dict[str, Any] = {"vmin": 0.0, "vmax": 1.0} if is_share else {}
+    norm: dict[str, Any] = {"norm": "log"} if value == "amax" and np.nanmin(values) > 0 else limits
+    axes.set_facecolor("0.85")
+    drawn = axes.imshow(values, aspect="auto", cmap="cividis", interpolation="nearest", **norm)
+    every = -(-len(steps) // 10)
+    axes.set_xticks([*range(0, len(steps), every)], [str(step) for step in steps[::every]], fontsize=8)
+    _name_sites(axes, sites)
+    axes.set_xlabel("step")
+    axes.set_title(title, fontsize=9)
+    picture.colorbar(drawn, ax=axes, pad=0.02).set_label("share" if is_share else value)
+    return picture

@@ -1,0 +1,46 @@
+"""Rows of numbers: dictionaries that print as a table and become a DataFrame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fpsim.checks import pip_install
+
+__all__ = ["Rows", "number", "text_table"]
+
+
+class Rows(list[dict[str, Any]]):
+    """Rows with the same keys."""
+
+    def to_frame(self) -> Any:
+        """A pandas.DataFrame. Raises ImportError without pandas."""
+        try:
+            import pandas as pd
+        except ImportError:
+            raise ImportError(f"to_frame() needs pandas, which is not installed: {pip_install('lab')}.") from None
+        return pd.DataFrame(list(self))
+
+    def __str__(self) -> str:
+        return text_table([*self[0]], [[number(v) for v in row.values()] for row in self]) if self else "(no rows)"
+
+
+def number(value: object) -> str:
+    """A value as a cell of a table."""
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def text_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lines of columns beneath their heads.
+
+    >>> print(text_table(["site", "amax"], [["fc", "3"]]))
+    site  amax
+    ----  ----
+    fc    3
+    """
+    found = [tuple(row) for row in rows]
+    widths = [max(len(row[i]) for row in (heads, *found)) for i in range(len(heads))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in (heads, *found)]
+    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])

@@ -1,0 +1,312 @@
+"""watch(model): what formats would do to the tensors of a model that trains without them, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.blocks import BlockFormat, Format
+from fpsim.checks import did_you_mean, is_whole
+from fpsim.emulation.tracing import Operation, Trace
+from fpsim.forwards import emulated_forwards
+from fpsim.launch import rounded
+from fpsim.policy import ROLES, Policy
+from fpsim.rows import Rows
+from fpsim.shared_scales import rounded_blocks
+from fpsim.spec import BlockSpec, Spec, any_spec
+from fpsim.tally import Accumulator, Tally
+from fpsim.torch_internals import is_compiled_wrapper
+
+__all__ = ["Watch", "watch"]
+
+FORMATS = ("e4m3fn", "e5m2", "fp16", "bf16")
+EVERY = 1000  # a watched step takes up to 18 plain ones, see `benchmarks/report.py --only watching`
+# When a format would do: shares of the numbers, and a ratio in dB. In range e5m2 has 25 dB, e4m3fn 31 dB.
+UNDERFLOW, OVERFLOW, SQNR_DB = 0.01, 0.0, 20.0
+ENOUGH_SITES = 0.9  # of the sites of a role, for its format in a suggested policy
+Key = tuple[int, str, str, Spec]
+
+
+def watch(
+    model: nn.Module,
+    formats: Iterable[str | Format] = FORMATS,
+    *,
+    every: int = EVERY,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Watch:
+    """Watch a float32, bfloat16 or autocast model train: what would each format do to its tensors?
+
+    No bit of the run changes. Each `every`-th call of the model in training, from the first one on, is watched: the
+    results of its operations (role "activation"), their gradients ("error"), the parameters ("weight"), their gradients
+    ("weight_grad"); with an optimizer also its tensors ("state") and what a step adds to the parameters ("update").
+    Gradients are taken as they travel, times the scale of a GradScaler. What a checkpoint runs again and what is
+    outside of the model is not seen. Of DistributedDataParallel watch the module inside.
+
+    model: not quantised; a quantised one is recorded by `fpsim.record`.
+    formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last axis.
+    every: watched are the calls 1, 1 + every, and so on.
+    optimizer: whose states and updates are watched.
+    Raises ValueError for a model that is quantised or compiled, and for impossible numbers and formats.
+
+    >>> model = nn.Linear(2, 1)
+    >>> with watch(model, ["e4m3fn"], every=1) as watching:
+    ...     (model(torch.ones(1, 2)) * 1e-5).sum().backward()
+    >>> [row["underflow"] for row in watching.rows() if row["role"] == "error"]
+    [1.0]
+    """
+    return Watch(model, formats, every, optimizer)
+
+
+class Watch:
+    """The statistics of a model that trains; see `watch`. As a block it detaches itself at the end."""
+
+    def __init__(
+        self, model: nn.Module, formats: Iterable[str | Format], every: int, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"watch() came with {type(model).__name__}. Possible: a torch.nn.Module.")
+        if any(True for _ in emulated_forwards(model)):
+            raise ValueError("This model is quantised. Possible: `with fpsim.record(model):`, or the original.")
+        if any(is_compiled_wrapper(m) for m in model.modules()):
+            raise ValueError("A compiled model came to watch(). Possible: the module that was given to torch.compile.")
+        if not is_whole(every, 1):
+            raise ValueError(f"every={every!r} is impossible. Possible: 1 for every call, n for each n-th.")
+        if isinstance(formats, str | Format):
+            raise TypeError(f"formats is {formats!r}. Possible: a list of formats, [{formats!r}].")
+        self.specs = [any_spec(fmt, "nearest_even") for fmt in formats]
+        self.every, self.steps, self._watched = every, 0, 0  # calls in training, and the last that was watched
+        self._is_watching = False
+        self._rows = Rows()
+        self._sums: dict[Key, Accumulator] = {}
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._parameters = dict(model.named_parameters())
+        self._before: dict[str, Tensor] = {}
+        self._handles: list[Any] = []
+        self._trace = Trace(model, self, emulated=False, is_due=self._begin_step)
+        self._installed = self._trace.installed()
+        self._installed.__enter__()
+        if optimizer is not None:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def detach(self) -> None:
+        """Watch no longer; the statistics stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._installed.__exit__(None, None, None)
+        self._is_watching = False
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.detach()
+
+    # What is told
+
+    def _begin_step(self) -> bool:
+        if not (torch.is_grad_enabled() and self._trace.model.training):
+            return False
+        if self._is_watching:
+            self._trace.clear()  # gradients of parameters are from here on those of another step
+        self._is_watching = self.steps % self.every == 0
+        self.steps += 1
+        if self._is_watching:
+            self._rows, self._sums, self._watched = self.rows(), {}, self.steps
+            for name, parameter in self._parameters.items():
+                self._add(name, "weight", parameter)
+        return self._is_watching
+
+    def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
+        if operation.computes:
+            self._add(operation.site, "activation", result)
+
+    def backward(self, operation: Operation, gradient: Tensor) -> None:
+        if operation.name == "parameter":
+            self._add(operation.site, "weight_grad", gradient)
+        elif operation.computes:
+            self._add(operation.site, "error", gradient)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._is_watching:
+            self._before = {name: p.detach().clone() for name, p in self._parameters.items()}
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for name, before in self._before.items():
+            parameter = self._parameters[name]
+            self._add(name, "update", parameter.detach() - before)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+                    self._add(f"{name} {key}", "state", value)
+        self._before = {}
+
+    def _add(self, site: str, role: str, x: Tensor) -> None:
+        x = x.detach()
+        if x.layout is not torch.strided or not x.numel():
+            return
+        x = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        for spec in self.specs:
+            key = self._watched, site, role, spec
+            if key not in self._sums:
+                self._sums[key] = Accumulator(spec.fmt, x.device)
+            after = rounded_blocks(x, spec, -1) if isinstance(spec, BlockSpec) else rounded(x, spec)
+            self._sums[key].add(x, after)
+
+    # What was found
+
+    def rows(self) -> Rows:
+        """A row for each watched step, site, role and format.
+
+        underflow: share of the non-zero numbers that would become zero. overflow: share of all that would saturate or
+        become inf. sqnr_db: signal to quantisation noise. amax: the largest finite magnitude. spread: the binades that
+        hold 99 % of the non-zero numbers. nonfinite: share of inf and NaN. A mask of minus infinity counts there.
+        """
+        return Rows([*self._rows, *(_row(*key, sums.result()) for key, sums in self._sums.items())])
+
+    def to_frame(self) -> Any:
+        """The rows as a pandas.DataFrame."""
+        return self.rows().to_frame()
+
+    def table(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Rows:
+        """Which format would do? A row for each role and format, with the worst of all steps and sites.
+
+        do: at how many of the `sites` the format would do in every watched step.
+        underflow, overflow: the largest share that is allowed. sqnr_db: the least signal to noise.
+        """
+        worst, found = _worst(self.rows()), Rows()
+        for role in dict.fromkeys(role for _, role, _ in worst):
+            for spec in self.specs:
+                rows = [row for (_, r, fmt), row in worst.items() if (r, fmt) == (role, str(spec.fmt))]
+                does = [_does(row, underflow, overflow, sqnr_db) for row in rows]
+                found.append(
+                    {
+                        "role": role,
+                        "format": str(spec.fmt),
+                        "sites": len(rows),
+                        "do": sum(does),
+                        "underflow": max(row["underflow"] for row in rows),
+                        "overflow": max(row["overflow"] for row in rows),
+                        "sqnr_db": min((row["sqnr_db"] for row in rows if row["sqnr_db"] is not None), default=None),
+                    }
+                )
+        return found
+
+    def policy(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Policy:
+        """A policy that the statistics suggest, without scaling of gradients.
+
+        A role has the first of the formats that would do at 90 % of its sites, or float32; a module where that would
+        not do at each of its sites has the first that would. The formats are taken from the smallest; those whose
+        numbers share scales are left out, for no role has one.
+        underflow, overflow, sqnr_db: as in `table`.
+        """
+        worst = _worst(self.rows())
+        formats = [spec.fmt for spec in self.specs if not isinstance(spec.fmt, BlockFormat)]
+        formats.sort(key=_bits)  # stable: the user's order among equals
+        did: dict[str, dict[str, dict[str, list[bool]]]] = {}  # by module, role and format, at each site
+        for (site, role, fmt), row in worst.items():
+            if role in ROLES:
+                module = site.rpartition("." if role.startswith("weight") else ":")[0]
+                by_format = did.setdefault(module, {}).setdefault(role, {})
+                by_format.setdefault(fmt, []).append(_does(row, underflow, overflow, sqnr_db))
+        base: dict[str, Any] = {}
+        for role in ROLES:
+            all_sites = {
+                str(f): [d for roles in did.values() for d in roles.get(role, {}).get(str(f), [])] for f in formats
+            }
+            base[role] = next((f for f in formats if _share(all_sites[str(f)]) >= ENOUGH_SITES), None)
+        overrides: dict[str | type[nn.Module], Any] = {}
+        for module in sorted(did, key=lambda name: name.count(".")):
+            wanted = {role: _first(did[module].get(role), base[role], formats) for role in ROLES}
+            inside = [name for name in overrides if isinstance(name, str) and module.startswith(f"{name}.")]
+            around = _formats_of(overrides[inside[-1]]) if inside else base
+            if module and wanted != around:
+                overrides[module] = Policy(**wanted)
+        return Policy(**base, overrides=overrides)
+
+    def plot(self, role: str = "error", value: str = "underflow", fmt: str | Format | None = None) -> Any:
+        """A figure: a value of the rows by site and step; needs matplotlib.
+
+        role, value: of the rows. fmt: one of the formats; None takes the first.
+        """
+        spec = self.specs[0] if fmt is None else any_spec(fmt, "nearest_even")
+        rows = [row for row in self.rows() if (row["role"], row["format"]) == (role, str(spec.fmt))]
+        if not rows:
+            raise ValueError(f"No row has role {role!r} and format {spec.fmt}. See rows().")
+        if value not in rows[0]:
+            raise ValueError(f"No column is {value!r}.{did_you_mean(value, rows[0])} Known: {', '.join(rows[0])}.")
+        from fpsim.pictures import plot_watch
+
+        return plot_watch(rows, value, f"{value} in {spec.fmt}, role {role}")
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n\nSuggested: {self.policy()}"
+
+    __repr__ = __str__
+
+
+def _row(step: int, site: str, role: str, spec: Spec, t: Tally) -> dict[str, Any]:
+    return {
+        "step": step,
+        "site": site,
+        "role": role,
+        "format": str(spec.fmt),
+        "underflow": t.underflow_fraction,
+        "overflow": t.overflow_fraction,
+        "sqnr_db": t.sqnr_db if t.signal else None,
+        "amax": t.amax,
+        "spread": _spread(t.exponents),
+        "nonfinite": t.nonfinite / t.count,
+    }
+
+
+def _spread(exponents: Mapping[int, int]) -> int:
+    """How many binades lie between the 0.5th and the 99.5th percentile of the magnitudes, with both; 0 for zeros."""
+    total, seen, inside = sum(exponents.values()), 0, []
+    for exponent in sorted(exponents):
+        before, seen = seen, seen + exponents[exponent]
+        if seen > 0.005 * total and before < 0.995 * total:
+            inside.append(exponent)
+    return inside[-1] - inside[0] + 1 if inside else 0
+
+
+def _worst(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """The worst of all steps, by site, role and format."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for row in rows:
+        key = row["site"], row["role"], row["format"]
+        known = found.setdefault(key, dict(row))
+        for name in ("underflow", "overflow"):
+            known[name] = max(known[name], row[name])
+        ratios = [r["sqnr_db"] for r in (known, row) if r["sqnr_db"] is not None]
+        known["sqnr_db"] = min(ratios, default=None)
+    return found
+
+
+def _does(row: Mapping[str, Any], underflow: float, overflow: float, sqnr_db: float) -> bool:
+    """Whether the format would do; where all numbers are zero any would."""
+    is_clear = row["sqnr_db"] is None or row["sqnr_db"] >= sqnr_db
+    return row["underflow"] <= underflow and row["overflow"] <= overflow and is_clear
+
+
+def _bits(fmt: Any) -> int:
+    return fmt.bits  # type: ignore[no-any-return]
+
+
+def _share(does: list[bool]) -> float:
+    return sum(does) / len(does) if does else 0.0
+
+
+def _first(by_format: Mapping[str, list[bool]] | None, base: Any, formats: list[Any]) -> Any:
+    """The format of a role in a module: that of the role, if it would do there, or the first that would."""
+    if by_format is None or (base is not None and all(by_format[str(base)])):
+        return base
+    return next((fmt for fmt in formats if all(by_format[str(fmt)])), None)
+
+
+def _formats_of(policy: Policy) -> dict[str, Any]:
+    return {f.name: getattr(policy, f.name) for f in fields(Policy) if f.name in ROLES}

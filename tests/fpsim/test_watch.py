@@ -1,0 +1,193 @@
+"""Statistics of a model that trains without formats: no bit changes, and other libraries' casts give the same."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fpsim
+
+X, Y = torch.randn(16, 6, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 3
+CASTS = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "e5m2": ml_dtypes.float8_e5m2}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 12),
+        nn.BatchNorm1d(12),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.3),
+        nn.Linear(12, 12),
+        nn.Linear(12, 3),
+    )
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, dtype: torch.dtype | None = None) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = F.cross_entropy(model(X.to(next(model.parameters()).dtype)), Y)
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
+def test_watching_changes_no_bit_of_the_run(kind: str) -> None:
+    found = []
+    for watched in (False, True):
+        model = network().to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        torch.manual_seed(5)
+        watching = fpsim.watch(model, [*CASTS, "mxfp4"], every=2, optimizer=optimizer) if watched else None
+        train(model, optimizer, 5, torch.bfloat16 if kind == "autocast" else None)
+        if watching is not None:
+            watching.detach()
+            assert {row["step"] for row in watching.rows()} == {1, 3, 5}
+        states = [x for state in optimizer.state.values() for x in state.values()]
+        found.append([*model.state_dict().values(), *states, torch.rand(1)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def expected(x: Tensor, fmt: str) -> dict[str, float]:
+    """Underflow, overflow and SQNR of a cast by another library."""
+    a = x.detach().float().numpy()
+    with np.errstate(over="ignore"):
+        b = a.astype(CASTS[fmt]).astype(np.float32)
+    fine = np.isfinite(b)
+    signal, noise = ((v[fine].astype(np.float64) ** 2).sum() for v in (a, b - a))
+    return {
+        "underflow": ((a != 0) & (b == 0)).sum() / max((a != 0).sum(), 1),
+        "overflow": (~fine).sum() / a.size,
+        "sqnr_db": 10 * math.log10(signal / noise) if noise else math.inf,
+        "amax": float(np.abs(a).max()),
+    }
+
+
+@pytest.mark.parametrize("fmt", CASTS)
+def test_the_statistics_are_those_of_another_librarys_casts(fmt: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 100.0, momentum=0.9)
+    before = [p.detach().clone() for p in model.parameters()]
+    with fpsim.watch(model, [fmt], every=1, optimizer=optimizer) as watching:
+        (1e-6 * model(1e5 * X).square().sum()).backward()
+        optimizer.step()
+    rows = {(row["site"], row["role"]): row for row in watching.rows()}
+    w1, b1, w2, b2 = before
+    h = F.linear(1e5 * X, w1, b1)
+    out = F.linear(h.tanh(), w2, b2)
+    g2 = 2e-6 * out
+    tensors = {
+        ("0.weight", "weight"): w1,
+        ("0:linear", "activation"): h,
+        ("1:tanh", "activation"): h.tanh(),
+        ("2:linear", "error"): g2,
+        ("1:tanh", "error"): g2 @ w2,
+        ("2.bias", "weight_grad"): g2.sum(0),
+        ("2.bias", "update"): model[2].bias.detach() - b2,
+        ("2.bias momentum_buffer", "state"): g2.sum(0),
+    }
+    for key, x in tensors.items():
+        for name, value in expected(x, fmt).items():
+            assert rows[key][name] == pytest.approx(value, rel=1e-5), (key, name)  # products are added in another order
+    assert rows["1:tanh", "activation"]["spread"] == 1  # it is saturated: all magnitudes are near 1
+
+
+def test_a_format_that_shares_scales_is_rounded_in_its_blocks() -> None:
+    model = nn.Linear(64, 2, bias=False)
+    with fpsim.watch(model, ["mxfp8_e4m3", "e4m3fn"], every=1) as watching, torch.no_grad():
+        model.weight *= 1e-4
+        with torch.enable_grad():
+            model(torch.ones(1, 64))
+    found = {row["format"]: row for row in watching.rows() if row["role"] == "weight"}
+    rounded = fpsim.round_to(model.weight.detach(), "mxfp8_e4m3", axis=-1)
+    share = ((rounded == 0) & (model.weight != 0)).float().mean().item()
+    assert found["mxfp8_e4m3"]["underflow"] == pytest.approx(share)
+    assert found["e4m3fn"]["underflow"] == 1.0
+
+
+def test_the_suggested_policy_has_for_each_role_the_smallest_format_that_does_and_more_where_it_does_not() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(10)])
+    with torch.no_grad():
+        for layer in model:
+            nn.init.orthogonal_(layer.weight)
+        model[9].weight *= 1e6  # its results are beyond fp16, and the gradients before it are too
+    with fpsim.watch(model, ["bf16", "fp16", "e5m2"], every=1) as watching:
+        (1e-6 * model(X)).sum().backward()
+    table = {(row["role"], row["format"]): row for row in watching.table()}
+    assert [table["activation", fmt]["do"] for fmt in ("e5m2", "fp16", "bf16")] == [9, 9, 10]
+    assert table["activation", "fp16"]["overflow"] > 0
+    policy = watching.policy()
+    assert str(policy.activation) == "e5m2"
+    assert str(policy.overrides["9"].activation) == "bf16"
+    assert set(policy.overrides) == {"9"}
+    fpsim.quantize(model, policy)  # its patterns fit
+    assert "Suggested: " in str(watching)
+
+
+def test_only_calls_in_training_are_steps_and_nothing_stays_behind() -> None:
+    model = network()
+    watching = fpsim.watch(model, ["fp16"], every=1)
+    with torch.no_grad():
+        model(X)
+    model.eval()
+    model(X)
+    assert watching.rows() == []
+    model.train()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 5))
+    model(X)
+    sites = {row["site"] for row in watching.rows() if row["role"] == "activation"}
+    assert sites == {"0:linear", "1:batch_norm", "3:dropout", "4:linear", "5:linear"}
+    watching.detach()
+    count = len(watching.rows())
+    model(X).sum().backward()
+    assert len(watching.rows()) == count
+    modules = [*model.modules()]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+    assert all(not p._backward_hooks for p in model.parameters())
+
+
+def test_a_second_call_before_the_backward_pass_of_the_first_is_told_apart() -> None:
+    model = nn.Linear(6, 3)
+    with fpsim.watch(model, ["fp16"], every=2) as watching:
+        first = model(X)
+        model(X)
+        first.sum().backward()
+    rows = [row for row in watching.rows() if row["role"] == "error"]
+    assert [(row["step"], row["amax"]) for row in rows] == [(1, 1.0)]
+
+
+def test_rows_are_a_frame_and_pictures_are_drawn() -> None:
+    model, optimizer = network(), None
+    with fpsim.watch(model, ["fp16", "e5m2"], every=1) as watching:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        train(model, optimizer, 2)
+    assert len(watching.to_frame()) == len(watching.rows())
+    for value in ("underflow", "sqnr_db", "amax"):
+        assert watching.plot("activation", value, "e5m2")._repr_png_()[:4] == b"\x89PNG"
+    with pytest.raises(ValueError, match="Did you mean underflow"):
+        watching.plot("error", "underflows")
+    with pytest.raises(ValueError, match="No row has role 'errors'"):
+        watching.plot("errors")
+
+
+def test_what_cannot_be_watched_is_refused() -> None:
+    with pytest.raises(ValueError, match="is quantised"):
+        fpsim.watch(fpsim.quantize(network(), "fp16"))
+    with pytest.raises(ValueError, match="every=0"):
+        fpsim.watch(network(), every=0)
+    with pytest.raises(TypeError, match="a list of formats"):
+        fpsim.watch(network(), "fp16")
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        fpsim.watch(torch.ones(1))
+    with pytest.raises(ValueError, match="fp9"):
+        fpsim.watch(network(), ["fp9"])
