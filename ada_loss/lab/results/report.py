@@ -137,7 +137,7 @@ def _lines(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
         known = [mean for mean in means.values() if math.isfinite(mean)]
         best = (min if table.metric in ("underflow", "loss") else max)(known, default=math.nan)
         texts = [(table.text(row, column), means[column] == best) for column in table.across]
-        alone = len({text for text, is_best in texts if is_best}) == sum(is_best for _, is_best in texts) == 1
+        alone = len(known) > 1 and sum(is_best for _, is_best in texts) == 1
         lines.append((row, [(text, is_best and alone) for text, is_best in texts]))
     return lines
 
