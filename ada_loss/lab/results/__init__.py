@@ -86,7 +86,8 @@ class Results(StoredResults):
         """Where one training lost gradients, by site and step.
 
         cell: its id; unless given, the cell that lost most.
-        role: "weight", "activation", "error" or "weight_grad".
+        role: "weight", "activation", "error" or "weight_grad", or an operand such as "fprop.x". "error" has the
+            operands "dgrad.dy" and "wgrad.dy" in it.
         Raises ValueError where nothing was recorded; give the sweep task_options={"record_every": n}.
         """
         from ada_loss.lab.results.pictures import picture_underflow

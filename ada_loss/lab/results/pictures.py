@@ -12,6 +12,7 @@ from ada_loss.lab.results import figures
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.sweep.cells import BASELINE
 from ada_loss.lab.training.methods import scales_by_layer
+from ada_loss.lab.training.run import is_of_role
 
 __all__ = ["NothingToShow", "picture_layer_scales", "picture_metric", "picture_scales", "picture_underflow"]
 
@@ -44,7 +45,8 @@ def picture_underflow(results: StoredResults, cell: str | None = None, role: str
     arrays = results.telemetry(cell)
     if "history.steps" not in arrays:
         raise NothingToShow(f"The cell {cell} recorded no sites. Give the sweep task_options={{'record_every': 4}}.")
-    chosen = np.flatnonzero(arrays["sites.role"] == role)
+    roles = [str(name) for name in arrays["sites.role"]]
+    chosen = np.array([i for i, name in enumerate(roles) if is_of_role(name, role)], dtype=int)
     if role in ("error", "weight_grad"):
         chosen = chosen[::-1]  # gradients are recorded from the output to the input
     lost, nonzero = (
@@ -52,7 +54,7 @@ def picture_underflow(results: StoredResults, cell: str | None = None, role: str
     )
     with np.errstate(invalid="ignore"):
         shares: NDArray[np.float64] = np.where(nonzero > 0, lost / nonzero, np.nan)
-    sites = [str(site) for site in arrays["sites.site"][chosen]]
+    sites = [f"{arrays['sites.site'][i]} {roles[i] if roles[i] != role else ''}".rstrip() for i in chosen]
     steps = arrays["history.steps"].tolist()
     return figures.plot_heat(steps, sites, 100 * shares, _words(known[cell]), "gradients lost in %", (0, 100))
 

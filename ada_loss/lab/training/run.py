@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Run", "Stopped", "underflow_share"]
+__all__ = ["Run", "Stopped", "is_of_role", "underflow_share"]
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,25 @@ class Stopped(FloatingPointError):
         self.run = run
 
 
+def is_of_role(name: str, role: str) -> bool:
+    """Whether a tally is one of a role's tensors. Those of "error" are gradients of activations as operands, too.
+
+    >>> [is_of_role(name, "error") for name in ("error", "dgrad.dy", "wgrad.dy", "wgrad.x", "weight_grad")]
+    [True, True, True, False, False]
+    """
+    return name == role or (role == "error" and name.endswith(".dy"))
+
+
 def underflow_share(rows: Sequence[dict[str, Any]], role: str = "error") -> float:
     """Share of the non-zero elements of a role's tensors that became zero when they were rounded.
 
     rows: the tallies of a recording.
-    role: "weight", "activation", "error" or "weight_grad".
+    role: "weight", "activation", "error" or "weight_grad", or an operand such as "fprop.x". "error" has the operands
+        "dgrad.dy" and "wgrad.dy" in it.
 
-    >>> underflow_share([{"role": "error", "nonzero": 8, "underflow": 2}])
+    >>> underflow_share([{"role": "error", "nonzero": 8, "underflow": 2}, {"role": "wgrad.x", "nonzero": 8}])
     0.25
     """
-    chosen = [row for row in rows if row["role"] == role]
+    chosen = [row for row in rows if is_of_role(row["role"], role)]
     nonzero = sum(row["nonzero"] for row in chosen)
     return sum(row["underflow"] for row in chosen) / nonzero if nonzero else 0.0

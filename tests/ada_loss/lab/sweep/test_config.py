@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ada_loss.lab.sweep.cells import plan
+from ada_loss.lab.sweep.cells import plan, plan_all
 from ada_loss.lab.sweep.config import SHIPPED, read_sweep
 
 
@@ -47,15 +47,20 @@ def test_the_home_folder_is_meant_by_a_tilde(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_sweep_that_comes_along_can_be_planned(name: str) -> None:
     read = read_sweep(name)
-    cells = plan(
-        read["task"],
-        read["formats"],
-        read.get("scaling", ["none"]),
-        roundings=read.get("roundings", ["nearest_even"]),
-        seeds=read.get("seeds", 1),
-        options=read.get("task_options"),
-    )
+    grid = {"task": read["task"], "formats": read["formats"], "scaling": read.get("scaling", ["none"])}
+    grid |= {"roundings": read.get("roundings", ["nearest_even"]), "seeds": read.get("seeds", 1)}
+    cells = plan_all({**grid, "task_options": read.get("task_options")}, read.get("also", ()))
     assert len(cells) > 1
+
+
+def test_the_first_command_of_the_readme_is_a_part_of_the_whole_comparison() -> None:
+    ids = []
+    for name in ("operands", "granularity"):
+        read = read_sweep(name)
+        grid = {"scaling": ["none"], "roundings": ["nearest_even"]}
+        grid |= {key: read[key] for key in ("task", "formats", "seeds", "task_options")}
+        ids.append({cell.id for cell in plan_all(grid, read["also"])})
+    assert ids[0] < ids[1]
 
 
 BOMB = "task: digits\na: &a [" + ", ".join("0" * 20) + "]\n"
