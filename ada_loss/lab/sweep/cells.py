@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import fpsim
-from ada_loss.lab.sweep.identity import MakeTask, task_of
+from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, own_training, task_of
 from ada_loss.lab.tasks import find_task
 from ada_loss.lab.training.methods import require_method
 from ada_loss.lab.training.options import TrainOptions, is_allowed, possible
@@ -81,7 +81,7 @@ def label(value: Any) -> str:
 
 
 def plan(
-    task: str | MakeTask,
+    task: str | MakeTask | None,
     formats: Sequence[Any],
     scaling: Sequence[str | float],
     *,
@@ -89,6 +89,7 @@ def plan(
     seeds: int | Sequence[int] = 1,
     options: Mapping[str, Any] | None = None,
     baseline: bool = False,
+    train: str | TrainFunction | None = None,
 ) -> list[Cell]:
     """A cell for every combination, formats first. Invalid values and combinations are rejected here, before any work.
 
@@ -104,6 +105,8 @@ def plan(
     seeds: how many, or which.
     options: those of `TrainOptions`, without scaling, seed and device.
     baseline: whether float32 comes first where it is not among the formats.
+    train: a training function of the user's own in the place of a task; its options are any mapping of numbers and
+        words.
     Raises ValueError for an unknown task, format, method, rounding or option, for an empty grid, and for combinations
     that are the same training; TypeError for what is no list, and for seeds that are no integers.
 
@@ -124,9 +127,7 @@ def plan(
             )
     if not isinstance(options or {}, Mapping):
         raise TypeError(f"task_options came as {shown(options)}. Possible: a mapping, {{'epochs': 3}} for instance.")
-    task_name = task_of(task)
-    function = find_task(task) if isinstance(task, str) else task
-    full = _options({**getattr(function, "options", {}), **(options or {})})
+    task_name, full = _task_and_options(task, train, options or {})
     canonical = [_format(fmt) for fmt in formats]
     if not isinstance(baseline, bool):  # YAML 1.2 reads `no` as a word
         raise ValueError(f"baseline={shown(baseline)} is impossible. Possible: true or false.")
@@ -149,6 +150,34 @@ def plan(
         cells.append(Cell({**words, "options": full}))
     _require_different(cells)
     return cells
+
+
+def _task_and_options(
+    task: str | MakeTask | None, train: str | TrainFunction | None, options: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """The name of the task, or of the training function, and all options."""
+    if train is not None:
+        if task is not None:
+            raise ValueError("Give a task, or a training function of your own as train=, and not both.")
+        return own_training(train), _own_options(options)
+    name = task_of(task)  # type: ignore[arg-type]  # which refuses None
+    function = find_task(task) if isinstance(task, str) else task
+    return name, _options({**getattr(function, "options", {}), **options})
+
+
+def _own_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a training function, which are part of a cell's identity."""
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(options, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"task_options came as {shown(dict(options))}: {error}. Possible for a training function: numbers, words, "
+            f"true, false, and lists and mappings of them."
+        ) from None
+    for name in found:
+        if name in AXES:
+            raise ValueError(f"task_options names {shown(name)}, which the sweep sets. Give it another name.")
+    return found
 
 
 def is_configuration(config: object) -> bool:
@@ -175,7 +204,7 @@ def stored_cell(cell: str, config: dict[str, Any]) -> Cell:
     """
     problem = "its configuration is not the one of which the id was made."
     if is_configuration(config) and is_intact(cell, config):
-        checked = ("format", "rounding", "scaling", "options")
+        checked = ("task", "format", "rounding", "scaling", "options")
         problem = _problem_of(json.dumps({name: config[name] for name in checked}))
     if problem:
         raise ValueError(
@@ -192,7 +221,7 @@ def _problem_of(text: str) -> str:
     try:
         policy_of(_format(settings["format"]), settings["rounding"])
         _method(settings["scaling"])
-        _options(settings["options"])
+        (_own_options if is_own(settings["task"]) else _options)(settings["options"])
     except (TypeError, ValueError) as error:
         return str(error)
     return ""
