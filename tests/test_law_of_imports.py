@@ -106,6 +106,9 @@ RANKS = {
     "ada_loss.layerwise.engine": 32,
     "ada_loss.layerwise.scaled": 33,
     "ada_loss.layerwise": 34,
+    "ada_loss.integrations.huggingface": 31,
+    "ada_loss.integrations.lightning": 31,
+    "ada_loss.integrations": 32,
     "ada_loss.lab.errors": 40,
     "ada_loss.lab.environment": 40,
     "ada_loss.lab.devices": 40,
@@ -173,6 +176,10 @@ ENTERS = {
     "optuna": {"ada_loss.lab.studies.search"},
     "ruamel": {"ada_loss.lab.sweep.config"},
     "tqdm": {"ada_loss.lab.sweep.progress", "ada_loss.__main__"},
+    "accelerate": {"ada_loss.integrations.huggingface"},
+    "transformers": {"ada_loss.integrations.huggingface"},
+    "lightning": {"ada_loss.integrations.lightning"},
+    "wandb": {"ada_loss.lab.results.trackers"},
     "typer": {"ada_loss.__main__"},
     "qtorch": set(),
 }
@@ -298,6 +305,8 @@ OTHERS_NAMES = {
     "_foreach_": "torch.amp.GradScaler's own contract",
     "_amp_": "torch.amp.GradScaler's own contract",
     "_step_supports_amp_scaling": "torch.amp.GradScaler's own contract",
+    "_after_closure": "the contract of a precision plugin of Lightning",
+    "_optimizers": "those that Accelerate has prepared: no public name tells whether there are any",
 }
 # The files in which the private names of another library stand.
 HOMES_OF_PRIVATE_NAMES = ("fpsim.torch_internals", "fpsim.kernels.compile")
