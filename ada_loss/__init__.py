@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from ada_loss.lab.results import Results
     from ada_loss.lab.studies.search import search
     from ada_loss.lab.sweep.driver import resume, sweep
+    from ada_loss.lab.tasks import Task
+    from ada_loss.lab.training import Job
     from ada_loss.layerwise import AdaLossScaled
     from ada_loss.record import Recorder
     from ada_loss.rules import LayerRule, LossRule, layer_rule, loss_rule, trajectory
@@ -27,6 +29,8 @@ _HOMES = {
     "ada_loss.lab.results": ("Results",),
     "ada_loss.lab.studies.search": ("search",),
     "ada_loss.lab.sweep.driver": ("resume", "sweep"),
+    "ada_loss.lab.tasks": ("Task",),
+    "ada_loss.lab.training": ("Job",),
     "ada_loss.layerwise": ("AdaLossScaled",),
     "ada_loss.record": ("Recorder",),
     "ada_loss.rules": ("LayerRule", "LossRule", "layer_rule", "loss_rule", "trajectory"),
@@ -52,10 +56,12 @@ __all__ = [
     "AdaLossTransformConv2d",
     "AdaLossTransformLinear",
     "GradScaler",
+    "Job",
     "LayerRule",
     "LossRule",
     "Recorder",
     "Results",
+    "Task",
     "Updater",
     "layer_rule",
     "loss_rule",

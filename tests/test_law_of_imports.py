@@ -114,6 +114,9 @@ RANKS = {
     "ada_loss.layerwise.engine": 32,
     "ada_loss.layerwise.scaled": 33,
     "ada_loss.layerwise": 34,
+    "ada_loss.integrations.huggingface": 31,
+    "ada_loss.integrations.lightning": 31,
+    "ada_loss.integrations": 32,
     "ada_loss.lab.errors": 40,
     "ada_loss.lab.environment": 40,
     "ada_loss.lab.devices": 40,
@@ -126,6 +129,7 @@ RANKS = {
     "ada_loss.lab.training.methods": 41,
     "ada_loss.lab.training.checkpoints": 41,
     "ada_loss.lab.training.options": 42,
+    "ada_loss.lab.training.job": 42,
     "ada_loss.lab.training.steps": 44,
     "ada_loss.lab.training.loop": 45,
     "ada_loss.lab.training": 46,
@@ -180,6 +184,10 @@ ENTERS = {
     "optuna": {"ada_loss.lab.studies.search"},
     "ruamel": {"ada_loss.lab.sweep.config"},
     "tqdm": {"ada_loss.lab.sweep.progress", "ada_loss.__main__"},
+    "accelerate": {"ada_loss.integrations.huggingface"},
+    "transformers": {"ada_loss.integrations.huggingface"},
+    "lightning": {"ada_loss.integrations.lightning"},
+    "wandb": {"ada_loss.lab.results.trackers"},
     "typer": {"ada_loss.__main__"},
     "qtorch": set(),
 }
@@ -305,6 +313,8 @@ OTHERS_NAMES = {
     "_foreach_": "torch.amp.GradScaler's own contract",
     "_amp_": "torch.amp.GradScaler's own contract",
     "_step_supports_amp_scaling": "torch.amp.GradScaler's own contract",
+    "_after_closure": "the contract of a precision plugin of Lightning",
+    "_optimizers": "those that Accelerate has prepared: no public name tells whether there are any",
 }
 # The files in which the private names of another library stand.
 HOMES_OF_PRIVATE_NAMES = ("fpsim.torch_internals", "fpsim.kernels.compile")

@@ -99,12 +99,16 @@ def _curve(
 def _names(arrays: Mapping[str, NDArray[Any]]) -> list[str]:
     found = [word for word, array in NAMES.items() if array in arrays]
     found += [key.partition(".")[2] for key in arrays if key.startswith("evaluations.") and key != "evaluations.steps"]
-    return found
+    found += [key.partition(".")[2] for key in arrays if key.startswith("curves.")]
+    return [*dict.fromkeys(found)]
 
 
 def _series(arrays: Mapping[str, NDArray[Any]], name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
     """The steps and the values of a curve; None where a training has none, or arrays of another kind."""
     key = NAMES.get(name, f"evaluations.{name}")
+    logged = arrays.get(f"curves.{name}")
+    if logged is not None and logged.ndim == 2 and len(logged) == 2 and logged.dtype.kind == "f":
+        return logged[0], logged[1]
     if key not in arrays or name == "steps":
         return None
     values = np.asarray(arrays[key])

@@ -1,10 +1,11 @@
-"""Trackers: they are told of finished cells. TensorBoard and MLflow are optional extras."""
+"""Trackers: they are told of finished cells. TensorBoard, MLflow and Weights & Biases are optional extras."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from ada_loss.lab.sweep.ledger import Ledger
 from ada_loss.lab.sweep.telemetry import telemetry_path
 from fpsim.checks import did_you_mean, pip_install
 
-__all__ = ["TRACKERS", "MLflow", "Notifier", "TensorBoard", "Tracker", "make_trackers"]
+__all__ = ["TRACKERS", "MLflow", "Notifier", "TensorBoard", "Tracker", "WandB", "make_trackers"]
 
 
 class Tracker(Protocol):
@@ -130,7 +131,52 @@ class MLflow:
         self._client.set_terminated(run)
 
 
-TRACKERS = ("tensorboard", "mlflow")
+class WandB:
+    """An offline run of Weights & Biases for each cell: curves, final metrics and parameters; the sweep is their group.
+
+    Nothing is sent: `wandb sync FOLDER/*` uploads what is there.
+
+    folder: of the runs.
+    group: the name of the sweep.
+    project: the name of the project.
+    Raises ImportError without the package.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], group: str, project: str = "fpsim") -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ImportError(f"Weights & Biases is not installed: {pip_install('wandb')}.") from None
+        self.folder, self.group, self.project, self._wandb = Path(folder), group, project, wandb
+
+    def known(self) -> set[str]:
+        return {path.name.rpartition("-")[2] for path in self.folder.glob("offline-run-*")}
+
+    def log(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any], telemetry: Path) -> None:
+        unfinished = self.folder / f".{cell}.{os.getpid()}"
+        unfinished.mkdir(parents=True, exist_ok=True)
+        settings = self._wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True)
+        names = {"project": self.project, "group": self.group, "name": cell, "id": cell}
+        run = self._wandb.init(
+            **names,
+            mode="offline",
+            dir=str(unfinished),
+            config=_parameters(config),
+            settings=settings,
+            reinit="create_new",
+        )
+        with np.load(telemetry) as arrays:
+            curves = {word: arrays[name] for name, word in (("losses", "loss"), ("scales", "scale")) if name in arrays}
+            for step in range(max(map(len, curves.values()), default=0)):
+                run.log({word: float(values[step]) for word, values in curves.items() if step < len(values)}, step=step)
+        run.summary.update({f"final/{name}": value for name, value in _numbers(row).items()})
+        run.finish()
+        for found in unfinished.glob("wandb/offline-run-*"):
+            found.rename(self.folder / found.name)  # whole or not at all
+        shutil.rmtree(unfinished)
+
+
+TRACKERS = ("tensorboard", "mlflow", "wandb")
 
 
 def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
@@ -151,6 +197,8 @@ def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
             folder.mkdir(parents=True, exist_ok=True)
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
             made.append(MLflow(uri, out.absolute().name, artifacts))
+        elif tracker == "wandb":
+            made.append(WandB(out / "wandb", out.absolute().name))
         elif not (hasattr(tracker, "known") and hasattr(tracker, "log")):
             hint = did_you_mean(tracker, TRACKERS)
             known = ", ".join(TRACKERS)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import fpsim
-from ada_loss.lab.sweep.identity import MakeTask, task_of
+from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, own_training, task_of
 from ada_loss.lab.tasks import find_task
 from ada_loss.lab.training.methods import require_method
 from ada_loss.lab.training.options import TrainOptions, is_allowed, possible
@@ -92,13 +92,14 @@ def _operands_label(value: Mapping[str, Any]) -> str:
 
 
 def plan(
-    task: str | MakeTask,
+    task: str | MakeTask | None,
     formats: Sequence[Any],
     scaling: Sequence[str | float],
     *,
     roundings: Sequence[str] = ("nearest_even",),
     seeds: int | Sequence[int] = 1,
     options: Mapping[str, Any] | None = None,
+    train: str | TrainFunction | None = None,
 ) -> list[Cell]:
     """A cell for every combination, formats first. Invalid values and combinations are rejected here, before any work.
 
@@ -113,6 +114,8 @@ def plan(
     roundings: names, one for all roles each.
     seeds: how many, or which.
     options: those of `TrainOptions`, without scaling, seed and device.
+    train: a training function of the user's own in the place of a task; its options are any mapping of numbers and
+        words.
     Raises ValueError for an unknown task, format, method, rounding or option, for an empty grid, and for combinations
     that are the same training; TypeError for what is no list, and for seeds that are no integers.
 
@@ -133,9 +136,7 @@ def plan(
             )
     if not isinstance(options or {}, Mapping):
         raise TypeError(f"task_options came as {shown(options)}. Possible: a mapping, {{'epochs': 3}} for instance.")
-    task_name = task_of(task)
-    function = find_task(task) if isinstance(task, str) else task
-    full = _options({**getattr(function, "options", {}), **(options or {})})
+    task_name, full = _task_and_options(task, train, options or {})
     canonical = [_format(fmt) for fmt in formats]
     for fmt in canonical:
         for rounding in roundings:
@@ -178,13 +179,13 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
         raise TypeError(
             f"also came as {shown(also)}. Possible: a list of mappings, [{{'formats': ['fp16']}}] for instance."
         )
+    known_names = [name for name in grid if name != "train"]  # one training function for all
     grids = [dict(grid)]
     for changes in also:
         for name in changes:
-            if name not in grid:
-                raise ValueError(
-                    f"Unknown key also.{str(name)[:SHOWN]}.{did_you_mean(name, grid)} Known: {', '.join(grid)}."
-                )
+            if name not in known_names:
+                hint = did_you_mean(name, known_names)
+                raise ValueError(f"Unknown key also.{str(name)[:SHOWN]}.{hint} Known: {', '.join(known_names)}.")
         if "task" in changes and not (isinstance(changes["task"], str) and isinstance(grid["task"], str)):
             raise TypeError("also came with a task, and one of the tasks is no name. Give both as 'module:function'.")
         other_task = changes.get("task", grid["task"]) != grid["task"]
@@ -204,6 +205,34 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
 
 def _planned(grid: Mapping[str, Any]) -> list[Cell]:
     return plan(**{k: v for k, v in grid.items() if k != "task_options"}, options=grid["task_options"])
+
+
+def _task_and_options(
+    task: str | MakeTask | None, train: str | TrainFunction | None, options: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """The name of the task, or of the training function, and all options."""
+    if train is not None:
+        if task is not None:
+            raise ValueError("Give a task, or a training function of your own as train=, and not both.")
+        return own_training(train), _own_options(options)
+    name = task_of(task)  # type: ignore[arg-type]  # which refuses None
+    function = find_task(task) if isinstance(task, str) else task
+    return name, _options({**getattr(function, "options", {}), **options})
+
+
+def _own_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a training function, which are part of a cell's identity."""
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(options, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"task_options came as {shown(dict(options))}: {error}. Possible for a training function: numbers, words, "
+            f"true, false, and lists and mappings of them."
+        ) from None
+    for name in found:
+        if name in AXES:
+            raise ValueError(f"task_options names {shown(name)}, which the sweep sets. Give it another name.")
+    return found
 
 
 def is_configuration(config: object) -> bool:
@@ -230,7 +259,7 @@ def stored_cell(cell: str, config: dict[str, Any]) -> Cell:
     """
     problem = "its configuration is not the one of which the id was made."
     if is_configuration(config) and is_intact(cell, config):
-        checked = ("format", "rounding", "scaling", "options")
+        checked = ("task", "format", "rounding", "scaling", "options")
         problem = _problem_of(json.dumps({name: config[name] for name in checked}))
     if problem:
         raise ValueError(
@@ -247,7 +276,7 @@ def _problem_of(text: str) -> str:
     try:
         policy_of(_format(settings["format"]), settings["rounding"])
         _method(settings["scaling"])
-        _options(settings["options"])
+        (_own_options if is_own(settings["task"]) else _options)(settings["options"])
     except (TypeError, ValueError) as error:
         return str(error)
     return ""

@@ -25,7 +25,7 @@ __all__ = ["SHIPPED", "read_sweep", "with_settings"]
 SHIPPED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 KEYS = [name for name in inspect.signature(sweep).parameters if name != "show_progress"]
 DEEPEST, MOST_VALUES = 20, 100_000  # of a sweep: levels that values are nested, and values
-REQUIRED = ("task", "formats")
+REQUIRED = (("task", "train"), ("formats",))  # one of each
 
 
 def read_sweep(name: str | Path) -> dict[str, Any]:
@@ -64,10 +64,11 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
             raise ValueError(
                 f"{path}: unknown key {str(key)[:SHOWN]}.{did_you_mean(key, KEYS)} Known: {', '.join(KEYS)}."
             )
-    for key in REQUIRED:
-        if key not in content:
-            raise ValueError(f"{path}: the key {key} is missing. A sweep needs {' and '.join(REQUIRED)}.")
-    if ":" in str(content["task"]):
+    for keys in REQUIRED:
+        if not any(key in content for key in keys):
+            needed = " and ".join(" or ".join(keys) for keys in REQUIRED)
+            raise ValueError(f"{path}: the key {' or '.join(keys)} is missing. A sweep needs {needed}.")
+    if ":" in str(content.get("task")) or "train" in content:
         add_to_path(path.parent)
     if isinstance(content.get("out"), str):
         content["out"] = os.path.expanduser(content["out"])  # no shell has done it

@@ -24,7 +24,7 @@ from ada_loss.lab.results.trackers import Notifier, Tracker, make_trackers
 from ada_loss.lab.sweep.cells import OPTIONS, Cell, is_intact, plan_all, stored_cell
 from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.sweep.execution import Execution
-from ada_loss.lab.sweep.identity import MakeTask
+from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, path_of
 from ada_loss.lab.sweep.ledger import CannotWrite, Ledger
 from ada_loss.lab.sweep.limits import GRACE
 from ada_loss.lab.sweep.lock import lock_path
@@ -53,10 +53,11 @@ def _an_option(name: str) -> str:
 
 @known_arguments(_an_option)
 def sweep(
-    task: str | MakeTask,
-    formats: Sequence[Any],
+    task: str | MakeTask | None = None,
+    formats: Sequence[Any] = (),
     scaling: Sequence[str | float] = ("none",),
     *,
+    train: str | TrainFunction | None = None,
     roundings: Sequence[str] = ("nearest_even",),
     seeds: int | Sequence[int] = 1,
     task_options: Mapping[str, Any] | None = None,
@@ -83,6 +84,8 @@ def sweep(
 
     task, formats, scaling, roundings, seeds, task_options: the cells; see `plan`.
     also: more cells for the same folder: mappings of these arguments, each with what differs; see `plan_all`.
+    train: a training function of your own instead of a task. It is called with a `Job`, which has the format, the
+        scaling method, the seed, the device and task_options, trains, and returns its metrics, {name: number}.
     baseline: whether float32, with which the report compares, is trained with each seed too.
     workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed: see `Execution`.
     out: the folder that keeps everything.
@@ -93,8 +96,9 @@ def sweep(
     execution = _execution(locals())
     folder = _folder(out)
     grid = {"task": task, "formats": formats, "scaling": scaling, "roundings": roundings, "seeds": seeds}
-    cells = plan_all({**grid, "task_options": task_options}, also, baseline)
-    function = None if isinstance(task, str) else task
+    cells = plan_all({**grid, "task_options": task_options, "train": train}, also, baseline)
+    given = task if train is None else train
+    function = None if isinstance(given, str) else given
     return run_cells(cells, folder, execution, function, track=track, show_progress=show_progress)
 
 
@@ -139,7 +143,7 @@ def resume(
                 f"run it. If you know it and trust {folder}, give trust=True (--trust), or call sweep(...) again, "
                 f"which names the task itself."
             )
-        find_task(name)
+        find_task(path_of(name))
     return run_cells(cells, folder, execution, track=track, show_progress=show_progress)
 
 
@@ -158,7 +162,7 @@ def run_cells(
     cells: Sequence[Cell],
     out: Path,
     execution: Execution,
-    make_task: MakeTask | None = None,
+    make_task: MakeTask | TrainFunction | None = None,
     *,
     track: Sequence[str | Tracker] = (),
     show_progress: bool = True,
@@ -166,7 +170,7 @@ def run_cells(
 ) -> Results:
     """Run the cells that are not done in a folder, and give the results of the whole folder.
 
-    make_task: the task of the cells, where it is a function that was passed to `sweep`.
+    make_task: the task or the training of the cells, where it is a function that was passed to `sweep`.
     out, execution, track, show_progress: as in `sweep`.
     title: what these cells are for, in front of the progress.
     Raises SweepStopped where the folder is in use or cannot be written, or where the engine takes no more work.
@@ -224,11 +228,13 @@ def _say_failures(results: Results, cells: Sequence[Cell]) -> None:
         say("Results.failures() has every traceback; retry_failed=True runs them again.")
 
 
-def _order(cells: Sequence[Cell], make_task: MakeTask | None, execution: Execution, engine: Engine) -> WorkOrder:
+def _order(
+    cells: Sequence[Cell], make_task: MakeTask | TrainFunction | None, execution: Execution, engine: Engine
+) -> WorkOrder:
     """What workers are told: a task by its name, if they can import it."""
     names = dict.fromkeys(cell.config["task"] for cell in cells)
     is_importable = not any("@" in name for name in names)
-    folders = dict.fromkeys(folder for name in names if is_importable and (folder := folder_of(name)))
+    folders = dict.fromkeys(folder for name in names if is_importable and (folder := folder_of(path_of(name))))
     function = None if is_importable else make_task
     return WorkOrder(function, execution.device, execution.time_limit, engine.own_processes, tuple(folders))
 

@@ -5,17 +5,44 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from ada_loss.lab.tasks import Task, find_task
+from ada_loss.lab.training.job import Job
+from fpsim.checks import shown
 
-__all__ = ["MakeTask", "task_of"]
+__all__ = ["MakeTask", "TrainFunction", "is_own", "own_training", "path_of", "task_of"]
 
 MakeTask = Callable[[int], Task]
+TrainFunction = Callable[[Job], Mapping[str, Any]]
+OWN = "train "  # before the name of a training function, where a task's name would stand
+
+
+def own_training(train: str | TrainFunction) -> str:
+    """The name of a training function in the place of a task's. Raises TypeError and ValueError as `task_of` does."""
+    if isinstance(train, str) and ":" not in train:
+        raise ValueError(f"train={shown(train)} is impossible. Possible: a function, or 'module:function'.")
+    if isinstance(train, str) or callable(train):
+        return OWN + task_of(train)  # type: ignore[arg-type]
+    raise TypeError(f"train came as {shown(train)}. Possible: a function, or 'module:function'.")
+
+
+def is_own(name: str) -> bool:
+    """Whether the name of a task is that of a training function."""
+    return name.startswith(OWN)
+
+
+def path_of(name: str) -> str:
+    """The import path of a training function, or the name of a task as it is.
+
+    >>> path_of("train mine:fit"), path_of("digits")
+    ('mine:fit', 'digits')
+    """
+    return name.removeprefix(OWN)
 
 
 def task_of(task: str | MakeTask) -> str:

@@ -42,7 +42,7 @@ class StepFile:
     total: the number of steps; 0 where nobody knows.
     """
 
-    def __init__(self, path: Path, total: int) -> None:
+    def __init__(self, path: Path, total: int = 0) -> None:
         self.path, self.total, self.done, self._last = path, total, 0, 0.0
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,8 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
         skipped: the steps that were skipped because a gradient was not finite.
     With evaluations on the way:
         evaluations.steps, evaluations.METRIC: (evaluations,).
+    With a training function of the user's own:
+        curves.NAME: (2, numbers), steps and values of what it logged.
     With a recording, whose sites come in the order of the forward pass:
         sites.COLUMN: (sites,), each column of the tallies.
         history.steps: (points,).
@@ -37,6 +39,7 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
         arrays["evaluations.steps"] = np.array([step for step, _ in run.evaluations])
         for name in run.metrics:
             arrays[f"evaluations.{name}"] = np.array([metrics[name] for _, metrics in run.evaluations])
+    arrays |= {f"curves.{name}": np.array(points, dtype=float).T for name, points in run.curves.items()}
     if run.layer_scales:
         sites = [*dict.fromkeys(site for _, scales in run.layer_scales for site in scales)]
         arrays["layers.steps"] = np.array([step for step, _ in run.layer_scales])

@@ -15,14 +15,15 @@ import torch
 
 from ada_loss.lab.sweep.cells import is_recipe, policy_of
 from ada_loss.lab.sweep.engines import keep_freed_memory
-from ada_loss.lab.sweep.identity import MakeTask
+from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, path_of
 from ada_loss.lab.sweep.limits import TimeLimit, within_time
 from ada_loss.lab.sweep.progress import StepFile, steps_path
 from ada_loss.lab.sweep.telemetry import npz, telemetry
 from ada_loss.lab.tasks import add_to_path, find_task
+from ada_loss.lab.training.job import Job, run_job
 from ada_loss.lab.training.loop import Training
 from ada_loss.lab.training.options import TrainOptions
-from ada_loss.lab.training.run import Stopped, underflow_share
+from ada_loss.lab.training.run import Run, Stopped, underflow_share
 
 __all__ = ["WorkOrder", "run_cell", "said", "work"]
 
@@ -33,14 +34,14 @@ ONE_AT_A_TIME = threading.Lock()  # torch's thread count and random numbers belo
 class WorkOrder:
     """What a worker is told beside a cell's configuration; it is pickled.
 
-    make_task: the task's function, where its name is not enough.
+    make_task: the function of the task or of the training, where its name is not enough.
     device: where the cell computes.
     time_limit: in seconds; None for no limit.
     ends_process: whether the worker may end its process to keep the time limit.
     folders: from which the driver imported tasks; the worker looks there too.
     """
 
-    make_task: MakeTask | None
+    make_task: MakeTask | TrainFunction | None
     device: str
     time_limit: float | None
     ends_process: bool
@@ -80,14 +81,17 @@ def said(error: BaseException) -> str:
 
 
 def run_cell(
-    config: Mapping[str, Any], make_task: MakeTask | None = None, device: str = "cpu", checkpoint: Path | None = None
+    config: Mapping[str, Any],
+    make_task: MakeTask | TrainFunction | None = None,
+    device: str = "cpu",
+    checkpoint: Path | None = None,
 ) -> tuple[dict[str, Any], bytes]:
     """Train a cell, and give its result for the ledger and its telemetry, the content of an .npz file.
 
     A training whose loss ends as inf or NaN, or whose loss scale can fall no further, has diverged: that is a result.
 
     config: the cell's configuration.
-    make_task: the task's function; None finds it by the name in the configuration.
+    make_task: the function of the task or of the training; None finds it by the name in the configuration.
     device: where the cell computes.
     checkpoint: a file from which an interrupted training goes on; see `Training.run`.
     Raises TypeError where the task's function gives no Task.
@@ -96,25 +100,57 @@ def run_cell(
     steps = None
     torch.set_num_threads(1)  # cells share a machine, and sums must not depend on how many cores it has
     try:
-        task = (make_task or find_task(config["task"]))(config["seed"])
-        if not is_dataclass(task):
-            raise TypeError(f"The task gave {type(task).__name__}. It must give an ada_loss.lab.tasks.Task.")
-        fmt, rounding = config["format"], config["rounding"]
-        options = TrainOptions(scaling=config["scaling"], seed=config["seed"], device=device, **config["options"])
-        own_rounding = None if is_recipe(fmt) else rounding
-        training = Training(task, policy_of(fmt, rounding), own_rounding, options)
-        steps = StepFile(steps_path(checkpoint), training.total) if checkpoint is not None else None
-        run, error = training.run(checkpoint, progress=steps), None
+        function: Any = make_task or find_task(path_of(config["task"]))
+        if checkpoint is not None:
+            steps = StepFile(steps_path(checkpoint))
+        if is_own(config["task"]):
+            run, error = run_job(_job(config, device, checkpoint, steps), function)
+        else:
+            training = _training(config, function, device)
+            if steps is not None:
+                steps.total = training.total
+            run, error = training.run(checkpoint, progress=steps), None
     except Stopped as stopped:
         run, error = stopped.run, str(stopped)
     finally:
         torch.set_num_threads(threads)
         if steps is not None:
             steps.remove()
+    return _result(run, error)
+
+
+def _training(config: Mapping[str, Any], make_task: MakeTask, device: str) -> Training:
+    """The training of a task. Raises TypeError where the function gives no Task."""
+    task = make_task(config["seed"])
+    if not is_dataclass(task):
+        raise TypeError(f"The task gave {type(task).__name__}. It must give an ada_loss.lab.tasks.Task.")
+    fmt, rounding = config["format"], config["rounding"]
+    options = TrainOptions(scaling=config["scaling"], seed=config["seed"], device=device, **config["options"])
+    return Training(task, policy_of(fmt, rounding), None if is_recipe(fmt) else rounding, options)
+
+
+def _job(config: Mapping[str, Any], device: str, checkpoint: Path | None, steps: StepFile | None) -> Job:
+    """What a training function is given."""
+    fmt, rounding = config["format"], config["rounding"]
+    return Job(
+        policy_of(fmt, rounding),
+        None if is_recipe(fmt) else rounding,
+        config["scaling"],
+        config["seed"],
+        device,
+        config["options"],
+        checkpoint,
+        steps,
+    )
+
+
+def _result(run: Run, error: str | None) -> tuple[dict[str, Any], bytes]:
+    """The result of a cell for the ledger, and its telemetry."""
     names = [name for name in run.metrics if not isinstance(name, str)]
     if names:
         raise TypeError(f"The task names a metric {names[0]!r}. Possible: a string.")
-    diverged = error is not None or not run.losses or not math.isfinite(run.losses[-1])
+    last = run.losses[-1:] or [*run.metrics.values()] or [math.nan]
+    diverged = error is not None or not all(map(math.isfinite, last))
     result = {"metrics": run.metrics, "seconds": run.seconds, "diverged": diverged, "skipped": run.skipped}
     result |= {"underflow": underflow_share(run.rows) if run.rows else None, "error": error}
     return result, npz(telemetry(run))

@@ -12,12 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+import fpsim
 from ada_loss.files import write_atomically
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "DelayedScaling"]
 
 DIGEST = hashlib.sha256().digest_size
+
+
+class DelayedScaling:
+    """What a model's delayed scaling remembers, which is not in its state_dict."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return fpsim.scaling_state(self.model)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        fpsim.load_scaling_state(self.model, state)
 
 
 class Checkpoints:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fpsim
 from ada_loss.lab.environment import versions
 from ada_loss.lab.tasks import Task
-from ada_loss.lab.training.checkpoints import Checkpoints
+from ada_loss.lab.training.checkpoints import Checkpoints, DelayedScaling
 from ada_loss.lab.training.methods import make_scaling
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.run import Run, Stopped
@@ -280,21 +280,8 @@ class Training:
         identity = {**self.format, **asdict(self.options), "versions": versions(), "tensors": _fingerprint(tensors)}
         identity["state"] = [f.name for f in fields(TrainingState)]
         present = {name: thing for name, thing in stateful.items() if thing is not None}
-        present["delayed scaling"] = _DelayedScaling(self.model)
+        present["delayed scaling"] = DelayedScaling(self.model)
         return Checkpoints(path, present, identity, seconds, self.cuda_devices)
-
-
-class _DelayedScaling:
-    """What a model's delayed scaling remembers, which is not in its state_dict."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def state_dict(self) -> dict[str, Any]:
-        return fpsim.scaling_state(self.model)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        fpsim.load_scaling_state(self.model, state)
 
 
 def _placed(data: Tensor, device: str, container: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ada_loss.layerwise import AdaLossScaled
-from ada_loss.rules import LAYER_RULES, SYSTEMS, loss_rule
+from ada_loss.rules import LAYER_RULES, SYSTEMS, LossRule, loss_rule
 from ada_loss.scalers import GradScaler
 from fpsim.checks import did_you_mean, shown
 
@@ -30,7 +30,9 @@ def require_method(method: str | float) -> None:
             raise ValueError(f"Unknown scaling method {shown(method)}.{hint} Known: {known}.")
 
 
-def make_scaling(method: str | float, model: nn.Module) -> tuple[GradScaler, AdaLossScaled | None]:
+def make_scaling(
+    method: str | float, model: nn.Module, kind: type[GradScaler] = GradScaler
+) -> tuple[GradScaler, AdaLossScaled | None]:
     """The loss scaler of a method, and the adaptive scaling that it attaches to the model, if any.
 
     A step with a gradient that is not finite is skipped under every method, so that methods compare on equal terms.
@@ -42,20 +44,21 @@ def make_scaling(method: str | float, model: nn.Module) -> tuple[GradScaler, Ada
         "adaptive" or a layer rule's name ("approx_range", "exact", ...): a scale for each layer; followed by " normal",
             one that keeps gradients above the smallest normal number.
     model: a quantised model.
+    kind: the class of the scaler.
     Raises ValueError for an unknown method.
     """
     require_method(method)
     if not isinstance(method, str):
-        return _constant(method), None
+        return kind(_constant(method)), None
     if method in DYNAMIC:
-        return GradScaler(method), None
+        return kind(method), None
     adaptive = None
     if method != "none":
         name, _, u_min = method.partition(" ")
         rule = "approx_range" if name == "adaptive" else name
         adaptive = AdaLossScaled(model, rule=rule, u_min=u_min or "smallest")
-    return _constant(1.0), adaptive
+    return kind(_constant(1.0)), adaptive
 
 
-def _constant(scale: float) -> GradScaler:
-    return GradScaler(loss_rule("static", scale=float(scale), skip_overflow=True))
+def _constant(scale: float) -> LossRule:
+    return loss_rule("static", scale=float(scale), skip_overflow=True)

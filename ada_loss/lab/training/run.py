@@ -22,6 +22,7 @@ class Run:
     history: (steps so far, rows up to there), at some 20 steps of a long training.
     layer_scales: (steps so far, {site: log2_scale of its gradient}) at the same steps, with adaptive scaling.
     evaluations: (steps so far, metrics), in the order of the steps.
+    curves: {name: (step, number)} of what a training function of the user's own logged.
     """
 
     metrics: dict[str, float]
@@ -33,6 +34,7 @@ class Run:
     history: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
     layer_scales: list[tuple[int, dict[str, int]]] = field(default_factory=list)
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     @property
     def skipped(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,57 @@ def test_mlflow_gets_parameters_metrics_and_the_file_of_each_cell_once(tmp_path:
     assert len(client.search_runs([experiment.experiment_id])) == 6
 
 
+def logged(file: Path) -> list[bytes]:
+    """The records of a run's file: LevelDB's log format, behind a header of seven bytes."""
+    content, at, found, parts = file.read_bytes(), 7, [], b""
+    while at + 7 <= len(content):
+        if -at % 2**15 < 7:  # a block's end has no room for a header
+            at += -at % 2**15
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            found.append(parts)
+            parts = b""
+    return found
+
+
+def test_wandb_gets_curves_metrics_and_parameters_of_each_cell_offline_in_the_group_of_the_sweep(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    out = tmp_path / "mine"
+    results = small(out, track=["wandb"], seeds=1)
+    folders = {path.name.rpartition("-")[2]: path for path in (out / "wandb").iterdir()}
+    assert folders.keys() == {row["id"] for row in results.rows()}
+    for row in results.rows():
+        (file,) = folders[row["id"]].glob("*.wandb")
+        records = [Record.FromString(data) for data in logged(file)]
+        (run,) = (record.run for record in records if record.WhichOneof("record_type") == "run")
+        assert (run.run_group, run.display_name, run.run_id) == ("mine", row["id"], row["id"])
+        config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert (config["format"], config["scaling"], config["epochs"]) == ("e5m2", row["scaling"], "3")
+        history = [record.history for record in records if record.WhichOneof("record_type") == "history"]
+        losses = [
+            json.loads(item.value_json)
+            for one in history
+            for item in one.item
+            if "loss" in (item.key, *item.nested_key)
+        ]
+        assert losses == pytest.approx(results.telemetry(row["id"])["losses"].tolist())
+        summary = {
+            "/".join([item.key, *item.nested_key]).strip("/"): json.loads(item.value_json)
+            for record in records
+            if record.WhichOneof("record_type") == "summary"
+            for item in record.summary.update
+        }
+        assert summary["final/accuracy"] == pytest.approx(row["accuracy"])
+    small(out, track=["wandb"], seeds=1)
+    assert {path.name.rpartition("-")[2]: path for path in (out / "wandb").iterdir()} == folders
+
+
 def test_what_was_done_without_a_tracker_is_told_later(tmp_path: Path) -> None:
     results = small(tmp_path)
     assert TensorBoard(tmp_path / "tensorboard").known() == set()
@@ -109,9 +162,13 @@ def test_a_tracker_that_fails_loses_no_result_and_is_told_later_what_it_missed(t
 
 
 def test_unknown_trackers_are_refused_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Unknown tracker 'wandb'\. Known: tensorboard, mlflow"):
-        small(tmp_path / "out", track=["wandb"])
-    with pytest.raises(ValueError, match=r"Unknown tracker 3\. Known: tensorboard, mlflow, or an object of your own"):
+    with pytest.raises(
+        ValueError, match=r"Unknown tracker 'wandbb'\. Did you mean wandb\? Known: tensorboard, mlflow, wandb"
+    ):
+        small(tmp_path / "out", track=["wandbb"])
+    with pytest.raises(
+        ValueError, match=r"Unknown tracker 3\. Known: tensorboard, mlflow, wandb, or an object of your own"
+    ):
         small(tmp_path / "out", track=[3])
     with pytest.raises(ValueError, match="Possible: a list of"):
         small(tmp_path / "out", track="mlflow")

@@ -81,7 +81,7 @@ BOMB += "\n".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 20)}]" for a, b in zip("ab
         ("task: digits\nformats: [fp16", r"is no YAML: .* in line"),
         ("task: digits\x07", r"is no YAML: .*special characters are not allowed"),
         ("task: digits", r"the key formats is missing"),
-        ("formats: [fp16]", r"the key task is missing"),
+        ("formats: [fp16]", r"the key task or train is missing"),
         ("", r"holds nothing\. It must hold"),
         ("- fp16", r"holds a list"),
         ("task: !!python/object/apply:os.system ['true']\nformats: [fp16]", r"is no YAML: could not determine"),

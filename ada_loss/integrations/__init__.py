@@ -1,0 +1,1 @@
+"""Gradient scaling in training loops of other libraries: Accelerate and transformers' Trainer, Lightning."""

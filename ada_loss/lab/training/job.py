@@ -1,0 +1,286 @@
+"""What a training function of the user's own is given: the cell's format and scaling, and where to tell how it goes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import fpsim
+from ada_loss.lab.environment import versions
+from ada_loss.lab.training.checkpoints import Checkpoints, DelayedScaling
+from ada_loss.lab.training.methods import make_scaling
+from ada_loss.lab.training.run import Run
+from ada_loss.scalers import GradScaler
+from fpsim import FormatLike, Recording
+from fpsim.checks import is_number, is_whole, shown
+
+__all__ = ["Job", "JobScaler", "run_job"]
+
+RECORD_EVERY = 100
+FIRST_POINT, POINT_FACTOR = 10, 1.25  # of the history of a recording: the number of steps is not known
+GATHERED = ("scales", "skipped", "curves", "history", "layer_scales")
+
+
+class JobScaler(GradScaler):
+    """A `GradScaler` that tells its job the scale of every step, and which steps it skipped."""
+
+    job: Job | None = None
+    _skipped = False
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        found = super().step(optimizer, *args, **kwargs)
+        self._skipped = self._skipped or self.overflowed(optimizer)
+        return found
+
+    def update(self, new_scale: Any = None) -> None:
+        if self.job is not None:
+            self.job.note_update(self.get_scale(), self._skipped)
+        self._skipped = False
+        super().update(new_scale)
+
+
+class Job:
+    """One cell of a sweep, for a training function of your own: it trains, and returns its metrics.
+
+    fmt, rounding: the format of the cell and its rounding, as `fpsim.quantize` takes them.
+    scaling: the scaling method, "none", a number, "torch", "adaptive" ...
+    seed: torch's generator begins with it; use it for whatever else is drawn.
+    device: where the training runs, "cpu", "cuda" or "cuda:1".
+    options: the `task_options` of the sweep.
+
+    >>> job = Job("fp16", scaling=1024.0)
+    >>> model = job.quantize(nn.Linear(2, 1))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> scaler = job.scaler(optimizer)
+    >>> loss = model(torch.ones(1, 2)).square().sum()
+    >>> scaler.scale(loss).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> job.log(0, loss=loss)
+    >>> job.scales
+    [1024.0]
+    """
+
+    def __init__(
+        self,
+        fmt: FormatLike = None,
+        rounding: str | None = None,
+        scaling: str | float = "none",
+        seed: int = 0,
+        device: str = "cpu",
+        options: Mapping[str, Any] | None = None,
+        checkpoint: Path | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> None:
+        self.fmt, self.rounding, self.scaling, self.seed, self.device = fmt, rounding, scaling, seed, device
+        self.options = dict(options or {})
+        self.scales: list[float] = []
+        self.skipped: list[int] = []
+        self.curves: dict[str, list[tuple[int, float]]] = {}
+        self.history: list[tuple[int, list[dict[str, Any]]]] = []
+        self.layer_scales: list[tuple[int, dict[str, int]]] = []
+        self._path, self._progress, self._told = checkpoint, progress, 0
+        self._recording: Recording | None = None
+        self._scaler: JobScaler | None = None
+        self._model: nn.Module | None = None
+        self._adaptive: Any = None
+        self._checkpoints: Checkpoints | None = None
+        self._step, self._next_point, self._held = 0, FIRST_POINT, ExitStack()
+        self._is_named = False
+
+    @property
+    def format(self) -> str:
+        """The format in words."""
+        return str(self.fmt or "fp32")
+
+    def quantize(self, model: nn.Module, *, inplace: bool = False, record_every: int = RECORD_EVERY) -> Any:
+        """The model in the cell's format on the cell's device, with the layers' scales if the method has some.
+
+        One model for a job. What its rounding does at every site is recorded for the report.
+
+        model: is copied, unless `inplace`, for code that holds the model already.
+        record_every: tally each n-th call of every site; 0 records nothing.
+        Raises ValueError for a second model.
+        """
+        if self._model is not None:
+            raise ValueError("This job has a quantised model already. Put several models into one module first.")
+        if not is_whole(record_every, least=0):
+            raise ValueError(f"record_every={shown(record_every)} is impossible. Possible: an integer, 0 or more.")
+        found = fpsim.quantize(model, self.fmt, rounding=self.rounding, inplace=inplace).to(self.device)
+        scaler, self._adaptive = make_scaling(self.scaling, found, JobScaler)
+        assert isinstance(scaler, JobScaler)
+        scaler.job, self._scaler = self, scaler
+        if self._adaptive is not None:
+            self._held.enter_context(self._adaptive)
+        if record_every:
+            self._recording = self._held.enter_context(fpsim.record(found, every=record_every))
+        self._model = found
+        return found
+
+    def scaler(self, optimizer: Optimizer | None = None) -> GradScaler:
+        """The loss scaler of the cell's method, with the methods of torch's: scale, unscale_, step, update.
+
+        Under every method it skips a step whose gradients are not finite. With adaptive scaling its scale is 1.
+
+        optimizer: may be given, for code that has a scaler for each; it is not held.
+        Raises ValueError before `quantize`: layers' scales belong to a model.
+        """
+        if self._scaler is None:
+            raise ValueError("There is no scaler before the model. Call job.quantize(model) first.")
+        return self._scaler
+
+    def log(self, step: int, **numbers: Any) -> None:
+        """Tell numbers at a step: they are curves of the report and of `Results.curves`. "loss" shows divergence.
+
+        step: counted from 0.
+        numbers: floats, or tensors of one element.
+        Raises TypeError for what is no number.
+        """
+        if not is_whole(step, least=0):
+            raise TypeError(f"The step {shown(step)} is no count. Possible: an integer, 0 or more.")
+        for name, value in numbers.items():
+            self.curves.setdefault(name, []).append((int(step), _number(name, value)))
+        self._step = max(self._step, int(step))
+        self._tell()
+
+    def note_update(self, scale: float, skipped: bool) -> None:
+        """What its scaler says of an update: the scale that was used, and whether the step was skipped."""
+        if skipped:
+            self.skipped.append(len(self.scales))
+        self.scales.append(scale)
+        self._step = max(self._step, len(self.scales) - 1)
+        self._tell()
+
+    def _tell(self) -> None:
+        done = self._step + 1
+        if done >= self._next_point:
+            self._record_point()
+            self._next_point = math.ceil(POINT_FACTOR * done)
+        if self._progress is not None and done > self._told:
+            self._progress(done - self._told)
+            self._told = done
+
+    def _record_point(self) -> None:
+        """Add a point to the history of the recording, and the scales of the layers."""
+        done = self._step + 1
+        if self._recording is not None and (not self.history or self.history[-1][0] < done):
+            self.history.append((done, self._recording.rows()))
+            if self._adaptive is not None:
+                self.layer_scales.append((done, self._adaptive.log2_scales()))
+
+    def checkpoint(self, step: int = 0, **stateful: Any) -> int:
+        """Restore what is named, once; then, without names, save it now and then. Gives the step to go on from.
+
+        start = job.checkpoint(model=model, optimizer=optimizer) restores both where a cell was interrupted, and what
+        was logged, scaled and recorded. At the end of each step, job.checkpoint(step + 1) saves all of it if half a
+        minute has passed.
+
+        step: how many steps are done.
+        stateful: objects with `state_dict` and `load_state_dict`, such as schedules and data loaders.
+        Raises ValueError where there is nothing to save.
+        """
+        if stateful:
+            states = {**stateful, "job": self, "scaler": self._scaler, "adaptive": self._adaptive}
+            states["recording"] = self._recording
+            present = {name: thing for name, thing in states.items() if thing is not None}
+            if self._model is not None:
+                present["delayed scaling"] = DelayedScaling(self._model)
+            self._step = step
+            if self._path is not None:
+                words = {"format": str(self.fmt), "rounding": self.rounding, "scaling": self.scaling}
+                identity = {**words, "seed": self.seed, "names": [*present], "versions": versions()}
+                cuda = [self.device] if self.device.startswith("cuda") else []
+                self._checkpoints = Checkpoints(self._path, present, identity, 30.0, cuda)
+                self._checkpoints.load()
+            self._is_named = True
+            return self._step
+        if not self._is_named:
+            raise ValueError(
+                "job.checkpoint() came without anything to save. Name it once, before the loop: "
+                "start = job.checkpoint(model=model, optimizer=optimizer)."
+            )
+        self._step = step
+        if self._checkpoints is not None and self._checkpoints.is_due():
+            self._checkpoints.save()
+        return step
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was logged and gathered so far, for the checkpoint."""
+        return {"step": self._step, **{name: getattr(self, name) for name in GATHERED}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved."""
+        self._step = state["step"]
+        for name in GATHERED:
+            setattr(self, name, state[name])
+
+    def result(self, metrics: Mapping[str, Any], seconds: float) -> Run:
+        """The result of the cell, as the built-in training gives one.
+
+        metrics: what the training function returned.
+        Raises TypeError for what is no mapping from names to numbers.
+        """
+        if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+            raise TypeError(
+                f"The training function returned {shown(metrics)}. Possible: its metrics, a mapping from names to "
+                f"numbers, such as {{'accuracy': 0.9}}."
+            )
+        self._record_point()
+        return Run(
+            metrics={name: _number(name, value) for name, value in metrics.items()},
+            losses=[value for _, value in self.curves.get("loss", [])],
+            rows=self.history[-1][1] if self.history else [],
+            seconds=seconds,
+            scales=self.scales,
+            skipped_steps=self.skipped,
+            history=self.history,
+            layer_scales=self.layer_scales,
+            curves=self.curves,
+        )
+
+    def close(self) -> None:
+        """End the recording and the layers' scaling."""
+        self._held.close()
+
+    def over(self) -> None:
+        """Delete the checkpoint: the training is over."""
+        if self._checkpoints is not None:
+            self._checkpoints.remove()
+
+
+def run_job(job: Job, train: Callable[[Job], Mapping[str, Any]]) -> tuple[Run, str | None]:
+    """Call a training function, and give the run and, where its loss rule stopped it, what the rule said.
+
+    torch's random numbers begin with the job's seed, and are afterwards as before.
+    """
+    cuda = [job.device] if job.device.startswith("cuda") else []
+    began = time.perf_counter()
+    error = None
+    metrics: Mapping[str, Any] = {}
+    with torch.random.fork_rng(devices=cuda), fpsim.noise_of_torch():
+        torch.manual_seed(job.seed)
+        try:
+            metrics = train(job)
+        except FloatingPointError as stopped:
+            error = str(stopped)
+        finally:
+            job.close()
+    run = job.result(metrics, time.perf_counter() - began)
+    job.over()
+    return run, error
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if not is_number(value):
+        raise TypeError(f"{name} came as {shown(value)}. Possible: a number, or a tensor of one element.")
+    return float(value)

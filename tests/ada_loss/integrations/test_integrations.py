@@ -1,0 +1,211 @@
+"""Accelerate, transformers' Trainer and Lightning, the real ones, against the same steps with torch alone."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+import ada_loss
+import fpsim
+from ada_loss import GradScaler, Job
+from ada_loss.rules import loss_rule
+
+STEPS, NORM, RATE = 6, 0.5, 0.1
+FORMAT = "e5m2"
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(4 * STEPS, 6, generator=generator)
+    return x, (x[:, 0] > 0).long()
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 2))
+
+
+def expected(scaling: Any = 1024.0, fmt: str = FORMAT) -> tuple[list[Tensor], list[float], list[float]]:
+    """Parameters, losses and scales of the loop by hand, with `GradScaler` alone."""
+    model = fpsim.quantize(network(), fmt)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    rule = scaling if isinstance(scaling, str) else loss_rule("static", scale=scaling, skip_overflow=True)
+    scaler, losses, scales = GradScaler(rule), [], []
+    for x, y in zip(data()[0].split(4), data()[1].split(4)):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        scales.append(scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    return [p.detach().clone() for p in model.parameters()], losses, scales
+
+
+def same(model: nn.Module, parameters: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), parameters, strict=True))
+
+
+@pytest.mark.parametrize("scaling", [1024.0, "torch"])
+def test_accelerate_takes_the_steps_of_the_loop_by_hand(scaling: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from ada_loss.integrations.huggingface import use_scaler
+
+    parameters, losses, scales = expected(scaling)
+    job = Job(FORMAT, scaling=scaling)
+    model = job.quantize(network())
+    accelerator = accelerate.Accelerator(cpu=True)
+    use_scaler(accelerator, job.scaler())
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader([*zip(*data())], batch_size=4))
+    for step, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), NORM)
+        optimizer.step()
+        job.log(step, loss=loss)
+    job.close()
+    assert same(model, parameters)
+    assert [value for _, value in job.curves["loss"]] == losses
+    assert job.scales == scales
+    with pytest.raises(ValueError, match="Call use_scaler before"):
+        use_scaler(accelerator, job.scaler())
+    with pytest.raises(TypeError, match=r"Possible: an accelerate\.Accelerator"):
+        use_scaler(model, job.scaler())
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return len(data()[0])
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"x": data()[0][i], "labels": data()[1][i]}
+
+
+class Classifier(nn.Module):
+    """What transformers' Trainer trains: a forward that gives its loss."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.net(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def trainer_of(job: Job, folder: Path) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    from ada_loss.integrations.huggingface import tell, use_scaler
+
+    model = Classifier(job.quantize(network()))
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=NORM,
+        logging_steps=1,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+
+    class InOrder(Trainer):  # the one thing that is not the library's: the order of the data
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(Rows())
+
+    trainer = InOrder(model, arguments, train_dataset=Rows(), optimizers=(optimizer, None), callbacks=[tell(job.log)])
+    use_scaler(trainer, job.scaler())
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scaling", [1024.0, "torch"])
+def test_transformers_trainer_takes_the_steps_of_the_loop_by_hand(tmp_path: Path, scaling: Any) -> None:
+    pytest.importorskip("accelerate")
+    parameters, losses, scales = expected(scaling)
+    job = Job(FORMAT, scaling=scaling)
+    trainer = trainer_of(job, tmp_path)
+    trainer.train()
+    job.close()
+    assert same(trainer.model, parameters)
+    assert [value for _, value in job.curves["loss"]] == pytest.approx(losses, abs=1e-4)  # the Trainer rounds them
+    assert job.scales == scales
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scaling", [1024.0, "torch"])
+def test_lightning_takes_the_steps_of_the_loop_by_hand(tmp_path: Path, scaling: Any) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from ada_loss.integrations.lightning import ScaledPrecision, Tell
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=RATE)
+
+    parameters, losses, scales = expected(scaling)
+    job = Job(FORMAT, scaling=scaling)
+    module = Module(job.quantize(network()))
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        gradient_clip_val=NORM,
+        plugins=[ScaledPrecision(job.scaler())],
+        callbacks=[Tell(job.log)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(tmp_path),
+    )
+    trainer.fit(module, DataLoader([*zip(*data())], batch_size=4))
+    job.close()
+    assert same(module, parameters)
+    assert [value for _, value in job.curves["loss"]] == losses
+    assert job.scales == scales
+    state = copy.deepcopy(trainer.precision_plugin.state_dict())
+    trainer.precision_plugin.load_state_dict(state)
+    assert job.scaler().get_scale() == GradScaler.get_scale(trainer.precision_plugin.scaler)
+
+
+def with_trainer(job: Job) -> dict[str, float]:
+    trainer = trainer_of(job, Path(job.options["folder"]))
+    return {"train_loss": trainer.train().training_loss}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_sweep_runs_over_transformers_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    results = ada_loss.sweep(
+        train=with_trainer,
+        formats=["fp16"],
+        scaling=["none", "torch"],
+        seeds=2,
+        task_options={"folder": str(tmp_path)},
+        out=tmp_path / "out",
+        show_progress=False,
+    )
+    assert [row["format"] for row in results.rows()] == ["fp32"] * 2 + ["fp16"] * 4
+    assert all(len(curve.steps) == STEPS for curve in results.curves("loss"))
