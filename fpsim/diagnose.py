@@ -16,6 +16,7 @@ from fpsim.emulation.tracing import Operation, Trace
 from fpsim.forwards import emulated_forwards
 from fpsim.model import listeners
 from fpsim.rows import Rows, number
+from fpsim.shared_scales import Cut
 from fpsim.spec import Spec
 from fpsim.tally import Accumulator
 
@@ -282,7 +283,7 @@ class _Seen:
     def wants(self, site: str, role: str) -> bool:
         return True
 
-    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec) -> None:
+    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
         largest, count = _overflow(before, after, spec)
         finite = before[before.isfinite()]
         amax = float(finite.abs().max()) if finite.numel() else 0.0
@@ -305,7 +306,7 @@ def _overflow(before: Tensor, after: Tensor, spec: Spec) -> tuple[float, int]:
     """The largest value that a rounding can give, and how many finite numbers became inf, NaN or that, and were not."""
     fmt = spec.fmt
     if not isinstance(fmt, BlockFormat):
-        sums = Accumulator(fmt, before.device)
+        sums = Accumulator(spec, before.device)
         sums.add(before, after)
         return fmt.largest, sums.result().overflow
     if fmt.block != "tensor" or not after.numel():

@@ -16,7 +16,7 @@ from fpsim.forwards import emulated_forwards
 from fpsim.launch import rounded
 from fpsim.policy import ROLES, Policy
 from fpsim.rows import Rows
-from fpsim.shared_scales import rounded_blocks
+from fpsim.shared_scales import Cut, rounded_blocks
 from fpsim.spec import BlockSpec, Spec, any_spec
 from fpsim.tally import Accumulator, Tally
 from fpsim.torch_internals import is_compiled_wrapper
@@ -153,9 +153,9 @@ class Watch:
         for spec in self.specs:
             key = self._watched, site, role, spec
             if key not in self._sums:
-                self._sums[key] = Accumulator(spec.fmt, x.device)
+                self._sums[key] = Accumulator(spec, x.device)
             after = rounded_blocks(x, spec, -1) if isinstance(spec, BlockSpec) else rounded(x, spec)
-            self._sums[key].add(x, after)
+            self._sums[key].add(x, after, Cut() if isinstance(spec, BlockSpec) else None)
 
     # What was found
 
