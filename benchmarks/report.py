@@ -7,6 +7,7 @@ as JSON under benchmarks/results/, with the machine it was measured on. A goal i
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import json
 import os
@@ -54,6 +55,15 @@ def paired(baseline: Callable[[], object], candidate: Callable[[], object], repe
 class Report:
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+
+    def has(self, package: str, section: str) -> bool:
+        """Whether a package to compare with is installed; where it is not, the report says so."""
+        if importlib.util.find_spec(package) is not None:
+            return True
+        self.notes.append(f"{section}: {package} is not installed, and nothing here is compared with it.")
+        print(self.notes[-1], flush=True)
+        return False
 
     def add(
         self, section: str, name: str, value: float, unit: str, goal: float | None = None, at_least: bool = True
@@ -88,7 +98,10 @@ def save(report: Report, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_suffix(".tmp")
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    temporary.write_text(json.dumps({"machine": machine(), "command": command, "rows": report.rows}, indent=1) + "\n")
+    temporary.write_text(
+        json.dumps({"machine": machine(), "command": command, "notes": report.notes, "rows": report.rows}, indent=1)
+        + "\n"
+    )
     os.replace(temporary, target)
     missed = [row for row in report.rows if row["met"] is False]
     print(f"\n{len(missed)} of {sum(row['goal'] is not None for row in report.rows)} goals missed. Saved {target}.")
@@ -172,10 +185,32 @@ def blocks(report: Report, repeats: int) -> None:
     rows = x[:8, :32].numpy().astype(np.float64)
     part, result = x[:1024, :1024].contiguous(), torch.empty(1024, 1024)
     theirs = lambda: [quantize_block(info, row, compute_scale_amax) for row in rows]  # noqa: E731
-    seconds, ours_seconds, _ = paired(theirs, partial(fpsim.round_to, part, "mxfp8_e4m3", out=result), 5)
-    ratio = seconds / rows.size / (ours_seconds / part.numel())
+    _, _, ratio = paired(theirs, partial(fpsim.round_to, part, "mxfp8_e4m3", out=result), 5)
+    ratio *= part.numel() / rows.size
     report.add("blocks", "gfloat.quantize_block mxfp8_e4m3, for each number", ratio, "times slower than ours", 50)
+    if report.has("torchao", "blocks"):
+        torchao_casts(report, part, result)
     torch.set_num_threads(os.cpu_count() or 1)
+
+
+def torchao_casts(report: Report, x: Tensor, out: Tensor) -> None:
+    """torchao's casts to MX and NVFP4, which give codes and scales; ours gives the numbers that they stand for."""
+    from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3, DTYPE_FP6_E3M2
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
+
+    elements = {
+        "mxfp8_e4m3": torch.float8_e4m3fn,
+        "mxfp8_e5m2": torch.float8_e5m2,
+        "mxfp6_e2m3": DTYPE_FP6_E2M3,
+        "mxfp6_e3m2": DTYPE_FP6_E3M2,
+        "mxfp4": torch.float4_e2m1fn_x2,
+    }
+    casts: dict[str, Callable[[], object]] = {name: partial(to_mx, x, e, 32) for name, e in elements.items()}
+    casts["nvfp4"] = lambda: nvfp4_quantize(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().amax()))
+    for name, theirs in casts.items():
+        _, _, ratio = paired(theirs, partial(fpsim.round_to, x, name, out=out), 5)
+        report.add("blocks", f"torchao {name}, 1024 x 1024", ratio, "times slower than ours", 10)
 
 
 def numpy_running_sum(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -283,16 +318,41 @@ def make_model(which: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     return model, loss
 
 
+def with_torchaos_products(model: nn.Module) -> None:
+    """Let the layers of a GPT-2 but the head compute their three products by torchao's emulation of MXFP8."""
+    from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+    from torchao.prototype.mx_formats.config import (
+        MXFP8Dim0CastKernelChoice,
+        MXFP8Dim1CastKernelChoice,
+        ScaleCalculationMode,
+    )
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+    from transformers.pytorch_utils import Conv1D
+
+    e4m3, rest = torch.float8_e4m3fn, (MXFP8Dim0CastKernelChoice.TORCH, MXFP8Dim1CastKernelChoice.TORCH)
+    words = (e4m3, e4m3, e4m3, 32, KernelPreference.EMULATED, *rest, ScaleCalculationMode.RCEIL, False)
+
+    def forward(layer: Conv1D, x: Tensor) -> Tensor:
+        return mx_mm.apply(x, layer.weight.t().contiguous(), *words) + layer.bias  # type: ignore[no-any-return]
+
+    for module in model.modules():
+        if isinstance(module, Conv1D):
+            module.forward = partial(forward, module)
+
+
 def make_step(which: str, form: str) -> Callable[[], object]:
     """A whole training step of a model.
 
-    form: "float32"; "fpsim", all roles fp16; "recipe:NAME", a recipe of fpsim; "qtorch", its Quantizer at the same
-    sites; "watched" and "unwatched", float32 with fpsim.watch in each step and in none; "static", fpsim with a loss
-    scale; "adaptive N M", fpsim with a scale for each layer, computed every N steps and recorded every M (0: never).
+    form: "float32"; "fpsim", all roles fp16; "recipe:NAME", a recipe of fpsim; "torchao", its MXFP8 in the layers but
+        the head; "qtorch", its Quantizer at the same sites; "watched" and "unwatched", float32 with fpsim.watch in each
+        step and in none; "static", fpsim with a loss scale; "adaptive N M", fpsim with a scale for each layer, computed
+        every N steps and recorded every M (0: never).
     """
     model, loss = make_model(which)
     if form.startswith("recipe:"):
         fpsim.quantize(model, form, inplace=True)
+    elif form == "torchao":
+        with_torchaos_products(model)
     elif form not in ("float32", "qtorch", "watched", "unwatched"):
         fpsim.quantize(model, "fp16", inplace=True)
     scaler: Any = None
@@ -337,6 +397,10 @@ def recipes(report: Report, repeats: int) -> None:
         plain(), under()
         _, _, ratio = paired(plain, under, repeats)
         report.add("recipes", f"gpt2 recipe {name} / float32 step", 1 / ratio, "times", goal, at_least=False)
+    if report.has("torchao", "recipes"):
+        plain, theirs = make_step("gpt2", "float32"), make_step("gpt2", "torchao")
+        _, _, ratio = paired(plain, theirs, repeats)
+        report.add("recipes", "gpt2 torchao's emulated MXFP8 / float32 step", 1 / ratio, "times")
 
 
 def watching(report: Report, repeats: int) -> None:
