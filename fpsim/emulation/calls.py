@@ -93,7 +93,7 @@ LOOK_UPS = ("embedding",)
 # others follow torch's type promotion: one operand that is float32 on purpose makes the result so.
 NARROWING = frozenset(
     """
-    linear matmul mm bmm mv dot addmm addmm_ addbmm addbmm_ baddbmm baddbmm_ addmv addmv_ addr outer ger inner vdot
+    linear matmul mm bmm mv dot addmm addmm_ addbmm addbmm_ baddbmm baddbmm_ addmv addmv_ addr inner vdot
     rmatmul linalg_matmul linalg_multi_dot linalg_vecdot chain_matmul einsum tensordot bilinear inner_product
     conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc
     layer_norm group_norm batch_norm instance_norm rms_norm native_layer_norm native_group_norm native_batch_norm

@@ -86,6 +86,7 @@ ISLANDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "an island written into": lambda x, y: x.float().add_(y).mul_(1.1),
     "set": lambda x, y: (x * 1.0).index_put((torch.tensor([0]),), (y.float() * 1.1)[0].to(x.dtype)),
     "a product of islands": lambda x, y: x.float() @ y.float().mT,
+    "an outer product, which multiplies element by element": lambda x, y: torch.outer(x[0], y[0].float()) * 1.1,
     "a norm in Python": lambda x, y: (
         y * (x.to(torch.float32) * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
     ),
@@ -114,6 +115,19 @@ def test_an_island_computes_as_native_code_does(name: str, fmt: str) -> None:
     assert torch.equal(emulated, native.float())
     is_narrow = torch.equal(emulated, round_to(emulated, fmt))
     assert is_narrow == (native.dtype is NATIVE[fmt]) or torch.equal(native.float(), native.to(NATIVE[fmt]).float())
+
+
+def test_float64_stays_float64_in_a_model_of_float32() -> None:
+    """Rotary codes of Flux: positions in float32 times frequencies in float64."""
+
+    def codes(x: Tensor) -> Tensor:
+        return torch.outer(x.float(), 1 / 10000 ** (torch.arange(8, dtype=torch.float64) / 8))
+
+    x = torch.arange(20.0)
+    with emulate("fp32"):
+        emulated = codes(x)
+    assert emulated.dtype is torch.float64
+    assert torch.equal(emulated, codes(x))
 
 
 UNARY: list[Callable[[Tensor], Tensor]] = [
