@@ -100,6 +100,8 @@ class Emulation(TorchFunctionMode):
                 return inner(*args, **kwargs)
         if call.in_place and args and isinstance(args[0], nn.Parameter):
             return call(func, args, kwargs)  # an update or an initialisation, not a step of the computation
+        if action is Action.FILL:
+            return self._fill(func, call, args, kwargs)
         if action in (Action.FACTORY, Action.LIKE):
             return self._make(func, call, args, kwargs)
         if action is Action.CAST:
@@ -216,9 +218,20 @@ class Emulation(TorchFunctionMode):
         elif call.action is Action.LIKE:
             is_wide = any(format_of(x) == WIDE for x in others)
         else:
-            is_wide = not others
+            is_wide = not others or any(format_of(x) == WIDE for x in others)
         if is_wide and not any(out is x for x in others):
             self._mark_wide(out)
+        return out
+
+    def _fill(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """New numbers in a tensor, which is as narrow or as wide as before."""
+        x = args[0]
+        known = format_of(x) if isinstance(x, Tensor) else None
+        out = call(func, args, kwargs)
+        if known == WIDE:
+            self._mark_wide(x)
+        elif known is not None:
+            self._round_result(x, call, (), [], x)
         return out
 
     def _cast(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,7 +243,7 @@ class Emulation(TorchFunctionMode):
         if not isinstance(out, Tensor) or not is_roundable(out):
             return out
         like = next((y for y in (*args[1:], *kwargs.values()) if isinstance(y, Tensor)), None)
-        if like is None and dtype_in(args, kwargs) is None and call.name not in ("float", "double"):
+        if like is None and dtype_in(args, kwargs) is None and call.name == "to":
             self._carry_marks(out, [x], None, None)  # to another device
             return out
         if asks_for_float32(func, call.name, args, kwargs) or (like is not None and format_of(like) == WIDE):
