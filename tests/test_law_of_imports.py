@@ -59,6 +59,7 @@ RANKS = {
     "fpsim.emulation.casts": 8,
     "fpsim.emulation.marks": 8,
     "fpsim.emulation.arguments": 9,
+    "fpsim.emulation.operands": 9,
     "fpsim.emulation.scope": 9,
     "fpsim.emulation.forms": 9,
     "fpsim.emulation.einsum": 9,

@@ -11,7 +11,7 @@ from fpsim.autograd import is_plain, round_differentiably
 from fpsim.emulation.marks import is_rounded_at, mark_of, mark_rounded
 from fpsim.emulation.scope import Observer, Scope
 from fpsim.launch import round_memory_, rounded, to_float64
-from fpsim.spec import RoundingSpec
+from fpsim.spec import RoundingSpec, container_width
 from fpsim.torch_internals import has_no_holes, is_held_by_autograd_alone, is_legacy_batched
 
 __all__ = ["BackwardRounding"]
@@ -71,6 +71,10 @@ class BackwardRounding:
             return round_differentiably(gradient, spec, log2_scale)
         if not may_round:
             observer = listeners.watching(self.site, self.role)
+        if container_width(spec, gradient.dtype) == 0:  # not rounded; a copy has no holes, and sums in another order
+            if observer is not None:
+                self._show(observer, gradient, gradient, log2_scale)
+            return None
         # asked again: the scaling may have kept the gradient
         if observer is None and has_no_holes(gradient) and is_held_by_autograd_alone(gradient):
             round_memory_(gradient, spec, None, log2_scale)

@@ -29,6 +29,7 @@ class Action(Enum):
     PASS = "it computes nothing in the format: metadata, comparisons, random and constant tensors, autograd's controls"
     FACTORY = "it makes a tensor of nothing but sizes and numbers"
     LIKE = "it makes a tensor like another one"
+    FILL = "it writes new numbers over all of a tensor, which keeps its format"
     CAST = "it may move values between float32 and the format"
     MOVE = "the values that come out are values that went in, or their negatives: views, copies, selections"
     SET_ITEM = "it moves values into a tensor"
@@ -46,14 +47,15 @@ PASS = frozenset(
     is_set_to is_shared has_names requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward
     grad item tolist numpy detach_ is_nonzero allclose equal isfinite isnan isinf isneginf isposinf isclose
     eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ argmax argmin argsort nonzero argwhere
-    logical_and logical_or logical_not logical_xor signbit searchsorted bucketize bincount unique
-    unique_consecutive result_type promote_types can_cast is_tensor is_storage record_stream pin_memory share_memory_
-    resize_ set_ multinomial bernoulli normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_
-    randint randperm randint_like poisson from_numpy
-    tril_indices triu_indices zero_ fill_ one_hot manual_seed seed initial_seed _assert _assert_async _is_view
+    logical_and logical_or logical_not logical_xor signbit searchsorted bucketize bincount
+    result_type promote_types can_cast is_tensor is_storage record_stream pin_memory share_memory_
+    resize_ set_ multinomial randint randperm randint_like from_numpy
+    tril_indices triu_indices one_hot manual_seed seed initial_seed _assert _assert_async _is_view
     set_default_dtype get_default_dtype set_grad_enabled is_grad_enabled
     """.split()
 )
+# Functions that write new numbers over all of a tensor.
+FILL = frozenset("fill_ zero_ normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_".split())
 MOVE = frozenset(
     """
     complex T mT H mH real imag view_as_real view_as_complex
@@ -64,7 +66,7 @@ MOVE = frozenset(
     as_strided chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind meshgrid
     atleast_1d atleast_2d atleast_3d cat concat concatenate stack hstack vstack dstack column_stack row_stack
     block_diag index_select gather take take_along_dim masked_select __getitem__ flip fliplr flipud roll rot90 tile
-    repeat repeat_interleave tril triu ravel diag diag_embed sort topk kthvalue median mode
+    repeat repeat_interleave unique unique_consecutive tril triu ravel diag diag_embed sort topk kthvalue median mode
     max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
     adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d pixel_shuffle pixel_unshuffle channel_shuffle
     relu relu_ max min amax amin maximum minimum abs neg negative __neg__ __abs__ cummax cummin embedding
@@ -93,7 +95,7 @@ LOOK_UPS = ("embedding",)
 # others follow torch's type promotion: one operand that is float32 on purpose makes the result so.
 NARROWING = frozenset(
     """
-    linear matmul mm bmm mv dot addmm addmm_ addbmm addbmm_ baddbmm baddbmm_ addmv addmv_ addr outer ger inner vdot
+    linear matmul mm bmm mv dot addmm addmm_ addbmm addbmm_ baddbmm baddbmm_ addmv addmv_ addr inner vdot
     rmatmul linalg_matmul linalg_multi_dot linalg_vecdot chain_matmul einsum tensordot bilinear inner_product
     conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc
     layer_norm group_norm batch_norm instance_norm rms_norm native_layer_norm native_group_norm native_batch_norm
@@ -174,6 +176,8 @@ def _action_of(function: Callable[..., Any], name: str) -> Action:
         return Action.FACTORY
     if name in FACTORIES_LIKE:
         return Action.LIKE
+    if name in FILL:
+        return Action.FILL
     if name in CAST_NAMES:
         return Action.CAST
     if name == "__setitem__":

@@ -44,6 +44,7 @@ FACTORIES_LIKE = frozenset(
     """.split()
 )
 _WIDE = (torch.float32, torch.float64)
+_WIDE_TYPES = ("FloatTensor", "DoubleTensor")  # what a dtype was called before there were dtypes
 _HOME = str(Path(torch.__file__).parent)
 _SHARDING = str(Path(_HOME, "distributed"))
 
@@ -63,10 +64,14 @@ def asks_for_float32(function: Callable[..., Any], name: str, args: tuple[Any, .
     """
     if name in ("float", "double"):
         return True
-    dtype = dtype_in(args, kwargs)
+    dtype, frame = dtype_in(args, kwargs), _caller_of(inspect.currentframe())
+    if name == "type" and dtype is None:
+        kind = args[1] if len(args) > 1 else kwargs.get("dtype")
+        if isinstance(kind, str):  # x.type() gives such a string too
+            return kind.endswith(_WIDE_TYPES) and frame is not None and kind in frame.f_code.co_consts
+        return getattr(kind, "__name__", "") in _WIDE_TYPES
     if dtype not in _WIDE:
         return False
-    frame = _caller_of(inspect.currentframe())
     return frame is not None and names_float32(frame, getattr(function, "__name__", name), _caller_of)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -29,11 +28,11 @@ from fpsim.emulation.marks import (
     mark,
     writes_to,
 )
+from fpsim.emulation.operands import Rounds, leaves_float32
 from fpsim.emulation.product_calls import CALLS, compute_products
 from fpsim.emulation.products import ProductCall, note_views_of_weights, weights_among
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.launch import round_memory_
-from fpsim.policy import RoleSpecs
 from fpsim.spec import RoundingSpec, rounding_spec
 from fpsim.torch_internals import blind_to_modes, calibrate_holders, is_sharded, share_storage
 
@@ -46,16 +45,6 @@ _decomposed: dict[Any, Callable[..., Any]] = {f: blind_to_modes(f) for f in (F.m
 
 
 FLOAT32 = rounding_spec("fp32")  # what an observer is told of a result that is float32 on purpose
-
-
-class _Rounds(Enum):
-    """Which operands of a call are brought into their formats."""
-
-    ALL = "all: of products, convolutions and normalisations, as autocast does"
-    ALL_BUT_WIDE = "all but those that are float32 on purpose, from which torch takes the number as it is"
-    SCALARS = "weights, and scalars that are float32 on purpose: values are moved, and a scalar promotes nothing"
-    WEIGHTS = "weights alone: values are moved, or the result is float32 on purpose"
-    NOTHING = "none: autocast was switched off here"
 
 
 class Emulation(TorchFunctionMode):
@@ -111,6 +100,8 @@ class Emulation(TorchFunctionMode):
                 return inner(*args, **kwargs)
         if call.in_place and args and isinstance(args[0], nn.Parameter):
             return call(func, args, kwargs)  # an update or an initialisation, not a step of the computation
+        if action is Action.FILL:
+            return self._fill(func, call, args, kwargs)
         if action in (Action.FACTORY, Action.LIKE):
             return self._make(func, call, args, kwargs)
         if action is Action.CAST:
@@ -127,12 +118,12 @@ class Emulation(TorchFunctionMode):
         keeps_first = call.in_place or kwargs.get("inplace") is True
         target = kwargs.get("out", args[0] if keeps_first and args else None)
         moves, is_wide = call.action is Action.MOVE, self._is_wide_call(func, call, args, kwargs, target)
-        rounds = _Rounds.WEIGHTS if moves or is_wide else _Rounds.ALL
+        rounds = Rounds.WEIGHTS if moves or is_wide else Rounds.ALL
         if self._has_wide and not is_wide and (moves or call.name not in NARROWING):
-            rounds = _Rounds.SCALARS if moves else _Rounds.ALL_BUT_WIDE  # of which there are scalars, or what is added
+            rounds = Rounds.SCALARS if moves else Rounds.ALL_BUT_WIDE  # of which there are scalars, or what is added
         if is_float32_island(self._autocast_depth):
             is_wide = is_wide or not any(self._is_narrow(x) for x in roundable_in(args, kwargs))
-            rounds = _Rounds.NOTHING if is_wide else rounds
+            rounds = Rounds.NOTHING if is_wide else rounds
         floats: list[Tensor] = []
 
         new_args = tuple(
@@ -149,7 +140,7 @@ class Emulation(TorchFunctionMode):
             self._prepare_target(first)
         was_marked = format_of(first) if isinstance(first, Tensor) else None
         product = None
-        is_left = is_wide and (rounds is _Rounds.NOTHING or not isinstance(target, Tensor))
+        is_left = is_wide and (rounds is Rounds.NOTHING or not isinstance(target, Tensor))
         if self.scope.products is not None and call.name in CALLS and not is_left:
             originals, prepared = ((*a, *k.values()) for a, k in ((args, kwargs), (new_args, new_kwargs)))
             product = ProductCall(self.scope, call.name, operands, weights_among(self.scope, originals, prepared))
@@ -227,21 +218,32 @@ class Emulation(TorchFunctionMode):
         elif call.action is Action.LIKE:
             is_wide = any(format_of(x) == WIDE for x in others)
         else:
-            is_wide = not others
+            is_wide = not others or any(format_of(x) == WIDE for x in others)
         if is_wide and not any(out is x for x in others):
             self._mark_wide(out)
+        return out
+
+    def _fill(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """New numbers in a tensor, which is as narrow or as wide as before."""
+        x = args[0]
+        known = format_of(x) if isinstance(x, Tensor) else None
+        out = call(func, args, kwargs)
+        if known == WIDE:
+            self._mark_wide(x)
+        elif known is not None:
+            self._round_result(x, call, (), [], x)
         return out
 
     def _cast(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A cast, which moves values between float32 and the format where it changes no dtype of torch."""
         if is_roundable(args[0]) and leaves_float32(self.scope.specs, args[0]):
             return call(func, args, kwargs)  # the format is float32: a copy would change the order of gradients' sums
-        x = self._operand(args[0], _Rounds.WEIGHTS) if is_roundable(args[0]) else args[0]
+        x = self._operand(args[0], Rounds.WEIGHTS) if is_roundable(args[0]) else args[0]
         out = call(func, (x, *args[1:]), kwargs)
         if not isinstance(out, Tensor) or not is_roundable(out):
             return out
         like = next((y for y in (*args[1:], *kwargs.values()) if isinstance(y, Tensor)), None)
-        if like is None and dtype_in(args, kwargs) is None and call.name not in ("float", "double"):
+        if like is None and dtype_in(args, kwargs) is None and call.name == "to":
             self._carry_marks(out, [x], None, None)  # to another device
             return out
         if asks_for_float32(func, call.name, args, kwargs) or (like is not None and format_of(like) == WIDE):
@@ -250,12 +252,12 @@ class Emulation(TorchFunctionMode):
                 self._mark_wide(out)
             return out
         if format_of(x) == WIDE and out.dtype in _WIDE_DTYPES:
-            return self._operand(out, _Rounds.ALL)
+            return self._operand(out, Rounds.ALL)
         if is_roundable(x):
             self._carry_marks(out, [x], None, None)
         return out
 
-    def _prepared(self, x: Any, rounds: _Rounds, floats: list[Tensor]) -> Any:
+    def _prepared(self, x: Any, rounds: Rounds, floats: list[Tensor]) -> Any:
         """An argument with its tensors in their formats, which are appended to `floats`."""
         # a method, not a closure: one that calls itself is a cycle, and kept every tensor until a collection
         if isinstance(x, Tensor):
@@ -278,14 +280,14 @@ class Emulation(TorchFunctionMode):
             return found is not None
         return weight is not None and found == weight.text + OF_A_WEIGHT
 
-    def _operand(self, x: Tensor, rounds: _Rounds) -> Tensor:
+    def _operand(self, x: Tensor, rounds: Rounds) -> Tensor:
         """`x` in its format: a parameter in the weights', anything else in the activations'."""
         specs = self.scope.specs
         has_weights_role = is_weight(x) or id(x) in self.scope.weights
         spec, backward = (specs.weight, specs.weight_grad) if has_weights_role else (specs.activation, specs.error)
-        if (spec is None and backward is None) or rounds is _Rounds.NOTHING:
+        if (spec is None and backward is None) or rounds is Rounds.NOTHING:
             return x
-        if not has_weights_role and _leaves(rounds, x):
+        if not has_weights_role and rounds.leaves(x):
             return x
         if self._is_in_format(x, spec):
             return x
@@ -435,15 +437,3 @@ class Emulation(TorchFunctionMode):
         scale = None if scaling is None else scaling(site, role, spec, operation, operands, out)
         calibrate_holders()  # it takes a backward pass, and none should run in another
         out.register_hook(BackwardRounding(self.scope, site, role, spec, scale))
-
-
-def _leaves(rounds: _Rounds, x: Tensor) -> bool:
-    """Whether a tensor without a weight's role stays as it is."""
-    if rounds is _Rounds.ALL or rounds is _Rounds.WEIGHTS:
-        return rounds is _Rounds.WEIGHTS
-    return (format_of(x) == WIDE) == (rounds is _Rounds.ALL_BUT_WIDE)
-
-
-def leaves_float32(specs: RoleSpecs, x: Tensor) -> bool:
-    """Whether no role rounds `x`, which is float32."""
-    return x.dtype is torch.float32 and all(spec is None or spec.is_float32 for spec in specs)

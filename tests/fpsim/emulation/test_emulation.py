@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -938,3 +939,27 @@ def test_a_copy_of_an_emulated_result_can_be_saved(tmp_path: object) -> None:
     torch.save(y, path)
     assert torch.equal(torch.load(path, weights_only=True), y)
     assert torch.equal(copy.deepcopy(y), y)
+
+
+class Heads(nn.Module):
+    """Scores of two feature maps in one list, as detectors make them: their gradients are parts of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Conv2d(8, 15, 1)
+
+    def forward(self, *maps: Tensor) -> Tensor:
+        return torch.cat([self.scores(x).permute(0, 2, 3, 1).flatten(1) for x in maps], 1)
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_gradients_with_holes_are_summed_in_the_same_order_in_fp32(is_recorded: bool) -> None:
+    torch.manual_seed(0)
+    model = Heads()
+    emulated = quantize(model, "fp32")
+    maps, weights = (torch.randn(2, 8, 9, 9), torch.randn(2, 8, 5, 5)), torch.randn(2, 15 * (81 + 25))
+    with fpsim.record(emulated) if is_recorded else nullcontext():
+        for m in (model, emulated):
+            (m(*maps) * weights).sum().backward()
+    for p, q in zip(model.parameters(), emulated.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)

@@ -86,6 +86,7 @@ ISLANDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "an island written into": lambda x, y: x.float().add_(y).mul_(1.1),
     "set": lambda x, y: (x * 1.0).index_put((torch.tensor([0]),), (y.float() * 1.1)[0].to(x.dtype)),
     "a product of islands": lambda x, y: x.float() @ y.float().mT,
+    "an outer product, which multiplies element by element": lambda x, y: torch.outer(x[0], y[0].float()) * 1.1,
     "a norm in Python": lambda x, y: (
         y * (x.to(torch.float32) * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
     ),
@@ -100,6 +101,18 @@ ISLANDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a literal that is no dtype of the call": lambda x, y: (
         torch.full(x.shape, 1 + 8 * torch.finfo(torch.float32).eps, dtype=x.dtype) * x.float().to(y.dtype)
     ),
+    "filled": lambda x, y: torch.zeros(8).fill_(0.1) * x,
+    "filled in the model's dtype": lambda x, y: (x * 1.0).fill_(0.1) * y,
+    "filled with zeros": lambda x, y: torch.ones(8).zero_() + x * 1.1,
+    "distinct numbers": lambda x, y: torch.unique(x.float() * 1.1) * 0.3,
+    "distinct numbers of the model's": lambda x, y: torch.unique(x * 1.1) * 0.3,
+    "distinct numbers, counted": lambda x, y: torch.unique((x.float() * 1.1)[0], return_counts=True)[0] * y,
+    "repeats left out": lambda x, y: (y.float() * 1.1).flatten().unique_consecutive() + x.flatten(),
+    "a tensor of an island": lambda x, y: torch.as_tensor(x.float() * 1.1) * y,
+    "the type FloatTensor": lambda x, y: x.type(torch.FloatTensor) * 1.1 - y,
+    "the type FloatTensor by name": lambda x, y: x.type("torch.FloatTensor") * 1.1 - y,
+    "integers to the type FloatTensor": lambda x, y: torch.arange(8).type(torch.FloatTensor) * 0.1 * x,
+    "the type of another": lambda x, y: (x.float() * 1.1).type(y.type()) * y,
     "complex numbers": rotated,
     "a Fourier transform": filtered,
     "cast without an island": lambda x, y: x.to(y.dtype) * 1.1 + y,
@@ -114,6 +127,53 @@ def test_an_island_computes_as_native_code_does(name: str, fmt: str) -> None:
     assert torch.equal(emulated, native.float())
     is_narrow = torch.equal(emulated, round_to(emulated, fmt))
     assert is_narrow == (native.dtype is NATIVE[fmt]) or torch.equal(native.float(), native.to(NATIVE[fmt]).float())
+
+
+DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "uniform_": lambda x: torch.empty(500).uniform_(),
+    "normal_": lambda x: torch.empty(500).normal_(),
+    "exponential_": lambda x: torch.empty(500).exponential_(),
+    "normal": lambda x: torch.normal(x.float(), 1.0),
+    "poisson": lambda x: torch.poisson(x.float().abs() * 1000),
+}
+
+
+@FORMATS
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_is_drawn_in_float32_stays_there(name: str, fmt: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(500).to(NATIVE[fmt]).float()
+    torch.manual_seed(3)
+    drawn = DRAWN[name](x)
+    torch.manual_seed(3)
+    with emulate(fmt):
+        emulated = DRAWN[name](x)
+        product = emulated * x
+    assert torch.equal(emulated, drawn)
+    assert torch.equal(product, drawn * x)
+
+
+@FORMATS
+def test_what_is_drawn_in_the_model_s_dtype_is_in_the_format(fmt: str) -> None:
+    x = torch.randn(500).abs()
+    with emulate(fmt):
+        drawn = (x * 1.0).uniform_(), (x * 1.0).exponential_(), torch.poisson(x * 1e4)
+    for values in drawn:
+        assert torch.equal(values.to(NATIVE[fmt]).float(), values)
+        assert values.unique().numel() > 1
+
+
+def test_float64_stays_float64_in_a_model_of_float32() -> None:
+    """Rotary codes of Flux: positions in float32 times frequencies in float64."""
+
+    def codes(x: Tensor) -> Tensor:
+        return torch.outer(x.float(), 1 / 10000 ** (torch.arange(8, dtype=torch.float64) / 8))
+
+    x = torch.arange(20.0)
+    with emulate("fp32"):
+        emulated = codes(x)
+    assert emulated.dtype is torch.float64
+    assert torch.equal(emulated, codes(x))
 
 
 UNARY: list[Callable[[Tensor], Tensor]] = [
