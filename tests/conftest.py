@@ -19,6 +19,7 @@ import fpsim
 LONG = (
     "test_sweep.py",
     "test_cuda.py",
+    "test_executed.py",
     "test_notebooks.py",
     "test_search.py",
     "test_rounding.py",

@@ -26,9 +26,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-def run_alone(file: str, **environment: str) -> None:
+def run_alone(file: str, *options: str, **environment: str) -> None:
     """pytest on one file in a process of its own: the simulator is chosen when Numba is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(HERE / file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(HERE / file), *options]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
