@@ -29,6 +29,7 @@ __all__ = [
     "computing_hooks",
     "constant_under_compile",
     "current_graph_task",
+    "current_stream_handle",
     "direct_parameters",
     "has_no_holes",
     "is_compiled_wrapper",
@@ -89,6 +90,11 @@ def is_sharded(x: Tensor) -> bool:
 
 
 # What torch knows of a module
+
+
+def current_stream_handle(device: int) -> int:
+    """The driver's handle of torch's current stream on a CUDA device: what `torch.cuda.current_stream` wraps."""
+    return torch._C._cuda_getCurrentRawStream(device)  # an object of torch's would take 2 us a launch
 
 
 def direct_parameters(module: nn.Module) -> Iterator[Tensor]:
