@@ -316,6 +316,23 @@ def launches(report: Report, repeats: int) -> None:
         launch_file.current_stream_handle, torch.cuda.current_device = own[2:]
 
 
+def instructions(report: Report) -> None:
+    """Machine instructions of the rounding kernels for each element, disassembled for an H100 (sm_90)."""
+    from sass import disassembled, disassembler, instructions_per_element
+
+    from fpsim.kernels.round import cuda_loop
+
+    if disassembler() is None:
+        print("instructions   not counted: pip install nvidia-cuda-nvdisasm nvidia-nvjitlink")
+        return
+    for width in (32, 64):
+        for shape, name in ((0, "flat"), (1, "grid"), (2, "gap"), (4, "grid without -0")):
+            for rule, mode, goal in ((0, "nearest_even", 45.0), (6, "stochastic", 80.0)):
+                count = instructions_per_element(disassembled(cuda_loop(rule, shape, width), (9, 0)), width // 8)
+                goals = {"goal": goal, "at_least": False} if width == 32 else {}
+                report.add("instructions", f"{name} {mode}, float{width}", count, "an element", **goals)
+
+
 MANY = 50  # in less than the time that a process is left alone on a busy machine
 
 
@@ -592,6 +609,7 @@ def main() -> None:
         "startup": lambda: startup(report, 3 if options.quick else 9),
         "small": lambda: small(report),
         "launches": lambda: launches(report, repeats),
+        "instructions": lambda: instructions(report),
         "rounding": lambda: rounding(report, repeats),
         "peers": lambda: peers(report, repeats),
         "blocks": lambda: blocks(report, 5 if options.quick else 21),

@@ -184,7 +184,7 @@ def key_arguments(key: Tensor | None) -> tuple[int, int, int]:
     """A noise key as a kernel takes it: the address of one on the card, whether there is one, else its 64 bits."""
     if key is None:
         return 0, 0, 0
-    return (key.data_ptr(), 1, 0) if key.is_cuda else (0, 0, int(key))
+    return (key.data_ptr(), 1, 0) if key.is_cuda else (0, 0, int(key.item()))
 
 
 def launch_on_card(

@@ -51,6 +51,7 @@ RANKS = {
     "fpsim.block_tally": 7.1,
     "fpsim.tally": 7.2,
     "fpsim.ops": 8,
+    "fpsim.warm": 8,
     "fpsim.codes": 9,
     "fpsim.products": 7.6,
     "fpsim.policy": 8,
