@@ -23,7 +23,7 @@ from fpsim.gemm import accumulate
 from fpsim.hadamard import Hadamard, padded_to_groups, require_groups, transformed
 from fpsim.launch import rounded
 from fpsim.moments import amax_of
-from fpsim.noise import new_key
+from fpsim.noise import new_key_for
 from fpsim.products import PRODUCTS, Operand, ProductSpecs
 from fpsim.shared_scales import Cut, rounded_blocks
 from fpsim.spec import BlockSpec, RoundingSpec, Spec
@@ -233,7 +233,7 @@ class _Product:
                 f"A Hadamard transform came to {product} of the product at {self.site}, which sums over axes of length "
                 f"{length} and {other}, one of them broadcast. Possible: axes of one length, or no transform here."
             )
-        key = new_key() if transform.signs == "random" else None
+        key = new_key_for(a) if transform.signs == "random" else None
         results = []
         for x, side in ((a, sides[0]), (b, sides[1])):
             padded = x if groups > 1 else padded_to_groups(x, transform, side.axis)
