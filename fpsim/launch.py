@@ -170,7 +170,7 @@ def run_parts(loop: Any, parts: Sequence[tuple[Any, ...]], *kept_alive: Any) -> 
     return results
 
 
-def run_on_card(loop: CudaKernel, x: Tensor, blocks: int, threads: int, arguments: tuple[int, ...]) -> None:
+def run_on_card(loop: CudaKernel, x: Tensor, blocks: int, threads: int, arguments: tuple[float, ...]) -> None:
     """Launch a CUDA kernel on the device of `x`, and there on torch's current stream."""
     device = x.get_device()
     if device == torch.cuda.current_device():

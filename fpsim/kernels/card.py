@@ -47,9 +47,11 @@ def _require(result: tuple[Any, ...]) -> Any:
 
 @cache
 def _driver() -> Any:
-    cuda_module()  # the error that says what to install
-    from cuda.bindings import driver
-
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        cuda_module()  # the error that says what to install
+        raise
     _require(driver.cuInit(0))
     return driver
 
@@ -69,17 +71,11 @@ def compute_capability(device: int) -> tuple[int, int]:
 
 
 def assembled(ptx: str, capability: tuple[int, int]) -> bytes:
-    """The cubin of PTX, by nvJitLink. Raises RuntimeError where it is not installed, or refuses the PTX."""
+    """The cubin of PTX, by nvJitLink, whose error is raised if it refuses the PTX."""
     from cuda.bindings import nvjitlink
 
     options = [f"-arch=sm_{capability[0]}{capability[1]}", "-O3"]
-    try:
-        link = nvjitlink.create(len(options), options)
-    except Exception as error:
-        raise RuntimeError(
-            f"nvJitLink, which assembles CUDA kernels, cannot be used: {error}. {pip_install('cuda12', 'cuda13')}, "
-            f"whichever CUDA your torch was built for."
-        ) from error
+    link = nvjitlink.create(len(options), options)
     try:
         text = ptx.encode() + b"\0"
         nvjitlink.add_data(link, nvjitlink.InputType.PTX, text, len(text), "kernel")
@@ -133,15 +129,14 @@ class CudaKernel:
     def load(self, device: int, stream: int = 0) -> None:
         """Make it ready for a device. Raises RuntimeError while `stream` is captured for a CUDA graph."""
         driver = _driver()
-        if int(_require(driver.cuStreamIsCapturing(stream))):
-            raise RuntimeError(
-                "A kernel that is not loaded yet was asked for while a CUDA graph is captured, when nothing can be "
-                "compiled or loaded. Run the same code once before, or fpsim.warm_up(device, formats, roundings)."
-            )
-        cubin = self.cubin(compute_capability(device))
         _require(driver.cuCtxPushCurrent(_context(device)))
         try:
-            module = _require(driver.cuModuleLoadData(cubin))
+            if int(_require(driver.cuStreamIsCapturing(stream))):
+                raise RuntimeError(
+                    "A kernel that is not loaded yet was asked for while a CUDA graph is captured, when nothing can be "
+                    "compiled or loaded. Run the same code once before, or fpsim.warm_up(device, formats, roundings)."
+                )
+            module = _require(driver.cuModuleLoadData(self.cubin(compute_capability(device))))
             self._modules.append(module)
             self.bind(device, driver.cuLaunchKernel, _require(driver.cuModuleGetFunction(module, b"kernel")))
         finally:
@@ -209,7 +204,14 @@ def _toolchain() -> str:
     """A digest of all that decides what comes out of a kernel's source."""
     from cuda.bindings import nvjitlink
 
-    words = sys.version, numba.__version__, version("numba-cuda"), version("llvmlite"), nvjitlink.version()
+    try:
+        assembler = nvjitlink.version()
+    except Exception as error:  # of the search for the library, and of the library
+        raise RuntimeError(
+            f"nvJitLink, which assembles CUDA kernels, cannot be used: {error} Possible: "
+            f"{pip_install('cuda12', 'cuda13')}, whichever CUDA your torch was built for."
+        ) from error
+    words = sys.version, numba.__version__, version("numba-cuda"), version("llvmlite"), assembler
     return source_digest(repr(words))
 
 
