@@ -131,6 +131,7 @@ RANKS = {
     "ada_loss.lab.training.checkpoints": 41,
     "ada_loss.lab.training.options": 42,
     "ada_loss.lab.training.job": 42,
+    "ada_loss.lab.training.batches": 42,
     "ada_loss.lab.training.steps": 44,
     "ada_loss.lab.training.loop": 45,
     "ada_loss.lab.training": 46,
