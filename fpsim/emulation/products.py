@@ -26,7 +26,7 @@ from fpsim.moments import amax_of
 from fpsim.noise import new_key
 from fpsim.products import PRODUCTS, Operand, ProductSpecs
 from fpsim.shared_scales import Cut, rounded_blocks
-from fpsim.spec import BlockSpec, RoundingSpec, Spec
+from fpsim.spec import FLOATING, BlockSpec, RoundingSpec, Spec
 from fpsim.statistics import AMAX
 from fpsim.torch_internals import is_legacy_batched
 
@@ -66,6 +66,12 @@ class ProductCall:
         """
         assert self.scope.products is not None
         is_wanted = has_weight or self.scope.products.attention or self.is_weight(x) or self.is_weight(w)
+        if is_wanted and any(t.dtype in FLOATING and t.layout is not torch.strided for t in (x, w)):
+            raise NotImplementedError(
+                f"A product at {self.site} has operands to quantise that are sparse or nested, and they lie in no "
+                f"blocks. Possible: dense tensors, x.to_dense() or nested.to_padded_tensor(0.0); or leave these "
+                f"modules' products in float32: Policy(overrides={{name: None}})."
+            )
         if not (is_wanted and is_roundable(x) and is_roundable(w)) or x.is_meta or w.is_meta:
             return False
         if x.dtype is not w.dtype and not torch.is_autocast_enabled(x.device.type):
