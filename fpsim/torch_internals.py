@@ -114,13 +114,8 @@ def standing_in(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]
     Raises NotImplementedError where the block puts another buffer in the place of one of these: it would be lost.
     """
     names = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
-    places = [
-        (place, key, x)
-        for m in module.modules()
-        for place in (m._parameters, m._buffers)
-        for key, x in place.items()
-        if x is not None
-    ]
+    homes = [place for m in module.modules() for place in (m._parameters, m._buffers)]
+    places = [(place, key, x) for place in homes for key, x in place.items() if x is not None]
     for place, key, x in places:
         place[key] = tensors[names[id(x)]]  # type: ignore[assignment]
     try:
@@ -210,15 +205,10 @@ def is_traced(x: Tensor) -> bool:
     """Whether `x` stands for a tensor of a program that torch.compile makes, outside of transforms."""
     if type(x) is Tensor or type(x) is nn.Parameter or torch.compiler.is_exporting():
         return False
-    known = [
-        getattr(sys.modules.get(f"torch._subclasses.{module}"), name, None)
-        for module, name in (("fake_tensor", "FakeTensor"), ("functional_tensor", "FunctionalTensor"))
-    ]
-    return (
-        type(x) in known
-        and not torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
-        and forward_ad._current_level < 0
-    )
+    known = {"fake_tensor": "FakeTensor", "functional_tensor": "FunctionalTensor"}
+    is_stand_in = type(x).__name__ == known.get(type(x).__module__.removeprefix("torch._subclasses."))
+    has_transform = torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
+    return is_stand_in and not has_transform and forward_ad._current_level < 0
 
 
 def compile_as_one(function: Callable[..., Any]) -> None:
