@@ -146,11 +146,6 @@ def run_parts(loop: Any, parts: Sequence[tuple[Any, ...]], *kept_alive: Any) -> 
     return results
 
 
-@cache
-def _no_scale_on(device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=torch.int64, device=device)
-
-
 def _launch_cuda(
     src: Tensor, dst: Tensor, n: int, kernel: Kernel, key: Tensor | None, log2_scale: Tensor | None = None
 ) -> None:
@@ -164,7 +159,8 @@ def _launch_cuda(
         # as flat memory, whatever the strides: the two tensors have the same ones
         x, y = (t.detach().as_strided((n,), (1,)).view(integer) for t in (src, dst))
         launch = cuda_loop(plan.rule, plan.shape, plan.width, kernel.masks)
-        scale = _no_scale_on(src.device) if log2_scale is None else log2_scale.reshape(1)
+        # made on the stream that reads it: one kept for all would be filled on the stream of the first call alone
+        scale = src.new_zeros(1, dtype=torch.int64) if log2_scale is None else log2_scale.reshape(1)
         launch(*map(cuda_array, (x, y, scale)), n, plan.parameters, word & 0xFFFFFFFF, word >> 32, stream)
 
 
