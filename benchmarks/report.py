@@ -534,6 +534,48 @@ def training(report: Report, repeats: int) -> None:
     report.add("training", "resnet20 with qtorch's Quantizer / float32 step", 1 / ratio, "times")
 
 
+def compiled(report: Report, repeats: int) -> None:
+    """GPT-2 under torch.compile, whose forward and backward are one program each, beside the compiled float32 model."""
+    from torch._inductor.utils import fresh_cache
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=2, n_embd=128, n_head=4, vocab_size=1024, bos_token_id=1, eos_token_id=1)
+    x = torch.randint(0, 1024, (8, 128))
+
+    def make(fmt: str | None) -> Callable[[], object]:
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(config)
+        run = torch.compile(model if fmt is None else fpsim.quantize(model, fmt), fullgraph=True)
+
+        def step() -> None:
+            run.zero_grad()
+            logits = run(input_ids=x, use_cache=False).logits
+            nn.functional.cross_entropy(logits.view(-1, 1024), x.flatten()).backward()
+
+        return step
+
+    def first_call(step: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        step()
+        return time.perf_counter() - began
+
+    first_call(lambda: torch.compile(torch.sin)(x[0].float()))  # the compiler's imports
+    with fresh_cache():  # nothing is found on disk
+        plain = make(None)
+        baseline = first_call(plain)
+        report.add("compile", "gpt2 float32, first step", baseline, "s")
+        for fmt in ("bf16", "fp16"):
+            ours = make(fmt)
+            seconds = first_call(ours)
+            report.add(
+                "compile", f"gpt2 all roles {fmt}, first step / float32", seconds / baseline, "times", 2.0, False
+            )
+            _, _, ratio = paired(plain, ours, repeats)
+            report.add(
+                "compile", f"gpt2 all roles {fmt} step / compiled float32", 1 / ratio, "times", 1.25, at_least=False
+            )
+
+
 MEMORY = """
 import sys
 from pathlib import Path
@@ -599,7 +641,7 @@ def main() -> None:
         "--only",
         nargs="+",
         help="sections: startup small launches instructions rounding peers blocks recipes accumulators training "
-        "watching scaling memory",
+        "watching scaling compile memory",
     )
     parser.add_argument("--out", type=Path, help="where to save the JSON report (default: results/<machine>.json)")
     options = parser.parse_args()
@@ -618,6 +660,7 @@ def main() -> None:
         "training": lambda: training(report, 5 if options.quick else 15),
         "watching": lambda: watching(report, 3 if options.quick else 15),
         "scaling": lambda: scaling(report, 5 if options.quick else 21),
+        "compile": lambda: compiled(report, 5 if options.quick else 21),
         "memory": lambda: memory(report, 1 if options.quick else 3),
     }
     for name, section in sections.items():

@@ -14,7 +14,7 @@ from fpsim.shared_scales import block_axes, rounded_blocks
 from fpsim.spec import BlockSpec, any_spec
 from fpsim.torch_internals import constant_under_compile
 
-__all__ = ["apply_block_operator", "block_words", "round_blocks_differentiably"]
+__all__ = ["apply_block_operator", "block_words", "round_blocks_differentiably", "round_blocks_traced"]
 
 BlockWords = tuple[str, str, str, int]  # format, rounding, overflow, random bits
 
@@ -97,6 +97,11 @@ def round_blocks_differentiably(x: Tensor, spec: BlockSpec, axis: int, across: i
     """`rounded_blocks` through which the gradient passes unchanged."""
     if is_plain(x) and not (x.requires_grad and torch.is_grad_enabled()):
         return rounded_blocks(x, spec, axis, across)
+    return round_blocks_traced(x, spec, axis, across)
+
+
+def round_blocks_traced(x: Tensor, spec: BlockSpec, axis: int, across: int | None) -> Tensor:
+    """Round by the operator, which tracers see."""
     element = spec.element
     words = repr(spec.fmt), element.rounding, element.overflow, element.random_bits or 0
     return apply_block_operator(x, words, axis, across)

@@ -225,7 +225,7 @@ class _Errors:
             return
         x, y = a.detach().double(), found.detach().double()
         change = torch.where(x == y, 0.0, y - x)
-        finite = x.isfinite()
+        finite = x.isfinite() & (x.abs() != torch.finfo(a.dtype).max)  # which is a mask, and no number
         x, known = torch.where(finite, x, 0.0), torch.where(y.isfinite(), y, 0.0)
         sums = self.sums.setdefault(key, {"square": 0.0, "cosine": 0.0, "mean": 0.0, "squares": 0.0, "amax_b": 0.0})
         sums["norm"], sums["amax_a"] = float(x.norm()), _largest(x)

@@ -65,9 +65,12 @@ class Range:
 
 
 def range_of(x: Tensor) -> Range:
-    """The range of a tensor of floating-point numbers."""
+    """The range of a tensor of floating-point numbers; float32's largest is a mask, and left out."""
     x, largest = x.detach(), torch.finfo(x.dtype).max
-    finite = x[x.isfinite()].double()
+    counts_as_number = x.isfinite()
+    if x.dtype is torch.float32:
+        counts_as_number &= x.abs() != largest
+    finite = x[counts_as_number].double()
     magnitudes = finite.abs()[finite != 0]
     low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
     smallest = float(magnitudes.min()) if magnitudes.numel() else 0.0

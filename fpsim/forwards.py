@@ -9,19 +9,30 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import types
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fpsim.computed_weights import adopt, release
 from fpsim.emulation.entering import entered
-from fpsim.emulation.scope import Listeners, Scope, make_scope
+from fpsim.emulation.scope import Listeners, Scope, active, make_scope
 from fpsim.policy import Policy, RoleSpecs, describe
 from fpsim.products import Products
-from fpsim.torch_internals import called_module, direct_parameters
+from fpsim.torch_internals import (
+    called_module,
+    compile_as_one,
+    constant_under_compile,
+    direct_parameters,
+    is_traced,
+    standing_in,
+    unknown_to_compiler,
+)
 
 __all__ = ["EmulatedForward", "bound_elsewhere", "emulated_forward", "emulated_forwards", "install", "uninstall"]
 
@@ -56,6 +67,8 @@ class EmulatedForward:
         scope = make_scope(self.name, self.policy or Policy(), self.listeners)
         self._specs, self._float32, self._products = scope.specs, scope.float32, scope.products
         self.wide: dict[str, None] = {}
+        self.token = f"forward {next(_tokens)}"  # a program that torch.compile made is of one forward and its policy
+        _forwards[self.token] = self
 
     def renew(self, name: str, policy: Policy | None, listeners: Listeners) -> None:
         """Take other formats where it stands; None for a policy rounds nothing any more."""
@@ -109,14 +122,31 @@ class EmulatedForward:
         return self._signature  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        if torch.compiler.is_dynamo_compiling():
+            return self._call_under_dynamo(args, kwargs)
         if args and isinstance(args[0], nn.Module) and vars(args[0]).get(_KEY) is self:  # bound once more
             return self.run(args[0], args[1:], kwargs)
-        module = self.module
         if not torch.compiler.is_compiling():
             called = called_module()
             if called is not None and called is not module and vars(called).get(_KEY) is self:
                 module = called  # a shallow copy, with attributes of its own
         return self.run(module, args, kwargs)
+
+    def _call_under_dynamo(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What torch.compile traces in the place of the true forward: one call, run as it is to make the program.
+
+        The mode reads what the code says and marks tensors, which Dynamo cannot follow. So the emulation runs itself,
+        on stand-ins, and what it computes is recorded, forward and backward.
+        """
+        if self.policy is None:
+            return self.run(self.module, args, kwargs)
+        listeners, is_inside = self.listeners, _prepare_for_dynamo()
+        if is_inside or listeners.scaling is not None or listeners.observer is not None or _is_delayed(self.module):
+            return _run_apart(self, args, kwargs)
+        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        flags = [module.training for module in self.module.modules()]  # each becomes a condition of the program
+        return _recorded_forward(self.token, tensors, flags, args, kwargs)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The true forward of `module` under its scope."""
@@ -129,6 +159,60 @@ class EmulatedForward:
         scope = Scope(self.name, specs, self._float32, self.listeners, weights, self.wide, self._products)
         with entered(scope):
             return forward(*args, **kwargs)
+
+
+def _is_delayed(model: nn.Module) -> bool:
+    """Whether any operand inside of `model` takes its scale from earlier steps."""
+    found = (vars(module).get(_KEY) for module in model.modules())
+    return any(x is not None and x._products is not None and x._products.is_delayed for x in found)
+
+
+_forwards: weakref.WeakValueDictionary[str, EmulatedForward] = weakref.WeakValueDictionary()  # by their tokens
+_tokens = itertools.count()
+
+
+def _recorded_forward(token: str, tensors: dict[str, Tensor], flags: list[bool], args: Any, kwargs: Any) -> Any:
+    """The forward known by `token`, with these tensors in the place of parameters and buffers; flags are conditions."""
+    forward = _forwards[token]
+    if tensors and not any(map(is_traced, tensors.values())):  # Dynamo gave up and calls it
+        return forward.run(forward.module, args, kwargs)
+    try:
+        with standing_in(forward.module, tensors):
+            out = forward.run(forward.module, args, kwargs)
+        found = unknown_to_compiler(out)
+        if found is not None:
+            raise NotImplementedError(
+                f"A {found} is given back, which a compiled program cannot give to its caller. Possible: tensors and "
+                f"numbers in lists, tuples and dicts, and what is registered as a pytree; of transformers "
+                f"use_cache=False."
+            )
+    except Exception as error:  # what Dynamo says of it is that a type is unsupported
+        warnings.warn(
+            f"{type(forward.module).__name__} cannot be compiled as one program: {type(error).__name__}: {error} "
+            f"Without fullgraph=True it runs as it does without a compiler.",
+            stacklevel=2,
+        )
+        raise
+    return out
+
+
+_run_apart: Any = None  # once torch.compile has come to an emulated module
+
+
+@constant_under_compile
+def _prepare_for_dynamo() -> bool:
+    """Ready the functions that torch.compile calls as they are. Returns whether the emulation is active already."""
+    global _run_apart
+    if _run_apart is None:
+        compile_as_one(_recorded_forward)
+        _run_apart = torch.compiler.disable(
+            lambda forward, args, kwargs: forward.run(forward.module, args, kwargs),
+            reason="an emulated module cannot be part of a compiled program while its gradients are scaled or it is "
+            "observed, with delayed scaling, or inside of another emulated module that is not compiled. Possible: "
+            "compile the whole quantised model, detach the scaling, leave the recording; or compile without "
+            "fullgraph=True, and the module runs as it does without a compiler.",
+        )
+    return active.emulation is not None
 
 
 class _UnboundForward:

@@ -22,7 +22,7 @@ from fpsim.rounding import Plan, make_plan
 from fpsim.spec import require_floating
 from fpsim.torch_internals import constant_under_compile
 
-__all__ = ["accumulate", "matmul"]
+__all__ = ["accumulate", "apply_accumulate_operator", "matmul"]
 
 # Below this many terms a second thread costs more than it saves: 30 us for the hand-over, about 1 ns a term.
 PARALLEL_FROM = 1 << 17
@@ -175,6 +175,15 @@ class Product(torch.autograd.Function):
 def _apply(a: Tensor, b: Tensor, bias: Tensor | None, accumulator: str, is_stochastic: bool) -> Tensor:
     key = new_traceable_key() if is_stochastic else None
     return Product.apply(a, b, bias, accumulator, key)  # type: ignore[no-any-return]
+
+
+def apply_accumulate_operator(a: Tensor, b: Tensor, bias: Tensor | None, accumulator: Accumulator) -> Tensor:
+    """`accumulate` by the operator, which tracers see."""
+    words, order, is_stochastic = _words_of(accumulator)
+    if order == "torch":
+        return accumulate(a, b, accumulator, bias)
+    key = new_traceable_key() if is_stochastic else None
+    return torch.ops.fpsim.accumulate(a, b, bias, words, key)  # type: ignore[no-any-return]
 
 
 @constant_under_compile

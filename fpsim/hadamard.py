@@ -17,7 +17,7 @@ from fpsim.noise import new_key_for, new_traceable_key
 from fpsim.spec import require_floating
 from fpsim.torch_internals import has_no_holes
 
-__all__ = ["Hadamard", "hadamard", "padded_to_groups", "require_groups", "transformed"]
+__all__ = ["Hadamard", "apply_hadamard_operator", "hadamard", "padded_to_groups", "require_groups", "transformed"]
 
 SIGNS = (None, "fixed", "random")
 LARGEST_SIZE = 1024
@@ -98,6 +98,11 @@ def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None 
         key = new_key_for(x) if plain else new_traceable_key()
     if plain and not (x.requires_grad and torch.is_grad_enabled()):
         return transformed(x, transform, axis, key)
+    return apply_hadamard_operator(x, transform, axis, key)
+
+
+def apply_hadamard_operator(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None) -> Tensor:
+    """The transform by the operator. `axis` counts from 0."""
     return torch.ops.fpsim.hadamard(x, transform.size, transform.signs or "none", axis, False, key)  # type: ignore[no-any-return]
 
 

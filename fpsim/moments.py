@@ -169,15 +169,15 @@ def keep_memory_of(x: Tensor) -> Tensor:
     return x
 
 
-_flags: dict[tuple[torch.device, bool], Tensor] = {}
+# On the CPU alone: a tensor on a card would be filled on the stream of the first call, and read on others.
+_FLAGS = [keep_memory_of(torch.full((1,), flag, dtype=torch.int64, device="cpu")) for flag in range(2)]
 
 
 def _flag_on(device: torch.device, flag: bool) -> Tensor:
-    found = _flags.get((device, flag))
-    if found is None:
-        found = torch.full((1,), int(flag), dtype=torch.int64, device=device)
-        _flags[device, flag] = keep_memory_of(found)
-    return found
+    """A flag in the memory of a device, filled on the current stream."""
+    if device.type == "cpu":
+        return _FLAGS[flag]
+    return torch.full((1,), int(flag), dtype=torch.int64, device=device)
 
 
 def on_device(function: Any, *arrays: Tensor) -> None:

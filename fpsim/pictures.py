@@ -19,7 +19,7 @@ except ImportError as error:
 __all__ = ["plot_errors", "plot_ranges", "plot_watch"]
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"  # Okabe and Ito 2008
-LABELS = 40  # sites that are named on an axis
+LABELS = 72  # sites that are named on an axis
 
 
 class Picture(Figure):
@@ -35,7 +35,7 @@ def _name_sites(axes: Any, sites: Sequence[str]) -> None:
     """Name the sites along the vertical axis, from the top; only some of very many."""
     every = -(-len(sites) // LABELS)
     places = [*range(0, len(sites), every)]
-    axes.set_yticks(places, [sites[i].replace("$", r"\$") for i in places], fontsize=7)
+    axes.set_yticks(places, [sites[i].replace("$", r"\$") for i in places], fontsize=6.5)
     axes.set_ylim(len(sites) - 0.4, -0.6)
 
 
@@ -47,7 +47,7 @@ def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
             label = f"{row['site']} #{row['call']}" if row["call"] else row["site"]
             found[row["role"]][label] = row["relative"]
     sites = [*found["activation"]]
-    picture = Picture(figsize=(7.2, 1.3 + 0.17 * min(len(sites), LABELS)), layout="constrained")
+    picture = Picture(figsize=(7.2, 1.3 + 0.13 * min(len(sites), LABELS)), layout="constrained")
     axes = picture.subplots()
     for role, colour, marker, words in (("activation", BLUE, "o", "result"), ("error", ORANGE, "s", "its gradient")):
         points = [(v, sites.index(s)) for s, v in found[role].items() if s in sites and 0 < v < math.inf]
@@ -71,7 +71,7 @@ def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | No
 
     cause: its line is marked, and the end of its format; None where nothing broke.
     """
-    picture = Picture(figsize=(7.2, 1.3 + 0.17 * min(len(rows), LABELS)), layout="constrained")
+    picture = Picture(figsize=(7.2, 1.3 + 0.13 * min(len(rows), LABELS)), layout="constrained")
     axes = picture.subplots()
     for name, colour, marker, words in (("", BLUE, "o", "result"), ("gradient_", ORANGE, "s", "its gradient")):
         points = [(row[f"{name}amax"], i) for i, row in enumerate(rows) if row[f"{name}amax"]]
@@ -108,13 +108,15 @@ def plot_watch(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
     values = np.full((len(sites), len(steps)), np.nan)
     for row in rows:
         values[sites.index(row["site"]), steps.index(row["step"])] = np.nan if row[value] is None else row[value]
-    picture = Picture(figsize=(7.2, 1.3 + 0.17 * min(len(sites), LABELS)), layout="constrained")
+    picture = Picture(figsize=(7.2, 1.3 + 0.13 * min(len(sites), LABELS)), layout="constrained")
     axes = picture.subplots()
     is_share = value in ("underflow", "overflow", "nonfinite")
     limits: dict[str, Any] = {"vmin": 0.0, "vmax": 1.0} if is_share else {}
-    norm: dict[str, Any] = {"norm": "log"} if value == "amax" and np.nanmin(values) > 0 else limits
+    if value == "amax":
+        values[values == 0] = np.nan
+        limits["norm"] = "log"
     axes.set_facecolor("0.85")
-    drawn = axes.imshow(values, aspect="auto", cmap="cividis", interpolation="nearest", **norm)
+    drawn = axes.imshow(values, aspect="auto", cmap="cividis", interpolation="nearest", **limits)
     every = -(-len(steps) // 10)
     axes.set_xticks([*range(0, len(steps), every)], [str(step) for step in steps[::every]], fontsize=8)
     _name_sites(axes, sites)

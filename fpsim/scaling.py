@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from fpsim.autograd import round_differentiably
+from fpsim.blocks import BlockFormat
 from fpsim.emulation.marks import is_rounded_at, mark_rounded
 from fpsim.emulation.scope import Scaling
 from fpsim.launch import round_fitting_, round_memory_, rounded
 from fpsim.model import listeners
 from fpsim.moments import amax_of, binades, keep_memory_of, memory_of, moments_of, on_device
+from fpsim.policy import Policy
 from fpsim.spec import RoundingSpec, log2_scale_limits
 from fpsim.statistics import (
     AMAX,
@@ -45,6 +47,7 @@ __all__ = [
     "amax_of",
     "binades",
     "current_graph_task",
+    "gradients_have_scales",
     "is_rounded_at",
     "keep_memory_of",
     "listeners",
@@ -59,3 +62,21 @@ __all__ = [
     "round_memory_",
     "rounded",
 ]
+
+
+def gradients_have_scales(policy: Policy) -> bool:
+    """Whether each gradient that enters a product in a smaller format has a scale of its own there.
+
+    A loss scale, or one for each layer, has nothing to do then. False where a role rounds gradients to a format with
+    fewer exponents than float32, and for a policy with overrides, which may do so.
+
+    >>> from fpsim import recipe
+    >>> [gradients_have_scales(recipe(name)) for name in ("mxfp8", "bf16", "fp16")]
+    [True, False, False]
+    """
+    if policy.products is None or policy.overrides:
+        return False
+    specs = policy.specs()
+    by_role = all(spec is None or spec.fmt.min_exponent <= -126 for spec in (specs.error, specs.weight_grad))
+    gradients = (policy.products.specs.dgrad[0], policy.products.specs.wgrad[0])
+    return by_role and all(g is None or isinstance(g.fmt, BlockFormat) for g in gradients)

@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,22 +26,27 @@ __all__ = [
     "blind_to_modes",
     "calibrate_holders",
     "called_module",
+    "compile_as_one",
     "computing_hooks",
     "constant_under_compile",
     "current_graph_task",
     "current_stream_handle",
     "direct_parameters",
+    "fuse_in_inductor",
     "has_no_holes",
     "is_compiled_wrapper",
     "is_held_by_autograd_alone",
     "is_legacy_batched",
     "is_sharded",
+    "is_traced",
     "is_watched",
     "is_zero_tensor",
     "may_compute_weights",
     "operation_homes",
     "parametrization_lists",
     "share_storage",
+    "standing_in",
+    "unknown_to_compiler",
     "version_of",
     "without_torch_function",
     "wrap_checkpoints",
@@ -105,6 +110,31 @@ def direct_parameters(module: nn.Module) -> Iterator[Tensor]:
     own = module._parameters.values()
     former = module.__dict__.get("_former_parameters")
     return (p for p in (own if former is None else (*own, *former.values())) if p is not None)
+
+
+@contextmanager
+def standing_in(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """A block in which these tensors stand in the place of parameters and buffers, tied ones in each of their places.
+
+    tensors: by the names of `named_parameters()` and `named_buffers()`.
+    Raises NotImplementedError where the block puts another buffer in the place of one of these: it would be lost.
+    """
+    names = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
+    homes = [place for m in module.modules() for place in (m._parameters, m._buffers)]
+    places = [(place, key, x) for place in homes for key, x in place.items() if x is not None]
+    for place, key, x in places:
+        place[key] = tensors[names[id(x)]]  # type: ignore[assignment]
+    try:
+        yield
+        for place, key, x in places:
+            if place.get(key) is not tensors[names[id(x)]]:
+                raise NotImplementedError(
+                    f"The forward of {type(module).__name__} puts a new tensor in the place of {names[id(x)]!r}, which "
+                    f"a compiled program cannot keep. Possible: change it in place, self.{key}.copy_(...)."
+                )
+    finally:
+        for place, key, x in places:
+            place[key] = x  # type: ignore[assignment]
 
 
 def parametrization_lists(module: nn.Module) -> Iterator[ParametrizationList]:
@@ -175,6 +205,63 @@ def is_watched() -> bool:
         or torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
         or forward_ad._current_level >= 0
     )
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether `x` stands for a tensor of a program that torch.compile makes, outside of transforms."""
+    if type(x) is Tensor or type(x) is nn.Parameter or torch.compiler.is_exporting():
+        return False
+    known = {"fake_tensor": "FakeTensor", "functional_tensor": "FunctionalTensor"}
+    is_stand_in = type(x).__name__ == known.get(type(x).__module__.removeprefix("torch._subclasses."))
+    has_transform = torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
+    return is_stand_in and not has_transform and forward_ad._current_level < 0
+
+
+def compile_as_one(function: Callable[..., Any]) -> None:
+    """Let torch.compile take calls of `function` as they are into its program, and trace what they do by running them.
+
+    As torch._dynamo.nonstrict_trace does, without its import, which takes a second: asked while Dynamo traces.
+    """
+    rules = sys.modules["torch._dynamo.trace_rules"]
+    for known in (rules._allowed_callable_ids, rules._nonstrict_trace_callable_ids):
+        known.add(id(function))
+
+
+def unknown_to_compiler(out: Any) -> str | None:
+    """The first type in `out`, by name, that a function known by `compile_as_one` cannot give back."""
+    from torch.utils import _pytree
+
+    plain = (Tensor, int, float, bool, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
+    leaves = _pytree.tree_leaves(out)
+    return next((type(leaf).__name__ for leaf in leaves if not isinstance(leaf, plain)), None)
+
+
+_fused: set[Any] = set()
+
+
+def fuse_in_inductor(operator: Any, inside: Callable[..., Any]) -> None:
+    """Let inductor write `inside(ops, *elements, dtype, *words)` where a program calls an element-wise operator.
+
+    operator: of tensors, of which the first gives shape and dtype and others may be None, and then words.
+    Does nothing where torch.compile was not imported, or where it was done.
+    """
+    if operator in _fused or "torch._dynamo" not in sys.modules:
+        return
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import ops
+
+    def lower(x: Any, noise: Any, *words: Any) -> Any:
+        loads = [None if t is None else t.make_loader() for t in (x, noise)]
+        dtype = x.get_dtype()
+
+        def inner(index: Any) -> Any:
+            elements = [None if load is None else load(index) for load in loads]
+            return inside(ops, *elements, dtype, *words)
+
+        return ir.Pointwise.create(device=x.get_device(), dtype=dtype, inner_fn=inner, ranges=list(x.get_size()))
+
+    lowering.register_lowering(operator, type_promotion_kind=None)(lower)
+    _fused.add(operator)
 
 
 def without_torch_function() -> AbstractContextManager[None]:

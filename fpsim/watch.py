@@ -149,6 +149,8 @@ class Watch:
         x = x.detach()
         if x.layout is not torch.strided or not x.numel():
             return
+        if role == "activation" and bool((least := torch.finfo(x.dtype).min) == x.amin()):
+            x = x.masked_fill(x == least, 0.0)  # a mask, and no number
         x = x if x.dtype in (torch.float32, torch.float64) else x.float()
         for spec in self.specs:
             key = self._watched, site, role, spec
@@ -164,7 +166,8 @@ class Watch:
 
         underflow: share of the non-zero numbers that would become zero. overflow: share of all that would saturate or
         become inf. sqnr_db: signal to quantisation noise. amax: the largest finite magnitude. spread: the binades that
-        hold 99 % of the non-zero numbers. nonfinite: share of inf and NaN. A mask of minus infinity counts there.
+        hold 99 % of the non-zero numbers. nonfinite: share of inf and NaN. A mask of minus infinity counts there;
+        one of the dtype's least value is left out.
         """
         return Rows([*self._rows, *(_row(*key, sums.result()) for key, sums in self._sums.items())])
 
@@ -241,6 +244,8 @@ class Watch:
             raise ValueError(f"No column is {value!r}.{did_you_mean(value, rows[0])} Known: {', '.join(rows[0])}.")
         from fpsim.pictures import plot_watch
 
+        if role in ("error", "weight_grad"):  # they come from output to input
+            rows.reverse()
         return plot_watch(rows, value, f"{value} in {spec.fmt}, role {role}")
 
     def __str__(self) -> str:

@@ -38,11 +38,13 @@ RANKS = {
     "fpsim.kernels.block_tally": 6,
     "fpsim.kernels.sums": 5,
     "fpsim.kernels.accumulate": 6,
+    "fpsim.reference": 2,
     "fpsim.spec": 5,
     "fpsim.noise": 5,
     "fpsim.launch": 6,
     "fpsim.shared_scales": 7,
     "fpsim.autograd": 7,
+    "fpsim.expressions": 7,
     "fpsim.block_autograd": 7.5,
     "fpsim.hadamard": 7.2,
     "fpsim.delayed": 7.2,
@@ -85,6 +87,8 @@ RANKS = {
     "fpsim.compare": 16,
     "fpsim.diagnose": 16,
     "fpsim.watch": 16,
+    "fpsim.verify": 7,
+    "fpsim.__main__": 17,
     "fpsim": 17,
     "ada_loss.checks": 18,
     "ada_loss.files": 18,
@@ -133,6 +137,7 @@ RANKS = {
     "ada_loss.lab.training.checkpoints": 41,
     "ada_loss.lab.training.options": 42,
     "ada_loss.lab.training.job": 42,
+    "ada_loss.lab.training.batches": 42,
     "ada_loss.lab.training.steps": 44,
     "ada_loss.lab.training.loop": 45,
     "ada_loss.lab.training": 46,
@@ -391,3 +396,16 @@ def test_the_folders_of_the_tests_are_no_packages_that_could_hide_the_real_ones(
         assert (tests / package.__name__).is_dir()
         assert Path(package.__file__ or "").parent != tests / package.__name__
         assert list(package.__path__) == [str(Path(package.__file__ or "").parent)]
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("fpsim")])
+def test_no_tensor_is_kept_for_a_device(name: str) -> None:
+    """It would be filled on the stream of the first call, and read on another's before that is done."""
+    tree = ast.parse(MODULES[name].read_text())
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and function.returns is not None:
+            keeps = any("cache" in ast.unparse(decorator) for decorator in function.decorator_list)
+            assert not (keeps and "Tensor" in ast.unparse(function.returns)), f"{name}: {function.name}"
+    for statement in tree.body:
+        if isinstance(statement, ast.AnnAssign) and "device" in ast.unparse(statement.annotation):
+            assert "Tensor" not in ast.unparse(statement.annotation), f"{name}: {ast.unparse(statement.target)}"

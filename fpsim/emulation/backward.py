@@ -10,9 +10,10 @@ from torch import Tensor
 from fpsim.autograd import is_plain, round_differentiably
 from fpsim.emulation.marks import is_rounded_at, mark_of, mark_rounded
 from fpsim.emulation.scope import Observer, Scope
+from fpsim.expressions import round_traced
 from fpsim.launch import round_memory_, rounded, to_float64
 from fpsim.spec import RoundingSpec, container_width
-from fpsim.torch_internals import has_no_holes, is_held_by_autograd_alone, is_legacy_batched
+from fpsim.torch_internals import has_no_holes, is_held_by_autograd_alone, is_legacy_batched, is_traced
 
 __all__ = ["BackwardRounding"]
 
@@ -67,6 +68,12 @@ class BackwardRounding:
             if observer is not None and before is not None:
                 self._show(observer, before, gradient, log2_scale)
             return None
+        if is_traced(gradient) and not torch.is_grad_enabled():
+            if container_width(spec, gradient.dtype) == 0:
+                return None
+            result = round_traced(gradient, spec)
+            mark_rounded(result, None, spec)
+            return result
         if not can_launch:
             return round_differentiably(gradient, spec, log2_scale)
         if not may_round:

@@ -18,6 +18,7 @@ import torch
 __all__ = ["names_float32"]
 
 _LITERALS = ("float32", "float", "float64", "double")  # of the module torch
+_CAST_METHODS = ("float", "double")  # of a tensor
 _BOUNDARIES = ("STORE_", "POP_TOP", "RETURN_", "RESUME")
 _BOUND = ("self", "cls")  # parameters that no call passes in words
 
@@ -40,6 +41,8 @@ def names_float32(frame: FrameType, function: str, caller_of: Callable[[FrameTyp
 
     caller_of: the frame of the code that called, past frames that do not count.
     """
+    if _calls_by_name(frame.f_code, frame.f_lasti):
+        return True
     words = _words_of_call(frame.f_code, frame.f_lasti, function)
     return words.is_literal or (not words.is_own and _any_variable_does(frame, words.variables, caller_of))
 
@@ -76,6 +79,13 @@ def _variable_does(frame: FrameType, name: str, caller_of: Callable[[FrameType],
 
 
 _NOT_PASSED = _Words(False, False, ("",))
+
+
+@cache
+def _calls_by_name(code: CodeType, last: int) -> bool:
+    """Whether the call at offset `last` is `x.float()` or its like: a compiler's stand-in for x calls `to` then."""
+    loads = [x for x in _arguments(code, last) if x.opname.startswith("LOAD")]
+    return bool(loads) and loads[-1].argval in _CAST_METHODS and not loads[-1].opname.startswith("LOAD_CONST")
 
 
 @cache

@@ -32,9 +32,9 @@ from fpsim.emulation.operands import Rounds, leaves_float32
 from fpsim.emulation.product_calls import CALLS, compute_products
 from fpsim.emulation.products import ProductCall, note_views_of_weights, weights_among
 from fpsim.emulation.scope import NO_SPECS, Scope
-from fpsim.launch import round_memory_
+from fpsim.expressions import round_here_
 from fpsim.spec import RoundingSpec, rounding_spec
-from fpsim.torch_internals import blind_to_modes, calibrate_holders, is_sharded, share_storage
+from fpsim.torch_internals import blind_to_modes, calibrate_holders, is_sharded, is_traced, share_storage
 
 __all__ = ["Emulation"]
 
@@ -303,11 +303,11 @@ class Emulation(TorchFunctionMode):
         self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None, role: str
     ) -> Tensor:
         site = self.scope.site(role)
-        if not is_plain(x):
+        if not (is_plain(x) or is_traced(x)):
             return self._straight_through(x, spec, backward, keep_masks=role == "activation")
         rounded = x.clone()
         if spec is not None:
-            round_memory_(rounded, spec, keep_masks=role == "activation")
+            round_here_(rounded, spec, keep_masks=role == "activation")
             activation = self.scope.specs.activation
             is_activation = role == "activation" or (activation is not None and activation.text == spec.text)
             mark(rounded, spec.text if is_activation else spec.text + OF_A_WEIGHT)
@@ -395,7 +395,7 @@ class Emulation(TorchFunctionMode):
         specs = self.scope.specs
         if not is_roundable(out):
             return out
-        plain, is_target = is_plain(out), any(out is x for x in tensors_in(target))
+        plain, is_target = is_plain(out) or is_traced(out), any(out is x for x in tensors_in(target))
         is_same = share_storage if plain else operator.is_
         if not is_target and any(is_same(out, x) for x in floats):
             self._carry_marks(out, floats, None, None)
@@ -415,7 +415,7 @@ class Emulation(TorchFunctionMode):
             observer = self.scope.listeners.watching(site, role)
             before = None if observer is None else out.detach().clone()
             # below autograd: what the operation saved for its backward is the rounded value, as on hardware
-            round_memory_(out, spec, keep_masks=True, keep_infinity=keep_infinity)
+            round_here_(out, spec, keep_masks=True, keep_infinity=keep_infinity)
             if observer is not None and before is not None:
                 observer(site, role, before, out.detach(), spec)
             mark(out, spec.text)
@@ -435,5 +435,6 @@ class Emulation(TorchFunctionMode):
     ) -> None:
         scaling = self.scope.listeners.scaling
         scale = None if scaling is None else scaling(site, role, spec, operation, operands, out)
-        calibrate_holders()  # it takes a backward pass, and none should run in another
+        if not is_traced(out):
+            calibrate_holders()  # it takes a backward pass, and none should run in another
         out.register_hook(BackwardRounding(self.scope, site, role, spec, scale))

@@ -191,6 +191,25 @@ def _addbmm(
     return _added(input, beta, _product(_of(call, (batch1, a), (batch2, b)), a, b), alpha)
 
 
+def _grouped_mm(call: ProductCall, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, **rest: Any) -> Any:
+    """Rows of one matrix for each of several, as in a layer of experts: group g ends before row offs[g]."""
+    if not call.takes(mat_a, mat_b):
+        return NotImplemented
+    if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or any(v is not None for v in rest.values()):
+        raise NotImplementedError(
+            f"grouped_mm at {call.site.partition(':')[0] or 'the top level'} came with operands of "
+            f"{mat_a.dim()} and {mat_b.dim()} axes, or a bias or dtype, whose products cannot be quantised. Possible: "
+            f"(tokens, in) and (groups, in, out) with offs; or products one by one, with @."
+        )
+    ends = [0, *offs.tolist(), len(mat_a)]
+    parts = [(mat_a[a:b], mat_b[g] if g < len(mat_b) else None) for g, (a, b) in enumerate(pairwise(ends))]
+    sums = [
+        x.new_zeros(len(x), mat_b.shape[2]) if w is None else _product(_of(call, (mat_b, w)), x, w, part=f".{g}")
+        for g, (x, w) in enumerate(parts)
+    ]
+    return torch.cat(sums)
+
+
 # Layers: their second operand is a weight, wherever it comes from
 
 
@@ -375,7 +394,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "bilinear": _bilinear,
     **dict.fromkeys(("matmul", "imatmul", "linalg_matmul"), _matmul),
     "rmatmul": _rmatmul,
-    **dict.fromkeys(("mm", "bmm"), _mm),
+    **dict.fromkeys(("mm", "bmm", "_sparse_mm", "spmm"), _mm),
+    **dict.fromkeys(("grouped_mm", "_grouped_mm"), _grouped_mm),
     "mv": _mv,
     **dict.fromkeys(("dot", "inner_product"), _dot),
     "vdot": _vdot,

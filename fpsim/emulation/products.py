@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fpsim.accumulators import Accumulator
 from fpsim.autograd import is_plain
+from fpsim.block_autograd import round_blocks_traced
 from fpsim.blocks import Delayed
 from fpsim.emulation.accumulated import in_matrices
 from fpsim.emulation.arguments import roundable_in, tensors_in
@@ -19,16 +20,17 @@ from fpsim.emulation.calls import LOOK_UPS, Action, Call
 from fpsim.emulation.forms import Form, Side
 from fpsim.emulation.marks import is_roundable, is_view_of_weight, mark_as_view_of_weight
 from fpsim.emulation.scope import Observer, Scope
-from fpsim.gemm import accumulate
-from fpsim.hadamard import Hadamard, padded_to_groups, require_groups, transformed
+from fpsim.expressions import round_traced
+from fpsim.gemm import accumulate, apply_accumulate_operator
+from fpsim.hadamard import Hadamard, apply_hadamard_operator, padded_to_groups, require_groups, transformed
 from fpsim.launch import rounded
 from fpsim.moments import amax_of
-from fpsim.noise import new_key_for
+from fpsim.noise import new_key_for, new_traceable_key
 from fpsim.products import PRODUCTS, Operand, ProductSpecs
 from fpsim.shared_scales import Cut, rounded_blocks
-from fpsim.spec import BlockSpec, RoundingSpec, Spec
+from fpsim.spec import FLOATING, BlockSpec, RoundingSpec, Spec
 from fpsim.statistics import AMAX
-from fpsim.torch_internals import is_legacy_batched
+from fpsim.torch_internals import is_legacy_batched, is_traced
 
 __all__ = ["ProductCall", "note_views_of_weights", "weights_among"]
 
@@ -66,15 +68,22 @@ class ProductCall:
         """
         assert self.scope.products is not None
         is_wanted = has_weight or self.scope.products.attention or self.is_weight(x) or self.is_weight(w)
+        if is_wanted and any(t.dtype in FLOATING and t.layout is not torch.strided for t in (x, w)):
+            raise NotImplementedError(
+                f"A product at {self.site} has operands to quantise that are sparse or nested, and they lie in no "
+                f"blocks. Possible: dense tensors, x.to_dense() or nested.to_padded_tensor(0.0); or leave these "
+                f"modules' products in float32: Policy(overrides={{name: None}})."
+            )
         if not (is_wanted and is_roundable(x) and is_roundable(w)) or x.is_meta or w.is_meta:
             return False
         if x.dtype is not w.dtype and not torch.is_autocast_enabled(x.device.type):
             return False  # torch says so
-        if not (is_plain(x) and is_plain(w)):
+        if not all(is_plain(t) or is_traced(t) for t in (x, w)):
             raise NotImplementedError(
-                f"A product at {self.site} has operands to quantise under torch.compile, torch.export, a transform of "
-                f"torch.func, forward-mode differentiation, or as a subclass of Tensor. Possible: plain tensors and "
-                f"plain calls; or leave these modules' products in float32: Policy(overrides={{name: None}})."
+                f"A product at {self.site} has operands to quantise under torch.export, a transform of torch.func or "
+                f"forward-mode differentiation, or as a subclass of Tensor. Possible: plain tensors and plain calls, "
+                f"also under torch.compile; or leave these modules' products in float32: "
+                f"Policy(overrides={{name: None}})."
             )
         return True
 
@@ -233,11 +242,14 @@ class _Product:
                 f"A Hadamard transform came to {product} of the product at {self.site}, which sums over axes of length "
                 f"{length} and {other}, one of them broadcast. Possible: axes of one length, or no transform here."
             )
-        key = new_key_for(a) if transform.signs == "random" else None
+        traced = is_traced(a)
+        key = (new_traceable_key() if traced else new_key_for(a)) if transform.signs == "random" else None
         results = []
         for x, side in ((a, sides[0]), (b, sides[1])):
             padded = x if groups > 1 else padded_to_groups(x, transform, side.axis)
-            results.append(transformed(padded, transform, side.axis % x.dim(), key))
+            axis = side.axis % x.dim()
+            apply = apply_hadamard_operator if traced else transformed
+            results.append(apply(padded, transform, axis, key))
         return results[0], results[1]
 
     def _quantised(
@@ -252,6 +264,10 @@ class _Product:
         if operand is None:
             return x
         spec = operand.spec()
+        if is_traced(x):
+            if isinstance(spec, BlockSpec):
+                return round_blocks_traced(x, spec, side.axis, side.across)
+            return round_traced(x, spec) if known is None else known
         observer = self.listeners.watching(self.site, role)
         if isinstance(spec, BlockSpec):
             cut = Cut(side.axis, side.across, self._scale_of_history(x, spec, role) if operand.is_delayed else None)
@@ -274,6 +290,8 @@ class _Product:
 
 
 def _multiply(accumulator: Accumulator, a: Tensor, b: Tensor, added: Tensor | None) -> Tensor:
+    if is_traced(a):
+        return apply_accumulate_operator(a, b, added, accumulator)
     return accumulate(a, b, accumulator, added)
 
 
@@ -301,10 +319,10 @@ class _Node(torch.autograd.Function):
         if dy is None:
             return None, None, None, None
         product, (x, w) = ctx.product, ctx.saved_tensors
-        if is_legacy_batched(dy) or not is_plain(dy):
+        if is_legacy_batched(dy) or not (is_plain(dy) or is_traced(dy)):
             raise NotImplementedError(
                 f"The gradient that came to the product at {product.site} is a batch of gradients, of "
-                f"is_grads_batched=True or torch.func.vmap, or is traced, and cannot be quantised. Possible: one "
+                f"is_grads_batched=True or torch.func.vmap, and cannot be quantised. Possible: one "
                 f"gradient after the other."
             )
         data, weight, bias = product.backward(dy, x, w, ctx.needs_input_grad[3])

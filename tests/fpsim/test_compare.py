@@ -130,6 +130,19 @@ def test_what_is_not_finite_in_b_is_an_infinite_error() -> None:
     assert [row["relative"] for row in found] == [math.inf, 0.0]
 
 
+def test_a_mask_does_not_hide_the_error_of_the_numbers_beside_it() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.zeros_like(x)
+            mask[:, 3:] = torch.finfo(x.dtype).min
+            return (x + mask).softmax(-1)
+
+    found = fpsim.compare(Masked(), None, "fp16", X)
+    assert [row["site"] for row in found][-2:] == [":add", ":softmax"]
+    kept = X[:, :3]
+    assert found[-2]["relative"] == pytest.approx(distance(half(kept), kept), rel=1e-6)
+
+
 def test_equal_policies_are_equal_with_dropout_too_and_the_model_and_the_noise_stay() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.BatchNorm1d(6))

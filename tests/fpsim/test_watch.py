@@ -166,6 +166,29 @@ def test_a_second_call_before_the_backward_pass_of_the_first_is_told_apart() -> 
     assert [(row["step"], row["amax"]) for row in rows] == [(1, 1.0)]
 
 
+def test_a_mask_of_the_dtypes_least_value_is_no_number_that_overflows() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + torch.zeros_like(x).fill_(torch.finfo(x.dtype).min)).softmax(-1)
+
+    model = Masked()
+    with fpsim.watch(model, ["fp16"], every=1) as watching:
+        model(X)
+    row = watching.rows()[0]
+    assert (row["site"], row["overflow"], row["amax"]) == (":add", 0.0, 0.0)
+
+
+def test_the_gradients_of_parameters_are_those_of_the_watched_step_alone() -> None:
+    model = nn.Linear(6, 3, bias=False)
+    with fpsim.watch(model, ["fp16"], every=3) as watching:
+        for scale in (1.0, 64.0, 128.0, 2.0):
+            model(scale * X).sum().backward()
+    amax = float(X.sum(0).abs().max())
+    rows = [row for row in watching.rows() if row["role"] == "weight_grad"]
+    assert [row["step"] for row in rows] == [1, 4]
+    assert [row["amax"] for row in rows] == pytest.approx([amax, 2 * amax], rel=1e-5)  # sums in another order
+
+
 def test_rows_are_a_frame_and_pictures_are_drawn() -> None:
     model, optimizer = network(), None
     with fpsim.watch(model, ["fp16", "e5m2"], every=1) as watching:

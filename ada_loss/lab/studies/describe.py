@@ -11,6 +11,7 @@ from torch import nn
 
 import fpsim
 from ada_loss.lab.tasks import TASKS, Task, find_task
+from ada_loss.lab.tasks.task import is_pair
 from fpsim import FormatLike
 
 __all__ = ["Description", "describe"]
@@ -86,7 +87,8 @@ def _call(name: str, function: Any) -> Any:
 
 
 def _sites(task: Task, model: nn.Module) -> list[dict[str, Any]]:
-    x, y = (t[:BATCH] for t in task.train)
+    batch = task.train if is_pair(task.train) else next(iter(task.train))
+    x, y = (t[:BATCH] for t in batch)
     with torch.random.fork_rng(devices=[]), fpsim.record(model) as record:
         task.loss(model(x), y).backward()
     return record.rows()

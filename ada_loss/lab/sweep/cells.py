@@ -20,6 +20,7 @@ from ada_loss.lab.training.methods import require_method
 from ada_loss.lab.training.options import TrainOptions, is_allowed, possible
 from fpsim import ROLES, Policy, Products
 from fpsim.checks import SHOWN, did_you_mean, is_number, is_whole, shown
+from fpsim.scaling import gradients_have_scales
 
 __all__ = [
     "AXES",
@@ -104,8 +105,8 @@ def plan(
     """A cell for every combination, formats first. Invalid values and combinations are rejected here, before any work.
 
     float32, with which the others are compared, is trained once for each seed: there is nothing to round or to scale.
-    A recipe has roundings of its own, and is trained once for each scaling method and seed. Where every operand has
-    scales of its own and no role is in a format, a loss scale changes nothing, and there is no cell but that without.
+    A recipe has roundings of its own. Where each gradient that enters a product has a scale of its own there, a loss
+    scale has nothing to do, and there is no cell but that without: of recipes, fp16's and bf16's are left.
 
     task: a name, "module:function", or a function from a seed to a Task.
     formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`, of which "products" is a
@@ -375,14 +376,10 @@ def _needs_no_scaling(fmt: Any) -> bool:
     if fmt == BASELINE:
         return True
     if is_recipe(fmt):
-        return False
+        return gradients_have_scales(fpsim.recipe(fmt.removeprefix(fpsim.RECIPE_PREFIX).strip()))
     if not isinstance(fmt, Mapping):
         return isinstance(fpsim.as_format(fmt), fpsim.BlockFormat)
-    policy = _policy(fmt)
-    if policy.products is None or any(getattr(policy, role) is not None for role in ROLES) or policy.overrides:
-        return False
-    gradients = (policy.products.specs.dgrad[0], policy.products.specs.wgrad[0])
-    return all(g is None or isinstance(g.fmt, fpsim.BlockFormat) for g in gradients)
+    return gradients_have_scales(_policy(fmt))
 
 
 def policy_of(fmt: Any, rounding: str) -> Any:

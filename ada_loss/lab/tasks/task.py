@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
+import numpy as np
 from torch import Tensor, nn
 
-__all__ = ["Task", "accuracy", "trained_with"]
+__all__ = ["Task", "accuracy", "is_pair", "trained_with"]
 
 
 @dataclass(frozen=True)
@@ -17,27 +18,40 @@ class Task:
 
     name: for errors and titles.
     model: is copied before it is trained.
-    train, test: inputs and targets, two tensors of one length each.
+    train, test: inputs and targets, two tensors of one length each; or an iterable of batches that can be gone through
+        again and again, such as a torch DataLoader, each batch two tensors.
     loss: takes outputs and targets, and gives a 0-d tensor.
-    metrics: {name: a function of outputs and targets that gives a float}; the first is the one that tables show.
-    Raises TypeError for data that are no two tensors, ValueError for tensors of different or no length.
+    metrics: {name: a function of outputs and targets that gives a float}; the first is the one that tables show. Those
+        of an iterable's batches are put together first.
+    augment: changes the inputs of each training batch, and may draw torch's random numbers; None leaves them.
+    Raises TypeError for data that are neither, ValueError for tensors of different or no length.
     """
 
     name: str
     model: nn.Module
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
+    train: tuple[Tensor, Tensor] | Iterable[Any]
+    test: tuple[Tensor, Tensor] | Iterable[Any]
     loss: Callable[[Tensor, Tensor], Tensor]
     metrics: dict[str, Callable[[Tensor, Tensor], float]]
+    augment: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         for part, data in (("train", self.train), ("test", self.test)):
-            is_pair = isinstance(data, tuple | list) and len(data) == 2
-            if not is_pair or not all(isinstance(t, Tensor) for t in data):
-                came = " and ".join(type(t).__name__ for t in data) if is_pair else type(data).__name__
+            if isinstance(data, Iterable) and not isinstance(data, tuple | list | dict | Tensor | np.ndarray):
+                if isinstance(data, Iterator):
+                    raise TypeError(
+                        f"{part} of the task {self.name!r} came as {type(data).__name__}, which one pass exhausts. "
+                        f"Possible: a DataLoader, or another object whose __iter__ begins anew."
+                    )
+                continue
+            if isinstance(data, list) and data and all(isinstance(batch, tuple | list) for batch in data):
+                continue  # of batches
+            if not is_pair(data):
+                is_two = isinstance(data, tuple | list) and len(data) == 2
+                came = " and ".join(type(t).__name__ for t in data) if is_two else type(data).__name__
                 raise TypeError(
-                    f"{part} of the task {self.name!r} came as {came}. Possible: two tensors, inputs and targets. "
-                    f"Put batches together with torch.cat."
+                    f"{part} of the task {self.name!r} came as {came}. Possible: two tensors, inputs and targets, "
+                    f"or an iterable of batches such as a DataLoader."
                 )
             inputs, targets = data
             if not 0 < len(inputs) == len(targets):
@@ -45,6 +59,11 @@ class Task:
                     f"{part} of the task {self.name!r} came with {len(inputs)} inputs and {len(targets)} targets. "
                     f"Possible: the same number of both, 1 or more."
                 )
+
+
+def is_pair(data: Any) -> TypeGuard[tuple[Tensor, Tensor]]:
+    """Whether data are two tensors."""
+    return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from torch import Tensor
 import fpsim
 from ada_loss.lab.environment import versions
 from ada_loss.lab.tasks import Task
+from ada_loss.lab.training.batches import batches_of
 from ada_loss.lab.training.checkpoints import Checkpoints, DelayedScaling
 from ada_loss.lab.training.methods import make_scaling
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.run import Run, Stopped
-from ada_loss.lab.training.steps import backward, evaluate, learning_rate_at, make_optimizer
+from ada_loss.lab.training.steps import EVALUATED, backward, evaluate, learning_rate_at, make_optimizer
 from fpsim import FormatLike, Recording
-from fpsim.checks import known_arguments
+from fpsim.checks import known_arguments, shown
 
 __all__ = ["Training", "TrainingState", "train"]
 
@@ -156,11 +158,10 @@ class Training:
         self.model = fpsim.quantize(task.model, fmt, rounding=rounding).to(options.device, container)
         self.scaler, self.adaptive = make_scaling(options.scaling, self.model)
         self.optimizer = make_optimizer(options, self.model)
-        self.x, self.y = (_placed(data, options.device, container) for data in task.train)
-        self.x_test, self.y_test = (_placed(data, options.device, container) for data in task.test)
-        self.total = options.steps or options.epochs * -(-len(self.x) // options.batch_size)
-        self.order = torch.Generator().manual_seed(options.seed)
-        self.state = TrainingState(self.order.get_state())
+        self.batches = batches_of(task.train, options.batch_size, options.seed, options.device, container)
+        self.test = batches_of(task.test, EVALUATED, 0, options.device, container)
+        self.total = options.steps or options.epochs * self._epoch_length("epochs")
+        self.state = TrainingState(self.batches.order())
         self.recording = Recording(options.record_every) if options.record_every else None
         self.point_every = max(SAMPLES * options.record_every, self.total // HISTORY)
         self.cuda_devices = [options.device] if options.device.startswith("cuda") else []  # dropout draws there
@@ -193,7 +194,7 @@ class Training:
             torch.manual_seed(self.options.seed)  # the noise of stochastic rounding
             if self.checkpoints is not None and self.checkpoints.load():
                 self.progress(self.state.steps)
-            self.order.set_state(self.state.order)
+                self.batches.restore(self.state.order)
             self.model.train()
             self._since = time.perf_counter()
             while self.state.steps < self.total:
@@ -208,11 +209,10 @@ class Training:
     def _run_epoch(self) -> None:
         """What is left of an epoch and of the steps."""
         state, every = self.state, self.options.evaluate_every
-        state.order = self.order.get_state()
-        epoch = torch.randperm(len(self.x), generator=self.order).split(self.options.batch_size)
+        state.order = self.batches.order()
         with nullcontext() if self.recording is None else fpsim.record(self.model, into=self.recording):
-            for batch in epoch[state.batches : state.batches + self.total - state.steps]:
-                self._step(batch)
+            for x, y in islice(self.batches.epoch(state.batches), self.total - state.steps):
+                self._step(x if self.task.augment is None else self.task.augment(x), y)
                 state.batches += 1
                 self._record_point()
                 self.progress(1)
@@ -220,16 +220,24 @@ class Training:
                     self._add_seconds()
                     self.checkpoints.save()
         state.batches = 0
-        if every and (state.steps // len(epoch)) % every == 0 and state.steps < self.total:
+        if every and (state.steps // self._epoch_length("evaluate_every")) % every == 0 and state.steps < self.total:
             state.evaluations.append((state.steps, self._evaluate()))
 
-    def _step(self, batch: Tensor) -> None:
+    def _epoch_length(self, option: str) -> int:
+        if self.batches.length is None:
+            raise ValueError(
+                f"{option} counts passes over the training data, and {shown(self.task.train)} has no length. "
+                f"Give steps, or data with a length."
+            )
+        return self.batches.length
+
+    def _step(self, x: Tensor, y: Tensor) -> None:
         options, state, done = self.options, self.state, self.state.steps
         for group in self.optimizer.param_groups:  # by hand: torch's schedules warn where the first step is skipped
             group["lr"] = learning_rate_at(options, done, self.total)
         state.scales.append(self.scaler.get_scale())
         self.optimizer.zero_grad()
-        loss = backward(self.task, self.model, self.scaler, self.x, self.y, batch, options.micro_batches)
+        loss = backward(self.task, self.model, self.scaler, x, y, options.micro_batches)
         state.losses.append(loss)
         if options.max_gradient_norm:
             self.scaler.unscale_(self.optimizer)
@@ -254,7 +262,7 @@ class Training:
 
     def _evaluate(self) -> dict[str, float]:
         self._add_seconds()
-        metrics = evaluate(self.task, self.model, self.x_test, self.y_test, self.options.seed, self.cuda_devices)
+        metrics = evaluate(self.task, self.model, self.test, self.options.seed, self.cuda_devices)
         self._since = time.perf_counter()
         return metrics
 
@@ -275,17 +283,12 @@ class Training:
     def _open_checkpoints(self, path: Path, seconds: float) -> Checkpoints:
         stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "adaptive": self.adaptive}
         stateful |= {"training": self.state, "recording": self.recording}
-        tensors = {"inputs": self.x, "targets": self.y}
-        tensors |= {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        tensors = {**self.batches.tensors, **dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         identity = {**self.format, **asdict(self.options), "versions": versions(), "tensors": _fingerprint(tensors)}
         identity["state"] = [f.name for f in fields(TrainingState)]
         present = {name: thing for name, thing in stateful.items() if thing is not None}
         present["delayed scaling"] = DelayedScaling(self.model)
         return Checkpoints(path, present, identity, seconds, self.cuda_devices)
-
-
-def _placed(data: Tensor, device: str, container: torch.dtype) -> Tensor:
-    return data.to(device, container if data.is_floating_point() else data.dtype)
 
 
 def _fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ada_loss.lab.tasks import Task
+from ada_loss.lab.training.batches import Batches, TensorBatches
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.scalers import GradScaler
 
-__all__ = ["backward", "evaluate", "learning_rate_at", "make_optimizer"]
+__all__ = ["EVALUATED", "backward", "evaluate", "learning_rate_at", "make_optimizer"]
 
 EVALUATED = 256  # samples at once
 
@@ -45,37 +46,36 @@ def _rate(schedule: str, warmup: int, step: int, total: int) -> float:
     return (1 + math.cos(math.pi * share)) / 2 if schedule == "cosine" else 1 - share
 
 
-def backward(
-    task: Task, model: nn.Module, scaler: GradScaler, x: Tensor, y: Tensor, batch: Tensor, micro_batches: int
-) -> float:
+def backward(task: Task, model: nn.Module, scaler: GradScaler, x: Tensor, y: Tensor, micro_batches: int) -> float:
     """Add the scaled gradients of a batch to the parameters, part by part; gives the loss of the batch.
 
-    x, y: the training data.
-    batch: (samples,) int64, which of them.
+    x, y: the inputs and the targets of the batch.
     micro_batches: the number of parts.
     """
-    total = 0.0
-    for part in batch.tensor_split(min(micro_batches, len(batch))):
-        loss = task.loss(model(x[part]), y[part])
+    total, parts = 0.0, min(micro_batches, len(x))
+    for inputs, targets in zip(x.tensor_split(parts), y.tensor_split(parts)):
+        loss = task.loss(model(inputs), targets)
         if micro_batches > 1:
-            loss = loss * (len(part) / len(batch))
+            loss = loss * (len(inputs) / len(x))
         scaler.scale(loss).backward()
         total += loss.item()
     return total
 
 
-def evaluate(
-    task: Task, model: nn.Module, x: Tensor, y: Tensor, seed: int, cuda_devices: Sequence[str]
-) -> dict[str, float]:
+def evaluate(task: Task, model: nn.Module, data: Batches, seed: int, cuda_devices: Sequence[str]) -> dict[str, float]:
     """The task's metrics on its test data, computed in the format of the model, which is left in training mode.
 
-    x, y: the test data.
+    data: for the test; of an iterable of batches the outputs of all are put together.
     seed, cuda_devices: of the noise of the evaluation, which leaves that of the training as it was.
     """
     model.eval()
     with torch.no_grad(), torch.random.fork_rng(devices=cuda_devices):
         torch.manual_seed(seed)
-        outputs = torch.cat([model(part) for part in x.split(EVALUATED)])
-        metrics = {name: float(metric(outputs, y)) for name, metric in task.metrics.items()}
+        if isinstance(data, TensorBatches):
+            outputs, targets = torch.cat([model(part) for part in data.inputs.split(EVALUATED)]), data.targets
+        else:
+            pairs = [(model(x), y) for x, y in data.epoch(0)]
+            outputs, targets = (torch.cat(parts) for parts in zip(*pairs))
+        metrics = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
     model.train()
     return metrics

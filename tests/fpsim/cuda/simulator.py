@@ -24,6 +24,7 @@ from fpsim.kernels.card import scalar_kernel
 from fpsim.kernels.round import NO_MASKS, Masks, cuda_loop
 from fpsim.launch import kernel_for, masks_of, rounded
 from fpsim.moments import binades, moments_of, on_device
+from fpsim.reference import noise_of, rounded_in_float64
 from fpsim.rounding import NOISE_BLOCK, ROUNDINGS
 from fpsim.shared_scales import (
     Cut,
@@ -110,6 +111,19 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         thread.join()
 
     monkeypatch.setattr(BlockThread, "start", start)
+
+
+@pytest.mark.usefixtures("in_turn")
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_the_kernel_gives_what_verify_expects(rounding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(round, "CUDA_THREADS", 32)
+    fmt, key = FORMATS["e5m2fnuz"], 0x12345678_9ABCDEF0
+    x = torch.cat([borders(fmt, torch.float32), sample(NOISE_BLOCK + 21, torch.float32)])
+    expected = rounded_in_float64(x.numpy(), fmt, rounding, noise_of(len(x), key))
+    found = simulated(x, fmt, rounding, key).double().numpy()
+    np.testing.assert_array_equal(found, expected)
+    numbers = ~np.isnan(found)
+    assert np.array_equal(np.signbit(found)[numbers], np.signbit(expected)[numbers])
 
 
 @pytest.mark.usefixtures("in_turn")

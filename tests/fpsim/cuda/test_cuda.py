@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -116,6 +117,25 @@ def test_strides_place_and_streams_change_nothing_on_the_card(rounding: str) -> 
             stream.synchronize()
             assert torch.equal(got.cpu(), expected)
             assert torch.equal(card.cpu(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "compute", [lambda x: round_to(x, "e4m3fn"), lambda x: moments_of(x)], ids=["round", "moments"]
+)
+def test_a_call_waits_for_no_other_streams_first_call(compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    # what a call needs on the card is filled on its own stream: the first stream is asleep when the second one runs
+    x = torch.randint(-8, 8, (1024,), device="cuda").float()  # whose sums and means are exact
+    expected = compute(x.cpu())
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(1_000_000_000)
+        compute(x)
+    with torch.cuda.stream(second):
+        found = compute(x).cpu()
+        assert not first.query()
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.gpu

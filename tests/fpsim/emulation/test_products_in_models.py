@@ -445,7 +445,7 @@ def test_transforms_and_batches_of_gradients_are_refused() -> None:
 
 
 def test_export_is_refused() -> None:
-    with pytest.raises(Exception, match=r"has operands to quantise under torch.compile, torch.export"):
+    with pytest.raises(Exception, match=r"has operands to quantise under torch.export"):
         torch.export.export(quantize(nn.Linear(8, 4), E4M3), (torch.randn(6, 8),))
 
 
@@ -486,3 +486,58 @@ def test_operands_are_rounded_as_their_own_spec_says() -> None:
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0, 0, 0, 0]]))
     assert model(torch.tensor([[1e9, 0, 0, 0], [1.12, 0, 0, 0]])).flatten().tolist() == [448.0, 1.0]
+
+
+# Products in other forms
+
+
+class Experts(nn.Module):
+    """Tokens of each expert, side by side, times the expert's own matrix."""
+
+    def __init__(self, is_grouped: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.is_grouped = nn.Parameter(torch.randn(3, 16, 8)), is_grouped
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_grouped:  # the second expert has no tokens
+            return nn.functional.grouped_mm(x, self.weight, offs=torch.tensor([2, 2, 5], dtype=torch.int32))
+        return torch.cat([x[:2] @ self.weight[0], x[2:] @ self.weight[2]])
+
+
+@pytest.mark.skipif(not hasattr(nn.functional, "grouped_mm"), reason="torch without grouped_mm")
+def test_a_grouped_product_is_the_products_of_its_groups() -> None:
+    torch.manual_seed(1)
+    x, dy = torch.randn(5, 16), torch.randn(5, 8)
+    found = []
+    for is_grouped in (True, False):
+        model = fpsim.quantize(Experts(is_grouped), "mxfp4")
+        y, dx, grads = gradients(model, x, dy)
+        found.append((y, dx, grads["weight"]))
+    for grouped, apart in zip(*found, strict=True):
+        assert torch.equal(grouped, apart)
+    assert not torch.equal(found[0][0], Experts(False)(x))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, w: torch.sparse.mm(x.to_sparse(), w),
+        lambda x, w: x.to_sparse_csr() @ w,
+        lambda x, w: nn.functional.linear(torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged), w.mT),
+    ],
+    ids=["sparse.mm", "csr @", "jagged linear"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+def test_sparse_and_nested_operands_are_refused(f: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model = fpsim.quantize(Calls(f, torch.randn(6, 3)), "mxfp4")
+    with pytest.raises(NotImplementedError, match=r"sparse or nested.*Possible: dense tensors"):
+        model(torch.randn(5, 6))
+
+
+def test_a_sparse_operand_of_activations_is_left_alone() -> None:
+    net = Calls(lambda x, w: torch.sparse.mm(torch.eye(5).to_sparse(), x @ w), torch.randn(6, 3))
+    model = quantize(net, "mxfp4")
+    x = torch.randn(5, 6)
+    expected = quantize(Calls(lambda x, w: x @ w, net.w.detach()), "mxfp4")(x)
+    assert torch.equal(model(x), expected)

@@ -351,12 +351,15 @@ def test_float32_is_trained_once_for_each_seed() -> None:
     assert all(cell.config["format"] == "fp16" for cell in cells[2:])
 
 
-def test_a_recipe_is_trained_once_for_each_method_and_seed_with_its_own_roundings() -> None:
-    cells = plan("digits", ["recipe:nvfp4", "nvfp4"], [8, "torch"], roundings=["nearest_even", "down"], seeds=2)
-    assert [cell.config["format"] for cell in cells] == ["recipe:nvfp4"] * 4 + ["nvfp4"] * 4
-    assert {cell.config["rounding"] for cell in cells[:4]} == {"nearest_even"}
-    assert {cell.config["scaling"] for cell in cells[4:]} == {"none"}  # each gradient has scales of its own
-    assert len({cell.id for cell in cells}) == 8
+def test_a_recipe_has_its_own_roundings_and_no_loss_scale_where_gradients_have_their_own() -> None:
+    formats = ["recipe:fp16", "recipe:nvfp4", "nvfp4"]
+    cells = plan("digits", formats, [8, "torch"], roundings=["nearest_even", "down"], seeds=2)
+    found = [cell.config["format"] for cell in cells]
+    assert found == ["recipe:fp16"] * 4 + ["recipe:nvfp4"] * 2 + ["nvfp4"] * 4
+    assert {cell.config["rounding"] for cell in cells[:6]} == {"nearest_even"}
+    assert [cell.config["scaling"] for cell in cells[:4]] == [8.0, 8.0, "torch", "torch"]
+    assert {cell.config["scaling"] for cell in cells[4:]} == {"none"}
+    assert len({cell.id for cell in cells}) == len(cells)
     for name in ("recipe:nvfp5", "fp8_current"):
         with pytest.raises(ValueError, match=r"Unknown recipe 'nvfp5'\. Did you mean nvfp4|'fp8_current' is a recipe"):
             plan("digits", [name], ["none"])

@@ -169,13 +169,14 @@ def test_a_task_of_ones_own_is_found_by_its_path() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ([(torch.ones(2, 1), torch.ones(2))] * 3, "came as list"),
+        ([], "came as list"),
+        (iter([(torch.ones(2, 1), torch.ones(2))]), "came as list_iterator, which one pass exhausts"),
         (({"pixels": torch.ones(2, 1)}, torch.ones(2)), "came as dict and Tensor"),
         ((np.ones((2, 1)), torch.ones(2)), "came as ndarray and Tensor"),
         ((torch.ones(3, 1), torch.ones(2)), "came with 3 inputs and 2 targets"),
         ((torch.ones(0, 1), torch.ones(0)), "came with 0 inputs and 0 targets"),
     ],
-    ids=["batches", "dict", "numpy", "unequal", "empty"],
+    ids=["no batches", "iterator", "dict", "numpy", "unequal", "empty"],
 )
 def test_data_that_cannot_be_trained_on_are_refused(data: Any, words: str) -> None:
     good = (torch.ones(2, 1), torch.ones(2))

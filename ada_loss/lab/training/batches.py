@@ -1,0 +1,118 @@
+"""The batches of a training: drawn from two tensors, or from a DataLoader or any other iterable of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ada_loss.lab.tasks.task import is_pair
+from fpsim.checks import shown
+
+__all__ = ["Batches", "LoadedBatches", "TensorBatches", "batches_of", "placed"]
+
+Pair = tuple[Tensor, Tensor]
+
+
+class TensorBatches:
+    """Batches of inputs and targets, in an order that a generator of their own draws.
+
+    order: its state at the beginning of the epoch, which a checkpoint keeps.
+    length: the number of batches of an epoch.
+    """
+
+    def __init__(self, inputs: Tensor, targets: Tensor, size: int, seed: int) -> None:
+        self.inputs, self.targets, self.size = inputs, targets, size
+        self.generator = torch.Generator().manual_seed(seed)
+        self.length: int | None = -(-len(inputs) // size)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What tells these data from others."""
+        return {"inputs": self.inputs, "targets": self.targets}
+
+    def order(self) -> Tensor:
+        """The state from which the next epoch follows."""
+        return self.generator.get_state()
+
+    def restore(self, order: Tensor) -> None:
+        """Go back to the beginning of an epoch."""
+        self.generator.set_state(order)
+
+    def epoch(self, done: int) -> Iterator[Pair]:
+        """The batches of an epoch from the one after `done`."""
+        for batch in torch.randperm(len(self.inputs), generator=self.generator).split(self.size)[done:]:
+            yield self.inputs[batch], self.targets[batch]
+
+
+class LoadedBatches:
+    """Batches as an iterable gives them: what it draws of torch's random numbers follows the training's seed.
+
+    An interrupted epoch goes on where it was: the iterable begins it again, with the random numbers of its beginning,
+    and the batches that are done are passed over.
+
+    length: that of the iterable; None where it has none.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: str, container: torch.dtype) -> None:
+        self.loader, self.device, self.container = loader, device, container
+        self._begun: Tensor | None = None
+        self.tensors: dict[str, Tensor] = {}  # none tells these data from others
+        try:
+            self.length: int | None = len(loader)  # type: ignore[arg-type]
+        except TypeError:
+            self.length = None
+
+    def order(self) -> Tensor:
+        return torch.get_rng_state() if self._begun is None else self._begun
+
+    def restore(self, order: Tensor) -> None:
+        self._begun = order
+
+    def epoch(self, done: int) -> Iterator[Pair]:
+        now = torch.get_rng_state()
+        if self._begun is not None:
+            torch.set_rng_state(self._begun)
+        found = iter(self.loader)
+        for _ in range(done):
+            next(found, None)
+        if self._begun is not None:
+            torch.set_rng_state(now)
+        self._begun = None
+        is_empty = not done
+        for batch in found:
+            is_empty = False
+            yield placed(batch, self.device, self.container)
+        if is_empty:
+            raise ValueError(
+                f"The training data {shown(self.loader)} gave no batch. Possible: what begins anew each time."
+            )
+
+
+Batches = TensorBatches | LoadedBatches
+
+
+def batches_of(data: Any, size: int, seed: int, device: str, container: torch.dtype) -> Batches:
+    """The batches of a task's data, on a device.
+
+    data: two tensors, or an iterable of batches.
+    size, seed: of batches of two tensors; an iterable has its own.
+    """
+    if is_pair(data):
+        return TensorBatches(*placed(data, device, container), size, seed)
+    return LoadedBatches(data, device, container)
+
+
+def placed(batch: Any, device: str, container: torch.dtype) -> Pair:
+    """Inputs and targets on a device, floats in the container. Raises TypeError for what is no pair of tensors."""
+    if not is_pair(batch):
+        is_two = isinstance(batch, tuple | list) and len(batch) == 2
+        came = " and ".join(type(p).__name__ for p in batch) if is_two else type(batch).__name__
+        raise TypeError(
+            f"A batch came as {came}. Possible: two tensors, inputs and targets. For batches of another kind, train in "
+            f"a function of your own: ada_loss.sweep(train=...)."
+        )
+    x, y = (part.to(device, container if part.is_floating_point() else part.dtype) for part in batch)
+    return x, y

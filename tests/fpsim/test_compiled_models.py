@@ -1,0 +1,166 @@
+"""Quantised models under torch.compile: one graph, with the numbers of the emulation as it runs without a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fpsim import dequantize, quantize, record
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    size = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 96, "n_positions": 32}
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(**size, **off, bos_token_id=1, eos_token_id=1)
+    ids = torch.randint(0, 96, (2, 12))
+    return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "use_cache": False}
+
+
+def llama() -> tuple[nn.Module, dict[str, Any]]:
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    ids = torch.randint(0, 96, (2, 12))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, **heads)), {
+        "input_ids": ids,
+        "use_cache": False,
+    }
+
+
+def resnet() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=4)
+    return transformers.ResNetForImageClassification(config), {"pixel_values": torch.randn(2, 3, 32, 32)}
+
+
+def step(forward: Any, model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+    """The logits and the gradients, by one step of training."""
+    logits = forward(**inputs).logits
+    logits.square().mean().backward()
+    return [logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "resnet": resnet}
+
+
+@pytest.mark.parametrize(
+    ("name", "fmt"),
+    [
+        ("gpt2", "fp16"),
+        ("llama", "bf16"),
+        ("resnet", "e5m2"),
+        ("gpt2", "mxfp8_e4m3"),
+        ("llama", "recipe:mxfp8"),
+        ("resnet", "mxfp8_e5m2"),
+    ],
+    ids=str,
+)
+def test_a_compiled_model_is_one_graph_and_equals_the_emulation_bit_for_bit(name: str, fmt: str) -> None:
+    model, inputs = MODELS[name]()
+    expected_of, model = (quantize(model.train(), fmt) for _ in range(2))
+    expected = step(expected_of, expected_of, inputs)
+    found = step(torch.compile(model, backend="aot_eager", fullgraph=True), model, inputs)
+    assert len(found) == len(expected) > 10
+    assert all(map(torch.equal, found, expected))
+    for mine, theirs in zip(model.buffers(), expected_of.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+class Awkward(nn.Module):
+    """What a program must keep: a tied weight, a buffer, a mode, float32 on purpose, an output that is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(6, 6), nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.norm(self.second(torch.exp(self.first(x))))
+        wide = y.float().square().mean(-1, keepdim=True)  # float32 on purpose: not rounded until it is cast back
+        if self.training:
+            y = y * 2
+        return {"y": torch.softmax(y * torch.rsqrt(wide + 1e-5).type_as(y), -1), "wide": [wide]}
+
+
+def test_tied_weights_modes_and_float32_on_purpose_survive() -> None:
+    x = torch.randn(5, 6)
+    expected_of, model = (quantize(Awkward(), "e4m3fn") for _ in range(2))
+    model.load_state_dict(expected_of.state_dict())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for training in (True, False, True):
+        for each in (expected_of, model):
+            each.train(training)
+            each.zero_grad()
+        expected, found = expected_of(x), compiled(x)
+        assert torch.equal(found["y"], expected["y"])
+        assert torch.equal(found["wide"][0], expected["wide"][0])
+        assert not torch.equal(
+            expected["wide"][0], torch.tensor(expected["wide"][0].tolist()).to(torch.float8_e4m3fn).float()
+        )
+        for out in (expected, found):
+            (out["y"].square().sum() + out["wide"][0].sum()).backward()
+        for mine, theirs in zip(model.parameters(), expected_of.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+        for mine, theirs in zip(model.buffers(), expected_of.buffers(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_a_model_quantised_anew_is_compiled_anew() -> None:
+    model, x = nn.Linear(6, 6), torch.randn(5, 6)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for fmt in ("e5m2", "fp16", "e5m2"):
+        quantize(model, fmt, inplace=True)
+        assert torch.equal(compiled(x), model(x))
+        assert torch.equal(compiled(x), quantize(dequantize(model), fmt)(x))
+        dequantize(model, inplace=True)
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_what_is_recorded_runs_without_the_compiler_or_says_so() -> None:
+    model, x = quantize(nn.Linear(6, 6), "e5m2"), torch.randn(5, 6)
+    compiled = torch.compile(model, backend="aot_eager")
+    with record(model) as recording:
+        assert torch.equal(compiled(x), model(x))
+    assert len(recording.rows()) > 0
+    torch._dynamo.reset()
+    with record(model), pytest.raises(torch._dynamo.exc.Unsupported, match="compile the whole quantised model"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+
+
+def test_a_buffer_put_in_the_place_of_another_is_an_error() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.seen + 1
+            return x * self.seen
+
+    compiled = torch.compile(quantize(Counts(), "e5m2"), backend="aot_eager", fullgraph=True)
+    with (
+        pytest.raises(torch._dynamo.exc.Unsupported),
+        pytest.warns(UserWarning, match=r"puts a new tensor in the place of 'seen'.*self\.seen\.copy_"),
+    ):
+        compiled(torch.ones(2))
+
+
+def test_what_the_compiler_cannot_give_back_is_named() -> None:
+    model, inputs = gpt2()
+    compiled = torch.compile(quantize(model, "fp16"), backend="aot_eager")
+    with pytest.warns(UserWarning, match=r"A DynamicCache is given back.*use_cache=False"):
+        out = compiled(**{**inputs, "use_cache": True})
+    assert out.past_key_values is not None  # it ran without the compiler
