@@ -30,7 +30,6 @@ __all__ = [
     "computing_hooks",
     "constant_under_compile",
     "current_graph_task",
-    "current_stream_handle",
     "direct_parameters",
     "fuse_in_inductor",
     "has_no_holes",
@@ -54,6 +53,8 @@ __all__ = [
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+# The driver's handle of torch's current stream on a device, without an object around it. A torch for the CPU has none.
+current_stream_handle: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 # What torch knows of a tensor
@@ -95,11 +96,6 @@ def is_sharded(x: Tensor) -> bool:
 
 
 # What torch knows of a module
-
-
-def current_stream_handle(device: int) -> int:
-    """The driver's handle of torch's current stream on a CUDA device: what `torch.cuda.current_stream` wraps."""
-    return torch._C._cuda_getCurrentRawStream(device)  # an object of torch's would take 2 us a launch
 
 
 def direct_parameters(module: nn.Module) -> Iterator[Tensor]:
