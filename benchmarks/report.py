@@ -286,6 +286,61 @@ class BasicBlock(nn.Module):
         return torch.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
 
 
+def launches(report: Report, repeats: int) -> None:
+    """What Python takes to round on a card, against all of `torch.relu` on 16 elements of the CPU.
+
+    Everything is done but the driver's cuLaunchKernel, in whose place a function gives success at once. The tensors are
+    the CPU's, whose addresses take as long; for them, functions stand in for torch's current device and stream.
+    """
+    import fpsim.launch as launch_file
+    from fpsim.kernels.card import CudaKernel
+
+    def bind(kernel: CudaKernel, device: int, stream: int = 0) -> None:
+        kernel.bind(device, lambda *arguments: (0,), 0)
+
+    def launch(src: Tensor, dst: Tensor, kernel: Any, key: Tensor | None, log2_scale: Tensor | None = None) -> None:
+        launch_file.launch_on_card(src, dst, src.numel(), kernel, key, log2_scale)
+
+    own = CudaKernel.load, launch_file.launch, launch_file.current_stream_handle, torch.cuda.current_device
+    x = torch.randn(16)
+    relu = partial(_many, partial(torch.relu, x))
+    try:
+        CudaKernel.load, launch_file.launch = bind, launch  # type: ignore[method-assign]
+        launch_file.current_stream_handle, torch.cuda.current_device = (lambda device: 0), (lambda: -1)
+        for mode in ("nearest_even", "stochastic"):
+            _, ours, ratio = paired(relu, partial(_many, partial(fpsim.round_to, x, "e4m3fn", mode)), 5 * repeats)
+            report.add("launches", f"round_to on a card, {mode}, / torch.relu", 1 / ratio, "times", 5, at_least=False)
+            report.add("launches", f"round_to on a card, {mode}", ours * 1e6 / MANY, "us", 27.6, at_least=False)
+    finally:
+        CudaKernel.load, launch_file.launch = own[:2]  # type: ignore[method-assign]
+        launch_file.current_stream_handle, torch.cuda.current_device = own[2:]
+
+
+def instructions(report: Report) -> None:
+    """Machine instructions of the rounding kernels for each element, disassembled for an H100 (sm_90)."""
+    from sass import disassembled, disassembler, instructions_per_element
+
+    from fpsim.kernels.round import cuda_loop
+
+    if disassembler() is None:
+        print("instructions   not counted: pip install nvidia-cuda-nvdisasm nvidia-nvjitlink")
+        return
+    for width in (32, 64):
+        for shape, name in ((0, "flat"), (1, "grid"), (2, "gap"), (4, "grid without -0")):
+            for rule, mode, goal in ((0, "nearest_even", 45.0), (6, "stochastic", 80.0)):
+                count = instructions_per_element(disassembled(cuda_loop(rule, shape, width), (9, 0)), width // 8)
+                goals = {"goal": goal, "at_least": False} if width == 32 else {}
+                report.add("instructions", f"{name} {mode}, float{width}", count, "an element", **goals)
+
+
+MANY = 50  # in less than the time that a process is left alone on a busy machine
+
+
+def _many(function: Callable[[], object]) -> None:
+    for _ in range(MANY):
+        function()
+
+
 def resnet20() -> nn.Sequential:
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     width = 16
@@ -585,8 +640,8 @@ def main() -> None:
     parser.add_argument(
         "--only",
         nargs="+",
-        help="sections: startup small rounding peers blocks recipes accumulators training watching scaling compile "
-        "memory",
+        help="sections: startup small launches instructions rounding peers blocks recipes accumulators training "
+        "watching scaling compile memory",
     )
     parser.add_argument("--out", type=Path, help="where to save the JSON report (default: results/<machine>.json)")
     options = parser.parse_args()
@@ -595,6 +650,8 @@ def main() -> None:
     sections: dict[str, Callable[[], None]] = {
         "startup": lambda: startup(report, 3 if options.quick else 9),
         "small": lambda: small(report),
+        "launches": lambda: launches(report, repeats),
+        "instructions": lambda: instructions(report),
         "rounding": lambda: rounding(report, repeats),
         "peers": lambda: peers(report, repeats),
         "blocks": lambda: blocks(report, 5 if options.quick else 21),

@@ -20,6 +20,7 @@ from fpsim.recording import Recording, record
 from fpsim.scaling_state import load_scaling_state, scaling_state, set_scaling_group
 from fpsim.summary import summary
 from fpsim.tally import Tally, tally
+from fpsim.warm import warm_up
 from fpsim.watch import Watch, watch
 
 __all__ = [
@@ -68,5 +69,6 @@ __all__ = [
     "set_scaling_group",
     "summary",
     "tally",
+    "warm_up",
     "watch",
 ]

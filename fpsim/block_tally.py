@@ -13,8 +13,9 @@ from fpsim.blocks import Element
 from fpsim.fixed_point import FixedPoint
 from fpsim.kernels import block_tally
 from fpsim.kernels.blocks import BlockPlan
-from fpsim.kernels.compile import cuda_array, cuda_stream
-from fpsim.launch import parts_of, run_parts
+from fpsim.kernels.card import array_words
+from fpsim.kernels.compile import CUDA_THREADS
+from fpsim.launch import parts_of, run_on_card, run_parts
 from fpsim.shared_scales import BlockAxes, Cut, block_axes, block_plan, finite_amax, in_parts, shared_numbers
 from fpsim.spec import BlockSpec
 from fpsim.statistics import BLOCK_FIELDS, LARGEST_SCALE, SMALLEST_SCALE
@@ -71,12 +72,10 @@ def _on_cuda(
     x: Tensor, r: Tensor, axes: BlockAxes, plan: BlockPlan, shared: Tensor, limits: tuple[float, float, float]
 ) -> Tensor:
     row = _row(x.device)
-    with torch.cuda.device(x.device), torch.no_grad():
-        stream = cuda_stream(torch.cuda.current_stream(x.device).cuda_stream)
-        patterns = [cuda_array(t.view(torch.uint32).flatten()) for t in (x, r)]
-        words = tuple(axes), math.prod(axes.blocks), plan.parameters
-        loop = block_tally.cuda_loop(plan.scale_shape, plan.kind)
-        loop(*patterns, *words, cuda_array(shared), cuda_array(row), limits, stream)
+    words = x.data_ptr(), r.data_ptr(), *axes, *plan.parameters, shared.data_ptr()
+    found = array_words(row.data_ptr(), (BLOCK_FIELDS,), 8)
+    loop, blocks = block_tally.cuda_loop(plan.scale_shape, plan.kind), -(-math.prod(axes.blocks) // CUDA_THREADS)
+    run_on_card(loop, x, blocks, CUDA_THREADS, (*words, *found, *limits))
     return row
 
 

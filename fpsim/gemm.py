@@ -14,10 +14,10 @@ from torch.autograd import forward_ad
 from fpsim.accumulators import Accumulator, as_accumulator
 from fpsim.formats import FloatFormat, as_float_format
 from fpsim.kernels.accumulate import Code, Sizes, cpu_loop, cuda_loop, tiles
-from fpsim.kernels.compile import cuda_array, cuda_stream
+from fpsim.kernels.compile import CUDA_THREADS
 from fpsim.kernels.sums import EXACT
-from fpsim.launch import run_parts
-from fpsim.noise import new_key, new_traceable_key
+from fpsim.launch import key_arguments, run_on_card, run_parts
+from fpsim.noise import new_key_for, new_traceable_key
 from fpsim.rounding import Plan, make_plan
 from fpsim.spec import require_floating
 from fpsim.torch_internals import constant_under_compile
@@ -80,7 +80,7 @@ def accumulate(
         return product if bias is None else product.add_(bias)
     summation = summation_of(accumulator)
     if summation.is_stochastic and key is None:
-        key = new_key()
+        key = new_key_for(a)
     (batches, m, k), n = a.shape, b.shape[2]
     out = torch.empty((batches, m, n), dtype=torch.float32, device=a.device)
     if out.numel() == 0:
@@ -107,17 +107,12 @@ def _run_on_cpu(summation: Summation, sizes: Sizes, key: Tensor | None, *tensors
 
 
 def _run_on_card(summation: Summation, sizes: Sizes, key: Tensor | None, *tensors: Tensor) -> None:
-    word, out = 0 if key is None else int(key), tensors[-1]
-    with torch.cuda.device(out.device), torch.no_grad():
-        stream = cuda_stream(torch.cuda.current_stream(out.device).cuda_stream)
-        flat = [cuda_array(_words(x if x.numel() else out)) for x in tensors]
-        cuda_loop(summation.code)(*flat, sizes, *summation.plans, word & 0xFFFFFFFF, word >> 32, stream)
-
-
-def _words(x: Tensor) -> Tensor:
-    """The memory of `x`, from its first element to its last, as flat patterns."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.as_strided((extent,), (1,)).view(torch.uint32)
+    out = tensors[-1]
+    addresses = [(x if x.numel() else out).data_ptr() for x in tensors]
+    plans = (integer for plan in summation.plans for integer in plan)
+    blocks = -(-sizes.batches * sizes.rows * sizes.columns // CUDA_THREADS)
+    words = *addresses, *sizes, *plans, *key_arguments(key)
+    run_on_card(cuda_loop(summation.code), out, blocks, CUDA_THREADS, words)
 
 
 # The operator that torch.compile, FakeTensorMode and functorch see.

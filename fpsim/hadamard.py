@@ -11,10 +11,9 @@ from torch import Tensor
 
 from fpsim.autograd import is_plain
 from fpsim.checks import did_you_mean, is_whole
-from fpsim.kernels.compile import cuda_array, cuda_stream
-from fpsim.kernels.hadamard import LANES, cpu_loop, cuda_loop
-from fpsim.launch import PARALLEL_FROM, run_parts
-from fpsim.noise import new_key, new_traceable_key
+from fpsim.kernels.hadamard import LANES, cpu_loop, cuda_loop, threads_of
+from fpsim.launch import PARALLEL_FROM, key_arguments, run_on_card, run_parts
+from fpsim.noise import new_key_for, new_traceable_key
 from fpsim.spec import require_floating
 from fpsim.torch_internals import has_no_holes
 
@@ -96,7 +95,7 @@ def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None 
     if transform.signs != "random":
         key = None
     elif key is None:
-        key = new_key() if plain else new_traceable_key()
+        key = new_key_for(x) if plain else new_traceable_key()
     if plain and not (x.requires_grad and torch.is_grad_enabled()):
         return transformed(x, transform, axis, key)
     return apply_hadamard_operator(x, transform, axis, key)
@@ -151,7 +150,15 @@ def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, i
     pattern = FIXED_SIGNS if transform.signs == "fixed" else 0
     words = inner, pattern, int(transform.signs == "random"), int(is_inverse)
     if x.is_cuda:
-        _launch_cuda(x, out, lines, transform.size, words, key)
+        threads = threads_of(transform.size)
+        arguments = x.data_ptr(), out.data_ptr(), lines, *words, *key_arguments(key)
+        run_on_card(
+            cuda_loop(transform.size, 8 * x.element_size()),
+            x,
+            -(-lines * transform.size // threads),
+            threads,
+            arguments,
+        )
         return out
     loop = cpu_loop(transform.size, 8 * x.element_size())
     key_address = _NO_KEY.ctypes.data if key is None else key.data_ptr()
@@ -164,17 +171,6 @@ def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, i
     ]
     run_parts(loop, parts, x, out, key)
     return out
-
-
-def _launch_cuda(
-    x: Tensor, out: Tensor, lines: int, size: int, words: tuple[int, int, int, int], key: Tensor | None
-) -> None:
-    word = 0 if key is None else int(key)
-    with torch.cuda.device(x.device):
-        stream = cuda_stream(torch.cuda.current_stream(x.device).cuda_stream)
-        source, target = (cuda_array(t.as_strided((t.numel(),), (1,))) for t in (x, out))
-        loop = cuda_loop(size, 8 * x.element_size())
-        loop(source, target, lines, *words, word & 0xFFFFFFFF, (word >> 32) & 0xFFFFFFFF, stream)
 
 
 # The operator that autograd, torch.compile, FakeTensorMode and functorch see.

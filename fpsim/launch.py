@@ -13,13 +13,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.kernels.compile import cuda_array, cuda_stream
+from fpsim.kernels.card import CudaKernel
+from fpsim.kernels.compile import CUDA_THREADS
 from fpsim.kernels.containers import narrow_loop, power_loop, widen_loop
-from fpsim.kernels.round import NO_MASKS, Masks, cpu_fitting_loop, cpu_loop, cuda_loop
-from fpsim.noise import new_key
+from fpsim.kernels.round import (
+    ALIGNED,
+    HAS_KEY,
+    HAS_SCALE,
+    NO_MASKS,
+    Masks,
+    cpu_fitting_loop,
+    cpu_loop,
+    cuda_loop,
+    elements_of_block,
+)
+from fpsim.noise import new_key, new_key_for
 from fpsim.rounding import BINARY32, BINARY64, NOISE_BLOCK, Plan, make_plan
 from fpsim.spec import CONTAINERS, RoundingSpec, container_width
-from fpsim.torch_internals import has_no_holes
+from fpsim.torch_internals import current_stream_handle, has_no_holes
 
 # Below this many elements a second thread costs more than it saves: 30 us for the hand-over, 0.2 ns an element.
 PARALLEL_FROM = 1 << 18
@@ -33,6 +44,12 @@ class Kernel:
         self._parameters = np.array(plan.parameters, np.int64)
         self.address = self._parameters.ctypes.data
         self.loop = cpu_loop(plan.rule, plan.shape, plan.width, masks)
+
+    @cached_property
+    def on_card(self) -> tuple[CudaKernel, int, tuple[int, ...]]:
+        """The CUDA kernel, how many elements a block of its threads rounds, and the plan's integers."""
+        rule, shape, width, parameters = self.plan
+        return cuda_loop(rule, shape, width, self.masks), elements_of_block(rule, width), parameters
 
     @cached_property
     def fitting_loop(self) -> Any:
@@ -60,8 +77,15 @@ def masks_of(spec: RoundingSpec, dtype: torch.dtype, width: int, keep_infinity: 
 
 
 @cache
-def _masking_kernel(spec: RoundingSpec, dtype: torch.dtype, width: int, keep_infinity: bool) -> Kernel:
-    return kernel_for(spec, width, masks_of(spec, dtype, width, keep_infinity))
+def _kernel_and_container(
+    spec: RoundingSpec, dtype: torch.dtype, keep_masks: bool, keep_infinity: bool
+) -> tuple[Kernel | None, torch.dtype]:
+    """What rounds tensors of a dtype, and in which dtype; no kernel where there is nothing to do."""
+    width = container_width(spec, dtype)
+    if width == 0:
+        return None, dtype
+    masks = masks_of(spec, dtype, width, keep_infinity) if keep_masks else NO_MASKS
+    return kernel_for(spec, width, masks), CONTAINERS[width]
 
 
 _BEYOND_FLOAT64 = 4400  # of a scale: its numbers span 2**-1074 to 2**1024
@@ -103,7 +127,7 @@ def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_sc
     """Round the memory of `src` into that of `dst`: same dtype, device and order, both without holes."""
     n = src.numel()
     if src.is_cuda:
-        _launch_cuda(src, dst, n, kernel, key, log2_scale)
+        launch_on_card(src, dst, n, kernel, key, log2_scale)
         return
     scale_address = _NO_SCALE_ADDRESS if log2_scale is None else log2_scale.data_ptr()
     size = kernel.plan.width // 8
@@ -146,22 +170,41 @@ def run_parts(loop: Any, parts: Sequence[tuple[Any, ...]], *kept_alive: Any) -> 
     return results
 
 
-def _launch_cuda(
+def run_on_card(loop: CudaKernel, x: Tensor, blocks: int, threads: int, arguments: tuple[float, ...]) -> None:
+    """Launch a CUDA kernel on the device of `x`, and there on torch's current stream."""
+    device = x.get_device()
+    if device == torch.cuda.current_device():
+        loop(device, current_stream_handle(device), blocks, threads, arguments)
+        return
+    with torch.cuda.device(device):
+        loop(device, current_stream_handle(device), blocks, threads, arguments)
+
+
+def key_arguments(key: Tensor | None) -> tuple[int, int, int]:
+    """A noise key as a kernel takes it: the address of one on the card, whether there is one, else its 64 bits."""
+    if key is None:
+        return 0, 0, 0
+    return (key.data_ptr(), 1, 0) if key.is_cuda else (0, 0, int(key.item()))
+
+
+def launch_on_card(
     src: Tensor, dst: Tensor, n: int, kernel: Kernel, key: Tensor | None, log2_scale: Tensor | None = None
 ) -> None:
+    """`launch` on a card. Nothing is made there, and no memory but that of the arguments is looked at."""
     if n == 0:
         return
-    plan = kernel.plan
-    integer = torch.uint32 if plan.width == 32 else torch.uint64
-    word = 0 if key is None else int(key)
-    with torch.cuda.device(src.device), torch.no_grad():
-        stream = cuda_stream(torch.cuda.current_stream(src.device).cuda_stream)
-        # as flat memory, whatever the strides: the two tensors have the same ones
-        x, y = (t.detach().as_strided((n,), (1,)).view(integer) for t in (src, dst))
-        launch = cuda_loop(plan.rule, plan.shape, plan.width, kernel.masks)
-        # made on the stream that reads it: one kept for all would be filled on the stream of the first call alone
-        scale = src.new_zeros(1, dtype=torch.int64) if log2_scale is None else log2_scale.reshape(1)
-        launch(*map(cuda_array, (x, y, scale)), n, plan.parameters, word & 0xFFFFFFFF, word >> 32, stream)
+    source, target = src.data_ptr(), dst.data_ptr()
+    flags = 0 if (source | target) & 15 else ALIGNED
+    scale = key_address = word = 0
+    if log2_scale is not None:
+        flags, scale = flags | HAS_SCALE, log2_scale.data_ptr()
+    if key is not None:
+        key_address, has_address, word = key_arguments(key)
+        flags |= HAS_KEY * has_address
+    # as flat memory, whatever the strides: the two tensors have the same ones
+    loop, per_block, parameters = kernel.on_card
+    words = (source, target, scale, key_address, n, flags, word, *parameters)
+    run_on_card(loop, src, -(-n // per_block), CUDA_THREADS, words)
 
 
 def round_memory_(
@@ -178,16 +221,15 @@ def round_memory_(
     log2_scale: an int64 on the device of `x`, within `log2_scale_limits`: round(x * 2**log2_scale) / 2**log2_scale.
     keep_masks: masks stay, see masks_of, which says also what `keep_infinity` means.
     """
-    width = container_width(spec, x.dtype)
-    if width == 0 or x.numel() == 0:
+    kernel, container = _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
+    if kernel is None or x.numel() == 0:
         return
     if spec.rounding == "stochastic":
-        key = new_key() if key is None else key
+        key = new_key_for(x) if key is None else key
         direct = x.is_contiguous()  # noise goes by the logical index, so memory order must be logical order
     else:
         direct = has_no_holes(x)
-    if direct and x.dtype is CONTAINERS[width]:
-        kernel = _masking_kernel(spec, x.dtype, width, keep_infinity) if keep_masks else kernel_for(spec, width)
+    if direct and x.dtype is container:
         launch(x, x, kernel, key, log2_scale)
     else:
         x.detach().data.copy_(rounded(x, spec, key, log2_scale, keep_masks, keep_infinity))
@@ -224,16 +266,14 @@ def rounded(
     keep_infinity: bool = True,
 ) -> Tensor:
     """A rounded copy of `x` with its dtype and, where it has no holes, its strides. Arguments as in round_memory_."""
-    width = container_width(spec, x.dtype)
-    if width == 0:
+    kernel, container = _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
+    if kernel is None:
         return x.detach().clone()
     if spec.rounding == "stochastic" and key is None:
-        key = new_key()
-    kernel = _masking_kernel(spec, x.dtype, width, keep_infinity) if keep_masks else kernel_for(spec, width)
-    container = CONTAINERS[width]
+        key = new_key_for(x)
     direct = x.is_contiguous() or (spec.rounding != "stochastic" and has_no_holes(x))
     if x.dtype is container and direct:
-        out = torch.empty_like(x, requires_grad=False)
+        out = torch.empty_like(x)
         launch(x, out, kernel, key, log2_scale)
         return out
     wide = _wider_copy(x.detach(), container)

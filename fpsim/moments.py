@@ -7,9 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpsim.kernels.compile import cuda_array, cuda_scalar, cuda_stream
-from fpsim.kernels.moments import FIELDS, MOMENTS_BLOCKS, cuda_exponents, cuda_moments, exponents_loop, moments_loop
-from fpsim.launch import parts_of, run_parts
+from fpsim.kernels.card import array_words, scalar_kernel
+from fpsim.kernels.compile import CUDA_THREADS
+from fpsim.kernels.moments import (
+    FIELDS,
+    cuda_exponents,
+    cuda_moments,
+    exponents_loop,
+    moments_loop,
+    partial_words,
+)
+from fpsim.launch import parts_of, run_on_card, run_parts
 from fpsim.spec import require_floating
 from fpsim.statistics import (
     AMAX,
@@ -34,7 +42,7 @@ PARALLEL_FROM = {True: 1 << 21, False: 1 << 19}  # by whether only amax is wante
 
 
 def join_rows(rows, only_amax, out):  # type: ignore[no-untyped-def]
-    """Join the moments of a tensor's parts; runs in Python over the memory, and as a CUDA kernel of one thread."""
+    """Join the moments of a tensor's parts, in Python over the memory. On a card the last block does it."""
     infinity = float("inf")
     count, nonzero, total, squares, logs, log_squares = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     lowest, highest, amax, amin = infinity, -infinity, 0.0, infinity
@@ -90,12 +98,13 @@ def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tenso
         out = torch.zeros(FIELDS, dtype=torch.float64, device=x.device)
     n = x.numel()
     if x.is_cuda:
-        rows = torch.zeros((MOMENTS_BLOCKS, FIELDS), dtype=torch.float64, device=x.device)
-        with torch.cuda.device(x.device):
-            stream = cuda_stream(torch.cuda.current_stream(x.device).cuda_stream)
-            flat = x.detach().as_strided((n,), (1,))
-            cuda_moments(only_amax, logs)(cuda_array(flat), n, cuda_array(rows), stream)
-        on_device(join_rows, rows, _flag_on(x.device, only_amax), out)
+        size, source = x.element_size(), x.data_ptr()
+        blocks, integers, floats = partial_words(n, size)
+        rows = torch.zeros(integers, dtype=torch.int64, device=x.device)
+        sums = torch.empty(floats, dtype=torch.float64, device=x.device)
+        words = array_words(rows.data_ptr(), (integers,), 8)
+        arguments = source, n, int(source % 16 == 0), *words, sums.data_ptr(), out.data_ptr()
+        run_on_card(cuda_moments(size, only_amax, logs), x, blocks, CUDA_THREADS, arguments)
         return out
     size, source = x.element_size(), x.data_ptr()
     loop = moments_loop(size, only_amax, logs)
@@ -132,12 +141,9 @@ def binades(x: Tensor, power_begins: bool = False) -> tuple[Tensor, int]:
     fields, bias = (256, 127) if x.dtype is torch.float32 else (2048, 1023)
     bins = torch.zeros(fields, dtype=torch.int64, device=x.device)
     if x.is_cuda:
-        integer = torch.uint32 if x.dtype is torch.float32 else torch.uint64
-        with torch.cuda.device(x.device):
-            stream = cuda_stream(torch.cuda.current_stream(x.device).cuda_stream)
-            flat = x.detach().as_strided((x.numel(),), (1,)).view(integer)
-            arrays = cuda_array(flat), x.numel(), cuda_array(bins)
-            cuda_exponents(x.element_size(), power_begins)(*arrays, stream)
+        source, n, size = x.data_ptr(), x.numel(), x.element_size()
+        arguments = source, n, int(source % 16 == 0), *array_words(bins.data_ptr(), (fields,), 8)
+        run_on_card(cuda_exponents(size, power_begins), x, partial_words(n, size)[0], CUDA_THREADS, arguments)
     else:
         exponents_loop(x.element_size(), power_begins)(x.data_ptr(), x.numel(), bins.data_ptr())
     return bins, -bias
@@ -184,7 +190,6 @@ def on_device(function: Any, *arrays: Tensor) -> None:
     if device.type == "cpu":
         function(*[memory_of(a) for a in arrays])
         return
-    with torch.cuda.device(device):
-        stream = cuda_stream(torch.cuda.current_stream(device).cuda_stream)
-        views: list[Any] = [cuda_array(a) for a in arrays]
-        cuda_scalar(function)(stream, *views)
+    kernel = scalar_kernel(function, tuple((str(a.dtype).removeprefix("torch."), a.dim()) for a in arrays))
+    words = (word for a in arrays for word in array_words(a.data_ptr(), tuple(a.shape), a.element_size()))
+    run_on_card(kernel, arrays[0], 1, 1, tuple(words))

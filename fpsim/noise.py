@@ -31,7 +31,7 @@ def manual_seed(seed: int | None) -> None:
     """Give the noise of stochastic rounding a stream of its own, seeded with `seed`; all threads draw from it.
 
     Without a call the noise follows `torch.manual_seed`; `manual_seed(None)` returns to that. Code under
-    `torch.compile` always follows `torch.manual_seed`.
+    `torch.compile` always follows `torch.manual_seed`, and so does what a CUDA graph captures.
 
     A forked process goes on with a copy of the stream, so that two of them draw equal noise, as they do from torch's.
     DataLoader gives each of its workers a seed of torch's stream, and knows nothing of this one: give it
@@ -111,6 +111,17 @@ def replayed_noise(state: Tensor | None) -> Iterator[None]:
 def new_key() -> Tensor:
     """64 bits that name one call, on the CPU."""
     return torch.empty((), dtype=torch.int64, device="cpu").random_(generator=_stream())
+
+
+def new_key_for(x: Tensor) -> Tensor:
+    """A key for a rounding of `x`: `new_key`, or an int64 on its card while a CUDA graph is captured.
+
+    A graph repeats what was captured: a number would be the same in every replay. What torch's own generator of the
+    card draws in a captured operation is drawn anew in each, so that the noise follows `torch.manual_seed` there.
+    """
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return torch.empty((), dtype=torch.int64, device=x.device).random_()
+    return new_key()
 
 
 def new_traceable_key() -> Tensor:

@@ -13,7 +13,7 @@ from fpsim.autograd import is_plain, operator_words, round_differentiably, strai
 from fpsim.block_autograd import apply_block_operator, block_words, round_blocks_differentiably
 from fpsim.blocks import BlockFormat, Element, Format, as_format
 from fpsim.launch import kernel_for, launch, round_memory_, rounded
-from fpsim.noise import new_key, new_traceable_key
+from fpsim.noise import new_key_for, new_traceable_key
 from fpsim.shared_scales import axis_pair, require_no_axis, rounded_blocks
 from fpsim.spec import (
     CONTAINERS,
@@ -146,7 +146,7 @@ def round_to(
         return out.copy_(x.detach())
     direct = x.is_contiguous() and x.dtype is CONTAINERS[width]
     if direct and not _overlap(x, out):
-        launch(x, out, kernel_for(spec, width), new_key() if spec.rounding == "stochastic" else None)
+        launch(x, out, kernel_for(spec, width), new_key_for(x) if spec.rounding == "stochastic" else None)
         torch.autograd.graph.increment_version(out)
         return out
     return out.copy_(rounded(x, spec))

@@ -286,6 +286,11 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     below_leading = uint(width - container.mantissa_bits)
     gap_shift = sint(32 + 23 - container.mantissa_bits)
     to_24_bits = uint(container.mantissa_bits - 23)
+    # as constants: `in` over a tuple is a loop at run time in CUDA
+    is_carrying, is_grid = rule in CARRYING, shape in (GRID, UNSIGNED_ZERO_GRID, FIXED)
+    is_nearest_or_stochastic = rule in (NEAREST_EVEN, NEAREST_AWAY, STOCHASTIC)
+    goes_beyond = is_nearest_or_stochastic or rule == UP
+    may_lose_sign = shape in (GAP, UNSIGNED_ZERO_GRID, FIXED)
 
     @njit(inline="always")
     def addend(ulp, odd, negative, noise):  # type: ignore[no-untyped-def]
@@ -317,7 +322,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         s = min(ulp_shift, sint(sint(sint(a) - origin) >> field_shift))
         ulp = shift_right(top, uint(s))  # 0 stands for 2**width and more
         odd = uint(significand & ulp) != zero
-        if rule in CARRYING:
+        if is_carrying:
             # below half of the smallest value everything is cut off, and between that and it 2 * implicit is left
             kept = uint(uint(significand + addend(ulp, odd, negative, noise)) & uint(zero - ulp))
             return uint(a + uint(kept - significand)) if kept != zero else zero
@@ -369,7 +374,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         sign = uint(u & top)
         negative = sign != zero
         noise = uint(noise & noise_mask)
-        if shape in (GRID, UNSIGNED_ZERO_GRID, FIXED):
+        if is_grid:
             r = round_grid(a, negative, noise, ulp_shift, origin, smallest)
         else:
             ulp = uint(top >> uint(ulp_shift))
@@ -379,7 +384,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
                 r = round_flat(a, negative, noise, ulp, always_odd)
             if shape == GAP:
                 r = round_gap(a, negative, noise, smallest) if a < smallest else r
-        if rule in (NEAREST_EVEN, NEAREST_AWAY, STOCHASTIC):
+        if is_nearest_or_stochastic:
             beyond = overflow
         else:  # a directed rounding moves a finite value to infinity only on its own side
             away = (rule == UP and not negative) or (rule == DOWN and negative)
@@ -389,7 +394,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
             r = end if r > end else r
         else:
             r = beyond if r > largest else r
-        if shape in (GAP, UNSIGNED_ZERO_GRID, FIXED):
+        if may_lose_sign:
             sign = uint(sign & zero_sign) if r == zero else sign
         r = a if a > infinity else r  # NaN keeps its payload
         return uint(r | sign)
@@ -406,7 +411,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         up = addend(ulp, True, False, uint(noise)) > uint(uint(ulp - one) & uint(~low))
         r = uint(base + (ulp if up else zero))
         r = max(r, smallest)
-        beyond = overflow if rule in (NEAREST_EVEN, NEAREST_AWAY, STOCHASTIC, UP) or a >= infinity else largest
+        beyond = overflow if goes_beyond or a >= infinity else largest
         r = beyond if r > largest else r
         return r if positive and a <= infinity else nan
 

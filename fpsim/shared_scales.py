@@ -13,9 +13,9 @@ from torch import Tensor
 from fpsim.blocks import BlockFormat
 from fpsim.checks import shown
 from fpsim.kernels import block_loops, blocks
-from fpsim.kernels.compile import cuda_array, cuda_stream
-from fpsim.launch import parts_of, run_parts
-from fpsim.noise import new_key
+from fpsim.kernels.compile import CUDA_THREADS
+from fpsim.launch import key_arguments, parts_of, run_on_card, run_parts
+from fpsim.noise import new_key_for
 from fpsim.rounding import BINARY32, STOCHASTIC, make_plan, scale_limits
 from fpsim.spec import BlockSpec
 
@@ -246,7 +246,7 @@ def _run(
         if wants_scales:
             scales = torch.empty(axes.blocks, device=x.device)
         if plan.rule == STOCHASTIC and key is None:
-            key = new_key()
+            key = new_key_for(x)
         _launch(source, out, axes, plan, key, shared, scales)
     result = out if x.dtype is torch.float32 else out.to(x.dtype)
     return result, scales
@@ -305,12 +305,8 @@ def _launch_cuda(
     shared: Tensor,
     scales: Tensor | None,
 ) -> None:
-    word = 0 if key is None else int(key)
     loop = block_loops.cuda_loop(plan.rule, plan.shape, plan.scale_shape, plan.kind)
-    with torch.cuda.device(source.device), torch.no_grad():
-        stream = cuda_stream(torch.cuda.current_stream(source.device).cuda_stream)
-        x, y = (t.view(torch.uint32).flatten() for t in (source, out))
-        found = torch.empty(0, device=source.device) if scales is None else scales.flatten()
-        x, y, common, numbers = map(cuda_array, (x, y, shared, found))
-        words = tuple(axes), math.prod(axes.blocks), plan.parameters
-        loop(x, y, *words, common, numbers, word & 0xFFFFFFFF, word >> 32, stream)
+    found, has_scales = (0, 0) if scales is None else (scales.data_ptr(), 1)
+    addresses = source.data_ptr(), out.data_ptr(), *axes, *plan.parameters, shared.data_ptr(), found
+    blocks = -(-math.prod(axes.blocks) // CUDA_THREADS)
+    run_on_card(loop, source, blocks, CUDA_THREADS, (*addresses, has_scales, *key_arguments(key)))

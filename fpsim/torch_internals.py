@@ -53,6 +53,8 @@ __all__ = [
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+# The driver's handle of torch's current stream on a device, without an object around it. A torch for the CPU has none.
+current_stream_handle: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 # What torch knows of a tensor

@@ -67,7 +67,12 @@ class Program:
 
         backwards: from the last thread to the first; what depends on the order is a mistake in the kernel.
         """
-        words, arrays = numba_arguments(values)
+        self.launch_words(blocks, threads, *numba_arguments(values), backwards=backwards)
+
+    def launch_words(
+        self, blocks: int, threads: int, words: Sequence[int], arrays: Sequence[np.ndarray], backwards: bool = False
+    ) -> None:
+        """The same, of the words that the driver is given. arrays: the memory that the kernel may reach."""
         given = np.zeros(len(MACHINE), np.int64)
         stride = state_size(self.kernel)
         kept = {

@@ -58,6 +58,8 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _ENTRY = re.compile(r"(?:\.visible\s+)?\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
 _HEAD = re.compile(r"\.(?:version|target|address_size)[^\n]*")
 _VARIABLE = re.compile(r"\.(shared|local|param)\s+(?:\.align\s+(\d+)\s+)?\.[busf](8|16|32|64)\s+([\w$]+)(?:\[(\d+)\])?")
+# Numba's environment of a function: it is declared, and nothing that is compiled for a card reads it
+_ENVIRONMENT = re.compile(r"\.common \.global \.align 8 \.u64 _ZN08NumbaEnv\w+")
 _REGISTER = re.compile(r"\.reg\s+\.(pred|[busf]\d+)\s+(.*)", re.DOTALL)
 _LABEL = re.compile(r"([\w$]+):")
 _GUARD = re.compile(r"@(!?)(%\w+)\s+(.*)", re.DOTALL)
@@ -84,6 +86,8 @@ def parse(text: str) -> Kernel:
 
 
 def _declare(statement: str, kernel: Kernel) -> None:
+    if _ENVIRONMENT.fullmatch(statement):
+        return
     match = _VARIABLE.fullmatch(statement.removeprefix(".visible").strip())
     if match is None:
         raise UnknownPTX(f"a declaration: {statement!r}")

@@ -25,7 +25,7 @@ from fpsim.gemm import accumulate, apply_accumulate_operator
 from fpsim.hadamard import Hadamard, apply_hadamard_operator, padded_to_groups, require_groups, transformed
 from fpsim.launch import rounded
 from fpsim.moments import amax_of
-from fpsim.noise import new_key, new_traceable_key
+from fpsim.noise import new_key_for, new_traceable_key
 from fpsim.products import PRODUCTS, Operand, ProductSpecs
 from fpsim.shared_scales import Cut, rounded_blocks
 from fpsim.spec import FLOATING, BlockSpec, RoundingSpec, Spec
@@ -243,7 +243,7 @@ class _Product:
                 f"{length} and {other}, one of them broadcast. Possible: axes of one length, or no transform here."
             )
         traced = is_traced(a)
-        key = (new_traceable_key() if traced else new_key()) if transform.signs == "random" else None
+        key = (new_traceable_key() if traced else new_key_for(a)) if transform.signs == "random" else None
         results = []
         for x, side in ((a, sides[0]), (b, sides[1])):
             padded = x if groups > 1 else padded_to_groups(x, transform, side.axis)

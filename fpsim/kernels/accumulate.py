@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
-from numba import carray, njit
+from numba import carray, njit, types
 
-from fpsim.kernels.compile import CUDA_THREADS, compiled_loop, cuda_module, for_device, pointer
+from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
+from fpsim.kernels.compile import compiled_loop, cuda_module, pointer
+from fpsim.kernels.round import key_words
 from fpsim.kernels.sums import (
     BIAS_NOISE,
     OUTER_NOISE,
@@ -237,7 +238,8 @@ def _noise_of(element, kind, number, key0, key1):  # type: ignore[no-untyped-def
 def cuda_kernel(code: Code) -> Callable[..., None]:
     """The body of the CUDA kernel as a Python function: a thread computes one element, in the order of the CPU.
 
-    a, b, bias and out are flat arrays of uint32; sizes, p, q and o are tuples of int64 as in `cpu_loop`.
+    a, b, bias and out are flat memory of uint32; sizes, p, q and o are tuples of int64 as in `cpu_loop`. The key
+    is an int64 in memory if `has_key`, else `key_word`.
     """
     global cuda
     cuda = cuda_module()
@@ -246,10 +248,11 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
     rule, product_rule, outer_rule, is_grouped = code.rule, code.product_rule, code.outer_rule, code.grouped == 1
     none = np.uint32(0)
 
-    def kernel(a, b, bias, out, sizes, p, q, o, key0, key1):  # type: ignore[no-untyped-def]
+    def kernel(a, b, bias, out, sizes, p, q, o, key, has_key, key_word):  # type: ignore[no-untyped-def]
         batches, m, n, k, a_batch, a_row, a_term, b_batch, b_term, b_column, c_batch, c_row, c_column = sizes[:13]
         out_batch, out_row, out_column, has_bias, chunk, group, bits = sizes[13:]
         thread = cuda.grid(1)
+        key0, key1 = key_words(key[0] if has_key else key_word)
         if thread < batches * m * n:
             batch, row, column = thread // (m * n), thread // n % m, thread % n
             element = batch * out_batch + row * out_row + column * out_column
@@ -296,18 +299,9 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
 
 
 @cache
-def cuda_loop(code: Code) -> Callable[..., None]:
-    """The compiled kernel with its launch: (a, b, bias, out, sizes, p, q, o, key0, key1, stream)."""
-    function: Any = cuda_kernel(code)  # inlined: what is not would be compiled for each card
-    kernel = cuda_module().jit(function if numba.config.ENABLE_CUDASIM else for_device(function))
-
-    def launch(
-        a: Any, b: Any, bias: Any, out: Any, sizes: Sizes, p: Any, q: Any, o: Any, key0: int, key1: int, stream: Any
-    ) -> None:
-        threads = sizes.batches * sizes.rows * sizes.columns
-        plans = [tuple(map(np.int64, integers)) for integers in (sizes, p, q, o)]
-        kernel[-(-threads // CUDA_THREADS), CUDA_THREADS, stream](
-            a, b, bias, out, *plans, np.int64(key0), np.int64(key1)
-        )
-
-    return launch
+def cuda_loop(code: Code) -> CudaKernel:
+    """The kernel with its launch, a thread for each element of the result."""
+    eight, sizes = types.UniTuple(types.int64, 8), types.UniTuple(types.int64, len(Sizes._fields))
+    signature = *[WORDS32] * 4, sizes, eight, eight, eight, INTEGERS, INTEGER, INTEGER
+    # inlined: what is not would be compiled for each card
+    return CudaKernel(lambda: for_card(cuda_kernel(code)), signature, "accumulate", *code)

@@ -8,11 +8,11 @@ a block's elements lie side by side ("along" the memory); otherwise neighbours i
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray, njit, types
 
 from fpsim.kernels.blocks import (
     GAINED,
@@ -24,8 +24,9 @@ from fpsim.kernels.blocks import (
     make_numbers,
     make_tensor_scale,
 )
-from fpsim.kernels.compile import CUDA_THREADS, compiled_loop, cuda_module, pointer
-from fpsim.kernels.round import exchange_halves, fill_noise, noise_words
+from fpsim.kernels.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel
+from fpsim.kernels.compile import compiled_loop, cuda_module, pointer
+from fpsim.kernels.round import exchange_halves, fill_noise, key_words, noise_words
 from fpsim.rounding import NOISE_BLOCK, NOISE_LANES, STOCHASTIC
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
@@ -266,9 +267,9 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[.
 def cuda_kernel(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[..., None]:
     """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
-    A thread rounds one block. `x` and `y` are flat arrays of uint32; the dimensions are those of BlockAxes; `p` is a
-    tuple of a BlockPlan's integers; `shared` two int64, as for the CPU's loops; `scales` a float32 for each block, or
-    none.
+    A thread rounds one block. `x` and `y` are flat memory of uint32; the dimensions are those of BlockAxes; `p` is a
+    tuple of a BlockPlan's integers; `shared` two int64, as for the CPU's loops; `scales` a float32 for each block,
+    if `has_scales`. The key is an int64 in memory if `has_key`, else `word`.
     """
     global cuda
     cuda = cuda_module()
@@ -276,7 +277,7 @@ def cuda_kernel(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[
     apply, apply_far = make_apply(rule, shape, kind), make_apply_far(rule, shape, kind)
     u32, i32 = np.uint32, np.int32
 
-    def kernel(x, y, outer, rows, middle, columns, inner, r, c, p, shared, scales, key0, key1):  # type: ignore[no-untyped-def]
+    def kernel(x, y, outer, rows, middle, columns, inner, r, c, p, shared, scales, has_scales, key, has_key, word):  # type: ignore[no-untyped-def]
         row_blocks, column_blocks = (rows + r - 1) // r, (columns + c - 1) // c
         unit = cuda.grid(1)
         if unit >= outer * row_blocks * middle * column_blocks * inner:
@@ -292,33 +293,31 @@ def cuda_kernel(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[
             amax = max(amax, finite_magnitude(x[base + t // length * step + t % length * inner]))
         whole = tensor_scale(shared[1], p)
         origin, largest, overflow, smallest, by, back, exponent = numbers(amax, shared[0], whole, p)
-        if len(scales) > 0:
+        if has_scales:
             scales[unit] = back
         near = kind > GAINED or is_near(exponent, p)
         shift, sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
+        key0, key1 = key_words(key[0] if has_key else word)
         for t in range(height * length):
             index = base + t // length * step + t % length * inner
-            word, bits = x[index], u32(0)
+            number, bits = x[index], u32(0)
             if rule == STOCHASTIC:
                 bits = element_noise(index, key0, key1)
             if near:
                 y[index] = apply(
-                    word, bits, shift, sign, used, odd, origin, largest, overflow, smallest, by, back, whole
+                    number, bits, shift, sign, used, odd, origin, largest, overflow, smallest, by, back, whole
                 )
             else:
-                y[index] = apply_far(word, bits, exponent, p)
+                y[index] = apply_far(number, bits, exponent, p)
 
     return kernel
 
 
 @cache
-def cuda_loop(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[..., None]:
-    """The compiled kernel with its launch: (x, y, axes, blocks, parameters, shared, scales, key0, key1, stream)."""
-    kernel = cuda_module().jit(cuda_kernel(rule, shape, scale_shape, kind))
-
-    def launch(x: Any, y: Any, axes: tuple[int, ...], blocks: int, parameters: tuple[int, ...], *others: Any) -> None:
-        shared, scales, key0, key1, stream = others
-        p = tuple(map(np.int64, parameters))
-        kernel[-(-blocks // CUDA_THREADS), CUDA_THREADS, stream](x, y, *axes, p, shared, scales, key0, key1)
-
-    return launch
+def cuda_loop(rule: int, shape: int, scale_shape: int, kind: int) -> CudaKernel:
+    """The kernel with its launch, a thread for each block of the format."""
+    parameters = types.UniTuple(types.int64, PARAMETERS)
+    key = INTEGERS, INTEGER, INTEGER
+    signature = WORDS32, WORDS32, *[INTEGER] * 7, parameters, INTEGERS, FLOATS32, INTEGER, *key
+    words = rule, shape, scale_shape, kind
+    return CudaKernel(partial(cuda_kernel, *words), signature, "blocks", *words)

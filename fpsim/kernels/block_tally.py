@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray, njit, types
 
 from fpsim.kernels.blocks import (
     DIVIDED,
@@ -25,8 +25,8 @@ from fpsim.kernels.blocks import (
     wanted_exponent,
     wanted_scale,
 )
+from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, CudaKernel
 from fpsim.kernels.compile import (
-    CUDA_THREADS,
     compiled_loop,
     cuda_module,
     float32_bits,
@@ -155,7 +155,7 @@ def cpu_loop(scale_shape: int, kind: int) -> Callable[..., None]:
 def cuda_kernel(scale_shape: int, kind: int) -> Callable[..., None]:
     """The body of a CUDA kernel as a Python function: a thread for each block, and one row of BLOCK_FIELDS for all.
 
-    Arguments as those of `cpu_loop`, but arrays: `x` and `y` of uint32, `out` and `shared` of int64.
+    Arguments as those of `cpu_loop`; `x` and `y` are memory of uint32, `shared` of int64, `out` an array of int64.
     """
     global cuda
     cuda = cuda_module()
@@ -201,13 +201,8 @@ def cuda_kernel(scale_shape: int, kind: int) -> Callable[..., None]:
 
 
 @cache
-def cuda_loop(scale_shape: int, kind: int) -> Callable[..., None]:
-    """The compiled kernel with its launch: (x, y, axes, blocks, parameters, shared, out, limits, stream)."""
-    kernel = cuda_module().jit(cuda_kernel(scale_shape, kind))
-
-    def launch(x: Any, y: Any, axes: tuple[int, ...], blocks: int, parameters: tuple[int, ...], *others: Any) -> None:
-        shared, out, limits, stream = others
-        p = tuple(map(np.int64, parameters))
-        kernel[-(-blocks // CUDA_THREADS), CUDA_THREADS, stream](x, y, *axes, p, shared, out, *limits)
-
-    return launch
+def cuda_loop(scale_shape: int, kind: int) -> CudaKernel:
+    """The kernel with its launch, a thread for each block of the format."""
+    parameters, out = types.UniTuple(types.int64, PARAMETERS), types.Array(types.int64, 1, "C")
+    signature = WORDS32, WORDS32, *[INTEGER] * 7, parameters, INTEGERS, out, *[types.float64] * 3
+    return CudaKernel(partial(cuda_kernel, scale_shape, kind), signature, "block_tally", scale_shape, kind)

@@ -10,7 +10,7 @@ import types as types_module
 import uuid
 import warnings
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,30 @@ def read_whole(file: Path) -> bytes | None:
     size = hashlib.sha256().digest_size
     digest, payload = content[:size], content[size:]
     return payload if digest == _digest(file, payload) else None
+
+
+def source_digest(toolchain: str) -> str:
+    """The name of a state of the sources, compiled by these tools."""
+    return hashlib.sha256(_sources() + toolchain.encode()).hexdigest()[:16]
+
+
+def kept_code(name: str, make: Callable[[], bytes]) -> bytes:
+    """What is kept on disk under this name, beside the compiled loops. Where there is nothing whole, it is made."""
+    try:
+        cache = FunctionCache(kept_code)
+    except (OSError, RuntimeError) as error:  # Numba's error where no folder can be written is a RuntimeError
+        _warn_that_nothing_is_kept(error)
+        return make()
+    file = Path(cache._cache_path) / name
+    code = read_whole(file)
+    if code is None:
+        code = make()
+        try:
+            cache._impl.locator.ensure_cache_path()
+            write_whole(file, code)
+        except OSError as error:
+            _warn_that_nothing_is_kept(error)
+    return code
 
 
 _is_warned = False
@@ -213,29 +237,6 @@ def cuda_module() -> Any:
     # a small tensor makes a small grid, and its owner cannot help it
     warnings.filterwarnings("ignore", message=r"Grid size \d+ will likely result in GPU under-utilization")
     return cuda
-
-
-@lru_cache(maxsize=64)
-def cuda_stream(pointer: int) -> Any:
-    """numba's face of a stream that torch owns."""
-    return cuda_module().external_stream(pointer)
-
-
-def cuda_array(tensor: Any) -> Any:
-    """numba's face of a CUDA tensor, no copy and no synchronisation."""
-    return cuda_module().as_cuda_array(tensor)
-
-
-@cache
-def cuda_scalar(function: types_module.FunctionType) -> Callable[..., None]:
-    """A Python function over small arrays as a kernel of one thread: (stream, *arrays). Decisions stay on the card."""
-    # the simulator runs Python over arrays of its own kind, which nothing compiled can take
-    compiled = cuda_module().jit(function if numba.config.ENABLE_CUDASIM else for_device(function))
-
-    def launch(stream: Any, *arrays: Any) -> None:
-        compiled[1, 1, stream](*arrays)
-
-    return launch
 
 
 def for_device(function: types_module.FunctionType) -> types_module.FunctionType:

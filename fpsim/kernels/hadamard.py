@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 from numba import carray, njit
 
+from fpsim.kernels.card import FLOATS32, FLOATS64, INTEGER, INTEGERS, CudaKernel
 from fpsim.kernels.compile import CUDA_THREADS, compiled_loop, cuda_module, pointer
+from fpsim.kernels.round import key_words
 from fpsim.rounding import NOISE_ROUNDS, threefry
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
@@ -138,7 +140,8 @@ def cpu_loop(size: int, width: int) -> Callable[..., None]:
 def cuda_kernel(size: int, width: int) -> Callable[..., None]:
     """The body of the CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
-    `x` and `y` are flat arrays of floats. A thread holds one element, a block `size` threads for each of its lines.
+    `x` and `y` are flat memory of floats; the key is an int64 in memory if `has_key`, else `word`. A thread holds one
+    element, a block `size` threads for each of its lines.
     """
     global cuda
     cuda = cuda_module()
@@ -149,7 +152,7 @@ def cuda_kernel(size: int, width: int) -> Callable[..., None]:
     lines_of_block = threads // size
     factor = floating_of(width)(size**-0.5)
 
-    def kernel(x, y, lines, inner, pattern, is_random, is_inverse, key0, key1):  # type: ignore[no-untyped-def]
+    def kernel(x, y, lines, inner, pattern, is_random, is_inverse, key, has_key, word):  # type: ignore[no-untyped-def]
         shared = cuda.shared.array(threads, floating)
         t = cuda.threadIdx.x
         # neighbouring threads take neighbours in memory: elements of a line, or the same element of several lines
@@ -157,6 +160,7 @@ def cuda_kernel(size: int, width: int) -> Callable[..., None]:
         element = t // step % size
         line = cuda.blockIdx.x * lines_of_block + (t // size if inner == 1 else t % lines_of_block)
         place = (line // inner * size + element) * inner + line % inner
+        key0, key1 = key_words(key[0] if has_key else word)
         # a product with a sign could be fused with the first sum
         negated = is_negated(element, pattern, is_random, key0, key1) != 0
         value = floating(0.0)
@@ -182,13 +186,8 @@ def threads_of(size: int) -> int:
 
 
 @cache
-def cuda_loop(size: int, width: int) -> Callable[..., None]:
-    """The compiled kernel with its launch: (x, y, lines, inner, pattern, is_random, is_inverse, key0, key1, stream)."""
-    kernel, threads = cuda_module().jit(cuda_kernel(size, width)), threads_of(size)
-
-    def launch(x: Any, y: Any, lines: int, inner: int, *rest: Any) -> None:
-        *words, stream = rest
-        blocks = -(-lines // (threads // size))
-        kernel[blocks, threads, stream](x, y, lines, inner, *words)
-
-    return launch
+def cuda_loop(size: int, width: int) -> CudaKernel:
+    """The kernel with its launch, in blocks of `threads_of(size)`."""
+    floats = FLOATS32 if width == 32 else FLOATS64
+    signature = floats, floats, *[INTEGER] * 5, INTEGERS, INTEGER, INTEGER
+    return CudaKernel(partial(cuda_kernel, size, width), signature, "hadamard", size, width)

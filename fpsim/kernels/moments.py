@@ -8,10 +8,19 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray
+from numba import carray, njit, types
 
 from fpsim import rounding
-from fpsim.kernels.compile import CUDA_THREADS, compiled_loop, cuda_module, pointer
+from fpsim.kernels.card import FLOATS64, INTEGER, WORDS32, WORDS64, CudaKernel, for_card, vector_access
+from fpsim.kernels.compile import (
+    CUDA_THREADS,
+    compiled_loop,
+    cuda_module,
+    float32_of,
+    float64_of_bits,
+    integers,
+    pointer,
+)
 from fpsim.kernels.containers import UNIT, make_value
 from fpsim.statistics import (
     AMAX,
@@ -116,133 +125,258 @@ def exponents_loop(size: int, power_begins: bool = False) -> Callable[..., None]
     return loop
 
 
-MOMENTS_BLOCKS = 128  # of a fixed number, so that the sums' order, and with it their last bit, is the same every time
+MOMENTS_BLOCKS = 1024  # at most: eight for each multiprocessor of an H100, which are resident at once
+
+# What blocks leave for the last of them to join. The number of blocks follows from n alone, and each joins in a fixed
+# order, so that the sums have the same last bit every time.
+_NONZERO, _LOWEST, _HIGHEST, _AMAX, _AMIN = range(5)
+_INTEGERS, _SUMS = 5, 4
+_NOTHING = (1 << 63) - 1  # in the place of the smallest magnitude
 
 
-def cuda_moments_kernel(logs: bool) -> Callable[..., None]:
-    """The body of the CUDA kernel that gathers the Moments of a flat array, one row of `rows` for each block."""
-    global cuda
-    cuda = cuda_module()
-    from numba import float64
+def partial_words(n: int, size: int) -> tuple[int, int, int]:
+    """How many blocks gather `n` numbers, and how many int64 and float64 they need; of the int64 the first is 0."""
+    blocks = max(1, min(MOMENTS_BLOCKS, -(-n * size // (CUDA_THREADS * 16))))
+    return blocks, 1 + _INTEGERS * blocks, _SUMS * blocks
 
-    fields, threads, infinity = FIELDS, CUDA_THREADS, math.inf
 
-    def kernel(x, n, rows):  # type: ignore[no-untyped-def]
-        shared = cuda.shared.array((fields, threads), float64)
-        t = cuda.threadIdx.x
-        count, nonzero, total, squares, logs_total, log_squares = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-        lowest, highest, amax, amin = infinity, -infinity, 0.0, infinity
-        for i in range(cuda.grid(1), n, cuda.gridsize(1)):
-            value = float64(x[i])
-            magnitude = abs(value)
-            count += 1.0
+@cache
+def _make_number(size: int) -> Callable[..., Any]:
+    """The number of a pattern as float64. A card flushes no subnormals here, so that it need not be make_value."""
+
+    @njit(inline="always")
+    def number(word):  # type: ignore[no-untyped-def]
+        return np.float64(float32_of(np.uint32(word))) if size == 4 else float64_of_bits(np.uint64(word))
+
+    return number  # type: ignore[no-any-return]
+
+
+def _make_take(size: int, only_amax: bool, logs: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What a thread begins with, and what it does with the pattern of a number."""
+    uint, sint = integers(8 * size)
+    magnitude_mask, sign_shift = uint((1 << (8 * size - 1)) - 1), sint(8 * size - 1)
+    zero, one, number = uint(0), uint(1), _make_number(size)
+
+    @njit(inline="always")
+    def begin():  # type: ignore[no-untyped-def]
+        lowest, highest = sint(magnitude_mask), sint(~sint(magnitude_mask))
+        return np.uint32(0), lowest, highest, zero, uint(~zero), 0.0, 0.0, 0.0, 0.0
+
+    @njit(inline="always")
+    def take(word, state):  # type: ignore[no-untyped-def]
+        nonzero, lowest, highest, amax, amin, total, squares, logs_total, log_squares = state
+        magnitude = uint(word & magnitude_mask)
+        amax = max(amax, magnitude)
+        if not only_amax:
+            amin = min(amin, uint(magnitude - one))  # zero wraps around to the largest
+            nonzero = np.uint32(nonzero + np.uint32(magnitude != zero))
+            ordered = sint(sint(word) ^ sint(sint(sint(word) >> sign_shift) & sint(magnitude_mask)))
+            lowest, highest = min(lowest, ordered), max(highest, ordered)
+            # float64: a float32's square reaches from 2**-298 to 2**256, and a sum of 2**30 of them keeps 23 bits
+            value = number(word)
             total += value
             squares += value * value
-            lowest, highest = min(lowest, value), max(highest, value)
-            amax = max(amax, magnitude) if magnitude < infinity else infinity
-            if magnitude > 0.0:
-                nonzero += 1.0
-                amin = min(amin, magnitude)
-                if logs:
-                    log = math.log(magnitude)
-                    logs_total += log
-                    log_squares += log * log
-        # sums while they are joined; the means come last
-        row = (count, nonzero, total, squares, lowest, highest, amax, amin, logs_total, log_squares)
-        for field in range(fields):
-            shared[field, t] = row[field]
+            if logs and magnitude != zero:
+                log = math.log(abs(value))
+                logs_total += log
+                log_squares += log * log
+        return nonzero, lowest, highest, amax, amin, total, squares, logs_total, log_squares
+
+    return begin, take
+
+
+def _for_each(function: Callable[..., Any], lanes: int) -> Callable[..., Any]:
+    """`function` for each element of a tuple, one after the other: written out, because indexing one is a branch."""
+
+    def both(words, state):  # type: ignore[no-untyped-def]
+        return function(words[1], function(words[0], state))
+
+    def all_four(words, state):  # type: ignore[no-untyped-def]
+        return function(words[3], function(words[2], function(words[1], function(words[0], state))))
+
+    return both if lanes == 2 else all_four
+
+
+def _make_join(only_amax: bool) -> Callable[..., None]:
+    """Join what the threads of a block have, by halves, into the place of thread 0."""
+
+    def join(shared, sums, t):  # type: ignore[no-untyped-def]
+        half = cuda.blockDim.x // 2
         cuda.syncthreads()
-        half = threads // 2
         while half > 0:
             if t < half:
-                for field in range(fields):
-                    a, b = shared[field, t], shared[field, t + half]
-                    if field == MINIMUM or field == AMIN:
-                        shared[field, t] = min(a, b)
-                    elif field == MAXIMUM or field == AMAX:
-                        shared[field, t] = max(a, b)
-                    else:
-                        shared[field, t] = a + b
+                shared[_AMAX, t] = max(shared[_AMAX, t], shared[_AMAX, t + half])
+                if not only_amax:
+                    shared[_NONZERO, t] += shared[_NONZERO, t + half]
+                    shared[_LOWEST, t] = min(shared[_LOWEST, t], shared[_LOWEST, t + half])
+                    shared[_HIGHEST, t] = max(shared[_HIGHEST, t], shared[_HIGHEST, t + half])
+                    shared[_AMIN, t] = min(shared[_AMIN, t], shared[_AMIN, t + half])
+                    for field in range(_SUMS):
+                        sums[field, t] += sums[field, t + half]
             cuda.syncthreads()
             half //= 2
-        if t == 0:
-            count, nonzero = max(shared[COUNT, 0], 1.0), max(shared[NONZERO, 0], 1.0)
-            for field in range(fields):
-                value = shared[field, 0]
-                if field == MEAN or field == MEAN_SQUARE:
-                    value /= count
-                elif field == LOG_MEAN or field == LOG_MEAN_SQUARE:
-                    value /= nonzero
-                rows[cuda.blockIdx.x, field] = value
 
-    return kernel
+    return join
 
 
-def cuda_amax_kernel() -> Callable[..., None]:
-    """The body of the CUDA kernel for the largest magnitude of each block's share: inf for what is not finite."""
+def cuda_moments_kernel(size: int, only_amax: bool, logs: bool) -> Callable[..., None]:
+    """The body of the CUDA kernel that gathers the Moments of `n` patterns at `x` into the float64 at `out`.
+
+    is_aligned: x begins at a multiple of 16 bytes. rows, sums: of `partial_words`. The block that is the last to leave
+    its part joins them all.
+    """
     global cuda
     cuda = cuda_module()
-    from numba import float64
+    from numba import float64, int64
 
-    threads, infinity = CUDA_THREADS, math.inf
+    load, _ = vector_access(8 * size)
+    begin, take = _make_take(size, only_amax, logs)
+    take_all = _for_each(take, 16 // size)
+    join, write = _make_join(only_amax), _make_write(size, only_amax)
+    lanes, threads, integers, floats = 16 // size, CUDA_THREADS, _INTEGERS, _SUMS
+    largest = np.int64((1 << (8 * size - 1)) - 1)
 
-    def kernel(x, n, rows):  # type: ignore[no-untyped-def]
-        shared = cuda.shared.array(threads, float64)
-        t = cuda.threadIdx.x
-        amax = 0.0
-        for i in range(cuda.grid(1), n, cuda.gridsize(1)):
-            magnitude = abs(float64(x[i]))
-            amax = max(amax, magnitude) if magnitude < infinity else infinity
-        shared[t] = amax
+    def kernel(x, n, is_aligned, rows, sums, out):  # type: ignore[no-untyped-def]
+        shared, shared_sums = (
+            cuda.shared.array((integers, threads), int64),
+            cuda.shared.array((floats, threads), float64),
+        )
+        ticket = cuda.shared.array(1, int64)
+        t, block, blocks = cuda.threadIdx.x, cuda.blockIdx.x, cuda.gridDim.x
+        thread, step, state = cuda.grid(1), cuda.gridsize(1), begin()
+        vectors = n // lanes if is_aligned else 0
+        for i in range(thread, vectors, step):
+            words = load(x, i)
+            state = take_all(words, state)
+        for i in range(vectors * lanes + thread, n, step):
+            state = take(x[i], state)
+        nonzero, lowest, highest, amax, amin, total, squares, logs_total, log_squares = state
+        shared[_NONZERO, t], shared[_LOWEST, t], shared[_HIGHEST, t] = nonzero, lowest, highest
+        shared[_AMAX, t], shared[_AMIN, t] = amax, int64(amin) + 1 if nonzero > 0 else _NOTHING
+        shared_sums[0, t], shared_sums[1, t] = total, squares
+        shared_sums[2, t], shared_sums[3, t] = logs_total, log_squares
+        join(shared, shared_sums, t)
+        if t < integers:
+            rows[1 + block * integers + t] = shared[t, 0]
+        if t < floats:
+            sums[block * floats + t] = shared_sums[t, 0]
+        cuda.threadfence()  # what this block has left is seen by whoever sees its ticket
         cuda.syncthreads()
-        half = threads // 2
-        while half > 0:
-            if t < half:
-                shared[t] = max(shared[t], shared[t + half])
-            cuda.syncthreads()
-            half //= 2
         if t == 0:
-            rows[cuda.blockIdx.x, AMAX] = shared[0]
+            ticket[0] = cuda.atomic.add(rows, 0, 1)
+        cuda.syncthreads()
+        if ticket[0] != blocks - 1:
+            return
+        cuda.threadfence()
+        shared[_NONZERO, t], shared[_LOWEST, t], shared[_HIGHEST, t] = 0, largest, ~largest
+        shared[_AMAX, t], shared[_AMIN, t] = 0, _NOTHING
+        for field in range(floats):
+            shared_sums[field, t] = 0.0
+        for i in range(t, blocks, threads):
+            row = 1 + i * integers
+            shared[_NONZERO, t] += rows[row + _NONZERO]
+            shared[_LOWEST, t] = min(shared[_LOWEST, t], rows[row + _LOWEST])
+            shared[_HIGHEST, t] = max(shared[_HIGHEST, t], rows[row + _HIGHEST])
+            shared[_AMAX, t] = max(shared[_AMAX, t], rows[row + _AMAX])
+            shared[_AMIN, t] = min(shared[_AMIN, t], rows[row + _AMIN])
+            for field in range(floats):
+                shared_sums[field, t] += sums[i * floats + field]
+        join(shared, shared_sums, t)
+        if t == 0:
+            write(shared, shared_sums, n, out)
 
     return kernel
+
+
+def _make_write(size: int, only_amax: bool) -> Callable[..., Any]:
+    """What the last thread writes, from column 0 of what was joined."""
+    uint, sint = integers(8 * size)
+    container = rounding.BINARY32 if size == 4 else rounding.BINARY64
+    infinity, number = np.int64(container.bits(float("inf"))), _make_number(size)
+    magnitude_mask, sign_shift = sint((1 << (8 * size - 1)) - 1), sint(8 * size - 1)
+
+    @njit(inline="always")
+    def value(ordered):  # type: ignore[no-untyped-def]
+        word = sint(ordered)
+        return number(uint(sint(word ^ sint(sint(word >> sign_shift) & magnitude_mask))))
+
+    def write(shared, sums, n, out):  # type: ignore[no-untyped-def]
+        out[AMAX] = number(uint(min(shared[_AMAX, 0], infinity)))
+        if only_amax:
+            return
+        nonzero = shared[_NONZERO, 0]
+        whole, some = float(max(n, 1)), float(max(nonzero, 1))
+        out[COUNT], out[NONZERO] = float(n), float(nonzero)
+        out[MEAN], out[MEAN_SQUARE] = sums[0, 0] / whole, sums[1, 0] / whole
+        out[MINIMUM], out[MAXIMUM] = 0.0, 0.0
+        if n > 0:
+            out[MINIMUM], out[MAXIMUM] = value(shared[_LOWEST, 0]), value(shared[_HIGHEST, 0])
+        out[AMIN] = number(uint(shared[_AMIN, 0])) if nonzero > 0 else 0.0
+        out[LOG_MEAN], out[LOG_MEAN_SQUARE] = sums[2, 0] / some, sums[3, 0] / some
+
+    return write
 
 
 def cuda_exponents_kernel(size: int, power_begins: bool = False) -> Callable[..., None]:
-    """The body of the CUDA kernel that counts by binade as `exponents_loop` does; `bits` is flat and unsigned."""
+    """The body of the CUDA kernel that counts by binade as `exponents_loop` does, into the int64 array `bins`.
+
+    x: `n` patterns. is_aligned: they begin at a multiple of 16 bytes. A block counts in its shared memory, and adds
+    what it has to `bins` at its end: one atomic addition in memory for each of its binades, not for each element.
+    """
     global cuda
     cuda = cuda_module()
-    uint = np.uint32 if size == 4 else np.uint64
+    from numba import int64, uint32
+
+    uint, _ = integers(8 * size)
+    load, _ = vector_access(8 * size)
     container = rounding.BINARY32 if size == 4 else rounding.BINARY64
     magnitude_mask = uint((1 << (8 * size - 1)) - 1)
     infinity, mantissa_bits = uint(container.bits(float("inf"))), uint(container.mantissa_bits)
-    less = uint(0 if power_begins else 1)
+    less, zero = uint(0 if power_begins else 1), uint(0)
+    lanes, fields = 16 // size, 2 * container.bias + 2
 
-    def kernel(bits, n, bins):  # type: ignore[no-untyped-def]
-        for i in range(cuda.grid(1), n, cuda.gridsize(1)):
-            magnitude = uint(bits[i] & magnitude_mask)
-            if uint(0) < magnitude < infinity:
-                cuda.atomic.add(bins, uint(magnitude - less) >> mantissa_bits, 1)
+    def count(word, counts):  # type: ignore[no-untyped-def]
+        magnitude = uint(word & magnitude_mask)
+        if magnitude > zero and magnitude < infinity:
+            cuda.atomic.add(counts, uint(magnitude - less) >> mantissa_bits, uint32(1))
+        return counts
+
+    count_all = _for_each(count, 16 // size)
+
+    def kernel(x, n, is_aligned, bins):  # type: ignore[no-untyped-def]
+        counts = cuda.shared.array(fields, uint32)
+        thread, step = cuda.grid(1), cuda.gridsize(1)
+        for field in range(cuda.threadIdx.x, fields, cuda.blockDim.x):
+            counts[field] = 0
+        cuda.syncthreads()
+        vectors = n // lanes if is_aligned else 0
+        for i in range(thread, vectors, step):
+            words = load(x, i)
+            count_all(words, counts)
+        for i in range(vectors * lanes + thread, n, step):
+            count(x[i], counts)
+        cuda.syncthreads()
+        for field in range(cuda.threadIdx.x, fields, cuda.blockDim.x):
+            if counts[field] > 0:
+                cuda.atomic.add(bins, field, int64(counts[field]))
 
     return kernel
 
 
 @cache
-def cuda_moments(only_amax: bool, logs: bool) -> Callable[..., None]:
-    """The compiled kernel with its launch: (x, n, rows, stream), rows: (MOMENTS_BLOCKS, FIELDS) float64."""
-    kernel = cuda_module().jit(cuda_amax_kernel() if only_amax else cuda_moments_kernel(logs))
-
-    def launch(x: Any, n: int, rows: Any, stream: Any) -> None:
-        kernel[MOMENTS_BLOCKS, CUDA_THREADS, stream](x, n, rows)
-
-    return launch
+def cuda_moments(size: int, only_amax: bool, logs: bool) -> CudaKernel:
+    """The kernel with its launch, in as many blocks as `partial_words` has it."""
+    patterns, rows = WORDS32 if size == 4 else WORDS64, types.Array(types.int64, 1, "C")
+    signature = patterns, INTEGER, INTEGER, rows, FLOATS64, FLOATS64
+    return CudaKernel(
+        lambda: for_card(cuda_moments_kernel(size, only_amax, logs)), signature, "moments", size, only_amax, logs
+    )
 
 
 @cache
-def cuda_exponents(size: int, power_begins: bool = False) -> Callable[..., None]:
-    """The compiled kernel with its launch: (bits, n, bins, stream)."""
-    kernel = cuda_module().jit(cuda_exponents_kernel(size, power_begins))
-
-    def launch(bits: Any, n: int, bins: Any, stream: Any) -> None:
-        kernel[MOMENTS_BLOCKS, CUDA_THREADS, stream](bits, n, bins)
-
-    return launch
+def cuda_exponents(size: int, power_begins: bool = False) -> CudaKernel:
+    """The kernel with its launch, in any number of blocks."""
+    signature = WORDS32 if size == 4 else WORDS64, INTEGER, INTEGER, types.Array(types.int64, 1, "C")
+    return CudaKernel(
+        lambda: for_card(cuda_exponents_kernel(size, power_begins)), signature, "exponents", size, power_begins
+    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, njit
 
 from fpsim import rounding
+from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, WORDS64, CudaKernel, vector_access
 from fpsim.kernels.compile import CUDA_THREADS, compiled_loop, cuda_module, integers, pointer
 from fpsim.kernels.containers import make_limit, make_value
 from fpsim.rounding import (
@@ -182,52 +183,90 @@ def cpu_fitting_loop(rule: int, shape: int, width: int) -> Callable[..., float]:
     return loop
 
 
-def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Callable[..., None]:
-    """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
+ALIGNED, HAS_SCALE, HAS_KEY = 1, 2, 4  # flags of a launch, see cuda_kernel
 
-    `x` and `y` are flat arrays of unsigned integers, `log2_scale` one of a single int64; the parameters are a Plan's.
-    A thread rounds one pattern, or under STOCHASTIC the eight whose noise comes from one counter. masks: the patterns
-    that stay as they are.
+
+@njit(inline="always")
+def key_words(key):  # type: ignore[no-untyped-def]
+    """The two words of a noise key's 64 bits."""
+    bits = np.uint64(np.int64(key))
+    return np.uint32(bits & np.uint64(0xFFFFFFFF)), np.uint32(bits >> np.uint64(32))
+
+
+def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Callable[..., None]:
+    """The body of a CUDA kernel as a Python function, for the card, PTX and the simulator alike.
+
+    x, y: where `n` patterns are read, and where they are written: one memory, or two that share nothing.
+    log2_scale, key: an int64 each, read where `flags` has HAS_SCALE, HAS_KEY. Else the scale is 0, the key is `word`.
+    ALIGNED in `flags`: x and y begin at multiples of 16 bytes.
+    The rest are the integers of a Plan. masks: the patterns that stay as they are.
+
+    A thread rounds 16 bytes of neighbours, which it loads and stores at once if they are aligned and all exist. Under
+    STOCHASTIC it rounds the eight patterns whose noise comes from one counter, 16 apart: a warp reads whole sectors.
     """
     global cuda
     cuda = cuda_module()
     round_bits, at_scale, is_mask = make_round(rule, shape, width), make_at_scale(width), _make_is_mask(width, masks)
     uint, sint = integers(width)
-    to_top = uint(width - 32)
+    to_top, lanes = uint(width - 32), 128 // width
+    load, store = vector_access(width)
 
-    def kernel(x, y, log2_scale, n, shift, origin, largest, overflow, smallest, zero_sign, bits_used, odd, key0, key1):  # type: ignore[no-untyped-def]
+    @njit(inline="always")
+    def rounded(word, noise, p):  # type: ignore[no-untyped-def]
+        shift, origin, largest, overflow, smallest, zero, used, odd = p
+        bits = uint(uint(noise) << to_top)
+        r = round_bits(word, bits, shift, origin, largest, overflow, smallest, zero, used, odd)
+        return word if is_mask(word) else r
+
+    @njit(inline="always")
+    def each(words, p):  # type: ignore[no-untyped-def]
+        if width == 64:
+            return rounded(words[0], 0, p), rounded(words[1], 0, p)
+        return rounded(words[0], 0, p), rounded(words[1], 0, p), rounded(words[2], 0, p), rounded(words[3], 0, p)
+
+    def kernel(x, y, log2_scale, key, n, flags, word, shift, origin, largest, overflow, smallest, zero, used, odd):  # type: ignore[no-untyped-def]
         thread = cuda.grid(1)
-        shift, zero_sign, bits_used, odd = sint(shift), uint(zero_sign), uint(bits_used << (width - 32)), uint(odd)
-        origin, largest, overflow, smallest = at_scale(origin, largest, overflow, smallest, log2_scale[0])
-        origin, largest, overflow, smallest = sint(origin), uint(largest), uint(overflow), uint(smallest)
+        scale = log2_scale[0] if flags & HAS_SCALE else 0
+        origin, largest, overflow, smallest = at_scale(origin, largest, overflow, smallest, scale)
+        used = uint(uint(used) << to_top)
+        p = sint(shift), sint(origin), uint(largest), uint(overflow), uint(smallest), uint(zero), used, uint(odd)
         if rule == STOCHASTIC:
-            block, lane = thread // NOISE_LANES, thread % NOISE_LANES
-            words = noise_words(thread, key0, key1)
-            for j in range(8):
-                i = block * NOISE_BLOCK + j * NOISE_LANES + lane
-                if i < n:
-                    word = exchange_halves(words[j // 2]) if j % 2 else words[j // 2]
-                    bits = uint(uint(word) << to_top)
-                    r = round_bits(x[i], bits, shift, origin, largest, overflow, smallest, zero_sign, bits_used, odd)
-                    y[i] = x[i] if is_mask(x[i]) else r
-        elif thread < n:
-            word = x[thread]
-            r = round_bits(word, uint(0), shift, origin, largest, overflow, smallest, zero_sign, bits_used, odd)
-            y[thread] = word if is_mask(word) else r
+            key0, key1 = key_words(key[0] if flags & HAS_KEY else word)
+            w0, w1, w2, w3 = noise_words(thread, key0, key1)
+            i = (thread >> 4) * NOISE_BLOCK + (thread & 15)
+            if i + 112 < n:  # all loads first: the compiler cannot know that no store changes what is loaded next
+                x0, x1, x2, x3 = x[i], x[i + 16], x[i + 32], x[i + 48]
+                x4, x5, x6, x7 = x[i + 64], x[i + 80], x[i + 96], x[i + 112]
+                y[i], y[i + 16] = rounded(x0, w0, p), rounded(x1, exchange_halves(w0), p)
+                y[i + 32], y[i + 48] = rounded(x2, w1, p), rounded(x3, exchange_halves(w1), p)
+                y[i + 64], y[i + 80] = rounded(x4, w2, p), rounded(x5, exchange_halves(w2), p)
+                y[i + 96], y[i + 112] = rounded(x6, w3, p), rounded(x7, exchange_halves(w3), p)
+            else:
+                while i < n:
+                    y[i] = rounded(x[i], w0, p)
+                    if i + 16 < n:
+                        y[i + 16] = rounded(x[i + 16], exchange_halves(w0), p)
+                    w0, w1, w2 = w1, w2, w3
+                    i += 32
+        else:
+            first = thread * lanes
+            if flags & ALIGNED and first + lanes <= n:
+                store(y, thread, each(load(x, thread), p))
+            else:
+                for i in range(first, min(first + lanes, n)):
+                    y[i] = rounded(x[i], 0, p)
 
     return kernel
 
 
 @cache
-def cuda_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Callable[..., None]:
-    """The compiled kernel with its launch: (x, y, log2_scale, n, parameters, key0, key1, stream)."""
-    kernel = cuda_module().jit(cuda_kernel(rule, shape, width, masks))
+def cuda_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> CudaKernel:
+    """The kernel with its launch: (device, stream, blocks, threads, and the arguments of `cuda_kernel`)."""
+    words = WORDS32 if width == 32 else WORDS64
+    signature = words, words, INTEGERS, INTEGERS, *[INTEGER] * 11
+    return CudaKernel(partial(cuda_kernel, rule, shape, width, masks), signature, "round", rule, shape, width, *masks)
 
-    def launch(
-        x: Any, y: Any, log2_scale: Any, n: int, parameters: tuple[int, ...], key0: int, key1: int, stream: Any
-    ) -> None:
-        threads = -(-n // NOISE_BLOCK) * NOISE_LANES if rule == STOCHASTIC else n
-        blocks = -(-threads // CUDA_THREADS)
-        kernel[blocks, CUDA_THREADS, stream](x, y, log2_scale, n, *map(np.int64, parameters), key0, key1)
 
-    return launch
+def elements_of_block(rule: int, width: int) -> int:
+    """How many patterns a block of CUDA_THREADS rounds."""
+    return CUDA_THREADS * (NOISE_BLOCK // NOISE_LANES if rule == STOCHASTIC else 128 // width)

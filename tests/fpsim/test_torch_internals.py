@@ -329,3 +329,10 @@ def test_a_module_that_the_compiler_made_is_told_from_the_module() -> None:
     module = nn.Linear(2, 2)
     assert is_compiled_wrapper(torch.compile(module))
     assert not is_compiled_wrapper(module)
+
+
+@pytest.mark.gpu
+def test_the_handle_of_the_current_stream_is_that_of_torchs_object() -> None:
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            assert torch_internals.current_stream_handle(0) == stream.cuda_stream

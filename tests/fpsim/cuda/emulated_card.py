@@ -1,26 +1,22 @@
-"""The CUDA kernels, launched as on a card, on the CPU: linked to PTX, and run by ptx_machine on arrays of NumPy."""
+"""The CUDA kernels on the CPU: the PTX that a launch assembles, run by ptx_machine on arrays of NumPy."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 import numpy as np
-from linked import linked
-from numba import types
 from ptx_machine import Program
 
 from fpsim.kernels.compile import CUDA_THREADS
-from fpsim.kernels.round import NO_MASKS, Masks, cuda_kernel
-from fpsim.rounding import NOISE_BLOCK, NOISE_LANES, STOCHASTIC, Plan
+from fpsim.kernels.round import ALIGNED, HAS_KEY, HAS_SCALE, NO_MASKS, Masks, cuda_loop, elements_of_block
+from fpsim.rounding import Plan
 
-WORDS = {32: types.Array(types.uint32, 1, "C"), 64: types.Array(types.uint64, 1, "C")}
-INTEGERS = types.Array(types.int64, 1, "C")
+HOPPER = (9, 0)
 
 
 @lru_cache(maxsize=8)
 def rounding_ptx(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> str:
-    signature = WORDS[width], WORDS[width], INTEGERS, *[types.int64] * 11
-    return linked(cuda_kernel(rule, shape, width, masks), signature)[0]
+    return cuda_loop(rule, shape, width, masks).ptx(HOPPER)
 
 
 @lru_cache(maxsize=8)  # the code of one takes 10 MB while its module is kept
@@ -31,11 +27,32 @@ def rounding_program(rule: int, shape: int, width: int, masks: Masks = NO_MASKS)
 def round_words(
     program: Program, x: np.ndarray, plan: Plan, key: int, log2_scale: int = 0, backwards: bool = False
 ) -> np.ndarray:
-    """What the kernel of a plan makes of patterns. It may not touch anything else."""
-    x.flags.writeable = False
-    y, scale = np.full(len(x), 77, x.dtype), np.array([log2_scale])
-    scale.flags.writeable = False
-    threads = -(-len(x) // NOISE_BLOCK) * NOISE_LANES if plan.rule == STOCHASTIC else len(x)
-    rest = len(x), *plan.parameters, key & 0xFFFFFFFF, key >> 32
-    program.launch(-(-threads // CUDA_THREADS), CUDA_THREADS, x, y, scale, *rest, backwards=backwards)
-    return y
+    """What the kernel of a plan makes of patterns: 16 bytes at once, and one by one with the key in memory.
+
+    It may not touch anything else.
+    """
+    scale, kept_key, results = np.array([log2_scale]), np.array([key]), []
+    for array in (x, scale, kept_key):
+        array.flags.writeable = False
+    blocks = -(-len(x) // elements_of_block(plan.rule, plan.width))
+    for is_aligned in (True, False):
+        y = _aligned(len(x), x.dtype)
+        source = _aligned(len(x), x.dtype) if is_aligned else x
+        if is_aligned:
+            source[:] = x
+            source.flags.writeable = False
+        flags = (ALIGNED if is_aligned else HAS_KEY) | (HAS_SCALE if log2_scale else 0)
+        memory = source, y, scale, kept_key
+        word = key if is_aligned else ~key
+        words = *(a.ctypes.data for a in memory), len(x), flags, word, *plan.parameters
+        program.launch_words(blocks, CUDA_THREADS, words, memory, backwards)
+        results.append(y)
+    assert np.array_equal(*results)
+    return results[0]
+
+
+def _aligned(n: int, dtype: np.dtype) -> np.ndarray:
+    """An array that begins at a multiple of 16 bytes, as those of torch do; full of what nobody wrote."""
+    memory = np.full(n * dtype.itemsize + 16, 77, np.uint8)
+    first = -memory.ctypes.data % 16
+    return memory[first : first + n * dtype.itemsize].view(dtype)

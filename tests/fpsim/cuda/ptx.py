@@ -17,8 +17,7 @@ from fpsim import Accumulator, as_accumulator
 from fpsim.gemm import summation_of
 from fpsim.kernels import accumulate, block_loops, block_tally, blocks, hadamard, moments
 from fpsim.kernels.compile import for_device
-from fpsim.kernels.round import Masks, cuda_kernel
-from fpsim.moments import join_rows
+from fpsim.kernels.round import Masks, cuda_kernel, cuda_loop
 from fpsim.rounding import ROUNDINGS
 
 gc.set_threshold(50_000, 50, 50)  # Numba makes millions of small objects: an eighth of the time went to looking at them
@@ -29,8 +28,8 @@ FLOATING = re.compile(r"^\s*(?!\.|//)\S*\.(f16|f16x2|bf16|bf16x2|f32|f64|tf32)\b
 
 
 def arguments(width: int) -> tuple[Any, ...]:
-    array = types.Array(types.uint32 if width == 32 else types.uint64, 1, "C")
-    return (array, array, types.Array(types.int64, 1, "C"), *[types.int64] * 11)
+    words, integers = types.CPointer(types.uint32 if width == 32 else types.uint64), types.CPointer(types.int64)
+    return (words, words, integers, integers, *[types.int64] * 11)
 
 
 @pytest.mark.parametrize("width", [32, 64])
@@ -67,11 +66,7 @@ def test_a_floating_point_instruction_would_be_found() -> None:
 @pytest.mark.parametrize("kind", range(4), ids=["power", "gained", "divided", "narrow"])
 @pytest.mark.parametrize("rule", [0, 6], ids=["nearest_even", "stochastic"])
 def test_the_kernels_of_blocks_compile(rule: int, kind: int) -> None:
-    words, integers = types.Array(types.uint32, 1, "C"), types.Array(types.int64, 1, "C")
-    floats = types.Array(types.float32, 1, "C")
-    parameters = types.UniTuple(types.int64, blocks.PARAMETERS)
-    signature = (words, words, *[types.int64] * 7, parameters, integers, floats, types.int64, types.int64)
-    text, _ = compile_ptx(block_loops.cuda_kernel(rule, 1, 1, kind), signature, cc=(8, 0))
+    text = block_loops.cuda_loop(rule, 1, 1, kind).ptx((8, 0))
     assert ".entry" in text
     arithmetic = FLOATING.findall(str(text))
     if kind == blocks.POWER:  # the scale alone is a float: it is moved, never computed with
@@ -83,39 +78,30 @@ def test_the_kernels_of_blocks_compile(rule: int, kind: int) -> None:
 
 @pytest.mark.parametrize("kind", range(4), ids=["power", "gained", "divided", "narrow"])
 def test_the_kernels_that_tally_blocks_compile(kind: int) -> None:
-    words, integers = types.Array(types.uint32, 1, "C"), types.Array(types.int64, 1, "C")
-    parameters = types.UniTuple(types.int64, blocks.PARAMETERS)
-    signature = (words, words, *[types.int64] * 7, parameters, integers, integers, *[types.float64] * 3)
-    text, _ = compile_ptx(block_tally.cuda_kernel(1, kind), signature, cc=(8, 0))
+    text = block_tally.cuda_loop(1, kind).ptx((8, 0))
     assert len(re.findall(r"\b(?:atom|red)\.global\.(?:add|min|max)\.\S*64", str(text))) >= 6
 
 
-@pytest.mark.parametrize("floating", [types.float32, types.float64], ids=str)
-def test_the_kernels_of_moments_compile(floating: types.Float) -> None:
-    array, rows = types.Array(floating, 1, "C"), types.Array(types.float64, 2, "C")
-    integer = types.uint32 if floating is types.float32 else types.uint64
-    bins, words = types.Array(types.int64, 1, "C"), types.Array(integer, 1, "C")
-    for kernel, signature in (
-        (moments.cuda_moments_kernel(True), (array, types.int64, rows)),
-        (moments.cuda_moments_kernel(False), (array, types.int64, rows)),
-        (moments.cuda_amax_kernel(), (array, types.int64, rows)),
-        (moments.cuda_exponents_kernel(floating.bitwidth // 8), (words, types.int64, bins)),
-        (
-            moments.cuda_exponents_kernel(floating.bitwidth // 8, True),
-            (words, types.int64, bins),
-        ),
-        (cuda_kernel(6, 1, floating.bitwidth, Masks(1, True)), arguments(floating.bitwidth)),
-        (join_rows, (rows, bins, types.Array(types.float64, 1, "C"))),
+@pytest.mark.parametrize("size", [4, 8], ids=["float32", "float64"])
+def test_the_kernels_of_moments_compile(size: int) -> None:
+    for kernel in (
+        moments.cuda_moments(size, False, True),
+        moments.cuda_moments(size, False, False),
+        moments.cuda_moments(size, True, False),
+        moments.cuda_exponents(size),
+        moments.cuda_exponents(size, True),
+        cuda_loop(6, 1, 8 * size, Masks(1, True)),
     ):
-        text, _ = compile_ptx(kernel, signature, cc=(7, 5))
-        assert ".entry" in text
+        text = kernel.ptx((7, 5))
+        assert ".entry kernel(" in text
+        vectors = "v4.u32" if size == 4 else "v2.u64"
+        assert (f"ld.global.{vectors}" in text) is (kernel is not cuda_loop(6, 1, 8 * size, Masks(1, True)))
 
 
 @pytest.mark.parametrize("width", [32, 64])
 @pytest.mark.parametrize("size", [2, 16, 1024])
 def test_the_kernels_of_hadamard_transforms_compile(size: int, width: int) -> None:
-    array = types.Array(types.float32 if width == 32 else types.float64, 1, "C")
-    text, _ = compile_ptx(hadamard.cuda_kernel(size, width), (array, array, *[types.int64] * 7), cc=(7, 5))
+    text = hadamard.cuda_loop(size, width).ptx((7, 5))
     assert ".entry" in text
     assert "bar.sync" in text
     # a fused multiply-add or a flush of subnormals would give other bits than the CPU
@@ -132,11 +118,7 @@ PRODUCTS = [
 
 @pytest.mark.parametrize("accumulator", PRODUCTS, ids=repr)
 def test_the_kernel_of_products_compiles_and_computes_in_float64_alone(accumulator: Accumulator) -> None:
-    words, eight = types.Array(types.uint32, 1, "C"), types.UniTuple(types.int64, 8)
-    sizes = types.UniTuple(types.int64, len(accumulate.Sizes._fields))
-    signature = (words, words, words, words, sizes, eight, eight, eight, types.int64, types.int64)
-    kernel = for_device(accumulate.cuda_kernel(summation_of(accumulator).code))
-    text, _ = compile_ptx(kernel, signature, cc=(9, 0))
+    text = accumulate.cuda_loop(summation_of(accumulator).code).ptx((9, 0))
     assert ".entry" in text
     found = {line.group().split()[0] for line in FLOATING.finditer(str(text))}
     # a float32 would have subnormals that a mode flushes; an approximation would differ from the CPU

@@ -20,10 +20,10 @@ from fpsim.gemm import accumulate, summation_of
 from fpsim.hadamard import FIXED_SIGNS, Hadamard, transformed
 from fpsim.kernels import accumulate as products
 from fpsim.kernels import block_loops, block_tally, hadamard, moments, round
-from fpsim.kernels.compile import cuda_scalar
+from fpsim.kernels.card import scalar_kernel
 from fpsim.kernels.round import NO_MASKS, Masks, cuda_loop
 from fpsim.launch import kernel_for, masks_of, rounded
-from fpsim.moments import binades, join_rows, moments_of, on_device
+from fpsim.moments import binades, moments_of, on_device
 from fpsim.reference import noise_of, rounded_in_float64
 from fpsim.rounding import NOISE_BLOCK, ROUNDINGS
 from fpsim.shared_scales import (
@@ -52,25 +52,27 @@ def simulated(
     extra: int = 3,
     masks: Masks = NO_MASKS,
 ) -> torch.Tensor:
-    """Round through the kernel; `extra` guard elements behind the end must stay."""
+    """Round through the kernel; `extra` guard elements behind the end must stay.
+
+    Element by element and 16 bytes at once, with the key as a number and in memory: all the same.
+    """
     width = 64 if x.dtype is torch.float64 else 32
     plan = kernel_for(rounding_spec(fmt, rounding), width).plan
     integer = np.uint64 if width == 64 else np.uint32
     source = np.concatenate([x.numpy().view(integer), np.full(extra, 78, integer)])
-    target = np.full(len(source), 77, integer)
-    cuda_loop(plan.rule, plan.shape, plan.width, masks)(
-        cuda.to_device(source),
-        device := cuda.to_device(target),
-        cuda.to_device(np.array([log2_scale])),
-        len(x),
-        plan.parameters,
-        key & 0xFFFFFFFF,
-        key >> 32,
-        0,
-    )
-    result = device.copy_to_host()
-    assert (result[len(x) :] == 77).all()
-    return torch.from_numpy(result[: len(x)].view(x.numpy().dtype))
+    scale, address = (cuda.to_device(np.array([number])) for number in (log2_scale, key))
+    results = []
+    for flags, word in ((round.ALIGNED, key), (round.HAS_KEY, ~key)):
+        device = cuda.to_device(np.full(len(source), 77, integer))
+        flags |= round.HAS_SCALE if log2_scale else 0
+        memory = cuda.to_device(source), device, scale, address
+        blocks = -(-len(x) // round.elements_of_block(plan.rule, width))
+        loop = cuda_loop(plan.rule, plan.shape, plan.width, masks)
+        loop(0, 0, blocks, round.CUDA_THREADS, (*memory, len(x), flags, word, *plan.parameters))
+        results.append(device.copy_to_host())
+    assert (results[0] == results[1]).all()
+    assert (results[0][len(x) :] == 77).all()
+    return torch.from_numpy(results[0][: len(x)].view(x.numpy().dtype))
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -186,8 +188,7 @@ def test_the_kernel_rounds_at_a_scale_as_the_cpu_does(name: str, dtype: torch.dt
         ("e4m3fn per row fp32", "nearest_even", -1),
     ],
 )
-def test_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_loops, "CUDA_THREADS", 16)
+def test_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, axis: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 34, 3) * torch.exp2(torch.tensor([-149.0, -100, 3, 120])).view(4, 1, 1)
     x[0, 0], x[2, 3, 0] = torch.tensor([torch.nan, torch.inf, -0.0]), 0.0
@@ -201,7 +202,8 @@ def test_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, axis: int, mo
     count = int(np.prod(axes.blocks))
     source, common = map(cuda.to_device, (x.numpy().view(np.uint32).flatten(), shared))
     launch = block_loops.cuda_loop(*words)
-    launch(source, target, tuple(axes), count, plan.parameters, common, scales, key & 0xFFFFFFFF, key >> 32, 0)
+    arguments = source, target, *axes, *plan.parameters, common, scales, 1, common, 0, key
+    launch(0, 0, -(-count // 16), 16, arguments)
     got = torch.from_numpy(target.copy_to_host().view(np.float32)).view(x.shape)
     assert same(got, rounded_blocks(x, spec, axis, None, torch.tensor(key)))
     assert same(torch.from_numpy(scales.copy_to_host()[:count]), block_scales(x, spec, axis).flatten())
@@ -211,8 +213,7 @@ def test_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, axis: int, mo
 @pytest.mark.parametrize(
     ("name", "axis"), [("mxfp4", 1), ("e2m1fn per 32 at 0.75", -1), ("nvfp4", 1), ("e4m3fn per tensor fp32", 0)]
 )
-def test_blocks_are_tallied_as_on_the_cpu(name: str, axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_tally, "CUDA_THREADS", 16)
+def test_blocks_are_tallied_as_on_the_cpu(name: str, axis: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 34, 3) * torch.exp2(torch.tensor([-130.0, -40, 3])).view(3, 1, 1)
     x[0, 0], x[1, 3:], x[2, 5, 0] = torch.tensor([torch.nan, torch.inf, -0.0]), 0.0, 1e6
@@ -226,10 +227,9 @@ def test_blocks_are_tallied_as_on_the_cpu(name: str, axis: int, monkeypatch: pyt
         axes = in_parts(axes, True)
     out = cuda.to_device(np.array([0] * SMALLEST_SCALE + [2**63 - 1, 0]))
     patterns = [cuda.to_device(t.numpy().view(np.uint32).flatten()) for t in (x, after)]
-    words = tuple(axes), int(np.prod(axes.blocks)), plan.parameters
-    block_tally.cuda_loop(plan.scale_shape, plan.kind)(
-        *patterns, *words, cuda.to_device(shared.numpy()), out, limits_of(spec), 0
-    )
+    arguments = *patterns, *axes, *plan.parameters, cuda.to_device(shared.numpy()), out, *limits_of(spec)
+    blocks = -(-int(np.prod(axes.blocks)) // 16)
+    block_tally.cuda_loop(plan.scale_shape, plan.kind)(0, 0, blocks, 16, arguments)
     assert out.copy_to_host().tolist() == blocks_between(x, after, spec, Cut(axis)).tolist()
 
 
@@ -252,17 +252,11 @@ def test_hadamard_transforms_give_the_bits_of_the_cpu(
         x[0, 0, 0], x[-1, 1, -1] = torch.finfo(dtype).max, 2.0**-149
         expected = transformed(x, Hadamard(size, signs), 1, torch.tensor(key), is_inverse)
         words = FIXED_SIGNS if signs == "fixed" else 0, int(signs == "random"), int(is_inverse)
+        address = cuda.to_device(np.array([key]))
         guarded = cuda.to_device(np.full(x.numel() + 5, 77, x.numpy().dtype))
-        hadamard.cuda_loop(size, 8 * x.element_size())(
-            cuda.to_device(x.numpy().reshape(-1)),
-            guarded,
-            groups * inner,
-            inner,
-            *words,
-            key & 0xFFFFFFFF,
-            key >> 32,
-            0,
-        )
+        source, threads = cuda.to_device(x.numpy().reshape(-1)), hadamard.threads_of(size)
+        arguments = source, guarded, groups * inner, inner, *words, address, 1, 0
+        hadamard.cuda_loop(size, 8 * x.element_size())(0, 0, -(-x.numel() // threads), threads, arguments)
         result = torch.from_numpy(guarded.copy_to_host())
         assert same(result[: x.numel()].view(x.shape), expected)
         assert (result[x.numel() :] == 77).all()
@@ -281,8 +275,7 @@ ACCUMULATED = [
 
 @pytest.mark.usefixtures("in_turn")
 @pytest.mark.parametrize("accumulator", ACCUMULATED, ids=repr)
-def test_products_have_the_bits_of_the_cpu(accumulator: Accumulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "CUDA_THREADS", 16)
+def test_products_have_the_bits_of_the_cpu(accumulator: Accumulator) -> None:
     key, (batches, m, k, n) = 0x123456789ABCDEF, (2, 3, 11, 5)
     torch.manual_seed(0)
     a = torch.randn(batches, k, m).mT * torch.exp2(torch.randint(-7, 8, (batches, m, 1)))
@@ -296,9 +289,10 @@ def test_products_have_the_bits_of_the_cpu(accumulator: Accumulator, monkeypatch
         sizes = products.Sizes(batches, m, n, k, *strides, int(c is not None), *summation.ends)
         flat = [a.mT, b[0], bias[0, 0]]
         sources = [cuda.to_device(x.contiguous().numpy().view(np.uint32).ravel()) for x in flat]
-        products.cuda_loop(summation.code)(
-            *sources, device := cuda.to_device(target), sizes, *summation.plans, key & 0xFFFFFFFF, key >> 32, 0
-        )
+        plans = (integer for plan in summation.plans for integer in plan)
+        device = cuda.to_device(target)
+        arguments = *sources, device, *sizes, *plans, sources[0], 0, key
+        products.cuda_loop(summation.code)(0, 0, -(-batches * m * n // 16), 16, arguments)
         got = device.copy_to_host()
         assert (got[-3:] == 77).all()
         wanted = accumulate(a, b, accumulator, c, torch.tensor(key))
@@ -308,21 +302,31 @@ def test_products_have_the_bits_of_the_cpu(accumulator: Accumulator, monkeypatch
 
 
 def gathered(x: np.ndarray, only_amax: bool = False) -> list[float]:
-    rows = np.zeros((moments.MOMENTS_BLOCKS, moments.FIELDS))
-    moments.cuda_moments(only_amax, True)(cuda.to_device(x), len(x), device := cuda.to_device(rows), 0)
-    out, flag = cuda.to_device(np.zeros(10)), cuda.to_device(np.array([int(only_amax)]))
-    cuda_scalar(join_rows)(0, device, flag, out)
-    return list(out.copy_to_host())
+    results = []
+    for is_aligned in (0, 1):
+        blocks, integers, floats = moments.partial_words(len(x), x.itemsize)
+        rows, sums, out = (cuda.to_device(np.zeros(*a)) for a in ((integers, np.int64), (floats,), (10,)))
+        words = cuda.to_device(x.view(f"u{x.itemsize}"))
+        loop, arguments = (
+            moments.cuda_moments(x.itemsize, only_amax, True),
+            (words, len(x), is_aligned, rows, sums, out),
+        )
+        loop(0, 0, blocks, moments.CUDA_THREADS, arguments)
+        results.append(out.copy_to_host())
+    # the sums have another order
+    np.testing.assert_allclose(*results, rtol=1e-13)
+    return list(results[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_moments_are_those_of_the_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moments, "CUDA_THREADS", 4)
+    monkeypatch.setattr(moments, "CUDA_THREADS", 8)  # one for each field of a row, at least
     monkeypatch.setattr(moments, "MOMENTS_BLOCKS", 3)
     moments.cuda_moments.cache_clear()
     for n in (0, 1, 37):
-        x = torch.randn(n).to(dtype) * 2.0**-100
+        x = torch.rand(n).to(dtype) * 2.0**-100  # of one sign: no sum is smaller than its terms
         x[: n // 4] = 0
+        x[n // 2 : n // 2 + 1] = -1.0 * 2.0**-110
         expected = moments_of(x, logs=True).tolist()
         assert gathered(x.numpy()) == pytest.approx(expected, rel=1e-14, abs=0)
         assert gathered(x.numpy(), only_amax=True)[6] == expected[6]
@@ -341,15 +345,18 @@ def test_binades_are_counted_as_on_the_cpu(
     monkeypatch.setattr(moments, "MOMENTS_BLOCKS", 2)
     x = sample(60, dtype)
     expected, _ = binades(x, power_begins)
-    bins = cuda.to_device(np.zeros(len(expected), np.int64))
     size = x.element_size()
-    moments.cuda_exponents(size, power_begins)(cuda.to_device(x.numpy().view(f"u{size}")), len(x), bins, 0)
-    assert bins.copy_to_host().tolist() == expected.tolist()
+    for is_aligned in (0, 1):
+        bins = cuda.to_device(np.zeros(len(expected), np.int64))
+        words = cuda.to_device(x.numpy().view(f"u{size}"))
+        moments.cuda_exponents(size, power_begins)(0, 0, 2, 4, (words, len(x), is_aligned, bins))
+        assert bins.copy_to_host().tolist() == expected.tolist()
 
 
 def on_the_card(function: Any, *arrays: torch.Tensor) -> list[torch.Tensor]:
     sent = [cuda.to_device(a.numpy().copy()) for a in arrays]
-    cuda_scalar(function)(0, *sent)
+    kinds = tuple((str(a.dtype).removeprefix("torch."), a.dim()) for a in arrays)
+    scalar_kernel(function, kinds)(0, 0, 1, 1, tuple(sent))
     return [torch.from_numpy(a.copy_to_host()) for a in sent]
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_a_cuda_tensor_without_numba_cuda_is_an_error_that_says_what_to_install(
     cuda_module.cache_clear()
     monkeypatch.setitem(sys.modules, "numba_cuda", None)  # what Python leaves for a package that is not there
     with pytest.raises(RuntimeError, match=r"numba-cuda is not installed.*pip install 'ada-loss\[cuda12\]'.*\.cpu\(\)"):
-        cuda_loop.__wrapped__(0, 0, 32)
+        cuda_loop.__wrapped__(0, 0, 32).ptx((9, 0))
 
 
 # On a card
@@ -166,6 +167,71 @@ def test_rounding_on_the_card_waits_for_nothing_and_warns_of_nothing() -> None:
             round_to(x, "fp16", rounding, out=torch.empty_like(x))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_memory_that_begins_between_vectors_is_rounded_too(dtype: torch.dtype) -> None:
+    x = torch.randn(1000, dtype=dtype)
+    card = x.cuda()
+    for first in range(1, 5):
+        for out in (None, torch.empty(1005, dtype=dtype, device="cuda")[3 : 1003 - first]):
+            got = round_to(card[first:], "e4m3fn", out=out)
+            assert same(got.cpu(), round_to(x[first:], "e4m3fn"))
+
+
+@pytest.mark.gpu
+def test_a_thread_that_has_not_used_the_card_can_round() -> None:
+    x, out = torch.randn(1000, device="cuda"), torch.empty(1000, device="cuda")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(round_to, x, "e4m3fn", out=out).result()
+    assert same(out.cpu(), round_to(x.cpu(), "e4m3fn"))
+
+
+@pytest.mark.gpu
+def test_each_replay_of_a_graph_draws_its_own_noise() -> None:
+    fpsim.warm_up("cuda", ["e4m3fn", "mxfp8_e4m3"], ["nearest_even", "stochastic"])
+    x = torch.full((1 << 14,), 1.0625, device="cuda")
+    for fmt in ("e4m3fn", "mxfp8_e4m3"):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = round_to(x, fmt, "stochastic")
+        drawn = []
+        for seed in (0, 1, 0):
+            torch.cuda.manual_seed(seed)
+            for _ in range(2):
+                graph.replay()
+                drawn.append(out.clone())
+        assert all(set(d.unique().tolist()) == {1.0, 1.125} for d in drawn)
+        # 2**14 fair draws: the standard deviation of their mean is 0.0625 / 128
+        assert all(abs(float(d.mean()) - 1.0625) < 6 * 0.0625 / 128 for d in drawn)
+        assert [[torch.equal(a, b) for b in drawn[:4]] for a in drawn[:4]] == torch.eye(4).bool().tolist()
+        assert torch.equal(drawn[4], drawn[0])
+        assert torch.equal(drawn[5], drawn[1])
+
+
+@pytest.mark.gpu
+def test_rounding_in_a_graph_gives_the_bits_of_the_cpu() -> None:
+    fpsim.warm_up("cuda", ["e4m3fn", "nvfp4"])
+    x = torch.randn(5000)
+    card, graph = x.cuda(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [round_to(card, fmt) for fmt in ("e4m3fn", "nvfp4")] + [moments_of(card)]
+    for size in (1.0, 3.0):
+        card.copy_(x * size)
+        graph.replay()
+        for fmt, got in zip(("e4m3fn", "nvfp4"), results, strict=False):
+            assert same(got.cpu(), round_to(x * size, fmt))
+        assert float(results[2][6]) == float((x * size).abs().max())
+
+
+@pytest.mark.gpu
+def test_loading_a_kernel_while_a_graph_is_captured_is_an_error_that_says_what_to_do() -> None:
+    kernel = cuda_loop.__wrapped__(1, 0, 32)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x = torch.ones(3, device="cuda")
+        with pytest.raises(RuntimeError, match=r"captured.*fpsim\.warm_up"):
+            kernel.load(x.device.index, torch.cuda.current_stream().cuda_stream)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,299 @@
+"""CUDA kernels: from a Python function to machine code that is kept on disk, and from there to the driver's launch.
+
+numba-cuda writes PTX, nvJitLink assembles it for a compute capability, and cuLaunchKernel of cuda.bindings runs it.
+numba-cuda's own launch makes an object for each array and matches the types of all arguments in every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import struct
+import sys
+import types as types_module
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property
+from importlib.metadata import version
+from itertools import islice
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from fpsim.checks import pip_install
+from fpsim.kernels.compile import cuda_module, for_device, kept_code, source_digest
+
+IS_SIMULATED = bool(numba.config.ENABLE_CUDASIM)  # which is settled when Numba is imported
+VECTOR_BYTES = 16  # what one load of a thread brings at most
+
+WORDS32, WORDS64 = types.CPointer(types.uint32), types.CPointer(types.uint64)
+FLOATS32, FLOATS64 = types.CPointer(types.float32), types.CPointer(types.float64)
+INTEGERS, INTEGER = types.CPointer(types.int64), types.int64
+
+_INVALID_CONTEXT = 201  # of CUresult
+
+
+def _require(result: tuple[Any, ...]) -> Any:
+    """What a function of the driver gives. Raises RuntimeError if it failed."""
+    error, *values = result
+    if int(error):
+        raise RuntimeError(f"The CUDA driver gave {getattr(error, 'name', error)}.")
+    return values[0] if values else None
+
+
+@cache
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        cuda_module()  # the error that says what to install
+        raise
+    _require(driver.cuInit(0))
+    return driver
+
+
+@cache
+def _context(device: int) -> Any:
+    """The context that torch uses too."""
+    return _require(_driver().cuDevicePrimaryCtxRetain(_require(_driver().cuDeviceGet(device))))
+
+
+def compute_capability(device: int) -> tuple[int, int]:
+    attribute, handle = _driver().CUdevice_attribute, _require(_driver().cuDeviceGet(device))
+    major = attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    minor = attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+    get = _driver().cuDeviceGetAttribute
+    return int(_require(get(major, handle))), int(_require(get(minor, handle)))
+
+
+def assembled(ptx: str, capability: tuple[int, int]) -> bytes:
+    """The cubin of PTX, by nvJitLink, whose error is raised if it refuses the PTX."""
+    from cuda.bindings import nvjitlink
+
+    options = [f"-arch=sm_{capability[0]}{capability[1]}", "-O3"]
+    link = nvjitlink.create(len(options), options)
+    try:
+        text = ptx.encode() + b"\0"
+        nvjitlink.add_data(link, nvjitlink.InputType.PTX, text, len(text), "kernel")
+        nvjitlink.complete(link)
+        cubin = bytearray(nvjitlink.get_linked_cubin_size(link))
+        nvjitlink.get_linked_cubin(link, cubin)
+        return bytes(cubin)
+    finally:
+        nvjitlink.destroy(link)
+
+
+class _Packed:
+    """Arguments of eight bytes side by side, and the table of their addresses that the driver reads."""
+
+    def __init__(self, count: int) -> None:
+        self.values = (ctypes.c_int64 * count)()
+        first = ctypes.addressof(self.values)
+        self._table = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+        self.address = ctypes.addressof(self._table)
+
+
+class CudaKernel:
+    """A CUDA kernel, compiled for a compute capability once, kept on disk, and loaded for a device once.
+
+    make_body: gives the Python function. It is called when there is something to compile.
+    signature: the types of its arguments, each of eight bytes. A launch takes a number for each number and pointer, one
+        for each element of a tuple, and `array_words` for each array.
+    key: what tells it apart from all other kernels, in this state of the sources.
+    """
+
+    def __init__(self, make_body: Callable[[], Any], signature: tuple[Any, ...], *key: Any) -> None:
+        self._make_body, self._signature, self.name = make_body, signature, "-".join(map(str, key))
+        layout = struct.Struct("<" + "".join("d" if k is types.float64 else f"{_width(k)}q" for k in signature))
+        self._pack, self._count = layout.pack_into, layout.size // 8
+        self._free: list[_Packed] = []
+        self._loaded: dict[int, tuple[Any, Any]] = {}
+        self._modules: list[Any] = []
+
+    def ptx(self, capability: tuple[int, int]) -> str:
+        """What is assembled for a compute capability; its entry is called `kernel`."""
+        text, _ = cuda_module().compile_ptx(self._make_body(), self._signature, cc=capability)
+        found = re.search(r"\.entry\s+([\w$]+)", text)
+        assert found is not None
+        return str(text).replace(found.group(1), "kernel")
+
+    def cubin(self, capability: tuple[int, int]) -> bytes:
+        """Its machine code for a compute capability, from disk if it is there."""
+        name = f"{self.name}-sm{capability[0]}{capability[1]}-{_toolchain()}.cubin"
+        return kept_code(name, lambda: assembled(self.ptx(capability), capability))
+
+    def load(self, device: int, stream: int = 0) -> None:
+        """Make it ready for a device. Raises RuntimeError while `stream` is captured for a CUDA graph."""
+        driver = _driver()
+        _require(driver.cuCtxPushCurrent(_context(device)))
+        try:
+            if int(_require(driver.cuStreamIsCapturing(stream))):
+                raise RuntimeError(
+                    "A kernel that is not loaded yet was asked for while a CUDA graph is captured, when nothing can be "
+                    "compiled or loaded. Run the same code once before, or fpsim.warm_up(device, formats, roundings)."
+                )
+            module = _require(driver.cuModuleLoadData(self.cubin(compute_capability(device))))
+            self._modules.append(module)
+            self.bind(device, driver.cuLaunchKernel, _require(driver.cuModuleGetFunction(module, b"kernel")))
+        finally:
+            _require(driver.cuCtxPopCurrent())
+
+    def bind(self, device: int, launch: Callable[..., tuple[Any, ...]], function: Any) -> None:
+        """What launches this kernel on a device: the driver's cuLaunchKernel, and the function that it is given."""
+        self._loaded[device] = launch, function
+
+    @cached_property
+    def _simulated(self) -> Any:
+        return cuda_module().jit(self._make_body())
+
+    def _grouped(self, arguments: tuple[Any, ...]) -> Iterator[Any]:
+        """Arguments as the Python function takes them: what belongs to a tuple in one, and numbers with a width."""
+        rest = (np.int64(a) if isinstance(a, int) else a for a in arguments)
+        for kind in self._signature:
+            yield tuple(islice(rest, kind.count)) if isinstance(kind, types.UniTuple) else next(rest)
+
+    def __call__(self, device: int, stream: int, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
+        """Launch on the stream of this handle. The device is torch's current one.
+
+        arguments: numbers, see the class. In the simulator its arrays stand for pointers and arrays.
+        """
+        if IS_SIMULATED:
+            self._simulated[blocks, threads](*self._grouped(arguments))
+            return
+        loaded = self._loaded.get(device)
+        if loaded is None:
+            self.load(device, stream)
+            loaded = self._loaded[device]
+        launch, function = loaded
+        try:
+            packed = self._free.pop()  # the driver copies it in the call; another thread takes another one
+        except IndexError:
+            packed = _Packed(self._count)
+        self._pack(packed.values, 0, *arguments)
+        (error,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, packed.address, 0)
+        if error:
+            if int(error) == _INVALID_CONTEXT:  # a thread in which torch has not used the device yet
+                _require(_driver().cuCtxSetCurrent(_context(device)))
+                (error,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, packed.address, 0)
+            _require((error,))
+        self._free.append(packed)
+
+
+def _width(kind: Any) -> int:
+    """How many arguments of eight bytes a type is in a kernel."""
+    if isinstance(kind, types.UniTuple):
+        return int(kind.count)
+    return 5 + 2 * kind.ndim if isinstance(kind, types.Array) else 1
+
+
+def array_words(address: int, shape: tuple[int, ...], item_size: int) -> tuple[int, ...]:
+    """A contiguous array as a kernel takes it: two owners, items, size of one, address, shape, strides in bytes."""
+    strides, step = [], item_size
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return 0, 0, step // item_size, item_size, address, *shape, *reversed(strides)
+
+
+@cache
+def _toolchain() -> str:
+    """A digest of all that decides what comes out of a kernel's source."""
+    from cuda.bindings import nvjitlink
+
+    try:
+        assembler = nvjitlink.version()
+    except Exception as error:  # of the search for the library, and of the library
+        raise RuntimeError(
+            f"nvJitLink, which assembles CUDA kernels, cannot be used: {error} Possible: "
+            f"{pip_install('cuda12', 'cuda13')}, whichever CUDA your torch was built for."
+        ) from error
+    words = sys.version, numba.__version__, version("numba-cuda"), version("llvmlite"), assembler
+    return source_digest(repr(words))
+
+
+def for_card(function: Any) -> Any:
+    """The function with all that it calls inlined; itself in the simulator, whose arrays nothing compiled can take."""
+    return function if IS_SIMULATED else for_device(function)
+
+
+@cache
+def scalar_kernel(function: types_module.FunctionType, kinds: tuple[tuple[str, int], ...]) -> CudaKernel:
+    """A Python function over small arrays as a kernel of one thread. Decisions stay on the card.
+
+    kinds: of each array, the name of its numbers' type and its number of dimensions.
+    """
+    signature = tuple(types.Array(getattr(types, name), dimensions, "C") for name, dimensions in kinds)
+    words = ("x".join((name, str(dimensions))) for name, dimensions in kinds)
+    code = hashlib.sha256("\n".join(_described(function)).encode()).hexdigest()[:16]
+    return CudaKernel(lambda: for_card(function), signature, function.__name__, code, *words)
+
+
+def _described(function: types_module.FunctionType) -> list[str]:
+    """What a Python function compiles to, in words that are the same in every process: its code, and what it uses."""
+    code = function.__code__
+    lines = [code.co_code.hex(), repr(code.co_names), repr([c for c in code.co_consts if not hasattr(c, "co_code")])]
+    used = {name: function.__globals__[name] for name in sorted(code.co_names) if name in function.__globals__}
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    for name, value in (*used.items(), *((name, cell.cell_contents) for name, cell in cells)):
+        called = getattr(value, "py_func", value)
+        if isinstance(called, types_module.FunctionType):
+            lines += [name, *_described(called)]
+        elif isinstance(value, (int, float, str, tuple, np.generic)):
+            lines.append(f"{name}={value!r}")
+        else:
+            lines.append(f"{name}: {getattr(value, '__name__', type(value).__name__)}")
+    return lines
+
+
+def _vector_intrinsics(width: int, lanes: int) -> tuple[Any, Any]:
+    """A load and a store of `lanes` integers of `width` bits at once: (pointer, number of the vector[, values])."""
+    element = types.uint32 if width == 32 else types.uint64
+    vector = ir.VectorType(ir.IntType(width), lanes)
+
+    def address(builder: Any, pointer: Any, index: Any) -> Any:
+        return builder.gep(builder.bitcast(pointer, vector.as_pointer()), [index])
+
+    def load(typingctx: Any, pointer: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            loaded = builder.load(address(builder, *arguments), align=VECTOR_BYTES)
+            values = [builder.extract_element(loaded, ir.IntType(32)(i)) for i in range(lanes)]
+            return context.make_tuple(builder, signature.return_type, values)
+
+        return types.UniTuple(element, lanes)(pointer, index), generate
+
+    def store(typingctx: Any, pointer: Any, index: Any, values: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            *place, given = arguments
+            stored: Any = ir.Constant(vector, ir.Undefined)
+            for i in range(lanes):
+                stored = builder.insert_element(stored, builder.extract_value(given, i), ir.IntType(32)(i))
+            builder.store(stored, address(builder, *place), align=VECTOR_BYTES)
+            return context.get_dummy_value()
+
+        return types.void(pointer, index, values), generate
+
+    return intrinsic(load), intrinsic(store)
+
+
+@cache
+def vector_access(width: int) -> tuple[Any, Any]:
+    """How a kernel loads and stores 16 aligned bytes of integers at once: load(x, i) and store(x, i, tuple).
+
+    i: the number of the vector. In the simulator they are Python over its arrays.
+    """
+    lanes = 8 * VECTOR_BYTES // width
+    if not IS_SIMULATED:
+        return _vector_intrinsics(width, lanes)
+
+    def load(x: Any, i: int) -> tuple[Any, ...]:
+        return tuple(x[lanes * i + j] for j in range(lanes))
+
+    def store(x: Any, i: int, values: tuple[Any, ...]) -> None:
+        for j in range(lanes):
+            x[lanes * i + j] = values[j]
+
+    return load, store

@@ -1,0 +1,49 @@
+"""Compiling and loading ahead of time, for code that must not do it: the capture of a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from fpsim.blocks import Format
+from fpsim.launch import rounded
+from fpsim.moments import amax_of, binades, moments_of
+from fpsim.shared_scales import rounded_blocks
+from fpsim.spec import BlockSpec, any_spec
+
+__all__ = ["warm_up"]
+
+
+def warm_up(
+    device: str | torch.device, formats: Iterable[str | Format], roundings: Iterable[str] = ("nearest_even",)
+) -> None:
+    """Make ready, on a device, what rounds tensors of up to 32 bits to these formats, and gathers their statistics.
+
+    While a CUDA graph is captured nothing can be compiled or loaded; a rounding that needs it raises RuntimeError. What
+    is compiled is kept on disk: a process that finds it there loads it in milliseconds. No noise is drawn.
+
+    Adaptive scales, products in an accumulator and Hadamard transforms have kernels of their own. Run a step of such
+    a model once before it is captured, as torch asks for too.
+
+    device: a CUDA device, or the CPU, whose loops are compiled at their first call too.
+    formats: formats or their names.
+    roundings: rounding rules, each for every format.
+    Raises ValueError for unknown words.
+
+    >>> warm_up("cpu", ["e4m3fn", "mxfp8_e4m3"], ["nearest_even", "stochastic"])
+    """
+    x, key = torch.zeros(1, device=device), torch.zeros((), dtype=torch.int64)
+    roundings = list(roundings)
+    specs = [any_spec(fmt, rounding) for fmt in formats for rounding in roundings]
+    for spec in specs:
+        if isinstance(spec, BlockSpec):
+            rounded_blocks(x, spec, -1, None, key)
+            continue
+        rounded(x, spec, key)
+        for keep_infinity in (False, True):  # what an emulated model rounds lets masks pass
+            rounded(x, spec, key, None, True, keep_infinity)
+    for logs in (False, True):
+        moments_of(x, logs)
+    amax_of(x)
+    binades(x)

@@ -1,0 +1,186 @@
+"""What a launch hands to the driver, and what is kept of a kernel: nothing here needs a card."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numba
+import pytest
+import torch
+
+import fpsim
+from fpsim import launch
+from fpsim.gemm import as_accumulator, summation_of
+from fpsim.kernels import accumulate, block_loops, hadamard, moments
+from fpsim.kernels.card import CudaKernel, array_words, assembled, scalar_kernel
+from fpsim.kernels.compile import kept_code
+from fpsim.kernels.round import ALIGNED, HAS_KEY, HAS_SCALE, cuda_loop
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None or importlib.util.find_spec("nvidia") is None,
+    reason="numba-cuda and NVVM are not installed: pip install 'ada-loss[cuda13]'",
+)
+
+KERNELS = {
+    "round": lambda: cuda_loop(0, 1, 32),
+    "blocks": lambda: block_loops.cuda_loop(0, 1, 1, 0),
+    "hadamard": lambda: hadamard.cuda_loop(2, 32),
+    "accumulate": lambda: accumulate.cuda_loop(summation_of(as_accumulator("fp16")).code),
+    "moments": lambda: moments.cuda_moments(4, True, False),
+    "exponents": lambda: moments.cuda_exponents(4),
+    "scalar": lambda: scalar_kernel(keep_first, (("int64", 1), ("float64", 2))),
+}
+
+
+def keep_first(a: Any, b: Any) -> None:
+    b[0, 0] = a[0]
+
+
+class Driver:
+    """In the place of cuLaunchKernel: it notes what it is given, and reads the arguments as the driver does."""
+
+    def __init__(self, count: int, error: int = 0) -> None:
+        self.count, self.error = count, error
+        self.grid: tuple[int, ...] = ()
+        self.arguments: list[int] = []
+
+    def __call__(self, function: Any, *words: int) -> tuple[int]:
+        *grid, shared, self.stream, table, extra = words
+        assert (shared, extra) == (0, 0)
+        self.grid = tuple(grid)
+        addresses = (ctypes.c_void_p * self.count).from_address(table)
+        self.arguments = [ctypes.c_int64.from_address(a or 0).value for a in addresses]
+        return (self.error,)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_launch_packs_what_the_ptx_declares(name: str) -> None:
+    kernel = KERNELS[name]()
+    declared = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]\d+)", kernel.ptx((7, 5)).split(".entry kernel(")[1])
+    assert declared
+    assert set(declared) <= {"u64", "s64", "b64"}
+    kernel.bind(0, driver := Driver(len(declared)), None)
+    kernel(0, 7, 3, 64, tuple(range(len(declared))))
+    assert driver.arguments == list(range(len(declared)))
+    assert (driver.grid, driver.stream) == ((3, 1, 1, 64, 1, 1), 7)
+    with pytest.raises(Exception, match=r"pack_into expected|required"):
+        kernel(0, 7, 3, 64, tuple(range(len(declared) + 1)))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """A driver for all kernels; tensors of the CPU are launched as those of a card would be."""
+    driver = Driver(15)
+    launch.kernel_for.cache_clear()
+    cuda_loop.cache_clear()  # a kernel remembers what launches it
+    monkeypatch.setattr(CudaKernel, "load", lambda self, device, stream=0: self.bind(device, driver, None))
+    monkeypatch.setattr(launch, "current_stream_handle", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    yield driver
+    launch.kernel_for.cache_clear()
+    cuda_loop.cache_clear()
+
+
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_every_element_has_a_thread_and_no_block_is_idle(driver: Driver, dtype: torch.dtype, rounding: str) -> None:
+    spec = fpsim.spec.rounding_spec("fp16", rounding)
+    kernel = launch.kernel_for(spec, 32 if dtype is torch.float32 else 64)
+    # 16 bytes a thread; stochastic rounding eight elements, and always whole blocks of 128
+    per_block = 256 * (8 if rounding == "stochastic" else 16 // dtype.itemsize)
+    for n in (1, per_block - 1, per_block, per_block + 1, 5 * per_block):
+        x = torch.empty(n, dtype=dtype)
+        launch.launch_on_card(x, x, n, kernel, torch.tensor(-3))
+        assert driver.grid == (-(-n // per_block), 1, 1, 256, 1, 1)
+        assert driver.stream == 7
+
+
+def test_arguments_are_addresses_flags_and_the_plan(driver: Driver) -> None:
+    kernel = launch.kernel_for(fpsim.spec.rounding_spec("e4m3fn", "stochastic"), 32)
+    memory = torch.empty(64)
+    x, y = memory[4:20], memory[24:40]
+    scale, key = torch.tensor([3]), torch.tensor(-5)
+    assert x.data_ptr() % 16 == y.data_ptr() % 16 == 0
+    launch.launch_on_card(x, y, 16, kernel, key, scale)
+    head = [x.data_ptr(), y.data_ptr(), scale.data_ptr(), 0, 16, ALIGNED | HAS_SCALE, -5]
+    assert driver.arguments == [*head, *kernel.plan.parameters]
+    launch.launch_on_card(x, memory[23:39], 16, kernel, None)
+    assert driver.arguments[2:7] == [0, 0, 16, 0, 0]  # no longer aligned
+    assert HAS_KEY not in (ALIGNED, HAS_SCALE)
+
+
+def test_an_error_of_the_driver_is_raised(driver: Driver) -> None:
+    driver.error = 719
+    x = torch.ones(3)
+    kernel = launch.kernel_for(fpsim.spec.rounding_spec("e5m2", "up"), 32)
+    with pytest.raises(RuntimeError, match="driver gave 719"):
+        launch.launch_on_card(x, x, 3, kernel, None)
+
+
+def test_threads_do_not_share_the_memory_of_arguments() -> None:
+    kernel, seen = CudaKernel(lambda: None, (numba.types.int64,)), []
+    barrier = threading.Barrier(2)
+
+    def launch_slowly(function: Any, *words: int) -> tuple[int]:
+        barrier.wait()  # both are inside of the driver
+        address = ctypes.c_void_p.from_address(words[-2]).value or 0
+        seen.append(ctypes.c_int64.from_address(address).value)
+        return (0,)
+
+    kernel.bind(0, launch_slowly, None)
+    threads = [threading.Thread(target=kernel, args=(0, 0, 1, 1, (number,))) for number in (11, 22)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == [11, 22]
+
+
+def test_an_array_is_seven_words_as_numba_has_it() -> None:
+    x = torch.zeros(4, 6, dtype=torch.float64)
+    assert array_words(99, (4, 6), 8) == (0, 0, 24, 8, 99, *x.shape, *x.numpy().strides)
+
+
+def test_code_is_made_once_and_again_if_a_bit_has_flipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    made: list[int] = []
+
+    def make() -> bytes:
+        made.append(1)
+        return b"code"
+
+    assert [kept_code("k.cubin", make), kept_code("k.cubin", make)] == [b"code", b"code"]
+    assert len(made) == 1
+    (file,) = tmp_path.rglob("k.cubin")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert kept_code("k.cubin", make) == b"code"
+    assert len(made) == 2
+
+
+def test_a_function_that_changes_has_another_name_on_disk() -> None:
+    def with_number(number: float) -> Any:
+        def function(a: Any) -> None:
+            a[0] = number
+
+        return function
+
+    keys = [scalar_kernel(with_number(n), (("float64", 1),)).name for n in (1.0, 1.0, 2.0)]
+    assert keys[0] == keys[1] != keys[2]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nvidia.nvjitlink") is None, reason="pip install nvidia-nvjitlink")
+def test_the_ptx_is_assembled_for_a_card() -> None:
+    cubin = assembled(KERNELS["round"]().ptx((9, 0)), (9, 0))
+    assert cubin[:4] == b"\x7fELF"
+    assert int.from_bytes(cubin[18:20], "little") == 190  # EM_CUDA
+    assert b"kernel" in cubin
+    with pytest.raises(Exception, match=r"INCORRECT_INPUT|INVALID|FAIL"):
+        assembled(".version 9.0\nno ptx", (9, 0))
