@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser("verify", help="compare the kernels of this machine with a second definition")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     extent = command.add_mutually_exclusive_group()
-    extent.add_argument("--quick", action="store_true", help="140,000 numbers for each format and rounding (default)")
+    extent.add_argument("--quick", action="store_true", help="130,000 numbers for each format and rounding (default)")
     extent.add_argument("--full", action="store_true", help="also all 2**32 float32 numbers, for six formats")
     chosen = parser.parse_args(arguments)
     if chosen.device == "cuda" and not torch.cuda.is_available():

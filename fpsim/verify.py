@@ -39,7 +39,9 @@ def patterns() -> Tensor:
     """Float32 numbers: 2**16 random patterns, and around the places and ties of each significand in each binade."""
     generator = torch.Generator().manual_seed(0)
     random = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), generator=generator).int()
-    fractions = {0, (1 << 23) - 1} | {(odd << k) + d for k in range(22) for odd in (1, 3) for d in (-1, 0, 1)}
+    fractions = {0, 1 << 22, (1 << 22) + 1, (1 << 23) - 1} | {
+        (odd << k) + d for k in range(22) for odd in (1, 3) for d in (-1, 0, 1)
+    }
     borders = (torch.arange(256)[:, None] * (1 << 23) + torch.tensor(sorted(fractions))).flatten().int()
     return torch.cat([random, borders, borders | -(1 << 31)]).view(torch.float32)
 

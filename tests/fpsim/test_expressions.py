@@ -19,7 +19,9 @@ from fpsim.spec import rounding_spec
 def patterns(fmt: str) -> Tensor:
     """Random patterns, and each binade's borders and ties at every place of the significand."""
     generator = torch.Generator().manual_seed(len(fmt))
-    fractions = {0, (1 << 23) - 1} | {(odd << k) + d for k in range(22) for odd in (1, 3) for d in (-1, 0, 1)}
+    fractions = {0, 1 << 22, (1 << 22) + 1, (1 << 23) - 1} | {
+        (odd << k) + d for k in range(22) for odd in (1, 3) for d in (-1, 0, 1)
+    }
     borders = torch.arange(256)[:, None] * (1 << 23) + torch.tensor(sorted(fractions))
     borders = borders.flatten().int()
     random = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), generator=generator).int()
