@@ -277,7 +277,7 @@ def _launch(
         _launch_cuda(source, out, axes, plan, key, shared, scales)
         return
     if axes.inner == 1:
-        loop, total = block_loops.cpu_along(*words, axes.c if axes.c in (16, 32) else 0), math.prod(axes.blocks)
+        loop, total = block_loops.cpu_along(*words), math.prod(axes.blocks)
     else:
         lane_blocks = -(-axes.inner // block_loops.lanes_of(axes.r, axes.c))
         loop, total = block_loops.cpu_across(*words), math.prod(axes.blocks[:4]) * lane_blocks
