@@ -157,6 +157,7 @@ RANKS = {
     "ada_loss.lab.results.comparison": 46.3,
     "ada_loss.lab.results.curves": 46.3,
     "ada_loss.lab.results.verdict": 46.6,
+    "ada_loss.lab.results.drawings": 46.8,
     "ada_loss.lab.results.pictures": 47,
     "ada_loss.lab.results.report": 48,
     "ada_loss.lab.results.trackers": 46,

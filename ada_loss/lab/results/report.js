@@ -13,6 +13,19 @@ heads.forEach((head, column) => head.firstElementChild.addEventListener("click",
   };
   body.append(...[...body.rows].sort((a, b) => compare(value(a), value(b))));
 }));
+const filter = document.getElementById("filter"), matching = document.getElementById("matching");
+const rows = [...body.rows].map(row => [row, document.getElementById(row.querySelector("a").hash.slice(1))]);
+filter.addEventListener("input", () => {
+  const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+  let count = 0;
+  for (const [row, cell] of rows) {
+    const values = [...row.cells].map(part => part.textContent.toLowerCase());
+    const fits = words.every(word => values.some(value => value.includes(word)));
+    row.hidden = cell.hidden = !fits;
+    count += fits;
+  }
+  matching.textContent = words.length ? `${count} of ${rows.length}` : "";
+});
 function open() {
   const cell = location.hash && document.getElementById(location.hash.slice(1));
   if (cell && cell.tagName === "DETAILS") { cell.open = true; cell.scrollIntoView(); }

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ada_loss.files import write_atomically
+from ada_loss.lab.results.drawings import curve_panels, difference_panels
 from ada_loss.lab.results.figures import figure_bytes
 from ada_loss.lab.results.pictures import (
     NothingToShow,
@@ -40,6 +41,7 @@ __all__ = ["write_report"]
 MOST_CURVES = 500  # cells whose curves are drawn: a curve takes 2 kB
 POINTS = 120
 WIDTH, HEIGHT = 300, 84
+PHONE = 4.4  # inches of a figure that is read on a phone
 PARTS = {"style": "css", "script": "js"}  # files beside the template
 
 
@@ -62,19 +64,23 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
     )
     rows = {row["id"]: row for row in results.rows()}
     cells = [_cell(results, cell, rows.get(cell["id"]), i < MOST_CURVES) for i, cell in enumerate(results.cells)]
+    answers = verdicts(results)
+    differences = [panels for panels in map(difference_panels, answers) if panels is not None]
     parts = {name: (Path(__file__).parent / f"report.{kind}").read_text() for name, kind in PARTS.items()}
     content = environment.get_template("report.html.j2").render(
         **{name: Markup(text) for name, text in parts.items()},
         security=_security(**parts),
         title=f"Sweep of {', '.join(dict.fromkeys(cell['config']['task'] for cell in results.cells))}",
         question=question or _question(results),
-        verdicts=[str(found) for found in verdicts(results)],
+        verdicts=[str(found) for found in answers],
+        differences=differences,
+        curves=curve_panels(results),
         counts=results.counts,
         diverged=sum(row["diverged"] for row in rows.values()),
         seconds=sum(row["seconds"] or 0 for row in rows.values()),
         shared=_shared(results),
         tables=_tables(results),
-        pictures=_pictures(results),
+        pictures=_pictures(results, with_metrics=not differences),
         failures=_failures(cells),
         columns=_columns(rows.values()),
         cells=cells,
@@ -146,10 +152,13 @@ def _lines(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
     return lines
 
 
-def _pictures(results: StoredResults) -> list[dict[str, str]]:
-    """The pictures for which there is data, as data URLs; for one that cannot be drawn, the problem."""
+def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, str]]:
+    """The pictures for which there is data, as data URLs, wide and narrow; for one that cannot be drawn, the problem.
+
+    with_metrics: also of the metrics themselves, where no difference from float32 is drawn.
+    """
     wanted: list[tuple[str, Callable[[], Any]]] = []
-    for table in results.tables():
+    for table in results.tables() if with_metrics else []:
         words = f"{table.title}: each seed a dot, mean and standard deviation"
         wanted.append((words, partial(picture_metric, results, where=table.where)))
     moved = [row["format"] for row in results.rows() if row["scaling"] != "none"]
@@ -160,14 +169,22 @@ def _pictures(results: StoredResults) -> list[dict[str, str]]:
     found = []
     for words, plot in wanted:
         try:
-            data = base64.b64encode(figure_bytes(plot(), "svg")).decode()
+            figure = plot()
+            wide, narrow = (_address(figure, width) for width in (None, PHONE))
         except NothingToShow:
             continue
         except Exception as error:  # telemetry of another origin, names that cannot be drawn: the rest is shown
-            found.append({"words": words, "address": "", "problem": f"{type(error).__name__}: {error}"})
+            found.append({"words": words, "wide": "", "narrow": "", "problem": f"{type(error).__name__}: {error}"})
         else:
-            found.append({"words": words, "address": f"data:image/svg+xml;base64,{data}", "problem": ""})
+            found.append({"words": words, "wide": wide, "narrow": narrow, "problem": ""})
     return found
+
+
+def _address(figure: Any, width: float | None) -> str:
+    """A figure as a data URL. width: in inches, to draw it anew for; None leaves it."""
+    if width is not None:
+        figure.set_size_inches(min(width, figure.get_figwidth()), figure.get_figheight())
+    return f"data:image/svg+xml;base64,{base64.b64encode(figure_bytes(figure, 'svg')).decode()}"
 
 
 def _shared(results: StoredResults) -> dict[str, str]:

@@ -147,7 +147,8 @@ class WandB:
             import wandb
         except ImportError:
             raise ImportError(f"Weights & Biases is not installed: {pip_install('wandb')}.") from None
-        self.folder, self.group, self.project, self._wandb = Path(folder), group, project, wandb
+        self.folder, self.group, self.project = Path(folder), group, project
+        self._wandb: Any = wandb
 
     def known(self) -> set[str]:
         return {path.name.rpartition("-")[2] for path in self.folder.glob("offline-run-*")}

@@ -144,6 +144,123 @@ def test_the_page_never_scrolls_sideways(page: Any, width: int) -> None:
     page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """A sweep with float32: one method keeps its accuracy, one loses it, one diverged."""
+    out = tmp_path_factory.mktemp("answered")
+    values = {
+        ("fp32", "none"): 0.9,
+        ("a", "none"): 0.899,
+        ("a", "torch"): 0.87,
+        ("b", "none"): 0.2,
+        ("b", "torch"): 0.88,
+    }
+    with Ledger(out / "ledger.sqlite") as ledger:
+        for (fmt, scaling), mean in values.items():
+            for seed in range(3):
+                config = {"task": "t", "format": fmt, "rounding": "up", "scaling": scaling, "seed": seed, "options": {}}
+                cell = f"{fmt}{scaling}{seed}"
+                ledger.add([(cell, config)])
+                ledger.start(cell)
+                diverged = (fmt, scaling, seed) == ("b", "torch", 1)
+                metrics = {"accuracy": mean + seed / 1000}
+                ledger.finish(cell, {"metrics": metrics, "diverged": diverged, "underflow": 0.5, "seconds": 1.0})
+                path = out / "telemetry" / f"{cell}.npz"
+                path.parent.mkdir(exist_ok=True)
+                steps = np.arange(1, 41)
+                np.savez(path, losses=3 / steps + seed / 10, scales=np.where(steps < 9, 4.0, 2.0))
+    return Results(out)
+
+
+def test_the_differences_from_float32_stand_where_they_are(browser: Any, answered: Results) -> None:
+    browser.get(f"file://{answered.report()}")
+    assert browser.find_element("class name", "verdict").text.startswith("float32 gives accuracy 90.1 ± 0.1 %.")
+    rows = {row.text.splitlines()[-1]: row for row in browser.find_elements("css selector", ".row:not(.axis)")}
+    assert [*rows] == ["-0.1", "-3.0", "-70.0", "1 of 3 diverged"]
+    mean = {words: row.find_elements("css selector", "circle.mean") for words, row in rows.items()}
+    assert float(mean["-0.1"][0].get_attribute("cx").rstrip("%")) == pytest.approx(100 * (6 - 0.1) / 9, abs=0.02)
+    assert float(mean["-3.0"][0].get_attribute("cx").rstrip("%")) == pytest.approx(100 * (6 - 3.0) / 9, abs=0.02)
+    assert mean["-70.0"] == []  # beyond the axis
+    assert rows["-70.0"].find_elements("css selector", "path.mean")
+    assert [row.get_attribute("class") for row in rows.values()] == [
+        "row match",
+        "row short",
+        "row short",
+        "row diverged",
+    ]
+    names = [panel.text for panel in browser.find_elements("css selector", ".panel figcaption")]
+    assert names[:2] == ["a", "b"]
+
+
+def test_learning_curves_are_drawn_with_their_ends(browser: Any, answered: Results) -> None:
+    browser.get(f"file://{answered.report()}")
+    panels = browser.find_elements("css selector", ".panel:has(.lines)")
+    assert len(panels) == 2
+    assert len(panels[0].find_elements("css selector", "path.band")) == 2
+    assert panels[0].find_elements("css selector", "path.float32")
+    curve = answered.curves(where={"format": "a", "scaling": "none"})[0].mean
+    assert [panels[0].find_element("class name", end).text for end in ("high", "low")] == [
+        f"{curve[0]:.3g}",
+        f"{curve[-1]:.3g}",
+    ]
+    path = panels[0].find_elements("css selector", "path.c0")[-1].get_attribute("d")
+    assert path.startswith("M0.0 0.0 L")
+    assert path.split("L")[-1] == "100.0 100.0"
+
+
+def test_no_picture_has_to_be_scrolled_on_a_phone(browser: Any, answered: Results) -> None:
+    metrics = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        browser.get(f"file://{answered.report()}")
+        script = "return [...document.querySelectorAll('.panel, .plot, .strip, .picture, .picture img')]"
+        script += ".map(e => [e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 0, e.getBoundingClientRect().right])"
+        found = browser.execute_script(script)
+        assert len(found) > 8
+        assert not any(scrolls for scrolls, _ in found)
+        assert max(right for _, right in found) <= 390
+        used = browser.execute_script("return [...document.images].map(image => image.currentSrc)")
+        wide = browser.execute_script("return [...document.images].map(image => image.src)")
+        assert used
+        assert all(a != b for a, b in zip(used, wide))
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_dark_has_its_own_colours(browser: Any, answered: Results) -> None:
+    def colours(scheme: str) -> tuple[str, str]:
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        script = (
+            "const e = document.querySelector('path.c0'); return [getComputedStyle(document.body).backgroundColor, "
+        )
+        return tuple(browser.execute_script(script + "getComputedStyle(e).stroke]"))
+
+    browser.get(f"file://{answered.report()}")
+    try:
+        light, dark = colours("light"), colours("dark")
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert light[0] == "rgb(255, 255, 255)"
+    assert all(a != b for a, b in zip(light, dark))
+
+
+def test_cells_can_be_filtered_by_words(browser: Any, answered: Results) -> None:
+    browser.get(f"file://{answered.report()}")
+    field = browser.find_element("id", "filter")
+    shown = "return [...document.querySelectorAll('#sortable tbody tr')].filter(row => !row.hidden).length"
+    assert browser.execute_script(shown) == 15
+    field.send_keys("Torch b")
+    assert browser.execute_script(shown) == 3
+    assert browser.find_element("id", "matching").text == "3 of 15"
+    field.send_keys(" diverged")
+    assert browser.execute_script(shown) == 1
+    assert not browser.find_element("id", "cell-anone0").is_displayed()
+    field.clear()
+    field.send_keys(" ")
+    assert browser.execute_script(shown) == 15
+
+
 def test_it_prints(page: Any) -> None:
     assert base64.b64decode(page.print_page()).startswith(b"%PDF")
 
@@ -153,7 +270,7 @@ def test_nothing_is_cut_off_on_paper(page: Any) -> None:
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     metrics = {"width": a4, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    widths = "return ['main', '#sortable', '.picture img'].map(s => document.querySelector(s).scrollWidth)"
+    widths = "return ['main', '#sortable', '.picture img', '.panels'].map(s => document.querySelector(s).scrollWidth)"
     try:
         assert max(page.execute_script(widths)) <= a4
         assert not page.find_element("id", "cell-by-cell").is_displayed()  # with all of them closed

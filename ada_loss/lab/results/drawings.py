@@ -1,0 +1,165 @@
+"""What the report draws by itself, in places between 0 and 100: differences from float32, and learning curves.
+
+The page scales them to its width and draws its own words, so that they can be read on a phone and in the dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ada_loss.lab.results.comparison import in_units
+from ada_loss.lab.results.curves import Curve, curves
+from ada_loss.lab.results.results import StoredResults
+from ada_loss.lab.results.table import SHARES, SMALLER_IS_BETTER, heading
+from ada_loss.lab.results.verdict import Combination, Verdict
+from ada_loss.lab.sweep.cells import BASELINE
+
+__all__ = ["curve_panels", "difference_panels"]
+
+BELOW, ABOVE = 6.0, 3.0  # tolerances that the axis of differences reaches to the worse and to the better
+POINTS = 80
+MOST_LINES = 7
+MOST_PANELS = 24
+
+
+def difference_panels(verdict: Verdict) -> dict[str, Any] | None:
+    """A panel for each format, a line for each other setting: its differences from float32, with their interval.
+
+    What lies beyond the axis stands at its edge, with its number. None where there is nothing to compare.
+    """
+    if not verdict.baseline or not verdict.combinations or not verdict.tolerance > 0:
+        return None
+    sign = -1 if verdict.metric in SMALLER_IS_BETTER else 1
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for one in verdict.combinations[:500]:
+        panels.setdefault(one.fmt, []).append(_line(one, verdict.tolerance, sign))
+    ticks = [-4, -2, 0, 2] if sign > 0 else [-2, 0, 2, 4]
+    return {
+        "subject": verdict.subject,
+        "title": f"{heading(verdict.metric)}: difference from float32",
+        "panels": [{"name": fmt, "lines": lines} for fmt, lines in panels.items()],
+        "ticks": [
+            (_place(sign * k * verdict.tolerance, verdict.tolerance, sign), _tick(verdict, k * verdict.tolerance))
+            for k in ticks
+            if -BELOW < sign * k < ABOVE
+        ],
+        "band": sorted(_place(k * verdict.tolerance, verdict.tolerance, sign) for k in (-1, 1)),
+        "zero": _place(0.0, verdict.tolerance, sign),
+    }
+
+
+def _tick(verdict: Verdict, value: float) -> str:
+    words = f"{100 * value:+.3g}" if verdict.metric in SHARES else f"{value:+.2g}"
+    return words if value else "0"
+
+
+def _place(worth: float, tolerance: float, sign: int) -> float:
+    """Where a difference stands, 0 to 100 from left to right; the better side is that of larger values.
+
+    worth: the difference, positive where it is better.
+    """
+    place = 100 * (worth / tolerance + BELOW) / (BELOW + ABOVE)
+    return round(place if sign > 0 else 100 - place, 2)
+
+
+def _line(one: Combination, tolerance: float, sign: int) -> dict[str, Any]:
+    found = one.comparison
+    low, high = found.interval
+
+    def at(value: float) -> float:
+        return min(max(_place(sign * value, tolerance, sign), 0.0), 100.0)
+
+    place = _place(sign * found.mean, tolerance, sign) if math.isfinite(found.mean) else None
+    words = in_units(found.metric, found.mean, unit=False) if place is not None else one.outcome
+    if found.diverged:
+        words = f"{found.diverged} of {one.seeds} diverged"
+    inside = [at(v) for v in found.differences.values() if math.isfinite(v)]
+    return {
+        "name": one.rest or one.fmt,
+        "outcome": one.outcome,
+        "dots": [x for x in inside if 0 < x < 100],
+        "mean": place if place is not None and 0 <= place <= 100 else None,
+        "edge": None if place is None or 0 <= place <= 100 else ("left" if place < 0 else "right"),
+        "interval": None if math.isnan(low) else (at(low), at(high)),
+        "words": words,
+        "reasons": one.reasons,
+    }
+
+
+def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] | None:
+    """A panel for each format, a line for each other setting: mean and deviation over the seeds, beside float32's."""
+    try:
+        found = curves(results, name, points=POINTS)
+    except ValueError:
+        return None
+    found = [curve for curve in found if len(curve.steps) > 1 and np.isfinite(curve.mean).any()]
+    finite = np.concatenate([curve.mean[np.isfinite(curve.mean)] for curve in found] or [np.empty(0)])
+    if not len(finite):
+        return None
+    is_log = bool(finite.min() > 0 and finite.max() / finite.min() > 8)
+    low, high = float(finite.min()), float(finite.max())
+    methods = [*dict.fromkeys(_rest(curve) for curve in found if curve.settings.get("format") != BASELINE)]
+    float32 = [curve for curve in found if curve.settings.get("format") == BASELINE][:1]
+    last = max(float(curve.steps[-1]) for curve in found)
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for curve in found:
+        if curve not in float32:
+            panels.setdefault(curve.settings.get("format", ""), []).append(
+                {"colour": methods.index(_rest(curve)) % MOST_LINES, **_paths(curve, low, high, last, is_log)}
+            )
+    panels = panels or {BASELINE: []}
+    lines = [_paths(curve, low, high, last, is_log) for curve in float32]
+    shown = [
+        {"name": fmt, "lines": found[:MOST_LINES], "float32": lines, "more": max(len(found) - MOST_LINES, 0)}
+        for fmt, found in [*panels.items()][:MOST_PANELS]
+    ]
+    return {
+        "title": f"{name}: mean over the seeds, and standard deviation",
+        "panels": shown,
+        "legend": [(i, word or "all") for i, word in enumerate(methods[:MOST_LINES])],
+        "float32": bool(float32),
+        "low": f"{low:.3g}",
+        "high": f"{high:.3g}",
+        "last": f"{last:.0f}",
+        "is_log": is_log,
+    }
+
+
+def _rest(curve: Curve) -> str:
+    return " ".join(value for axis, value in curve.settings.items() if axis != "format")
+
+
+def _paths(curve: Curve, low: float, high: float, last: float, is_log: bool) -> dict[str, str]:
+    """The line of a curve and its band as paths of an SVG of 100 x 100; a gap where no seed has a number."""
+    spread = np.where(np.isfinite(curve.deviation), curve.deviation, 0.0)
+
+    def heights(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        clipped = np.clip(values, low, high)
+        ends = (low, high)
+        if is_log:
+            clipped, ends = np.log(clipped), (math.log(low), math.log(high))
+        return 100 * (1 - (clipped - ends[0]) / ((ends[1] - ends[0]) or 1.0))
+
+    xs = 100 * curve.steps / (last or 1.0)
+    known = np.isfinite(curve.mean)
+    top, bottom = heights(curve.mean + spread), heights(curve.mean - spread)
+    band = [*zip(xs[known], top[known]), *zip(xs[known][::-1], bottom[known][::-1])]
+    return {"line": _path(xs, heights(curve.mean), known), "band": _path(*map(np.array, zip(*band)))}
+
+
+def _path(
+    xs: NDArray[np.float64], ys: NDArray[np.float64], known: Sequence[bool] | NDArray[np.bool_] | None = None
+) -> str:
+    points, pen = [], "M"
+    for i, (x, y) in enumerate(zip(xs, ys)):
+        if known is not None and not known[i]:
+            pen = "M"
+            continue
+        points.append(f"{pen}{x:.1f} {y:.1f}")
+        pen = "L"
+    return " ".join(points)
