@@ -18,6 +18,7 @@ from fpsim.products import Operand, Products
 from fpsim.recipes import RECIPE_PREFIX, recipe, recipes
 from fpsim.recording import Recording, record
 from fpsim.scaling_state import load_scaling_state, scaling_state, set_scaling_group
+from fpsim.sensitivity import Sensitivity, sensitivity
 from fpsim.summary import summary
 from fpsim.tally import Tally, tally
 from fpsim.warm import warm_up
@@ -42,6 +43,7 @@ __all__ = [
     "Products",
     "Recording",
     "Rounder",
+    "Sensitivity",
     "Tally",
     "Watch",
     "as_accumulator",
@@ -65,6 +67,7 @@ __all__ = [
     "round_to",
     "round_to_",
     "scaling_state",
+    "sensitivity",
     "set_policy",
     "set_scaling_group",
     "summary",

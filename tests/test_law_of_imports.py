@@ -89,6 +89,7 @@ RANKS = {
     "fpsim.watch": 16,
     "fpsim.verify": 7,
     "fpsim.__main__": 17,
+    "fpsim.sensitivity": 16,
     "fpsim": 17,
     "ada_loss.checks": 18,
     "ada_loss.files": 18,

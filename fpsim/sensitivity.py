@@ -1,0 +1,126 @@
+"""sensitivity(model, loss, policy): which modules the small formats cost most, each alone in them and alone out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.checks import is_whole
+from fpsim.forwards import emulated_forwards
+from fpsim.model import dequantize, quantize, set_policy
+from fpsim.noise import replayed_noise
+from fpsim.policy import FormatLike, Policy
+from fpsim.recipes import as_policy_of
+from fpsim.rows import Rows
+
+__all__ = ["Sensitivity", "sensitivity"]
+
+
+class Sensitivity(Rows):
+    """A row for each module, the one that costs most first; see `sensitivity`.
+
+    float32, quantised: the loss of the whole model in float32 and under the policy.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self._policy = policy
+        self.float32, self.quantised = 0.0, 0.0
+
+    def policy(self, k: int) -> Policy:
+        """The policy with the k modules that cost most left in float32. Raises ValueError for more than there are."""
+        if not is_whole(k, 0) or k > len(self):
+            raise ValueError(f"k={k!r} is impossible. Possible: 0 to {len(self)} modules.")
+        return replace(self._policy, overrides={**self._policy.overrides, **{row["module"]: None for row in self[:k]}})
+
+    def __str__(self) -> str:
+        return f"loss {self.float32:.6g} in float32, {self.quantised:.6g} under the policy\n{super().__str__()}"
+
+    __repr__ = __str__
+
+
+def sensitivity(
+    model: nn.Module, loss: Callable[[nn.Module], Tensor | float], policy: FormatLike, *, seed: int = 0
+) -> Sensitivity:
+    """What each module costs: the loss with it alone in the small formats, and with it alone left in float32.
+
+    A module is one without modules inside that has parameters. Each row has `module`; `alone`, the loss with it alone
+    quantised minus float32's; `without`, the loss under the policy minus that with this module alone in float32;
+    `cost`, the larger of both; and both losses. `alone` finds what breaks by itself, `without` what breaks the others.
+    A loss that is not finite costs inf. That is 2 runs for each module, and 2 more; `loss` decides how much data one
+    takes.
+
+    `model` stays as it is: a copy is run, with the same dropout and noise each time.
+
+    model: any module, quantised or not.
+    loss: from a model to its loss, on the data that is to decide. Called under torch.no_grad(), unless it enables
+        gradients itself.
+    policy: the small formats; what `quantize` takes.
+    seed: of dropout and noise.
+    Raises ValueError for a model none of whose modules has parameters, and what `quantize` raises.
+
+    >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> with torch.no_grad():
+    ...     _ = net[1].weight.mul_(1e6)
+    >>> found = sensitivity(net, lambda m: m(torch.ones(1, 4)).abs().mean(), "fp16")
+    >>> found[0]["module"], found[0]["alone"], list(found.policy(1).overrides)
+    ('1', inf, ['1'])
+    """
+    plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model
+    wanted = as_policy_of(policy, plain)
+    names = [
+        name
+        for name, module in plain.named_modules()
+        if name and not any(module.children()) and any(True for _ in module.parameters())
+    ]
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} has no module inside that has parameters. Possible: a model of several layers."
+        )
+    found = Sensitivity(wanted)
+    copy = quantize(plain, None)
+    state = {name: x.clone() for name, x in copy.state_dict().items()}
+    by_module = wanted.for_modules(plain)
+
+    def run(changed: Policy) -> float:
+        set_policy(copy, changed)
+        with _seeded(seed), torch.no_grad():
+            value = float(loss(copy))
+        copy.load_state_dict(state)  # of running statistics
+        return value
+
+    found.float32, found.quantised = run(Policy()), run(wanted)
+    for name in names:
+        own = replace(by_module[name], overrides={})
+        only, but = run(Policy(overrides={name: own})), run(_without(wanted, name))
+        row: dict[str, Any] = {"module": name, "type": type(plain.get_submodule(name)).__name__, "cost": 0.0}
+        row |= {"alone": _excess(only, found.float32), "without": _excess(found.quantised, but)}
+        row["cost"] = max(row["alone"], row["without"])
+        found.append({**row, "loss_alone": only, "loss_without": but})
+    found.sort(key=lambda row: -row["cost"])
+    return found
+
+
+def _without(policy: Policy, name: str) -> Policy:
+    return replace(policy, overrides={**policy.overrides, name: None})
+
+
+def _excess(a: float, b: float) -> float:
+    """How much larger a loss is than another; one that is not finite is larger than any that is."""
+    if math.isfinite(a) and math.isfinite(b):
+        return a - b
+    return 0.0 if math.isfinite(a) == math.isfinite(b) else (math.inf if math.isfinite(b) else -math.inf)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices), replayed_noise(torch.Generator().manual_seed(seed).get_state()):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,83 @@
+"""What each module costs in the small formats, recomputed with torch's casts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fpsim
+
+X = torch.linspace(-1, 1, 48).reshape(8, 6)
+
+
+def three() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False), nn.Linear(6, 2, bias=False))
+
+
+def loss(model: nn.Module) -> Tensor:
+    return model(X).square().sum()
+
+
+def by_hand(model: nn.Sequential, inside: set[int]) -> float:
+    """The loss with these layers in bfloat16, operands and results."""
+    x = X
+    for i, layer in enumerate(model):
+        if i in inside:
+            x = F.linear(x.bfloat16().float(), layer.weight.detach().bfloat16().float()).bfloat16().float()
+        else:
+            x = F.linear(x, layer.weight.detach())
+    return float(x.square().sum())
+
+
+def test_each_module_alone_in_and_alone_out_has_the_loss_of_torchs_casts() -> None:
+    model = three()
+    found = fpsim.sensitivity(model, loss, "bf16")
+    assert found.float32 == pytest.approx(by_hand(model, set()), rel=1e-6)
+    assert found.quantised == pytest.approx(by_hand(model, {0, 1, 2}), rel=1e-6)
+    assert {row["module"] for row in found} == {"0", "1", "2"}
+    for row in found:
+        i = int(row["module"])
+        assert row["loss_alone"] == pytest.approx(by_hand(model, {i}), rel=1e-6)
+        assert row["loss_without"] == pytest.approx(by_hand(model, {0, 1, 2} - {i}), rel=1e-6)
+        assert row["alone"] == row["loss_alone"] - found.float32
+        assert row["without"] == found.quantised - row["loss_without"]
+        assert row["cost"] == max(row["alone"], row["without"])
+    costs = [row["cost"] for row in found]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_the_layer_that_breaks_is_first_and_the_policy_keeps_it_wide() -> None:
+    model = three()
+    with torch.no_grad():
+        model[1].weight *= 1e6
+    found = fpsim.sensitivity(model, loss, fpsim.Policy("fp16", "fp16", "fp16", "fp16", overrides={"2": "bf16"}))
+    assert found[0]["module"] == "1"
+    assert found[0]["alone"] == math.inf
+    policy = found.policy(1)
+    assert dict(policy.overrides) == {"2": "bf16", "1": None}
+    assert math.isfinite(loss(fpsim.quantize(model, policy)).item())
+    assert found.policy(0) == fpsim.Policy("fp16", "fp16", "fp16", "fp16", overrides={"2": "bf16"})
+    assert "loss" in str(found)
+    with pytest.raises(ValueError, match="k=4"):
+        found.policy(4)
+
+
+def test_the_model_stays_and_dropout_is_the_same_in_each_run() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5))
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    state = torch.get_rng_state()
+    found = fpsim.sensitivity(model, loss, None)
+    assert [row["cost"] for row in found] == [0.0, 0.0]
+    assert found.float32 == found.quantised
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="no module inside"):
+        fpsim.sensitivity(nn.Linear(2, 2), lambda m: m(torch.ones(1, 2)).sum(), "fp16")
