@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fpsim import FloatFormat
+from fpsim.rounding import NOISE_BLOCK
 
 
 def words_of(width: int) -> type:
@@ -23,6 +24,12 @@ def borders(fmt: FloatFormat, width: int) -> np.ndarray:
     one, top = words.dtype.type(1), words.dtype.type(1 << (width - 1))
     around = np.unique(np.concatenate([words, words + one, words - one, [words.dtype.type(2 ** (width - 1) - 1)]]))
     return np.concatenate([around, around | top])
+
+
+def everywhere(words: np.ndarray) -> np.ndarray:
+    """Each of the words at each place of a noise block, and so in each place of a vector."""
+    odd = words if len(words) % 2 else words[:-1]
+    return np.concatenate([np.tile(odd, NOISE_BLOCK), words[-1:]])
 
 
 def patterns(fmt: FloatFormat, width: int, count: int, random: np.random.Generator) -> np.ndarray:

@@ -1,58 +1,73 @@
-"""The CUDA kernels on the CPU: the PTX that a launch assembles, run by ptx_machine on arrays of NumPy."""
+"""A card that is not there: launches of the CUDA kernels go to ptx_machine, which runs their PTX on the CPU.
+
+All of a launch is what a card would see, but for the driver's cuLaunchKernel, in whose place `_launch` stands: it reads
+the arguments as the driver does. The PTX is the one that nvJitLink would assemble.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import torch
 from ptx_machine import Program
 
-from fpsim.kernels.compile import CUDA_THREADS
-from fpsim.kernels.round import ALIGNED, HAS_KEY, HAS_SCALE, NO_MASKS, Masks, cuda_loop, elements_of_block
-from fpsim.rounding import Plan
+from fpsim.kernels.card import CudaKernel
 
-HOPPER = (9, 0)
+CAPABILITY = (9, 0)
+DEVICE, STREAM = 0, 0
 
-
-@lru_cache(maxsize=8)
-def rounding_ptx(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> str:
-    return cuda_loop(rule, shape, width, masks).ptx(HOPPER)
+_memory: list[np.ndarray] = []
+_order = {"backwards": False}
 
 
-@lru_cache(maxsize=8)  # the code of one takes 10 MB while its module is kept
-def rounding_program(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Program:
-    return Program(rounding_ptx(rule, shape, width, masks))
+@contextmanager
+def memory(
+    *arrays: torch.Tensor | np.ndarray, reads: tuple[torch.Tensor | np.ndarray, ...] = ()
+) -> Iterator[list[int]]:
+    """Inside, kernels may reach these arrays, and may not write to those in `reads`. Gives the addresses, in order."""
+    before = list(_memory)
+    given = []
+    for array in (*arrays, *reads):
+        words = array.detach().numpy() if isinstance(array, torch.Tensor) else array
+        view = words.view()
+        view.flags.writeable = len(given) < len(arrays)
+        given.append(view)
+    _memory[:] = [*before, *given]
+    try:
+        yield [array.ctypes.data for array in given]
+    finally:
+        _memory[:] = before
 
 
-def round_words(
-    program: Program, x: np.ndarray, plan: Plan, key: int, log2_scale: int = 0, backwards: bool = False
-) -> np.ndarray:
-    """What the kernel of a plan makes of patterns: 16 bytes at once, and one by one with the key in memory.
-
-    It may not touch anything else.
-    """
-    scale, kept_key, results = np.array([log2_scale]), np.array([key]), []
-    for array in (x, scale, kept_key):
-        array.flags.writeable = False
-    blocks = -(-len(x) // elements_of_block(plan.rule, plan.width))
-    for is_aligned in (True, False):
-        y = _aligned(len(x), x.dtype)
-        source = _aligned(len(x), x.dtype) if is_aligned else x
-        if is_aligned:
-            source[:] = x
-            source.flags.writeable = False
-        flags = (ALIGNED if is_aligned else HAS_KEY) | (HAS_SCALE if log2_scale else 0)
-        memory = source, y, scale, kept_key
-        word = key if is_aligned else ~key
-        words = *(a.ctypes.data for a in memory), len(x), flags, word, *plan.parameters
-        program.launch_words(blocks, CUDA_THREADS, words, memory, backwards)
-        results.append(y)
-    assert np.array_equal(*results)
-    return results[0]
+@contextmanager
+def backwards() -> Iterator[None]:
+    """Inside, the last thread of the last block runs first."""
+    _order["backwards"] = True
+    try:
+        yield
+    finally:
+        _order["backwards"] = False
 
 
-def _aligned(n: int, dtype: np.dtype) -> np.ndarray:
-    """An array that begins at a multiple of 16 bytes, as those of torch do; full of what nobody wrote."""
-    memory = np.full(n * dtype.itemsize + 16, 77, np.uint8)
-    first = -memory.ctypes.data % 16
-    return memory[first : first + n * dtype.itemsize].view(dtype)
+def _launch(program: Program, *words: Any) -> tuple[int]:
+    """In the place of cuLaunchKernel."""
+    blocks, *others, threads, y, z, shared, stream, table, extra = words
+    assert (others, y, z, shared, stream, extra) == ([1, 1], 1, 1, 0, STREAM, 0)
+    count = len(program.kernel.params.offsets)
+    addresses = (ctypes.c_void_p * count).from_address(table)
+    arguments = [ctypes.c_int64.from_address(address or 0).value for address in addresses]
+    program.launch_words(blocks, threads, arguments, _memory, _order["backwards"])
+    return (0,)
+
+
+def load(kernel: CudaKernel, device: int = DEVICE, stream: int = STREAM) -> None:
+    """In the place of CudaKernel.load: of what the kernel is compiled to."""
+    bind(kernel, Program(kernel.ptx(CAPABILITY)))
+
+
+def bind(kernel: CudaKernel, program: Program) -> None:
+    kernel.bind(DEVICE, _launch, program)

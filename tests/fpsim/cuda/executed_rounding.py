@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from card_inputs import borders, patterns, words_of
-from emulated_card import round_words, rounding_program
+from card_inputs import borders, everywhere, patterns, words_of
+from emulated_card import DEVICE, STREAM, backwards, load, memory
 from format_cases import ALL
-from ptx_machine import Program
 
 from fpsim import FloatFormat, as_format
+from fpsim.kernels.card import CudaKernel
+from fpsim.kernels.compile import CUDA_THREADS
+from fpsim.kernels.round import (
+    ALIGNED,
+    HAS_KEY,
+    HAS_SCALE,
+    NO_MASKS,
+    Masks,
+    cuda_loop,
+    elements_of_block,
+)
 from fpsim.launch import kernel_for, masks_of, rounded
-from fpsim.rounding import ROUNDINGS
+from fpsim.rounding import ROUNDINGS, STOCHASTIC
 from fpsim.spec import RoundingSpec, container_width, rounding_spec
 
 gc.set_threshold(50_000, 50, 50)  # Numba makes millions of small objects: an eighth of the time went to looking at them
@@ -22,8 +33,39 @@ gc.set_threshold(50_000, 50, 50)  # Numba makes millions of small objects: an ei
 CONTAINERS = {32: torch.float32, 64: torch.float64}
 KEY = 0x0123_4567_89AB_CDEF
 SHAPES = ("flat", "grid", "gap", "scale", "unsigned_zero")
-# of 10**6 patterns for each format and rule; what is slow takes as many as make 10**9 in all
+SHORT = 111
+# for each format, rule and container; what is slow takes as many as make 10**9 in all
 PATTERNS, MANY = 10**6, 1_700_000
+# float64 has more exponents than any format: none is flat there
+KERNELS = [
+    (rule, shape, width) for rule in range(7) for shape in range(5) for width in (32, 64) if shape or width == 32
+]
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(CudaKernel, "load", load)
+    yield
+    if cuda_loop.cache_info().currsize > 4:  # what LLVM compiled goes with its kernel
+        cuda_loop.cache_clear()
+
+
+def on_card(
+    x: np.ndarray, spec: RoundingSpec, log2_scale: int = 0, masks: Masks = NO_MASKS, flags: int = ALIGNED
+) -> np.ndarray:
+    """What the kernel makes of patterns. It may read and write nothing else."""
+    plan = kernel_for(spec, 8 * x.itemsize).plan
+    y, scale, key = np.full(len(x), 77, x.dtype), np.array([log2_scale]), np.array([KEY])
+    assert x.ctypes.data % 16 == y.ctypes.data % 16 == 0 or not flags & ALIGNED
+    flags |= HAS_SCALE if log2_scale else 0
+    blocks = -(-len(x) // elements_of_block(plan.rule, plan.width))
+    with memory(y, reads=(x, scale, key)) as (target, *sources):
+        source, scale_address, key_address = sources
+        addresses = source, target, scale_address if log2_scale else 0, key_address if flags & HAS_KEY else 0
+        word = ~KEY if flags & HAS_KEY else KEY
+        loop = cuda_loop(plan.rule, plan.shape, plan.width, masks)
+        loop(DEVICE, STREAM, blocks, CUDA_THREADS, (*addresses, len(x), flags, word, *plan.parameters))
+    return y
 
 
 def on_cpu(x: np.ndarray, spec: RoundingSpec, log2_scale: int = 0, masked: bool = False) -> np.ndarray:
@@ -42,9 +84,7 @@ def specs_of(rule: int, shape: int, width: int) -> list[RoundingSpec]:
     ]
 
 
-def check(program: Program, spec: RoundingSpec, x: np.ndarray, log2_scale: int = 0, masked: bool = False) -> None:
-    plan = kernel_for(spec, 8 * x.itemsize).plan
-    got, wanted = round_words(program, x, plan, KEY, log2_scale), on_cpu(x, spec, log2_scale, masked)
+def check(got: np.ndarray, wanted: np.ndarray, x: np.ndarray, spec: RoundingSpec) -> None:
     different = np.flatnonzero(got != wanted)
     i = different[0] if len(different) else 0
     assert len(different) == 0, (
@@ -52,10 +92,9 @@ def check(program: Program, spec: RoundingSpec, x: np.ndarray, log2_scale: int =
     )
 
 
-# float64 has more exponents than any format: none is flat there
-KERNELS = [
-    (rule, shape, width) for rule in range(7) for shape in range(5) for width in (32, 64) if shape or width == 32
-]
+def ends(x: np.ndarray) -> list[np.ndarray]:
+    """Short arrays, which are all end: no thread has all that it rounds at once."""
+    return [x[first : first + SHORT].copy() for first in range(0, 24 * SHORT, SHORT)]
 
 
 def of_kernel(value: tuple[int, int, int]) -> str:
@@ -64,35 +103,44 @@ def of_kernel(value: tuple[int, int, int]) -> str:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=of_kernel)
 def test_every_format_and_rule_has_the_bits_of_the_cpu(kernel: tuple[int, int, int]) -> None:
-    program, random = rounding_program(*kernel), np.random.default_rng(kernel)
-    specs = specs_of(*kernel)
+    random, specs = np.random.default_rng(kernel), specs_of(*kernel)
     assert specs
     for spec in specs:
         assert isinstance(spec.fmt, FloatFormat)
-        check(
-            program,
-            spec,
-            np.concatenate([borders(spec.fmt, kernel[2]), patterns(spec.fmt, kernel[2], PATTERNS, random)]),
-        )
+        edges = everywhere(borders(spec.fmt, kernel[2]))
+        x = np.concatenate([edges, patterns(spec.fmt, kernel[2], PATTERNS, random)])
+        check(on_card(x, spec), on_cpu(x, spec), x, spec)
+        check(on_card(edges, spec, flags=HAS_KEY), on_cpu(edges, spec), edges, spec)
+        for part in ends(edges):
+            check(on_card(part, spec, flags=HAS_KEY), on_cpu(part, spec), part, spec)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS, ids=of_kernel)
 def test_a_thousand_million_patterns_have_the_bits_of_the_cpu(kernel: tuple[int, int, int]) -> None:
-    program, random = rounding_program(*kernel), np.random.default_rng((1, *kernel))
+    random = np.random.default_rng((1, *kernel))
     for spec in specs_of(*kernel):
         assert isinstance(spec.fmt, FloatFormat)
-        check(program, spec, patterns(spec.fmt, kernel[2], MANY, random))
+        x = patterns(spec.fmt, kernel[2], MANY, random)
+        check(on_card(x, spec), on_cpu(x, spec), x, spec)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 15, 16, 17, 127, 128, 129, 255, 256, 257, 2047, 2049, 4097])
 @pytest.mark.parametrize("width", [32, 64])
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
-def test_every_length_is_covered_and_nothing_beyond(rounding: str, width: int, n: int) -> None:
+def test_every_length_is_covered_and_nothing_beyond(rounding: str, width: int) -> None:
     spec = rounding_spec("e4m3fn", rounding)
-    plan = kernel_for(spec, width).plan
-    x = patterns(as_format("e4m3fn"), width, n, np.random.default_rng(n))
-    check(rounding_program(plan.rule, plan.shape, width), spec, x)
+    for n in (*range(1, 20), 31, 33, *range(111, 132), 255, 256, 257, 1023, 1025, 2047, 2049, 4097):
+        x = patterns(as_format("e4m3fn"), width, n, np.random.default_rng(n))
+        for flags in (ALIGNED, HAS_KEY):
+            check(on_card(x, spec, flags=flags), on_cpu(x, spec), x, spec)
+
+
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_memory_that_is_not_aligned_is_rounded_one_by_one(rounding: str) -> None:
+    spec, whole = rounding_spec("e4m3fn", rounding), patterns(as_format("e4m3fn"), 32, 5000, np.random.default_rng(0))
+    for first in (1, 2, 3):
+        x = whole[first:]
+        check(on_card(x, spec, flags=0), on_cpu(x, spec), x, spec)
 
 
 @pytest.mark.parametrize("log2_scale", [-60, -3, 7, 60])
@@ -101,9 +149,8 @@ def test_every_length_is_covered_and_nothing_beyond(rounding: str, width: int, n
 def test_a_scale_has_the_bits_of_the_cpu(name: str, width: int, log2_scale: int) -> None:
     for rounding in ("nearest_even", "stochastic"):
         spec = rounding_spec(name, rounding)
-        plan = kernel_for(spec, width).plan
         x = patterns(as_format(name), width, 10_000, np.random.default_rng(5))
-        check(rounding_program(plan.rule, plan.shape, width), spec, x, log2_scale)
+        check(on_card(x, spec, log2_scale), on_cpu(x, spec, log2_scale), x, spec)
 
 
 @pytest.mark.parametrize("width", [32, 64])
@@ -111,18 +158,21 @@ def test_a_scale_has_the_bits_of_the_cpu(name: str, width: int, log2_scale: int)
 @pytest.mark.parametrize("name", ["fp16", "e4m3fn"])
 def test_masks_pass_as_on_the_cpu(name: str, rounding: str, width: int) -> None:
     spec = rounding_spec(name, rounding)
-    plan, masks = kernel_for(spec, width).plan, masks_of(spec, CONTAINERS[width], width)
     greatest = np.array(torch.finfo(CONTAINERS[width]).max).astype(f"f{width // 8}").view(words_of(width))
-    sign = words_of(width)(1 << (width - 1))
+    sign, one = words_of(width)(1 << (width - 1)), words_of(width)(1)
     x = patterns(as_format(name), width, 10_000, np.random.default_rng(5))
-    x[:4] = greatest, greatest | sign, greatest + words_of(width)(1), (greatest + words_of(width)(1)) | sign
-    check(rounding_program(plan.rule, plan.shape, width, masks), spec, x, masked=True)
+    x[:4] = greatest, greatest | sign, greatest + one, (greatest + one) | sign
+    masks = masks_of(spec, CONTAINERS[width], width)
+    check(on_card(x, spec, masks=masks), on_cpu(x, spec, masked=True), x, spec)
 
 
-def test_the_order_of_the_threads_changes_nothing() -> None:
-    for rounding in ("nearest_even", "stochastic"):
-        plan = kernel_for(rounding_spec("e4m3fn", rounding), 32).plan
-        program = rounding_program(plan.rule, plan.shape, 32)
-        x = patterns(as_format("e4m3fn"), 32, 3000, np.random.default_rng(5))
-        forwards, backwards = (round_words(program, x, plan, KEY, backwards=b) for b in (False, True))
-        assert np.array_equal(forwards, backwards)
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_the_order_of_the_threads_changes_nothing(rounding: str) -> None:
+    spec, x = rounding_spec("e4m3fn", rounding), patterns(as_format("e4m3fn"), 32, 3000, np.random.default_rng(5))
+    with backwards():
+        check(on_card(x, spec), on_cpu(x, spec), x, spec)
+
+
+def test_the_rules_are_those_of_the_kernels() -> None:
+    assert len(ROUNDINGS) == 7
+    assert STOCHASTIC == 6
