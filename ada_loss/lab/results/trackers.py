@@ -147,8 +147,7 @@ class WandB:
             import wandb
         except ImportError:
             raise ImportError(f"Weights & Biases is not installed: {pip_install('wandb')}.") from None
-        self.folder, self.group, self.project = Path(folder), group, project
-        self._wandb: Any = wandb
+        self.folder, self.group, self.project, self._wandb = Path(folder), group, project, wandb
 
     def known(self) -> set[str]:
         return {path.name.rpartition("-")[2] for path in self.folder.glob("offline-run-*")}
@@ -157,9 +156,11 @@ class WandB:
         unfinished = self.folder / f".{cell}.{os.getpid()}"
         unfinished.mkdir(parents=True, exist_ok=True)
         settings = self._wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True)
-        names = {"project": self.project, "group": self.group, "name": cell, "id": cell}
         run = self._wandb.init(
-            **names,
+            project=self.project,
+            group=self.group,
+            name=cell,
+            id=cell,
             mode="offline",
             dir=str(unfinished),
             config=_parameters(config),
