@@ -94,7 +94,6 @@ def test_float32_is_added_once_for_each_task_and_its_options() -> None:
         ([{"formats": ["fp61"]}], "Unknown format 'fp61'"),
         ([{"task": digits}], "Give both as 'module:function'"),
     ],
-    ids=str,
 )
 def test_what_cannot_come_also_is_refused_in_words(also: Any, words: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
