@@ -7,6 +7,7 @@ import importlib.util
 import re
 import threading
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +177,11 @@ def test_a_function_that_changes_has_another_name_on_disk() -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nvidia.nvjitlink") is None, reason="pip install nvidia-nvjitlink")
+@pytest.mark.skipif(not [*distributions(name="nvidia-nvjitlink")], reason="pip install nvidia-nvjitlink")
 def test_the_ptx_is_assembled_for_a_card() -> None:
     cubin = assembled(KERNELS["round"]().ptx((9, 0)), (9, 0))
     assert cubin[:4] == b"\x7fELF"
     assert int.from_bytes(cubin[18:20], "little") == 190  # EM_CUDA
     assert b"kernel" in cubin
-    with pytest.raises(Exception, match=r"INCORRECT_INPUT|INVALID|FAIL"):
+    with pytest.raises(Exception, match="ERROR_PTX_COMPILE"):
         assembled(".version 9.0\nno ptx", (9, 0))
