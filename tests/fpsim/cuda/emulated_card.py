@@ -7,6 +7,7 @@ the arguments as the driver does. The PTX is the one that nvJitLink would assemb
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,8 @@ from fpsim.kernels.card import CudaKernel
 
 CAPABILITY = (9, 0)
 DEVICE, STREAM = 0, 0
+# An instruction on floating-point registers or with a floating-point type.
+FLOATING = re.compile(r"^\s*(?!\.|//)\S*\.(f16|f16x2|bf16|bf16x2|f32|f64|tf32)\b.*", re.MULTILINE)
 
 _memory: list[np.ndarray] = []
 _order = {"backwards": False}
@@ -67,6 +70,13 @@ def _launch(program: Program, *words: Any) -> tuple[int]:
 def load(kernel: CudaKernel, device: int = DEVICE, stream: int = STREAM) -> None:
     """In the place of CudaKernel.load: of what the kernel is compiled to."""
     bind(kernel, Program(kernel.ptx(CAPABILITY)))
+
+
+def load_of_integers(kernel: CudaKernel, device: int = DEVICE, stream: int = STREAM) -> None:
+    """The same, of a kernel that must not compute in floating point."""
+    text = kernel.ptx(CAPABILITY)
+    assert [line.group() for line in FLOATING.finditer(text)] == []
+    bind(kernel, Program(text))
 
 
 def bind(kernel: CudaKernel, program: Program) -> None:

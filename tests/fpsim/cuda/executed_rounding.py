@@ -1,4 +1,7 @@
-"""The rounding kernels as compiled for a card, run on the CPU against its own. Run by test_executed.py."""
+"""The rounding kernels as compiled for a card, run on the CPU against its own, and all in integers.
+
+Run by test_executed.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from card_inputs import borders, everywhere, patterns, words_of
-from emulated_card import DEVICE, STREAM, backwards, load, memory
+from emulated_card import DEVICE, STREAM, backwards, load_of_integers, memory
 from format_cases import ALL
 
 from fpsim import FloatFormat, as_format
@@ -44,7 +47,7 @@ KERNELS = [
 
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(CudaKernel, "load", load)
+    monkeypatch.setattr(CudaKernel, "load", load_of_integers)
     yield
     if cuda_loop.cache_info().currsize > 4:  # what LLVM compiled goes with its kernel
         cuda_loop.cache_clear()
