@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, fields
 from functools import cache
 
-from fpsim.checks import did_you_mean, is_whole
+from fpsim.checks import did_you_mean, is_whole, shown
 from fpsim.formats import CATALOGUE, FloatFormat, as_float_format
 from fpsim.rounding import ROUNDINGS
 
@@ -123,10 +123,10 @@ def _require_roundings(a: Accumulator) -> None:
         value = getattr(a, name)
         if value not in ROUNDINGS and not (value is None and name == "outer_rounding"):
             hint = did_you_mean(value, ROUNDINGS)
-            raise ValueError(f"Unknown {name} {value!r}.{hint} Known: {', '.join(ROUNDINGS)}.")
+            raise ValueError(f"Unknown {name} {shown(value)}.{hint} Known: {', '.join(ROUNDINGS)}.")
     if a.product is None and a.product_rounding != "nearest_even":
         raise ValueError(
-            f"product_rounding={a.product_rounding!r} came without a product format, so that products stay exact. "
+            f"product_rounding={shown(a.product_rounding)} came without a product format, so that products stay exact. "
             f"Give product='fp16' or another format, or leave product_rounding away."
         )
 
@@ -140,24 +140,26 @@ def _require_chunks(a: Accumulator) -> None:
                     f"Give chunk=64 or another number of terms, or leave {name} away."
                 )
     elif not is_whole(a.chunk, 1):
-        raise ValueError(f"chunk={a.chunk!r} is no number of terms. Possible: an integer from 1, or None.")
+        raise ValueError(f"chunk={shown(a.chunk)} is no number of terms. Possible: an integer from 1, or None.")
 
 
 def _require_groups(a: Accumulator) -> None:
     if (a.group is None) != (a.group_bits is None):
         raise ValueError(
-            f"group={a.group!r} came with group_bits={a.group_bits!r}. Give both, the number of products and the "
-            f"significant bits that they keep, as group=32, group_bits=14; or neither."
+            f"group={shown(a.group)} came with group_bits={shown(a.group_bits)}. Give both, the number of products "
+            f"and the significant bits that they keep, as group=32, group_bits=14; or neither."
         )
     if a.group is None or a.group_bits is None:
         return
     if not is_whole(a.group, 1) or a.group > LARGEST_GROUP:
-        raise ValueError(f"group={a.group!r} is no number of products. Possible: the integers 1 to {LARGEST_GROUP}.")
+        raise ValueError(
+            f"group={shown(a.group)} is no number of products. Possible: the integers 1 to {LARGEST_GROUP}."
+        )
     most = EXACT_BITS - 1 - int(a.group).bit_length()  # each of group + 1 numbers is below 2**(group_bits + 1) units
     if not is_whole(a.group_bits, 1) or a.group_bits > most:
         raise ValueError(
-            f"group_bits={a.group_bits!r} is impossible. Possible: 1 to {most} for groups of {a.group}, whose sum has "
-            f"to be exact in {EXACT_BITS} bits."
+            f"group_bits={shown(a.group_bits)} is impossible. Possible: 1 to {most} for groups of {a.group}, whose "
+            f"sum has to be exact in {EXACT_BITS} bits."
         )
     if a.product is not None:
         raise ValueError(
@@ -185,7 +187,7 @@ def _require_room_for_products(a: Accumulator) -> None:
 
 def _require_order(a: Accumulator) -> None:
     if a.order not in ORDERS:
-        raise ValueError(f"Unknown order {a.order!r}.{did_you_mean(a.order, ORDERS)} Known: {', '.join(ORDERS)}.")
+        raise ValueError(f"Unknown order {shown(a.order)}.{did_you_mean(a.order, ORDERS)} Known: {', '.join(ORDERS)}.")
     if a.order == "torch":
         for field in fields(a)[:-1]:
             value, wanted = getattr(a, field.name), CATALOGUE["fp32"] if field.name == "format" else field.default
@@ -200,12 +202,15 @@ def _require_random_bits(a: Accumulator) -> None:
     if a.random_bits is None:
         return
     if not a.is_stochastic:
-        raise ValueError(f"random_bits={a.random_bits!r} came without a 'stochastic' rounding, which alone uses them.")
+        raise ValueError(
+            f"random_bits={shown(a.random_bits)} came without a 'stochastic' rounding, which alone uses them."
+        )
     formats = [as_float_format(f) for f in (a.format, a.outer) if f is not None]
     most = min(32, *(EXACT_BITS - 1 - f.precision for f in formats))
     if not is_whole(a.random_bits, 1) or a.random_bits > most:
         raise ValueError(
-            f"random_bits={a.random_bits!r} is impossible. Possible: 1 to {most}, or None for as many as there are."
+            f"random_bits={shown(a.random_bits)} is impossible. Possible: 1 to {most}, or None for as many as there "
+            f"are."
         )
 
 
@@ -248,7 +253,7 @@ def as_accumulator(accumulator: str | Accumulator | FloatFormat) -> Accumulator:
         return _parse(str(accumulator))
     if not isinstance(accumulator, str):
         raise TypeError(
-            f"An accumulator is wanted, not {accumulator!r} of type {type(accumulator).__name__}. "
+            f"An accumulator is wanted, not {shown(accumulator)} of type {type(accumulator).__name__}. "
             f"Possible: a name such as 'fp16' or 'cb16_chunk64', or an Accumulator."
         )
     return _parse(accumulator)
@@ -267,8 +272,8 @@ def _parse(text: str) -> Accumulator:
     except ValueError:
         hint = did_you_mean(name, [*ACCUMULATORS, *CATALOGUE], 3)
         raise ValueError(
-            f"Unknown accumulator {text!r}.{hint} Known: {', '.join(ACCUMULATORS)}; a format's name such as 'bf16', "
-            f"with chunks 'bf16_chunk64'; or Accumulator(format, ...)."
+            f"Unknown accumulator {shown(text)}.{hint} Known: {', '.join(ACCUMULATORS)}; a format's name such as "
+            f"'bf16', with chunks 'bf16_chunk64'; or Accumulator(format, ...)."
         ) from None
     if fmt == CATALOGUE["fp32"] and not chunked:
         return ACCUMULATORS["fp32"]
@@ -283,4 +288,4 @@ def _from_repr(text: str, arguments: str) -> Accumulator:
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         return Accumulator(*positional, **named)
     except (SyntaxError, TypeError, ValueError) as error:
-        raise ValueError(f"Unknown accumulator {text!r}: {error}") from None
+        raise ValueError(f"Unknown accumulator {shown(text)}: {error}") from None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from fpsim.checks import did_you_mean, is_finite_number, is_whole
+from fpsim.checks import did_you_mean, is_finite_number, is_whole, shown
 from fpsim.fixed_point import FIXED_POINT_NAME, FixedPoint, named_fixed_point
 from fpsim.foreign import from_other_library
 from fpsim.formats import ALIASES, CATALOGUE, FloatFormat, as_float_format
@@ -45,11 +45,11 @@ class Delayed:
 
     def __post_init__(self) -> None:
         if not is_whole(self.history, 1):
-            raise ValueError(f"history={self.history!r} is no number of steps. Possible: an integer from 1.")
+            raise ValueError(f"history={shown(self.history)} is no number of steps. Possible: an integer from 1.")
         if not is_whole(self.margin) or abs(self.margin) > 64:
-            raise ValueError(f"margin={self.margin!r} is impossible. Possible: the integers -64 to 64.")
+            raise ValueError(f"margin={shown(self.margin)} is impossible. Possible: the integers -64 to 64.")
         if self.amax not in ("max", "most_recent"):
-            raise ValueError(f"Unknown amax {self.amax!r}. Known: max, most_recent.")
+            raise ValueError(f"Unknown amax {shown(self.amax)}. Known: max, most_recent.")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _require_block(block: object) -> None:
     if block in ("row", "tensor") or (len(sides) in (1, 2) and all(is_whole(side, 1) for side in sides)):
         return
     raise ValueError(
-        f"block={block!r} is no block. Possible: a number of elements from 1, (rows, columns), 'row' or 'tensor'."
+        f"block={shown(block)} is no block. Possible: a number of elements from 1, (rows, columns), 'row' or 'tensor'."
     )
 
 
@@ -151,24 +151,27 @@ def _require_rule(f: BlockFormat) -> None:
     if isinstance(f.scale_rule, Delayed):
         if f.block != "tensor" or f.scale != CATALOGUE["fp32"] or f.tensor_scale:
             raise ValueError(
-                f"Delayed scaling came with block={f.block!r}, scale={f.scale}, tensor_scale={f.tensor_scale}. "
+                f"Delayed scaling came with block={shown(f.block)}, scale={f.scale}, tensor_scale={f.tensor_scale}. "
                 f"Possible: block='tensor', scale='fp32', and no second scale."
             )
     elif f.scale_rule not in rules:
         hint = did_you_mean(f.scale_rule, SCALE_RULES)
         raise ValueError(
-            f"scale_rule={f.scale_rule!r} is impossible with scales in {f.scale}.{hint} Possible: {', '.join(rules)}"
+            f"scale_rule={shown(f.scale_rule)} is impossible with scales in {f.scale}.{hint} "
+            + f"Possible: {', '.join(rules)}"
             + ("." if f.has_power_scale else ", or Delayed() for a tensor with scale='fp32'.")
         )
     if not isinstance(f.tensor_scale, bool):
-        raise ValueError(f"tensor_scale={f.tensor_scale!r} is impossible. Possible: True, False.")
+        raise ValueError(f"tensor_scale={shown(f.tensor_scale)} is impossible. Possible: True, False.")
     if f.tensor_scale and (f.has_power_scale or f.scale.largest > 1e30):
         raise ValueError(
             f"tensor_scale=True came with scales in {f.scale}, whose range needs no second scale. "
             f"Possible: a narrow format such as scale='e4m3fn', or tensor_scale=False."
         )
     if not is_finite_number(f.gain) or not 0 < f.gain <= 1 or (f.gain != 1 and not f.has_power_scale):
-        raise ValueError(f"gain={f.gain!r} is impossible. Possible: above 0 and at most 1; 1 unless scales are powers.")
+        raise ValueError(
+            f"gain={shown(f.gain)} is impossible. Possible: above 0 and at most 1; 1 unless scales are powers."
+        )
     if f.element.specials == "scale":
         raise ValueError(f"{f.element} has no zero and no sign. Elements are numbers such as e4m3fn or int8.")
     if f.element.min_ulp_exponent < -94 or f.element.mantissa_bits > 22:
@@ -282,9 +285,9 @@ def _from_repr(text: str) -> Format:
     try:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"Unknown format {text!r}: {error}") from None
+        raise ValueError(f"Unknown format {shown(text)}: {error}") from None
     if not isinstance(value, FixedPoint | BlockFormat):
-        raise ValueError(f"Unknown format {text!r}.")
+        raise ValueError(f"Unknown format {shown(text)}.")
     return value
 
 

@@ -118,7 +118,7 @@ def known_arguments(elsewhere: Callable[[str], str] | None = None) -> Callable[[
                 if name not in names:
                     hint = (elsewhere and elsewhere(name)) or did_you_mean(name, names)
                     possible = f"Possible: {', '.join(names)}."
-                    raise TypeError(f"{called.__name__}() has no argument {name!r}.{hint} {possible}")
+                    raise TypeError(f"{called.__name__}() has no argument {shown(name)}.{hint} {possible}")
             return function(*arguments, **options)
 
         if not is_class:

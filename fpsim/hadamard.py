@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fpsim.autograd import is_plain
-from fpsim.checks import did_you_mean, is_whole
+from fpsim.checks import did_you_mean, is_whole, shown
 from fpsim.kernels.hadamard import LANES, cpu_loop, cuda_loop, threads_of
 from fpsim.launch import PARALLEL_FROM, key_arguments, run_on_card, run_parts
 from fpsim.noise import new_key_for, new_traceable_key
@@ -48,11 +48,11 @@ class Hadamard:
     def __post_init__(self) -> None:
         if not is_whole(self.size, 2) or self.size > LARGEST_SIZE or self.size & (self.size - 1):
             raise ValueError(
-                f"size={self.size!r} is impossible for a Hadamard transform. Possible: powers of two, 2 to 1024."
+                f"size={shown(self.size)} is impossible for a Hadamard transform. Possible: powers of two, 2 to 1024."
             )
         if self.signs not in SIGNS:
             raise ValueError(
-                f"Unknown signs {self.signs!r}.{did_you_mean(self.signs, ['fixed', 'random'])} "
+                f"Unknown signs {shown(self.signs)}.{did_you_mean(self.signs, ['fixed', 'random'])} "
                 f"Known: None, 'fixed', 'random'."
             )
         object.__setattr__(self, "size", int(self.size))

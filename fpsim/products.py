@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from fpsim.accumulators import Accumulator, as_accumulator
 from fpsim.blocks import BlockFormat, Format, as_format
+from fpsim.checks import known_arguments, shown
 from fpsim.formats import FloatFormat
 from fpsim.hadamard import Hadamard
 from fpsim.spec import RoundingSpec, Spec, any_spec, rounding_spec
@@ -82,6 +83,7 @@ class ProductSpecs(NamedTuple):
     accumulator: Accumulator | None
 
 
+@known_arguments()
 @dataclass(frozen=True)
 class Products:
     """The operands of a layer's three matrix products.
@@ -217,7 +219,7 @@ def _operand(name: str, value: object) -> Operand:
     try:
         return Operand(value)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
-        raise type(error)(f"{name}={value!r} is no operand. {error}") from None
+        raise type(error)(f"{name}={shown(value)} is no operand. {error}") from None
 
 
 def _pair(product: str, names: tuple[str, str], value: object) -> tuple[Operand | None, Operand | None]:
