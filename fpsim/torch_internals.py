@@ -394,10 +394,12 @@ def calibrate_holders() -> None:
     """Measure once who holds a gradient that autograd alone holds; to be called outside of a backward pass.
 
     The counts are trusted if each way to hold on to a gradient raises one of them: a name, an alias, a view, its
-    storage, a NumPy array, a DLPack capsule. Nothing is measured under a debugger, which holds what frames know.
+    storage, a NumPy array, a DLPack capsule. Nothing is measured under a debugger, which holds what frames know, nor
+    under Dynamo's evaluation of frames, where a call holds its arguments.
     """
     global _alone, _is_measured
-    if _is_measured or sys.gettrace() is not None or current_graph_task() >= 0:
+    is_plain = sys.gettrace() is None and _references_in_a_call(object()) <= _PLAIN_REFERENCES
+    if _is_measured or not is_plain or current_graph_task() >= 0:
         return
     with _measuring:
         if _is_measured:
@@ -412,18 +414,16 @@ def calibrate_holders() -> None:
         _is_measured = True
 
 
+_references_in_a_call = lambda value: sys.getrefcount(value)  # noqa: E731
+_PLAIN_REFERENCES = _references_in_a_call(object())
+
+
 def _hold_nothing(gradient: Tensor) -> Any:
     return None
 
 
-_WAYS_TO_HOLD: tuple[Callable[[Tensor], Any], ...] = (
-    lambda gradient: gradient,
-    Tensor.detach,
-    lambda gradient: gradient.narrow(0, 0, 1),
-    Tensor.untyped_storage,
-    Tensor.numpy,
-    torch.to_dlpack,  # type: ignore[attr-defined]
-)
+_WAYS_TO_HOLD: tuple[Callable[[Tensor], Any], ...] = (lambda g: g, Tensor.detach, lambda g: g.narrow(0, 0, 1))
+_WAYS_TO_HOLD += (Tensor.untyped_storage, Tensor.numpy, torch.to_dlpack)  # type: ignore[attr-defined]
 
 
 def _count_holders(is_view: bool, hold: Callable[[Tensor], Any]) -> _Holders:

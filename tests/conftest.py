@@ -17,6 +17,7 @@ import fpsim
 # Longest first, so that no worker is left alone with a long file while the other has nothing to do. Tests of one file
 # stay on one worker: they share clusters, sweeps and what is compiled.
 LONG = (
+    "test_torch_internals.py",  # not long, but before torch.compile: after some of its errors each call counts one more
     "test_sweep.py",
     "test_cuda.py",
     "test_executed.py",
