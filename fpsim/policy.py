@@ -121,7 +121,7 @@ class Policy:
             return
         if not isinstance(self.products, Products):
             raise TypeError(
-                f"products is {self.products!r}. Possible: a fpsim.Products, such as Products.all('mxfp8_e4m3'), "
+                f"products is {shown(self.products)}. Possible: a fpsim.Products, such as Products.all('mxfp8_e4m3'), "
                 f"or None."
             )
         if self.products.output is not None and self.activation is not None:
@@ -268,6 +268,6 @@ def _no_match(pattern: str | type[nn.Module], modules: Mapping[str, nn.Module]) 
         )
     near = nearest(pattern, names, most=3, cutoff=0.4) or names[:5]
     return (
-        f"The pattern {pattern!r} matches no module. Names are those of model.named_modules(), for instance "
+        f"The pattern {shown(pattern)} matches no module. Names are those of model.named_modules(), for instance "
         f"{', '.join(near) or '(none: the model has no submodules)'}; * stands for one part of a name."
     )

@@ -49,7 +49,7 @@ class Operand:
         object.__setattr__(self, "fmt", as_format(self.fmt))
         if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
             raise TypeError(
-                f"hadamard is {self.hadamard!r}. Possible: a fpsim.Hadamard, such as Hadamard(16), or None."
+                f"hadamard is {shown(self.hadamard)}. Possible: a fpsim.Hadamard, such as Hadamard(16), or None."
             )
         self.spec()
 
@@ -124,7 +124,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         if self.accumulator is not None:
             object.__setattr__(self, "accumulator", as_accumulator(self.accumulator))
         if not isinstance(self.attention, bool):
-            raise TypeError(f"attention={self.attention!r} is impossible. Possible: True, False.")
+            raise TypeError(f"attention={shown(self.attention)} is impossible. Possible: True, False.")
         _require_equal_transforms(self)
         self.specs  # noqa: B018  # a block format as an output is an error now, not in a forward pass
 
@@ -225,8 +225,8 @@ def _operand(name: str, value: object) -> Operand:
 def _pair(product: str, names: tuple[str, str], value: object) -> tuple[Operand | None, Operand | None]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(
-            f"{product}={value!r} is no pair of operands. Possible: ({', '.join(names)}), each a format, an Operand, "
-            f"or None to leave it as it comes; Products.all(fmt) for all operands in one format."
+            f"{product}={shown(value)} is no pair of operands. Possible: ({', '.join(names)}), each a format, an "
+            f"Operand, or None to leave it as it comes; Products.all(fmt) for all operands in one format."
         )
     a, b = (None if v is None else _operand(f"{product}: {n}", v) for n, v in zip(names, value, strict=True))
     return a, b

@@ -81,7 +81,7 @@ def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
         if field not in of_policy | of_products:
             hint = did_you_mean(field, of_policy | of_products, 3)
             raise ValueError(
-                f"{field!r} is no field of a recipe.{hint} Fields of its policy: {', '.join(sorted(of_policy))}; "
+                f"{shown(field)} is no field of a recipe.{hint} Fields of its policy: {', '.join(sorted(of_policy))}; "
                 f"of its products: {', '.join(sorted(of_products))}."
             )
     inside = {field: value for field, value in changes.items() if field in of_products}
