@@ -9,7 +9,7 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 from torch import Tensor, nn
 
-__all__ = ["Task", "accuracy", "is_pair", "trained_with"]
+__all__ = ["Task", "accuracy", "is_pair", "trained_with", "types_of_pair"]
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,9 @@ class Task:
             if isinstance(data, list) and data and all(isinstance(batch, tuple | list) for batch in data):
                 continue  # of batches
             if not is_pair(data):
-                is_two = isinstance(data, tuple | list) and len(data) == 2
-                came = " and ".join(type(t).__name__ for t in data) if is_two else type(data).__name__
                 raise TypeError(
-                    f"{part} of the task {self.name!r} came as {came}. Possible: two tensors, inputs and targets, "
-                    f"or an iterable of batches such as a DataLoader."
+                    f"{part} of the task {self.name!r} came as {types_of_pair(data)}. Possible: two tensors, "
+                    f"inputs and targets, or an iterable of batches such as a DataLoader."
                 )
             inputs, targets = data
             if not 0 < len(inputs) == len(targets):
@@ -59,6 +57,12 @@ class Task:
                     f"{part} of the task {self.name!r} came with {len(inputs)} inputs and {len(targets)} targets. "
                     f"Possible: the same number of both, 1 or more."
                 )
+
+
+def types_of_pair(data: Any) -> str:
+    """What came in the place of two tensors, for an error: the types of two parts, or of the whole."""
+    is_two = isinstance(data, tuple | list) and len(data) == 2
+    return " and ".join(type(part).__name__ for part in data) if is_two else type(data).__name__
 
 
 def is_pair(data: Any) -> TypeGuard[tuple[Tensor, Tensor]]:

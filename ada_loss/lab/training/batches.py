@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ada_loss.lab.tasks.task import is_pair
+from ada_loss.lab.tasks.task import is_pair, types_of_pair
 from fpsim.checks import shown
 
 __all__ = ["Batches", "LoadedBatches", "TensorBatches", "batches_of", "placed"]
@@ -108,11 +108,9 @@ def batches_of(data: Any, size: int, seed: int, device: str, container: torch.dt
 def placed(batch: Any, device: str, container: torch.dtype) -> Pair:
     """Inputs and targets on a device, floats in the container. Raises TypeError for what is no pair of tensors."""
     if not is_pair(batch):
-        is_two = isinstance(batch, tuple | list) and len(batch) == 2
-        came = " and ".join(type(p).__name__ for p in batch) if is_two else type(batch).__name__
         raise TypeError(
-            f"A batch came as {came}. Possible: two tensors, inputs and targets. For batches of another kind, train in "
-            f"a function of your own: ada_loss.sweep(train=...)."
+            f"A batch came as {types_of_pair(batch)}. Possible: two tensors, inputs and targets. For batches of "
+            f"another kind, train in a function of your own: ada_loss.sweep(train=...)."
         )
     x, y = (part.to(device, container if part.is_floating_point() else part.dtype) for part in batch)
     return x, y
