@@ -389,6 +389,25 @@ def _several(call: ProductCall, *args: Any) -> Any:
     )
 
 
+def _power(call: ProductCall, A: Tensor, n: int) -> Any:
+    return NotImplemented if -2 < n < 2 else _several(call, A, A)
+
+
+def _of_quantised_numbers(call: ProductCall, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        f"{call.operation} at {call.site.partition(':')[0] or 'the top level'} computes with numbers that are "
+        f"quantised already. Possible: quantise the model of before, in float32 or bf16; or leave these modules' "
+        f"products as they are: Policy(overrides={{name: None}})."
+    )
+
+
+_OF_QUANTISED_NUMBERS = """
+    _int_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm scaled_mm scaled_grouped_mm _weight_int8pack_mm
+    _weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int4pack_mm_with_scales_and_zeros
+    linear_dynamic linear_relu_dynamic linear_dynamic_fp16 linear_relu_dynamic_fp16 linear_relu linear_leaky_relu
+    linear_tanh conv1d_relu conv2d_relu conv3d_relu conv1d_dynamic conv2d_dynamic conv3d_dynamic
+    """.split()
+
 CALLS: dict[str, Callable[..., Any]] = {
     "linear": _linear,
     "bilinear": _bilinear,
@@ -413,4 +432,6 @@ CALLS: dict[str, Callable[..., Any]] = {
     "conv_tbc": _conv_tbc,
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("linalg_multi_dot", "chain_matmul"), _several),
+    **dict.fromkeys(("matrix_power", "linalg_matrix_power"), _power),
+    **dict.fromkeys(_OF_QUANTISED_NUMBERS, _of_quantised_numbers),
 }

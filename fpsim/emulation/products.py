@@ -15,7 +15,7 @@ from fpsim.autograd import is_plain
 from fpsim.block_autograd import round_blocks_traced
 from fpsim.blocks import Delayed
 from fpsim.emulation.accumulated import in_matrices
-from fpsim.emulation.arguments import roundable_in, tensors_in
+from fpsim.emulation.arguments import tensors_in, typed_in
 from fpsim.emulation.calls import LOOK_UPS, Action, Call
 from fpsim.emulation.forms import Form, Side
 from fpsim.emulation.marks import is_roundable, is_view_of_weight, mark_as_view_of_weight
@@ -64,10 +64,16 @@ class ProductCall:
         """Whether a product of these two is quantised; torch's own function computes those that are not.
 
         has_weight: whether one of them is a weight by the meaning of the function.
-        Raises NotImplementedError for tensors whose memory cannot be read here.
+        Raises NotImplementedError for tensors that are complex, or whose memory cannot be read here.
         """
         assert self.scope.products is not None
         is_wanted = has_weight or self.scope.products.attention or self.is_weight(x) or self.is_weight(w)
+        if is_wanted and (x.is_complex() or w.is_complex()):
+            raise NotImplementedError(
+                f"A product at {self.site} has complex operands to quantise, and no format here has complex numbers. "
+                f"Possible: real products, of torch.view_as_real(x) or of x.real and x.imag; or leave these modules' "
+                f"products as they are: Policy(overrides={{name: None}})."
+            )
         if is_wanted and any(t.dtype in FLOATING and t.layout is not torch.strided for t in (x, w)):
             raise NotImplementedError(
                 f"A product at {self.site} has operands to quantise that are sparse or nested, and they lie in no "
@@ -133,10 +139,10 @@ def note_views_of_weights(scope: Scope, call: Call, out: Any, args: tuple[Any, .
     """Note that what a weight is viewed, copied or cut to is one to a product."""
     if scope.products is None or call.action not in (Action.MOVE, Action.CAST) or call.name in LOOK_UPS:
         return
-    floats = roundable_in(args, kwargs)
-    if floats and all(is_view_of_weight(x) or id(x) in scope.weights for x in floats):
+    found = typed_in(args, kwargs)
+    if found and all(is_view_of_weight(x) or id(x) in scope.weights for x in found):
         for x in tensors_in(out):
-            if is_roundable(x):
+            if is_roundable(x) or x.is_complex():
                 mark_as_view_of_weight(x)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -453,6 +454,45 @@ def test_several_products_in_one_call_are_refused() -> None:
     model = quantize(Calls(lambda x, w: torch.linalg.multi_dot([x, w, w]), torch.randn(4, 4)), E4M3)
     with pytest.raises(NotImplementedError, match="linalg_multi_dot at the top level hides several products"):
         model(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("power", [torch.matrix_power, torch.linalg.matrix_power, Tensor.matrix_power])
+def test_a_power_of_a_weight_is_refused_where_it_is_several_products(power: Callable[..., Tensor]) -> None:
+    w = torch.randn(4, 4)
+    for n in (-2, 2, 3):
+        with pytest.raises(NotImplementedError, match="matrix_power at the top level hides several products"):
+            quantize(Calls(lambda x, w, n=n: power(w, n), w), E4M3)(torch.randn(3, 4))
+    for n in (-1, 0, 1):
+        model = quantize(Calls(lambda x, w, n=n: power(w, n), w), E4M3)
+        assert torch.equal(model(torch.randn(3, 4)), power(w, n))
+    expected = w @ w
+    with emulate(E4M3):  # of an activation
+        assert torch.equal(power(w, 2), expected)
+
+
+@pytest.mark.parametrize("w", [torch.randn(4, 4), torch.randn(4, 4, dtype=torch.complex64)], ids=["cast", "complex"])
+def test_complex_products_with_a_weight_are_refused(w: Tensor) -> None:
+    spectral = nn.Sequential(Calls(lambda x, w: torch.einsum("bi,io->bo", torch.fft.fft(x), w.to(torch.complex64)), w))
+    x = torch.randn(3, 4)
+    with pytest.raises(NotImplementedError, match="product at 0:einsum has complex operands"):
+        quantize(spectral, E4M3)(x)
+    assert torch.equal(quantize(spectral, replace(E4M3, overrides={"0": None}))(x), spectral(x))
+    by_parts = Calls(lambda x, w: x @ w.real + x @ torch.view_as_real(w + 0)[..., 1], torch.complex(w.real, w.real))
+    assert not torch.equal(quantize(by_parts, E4M3)(x), by_parts(x))
+    z = torch.fft.fft(x)  # an activation
+    expected = z @ z.mT
+    with emulate(E4M3):
+        assert torch.equal(z @ z.mT, expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's quantisation is deprecated, and models have it
+def test_products_of_numbers_that_are_quantised_already_are_refused() -> None:
+    int8 = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 4)), dtype=torch.qint8)
+    with pytest.raises(NotImplementedError, match="linear_dynamic at 0 computes with numbers that are"):
+        quantize(int8, E4M3)(torch.randn(32, 8))
+    x = torch.ones(32, 32, dtype=torch.int8)
+    with emulate(E4M3), pytest.raises(NotImplementedError, match="_int_mm at the top level computes"):
+        torch._int_mm(x, x)
 
 
 def test_torchs_own_errors_are_torchs() -> None:
