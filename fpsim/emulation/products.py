@@ -13,7 +13,7 @@ from torch import Tensor
 from fpsim.accumulators import Accumulator
 from fpsim.autograd import is_plain
 from fpsim.block_autograd import round_blocks_traced
-from fpsim.blocks import Delayed
+from fpsim.blocks import BlockFormat, Delayed
 from fpsim.emulation.accumulated import in_matrices
 from fpsim.emulation.arguments import tensors_in, typed_in
 from fpsim.emulation.calls import LOOK_UPS, Action, Call
@@ -216,8 +216,9 @@ class _Product:
     def _share_dy(self) -> bool:
         """Whether one copy of dy serves both gradients: it knows no axis, and no noise."""
         a, b = self.specs.dgrad[0], self.specs.wgrad[0]
-        is_plain_copy = a is not None and a == b and a.rounding != "stochastic" and a.hadamard is None
-        return is_plain_copy and _plain_spec(a) is not None
+        if a is None or a != b or a.rounding == "stochastic" or a.hadamard is not None or a.is_delayed:
+            return False
+        return not isinstance(a.fmt, BlockFormat) or a.fmt.block == "tensor"
 
     def _operands(
         self, product: str, a: Tensor, b: Tensor, log2_scale: Tensor | None = None, shared: Tensor | None = None
@@ -271,13 +272,15 @@ class _Product:
             return x
         spec = operand.spec()
         if is_traced(x):
+            if known is not None:
+                return known
             if isinstance(spec, BlockSpec):
                 return round_blocks_traced(x, spec, side.axis, side.across)
-            return round_traced(x, spec) if known is None else known
+            return round_traced(x, spec)
         observer = self.listeners.watching(self.site, role)
         if isinstance(spec, BlockSpec):
             cut = Cut(side.axis, side.across, self._scale_of_history(x, spec, role) if operand.is_delayed else None)
-            result = rounded_blocks(x, spec, side.axis, side.across, scale=cut.scale)
+            result = rounded_blocks(x, spec, side.axis, side.across, scale=cut.scale) if known is None else known
             if observer is not None:
                 observer(self.site, role, x, result, spec, cut)
             return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import fpsim
 from fpsim import Operand, Policy, Products, quantize
 from fpsim.emulation.accumulated import in_matrices
 from fpsim.emulation.forms import Batched, ByVjp, Convolution, ConvolutionSettings, Form, Linear
+from fpsim.shared_scales import rounded_blocks
 
 MX = ["mxfp8_e4m3", "mxfp4", "mxint8"]
 
@@ -411,6 +413,31 @@ def test_nearest_copies_of_dy_are_shared_and_stochastic_ones_are_not() -> None:
         kept = Kept(model)
         gradients(model, torch.randn(6, 8), torch.randn(6, 4))
         assert torch.equal(kept.operand("dgrad.dy"), kept.operand("wgrad.dy")) is is_shared
+
+
+@pytest.mark.parametrize(
+    ("operand", "count"),
+    [("e4m3fn per tensor fp32", 5), ("e4m3fn per tensor delayed", 6), ("e4m3fn per row fp32", 6), ("mxfp4", 6)]
+    + [(Operand("e4m3fn per tensor fp32", "stochastic"), 6)],
+)
+def test_a_scale_for_the_whole_tensor_makes_one_copy_of_dy(
+    operand: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounded = []
+
+    def counting(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        rounded.append(x)
+        return rounded_blocks(x, *args, **kwargs)
+
+    monkeypatch.setattr("fpsim.emulation.products.rounded_blocks", counting)
+    model = quantize(nn.Linear(8, 4), Policy(products=Products.all(operand)))
+    with fpsim.record(model) as recording:
+        gradients(model, torch.randn(6, 8), torch.randn(6, 4))
+    assert len(rounded) == count
+    assert {row["role"]: row["count"] for row in recording.rows() if ".dy" in row["role"]} == {
+        "dgrad.dy": 24,
+        "wgrad.dy": 24,
+    }
 
 
 def test_products_are_recorded_by_operand() -> None:
