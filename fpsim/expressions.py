@@ -1,4 +1,4 @@
-"""Rounding as expressions of integers, which a compiler fuses with what computes the numbers.
+"""Rounding as expressions of bit patterns, which a compiler fuses with what computes the numbers.
 
 The kernels of `rounding.py` are opaque to a compiler. Here the same integer steps are written over whole tensors of bit
 patterns, once for torch and for inductor, whose names for the steps are torch's. `tests/fpsim/test_expressions.py`
@@ -53,10 +53,11 @@ class Patterns:
 
     m: torch, or inductor's operations of the same names.
     constant: gives an integer as an operand.
+    as_float, as_bits: the same 32 bits as float32 and as int32.
     """
 
-    def __init__(self, m: Any, constant: Any) -> None:
-        self.m, self.constant = m, constant
+    def __init__(self, m: Any, constant: Any, as_float: Any, as_bits: Any) -> None:
+        self.m, self.constant, self.as_float, self.as_bits = m, constant, as_float, as_bits
 
     def rounded(self, u: Any, noise: Any, rule: int, shape: int, parameters: list[int], masks: tuple[int, bool]) -> Any:
         """The rounded patterns.
@@ -72,7 +73,11 @@ class Patterns:
         a = m.minimum(magnitude, c(_INFINITY))  # a NaN is put back below; no sum overflows
         if rule == STOCHASTIC:
             noise = noise & c(noise_mask)
-        if shape in (GRID, UNSIGNED_ZERO_GRID, FIXED):
+        if rule == NEAREST_EVEN and shape in (GRID, UNSIGNED_ZERO_GRID):
+            subnormal = a < c(origin + (ulp_shift << 23))
+            flat = self._flat(a, negative, None, rule, ulp_shift, ulp_shift == 31 - 23)
+            r = m.where(subnormal, self._subnormal_nearest(a, smallest), flat)
+        elif shape in (GRID, UNSIGNED_ZERO_GRID, FIXED):
             r = self._grid(a, negative, noise, rule, ulp_shift, origin, smallest)
         else:
             r = self._flat(a, negative, noise, rule, ulp_shift, last)
@@ -122,6 +127,15 @@ class Patterns:
             odd = c(1) == c(1) if always_odd else (a & c(ulp)) != c(0)
             added = self._addend(c(ulp), odd, negative, rule)
         return (a + added) & c(-ulp)
+
+    def _subnormal_nearest(self, a: Any, smallest: int) -> Any:
+        """Rounded to multiples of `smallest`: a sum with 2^23 of it has no finer digits, and ties go to even.
+
+        The float32 unit rounds here, and no compiler changes it: there is no product that a multiply-add would take in,
+        and a subnormal of float32 that is flushed to zero would become zero anyway.
+        """
+        shifter = self.as_float(self.constant(smallest + (23 << 23)))
+        return self.as_bits((self.as_float(a) + shifter) - shifter)
 
     def _gap(self, a: Any, negative: Any, rule: int, smallest: int) -> Any:
         m, c = self.m, self.constant
@@ -177,9 +191,15 @@ def _in_torch(
     def constant(value: int) -> Tensor:
         return torch.full((), value, dtype=torch.int32, device=x.device)
 
-    wide = x.to(torch.float32)
-    found = Patterns(torch, constant).rounded(wide.view(torch.int32), noise, rule, shape, parameters, (mask, keeps))
-    return found.view(torch.float32).to(x.dtype)
+    def as_float(bits: Tensor) -> Tensor:
+        return bits.view(torch.float32)
+
+    def as_bits(numbers: Tensor) -> Tensor:
+        return numbers.view(torch.int32)
+
+    bits = as_bits(x.to(torch.float32))
+    found = Patterns(torch, constant, as_float, as_bits).rounded(bits, noise, rule, shape, parameters, (mask, keeps))
+    return as_float(found).to(x.dtype)
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:
@@ -196,10 +216,15 @@ def _in_inductor(ops: Any, x: Any, noise: Any, dtype: torch.dtype, *words: Any) 
     def constant(value: int) -> Any:
         return ops.constant(value, torch.int32)
 
-    wide = x if dtype is torch.float32 else ops.to_dtype(x, torch.float32, src_dtype=dtype)
-    bits = ops.to_dtype_bitcast(wide, torch.int32, torch.float32)
-    found = Patterns(ops, constant).rounded(bits, noise, rule, shape, parameters, (mask, keeps))
-    out = ops.to_dtype_bitcast(found, torch.float32, torch.int32)
+    def as_float(bits: Any) -> Any:
+        return ops.to_dtype_bitcast(bits, torch.float32, torch.int32)
+
+    def as_bits(numbers: Any) -> Any:
+        return ops.to_dtype_bitcast(numbers, torch.int32, torch.float32)
+
+    bits = as_bits(x if dtype is torch.float32 else ops.to_dtype(x, torch.float32, src_dtype=dtype))
+    found = Patterns(ops, constant, as_float, as_bits).rounded(bits, noise, rule, shape, parameters, (mask, keeps))
+    out = as_float(found)
     return out if dtype is torch.float32 else ops.to_dtype(out, dtype, src_dtype=torch.float32)
 
 
