@@ -25,6 +25,7 @@ FLOATING = re.compile(r"^\s*(?!\.|//)\S*\.(f16|f16x2|bf16|bf16x2|f32|f64|tf32)\b
 
 _memory: list[np.ndarray] = []
 _order = {"backwards": False}
+_texts: dict[str, str] = {}
 
 
 @contextmanager
@@ -67,14 +68,21 @@ def _launch(program: Program, *words: Any) -> tuple[int]:
     return (0,)
 
 
+def ptx_of(kernel: CudaKernel) -> str:
+    """What a kernel is compiled to, once in a process: its name tells it apart from all others."""
+    if kernel.name not in _texts:
+        _texts[kernel.name] = kernel.ptx(CAPABILITY)
+    return _texts[kernel.name]
+
+
 def load(kernel: CudaKernel, device: int = DEVICE, stream: int = STREAM) -> None:
     """In the place of CudaKernel.load: of what the kernel is compiled to."""
-    bind(kernel, Program(kernel.ptx(CAPABILITY)))
+    bind(kernel, Program(ptx_of(kernel)))
 
 
 def load_of_integers(kernel: CudaKernel, device: int = DEVICE, stream: int = STREAM) -> None:
     """The same, of a kernel that must not compute in floating point."""
-    text = kernel.ptx(CAPABILITY)
+    text = ptx_of(kernel)
     assert [line.group() for line in FLOATING.finditer(text)] == []
     bind(kernel, Program(text))
 
