@@ -69,7 +69,8 @@ FLOORS = (
     "ada_loss.lab.tasks.digits ada_loss.lab.tasks.chars ada_loss.lab.tasks.pictures ada_loss.lab.training.options "
     "ada_loss.lab.training.job ada_loss.lab.training.batches ada_loss.lab.sweep.engines",
     "ada_loss.lab.tasks",
-    "ada_loss.lab.training.steps ada_loss.lab.sweep.identity ada_loss.lab.sweep.telemetry",
+    "ada_loss.lab.training.steps ada_loss.lab.sweep.identity ada_loss.lab.sweep.telemetry "
+    "ada_loss.lab.sweep.cell_formats",
     "ada_loss.lab.training.loop ada_loss.lab.sweep.cells",
     "ada_loss.lab.training ada_loss.lab.sweep.work ada_loss.lab.results.results ada_loss.lab.results.trackers",
     "ada_loss.lab.results.comparison ada_loss.lab.results.curves",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ada_loss.lab.sweep.cells import is_recipe, policy_of
+from ada_loss.lab.sweep.cell_formats import is_recipe, policy_of
 from ada_loss.lab.sweep.engines import keep_freed_memory
 from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, path_of
 from ada_loss.lab.sweep.limits import TimeLimit, within_time
