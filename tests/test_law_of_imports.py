@@ -73,7 +73,7 @@ FLOORS = (
     "ada_loss.lab.training.steps ada_loss.lab.sweep.identity ada_loss.lab.sweep.telemetry "
     "ada_loss.lab.sweep.cell_formats",
     "ada_loss.lab.training.loop ada_loss.lab.sweep.cells",
-    "ada_loss.lab.training ada_loss.lab.sweep.work "
+    "ada_loss.lab.training ada_loss.lab.sweep.branches ada_loss.lab.sweep.work "
     "ada_loss.lab.results.results ada_loss.lab.results.trackers",
     "ada_loss.lab.results.comparison ada_loss.lab.results.curves",
     "ada_loss.lab.results.verdict",

@@ -14,15 +14,16 @@ from typing import Any
 from ada_loss.lab.sweep.cell_formats import (
     BASELINE,
     canonical_format,
-    is_recipe,
+    has_own_rounding,
     label,
     needs_no_scaling,
     policy_of,
 )
 from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, own_training, task_of
 from ada_loss.lab.tasks import find_task
+from ada_loss.lab.training.format_schedule import as_schedule
 from ada_loss.lab.training.methods import require_method
-from ada_loss.lab.training.options import TrainOptions, is_allowed, possible
+from ada_loss.lab.training.options import TrainOptions, hint, is_allowed, possible
 from fpsim.checks import SHOWN, did_you_mean, is_number, is_whole, shown
 
 __all__ = [
@@ -85,7 +86,9 @@ def plan(
 
     task: a name, "module:function", or a function from a seed to a Task.
     formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`, of which "products" is a
-        mapping too: of "x", "w" and "dy" to the formats of operands, or of the fields of `fpsim.Products`.
+        mapping too: of "x", "w" and "dy" to the formats of operands, or of the fields of `fpsim.Products`. Several in
+        turn are {"schedule": {start: format}}, where a start is 0, and either a fraction of all steps, 0.8, or a step,
+        500. Trainings that begin alike are trained once until their formats part.
     scaling: the scaling methods; see `make_scaling`.
     roundings: names, one for all roles each.
     seeds: how many, or which.
@@ -117,12 +120,14 @@ def plan(
     for fmt in canonical:
         for rounding in roundings:
             policy_of(fmt, rounding)
+        if train is None and full["steps"]:
+            as_schedule(fmt).steps(full["steps"])  # which raises where a format has none
     methods = [_method(method) for method in scaling]
     if math.prod(map(len, (canonical, roundings, methods, seeds))) > MOST_CELLS:
         raise ValueError(f"The grid has more than {MOST_CELLS:,} cells. Give fewer formats, scaling methods or seeds.")
     cells = []
     for fmt, rounding, method, seed in itertools.product(canonical, roundings, methods, seeds):
-        if is_recipe(fmt) and rounding != roundings[0]:
+        if has_own_rounding(fmt) and rounding != roundings[0]:
             continue
         if needs_no_scaling(fmt):
             if method != methods[0] or (fmt == BASELINE and rounding != roundings[0]):
@@ -160,8 +165,8 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
     for changes in also:
         for name in changes:
             if name not in known_names:
-                hint = did_you_mean(name, known_names)
-                raise ValueError(f"Unknown key also.{str(name)[:SHOWN]}.{hint} Known: {', '.join(known_names)}.")
+                near = did_you_mean(name, known_names)
+                raise ValueError(f"Unknown key also.{str(name)[:SHOWN]}.{near} Known: {', '.join(known_names)}.")
         if "task" in changes and not (isinstance(changes["task"], str) and isinstance(grid["task"], str)):
             raise TypeError("also came with a task, and one of the tasks is no name. Give both as 'module:function'.")
         other_task = changes.get("task", grid["task"]) != grid["task"]
@@ -285,11 +290,11 @@ def _seeds(seeds: int | Sequence[int]) -> Sequence[int]:
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name not in OPTIONS:
-            hint = did_you_mean(name, OPTIONS)
-            raise ValueError(f"Unknown key task_options.{str(name)[:SHOWN]}.{hint} Known: {', '.join(OPTIONS)}.")
+            near = did_you_mean(name, OPTIONS)
+            raise ValueError(f"Unknown key task_options.{str(name)[:SHOWN]}.{near} Known: {', '.join(OPTIONS)}.")
         if not is_allowed(name, value):
             raise ValueError(
-                f"task_options.{name} came as {shown(value)}. Possible: {possible(name)}. "
+                f"task_options.{name} came as {shown(value)}.{hint(name, value)} Possible: {possible(name)}. "
                 f"Leave it out for {OPTIONS[name]!r}."
             )
     full = asdict(TrainOptions(**given))
