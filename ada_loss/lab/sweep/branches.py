@@ -22,11 +22,12 @@ class Branches:
     share nothing, to the bit. A training function of the user's own shares none.
 
     cells: those that are to run.
-    folder: of the files; those that no cell needs are deleted.
+    folder: of the files.
+    keep: whether the files are kept, and written for cells to come too. Otherwise those that no cell needs are deleted.
     """
 
-    def __init__(self, cells: Sequence[Cell], folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, cells: Sequence[Cell], folder: Path, keep: bool = False) -> None:
+        self.folder, self.keep = folder, keep
         self._of: dict[str, dict[Start, Path]] = {}
         self._given_up: set[Path] = set()
         for path, start, sharing in self._shared(cells):
@@ -61,12 +62,12 @@ class Branches:
         return found - self._given_up
 
     def _remove_all_but(self, needed: Collection[Path]) -> None:
-        for path in self.folder.glob("*.branch"):
+        for path in self.folder.glob("*.branch") if not self.keep else ():
             if path not in needed:
                 path.unlink(missing_ok=True)
 
     def _shared(self, cells: Sequence[Cell]) -> list[tuple[Path, Start, list[str]]]:
-        """The file, the start and the cells of each state that several cells share, or that is there already."""
+        """The file, the start and the cells of each state that is shared, there already, or to be kept."""
         alike: dict[str, list[tuple[str, FormatSchedule]]] = {}
         has_schedules = any(SCHEDULE in cell.config["format"] for cell in cells)
         for cell in cells if has_schedules else ():
@@ -83,7 +84,7 @@ class Branches:
                         path = self.folder / f"{name}.branch"
                         parting.setdefault(path, {})[cell_id] = json.dumps(_format_from(schedule, start))
                 for path, formats in parting.items():
-                    if len({*formats.values()}) > 1 or path.exists():
+                    if len({*formats.values()}) > 1 or path.exists() or self.keep:
                         found.append((path, start, [*formats]))
         return found
 

@@ -73,6 +73,7 @@ def sweep(
     resources: Mapping[str, float] | None = Execution.resources,
     engine_timeout: float = Execution.engine_timeout,
     retry_failed: bool = Execution.retry_failed,
+    keep_states: bool = Execution.keep_states,
     track: Sequence[str | Tracker] = (),
     show_progress: bool = True,
 ) -> Results:
@@ -88,7 +89,8 @@ def sweep(
     train: a training function of your own instead of a task. It is called with a `Job`, which has the format, the
         scaling method, the seed, the device and task_options, trains, and returns its metrics, {name: number}.
     baseline: whether float32, with which the report compares, is trained with each seed too.
-    workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed: see `Execution`.
+    workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed, keep_states: see
+        `Execution`.
     out: the folder that keeps everything.
     track: who else is told of finished cells: "tensorboard" and "mlflow", which write to the folder, or trackers.
     show_progress: whether a progress bar is shown.
@@ -115,6 +117,7 @@ def resume(
     resources: Mapping[str, float] | None = Execution.resources,
     engine_timeout: float = Execution.engine_timeout,
     retry_failed: bool = Execution.retry_failed,
+    keep_states: bool = Execution.keep_states,
     track: Sequence[str | Tracker] = (),
     show_progress: bool = True,
     trust: bool = False,
@@ -200,7 +203,7 @@ def run_cells(
                 with open_engine(execution) as engine:
                     ledger.add_session({**environment(), "engine": engine.name})
                     order = _order(cells, make_task, execution, engine)
-                    branches = Branches(todo, (out / "checkpoints").absolute())
+                    branches = Branches(todo, (out / "checkpoints").absolute(), execution.keep_states)
                     _Driver(ledger, out, engine, order, notifier, progress, branches).run(todo)
     except (OSError, CannotWrite) as error:
         if isinstance(error, ConnectionError):

@@ -192,6 +192,20 @@ def test_an_interrupted_sweep_goes_on_from_what_was_shared(
     assert steps_taken() == TRAINED_ONCE + 3
 
 
+def test_cells_that_are_added_later_begin_from_states_that_were_kept(
+    tmp_path: Path, steps_taken: Any, expected: dict[str, Any]
+) -> None:
+    alone = turns("e5m2", (0.5, "bf16"))
+    first = swept(tmp_path / "s", formats=[alone], keep_states=True)
+    assert (len(first.rows()), steps_taken()) == (1, STEPS)
+    results = swept(tmp_path / "s", formats=[alone, turns("e5m2", (0.5, "mxfp4"))], keep_states=True)
+    assert (len(results.rows()), steps_taken()) == (2, STEPS + STEPS // 2)
+    assert outcomes(results).items() < expected.items()
+    assert len([*(tmp_path / "s" / "checkpoints").iterdir()]) == 1
+    swept(tmp_path / "s", formats=[alone, turns("e5m2", (0.5, "mxfp4")), "fp16"])
+    assert [*(tmp_path / "s" / "checkpoints").iterdir()] == []
+
+
 def test_a_damaged_state_is_left_aside(tmp_path: Path, steps_taken: Any, expected: dict[str, Any]) -> None:
     cells = plan_all({"task": "sweep_tasks:counted", "formats": TREE, "scaling": ["torch"], **SETTINGS})
     folder = tmp_path / "s" / "checkpoints"
