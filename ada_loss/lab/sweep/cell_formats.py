@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -34,7 +35,10 @@ def label(value: Any) -> str:
     if not isinstance(value, Mapping):
         return str(value)
     if SCHEDULE in value:
-        return str(FormatSchedule(tuple(stage._replace(fmt=label(stage.fmt)) for stage in as_schedule(value).stages)))
+        with suppress(TypeError, ValueError):  # a ledger of someone else may hold anything
+            return str(
+                FormatSchedule(tuple(stage._replace(fmt=label(stage.fmt)) for stage in as_schedule(value).stages))
+            )
     return " ".join(_operands_label(v) if isinstance(v, Mapping) else f"{k}={v}" for k, v in value.items())
 
 
@@ -43,7 +47,7 @@ def _operands_label(value: Mapping[str, Any]) -> str:
     names: dict[str, list[str]] = {}
     for name, fmt in value.items():
         names.setdefault(str(fmt), []).append(name)
-    return " ".join(f"{','.join(together)}={fmt}" for fmt, together in names.items())
+    return " ".join(f"{','.join(map(str, together))}={fmt}" for fmt, together in names.items())
 
 
 def _is_recipe(fmt: Any) -> bool:

@@ -104,7 +104,7 @@ class Job:
     @property
     def format(self) -> str:
         """The format in words."""
-        return str(self.fmt or "fp32")
+        return str(self._schedule) if len(self._schedule.stages) > 1 else str(self.fmt or "fp32")
 
     def quantize(self, model: nn.Module, *, inplace: bool = False, record_every: int = RECORD_EVERY) -> Any:
         """The model in the cell's format on the cell's device, with the layers' scales if the method has some.

@@ -325,8 +325,9 @@ class Training:
             return Checkpoints(where, present, {"format": formats, **identity}, seconds, self.cuda_devices)
 
         self.checkpoints = None if path is None else opened(path, str(self.schedule))
-        for start, where in sorted(branches.items()):
-            self.branches[step_of(start, self.total)] = opened(where, f"{self.schedule.before(start)} until {start}")
+        steps = {step_of(start, self.total): start for start in branches}
+        for step, start in sorted(steps.items()):
+            self.branches[step] = opened(branches[start], f"{self.schedule.before(start)} until {start}")
 
 
 def _fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -62,6 +62,11 @@ def test_a_cell_of_formats_in_turn_comes_back_from_json_as_it_was() -> None:
     ]
 
 
+def test_what_is_no_schedule_has_a_label_too() -> None:
+    assert label({"schedule": 5}) == "schedule=5"
+    assert label({"schedule": {0.5: "fp16"}}) == "0.5=fp16"
+
+
 def test_scaling_and_roundings_are_left_out_where_no_format_has_use_for_them() -> None:
     def words(fmt: Any) -> list[str]:
         grid = {"scaling": ["torch", 8], "roundings": ["up", "stochastic"]}
