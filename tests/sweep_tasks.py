@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
 import signal
@@ -147,3 +148,30 @@ def measured_without_a_name(seed: int) -> Task:
 def writes_a_mark(seed: str) -> None:
     """What nobody is to call: its seed is a file's name."""
     Path(str(seed)).touch()
+
+
+INTERRUPTED_AFTER = 0  # steps of all trainings together; 0 for never
+
+
+def counted(seed: int) -> Task:
+    """`tiny`, which adds a byte for each step to the file that an environment variable names.
+
+    Another variable has the number of steps of one training at which the process is killed, once.
+    """
+    file, dies_after = Path(os.environ["SWEEP_TEST_STEPS"]), int(os.environ.get("SWEEP_TEST_DIES_AFTER", 0))
+    own = itertools.count(1)
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        with file.open("ab") as opened:
+            opened.write(b".")
+            taken = opened.tell()
+        mark = file.with_name("died")
+        if next(own) == dies_after and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if taken == INTERRUPTED_AFTER:
+            raise KeyboardInterrupt
+        return x
+
+    task = tiny(seed)
+    return Task("counted", task.model, task.train, task.test, task.loss, task.metrics, count)

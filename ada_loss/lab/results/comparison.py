@@ -10,7 +10,7 @@ from typing import Any
 
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.table import SHARES
-from ada_loss.lab.sweep.cells import label
+from ada_loss.lab.sweep.cell_formats import label
 from fpsim.checks import is_number, pip_install, shown
 
 try:

@@ -17,7 +17,7 @@ from ada_loss.lab.results.curves import Curve, curves
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.table import SHARES, SMALLER_IS_BETTER, heading
 from ada_loss.lab.results.verdict import Combination, Verdict
-from ada_loss.lab.sweep.cells import BASELINE
+from ada_loss.lab.sweep.cell_formats import BASELINE
 
 __all__ = ["curve_panels", "difference_panels"]
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ada_loss.lab.results import figures
 from ada_loss.lab.results.results import StoredResults
-from ada_loss.lab.sweep.cells import BASELINE
+from ada_loss.lab.sweep.cell_formats import BASELINE
 from ada_loss.lab.training.methods import scales_by_layer
 from ada_loss.lab.training.run import is_of_role
 

@@ -27,7 +27,7 @@ from ada_loss.lab.results.pictures import (
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.table import SMALLER_IS_BETTER, Table
 from ada_loss.lab.results.verdict import verdicts
-from ada_loss.lab.sweep.cells import label
+from ada_loss.lab.sweep.cell_formats import label
 from fpsim.checks import pip_install
 
 try:

@@ -12,7 +12,8 @@ import numpy as np
 
 from ada_loss.files import data_frame
 from ada_loss.lab.results.table import Table
-from ada_loss.lab.sweep.cells import AXES, is_configuration, label
+from ada_loss.lab.sweep.cell_formats import label
+from ada_loss.lab.sweep.cells import AXES, is_configuration
 from ada_loss.lab.sweep.ledger import DAMAGED, Ledger, counted
 from ada_loss.lab.sweep.telemetry import read_telemetry
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ada_loss.lab.sweep.cells import label
+from ada_loss.lab.sweep.cell_formats import label
 from ada_loss.lab.sweep.ledger import Ledger
 from ada_loss.lab.sweep.telemetry import telemetry_path
 from fpsim.checks import did_you_mean, pip_install

@@ -11,7 +11,7 @@ from typing import Any
 from ada_loss.lab.results.comparison import LEVEL, Comparison, in_units, per_cent, require_level
 from ada_loss.lab.results.results import StoredResults, settings_of
 from ada_loss.lab.results.table import SHARES, SMALLER_IS_BETTER, mean_and_deviation
-from ada_loss.lab.sweep.cells import BASELINE
+from ada_loss.lab.sweep.cell_formats import BASELINE
 from fpsim.checks import is_finite_number, is_number, shown
 
 __all__ = ["LEAST_SEEDS", "Combination", "Verdict", "verdicts"]

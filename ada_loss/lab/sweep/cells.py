@@ -11,34 +11,33 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-import torch
-
-import fpsim
+from ada_loss.lab.sweep.cell_formats import (
+    BASELINE,
+    canonical_format,
+    has_own_rounding,
+    label,
+    needs_no_scaling,
+    policy_of,
+)
 from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, own_training, task_of
 from ada_loss.lab.tasks import find_task
+from ada_loss.lab.training.format_schedule import as_schedule
 from ada_loss.lab.training.methods import require_method
-from ada_loss.lab.training.options import TrainOptions, is_allowed, possible
-from fpsim import ROLES, Policy, Products
+from ada_loss.lab.training.options import TrainOptions, hint, is_allowed, possible
 from fpsim.checks import SHOWN, did_you_mean, is_number, is_whole, shown
-from fpsim.scaling import gradients_have_scales
 
 __all__ = [
     "AXES",
-    "BASELINE",
     "OPTIONS",
     "Cell",
     "is_configuration",
     "is_intact",
-    "is_recipe",
-    "label",
     "plan",
     "plan_all",
-    "policy_of",
     "stored_cell",
 ]
 
 MOST_CELLS = 1_000_000  # of a grid: a cell takes a kilobyte
-BASELINE = "fp32"  # the format that the others are compared with
 AXES = ("task", "format", "rounding", "scaling", "seed")
 SET_BY_THE_SWEEP = ("scaling", "seed", "device")
 OPTIONS = {name: default for name, default in asdict(TrainOptions()).items() if name not in SET_BY_THE_SWEEP}
@@ -69,29 +68,6 @@ class Cell:
         return f"{' '.join(words)} seed {self.config['seed']}"
 
 
-def label(value: Any) -> str:
-    """A format or a scaling method as a word for a table.
-
-    >>> label(1024.0), label({"error": "e5m2", "weight_grad": "fp16"})
-    ('1024', 'error=e5m2 weight_grad=fp16')
-    >>> label({"products": {"x": "mxfp4", "w": "mxfp4", "dy": "e5m2 per 32"}})
-    'x,w=mxfp4 dy=e5m2 per 32'
-    """
-    if isinstance(value, float):
-        return f"{value:.12g}"
-    if not isinstance(value, Mapping):
-        return str(value)
-    return " ".join(_operands_label(v) if isinstance(v, Mapping) else f"{k}={v}" for k, v in value.items())
-
-
-def _operands_label(value: Mapping[str, Any]) -> str:
-    """Operands, or products, with those in one format together."""
-    names: dict[str, list[str]] = {}
-    for name, fmt in value.items():
-        names.setdefault(str(fmt), []).append(name)
-    return " ".join(f"{','.join(together)}={fmt}" for fmt, together in names.items())
-
-
 def plan(
     task: str | MakeTask | None,
     formats: Sequence[Any],
@@ -110,7 +86,9 @@ def plan(
 
     task: a name, "module:function", or a function from a seed to a Task.
     formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`, of which "products" is a
-        mapping too: of "x", "w" and "dy" to the formats of operands, or of the fields of `fpsim.Products`.
+        mapping too: of "x", "w" and "dy" to the formats of operands, or of the fields of `fpsim.Products`. Several in
+        turn are {"schedule": {start: format}}, where a start is 0, and either a fraction of all steps, 0.8, or a step,
+        500. Trainings that begin alike are trained once until their formats part.
     scaling: the scaling methods; see `make_scaling`.
     roundings: names, one for all roles each.
     seeds: how many, or which.
@@ -138,18 +116,20 @@ def plan(
     if not isinstance(options or {}, Mapping):
         raise TypeError(f"task_options came as {shown(options)}. Possible: a mapping, {{'epochs': 3}} for instance.")
     task_name, full = _task_and_options(task, train, options or {})
-    canonical = [_format(fmt) for fmt in formats]
+    canonical = [canonical_format(fmt) for fmt in formats]
     for fmt in canonical:
         for rounding in roundings:
             policy_of(fmt, rounding)
+        if train is None and full["steps"]:
+            as_schedule(fmt).steps(full["steps"])  # which raises where a format has none
     methods = [_method(method) for method in scaling]
     if math.prod(map(len, (canonical, roundings, methods, seeds))) > MOST_CELLS:
         raise ValueError(f"The grid has more than {MOST_CELLS:,} cells. Give fewer formats, scaling methods or seeds.")
     cells = []
     for fmt, rounding, method, seed in itertools.product(canonical, roundings, methods, seeds):
-        if is_recipe(fmt) and rounding != roundings[0]:
+        if has_own_rounding(fmt) and rounding != roundings[0]:
             continue
-        if _needs_no_scaling(fmt):
+        if needs_no_scaling(fmt):
             if method != methods[0] or (fmt == BASELINE and rounding != roundings[0]):
                 continue
             method = "none"
@@ -185,8 +165,8 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
     for changes in also:
         for name in changes:
             if name not in known_names:
-                hint = did_you_mean(name, known_names)
-                raise ValueError(f"Unknown key also.{str(name)[:SHOWN]}.{hint} Known: {', '.join(known_names)}.")
+                near = did_you_mean(name, known_names)
+                raise ValueError(f"Unknown key also.{str(name)[:SHOWN]}.{near} Known: {', '.join(known_names)}.")
         if "task" in changes and not (isinstance(changes["task"], str) and isinstance(grid["task"], str)):
             raise TypeError("also came with a task, and one of the tasks is no name. Give both as 'module:function'.")
         other_task = changes.get("task", grid["task"]) != grid["task"]
@@ -275,7 +255,7 @@ def _problem_of(text: str) -> str:
     """Why the settings of a cell, as JSON, make none; "" where they do. The cells of a sweep share most of them."""
     settings = json.loads(text)
     try:
-        policy_of(_format(settings["format"]), settings["rounding"])
+        policy_of(canonical_format(settings["format"]), settings["rounding"])
         _method(settings["scaling"])
         (_own_options if is_own(settings["task"]) else _options)(settings["options"])
     except (TypeError, ValueError) as error:
@@ -310,84 +290,15 @@ def _seeds(seeds: int | Sequence[int]) -> Sequence[int]:
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name not in OPTIONS:
-            hint = did_you_mean(name, OPTIONS)
-            raise ValueError(f"Unknown key task_options.{str(name)[:SHOWN]}.{hint} Known: {', '.join(OPTIONS)}.")
+            near = did_you_mean(name, OPTIONS)
+            raise ValueError(f"Unknown key task_options.{str(name)[:SHOWN]}.{near} Known: {', '.join(OPTIONS)}.")
         if not is_allowed(name, value):
             raise ValueError(
-                f"task_options.{name} came as {shown(value)}. Possible: {possible(name)}. "
+                f"task_options.{name} came as {shown(value)}.{hint(name, value)} Possible: {possible(name)}. "
                 f"Leave it out for {OPTIONS[name]!r}."
             )
     full = asdict(TrainOptions(**given))
     return {name: full[name] for name in OPTIONS}
-
-
-def is_recipe(fmt: Any) -> bool:
-    """Whether a format is the name of a recipe, which has roundings of its own."""
-    return isinstance(fmt, str) and fmt.startswith(fpsim.RECIPE_PREFIX)
-
-
-def _format(fmt: Any) -> Any:
-    if is_recipe(fmt):
-        name = fmt.removeprefix(fpsim.RECIPE_PREFIX).strip()
-        fpsim.recipe(name)
-        return fpsim.RECIPE_PREFIX + name
-    if isinstance(fmt, Mapping):
-        if "rounding" in fmt:
-            raise ValueError("A format came with 'rounding' in it. The sweep varies it: give roundings=[...].")
-        try:
-            _policy(fmt)
-            found = {k: _canonical(k, v) for k, v in fmt.items() if v is not None}
-            json.dumps(found)
-        except TypeError as error:
-            raise ValueError(
-                f"The format {shown(dict(fmt))} is no policy: {error}. Possible: a name, or the fields of fpsim.Policy "
-                f"in numbers and words. Take {{'error': 'e5m2'}}, for instance."
-            ) from None
-        return found
-    if isinstance(fmt, str):
-        fpsim.quantize(torch.nn.Linear(1, 1), fmt)  # a recipe without its prefix has an error of its own
-    return str(fpsim.as_format(fmt))
-
-
-def _canonical(field: str, value: Any) -> Any:
-    """A field of a policy, in the words that stand for all that mean the same."""
-    if field == "products" and isinstance(value, Mapping):
-        return {k: _operands(v) for k, v in value.items() if v is not None}
-    return str(fpsim.as_format(value)) if field in ROLES else value
-
-
-def _operands(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_operands(v) for v in value]
-    return str(fpsim.as_format(value)) if isinstance(value, str) else value
-
-
-def _policy(fields: Mapping[str, Any]) -> Policy:
-    """A policy from the fields of a cell's format."""
-    products = fields.get("products")
-    if not isinstance(products, Mapping):
-        return Policy(**fields)
-    make = Products.by_operand if {"x", "w", "dy"} & set(products) else Products
-    return Policy(**{**fields, "products": make(**products)})
-
-
-def _needs_no_scaling(fmt: Any) -> bool:
-    """Whether a scale of gradients changes nothing: there is nothing to round, or every gradient has its own scale."""
-    if fmt == BASELINE:
-        return True
-    if is_recipe(fmt):
-        return gradients_have_scales(fpsim.recipe(fmt.removeprefix(fpsim.RECIPE_PREFIX).strip()))
-    if not isinstance(fmt, Mapping):
-        return isinstance(fpsim.as_format(fmt), fpsim.BlockFormat)
-    return gradients_have_scales(_policy(fmt))
-
-
-def policy_of(fmt: Any, rounding: str) -> Any:
-    """The format of a cell as `train` takes it: a name or a Policy. Raises ValueError for an unknown rounding."""
-    policy = _policy(fmt) if isinstance(fmt, Mapping) else fmt
-    is_name = isinstance(fmt, str) and not is_recipe(fmt)
-    fpsim.quantize(torch.nn.Linear(1, 1), policy if is_name else None, rounding=rounding)
-    return policy
 
 
 def _method(method: Any) -> str | float:

@@ -21,6 +21,7 @@ from ada_loss.lab.environment import environment
 from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.trackers import Notifier, Tracker, make_trackers
+from ada_loss.lab.sweep.branches import Branches
 from ada_loss.lab.sweep.cells import OPTIONS, Cell, is_intact, plan_all, stored_cell
 from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.sweep.execution import Execution
@@ -72,6 +73,7 @@ def sweep(
     resources: Mapping[str, float] | None = Execution.resources,
     engine_timeout: float = Execution.engine_timeout,
     retry_failed: bool = Execution.retry_failed,
+    keep_states: bool = Execution.keep_states,
     track: Sequence[str | Tracker] = (),
     show_progress: bool = True,
 ) -> Results:
@@ -87,7 +89,8 @@ def sweep(
     train: a training function of your own instead of a task. It is called with a `Job`, which has the format, the
         scaling method, the seed, the device and task_options, trains, and returns its metrics, {name: number}.
     baseline: whether float32, with which the report compares, is trained with each seed too.
-    workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed: see `Execution`.
+    workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed, keep_states: see
+        `Execution`.
     out: the folder that keeps everything.
     track: who else is told of finished cells: "tensorboard" and "mlflow", which write to the folder, or trackers.
     show_progress: whether a progress bar is shown.
@@ -114,6 +117,7 @@ def resume(
     resources: Mapping[str, float] | None = Execution.resources,
     engine_timeout: float = Execution.engine_timeout,
     retry_failed: bool = Execution.retry_failed,
+    keep_states: bool = Execution.keep_states,
     track: Sequence[str | Tracker] = (),
     show_progress: bool = True,
     trust: bool = False,
@@ -199,7 +203,8 @@ def run_cells(
                 with open_engine(execution) as engine:
                     ledger.add_session({**environment(), "engine": engine.name})
                     order = _order(cells, make_task, execution, engine)
-                    _Driver(ledger, out, engine, order, notifier, progress).run(todo)
+                    branches = Branches(todo, (out / "checkpoints").absolute(), execution.keep_states)
+                    _Driver(ledger, out, engine, order, notifier, progress, branches).run(todo)
     except (OSError, CannotWrite) as error:
         if isinstance(error, ConnectionError):
             raise
@@ -311,13 +316,21 @@ class _Driver:
     running: the cells that were submitted, with the time at which they were.
     deaths: how many workers died while they ran a cell, by its id.
     progress: is told of every cell, and of the one with the largest value of the first metric so far.
+    branches: what cells share; a cell waits while another computes what it can begin from.
     """
 
     def __init__(
-        self, ledger: Ledger, out: Path, engine: Engine, order: WorkOrder, notifier: Notifier, progress: Progress
+        self,
+        ledger: Ledger,
+        out: Path,
+        engine: Engine,
+        order: WorkOrder,
+        notifier: Notifier,
+        progress: Progress,
+        branches: Branches,
     ) -> None:
         self.ledger, self.out, self.engine, self.order, self.notifier = ledger, out, engine, order, notifier
-        self.progress = progress
+        self.progress, self.branches = progress, branches
         self.running: dict[Future[Any], tuple[Cell, float]] = {}
         self.deaths: Counter[str] = Counter()
         self._best = math.nan
@@ -328,19 +341,33 @@ class _Driver:
         with self.progress:
             try:
                 while waiting or self.running:
-                    while waiting and len(self.running) < self.engine.slots():
-                        self._submit(waiting.popleft())
+                    while len(self.running) < self.engine.slots() and (cell := self._next(waiting)):
+                        self._submit(cell)
                     finished, _ = wait(self.running, timeout=1, return_when=FIRST_COMPLETED)
                     for future in finished:
                         cell, started = self.running.pop(future)
                         is_over = self._settle(cell, future, time.monotonic() - started)
                         self.progress.settle(cell.id, is_over)
-                        if not is_over:
+                        if is_over:
+                            self.branches.finish(cell.id, (left.id for left in [*waiting, *self._cells()]))
+                        else:
                             waiting.appendleft(cell)
             finally:  # after Ctrl-C or on a full disk: the cells that ran have to run again
                 for future in self.running:
                     future.cancel()
                 self._try_to_release()
+
+    def _next(self, waiting: deque[Cell]) -> Cell | None:
+        """Take the first cell that need not wait for one that runs; None where all of them do."""
+        running = [cell.id for cell in self._cells()]
+        for place, cell in enumerate(waiting):
+            if not self.branches.is_held(cell.id, running):
+                del waiting[place]
+                return cell
+        return None
+
+    def _cells(self) -> list[Cell]:
+        return [cell for cell, _ in self.running.values()]
 
     def _submit(self, cell: Cell) -> None:
         self.ledger.start(cell.id)
@@ -348,7 +375,7 @@ class _Driver:
         try:
             submit: Callable[..., Future[Any]] = self.engine.executor.submit
             checkpoint = (self.out / "checkpoints" / f"{cell.id}.pt").absolute()
-            future = submit(work, cell.config, self.order, checkpoint)
+            future = submit(work, cell.config, self.order, checkpoint, self.branches.of(cell.id))
         except RuntimeError as error:
             raise self._refused(error) from error
         self.running[future] = cell, time.monotonic()

@@ -38,6 +38,8 @@ class Execution:
     resources: what a cell needs of a Dask worker, such as {"GPU": 1}; each local worker has it.
     engine_timeout: the seconds to wait for a scheduler, and for its first worker.
     retry_failed: whether cells that failed run again.
+    keep_states: whether the states at which formats change are kept in the folder, so that cells that are added later
+        begin from them; each is as large as a checkpoint.
     Raises ValueError for an impossible value, and for a device that this machine lacks if cells compute here.
 
     >>> Execution(workers=2).chosen_engine
@@ -52,6 +54,7 @@ class Execution:
     resources: Mapping[str, float] | None = None
     engine_timeout: float = 30
     retry_failed: bool = False
+    keep_states: bool = False
 
     def __post_init__(self) -> None:
         if not is_whole(self.workers, least=1):
@@ -75,8 +78,9 @@ class Execution:
                 f"memory_limit={shown(self.memory_limit)} is impossible. Possible: 'auto', a number of bytes such as "
                 f"'4 GiB', or 0 for no limit. Leave it out to divide the machine's memory among the workers."
             )
-        if not isinstance(self.retry_failed, bool):  # YAML 1.2 reads `no` as a word
-            raise ValueError(f"retry_failed={shown(self.retry_failed)} is impossible. Possible: true or false.")
+        for name in ("retry_failed", "keep_states"):
+            if not isinstance(getattr(self, name), bool):  # YAML 1.2 reads `no` as a word
+                raise ValueError(f"{name}={shown(getattr(self, name))} is impossible. Possible: true or false.")
 
     @property
     def chosen_engine(self) -> str | Executor:

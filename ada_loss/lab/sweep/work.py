@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from ada_loss.lab.sweep.cells import is_recipe, policy_of
+from ada_loss.lab.sweep.cell_formats import policy_of
 from ada_loss.lab.sweep.engines import keep_freed_memory
 from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, path_of
 from ada_loss.lab.sweep.limits import TimeLimit, within_time
 from ada_loss.lab.sweep.progress import StepFile, steps_path
 from ada_loss.lab.sweep.telemetry import npz, telemetry
 from ada_loss.lab.tasks import add_to_path, find_task
+from ada_loss.lab.training.format_schedule import Start
 from ada_loss.lab.training.job import Job, run_job
 from ada_loss.lab.training.loop import Training
 from ada_loss.lab.training.options import TrainOptions
@@ -48,10 +49,14 @@ class WorkOrder:
     folders: tuple[str, ...] = ()
 
 
-def work(config: Mapping[str, Any], order: WorkOrder, checkpoint: Path) -> tuple[dict[str, Any], bytes, str]:
+def work(
+    config: Mapping[str, Any], order: WorkOrder, checkpoint: Path, branches: Mapping[Start, Path] | None = None
+) -> tuple[dict[str, Any], bytes, str]:
     """The result of a cell, its telemetry, and the traceback of an exception ("" without one).
 
     An exception of the cell is returned, not raised: its traceback would be lost on the way. Ctrl-C is raised.
+
+    config, checkpoint, branches: as in `run_cell`.
     """
     if order.ends_process:
         keep_freed_memory()
@@ -59,7 +64,7 @@ def work(config: Mapping[str, Any], order: WorkOrder, checkpoint: Path) -> tuple
         for folder in order.folders:
             add_to_path(folder)
         with ONE_AT_A_TIME:
-            train = partial(run_cell, config, order.make_task, order.device, checkpoint)
+            train = partial(run_cell, config, order.make_task, order.device, checkpoint, branches)
             return (*within_time(order.time_limit, train, end_process=order.ends_process), "")
     except KeyboardInterrupt:
         raise
@@ -85,6 +90,7 @@ def run_cell(
     make_task: MakeTask | TrainFunction | None = None,
     device: str = "cpu",
     checkpoint: Path | None = None,
+    branches: Mapping[Start, Path] | None = None,
 ) -> tuple[dict[str, Any], bytes]:
     """Train a cell, and give its result for the ledger and its telemetry, the content of an .npz file.
 
@@ -94,6 +100,7 @@ def run_cell(
     make_task: the function of the task or of the training; None finds it by the name in the configuration.
     device: where the cell computes.
     checkpoint: a file from which an interrupted training goes on; see `Training.run`.
+    branches: files that this cell shares with others; see `Training.run`. A training function of the user's has none.
     Raises TypeError where the task's function gives no Task.
     """
     threads = torch.get_num_threads()
@@ -109,7 +116,7 @@ def run_cell(
             training = _training(config, function, device)
             if steps is not None:
                 steps.total = training.total
-            run, error = training.run(checkpoint, progress=steps), None
+            run, error = training.run(checkpoint, progress=steps, branches=branches), None
     except Stopped as stopped:
         run, error = stopped.run, str(stopped)
     finally:
@@ -124,24 +131,17 @@ def _training(config: Mapping[str, Any], make_task: MakeTask, device: str) -> Tr
     task = make_task(config["seed"])
     if not is_dataclass(task):
         raise TypeError(f"The task gave {type(task).__name__}. It must give an ada_loss.lab.tasks.Task.")
-    fmt, rounding = config["format"], config["rounding"]
+    formats = policy_of(config["format"], config["rounding"])
     options = TrainOptions(scaling=config["scaling"], seed=config["seed"], device=device, **config["options"])
-    return Training(task, policy_of(fmt, rounding), None if is_recipe(fmt) else rounding, options)
+    return Training(task, formats, None, options)
 
 
 def _job(config: Mapping[str, Any], device: str, checkpoint: Path | None, steps: StepFile | None) -> Job:
     """What a training function is given."""
-    fmt, rounding = config["format"], config["rounding"]
-    return Job(
-        policy_of(fmt, rounding),
-        None if is_recipe(fmt) else rounding,
-        config["scaling"],
-        config["seed"],
-        device,
-        config["options"],
-        checkpoint,
-        steps,
-    )
+    formats = policy_of(config["format"], config["rounding"])
+    first, *others = formats.stages
+    fmt, rounding = (formats, None) if others else (first.fmt, first.rounding)
+    return Job(fmt, rounding, config["scaling"], config["seed"], device, config["options"], checkpoint, steps)
 
 
 def _result(run: Run, error: str | None) -> tuple[dict[str, Any], bytes]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 import fpsim
 from ada_loss.lab.environment import versions
 from ada_loss.lab.training.checkpoints import Checkpoints, DelayedScaling
+from ada_loss.lab.training.format_schedule import FormatSchedule, FormatSwitch, as_schedule, quantized
 from ada_loss.lab.training.methods import make_scaling
 from ada_loss.lab.training.run import Run
 from ada_loss.scalers import GradScaler
@@ -50,7 +51,8 @@ class JobScaler(GradScaler):
 class Job:
     """One cell of a sweep, for a training function of your own: it trains, and returns its metrics.
 
-    fmt, rounding: the format of the cell and its rounding, as `fpsim.quantize` takes them.
+    fmt, rounding: the format of the cell and its rounding, as `fpsim.quantize` takes them; or a schedule of formats,
+        which `quantize` and `begin_step` follow.
     scaling: the scaling method, "none", a number, "torch", "adaptive" ...
     seed: torch's generator begins with it; use it for whatever else is drawn.
     device: where the training runs, "cpu", "cuda" or "cuda:1".
@@ -71,7 +73,7 @@ class Job:
 
     def __init__(
         self,
-        fmt: FormatLike = None,
+        fmt: FormatLike | FormatSchedule | Mapping[str, Any] = None,
         rounding: str | None = None,
         scaling: str | float = "none",
         seed: int = 0,
@@ -82,6 +84,9 @@ class Job:
     ) -> None:
         self.fmt, self.rounding, self.scaling, self.seed, self.device = fmt, rounding, scaling, seed, device
         self.options = dict(options or {})
+        self._schedule = as_schedule(fmt, rounding)
+        self._switch: FormatSwitch | None = None
+        self._follows = False
         self.scales: list[float] = []
         self.skipped: list[int] = []
         self.curves: dict[str, list[tuple[int, float]]] = {}
@@ -99,7 +104,7 @@ class Job:
     @property
     def format(self) -> str:
         """The format in words."""
-        return str(self.fmt or "fp32")
+        return str(self._schedule) if len(self._schedule.stages) > 1 else str(self.fmt or "fp32")
 
     def quantize(self, model: nn.Module, *, inplace: bool = False, record_every: int = RECORD_EVERY) -> Any:
         """The model in the cell's format on the cell's device, with the layers' scales if the method has some.
@@ -114,7 +119,8 @@ class Job:
             raise ValueError("This job has a quantised model already. Put several models into one module first.")
         if not is_whole(record_every, least=0):
             raise ValueError(f"record_every={shown(record_every)} is impossible. Possible: an integer, 0 or more.")
-        found = fpsim.quantize(model, self.fmt, rounding=self.rounding, inplace=inplace).to(self.device)
+        found = quantized(model, self._schedule, inplace=inplace).to(self.device)
+        self._switch = FormatSwitch(found, self._schedule)
         scaler, self._adaptive = make_scaling(self.scaling, found, JobScaler)
         assert isinstance(scaler, JobScaler)
         scaler.job, self._scaler = self, scaler
@@ -136,6 +142,21 @@ class Job:
         if self._scaler is None:
             raise ValueError("There is no scaler before the model. Call job.quantize(model) first.")
         return self._scaler
+
+    def begin_step(self, step: int, steps: int) -> None:
+        """Before a step: the model takes the format that the cell's schedule has for it. Needed with schedules only.
+
+        step: counted from 0.
+        steps: of the whole training.
+        Raises ValueError before `quantize`, and where a format of the schedule would have no step.
+        """
+        for name, value, least in (("step", step, 0), ("number of steps", steps, 1)):
+            if not is_whole(value, least):
+                raise TypeError(f"The {name} {shown(value)} is no count. Possible: an integer, {least} or more.")
+        if self._switch is None:
+            raise ValueError("There is no model to follow the schedule. Call job.quantize(model) first.")
+        self._follows = True
+        self._switch.enter(step, steps)
 
     def log(self, step: int, **numbers: Any) -> None:
         """Tell numbers at a step: they are curves of the report and of `Results.curves`. "loss" shows divergence.
@@ -195,7 +216,7 @@ class Job:
                 present["delayed scaling"] = DelayedScaling(self._model)
             self._step = step
             if self._path is not None:
-                words = {"format": str(self.fmt), "rounding": self.rounding, "scaling": self.scaling}
+                words = {"format": str(self._schedule), "scaling": self.scaling}
                 identity = {**words, "seed": self.seed, "names": [*present], "versions": versions()}
                 cuda = [self.device] if self.device.startswith("cuda") else []
                 self._checkpoints = Checkpoints(self._path, present, identity, 30.0, cuda)
@@ -214,11 +235,14 @@ class Job:
 
     def state_dict(self) -> dict[str, Any]:
         """What was logged and gathered so far, for the checkpoint."""
-        return {"step": self._step, **{name: getattr(self, name) for name in GATHERED}}
+        stage = {} if self._switch is None else {"stage": self._switch.stage}
+        return {"step": self._step, **stage, **{name: getattr(self, name) for name in GATHERED}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was saved."""
         self._step = state["step"]
+        if self._switch is not None:
+            self._switch.enter_stage(state["stage"])
         for name in GATHERED:
             setattr(self, name, state[name])
 
@@ -232,6 +256,12 @@ class Job:
             raise TypeError(
                 f"The training function returned {shown(metrics)}. Possible: its metrics, a mapping from names to "
                 f"numbers, such as {{'accuracy': 0.9}}."
+            )
+        stage = 0 if self._switch is None else self._switch.stage
+        if stage < len(self._schedule.stages) - 1 and not self._follows:
+            raise ValueError(
+                f"The format is the schedule {self._schedule}, and the training function does not follow it. Call "
+                f"job.begin_step(step, steps) before each step."
             )
         self._record_point()
         return Run(

@@ -19,6 +19,14 @@ from ada_loss.lab.environment import versions
 from ada_loss.lab.tasks import Task
 from ada_loss.lab.training.batches import batches_of
 from ada_loss.lab.training.checkpoints import Checkpoints, DelayedScaling
+from ada_loss.lab.training.format_schedule import (
+    FormatSchedule,
+    FormatSwitch,
+    Start,
+    as_schedule,
+    quantized,
+    step_of,
+)
 from ada_loss.lab.training.methods import make_scaling
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.run import Run, Stopped
@@ -35,7 +43,7 @@ SAMPLES = 5  # calls that are tallied between two points, at least: a point take
 @known_arguments()
 def train(
     task: Task,
-    fmt: FormatLike = None,
+    fmt: FormatLike | FormatSchedule | Mapping[str, Any] = None,
     rounding: str | None = None,
     *,
     scaling: str | float = TrainOptions.scaling,
@@ -63,7 +71,8 @@ def train(
     """Train a copy of the task's model in a format. The options from `scaling` to `device` are those of `TrainOptions`.
 
     task: the model, its data, its loss and its metrics, which are computed in the format too.
-    fmt: a format for every role, a recipe ("recipe:nvfp4"), a Policy, or None for plain float32.
+    fmt: a format for every role, a recipe ("recipe:nvfp4"), a Policy, or None for plain float32; or several in turn,
+        {"schedule": {0: "fp16", 0.8: "bf16"}}: the last fifth of the steps in bf16; see `as_schedule`.
     rounding: of every role; None leaves it to the policy, or to nearest-even.
     checkpoint, checkpoint_seconds, progress: see `Training.run`.
     Raises ValueError for impossible options, Stopped where the loss rule stops the training.
@@ -151,21 +160,30 @@ class TrainingState:
 class Training:
     """One training: the model, the objects that train it, the data, and the state."""
 
-    def __init__(self, task: Task, fmt: FormatLike, rounding: str | None, options: TrainOptions) -> None:
+    def __init__(
+        self,
+        task: Task,
+        fmt: FormatLike | FormatSchedule | Mapping[str, Any],
+        rounding: str | None,
+        options: TrainOptions,
+    ) -> None:
         container = torch.float64 if options.accumulation == "float64" else torch.float32
-        self.task, self.options, self.format = task, options, {"format": str(fmt), "rounding": rounding}
+        self.task, self.options, self.schedule = task, options, as_schedule(fmt, rounding)
         # float32 is a policy without roles: every training takes the same path
-        self.model = fpsim.quantize(task.model, fmt, rounding=rounding).to(options.device, container)
+        self.model = quantized(task.model, self.schedule).to(options.device, container)
+        self.formats = FormatSwitch(self.model, self.schedule)
         self.scaler, self.adaptive = make_scaling(options.scaling, self.model)
         self.optimizer = make_optimizer(options, self.model)
         self.batches = batches_of(task.train, options.batch_size, options.seed, options.device, container)
         self.test = batches_of(task.test, EVALUATED, 0, options.device, container)
         self.total = options.steps or options.epochs * self._epoch_length("epochs")
+        self.schedule.steps(self.total)  # which has a step for each format, or raises
         self.state = TrainingState(self.batches.order())
         self.recording = Recording(options.record_every) if options.record_every else None
         self.point_every = max(SAMPLES * options.record_every, self.total // HISTORY)
         self.cuda_devices = [options.device] if options.device.startswith("cuda") else []  # dropout draws there
         self.checkpoints: Checkpoints | None = None
+        self.branches: dict[int, Checkpoints] = {}
         self.progress: Callable[[int], object] = lambda _: None
         self._since = 0.0
 
@@ -174,6 +192,7 @@ class Training:
         checkpoint: Path | None = None,
         checkpoint_seconds: float = 30.0,
         progress: Callable[[int], object] | None = None,
+        branches: Mapping[Start, Path] | None = None,
     ) -> Run:
         """Train to the end; the same bits for a seed, also after an interruption.
 
@@ -181,10 +200,11 @@ class Training:
             checkpoint of another model, other data, options or versions is ignored with a warning.
         checkpoint_seconds: the time between two checkpoints.
         progress: called with 1 after every step, and before the first with the number of steps of the checkpoint.
+        branches: files for the states at starts of formats, shared with trainings that are the same until there. The
+            last that exists is where this one begins, unless it has a checkpoint; those that do not are written.
         Raises Stopped where the loss rule stops the training.
         """
-        if checkpoint is not None:
-            self.checkpoints = self._open_checkpoints(checkpoint, checkpoint_seconds)
+        self._open_checkpoints(checkpoint, checkpoint_seconds, branches or {})
         self.progress = progress or self.progress
         with (
             torch.random.fork_rng(devices=self.cuda_devices),
@@ -192,9 +212,11 @@ class Training:
             self.adaptive or nullcontext(),
         ):
             torch.manual_seed(self.options.seed)  # the noise of stochastic rounding
-            if self.checkpoints is not None and self.checkpoints.load():
+            own = [] if self.checkpoints is None else [self.checkpoints]
+            if any(found.load() for found in (*own, *reversed(self.branches.values()))):
                 self.progress(self.state.steps)
                 self.batches.restore(self.state.order)
+                self.formats.enter(max(self.state.steps - 1, 0), self.total)  # an evaluation may come before a step
             self.model.train()
             self._since = time.perf_counter()
             while self.state.steps < self.total:
@@ -216,12 +238,19 @@ class Training:
                 state.batches += 1
                 self._record_point()
                 self.progress(1)
-                if self.checkpoints is not None and self.checkpoints.is_due():
-                    self._add_seconds()
-                    self.checkpoints.save()
+                self._save()
         state.batches = 0
         if every and (state.steps // self._epoch_length("evaluate_every")) % every == 0 and state.steps < self.total:
             state.evaluations.append((state.steps, self._evaluate()))
+
+    def _save(self) -> None:
+        """Write the checkpoint if it is due, and the state of a branch that nobody has written."""
+        branch = self.branches.get(self.state.steps)
+        due = [self.checkpoints] if self.checkpoints is not None and self.checkpoints.is_due() else []
+        due += [branch] if branch is not None and not branch.path.exists() else []
+        for found in due:
+            self._add_seconds()
+            found.save()
 
     def _epoch_length(self, option: str) -> int:
         if self.batches.length is None:
@@ -233,6 +262,7 @@ class Training:
 
     def _step(self, x: Tensor, y: Tensor) -> None:
         options, state, done = self.options, self.state, self.state.steps
+        self.formats.enter(done, self.total)
         for group in self.optimizer.param_groups:  # by hand: torch's schedules warn where the first step is skipped
             group["lr"] = learning_rate_at(options, done, self.total)
         state.scales.append(self.scaler.get_scale())
@@ -280,15 +310,24 @@ class Training:
             self.checkpoints.remove()
         return Stopped(str(error), self.state.result({}))
 
-    def _open_checkpoints(self, path: Path, seconds: float) -> Checkpoints:
+    def _open_checkpoints(self, path: Path | None, seconds: float, branches: Mapping[Start, Path]) -> None:
+        if path is None and not branches:
+            return
         stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "adaptive": self.adaptive}
         stateful |= {"training": self.state, "recording": self.recording}
-        tensors = {**self.batches.tensors, **dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        identity = {**self.format, **asdict(self.options), "versions": versions(), "tensors": _fingerprint(tensors)}
-        identity["state"] = [f.name for f in fields(TrainingState)]
         present = {name: thing for name, thing in stateful.items() if thing is not None}
         present["delayed scaling"] = DelayedScaling(self.model)
-        return Checkpoints(path, present, identity, seconds, self.cuda_devices)
+        tensors = {**self.batches.tensors, **dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        identity = {**asdict(self.options), "versions": versions(), "tensors": _fingerprint(tensors)}
+        identity["state"] = [f.name for f in fields(TrainingState)]
+
+        def opened(where: Path, formats: str) -> Checkpoints:
+            return Checkpoints(where, present, {"format": formats, **identity}, seconds, self.cuda_devices)
+
+        self.checkpoints = None if path is None else opened(path, str(self.schedule))
+        steps = {step_of(start, self.total): start for start in branches}
+        for step, start in sorted(steps.items()):
+            self.branches[step] = opened(branches[start], f"{self.schedule.before(start)} until {start}")
 
 
 def _fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ada_loss.lab.training.methods import require_method
 from fpsim.checks import did_you_mean, is_finite_number, is_whole, shown
 
-__all__ = ["TrainOptions", "is_allowed", "possible"]
+__all__ = ["TrainOptions", "hint", "is_allowed", "possible"]
 
 
 def _word(default: str, *others: str) -> Any:
@@ -74,8 +75,8 @@ class TrainOptions:
             value = getattr(self, option.name)
             if not is_allowed(option.name, value):
                 if "choices" in option.metadata:
-                    hint = did_you_mean(value, option.metadata["choices"])
-                    raise ValueError(f"Unknown {option.name} {shown(value)}.{hint} Known: {possible(option.name)}.")
+                    words = f"Unknown {option.name} {shown(value)}.{hint(option.name, value)}"
+                    raise ValueError(f"{words} Known: {possible(option.name)}.")
                 raise ValueError(f"{option.name} came as {shown(value)}. Possible: {possible(option.name)}.")
             kind: Any = type(option.default)
             object.__setattr__(self, option.name, kind(value))  # 1 and 1.0 are one learning rate
@@ -106,3 +107,17 @@ def possible(name: str) -> str:
         return ", ".join(option.metadata["choices"])
     kind = "an integer" if isinstance(option.default, int) else "a finite number"
     return f"{kind}, {option.metadata['least']} or more"
+
+
+def hint(name: str, value: object) -> str:
+    """What may have been meant by a value that an option with choices cannot have, for an error; "" for nothing.
+
+    >>> hint("optimizer", "sdg")
+    ' Did you mean sgd?'
+    """
+    if name == "schedule" and isinstance(value, Mapping):
+        return (
+            " It is that of the learning rate. Formats in turn stand where a format may stand, as "
+            "{'schedule': {0: 'fp16', 0.8: 'bf16'}}."
+        )
+    return did_you_mean(value, CHECKED[name].metadata.get("choices", ()))

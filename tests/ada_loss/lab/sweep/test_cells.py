@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 import fpsim
-from ada_loss.lab.sweep.cells import Cell, label, plan, plan_all
+from ada_loss.lab.sweep.cell_formats import label
+from ada_loss.lab.sweep.cells import Cell, plan, plan_all
 from ada_loss.lab.sweep.telemetry import telemetry
 from ada_loss.lab.sweep.work import run_cell
 from ada_loss.lab.tasks import digits

@@ -247,6 +247,7 @@ CASES = {
     "stochastic": ("e5m2", "stochastic", {"scaling": "none", "optimizer": "adamw", "learning_rate": 1e-3}),
     "dynamic": (fpsim.Policy(error="e5m2", weight_grad="e5m2"), "nearest_even", {"scaling": "torch"}),
     "adaptive": ("e4m3fn", "stochastic", {"scaling": "adaptive", "master_weights": "none"}),
+    "in turn": ({"schedule": {0: "e5m2", 0.2: "recipe:fp8_delayed", 0.5: "mxfp4"}}, "stochastic", {"scaling": "torch"}),
 }
 
 

@@ -1,0 +1,165 @@
+"""Formats of cells: what stands for one, in canonical form, as a label, and as the policy of a training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+import fpsim
+from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Stage, as_schedule
+from fpsim import ROLES, Policy, Products
+from fpsim.checks import shown
+from fpsim.scaling import gradients_have_scales
+
+__all__ = ["BASELINE", "canonical_format", "has_own_rounding", "label", "needs_no_scaling", "policy_of"]
+
+BASELINE = "fp32"  # the format that the others are compared with
+
+
+def label(value: Any) -> str:
+    """A format or a scaling method as a word for a table.
+
+    >>> label(1024.0), label({"error": "e5m2", "weight_grad": "fp16"})
+    ('1024', 'error=e5m2 weight_grad=fp16')
+    >>> label({"products": {"x": "mxfp4", "w": "mxfp4", "dy": "e5m2 per 32"}})
+    'x,w=mxfp4 dy=e5m2 per 32'
+    >>> label({"schedule": {0: {"error": "e5m2"}, 0.8: "recipe:bf16"}})
+    'error=e5m2 then recipe:bf16 from 0.8'
+    """
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    if not isinstance(value, Mapping):
+        return str(value)
+    if SCHEDULE in value:
+        with suppress(TypeError, ValueError):  # a ledger of someone else may hold anything
+            return str(
+                FormatSchedule(tuple(stage._replace(fmt=label(stage.fmt)) for stage in as_schedule(value).stages))
+            )
+    return " ".join(_operands_label(v) if isinstance(v, Mapping) else f"{k}={v}" for k, v in value.items())
+
+
+def _operands_label(value: Mapping[str, Any]) -> str:
+    """Operands, or products, with those in one format together."""
+    names: dict[str, list[str]] = {}
+    for name, fmt in value.items():
+        names.setdefault(str(fmt), []).append(name)
+    return " ".join(f"{','.join(map(str, together))}={fmt}" for fmt, together in names.items())
+
+
+def _is_recipe(fmt: Any) -> bool:
+    """Whether a format is the name of a recipe, which has roundings of its own."""
+    return isinstance(fmt, str) and fmt.startswith(fpsim.RECIPE_PREFIX)
+
+
+def canonical_format(fmt: Any) -> Any:
+    """What stands for a format, in the words that stand for all that mean the same: JSON, and hashed into a cell's id.
+
+    Raises ValueError for what is no format.
+
+    >>> canonical_format("half"), canonical_format({"error": "half", "weight": None})
+    ('fp16', {'error': 'fp16'})
+    >>> canonical_format({"schedule": {0.8: "bf16", 0: "half", 0.5: "fp16"}})
+    {'schedule': [[0, 'fp16'], [0.8, 'bf16']]}
+    """
+    if _is_recipe(fmt):
+        name = fmt.removeprefix(fpsim.RECIPE_PREFIX).strip()
+        fpsim.recipe(name)
+        return fpsim.RECIPE_PREFIX + name
+    if isinstance(fmt, Mapping):
+        schedule = as_schedule(fmt)
+        return _canonical_schedule(schedule) if SCHEDULE in fmt else _canonical_policy(fmt)
+    if isinstance(fmt, str):
+        fpsim.quantize(torch.nn.Linear(1, 1), fmt)  # a recipe without its prefix has an error of its own
+    return str(fpsim.as_format(fmt))
+
+
+def _canonical_schedule(schedule: FormatSchedule) -> Any:
+    """A schedule as pairs of start and format; what a start does not change is left out, and one format is alone."""
+    stages: list[list[Any]] = []
+    for stage in schedule.stages:
+        fmt = canonical_format(stage.fmt)
+        if not stages or stages[-1][1] != fmt:
+            stages.append([stage.start, fmt])
+    return {SCHEDULE: stages} if len(stages) > 1 else stages[0][1]
+
+
+def _canonical_policy(fmt: Mapping[str, Any]) -> dict[str, Any]:
+    if "rounding" in fmt:
+        raise ValueError("A format came with 'rounding' in it. The sweep varies it: give roundings=[...].")
+    try:
+        _policy(fmt)
+        found = {k: _canonical(k, v) for k, v in fmt.items() if v is not None}
+        json.dumps(found)
+    except TypeError as error:
+        raise ValueError(
+            f"The format {shown(dict(fmt))} is no policy: {error}. Possible: a name, or the fields of fpsim.Policy "
+            f"in numbers and words. Take {{'error': 'e5m2'}}, for instance."
+        ) from None
+    return found
+
+
+def _canonical(field: str, value: Any) -> Any:
+    """A field of a policy, in the words that stand for all that mean the same."""
+    if field == "products" and isinstance(value, Mapping):
+        return {k: _operands(v) for k, v in value.items() if v is not None}
+    return str(fpsim.as_format(value)) if field in ROLES else value
+
+
+def _operands(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_operands(v) for v in value]
+    return str(fpsim.as_format(value)) if isinstance(value, str) else value
+
+
+def _policy(fields: Mapping[str, Any]) -> Policy:
+    """A policy from the fields of a cell's format."""
+    products = fields.get("products")
+    if not isinstance(products, Mapping):
+        return Policy(**fields)
+    make = Products.by_operand if {"x", "w", "dy"} & set(products) else Products
+    return Policy(**{**fields, "products": make(**products)})
+
+
+def needs_no_scaling(fmt: Any) -> bool:
+    """Whether a scale of gradients changes nothing: there is nothing to round, or every gradient has its own scale."""
+    return all(_has_nothing_to_scale(stage.fmt) for stage in as_schedule(fmt).stages)
+
+
+def _has_nothing_to_scale(fmt: Any) -> bool:
+    if fmt == BASELINE:
+        return True
+    if _is_recipe(fmt):
+        return gradients_have_scales(fpsim.recipe(fmt.removeprefix(fpsim.RECIPE_PREFIX).strip()))
+    if not isinstance(fmt, Mapping):
+        return isinstance(fpsim.as_format(fmt), fpsim.BlockFormat)
+    return gradients_have_scales(_policy(fmt))
+
+
+def has_own_rounding(fmt: Any) -> bool:
+    """Whether the rounding of a cell changes nothing: its formats are recipes, or beside one float32."""
+    formats = [stage.fmt for stage in as_schedule(fmt).stages]
+    return any(map(_is_recipe, formats)) and all(_is_recipe(inner) or inner == BASELINE for inner in formats)
+
+
+def policy_of(fmt: Any, rounding: str) -> FormatSchedule:
+    """The formats of a cell as `train` takes them, each with the rounding, unless it has its own.
+
+    Raises ValueError for an unknown rounding.
+    """
+    return FormatSchedule(
+        tuple(
+            Stage(start, _policy_of(inner, rounding), None if _is_recipe(inner) else rounding)
+            for start, inner, _ in as_schedule(fmt).stages
+        )
+    )
+
+
+def _policy_of(fmt: Any, rounding: str) -> Any:
+    policy = _policy(fmt) if isinstance(fmt, Mapping) else fmt
+    is_name = isinstance(fmt, str) and not _is_recipe(fmt)
+    fpsim.quantize(torch.nn.Linear(1, 1), policy if is_name else None, rounding=rounding)
+    return policy

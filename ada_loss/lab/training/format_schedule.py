@@ -1,0 +1,196 @@
+"""A schedule of formats: in which format a training computes, from which step on."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+import fpsim
+from fpsim import FormatLike
+from fpsim.checks import is_finite_number, is_whole, shown
+
+__all__ = ["SCHEDULE", "FormatSchedule", "FormatSwitch", "Stage", "Start", "as_schedule", "quantized", "step_of"]
+
+SCHEDULE = "schedule"  # the key of a mapping that stands where a format may stand
+POSSIBLE = "{'schedule': {0: 'fp16', 0.8: 'bf16'}}"
+
+Model = TypeVar("Model", bound=nn.Module)
+Start = int | float
+
+
+class Stage(NamedTuple):
+    """A format of a training, from which step on, and with which rounding.
+
+    start: a step, counted from 0 (an integer), or a fraction of all steps (a float below 1).
+    fmt, rounding: as `fpsim.quantize` takes them.
+    """
+
+    start: Start
+    fmt: FormatLike
+    rounding: str | None = None
+
+    def __str__(self) -> str:
+        words = f"{self.fmt} {self.rounding}" if self.rounding else str(self.fmt)
+        return f"{words} from {_named(self.start)}" if self.start else words
+
+
+@dataclass(frozen=True)
+class FormatSchedule:
+    """Formats of one training, one after the other. `as_schedule` makes one of what a user writes, and checks it.
+
+    stages: in the order of the steps. The first starts at 0, the others either all at steps or all at fractions.
+
+    >>> print(FormatSchedule((Stage(0, "fp16"), Stage(0.8, "bf16", "stochastic"))))
+    fp16 then bf16 stochastic from 0.8
+    """
+
+    stages: tuple[Stage, ...]
+
+    def __str__(self) -> str:
+        return " then ".join(map(str, self.stages))
+
+    def steps(self, total: int) -> tuple[int, ...]:
+        """The step, counted from 0, with which each format begins in a training of `total` steps.
+
+        Raises ValueError where a format would have no step.
+
+        >>> FormatSchedule((Stage(0, "fp16"), Stage(0.8, "bf16"))).steps(15)
+        (0, 12)
+        """
+        if len(self.stages) == 1:
+            return (0,)
+        found = [step_of(stage.start, total) for stage in self.stages]
+        for stage, begin, end in zip(self.stages, found, [*found[1:], total], strict=True):
+            if begin >= end:
+                raise ValueError(
+                    f"The schedule has {shown(str(stage))}, and no step for it: the training has {total}. Possible: "
+                    f"starts between which there are steps, or more steps."
+                )
+        return tuple(found)
+
+    def before(self, start: Start) -> FormatSchedule:
+        """The formats up to a start of this schedule.
+
+        >>> print(as_schedule({"schedule": {0: "fp16", 0.5: "e5m2", 0.8: "bf16"}}).before(0.8))
+        fp16 then e5m2 from 0.5
+        """
+        return FormatSchedule(tuple(stage for stage in self.stages if stage.start < start))
+
+
+def step_of(start: Start, total: int) -> int:
+    """The step of a start, in a training of `total` steps.
+
+    That of a fraction is the first before which at least this share of the steps lies. Fractions are taken as the
+    decimals that they are written as.
+
+    >>> step_of(0.8, 15), step_of(0.5, 15), step_of(12, 15)
+    (12, 8, 12)
+    """
+    return start if isinstance(start, int) else math.ceil(Fraction(repr(start)) * total)
+
+
+def as_schedule(fmt: Any, rounding: str | None = None) -> FormatSchedule:
+    """A schedule from what stands where a format may stand; a format alone is one from the first step to the last.
+
+    fmt: {"schedule": {start: format}}, or anything else, which is taken for a format and is not checked here. Starts
+        are 0, and either steps (integers) or fractions of all steps (floats below 1). Pairs (start, format) will do.
+    rounding: of every format; None leaves it to each.
+    Raises ValueError and TypeError for what is no schedule.
+
+    >>> print(as_schedule({"schedule": {0: "fp16", 0.8: "recipe:bf16"}}), "|", as_schedule("fp16"))
+    fp16 then recipe:bf16 from 0.8 | fp16
+    """
+    if isinstance(fmt, FormatSchedule):
+        return fmt if rounding is None else FormatSchedule(tuple(s._replace(rounding=rounding) for s in fmt.stages))
+    if not isinstance(fmt, Mapping):
+        return FormatSchedule((Stage(0, fmt, rounding),))
+    if SCHEDULE not in fmt:
+        if fmt and not any(isinstance(key, str) for key in fmt):
+            raise TypeError(f"A format came as {shown(dict(fmt))}. Possible for formats in turn: {POSSIBLE}.")
+        return FormatSchedule((Stage(0, fmt, rounding),))  # type: ignore[arg-type]  # whoever takes it says what it is
+    beside = [key for key in fmt if key != SCHEDULE]
+    if beside:
+        raise ValueError(
+            f"A schedule came with {', '.join(map(shown, beside))} beside it. Possible: {POSSIBLE}; each of its "
+            f"formats may be a policy."
+        )
+    given = [Stage(_start(start), inner, rounding) for start, inner in _pairs(fmt[SCHEDULE])]
+    stages = sorted(given, key=lambda stage: stage.start)
+    starts = [stage.start for stage in stages]
+    if len({*starts}) < len(starts):
+        raise ValueError(f"The schedule {shown(fmt[SCHEDULE])} has two formats for one start. Leave one out.")
+    if starts[0] != 0:
+        raise ValueError(f"The schedule {shown(fmt[SCHEDULE])} has no first format. Possible: {POSSIBLE}, with a 0.")
+    if len({type(start) for start in starts[1:]}) > 1:
+        raise ValueError(
+            f"The schedule {shown(fmt[SCHEDULE])} has both steps and fractions, whose order depends on the number of "
+            f"steps. Possible: either integers, or floats below 1, beside the 0."
+        )
+    return FormatSchedule(tuple(stages))
+
+
+def _pairs(given: Any) -> list[tuple[Any, Any]]:
+    pairs = [*given.items()] if isinstance(given, Mapping) else given
+    is_list = isinstance(pairs, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs)
+    if not is_list or not pairs:
+        raise TypeError(f"A schedule came as {shown(given)}. Possible: {POSSIBLE}.")
+    for _, inner in pairs:
+        if isinstance(inner, FormatSchedule) or (isinstance(inner, Mapping) and SCHEDULE in inner):
+            raise ValueError(f"A schedule came inside of one: {shown(inner)}. Put all starts into one.")
+    return [(start, inner) for start, inner in pairs]
+
+
+def _start(start: Any) -> Start:
+    if is_whole(start, least=0) or (is_finite_number(start) and start == 0):
+        return int(start)
+    if not is_whole(start) and is_finite_number(start) and 0 < start < 1:
+        return float(start)
+    raise ValueError(
+        f"A schedule has the start {shown(start)}. Possible: 0; a step, which is an integer; or a fraction of all "
+        f"steps, which is a float below 1."
+    )
+
+
+def _named(start: Start) -> str:
+    return f"step {start}" if isinstance(start, int) else str(start)
+
+
+def quantized(model: Model, schedule: FormatSchedule, *, inplace: bool = False) -> Model:
+    """The model in the first format of a schedule, as `fpsim.quantize` gives it.
+
+    Raises what `quantize` raises, for every format of the schedule.
+    """
+    first, *others = schedule.stages
+    found = fpsim.quantize(model, first.fmt, rounding=first.rounding, inplace=inplace)
+    for stage in (*others, first) if others else ():
+        fpsim.set_policy(found, stage.fmt, rounding=stage.rounding)
+    return found
+
+
+class FormatSwitch:
+    """Has a quantised model compute, in each step, in the format that a schedule has for it.
+
+    model: from `quantized`, which has the first format.
+    schedule: that of `quantized`.
+    """
+
+    def __init__(self, model: nn.Module, schedule: FormatSchedule) -> None:
+        self.model, self.schedule, self.stage = model, schedule, 0
+
+    def enter(self, step: int, total: int) -> None:
+        """Take the format of a step, counted from 0, of `total`, if the model has another."""
+        if len(self.schedule.stages) > 1:
+            self.enter_stage(bisect_right(self.schedule.steps(total), step) - 1)
+
+    def enter_stage(self, stage: int) -> None:
+        """Take a format by its place in the schedule, if the model has another."""
+        if stage != self.stage:
+            _, fmt, rounding = self.schedule.stages[stage]
+            fpsim.set_policy(self.model, fmt, rounding=rounding)
+            self.stage = stage
