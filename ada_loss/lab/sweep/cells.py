@@ -76,6 +76,8 @@ def label(value: Any) -> str:
     ('1024', 'error=e5m2 weight_grad=fp16')
     >>> label({"products": {"x": "mxfp4", "w": "mxfp4", "dy": "e5m2 per 32"}})
     'x,w=mxfp4 dy=e5m2 per 32'
+    >>> label({"error": "e5m2", "overrides": {"stem": None, "head": None}})
+    'error=e5m2 stem,head=float32'
     """
     if isinstance(value, float):
         return f"{value:.12g}"
@@ -88,7 +90,7 @@ def _operands_label(value: Mapping[str, Any]) -> str:
     """Operands, or products, with those in one format together."""
     names: dict[str, list[str]] = {}
     for name, fmt in value.items():
-        names.setdefault(str(fmt), []).append(name)
+        names.setdefault("float32" if fmt is None else str(fmt), []).append(name)
     return " ".join(f"{','.join(together)}={fmt}" for fmt, together in names.items())
 
 
