@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 # Okabe and Ito 2008
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#808080")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # and the ink
 MARKERS = "osD^vP*X<>h"
 DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))  # each line can be told from the others in print
 PANELS_A_ROW = 4
@@ -63,6 +63,11 @@ def in_the_dark() -> Iterator[None]:
     """What is drawn and saved in this block stands on a dark page: light words, the same hues, no ground of its own."""
     with rc_context(DARK):
         yield
+
+
+def _colour(i: int) -> str:
+    """The hue of the i-th of several lines; each seventh has the ink."""
+    return (*COLOURS, _ink())[i % (len(COLOURS) + 1)]
 
 
 def _ink() -> str:
@@ -112,7 +117,7 @@ def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
     axes = figure.subplots()
     for i, name in enumerate(formats):
         values = [v for v in _elements(name).values() if abs(v) <= largest]
-        axes.plot(values, [-i] * len(values), "|", markersize=16, color=COLOURS[i % len(COLOURS)])
+        axes.plot(values, [-i] * len(values), "|", markersize=16, color=_colour(i))
     axes.set_yticks([-i for i in range(len(formats))], formats)
     axes.set_ylim(0.6 - len(formats), 0.6)
     axes.set_xlabel("value")
@@ -130,8 +135,8 @@ def plot_spacing(formats: Sequence[str]) -> Figure:
         low = int(np.floor(np.log2(fmt.smallest)))
         exponents = np.arange(low, int(np.floor(np.log2(fmt.largest))) + 1)
         ulp = np.maximum(exponents, fmt.min_exponent) - fmt.mantissa_bits
-        axes.step(exponents, ulp - exponents, where="post", color=COLOURS[i % len(COLOURS)], label=name, linewidth=1.6)
-        axes.plot(exponents[[0, -1]], (ulp - exponents)[[0, -1]], "o", markersize=4, color=COLOURS[i % len(COLOURS)])
+        axes.step(exponents, ulp - exponents, where="post", color=_colour(i), label=name, linewidth=1.6)
+        axes.plot(exponents[[0, -1]], (ulp - exponents)[[0, -1]], "o", markersize=4, color=_colour(i))
     axes.set_xlabel("log2 of the magnitude")
     axes.set_ylabel("log2 of spacing / magnitude")
     axes.legend(ncols=2, fontsize=8)
@@ -170,8 +175,8 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
         for i, method in enumerate(methods):
             found = {r["gain"]: r["error"] for r in rows if (r["format"], r["method"]) == (fmt, method)}
             errors = [min(found[g], 3.0) if math.isfinite(found[g]) else 3.0 for g in gains]
-            style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.3}
-            dashes = "-" if i < len(COLOURS) else "--"
+            style = {"color": _colour(i), "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.3}
+            dashes = "-" if i <= len(COLOURS) else "--"
             axes.plot(range(len(gains)), errors, dashes, markersize=5, label=method_words(method), **style)
         axes.set_xticks(range(len(gains)), [f"{g:g}" for g in gains])
         axes.set_xlabel("gain of a layer: gradients grow | shrink")
@@ -245,7 +250,7 @@ def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] 
     axes = figure.subplots()
     for i, (name, values) in enumerate(scales.items()):
         marks = {"marker": MARKERS[i % len(MARKERS)], "markersize": 4.5, "markevery": (0.04 + 0.011 * i, 0.15)}
-        style = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)], **marks}
+        style = {"color": _colour(i), "linestyle": DASHES[i % len(DASHES)], **marks}
         axes.step(
             range(len(values)), values, where="post", label=textwrap.fill(_plain(name), LETTERS), linewidth=1.3, **style
         )
