@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     raise ImportError(f"A picture needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
-__all__ = ["plot_errors", "plot_ranges", "plot_watch"]
+__all__ = ["plot_costs", "plot_errors", "plot_ranges", "plot_watch"]
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"  # Okabe and Ito 2008
 LABELS = 72  # sites that are named on an axis
@@ -123,4 +123,37 @@ def plot_watch(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
     axes.set_xlabel("step")
     axes.set_title(title, fontsize=9)
     picture.colorbar(drawn, ax=axes, pad=0.02).set_label("share" if is_share else value)
+    return picture
+
+
+def plot_costs(rows: Sequence[Mapping[str, Any]], whole: float) -> Figure:
+    """What each module of a `Sensitivity` adds to the loss, alone in the small formats and beside all others.
+
+    whole: what all of them add; a line marks it where it is finite.
+    """
+    picture = Picture(figsize=(7.2, 1.6 + 0.17 * min(len(rows), LABELS)), layout="constrained")
+    axes = picture.subplots()
+    axes.axvline(0, color="0.5", linewidth=0.8)
+    if math.isfinite(whole):
+        axes.axvline(whole, color=GREEN, linewidth=1.0, linestyle="--", label="all modules together")
+    kinds = (("alone", BLUE, "o", -0.12, "alone in the formats"), ("without", ORANGE, "s", 0.12, "beside all others"))
+    for name, colour, marker, offset, words in kinds:
+        points = [(row[name], i + offset) for i, row in enumerate(rows) if math.isfinite(row[name])]
+        for value, y in points:
+            axes.plot([0, value], [y, y], color=colour, linewidth=1.2, alpha=0.6)
+        if points:
+            axes.plot(*np.array(points).T, marker, color=colour, markersize=4, label=words)
+    low, high = axes.get_xlim()
+    for name, colour, _, offset, words in kinds:
+        for end, edge, marker in ((math.inf, high, ">"), (-math.inf, low, "<")):
+            places = [i + offset for i, row in enumerate(rows) if row[name] == end]
+            if places:
+                label = f"{words}: {end}"
+                axes.plot([edge] * len(places), places, marker, color=colour, markersize=7, label=label, clip_on=False)
+    axes.set_xlim(low, high)
+    _name_sites(axes, [row["module"] for row in rows])
+    axes.grid(axis="x", linewidth=0.4, alpha=0.6)
+    axes.set_xlabel("what the module adds to the loss")
+    axes.spines[["top", "right"]].set_visible(False)
+    picture.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8, frameon=False)
     return picture

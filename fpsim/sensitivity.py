@@ -44,6 +44,12 @@ class Sensitivity(Rows):
 
     __repr__ = __str__
 
+    def plot(self) -> Any:
+        """A figure: what each module adds to the loss, alone and beside all others; needs matplotlib."""
+        from fpsim.pictures import plot_costs
+
+        return plot_costs(self, _excess(self.quantised, self.float32))
+
 
 def sensitivity(
     model: nn.Module, loss: Callable[[nn.Module], Tensor | float], policy: FormatLike, *, seed: int = 0

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fpsim
+from fpsim.pictures import plot_costs
 
 X = torch.linspace(-1, 1, 48).reshape(8, 6)
 
@@ -76,6 +77,42 @@ def test_the_model_stays_and_dropout_is_the_same_in_each_run() -> None:
     assert found.float32 == found.quantised
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
+
+
+def drawn(figure: object) -> dict[str, list[tuple[float, float]]]:
+    """The places of the markers, by the words of the legend."""
+    lines = figure.axes[0].lines  # type: ignore[attr-defined]
+    return {line.get_label(): [*map(tuple, line.get_xydata())] for line in lines if line.get_label()[0] != "_"}
+
+
+def test_the_picture_shows_what_each_module_adds_the_worst_at_the_top() -> None:
+    model = three()
+    found = fpsim.sensitivity(model, loss, "bf16")
+    figure = found.plot()
+    axes, marks = figure.axes[0], drawn(figure)
+    assert [text.get_text() for text in axes.get_yticklabels()] == [row["module"] for row in found]
+    assert axes.yaxis_inverted()
+    for i, row in enumerate(found):
+        assert marks["alone in the formats"][i] == pytest.approx((row["alone"], i - 0.12))
+        assert marks["beside all others"][i] == pytest.approx((row["without"], i + 0.12))
+    assert {x for x, _ in marks["all modules together"]} == {found.quantised - found.float32}
+    assert figure._repr_png_()[:4] == b"\x89PNG"
+
+
+def test_what_is_not_finite_stands_at_the_edges_of_the_picture() -> None:
+    rows = [
+        {"module": "a", "alone": math.inf, "without": 0.5},
+        {"module": "b$", "alone": 1.0, "without": -math.inf},
+    ]
+    figure = plot_costs(rows, math.inf)
+    left, right = figure.axes[0].get_xlim()
+    marks = drawn(figure)
+    assert marks["alone in the formats"] == [(1.0, 0.88)]
+    assert marks["alone in the formats: inf"] == [(right, -0.12)]
+    assert marks["beside all others: -inf"] == [(left, 1.12)]
+    assert "all modules together" not in marks
+    assert left <= 0.0 < 1.0 <= right
+    figure.draw_without_rendering()
 
 
 def test_a_model_without_layers_is_refused() -> None:

@@ -89,12 +89,12 @@ class Comparison:
 def in_units(metric: str, value: float, unit: bool = True) -> str:
     """A difference of a metric as text: in points of per cent where the metric is a share.
 
-    >>> in_units("accuracy", -0.015), in_units("loss", 0.0213)
-    ('-1.5 points', '0.0213')
+    >>> in_units("accuracy", -0.015), in_units("accuracy", -0.0002), in_units("loss", 0.0213)
+    ('-1.5 points', '0.0 points', '0.0213')
     """
     if metric in SHARES:
-        return f"{100 * value:.1f}{' points' * unit}"
-    return f"{value:.3g}"
+        return f"{100 * value:z.1f}{' points' * unit}"  # z: no "-0.0"
+    return f"{value:z.3g}"
 
 
 def per_cent(share: float) -> str:

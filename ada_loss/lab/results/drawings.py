@@ -25,12 +25,15 @@ BELOW, ABOVE = 6.0, 3.0  # tolerances that the axis of differences reaches to th
 POINTS = 80
 MOST_LINES = 7
 MOST_PANELS = 24
+CLOSE = 0.6  # of a panel's height of 100: closer curves cover one another
+STRIPE = 7  # pixels of each of the curves that are drawn as one
 
 
 def difference_panels(verdict: Verdict) -> dict[str, Any] | None:
     """A panel for each format, a line for each other setting: its differences from float32, with their interval.
 
-    What lies beyond the axis stands at its edge, with its number. None where there is nothing to compare.
+    Formats that have one setting only share a panel, with a line for each. What lies beyond the axis stands at its
+    edge, with its number. None where there is nothing to compare.
     """
     if not verdict.baseline or not verdict.combinations or not verdict.tolerance > 0:
         return None
@@ -38,11 +41,17 @@ def difference_panels(verdict: Verdict) -> dict[str, Any] | None:
     panels: dict[str, list[dict[str, Any]]] = {}
     for one in verdict.combinations[:500]:
         panels.setdefault(one.fmt, []).append(_line(one, verdict.tolerance, sign))
+    alone = [fmt for fmt, lines in panels.items() if len(lines) == 1]
+    shown = [{"name": fmt, "lines": lines, "of": "settings"} for fmt, lines in panels.items() if fmt not in alone]
+    if alone:
+        words = "formats with one setting" if shown else ""
+        lines = [{**panels[fmt][0], "name": fmt} for fmt in alone]
+        shown.insert(0, {"name": words, "lines": lines, "of": "formats"})
     ticks = [-4, -2, 0, 2] if sign > 0 else [-2, 0, 2, 4]
     return {
         "subject": verdict.subject,
         "title": f"{heading(verdict.metric)}: difference from float32",
-        "panels": [{"name": fmt, "lines": lines} for fmt, lines in panels.items()],
+        "panels": shown,
         "ticks": [
             (_place(sign * k * verdict.tolerance, verdict.tolerance, sign), _tick(verdict, k * verdict.tolerance))
             for k in ticks
@@ -92,7 +101,10 @@ def _line(one: Combination, tolerance: float, sign: int) -> dict[str, Any]:
 
 
 def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] | None:
-    """A panel for each format, a line for each other setting: mean and deviation over the seeds, beside float32's."""
+    """A panel for each format, a line for each other setting: mean and deviation over the seeds, beside float32's.
+
+    Curves that cover one another are drawn as the stripes of one line, and named: "torch = adaptive".
+    """
     try:
         found = curves(results, name, points=POINTS)
     except ValueError:
@@ -110,12 +122,19 @@ def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] |
     for curve in found:
         if curve not in float32:
             panels.setdefault(curve.settings.get("format", ""), []).append(
-                {"colour": methods.index(_rest(curve)) % MOST_LINES, **_paths(curve, low, high, last, is_log)}
+                {
+                    "name": _rest(curve) or curve.settings.get("format", ""),
+                    "colour": f"c{methods.index(_rest(curve)) % MOST_LINES}",
+                    **_paths(curve, low, high, last, is_log),
+                }
             )
     panels = panels or {BASELINE: []}
-    lines = [_paths(curve, low, high, last, is_log) for curve in float32]
+    lines = [
+        {"name": "float32", "colour": "float32", **_paths(curve, low, high, last, is_log), "band": ""}
+        for curve in float32
+    ]
     shown = [
-        {"name": fmt, "lines": found[:MOST_LINES], "float32": lines, "more": max(len(found) - MOST_LINES, 0)}
+        {"name": fmt, "more": max(len(found) - MOST_LINES, 0), **_striped([*lines, *found[:MOST_LINES]])}
         for fmt, found in [*panels.items()][:MOST_PANELS]
     ]
     return {
@@ -134,8 +153,42 @@ def _rest(curve: Curve) -> str:
     return " ".join(value for axis, value in curve.settings.items() if axis != "format")
 
 
-def _paths(curve: Curve, low: float, high: float, last: float, is_log: bool) -> dict[str, str]:
-    """The line of a curve and its band as paths of an SVG of 100 x 100; a gap where no seed has a number."""
+def _striped(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The lines of a panel, with stripes for those that cover one another, and which these are in words."""
+    groups: list[list[dict[str, Any]]] = []
+    for line in lines:
+        same = next((group for group in groups if _covers(group[0], line, ("mean",))), None)
+        if same is None:
+            groups.append([dict(line)])
+        else:
+            is_known = any(_covers(other, line, ("top", "bottom")) for other in same if other["band"])
+            same.append({**line, "band": "" if is_known else line["band"]})
+    found = []
+    for group in groups:
+        for i, line in enumerate(group):
+            is_one = len(group) == 1
+            line["dashes"] = "" if is_one else f"{STRIPE} {STRIPE * (len(group) - 1)}"
+            line["offset"] = -STRIPE * i
+            found.append(line)
+    same_words = [" = ".join(line["name"] for line in group) for group in groups if len(group) > 1]
+    return {"lines": found, "same": "; ".join(same_words)}
+
+
+def _covers(a: dict[str, Any], b: dict[str, Any], names: Sequence[str]) -> bool:
+    """Whether two curves are so close everywhere that one hides the other."""
+    return all(
+        a[name].shape == b[name].shape
+        and bool((np.isnan(a[name]) == np.isnan(b[name])).all())
+        and not bool((np.abs(a[name] - b[name]) > CLOSE).any())
+        for name in names
+    )
+
+
+def _paths(curve: Curve, low: float, high: float, last: float, is_log: bool) -> dict[str, Any]:
+    """The line of a curve and its band as paths of an SVG of 100 x 100; a gap where no seed has a number.
+
+    Also their heights, 0 at the top: "mean", "top" and "bottom", (points,).
+    """
     spread = np.where(np.isfinite(curve.deviation), curve.deviation, 0.0)
 
     def heights(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -149,7 +202,9 @@ def _paths(curve: Curve, low: float, high: float, last: float, is_log: bool) -> 
     known = np.isfinite(curve.mean)
     top, bottom = heights(curve.mean + spread), heights(curve.mean - spread)
     band = [*zip(xs[known], top[known]), *zip(xs[known][::-1], bottom[known][::-1])]
-    return {"line": _path(xs, heights(curve.mean), known), "band": _path(*map(np.array, zip(*band)))}
+    mean = heights(curve.mean)
+    paths = {"line": _path(xs, mean, known), "band": _path(*map(np.array, zip(*band)))}
+    return {**paths, "mean": mean, "top": top, "bottom": bottom}
 
 
 def _path(

@@ -6,7 +6,8 @@ import io
 import math
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,14 @@ import fpsim
 from fpsim.checks import pip_install
 
 try:
+    from matplotlib import rc_context, rcParams
     from matplotlib.figure import Figure
 except ImportError as error:
     raise ImportError(f"A figure needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
 __all__ = [
     "figure_bytes",
+    "in_the_dark",
     "is_constant",
     "method_words",
     "plot_depth",
@@ -35,18 +38,41 @@ __all__ = [
 ]
 
 # Okabe and Ito 2008
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # and the ink
 MARKERS = "osD^vP*X<>h"
 DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))  # each line can be told from the others in print
 PANELS_A_ROW = 4
 SHOWN_SITES = 60
 LETTERS_AN_INCH = 13  # of the labels of plot_table
 SHORT = 18  # letters of a name for which one panel has room
+LETTERS = 28  # of a line in a legend
+DARK = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#e6e9ed"),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor"), "none"),
+    "grid.color": "#5a6470",
+}
 
 
 def _plain(text: str) -> str:
     """A text of a user, drawn as it is: in matplotlib's texts a dollar sign begins a formula."""
     return text.replace("$", r"\$")
+
+
+@contextmanager
+def in_the_dark() -> Iterator[None]:
+    """What is drawn and saved in this block stands on a dark page: light words, the same hues, no ground of its own."""
+    with rc_context(DARK):
+        yield
+
+
+def _colour(i: int) -> str:
+    """The hue of the i-th of several lines; each seventh has the ink."""
+    return (*COLOURS, _ink())[i % (len(COLOURS) + 1)]
+
+
+def _ink() -> str:
+    """The colour of lines that have no hue."""
+    return str(rcParams["text.color"])
 
 
 class Picture(Figure):
@@ -91,7 +117,7 @@ def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
     axes = figure.subplots()
     for i, name in enumerate(formats):
         values = [v for v in _elements(name).values() if abs(v) <= largest]
-        axes.plot(values, [-i] * len(values), "|", markersize=16, color=COLOURS[i % len(COLOURS)])
+        axes.plot(values, [-i] * len(values), "|", markersize=16, color=_colour(i))
     axes.set_yticks([-i for i in range(len(formats))], formats)
     axes.set_ylim(0.6 - len(formats), 0.6)
     axes.set_xlabel("value")
@@ -109,8 +135,8 @@ def plot_spacing(formats: Sequence[str]) -> Figure:
         low = int(np.floor(np.log2(fmt.smallest)))
         exponents = np.arange(low, int(np.floor(np.log2(fmt.largest))) + 1)
         ulp = np.maximum(exponents, fmt.min_exponent) - fmt.mantissa_bits
-        axes.step(exponents, ulp - exponents, where="post", color=COLOURS[i % len(COLOURS)], label=name, linewidth=1.6)
-        axes.plot(exponents[[0, -1]], (ulp - exponents)[[0, -1]], "o", markersize=4, color=COLOURS[i % len(COLOURS)])
+        axes.step(exponents, ulp - exponents, where="post", color=_colour(i), label=name, linewidth=1.6)
+        axes.plot(exponents[[0, -1]], (ulp - exponents)[[0, -1]], "o", markersize=4, color=_colour(i))
     axes.set_xlabel("log2 of the magnitude")
     axes.set_ylabel("log2 of spacing / magnitude")
     axes.legend(ncols=2, fontsize=8)
@@ -149,14 +175,14 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
         for i, method in enumerate(methods):
             found = {r["gain"]: r["error"] for r in rows if (r["format"], r["method"]) == (fmt, method)}
             errors = [min(found[g], 3.0) if math.isfinite(found[g]) else 3.0 for g in gains]
-            style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.3}
-            dashes = "-" if i < len(COLOURS) else "--"
+            style = {"color": _colour(i), "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.3}
+            dashes = "-" if i <= len(COLOURS) else "--"
             axes.plot(range(len(gains)), errors, dashes, markersize=5, label=method_words(method), **style)
         axes.set_xticks(range(len(gains)), [f"{g:g}" for g in gains])
         axes.set_xlabel("gain of a layer: gradients grow | shrink")
         axes.set_title(fmt, fontsize=10)
         axes.set_yscale("log")
-        axes.axhline(1, color="black", linewidth=0.6, linestyle=":")
+        axes.axhline(1, color=_ink(), linewidth=0.6, linestyle=":")
         axes.grid(axis="y", linewidth=0.4, alpha=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("error of the first layer's gradient; 1: all lost, top: inf")
@@ -196,8 +222,8 @@ def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, 
                 axes.errorbar(x, means, deviations, **style)
         if ("fp32", "none") in places:
             mean, deviation = spread("fp32", "none")
-            axes.axhspan(mean - deviation, mean + deviation, color="black", alpha=0.12, linewidth=0)
-            axes.axhline(mean, color="black", linewidth=0.8)
+            axes.axhspan(mean - deviation, mean + deviation, color=_ink(), alpha=0.12, linewidth=0)
+            axes.axhline(mean, color=_ink(), linewidth=0.8)
         ticks = [k for k in constant if k % 4 == 0]
         axes.set_xticks(
             [*ticks, *positions],
@@ -224,10 +250,12 @@ def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] 
     axes = figure.subplots()
     for i, (name, values) in enumerate(scales.items()):
         marks = {"marker": MARKERS[i % len(MARKERS)], "markersize": 4.5, "markevery": (0.04 + 0.011 * i, 0.15)}
-        style = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)], **marks}
-        axes.step(range(len(values)), values, where="post", label=_plain(name), linewidth=1.3, **style)
+        style = {"color": _colour(i), "linestyle": DASHES[i % len(DASHES)], **marks}
+        axes.step(
+            range(len(values)), values, where="post", label=textwrap.fill(_plain(name), LETTERS), linewidth=1.3, **style
+        )
     for step in overflows:
-        axes.axvline(step, color="black", linewidth=0.5, linestyle=":")
+        axes.axvline(step, color=_ink(), linewidth=0.5, linestyle=":")
     axes.set_yscale("log", base=2)
     axes.set_xlabel("step" + ("; dotted: a gradient overflowed" if overflows else ""))
     axes.set_ylabel("scale")
@@ -246,7 +274,9 @@ def plot_rescue(rows: Sequence[dict[str, Any]]) -> Figure:
     for i, (column, words) in enumerate((("underflow_unscaled", "without scaling"), ("underflow", "at its scale"))):
         shares = [100 * statistics.mean(r[column] for r in chosen if r["site"] == site) for site in sites]
         places = [x + 0.4 * i - 0.2 for x in range(len(sites))]
-        axes.bar(places, shares, 0.38, color=COLOURS[i], label=words, hatch="///" * i, edgecolor="white")
+        axes.bar(
+            places, shares, 0.38, color=COLOURS[i], label=words, hatch="///" * i, edgecolor=rcParams["axes.facecolor"]
+        )
     axes.set_xticks(range(len(sites)), [*map(_plain, sites)], rotation=45, ha="right", fontsize=8)
     axes.set_ylabel("gradients lost in %")
     axes.set_xlabel("where, from input to output")
@@ -314,7 +344,7 @@ def plot_table(
             axes.set_visible(False)
             continue
         if baseline:
-            axes.axvline(factor * statistics.fmean(baseline), color="black", linewidth=0.8, linestyle=(0, (4, 2)))
+            axes.axvline(factor * statistics.fmean(baseline), color=_ink(), linewidth=0.8, linestyle=(0, (4, 2)))
         for y, method in enumerate(methods):
             _draw(axes, y, places.get((formats[i], method), []), lowest - margin / 2)
         axes.set_title(_plain(formats[i]) if len(formats) > 1 else "", fontsize=9)
@@ -388,12 +418,12 @@ def plot_heat(
     low, high = limits
     mesh = axes.pcolormesh(edges, range(len(sites) + 1), values.T, cmap="cividis", vmin=low, vmax=high)
     mesh.set(edgecolor="face", linewidth=0.2)  # no hairlines between the cells of a vector picture
-    axes.set_facecolor("0.85")
+    axes.set_facecolor("0.85" if _ink() == "black" else "0.3")
     axes.set_yticks([i + 0.5 for i in range(len(sites))], [*map(_plain, sites)], fontsize=7)
     axes.tick_params(axis="x", labelsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("step", fontsize=9)
-    axes.set_title(_plain(title), fontsize=9)
+    axes.set_title(textwrap.fill(_plain(title), round(LETTERS_AN_INCH * figure.get_figwidth())), fontsize=9)
     bar = figure.colorbar(mesh, ax=axes, pad=0.02)
     bar.set_label(words, fontsize=9)
     bar.ax.tick_params(labelsize=8)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ada_loss.files import write_atomically
 from ada_loss.lab.results.drawings import curve_panels, difference_panels
-from ada_loss.lab.results.figures import figure_bytes
+from ada_loss.lab.results.figures import figure_bytes, in_the_dark
 from ada_loss.lab.results.pictures import (
     NothingToShow,
     picture_layer_scales,
@@ -152,8 +152,8 @@ def _lines(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
     return lines
 
 
-def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, str]]:
-    """The pictures for which there is data, as data URLs, wide and narrow; for one that cannot be drawn, the problem.
+def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, Any]]:
+    """The pictures for which there is data, for a light and a dark page; for one that cannot be drawn, the problem.
 
     with_metrics: also of the metrics themselves, where no difference from float32 is drawn.
     """
@@ -169,15 +169,22 @@ def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, str]
     found = []
     for words, plot in wanted:
         try:
-            figure = plot()
-            wide, narrow = (_address(figure, width) for width in (None, PHONE))
+            variants = {"light": _addresses(plot)}
+            with in_the_dark():
+                variants["dark"] = _addresses(plot)
         except NothingToShow:
             continue
         except Exception as error:  # telemetry of another origin, names that cannot be drawn: the rest is shown
-            found.append({"words": words, "wide": "", "narrow": "", "problem": f"{type(error).__name__}: {error}"})
+            found.append({"words": words, "variants": {}, "problem": f"{type(error).__name__}: {error}"})
         else:
-            found.append({"words": words, "wide": wide, "narrow": narrow, "problem": ""})
+            found.append({"words": words, "variants": variants, "problem": ""})
     return found
+
+
+def _addresses(plot: Callable[[], Any]) -> tuple[str, str]:
+    """A figure as data URLs, wide and narrow."""
+    figure = plot()
+    return _address(figure, None), _address(figure, PHONE)
 
 
 def _address(figure: Any, width: float | None) -> str:

@@ -127,7 +127,7 @@ def mean_and_deviation(metric: str, mean: float, deviation: float = math.nan, pl
     ('97.5 ± 0.4', '0.9750')
     """
     factor, digits = (100, 1) if metric in SHARES else (1, 4)
-    words = f"{factor * mean:.{digits}f}" if math.isfinite(mean) else str(mean)
+    words = f"{factor * mean:z.{digits}f}" if math.isfinite(mean) else str(mean)
     return words if math.isnan(deviation) else f"{words}{plus_minus}{factor * deviation:.{digits}f}"
 
 

@@ -1,8 +1,7 @@
-"""The search for the smallest formats that keep a metric: exponent and mantissa bits by role, by sweeps in a folder."""
+"""The search for the smallest formats that keep a metric: bits by role, modules in float32, by sweeps in a folder."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import statistics
@@ -17,11 +16,13 @@ import fpsim
 from ada_loss.files import data_frame
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.table import SHARES, heading, mean_and_deviation
+from ada_loss.lab.studies.space import Point, Space
 from ada_loss.lab.sweep.cells import OPTIONS, plan
 from ada_loss.lab.sweep.driver import run_cells
 from ada_loss.lab.sweep.engines import open_engine
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.identity import MakeTask
+from ada_loss.lab.tasks import find_task
 from fpsim import ROLES, Policy
 from fpsim.checks import did_you_mean, is_number, is_whole, pip_install
 
@@ -29,49 +30,51 @@ __all__ = ["SearchResult", "search"]
 
 HOPELESS = 5.0  # tolerances below float32 at which one seed is enough to reject a format
 
-Bits = tuple[tuple[int, int], ...]  # exponent and mantissa bits of each role
-
 
 @dataclass(frozen=True)
 class SearchResult:
     """What a search found. Its `str` is the front as a Markdown table, and the answer in words.
 
     formats: those of the smallest policy found, by role.
-    bits: of one number, added over the roles.
+    bits: of one number, added over the roles; with `modules`, the mean over them, 32 for each role in float32.
     accuracy: the mean of the metric over the seeds, of that policy; the name stands for any metric.
     baseline: that of float32.
     rows: what was tried, in order: a format for each role, "bits", "accuracy" (the mean of the metric), "deviation",
-        "seeds", "complete" (all seeds were trained) and "kept".
+        "seeds", "complete" (all seeds were trained) and "kept"; with `modules` also "float32", those left in it.
     results: all cells.
     metric: the name of the metric.
+    wide: the modules that stay in float32, of those that may.
     """
 
     formats: dict[str, str]
-    bits: int
+    bits: float
     accuracy: float
     baseline: float
     rows: list[dict[str, Any]] = field(repr=False)
     results: Results
     metric: str = "accuracy"
+    wide: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"| bits | {' | '.join(self.formats)} | {heading(self.metric)} |"]
-        lines.append("|---:" + "|---" * len(self.formats) + "|---:|")
+        columns = [name for name in (*self.formats, "float32") if name in self.rows[0]]
+        lines = [f"| bits | {' | '.join(columns)} | {heading(self.metric)} |"]
+        lines.append("|---:" + "|---" * len(columns) + "|---:|")
         for row in self.front():
-            formats = " | ".join(row[role] for role in self.formats)
+            words = " | ".join(row[name] or "-" for name in columns)
             value = mean_and_deviation(self.metric, row["accuracy"], row["deviation"])
-            lines.append(f"| {row['bits']} | {formats} | {value} |")
+            lines.append(f"| {row['bits']:g} | {words} | {value} |")
         formats = ", ".join(f"{role} {name}" for role, name in self.formats.items())
+        formats += f", with {', '.join(self.wide)} in float32" if self.wide else ""
         unit = " %" if self.metric in SHARES else ""
         here, there = (mean_and_deviation(self.metric, value) + unit for value in (self.accuracy, self.baseline))
-        lines.append(f"Smallest found: {formats}. {self.bits} bits, {self.metric} {here}; float32's is {there}.")
+        lines.append(f"Smallest found: {formats}. {self.bits:g} bits, {self.metric} {here}; float32's is {there}.")
         return "\n".join(lines)
 
     @property
     def policy(self) -> Policy:
         """The formats as `fpsim.quantize` takes them."""
-        formats: dict[str, Any] = dict(self.formats)
-        return Policy(**formats)
+        fields: dict[str, Any] = {**self.formats, "overrides": dict.fromkeys(self.wide)}
+        return Policy(**fields)
 
     def front(self) -> list[dict[str, Any]]:
         """The rows that no other beats in both bits and metric, the smallest first."""
@@ -94,6 +97,7 @@ def search(
     roles: Sequence[str] = ROLES,
     exponent_bits: tuple[int, int] = (2, 8),
     mantissa_bits: tuple[int, int] = (0, 10),
+    modules: Sequence[str] | fpsim.Sensitivity = (),
     tolerance: float = 0.01,
     scaling: str | float = "none",
     rounding: str = "nearest_even",
@@ -120,9 +124,17 @@ def search(
     bit at a time is taken from a role while some removal keeps it: the answer is a local minimum, and a smaller one may
     exist elsewhere. Every trial is cells of a sweep in `out`: run again after a crash, it goes the same way over them.
 
+    With `modules` the search also decides which of them stay in float32. Of names it proposes any set, and takes the
+    modules back into the formats one at a time, as it takes bits. What `fpsim.sensitivity` found is where it starts
+    from: first it finds how many of the modules that cost most have to stay in float32 with the widest formats (0, 1,
+    2, 4 and so on). It proposes these or fewer, and takes back the one that costs least, the others only where that
+    does not keep the metric. The answer is a local minimum in either case: each module of it was tried in the formats.
+
     task, task_options, engine, out, show_progress: as in `sweep`.
     roles: those that are searched; the others stay in float32.
     exponent_bits, mantissa_bits: the least and the largest number.
+    modules: those that may stay in float32: their names, or patterns as in `fpsim.Policy`; or what
+        `fpsim.sensitivity` found of the model. All others are in the formats.
     tolerance: how far the mean may be below float32's, in the units of the metric.
     scaling, rounding: the scaling method and the rounding of all trials.
     seeds: how many, or which.
@@ -134,11 +146,16 @@ def search(
     Raises ValueError for an impossible search, and where even the widest formats do not keep the metric; ImportError
     without Optuna.
     """
-    _check(roles, exponent_bits, mantissa_bits, tolerance, trials)
+    is_ranking = isinstance(modules, fpsim.Sensitivity)
+    names = [row["module"] for row in modules] if isinstance(modules, fpsim.Sensitivity) else modules
+    space = Space(roles, exponent_bits, mantissa_bits, names, is_ranking)
+    _check(tolerance, trials)
     optuna = _optuna()
     grid: dict[str, Any] = {"roundings": [rounding], "options": task_options}
-    widest = tuple((exponent_bits[1], mantissa_bits[1]) for _ in roles)
-    plan(task, [_formats(roles, widest)], [scaling], seeds=seeds, **grid)  # invalid cells are rejected before any work
+    formats = [space.fields(point) for point in space.widest()]
+    (first, *_) = plan(task, formats, [scaling], seeds=seeds, **grid)  # invalid cells are rejected before any work
+    if names:
+        space.require_modules((find_task(task) if isinstance(task, str) else task)(first.config["seed"]).model)
     track = options.pop("track", ())
     _require_options(options)
     execution = Execution(workers=workers, engine=engine, **options)
@@ -155,12 +172,13 @@ def search(
             found = [metrics.get(cell.id, {}) for cell in cells]
             return [found[i : i + len(chosen)] for i in range(0, len(found), len(chosen))]
 
-        trials_done = _Trials(run, roles, scaling, range(seeds) if isinstance(seeds, int) else seeds, metric, tolerance)
-        _sample(optuna, trials_done, roles, exponent_bits, mantissa_bits, trials, workers, seed)
-        best = trials_done.descend(trials_done.smallest(widest), exponent_bits[0], mantissa_bits[0])
-    rows = [trials_done.row(bits) for bits in trials_done.tried]
-    answer = trials_done.formats(best), trials_done.size(best), trials_done.mean(best), trials_done.baseline
-    return SearchResult(*answer, rows, Results(out), trials_done.metric)
+        trials_done = _Trials(run, space, scaling, range(seeds) if isinstance(seeds, int) else seeds, metric, tolerance)
+        most = len(trials_done.widest().wide) if is_ranking else len(names)
+        _sample(optuna, trials_done, most, trials, workers, seed)
+        best = trials_done.descend(trials_done.smallest())
+    rows = [trials_done.row(point) for point in trials_done.tried]
+    answer = space.formats(best), space.size(best), trials_done.mean(best), trials_done.baseline
+    return SearchResult(*answer, rows, Results(out), trials_done.metric, best.wide)
 
 
 def _require_options(options: Mapping[str, Any]) -> None:
@@ -182,39 +200,21 @@ def _optuna() -> Any:
     return optuna
 
 
-def _sample(
-    optuna: Any,
-    trials_done: _Trials,
-    roles: Sequence[str],
-    exponent_bits: tuple[int, int],
-    mantissa_bits: tuple[int, int],
-    count: int,
-    at_once: int,
-    seed: int,
-) -> None:
+def _sample(optuna: Any, trials_done: _Trials, most_wide: int, count: int, at_once: int, seed: int) -> None:
     """The first stage: Optuna proposes `count` policies, some at once, and each is tried."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True))
     for first in range(0, count, at_once):
         asked = [study.ask() for _ in range(min(at_once, count - first))]
-        proposed = [_proposal(trial, roles, exponent_bits, mantissa_bits) for trial in asked]
+        proposed = [trials_done.space.proposal(trial, most_wide) for trial in asked]
         trials_done.phase = f"trials, {count - first} left at most"
         trials_done.evaluate(proposed)
-        for trial, bits in zip(asked, proposed):
-            trial.set_constraint("tolerance", trials_done.violation(bits))
-            study.tell(trial, trials_done.size(bits))
+        for trial, point in zip(asked, proposed):
+            trial.set_constraint("tolerance", trials_done.violation(point))
+            study.tell(trial, trials_done.space.size(point))
 
 
-def _check(roles: Any, exponent_bits: Any, mantissa_bits: Any, tolerance: Any, trials: Any) -> None:
-    fits = isinstance(roles, Sequence) and not isinstance(roles, str) and all(role in ROLES for role in roles)
-    if not fits or not roles or len(set(roles)) < len(roles):
-        raise ValueError(f"roles={roles!r} is impossible. Possible: some of {', '.join(ROLES)}, each once.")
-    for name, span, least, most in (("exponent_bits", exponent_bits, 1, 8), ("mantissa_bits", mantissa_bits, 0, 23)):
-        fits = isinstance(span, Sequence) and len(span) == 2 and all(map(is_whole, span))
-        if not fits or not least <= span[0] <= span[1] <= most:
-            raise ValueError(f"{name}={span!r} is impossible. Possible: least and most, within {least} and {most}.")
-    for e, m in itertools.product(exponent_bits, mantissa_bits):
-        fpsim.as_format(f"e{e}m{m}")  # raises for what a float32 cannot hold
+def _check(tolerance: Any, trials: Any) -> None:
     if not is_number(tolerance) or not 0 <= tolerance <= 1:
         raise ValueError(f"tolerance={tolerance!r} is impossible. Possible: 0 to 1, in the units of the metric.")
     if not is_whole(trials, least=1):
@@ -231,17 +231,6 @@ def _kept_open(execution: Execution) -> Iterator[Execution]:
         yield execution
 
 
-def _proposal(trial: Any, roles: Sequence[str], exponents: tuple[int, int], mantissas: tuple[int, int]) -> Bits:
-    return tuple(
-        (trial.suggest_int(f"{role} exponent", *exponents), trial.suggest_int(f"{role} mantissa", *mantissas))
-        for role in roles
-    )
-
-
-def _formats(roles: Sequence[str], bits: Bits) -> dict[str, str]:
-    return {role: f"e{e}m{m}" for role, (e, m) in zip(roles, bits)}
-
-
 class _Trials:
     """The policies that were tried, with their metric by seed.
 
@@ -252,15 +241,15 @@ class _Trials:
     def __init__(
         self,
         run: Callable[[Sequence[Any], str | float, Sequence[int], str], list[list[dict[str, float]]]],
-        roles: Sequence[str],
+        space: Space,
         scaling: str | float,
         seeds: Sequence[int],
         metric: str | None,
         tolerance: float,
     ) -> None:
-        self.run, self.roles, self.scaling, self.seeds, self.tolerance = run, roles, scaling, [*seeds], tolerance
+        self.run, self.space, self.scaling, self.seeds, self.tolerance = run, space, scaling, [*seeds], tolerance
         self.phase = "float32"  # what is going on, in words
-        self.tried: dict[Bits, list[float]] = {}
+        self.tried: dict[Point, list[float]] = {}
         (found,) = run(["fp32"], "none", self.seeds, self.phase)
         if not found[0]:
             raise ValueError("float32 itself gives no metric: its training failed or was stopped. Mend the task first.")
@@ -272,77 +261,79 @@ class _Trials:
         if not math.isfinite(self.baseline):
             raise ValueError(f"float32 itself gives {self.baseline} for {self.metric}. Mend the task first.")
 
-    def formats(self, bits: Bits) -> dict[str, str]:
-        return _formats(self.roles, bits)
+    def mean(self, point: Point) -> float:
+        return statistics.fmean(self.tried[point])
 
-    def size(self, bits: Bits) -> int:
-        return sum(1 + e + m for e, m in bits)
+    def is_complete(self, point: Point) -> bool:
+        return len(self.tried[point]) == len(self.seeds)
 
-    def mean(self, bits: Bits) -> float:
-        return statistics.fmean(self.tried[bits])
-
-    def is_complete(self, bits: Bits) -> bool:
-        return len(self.tried[bits]) == len(self.seeds)
-
-    def violation(self, bits: Bits) -> float:
+    def violation(self, point: Point) -> float:
         """How far the mean is below what is to be kept; 0 or less where it is kept."""
-        mean = self.mean(bits)
+        mean = self.mean(point)
         return self.baseline - self.tolerance - mean if math.isfinite(mean) else 1e9
 
-    def keeps(self, bits: Bits) -> bool:
-        return self.is_complete(bits) and self.violation(bits) <= 0
+    def keeps(self, point: Point) -> bool:
+        return self.is_complete(point) and self.violation(point) <= 0
 
-    def row(self, bits: Bits) -> dict[str, Any]:
-        values = self.tried[bits]
+    def row(self, point: Point) -> dict[str, Any]:
+        values = self.tried[point]
         deviation = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
-        words = {"bits": self.size(bits), "accuracy": self.mean(bits), "deviation": deviation, "seeds": len(values)}
-        return {**self.formats(bits), **words, "complete": self.is_complete(bits), "kept": self.keeps(bits)}
+        words = {
+            "bits": self.space.size(point),
+            "accuracy": self.mean(point),
+            "deviation": deviation,
+            "seeds": len(values),
+        }
+        wide = {"float32": ", ".join(point.wide)} if self.space.modules else {}
+        settled = {"complete": self.is_complete(point), "kept": self.keeps(point)}
+        return {**self.space.formats(point), **wide, **words, **settled}
 
-    def evaluate(self, wanted: Sequence[Bits]) -> None:
+    def evaluate(self, wanted: Sequence[Point]) -> None:
         """Train the new policies with the first seed, and with the others unless the first already rejects them."""
-        new = [bits for bits in dict.fromkeys(wanted) if bits not in self.tried]
+        new = [point for point in dict.fromkeys(wanted) if point not in self.tried]
         self._train(new, self.seeds[:1])
-        hopeful = [b for b in new if self.violation(b) <= (HOPELESS - 1) * self.tolerance + 1e-12]
+        hopeful = [p for p in new if self.violation(p) <= (HOPELESS - 1) * self.tolerance + 1e-12]
         if len(self.seeds) > 1:
             self._train(hopeful, self.seeds)
 
-    def smallest(self, widest: Bits) -> Bits:
-        """The smallest policy that keeps the metric, or the widest. Raises ValueError where that does not keep it."""
-        kept = [bits for bits in self.tried if self.keeps(bits)]
-        if kept:
-            return min(kept, key=lambda bits: (self.size(bits), -self.mean(bits)))
-        self.evaluate([widest])
-        if not self.keeps(widest):
-            raise ValueError(
-                f"Even {self.formats(widest)} is below float32 ({self.mean(widest):.4g} and {self.baseline:.4g}) by "
-                f"more than the tolerance of {self.tolerance:g}. Allow more bits, a larger tolerance, or another "
-                f"scaling method."
-            )
-        return widest
+    def smallest(self) -> Point:
+        """The smallest policy that keeps the metric, of those that were tried and, where none does, of the widest."""
+        kept = [point for point in self.tried if self.keeps(point)] or [self.widest()]
+        return min(kept, key=lambda point: (self.space.size(point), -self.mean(point)))
 
-    def _train(self, wanted: Sequence[Bits], seeds: Sequence[int]) -> None:
+    def widest(self) -> Point:
+        """The widest formats, with as few modules in float32 as keep the metric. Raises ValueError where none do."""
+        self.phase = "the widest formats"
+        for widest in self.space.widest():
+            self.evaluate([widest])
+            if self.keeps(widest):
+                return widest
+        raise ValueError(
+            f"Even {self.space.fields(widest)} is below float32 ({self.mean(widest):.4g} and {self.baseline:.4g}) by "
+            f"more than the tolerance of {self.tolerance:g}. Allow more bits, a larger tolerance, or another "
+            f"scaling method."
+        )
+
+    def _train(self, wanted: Sequence[Point], seeds: Sequence[int]) -> None:
         if wanted:
-            kept = [bits for bits in self.tried if self.keeps(bits)]
-            best = f", best so far {min(map(self.size, kept))} bits" if kept else ""
-            found = self.run([self.formats(bits) for bits in wanted], self.scaling, seeds, self.phase + best)
-            self.tried |= {bits: self._values(metrics) for bits, metrics in zip(wanted, found)}
+            kept = [point for point in self.tried if self.keeps(point)]
+            best = f", best so far {min(map(self.space.size, kept)):g} bits" if kept else ""
+            found = self.run([self.space.fields(point) for point in wanted], self.scaling, seeds, self.phase + best)
+            self.tried |= {point: self._values(metrics) for point, metrics in zip(wanted, found)}
 
     def _values(self, metrics: Sequence[Mapping[str, float]]) -> list[float]:
         """The metric by seed; NaN where a training failed or diverged."""
         return [found.get(self.metric, math.nan) for found in metrics]
 
-    def descend(self, best: Bits, least_exponent: int, least_mantissa: int) -> Bits:
-        """The second stage: take one bit at a time away while some removal keeps the metric."""
+    def descend(self, best: Point) -> Point:
+        """The second stage: take one bit or one module at a time away while some removal keeps the metric."""
         while True:
-            smaller = []
-            for i, (e, m) in enumerate(best):
-                for e2, m2 in ((e, m - 1), (e - 1, m)):
-                    if e2 >= least_exponent and m2 >= least_mantissa and (e2, m2) != (1, 0):
-                        smaller.append((*best[:i], (e2, m2), *best[i + 1 :]))
-            left = sum(e - least_exponent + m - least_mantissa for e, m in best) * 2 * len(best)
-            self.phase = f"taking bits away, {left} trials left at most"
-            self.evaluate(smaller)
-            kept = [bits for bits in smaller if self.keeps(bits)]
-            if not kept:
+            self.phase = f"taking away, {self.space.most_trials(best)} trials left at most"
+            for smaller in self.space.smaller(best):
+                self.evaluate(smaller)
+                kept = [point for point in smaller if self.keeps(point)]
+                if kept:
+                    best = max(kept, key=self.mean)
+                    break
+            else:
                 return best
-            best = max(kept, key=self.mean)

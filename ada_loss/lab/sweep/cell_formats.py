@@ -27,6 +27,8 @@ def label(value: Any) -> str:
     ('1024', 'error=e5m2 weight_grad=fp16')
     >>> label({"products": {"x": "mxfp4", "w": "mxfp4", "dy": "e5m2 per 32"}})
     'x,w=mxfp4 dy=e5m2 per 32'
+    >>> label({"error": "e5m2", "overrides": {"stem": None, "head": None}})
+    'error=e5m2 stem,head=float32'
     >>> label({"schedule": {0: {"error": "e5m2"}, 0.8: "recipe:bf16"}})
     'error=e5m2 then recipe:bf16 from 0.8'
     """
@@ -46,7 +48,7 @@ def _operands_label(value: Mapping[str, Any]) -> str:
     """Operands, or products, with those in one format together."""
     names: dict[str, list[str]] = {}
     for name, fmt in value.items():
-        names.setdefault(str(fmt), []).append(name)
+        names.setdefault("float32" if fmt is None else str(fmt), []).append(name)
     return " ".join(f"{','.join(map(str, together))}={fmt}" for fmt, together in names.items())
 
 

@@ -334,5 +334,5 @@ def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().reshape(-1).cpu().numpy())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).numpy())
     return digest.hexdigest()

@@ -168,7 +168,8 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Results:
                 path = out / "telemetry" / f"{cell}.npz"
                 path.parent.mkdir(exist_ok=True)
                 steps = np.arange(1, 41)
-                np.savez(path, losses=3 / steps + seed / 10, scales=np.where(steps < 9, 4.0, 2.0))
+                losses = (2 if (fmt, scaling) == ("a", "torch") else 3) / steps + seed / 10
+                np.savez(path, losses=losses, scales=np.where(steps < 9, 4.0, 2.0))
     return Results(out)
 
 
@@ -198,14 +199,40 @@ def test_learning_curves_are_drawn_with_their_ends(browser: Any, answered: Resul
     assert len(panels) == 2
     assert len(panels[0].find_elements("css selector", "path.band")) == 2
     assert panels[0].find_elements("css selector", "path.float32")
-    curve = answered.curves(where={"format": "a", "scaling": "none"})[0].mean
+    upper, lower = (answered.curves(where={"format": "a", "scaling": scaling})[0].mean for scaling in ("none", "torch"))
     assert [panels[0].find_element("class name", end).text for end in ("high", "low")] == [
-        f"{curve[0]:.3g}",
-        f"{curve[-1]:.3g}",
+        f"{upper[0]:.3g}",
+        f"{lower[-1]:.3g}",
     ]
     path = panels[0].find_elements("css selector", "path.c0")[-1].get_attribute("d")
     assert path.startswith("M0.0 0.0 L")
-    assert path.split("L")[-1] == "100.0 100.0"
+    assert panels[0].find_elements("css selector", "path.c1")[-1].get_attribute("d").endswith("L100.0 100.0")
+
+
+def test_curves_that_cover_one_another_are_stripes_and_are_named(browser: Any, answered: Results) -> None:
+    browser.get(f"file://{answered.report()}")
+    first, second = browser.find_elements("css selector", ".panel:has(.lines)")
+    assert first.find_element("tag name", "figcaption").text == "a float32 = none"
+    assert second.find_element("tag name", "figcaption").text == "b float32 = none = torch"
+    assert len(second.find_elements("css selector", "path.band")) == 1  # the bands are equal too
+    script = "return [...arguments[0].querySelectorAll('path:not(.band)')].map(p => [p.className.baseVal, "
+    script += (
+        "...[getComputedStyle(p).strokeDasharray, getComputedStyle(p).strokeDashoffset].map(w => w.split(/[^-0-9.]+/)"
+    )
+    drawn = {
+        name: (dashes, offset)
+        for name, dashes, offset in browser.execute_script(script + ".map(parseFloat))])", second)
+    }
+
+    def is_drawn(name: str, x: float) -> bool:
+        (dash, gap, *_), (offset, *_) = drawn[name]
+        return (x + offset) % (dash + gap) < dash  # SVG 2, 13.5.6
+
+    for x in np.arange(0.5, 60):
+        assert sum(is_drawn(name, x) for name in drawn) == 1  # each place of the line has one colour
+    assert all(any(is_drawn(name, x) for x in np.arange(0.5, 60)) for name in drawn)
+    alone = first.find_elements("css selector", "path.c1")[-1]
+    assert alone.value_of_css_property("stroke-dasharray") == "none"
 
 
 def test_no_picture_has_to_be_scrolled_on_a_phone(browser: Any, answered: Results) -> None:
@@ -243,6 +270,63 @@ def test_the_dark_has_its_own_colours(browser: Any, answered: Results) -> None:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     assert light[0] == "rgb(255, 255, 255)"
     assert all(a != b for a, b in zip(light, dark))
+
+
+def test_pictures_are_drawn_for_a_light_and_for_a_dark_page(browser: Any, answered: Results) -> None:
+    """By the pixels that are shown: words and lines stand out from the page, and hues stay what they are."""
+    figures_of = "return [...document.querySelectorAll('.picture')].filter(p => p.offsetParent).map(p => p.className)"
+    pixels = """const done = arguments[0];
+        const image = [...document.querySelectorAll('.picture')].filter(p => p.offsetParent)[0].querySelector('img');
+        image.decode().then(() => {
+            const canvas = document.createElement('canvas');
+            canvas.width = image.width; canvas.height = image.height;
+            const context = canvas.getContext('2d');
+            context.fillStyle = getComputedStyle(document.body).backgroundColor;
+            context.fillRect(0, 0, canvas.width, canvas.height);
+            context.drawImage(image, 0, 0, canvas.width, canvas.height);
+            done([...context.getImageData(0, 0, canvas.width, canvas.height).data]);
+        });"""
+
+    def luminance(rgb: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+        c = rgb / 255  # WCAG 2.2, relative luminance
+        return np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4) @ np.array([0.2126, 0.7152, 0.0722])
+
+    browser.get(f"file://{answered.report()}")
+    shown = {}
+    try:
+        for scheme in ("light", "dark"):
+            feature = {"name": "prefers-color-scheme", "value": scheme}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+            assert {*browser.execute_script(figures_of)} == {f"picture {scheme}"}
+            rgb = np.array(browser.execute_async_script(pixels)).reshape(-1, 4)[:, :3]
+            assert browser.execute_script("return getComputedStyle(document.images[0]).filter") == "none"
+            shown[scheme] = rgb
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": [feature]})
+        assert {*browser.execute_script(figures_of)} == {"picture light"}  # paper is white
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+    for rgb in shown.values():
+        light, dark = luminance(rgb).max(), luminance(rgb).min()
+        assert (light + 0.05) / (dark + 0.05) > 7  # WCAG 2.2, 1.4.6
+    orange = [np.abs(rgb - [0xE6, 0x9F, 0x00]).sum(axis=1).min() for rgb in shown.values()]
+    assert orange == [0, 0]  # that of the second method's line, in both
+    assert np.median(luminance(shown["dark"])) < 0.05 < 0.9 < np.median(luminance(shown["light"]))
+
+
+def test_formats_with_one_setting_share_a_panel(browser: Any, tmp_path: Path) -> None:
+    values = {("fp32", "none"): 0.9, ("a", "none"): 0.9, ("b", "none"): 0.89, ("c", "none"): 0.9, ("c", "torch"): 0.8}
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        for (fmt, scaling), mean in values.items():
+            for seed in range(3):
+                config = {"task": "t", "format": fmt, "rounding": "up", "scaling": scaling, "seed": seed, "options": {}}
+                ledger.add([(f"{fmt}{scaling}{seed}", config)])
+                ledger.start(f"{fmt}{scaling}{seed}")
+                metrics = {"accuracy": mean + (seed - 1) / 1e3 - (2e-4 if fmt == "a" else 0)}
+                ledger.finish(f"{fmt}{scaling}{seed}", {"metrics": metrics, "diverged": False})
+    browser.get(f"file://{Results(tmp_path).report()}")
+    panels = browser.find_elements("css selector", ".panel:has(.strip)")
+    names = [[row.text for row in panel.find_elements("css selector", ".row:not(.axis)")] for panel in panels]
+    assert names == [["a\n0.0", "b\n-1.0"], ["none\n0.0", "torch\n-10.0"]]  # -0.02 points are 0.0, not -0.0
 
 
 def test_cells_can_be_filtered_by_words(browser: Any, answered: Results) -> None:
@@ -437,4 +521,4 @@ def test_damaged_telemetry_costs_its_own_pictures_alone(tmp_path: Path, arrays: 
             ledger._seal(row["id"])
     text = Results(tmp_path).report().read_text()
     assert "4</b> of 4 trainings done" in text
-    assert text.count('alt="accuracy in %') == 1
+    assert text.count('alt="accuracy in %') == 2  # light and dark

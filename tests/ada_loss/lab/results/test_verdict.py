@@ -122,6 +122,35 @@ def test_the_interval_of_the_difference_decides(tmp_path: Path) -> None:
     assert outcomes(results.verdicts(tolerance=0.0)[0])["bf16 (none)"] == "undecided"
 
 
+BELOW = (-0.004, -0.012, -0.008, -0.010, -0.006)  # below float32 for certain, by more than 0.01 perhaps
+LOWER = (-0.050, 0.020, -0.040, 0.010, -0.015)  # below by more than 0.01 in the mean, perhaps by chance
+SHORT = (-0.050, -0.020, -0.035, -0.045, -0.010)
+
+
+def test_short_is_what_is_below_by_the_test_and_by_the_tolerance(tmp_path: Path) -> None:
+    differences = {"below": BELOW, "lower": LOWER, "short": SHORT}
+    cells = {(name, "none"): tuple(np.add(FLOAT32, found)) for name, found in differences.items()}
+    results = written(tmp_path, {("fp32", "none"): FLOAT32, **cells})
+    bounds = {name: stats.ttest_1samp(found, 0).confidence_interval(0.95) for name, found in differences.items()}
+    assert bounds["below"].low < -0.01 < np.mean(BELOW) < bounds["below"].high < 0
+    assert np.mean(LOWER) < -0.01 < 0 < bounds["lower"].high
+    assert bounds["short"].high < 0
+    assert outcomes(results.verdicts()[0]) == {"below": "undecided", "lower": "undecided", "short": "short"}
+    strict = results.verdicts(level=1e-4)[0]
+    assert stats.ttest_1samp(SHORT, 0).confidence_interval(1 - 1e-4).high > 0
+    assert outcomes(strict)["short"] == "undecided"
+    assert "each at the level of 0.01 %." in str(strict)
+
+
+def test_a_verdict_pairs_by_seed(tmp_path: Path) -> None:
+    """Seeds far apart, each lower by the same: the difference is certain, that of the means is not."""
+    apart = (0.5, 0.9, 0.7)
+    cells = {("fp32", "none"): apart, ("a", "none"): tuple(v - 0.002 for v in apart)}
+    cells[("b", "none")] = tuple(v - k for v, k in zip(apart, (0.031, 0.030, 0.029)))
+    assert stats.ttest_ind(cells["b", "none"], apart).pvalue > 0.5
+    assert outcomes(written(tmp_path, cells).verdicts()[0]) == {"a": "match", "b": "short"}
+
+
 def test_too_few_seeds_are_said(tmp_path: Path) -> None:
     for count in (1, 2):
         results = written(tmp_path / str(count), {("fp32", "none"): FLOAT32[:count], ("a", "none"): WORSE[:count]})

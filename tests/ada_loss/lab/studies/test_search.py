@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from sweep_tasks import wines
+from torch import nn
 
 import fpsim
 from ada_loss.lab.studies.search import SearchResult, search
+from ada_loss.lab.studies.space import Point, Space
 from ada_loss.lab.sweep.driver import sweep
 
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -107,6 +111,114 @@ def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
         small(tmp_path, metric="f1")
     with pytest.raises(ValueError, match=r"Even \{'activation': 'e2m0'\} is below float32 .* by more than the toler"):
         small(tmp_path, exponent_bits=(2, 2), mantissa_bits=(0, 0))
+
+
+MODULES = ["0", "1", "3", "5", "7"]
+
+
+def ranking_of_wines() -> fpsim.Sensitivity:
+    """What a network that was trained in float32 tells about its layers."""
+    task = wines(0)
+    inputs, targets = task.train
+    assert isinstance(inputs, torch.Tensor)
+    optimizer = torch.optim.Adam(task.model.parameters(), 0.02)
+    for _ in range(40):
+        optimizer.zero_grad()
+        task.loss(task.model(inputs), targets).backward()
+        optimizer.step()
+    return fpsim.sensitivity(task.model.eval(), lambda model: task.loss(model(inputs), targets), "e4m3")
+
+
+def of_wines(out: Path, modules: Any, seed: int, mantissa_bits: tuple[int, int] = (2, 4)) -> SearchResult:
+    return search(
+        "sweep_tasks:wines",
+        roles=["activation", "error"],
+        exponent_bits=(4, 4),
+        mantissa_bits=mantissa_bits,
+        modules=modules,
+        seeds=2,
+        trials=8,
+        tolerance=0.02,
+        out=out,
+        seed=seed,
+        show_progress=False,
+    )
+
+
+def neighbours(found: SearchResult) -> set[tuple[str, str, str]]:
+    """The formats and modules of an answer with a mantissa bit or a module less."""
+    formats = [found.formats[role] for role in ("activation", "error")]
+    wide = ", ".join(found.wide)
+    less = set()
+    for i, name in enumerate(formats):
+        bits = fpsim.as_format(name).mantissa_bits
+        if bits > 2:
+            less.add((*formats[:i], f"e4m{bits - 1}", *formats[i + 1 :], wide))
+    return less | {(*formats, ", ".join(n for n in found.wide if n != name)) for name in found.wide}  # type: ignore[arg-type]
+
+
+def test_a_search_from_a_ranking_takes_fewer_trials_and_its_answer_is_as_small_and_as_proven(tmp_path: Path) -> None:
+    ranking = ranking_of_wines()
+    assert ranking[0]["module"] == "0"  # it reads what e4m3 cannot hold
+    for seed, bits in ((0, (3, 3)), (3, (2, 4))):
+        by_name = of_wines(tmp_path / f"names{seed}", MODULES, seed, bits)
+        ranked = of_wines(tmp_path / f"ranked{seed}", ranking, seed, bits)
+        assert len(ranked.rows) < len(by_name.rows)
+        assert ranked.results.counts["done"] < by_name.results.counts["done"]
+        assert ranked.bits <= by_name.bits
+        for found in (ranked, by_name):
+            tried = {(row["activation"], row["error"], row["float32"]): row for row in found.rows}
+            own = tried[found.formats["activation"], found.formats["error"], ", ".join(found.wide)]
+            assert own["seeds"] == 2
+            assert found.accuracy == own["accuracy"] >= found.baseline - 0.02
+            if bits == (2, 4):
+                assert neighbours(found) <= tried.keys()
+                assert not any(tried[less]["kept"] for less in neighbours(found))
+            assert "0" in found.wide
+    assert ranked.policy == fpsim.Policy(**ranked.formats, overrides={"0": None})  # type: ignore[arg-type]
+    assert "with 0 in float32" in str(ranked)
+
+
+def test_the_size_is_a_mean_over_the_modules() -> None:
+    space = Space(["weight", "error"], (4, 5), (2, 3), ["a", "b", "c", "d"])
+    bits = ((4, 3), (5, 2))
+    assert space.size(Point(bits)) == 8 + 8
+    assert space.size(Point(bits, ("a",))) == (3 * 16 + 64) / 4
+    assert space.size(Point(bits, ("a", "b", "c", "d"))) == 64
+
+
+def test_of_a_ranking_the_cheapest_module_is_taken_back_first_and_no_other_is_left_out() -> None:
+    point = Point(((4, 3),), ("a", "b", "c"))
+    bit = Point(((4, 2),), ("a", "b", "c"))
+    without = {name: Point(((4, 3),), tuple(n for n in "abc" if n != name)) for name in "abc"}
+    ranked = Space(["weight"], (4, 4), (2, 3), ["a", "b", "c", "d"], ranked=True)
+    assert ranked.smaller(point) == [[bit, without["c"]], [without["a"], without["b"]]]
+    named = Space(["weight"], (4, 4), (2, 3), ["a", "b", "c", "d"])
+    assert named.smaller(point) == [[bit, without["a"], without["b"], without["c"]]]
+    assert [len(start.wide) for start in ranked.widest()] == [0, 1, 2, 4]
+    assert [len(start.wide) for start in named.widest()] == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("modules", "words"),
+    [
+        ("stem", "modules came as 'stem'. Possible: a list of the names"),
+        ([3], "modules came as"),
+        (["threshold"], "The pattern 'threshold' matches no module"),
+        (["0", "*"], "modules names '0' and '\\*', and '0' is in both"),
+    ],
+)
+def test_modules_that_are_none_are_refused_before_any_work(tmp_path: Path, modules: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        of_wines(tmp_path / "out", modules, 0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_ranking_of_another_model_is_refused(tmp_path: Path) -> None:
+    other = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    ranking = fpsim.sensitivity(other, lambda model: model(torch.ones(1, 2)).sum(), "fp16")
+    with pytest.raises(ValueError, match=r"The pattern '1\.0' matches no module"):
+        of_wines(tmp_path / "out", ranking, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,134 @@
+"""What a search goes through: exponent and mantissa bits of each role, and modules that stay in float32."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+import fpsim
+from fpsim import ROLES, Policy
+from fpsim.checks import is_whole, shown
+
+__all__ = ["Point", "Space"]
+
+FLOAT32_BITS = 32
+
+
+class Point(NamedTuple):
+    """What is tried: exponent and mantissa bits of each role, and the modules that stay in float32."""
+
+    bits: tuple[tuple[int, int], ...]
+    wide: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Space:
+    """The points of a search.
+
+    roles: those that have bits, in order.
+    exponent_bits, mantissa_bits: the least and the largest number.
+    modules: those that may stay in float32.
+    ranked: whether they are in the order of their costs, the largest first.
+    Raises ValueError for what is no role, for impossible numbers of bits, and for modules that are no names.
+
+    >>> space = Space(["weight"], (4, 4), (3, 3), ("stem", "head"))
+    >>> space.size(Point(((4, 3),))), space.size(Point(((4, 3),), ("stem",)))
+    (8, 20.0)
+    """
+
+    roles: Sequence[str]
+    exponent_bits: tuple[int, int]
+    mantissa_bits: tuple[int, int]
+    modules: Sequence[str] = ()
+    ranked: bool = False
+
+    def __post_init__(self) -> None:
+        roles, words = self.roles, isinstance(self.roles, Sequence) and not isinstance(self.roles, str)
+        if not words or not roles or not all(role in ROLES for role in roles) or len(set(roles)) < len(roles):
+            raise ValueError(f"roles={roles!r} is impossible. Possible: some of {', '.join(ROLES)}, each once.")
+        for name, least, most in (("exponent_bits", 1, 8), ("mantissa_bits", 0, 23)):
+            span = getattr(self, name)
+            fits = isinstance(span, Sequence) and len(span) == 2 and all(map(is_whole, span))
+            if not fits or not least <= span[0] <= span[1] <= most:
+                raise ValueError(f"{name}={span!r} is impossible. Possible: least and most, within {least} and {most}.")
+        for e, m in itertools.product(self.exponent_bits, self.mantissa_bits):
+            fpsim.as_format(f"e{e}m{m}")  # raises for what a float32 cannot hold
+        names = self.modules
+        if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
+            raise ValueError(
+                f"modules came as {shown(names)}. Possible: a list of the names of modules, or what "
+                f"fpsim.sensitivity found of the model."
+            )
+
+    def require_modules(self, model: nn.Module) -> None:
+        """Raise ValueError where a name matches no module of the model, and where two match the same one."""
+        seen: dict[str, str] = {}
+        for pattern in self.modules:
+            policies = Policy("fp16", overrides={pattern: None}).for_modules(model)
+            for name in (name for name, policy in policies.items() if policy.weight is None):
+                if name in seen:
+                    raise ValueError(
+                        f"modules names {shown(seen[name])} and {shown(pattern)}, and {name!r} is in both. Name each "
+                        f"module once."
+                    )
+                seen[name] = pattern
+
+    def formats(self, point: Point) -> dict[str, str]:
+        return {role: f"e{e}m{m}" for role, (e, m) in zip(self.roles, point.bits)}
+
+    def fields(self, point: Point) -> dict[str, Any]:
+        """Those of the `fpsim.Policy` that a point is."""
+        overrides = {"overrides": dict.fromkeys(point.wide)} if point.wide else {}
+        return {**self.formats(point), **overrides}
+
+    def size(self, point: Point) -> float:
+        """Bits of one number, added over the roles; the mean over the modules where some are in float32."""
+        small, count = sum(1 + e + m for e, m in point.bits), len(point.wide)
+        if not count:
+            return small
+        return small + (FLOAT32_BITS * len(self.roles) - small) * count / len(self.modules)
+
+    def proposal(self, trial: Any, most: int) -> Point:
+        """A point of Optuna's: of ranked modules at most so many that cost most are in float32, of others any."""
+        bits = tuple(
+            (
+                trial.suggest_int(f"{role} exponent", *self.exponent_bits),
+                trial.suggest_int(f"{role} mantissa", *self.mantissa_bits),
+            )
+            for role in self.roles
+        )
+        if self.ranked:
+            return Point(bits, tuple(self.modules[: trial.suggest_int("modules in float32", 0, most)]))
+        wide = [name for name in self.modules if trial.suggest_categorical(f"{name} in float32", [False, True])]
+        return Point(bits, tuple(wide))
+
+    def widest(self) -> list[Point]:
+        """Points of the widest formats to begin from, from no module in float32 to all of them."""
+        bits = tuple((self.exponent_bits[1], self.mantissa_bits[1]) for _ in self.roles)
+        count = len(self.modules)
+        doubled = [2**k for k in range(count.bit_length()) if 2**k < count] if self.ranked else []
+        return [Point(bits, tuple(self.modules[:k])) for k in dict.fromkeys([0, *doubled, count])]
+
+    def smaller(self, point: Point) -> list[list[Point]]:
+        """The points that have a bit less, or a module less in float32; those of a later list for want of an earlier.
+
+        Together the lists have every such point: where none keeps the metric, `point` is a local minimum.
+        """
+        found = []
+        for i, (e, m) in enumerate(point.bits):
+            for e2, m2 in ((e, m - 1), (e - 1, m)):
+                if e2 >= self.exponent_bits[0] and m2 >= self.mantissa_bits[0] and (e2, m2) != (1, 0):
+                    found.append(point._replace(bits=(*point.bits[:i], (e2, m2), *point.bits[i + 1 :])))
+        taken = [point._replace(wide=tuple(n for n in point.wide if n != name)) for name in point.wide]
+        if self.ranked and len(taken) > 1:
+            return [[*found, taken[-1]], taken[:-1]]
+        return [[*found, *taken]]
+
+    def most_trials(self, point: Point) -> int:
+        """How many trials going down from a point takes at most."""
+        steps = sum(e - self.exponent_bits[0] + m - self.mantissa_bits[0] for e, m in point.bits) + len(point.wide)
+        return steps * (2 * len(point.bits) + len(point.wide))
