@@ -13,7 +13,6 @@ from fpsim.blocks import Element
 from fpsim.fixed_point import FixedPoint
 from fpsim.kernels import block_tally
 from fpsim.kernels.blocks import BlockPlan
-from fpsim.kernels.card import array_words
 from fpsim.kernels.compile import CUDA_THREADS
 from fpsim.launch import parts_of, run_on_card, run_parts
 from fpsim.shared_scales import BlockAxes, Cut, block_axes, block_plan, finite_amax, in_parts, shared_numbers
@@ -71,6 +70,8 @@ def _row(device: torch.device) -> Tensor:
 def _on_cuda(
     x: Tensor, r: Tensor, axes: BlockAxes, plan: BlockPlan, shared: Tensor, limits: tuple[float, float, float]
 ) -> Tensor:
+    from fpsim.kernels.card import array_words
+
     row = _row(x.device)
     words = x.data_ptr(), r.data_ptr(), *axes, *plan.parameters, shared.data_ptr()
     found = array_words(row.data_ptr(), (BLOCK_FIELDS,), 8)

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from fpsim.accumulators import Accumulator, as_accumulator
 from fpsim.formats import FloatFormat, as_float_format
-from fpsim.kernels.accumulate import Code, Sizes, cpu_loop, cuda_loop, tiles
+from fpsim.kernels.accumulate import Code, Sizes, cpu_loop, cuda_loop, memory_of, tiles
 from fpsim.kernels.compile import CUDA_THREADS
 from fpsim.kernels.sums import EXACT
 from fpsim.launch import key_arguments, run_on_card, run_parts
@@ -49,7 +49,7 @@ class Summation:
 
     @cached_property
     def loop(self) -> Any:
-        return cpu_loop(self.code)
+        return cpu_loop(self.code).native
 
 
 def _random_bits(accumulator: Accumulator, fmt: FloatFormat, rounding: str) -> int | None:
@@ -98,12 +98,15 @@ def accumulate(
 
 def _run_on_cpu(summation: Summation, sizes: Sizes, key: Tensor | None, *tensors: Tensor) -> None:
     addresses = [x.data_ptr() for x in tensors]
-    rest = tuple(sizes), *summation.plans, _NO_KEY.ctypes.data if key is None else key.data_ptr()
+    numbers = np.array((*sizes, *(integer for plan in summation.plans for integer in plan)), np.int64)
+    rest = numbers.ctypes.data, _NO_KEY.ctypes.data if key is None else key.data_ptr()
     count = tiles(sizes)
     work = sizes.batches * sizes.rows * sizes.columns * sizes.terms
     threads = min(count, torch.get_num_threads()) if work >= PARALLEL_FROM else 1
     ends = [count * i // threads for i in range(threads + 1)]
-    run_parts(summation.loop, [(*addresses, ends[i], ends[i + 1], *rest) for i in range(threads)], *tensors, key)
+    memory, size = np.empty(threads * memory_of(sizes), np.uint8), memory_of(sizes)
+    parts = [(*addresses, ends[i], ends[i + 1], *rest, memory.ctypes.data + i * size) for i in range(threads)]
+    run_parts(summation.loop, parts, *tensors, numbers, key, memory)
 
 
 def _run_on_card(summation: Summation, sizes: Sizes, key: Tensor | None, *tensors: Tensor) -> None:

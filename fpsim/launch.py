@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.kernels.card import CudaKernel
 from fpsim.kernels.compile import CUDA_THREADS
 from fpsim.kernels.containers import narrow_loop, power_loop, widen_loop
 from fpsim.kernels.round import (
@@ -32,6 +31,9 @@ from fpsim.rounding import BINARY32, BINARY64, NOISE_BLOCK, Plan, make_plan
 from fpsim.spec import CONTAINERS, RoundingSpec, container_width
 from fpsim.torch_internals import current_stream_handle, has_no_holes
 
+if TYPE_CHECKING:
+    from fpsim.kernels.card import CudaKernel
+
 # Below this many elements a second thread costs more than it saves: 30 us for the hand-over, 0.2 ns an element.
 PARALLEL_FROM = 1 << 18
 
@@ -43,7 +45,10 @@ class Kernel:
         self.plan, self.masks = plan, masks
         self._parameters = np.array(plan.parameters, np.int64)
         self.address = self._parameters.ctypes.data
-        self.loop = cpu_loop(plan.rule, plan.shape, plan.width, masks)
+
+    @cached_property
+    def loop(self) -> Any:
+        return cpu_loop(self.plan.rule, self.plan.shape, self.plan.width, self.masks).native
 
     @cached_property
     def on_card(self) -> tuple[CudaKernel, int, tuple[int, ...]]:
@@ -53,7 +58,7 @@ class Kernel:
 
     @cached_property
     def fitting_loop(self) -> Any:
-        return cpu_fitting_loop(self.plan.rule, self.plan.shape, self.plan.width)
+        return cpu_fitting_loop(self.plan.rule, self.plan.shape, self.plan.width).native
 
 
 @cache

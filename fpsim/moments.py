@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpsim.kernels.card import array_words, scalar_kernel
 from fpsim.kernels.compile import CUDA_THREADS
 from fpsim.kernels.moments import (
     FIELDS,
@@ -98,6 +97,8 @@ def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tenso
         out = torch.zeros(FIELDS, dtype=torch.float64, device=x.device)
     n = x.numel()
     if x.is_cuda:
+        from fpsim.kernels.card import array_words
+
         size, source = x.element_size(), x.data_ptr()
         blocks, integers, floats = partial_words(n, size)
         rows = torch.zeros(integers, dtype=torch.int64, device=x.device)
@@ -141,6 +142,8 @@ def binades(x: Tensor, power_begins: bool = False) -> tuple[Tensor, int]:
     fields, bias = (256, 127) if x.dtype is torch.float32 else (2048, 1023)
     bins = torch.zeros(fields, dtype=torch.int64, device=x.device)
     if x.is_cuda:
+        from fpsim.kernels.card import array_words
+
         source, n, size = x.data_ptr(), x.numel(), x.element_size()
         arguments = source, n, int(source % 16 == 0), *array_words(bins.data_ptr(), (fields,), 8)
         run_on_card(cuda_exponents(size, power_begins), x, partial_words(n, size)[0], CUDA_THREADS, arguments)
@@ -190,6 +193,8 @@ def on_device(function: Any, *arrays: Tensor) -> None:
     if device.type == "cpu":
         function(*[memory_of(a) for a in arrays])
         return
+    from fpsim.kernels.card import array_words, scalar_kernel
+
     kernel = scalar_kernel(function, tuple((str(a.dtype).removeprefix("torch."), a.dim()) for a in arrays))
     words = (word for a in arrays for word in array_words(a.data_ptr(), tuple(a.shape), a.element_size()))
     run_on_card(kernel, arrays[0], 1, 1, tuple(words))

@@ -11,10 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
 
+from fpsim.deferred import intrinsic, njit
 from fpsim.fixed_point import FixedPoint
 from fpsim.formats import FloatFormat
 
@@ -170,6 +168,9 @@ def _shift(direction: str) -> Callable[..., Any]:
 
         An intrinsic keeps LLVM from widening the shift to 64 bits: 2.7 ms against 0.9 ms for 4M floats.
         """
+        from llvmlite import ir
+        from numba import types
+
         if not isinstance(value, types.Integer) or value != amount:
             return None
 
@@ -189,6 +190,9 @@ shift_left, shift_right = _shift("shl"), _shift("lshr")
 @intrinsic
 def leading_zeros(typingctx: Any, value: Any) -> Any:
     """How many zero bits a uint32 begins with."""
+    from llvmlite import ir
+    from numba import types
+
     if value != types.uint32:
         return None
 
@@ -201,6 +205,9 @@ def leading_zeros(typingctx: Any, value: Any) -> Any:
 @intrinsic
 def rotate_left(typingctx: Any, value: Any, amount: Any) -> Any:
     """Rotate a uint32 by 1 to 31 bits."""
+    from llvmlite import ir
+    from numba import types
+
     if value != types.uint32 or not isinstance(amount, types.Integer):
         return None
 

@@ -14,13 +14,14 @@ import fpsim
 ROOT = Path(__file__).parents[1]
 # The floors of the house, the ground first: a file may import files of lower floors only. A new file gets a place here.
 FLOORS = (
-    "fpsim.checks fpsim.statistics fpsim.torch_internals",
+    "fpsim.checks fpsim.statistics fpsim.torch_internals fpsim.deferred",
     "fpsim.rows fpsim.pictures",
     "fpsim.formats",
     "fpsim.fixed_point fpsim.foreign",
     "fpsim.blocks fpsim.rounding fpsim.kernels fpsim.reference",
-    "fpsim.accumulators fpsim.kernels.compile",
-    "fpsim.kernels.card fpsim.kernels.containers fpsim.kernels.blocks",
+    "fpsim.accumulators fpsim.kernels.compile fpsim.kernels.kept",
+    "fpsim.kernels.card fpsim.kernels.native fpsim.kernels.blocks",
+    "fpsim.kernels.containers",
     "fpsim.kernels.round fpsim.kernels.tally fpsim.kernels.moments fpsim.kernels.sums fpsim.spec fpsim.noise",
     "fpsim.kernels.hadamard fpsim.kernels.block_loops fpsim.kernels.block_tally fpsim.kernels.accumulate fpsim.launch",
     "fpsim.shared_scales fpsim.autograd fpsim.expressions fpsim.gemm fpsim.moments fpsim.emulation.callers "
@@ -92,9 +93,9 @@ FLOORS = (
 RANKS = {name: rank for rank, floor in enumerate(FLOORS) for name in floor.split()}
 # A package enters in these files and in no other.
 ENTERS = {
-    "numba": {"fpsim.rounding", "fpsim.kernels"},
-    "numba.core": {"fpsim.kernels.compile"},
-    "llvmlite": {"fpsim.rounding", "fpsim.kernels.compile", "fpsim.kernels.card"},
+    "numba": {"fpsim.deferred", "fpsim.rounding", "fpsim.kernels"},
+    "numba.core": {"fpsim.deferred", "fpsim.kernels.compile"},
+    "llvmlite": {"fpsim.rounding", "fpsim.kernels.compile", "fpsim.kernels.native", "fpsim.kernels.card"},
     "cuda": {"fpsim.kernels.card"},
     "numba.cuda": {"fpsim.kernels.compile"},
     "numba_cuda": {"fpsim.kernels.compile"},
@@ -120,6 +121,7 @@ WITHOUT_TORCH = (
     "fpsim.statistics",
     "fpsim.formats",
     "fpsim.foreign",
+    "fpsim.deferred",
     "fpsim.accumulators",
     "fpsim.rounding",
     "fpsim.kernels",
@@ -226,6 +228,29 @@ def test_a_kept_law_is_not_reported() -> None:
 def test_a_relative_import_is_refused() -> None:
     with pytest.raises(AssertionError, match="written in full"):
         imports_of("from . import formats")
+
+
+def imported_at_once(source: str) -> set[str]:
+    """What a file imports when it is imported itself: not in a function, and not for its types alone."""
+    found: set[str] = set()
+    for statement in ast.parse(source).body:
+        is_for_types = isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"
+        if not is_for_types and not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            found |= imports_of(ast.unparse(statement))
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "fpsim.kernels.card"])
+def test_numba_is_not_imported_with_a_module(name: str) -> None:
+    # a process whose loops are on disk needs none of it; CUDA's kernels do
+    imported = imported_at_once(MODULES[name].read_text())
+    heavy = [o for o in imported if any(is_within(o, p) for p in ("numba", "numba_cuda", "fpsim.kernels.card"))]
+    assert heavy == []
+
+
+def test_an_import_of_numba_with_a_module_is_found() -> None:
+    assert imported_at_once("def f():\n    import numba\nif TYPE_CHECKING:\n    import numba") == set()
+    assert imported_at_once("if True:\n    from numba import njit") == {"numba.njit"}
 
 
 # An underscore name is used in the file that defines it. What belongs to others is excepted, with the reason.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numba import carray, njit, types
 
-from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
-from fpsim.kernels.compile import compiled_loop, cuda_module, pointer
+from fpsim.deferred import carray, njit
+from fpsim.kernels.compile import cuda_module, pointer, stack_array
+from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.round import key_words
 from fpsim.kernels.sums import (
     BIAS_NOISE,
@@ -27,6 +27,9 @@ from fpsim.kernels.sums import (
     widen,
 )
 from fpsim.rounding import STOCHASTIC
+
+if TYPE_CHECKING:
+    from fpsim.kernels.card import CudaKernel
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
@@ -78,6 +81,29 @@ class Sizes(NamedTuple):
 def tiles(sizes: Sizes) -> int:
     """How many tiles the result has, which are what threads share out."""
     return sizes.batches * -(-sizes.rows // ROWS) * -(-sizes.columns // COLUMNS)
+
+
+SIZES = len(Sizes._fields)
+
+
+@njit(inline="always")
+def _depth(group):  # type: ignore[no-untyped-def]
+    """How many terms are loaded at once: whole groups."""
+    return DEPTH if group == 0 else max(DEPTH // group, 1) * group
+
+
+def memory_of(sizes: Sizes) -> int:
+    """How many bytes of memory a thread of `cpu_loop` needs, beside a few tiles on its stack."""
+    return int(8 * (ROWS + COLUMNS) * _depth.py_func(sizes.group))
+
+
+@njit(inline="always")
+def _eight(numbers, first):  # type: ignore[no-untyped-def]
+    """Eight integers from memory, as values: what is in memory would be loaded again after every store."""
+    return (
+        numbers[first], numbers[first + 1], numbers[first + 2], numbers[first + 3],
+        numbers[first + 4], numbers[first + 5], numbers[first + 6], numbers[first + 7],
+    )  # fmt: skip
 
 
 @njit
@@ -175,26 +201,32 @@ def _make_fold(rule: int, shape: int) -> Callable[..., Any]:
 
 
 @cache
-def cpu_loop(code: Code) -> Callable[..., None]:
+def cpu_loop(code: Code) -> Loop:
     """Tiles `first` to `last` of a product, each from +0: patterns of float32 at addresses a, b and bias, to out.
 
-    sizes: a tuple of Sizes. p, q, o: the integers of the Plans of sums, products and the outer sum. key: the address
-    of two uint32 words. Holds no lock. A thread's own memory is a few tiles.
+    Addresses: numbers (Sizes, and the integers of the Plans of sums, products and the outer sum, as int64); key (two
+    uint32); memory (`memory_of` bytes, a thread's own). Holds no lock.
     """
     add_block = _make_grouped_block(code) if code.grouped else _make_block(code)
     fold = _make_fold(code.outer_rule, code.outer_shape)
+    new_tile, new_noise = stack_array((ROWS, COLUMNS), np.float64), stack_array((8, COLUMNS), np.uint32)
+    new_work = stack_array((2, COLUMNS), np.float64)
 
     @compiled_loop(*code)
-    def loop(a_source, b_source, bias_source, out_target, first, last, sizes, p, q, o, key_source):  # type: ignore[no-untyped-def]
-        _, m, n, k, a_batch, a_row, a_term, b_batch, b_term, b_column, c_batch, c_row, c_column = sizes[:13]
-        out_batch, row_step, step, has_bias, chunk, group, group_bits = sizes[13:]
+    def loop(a_source, b_source, bias_source, out_target, first, last, numbers, key_source, memory):  # type: ignore[no-untyped-def]
+        s = carray(pointer(numbers), (SIZES + 24,), np.int64)
+        m, n, k = s[1], s[2], s[3]
+        a_batch, a_row, a_term, b_batch, b_term, b_column = s[4], s[5], s[6], s[7], s[8], s[9]
+        c_batch, c_row, c_column, out_batch, row_step, step = s[10], s[11], s[12], s[13], s[14], s[15]
+        has_bias, chunk, group, group_bits = s[16], s[17], s[18], s[19]
+        p, q, o = _eight(s, SIZES), _eight(s, SIZES + 8), _eight(s, SIZES + 16)
         a, b = carray(pointer(a_source), (1,), np.uint32), carray(pointer(b_source), (1,), np.uint32)
         bias, out = carray(pointer(bias_source), (1,), np.uint32), carray(pointer(out_target), (1,), np.uint32)
         key = carray(pointer(key_source), (2,), np.uint32)
-        depth = DEPTH if group == 0 else max(DEPTH // group, 1) * group
-        inner, outer = np.empty((ROWS, COLUMNS), np.float64), np.empty((ROWS, COLUMNS), np.float64)
-        values, terms = np.empty((ROWS, depth), np.float64), np.empty((depth, COLUMNS), np.float64)
-        noise, work = np.empty((8, COLUMNS), np.uint32), np.empty((2, COLUMNS), np.float64)
+        depth = _depth(group)
+        values = carray(pointer(memory), (ROWS, depth), np.float64)
+        terms = carray(pointer(memory + 8 * ROWS * depth), (depth, COLUMNS), np.float64)
+        inner, outer, noise, work = new_tile(), new_tile(), new_noise(), new_work()
         down, across = -(-m // ROWS), -(-n // COLUMNS)
         for tile in range(first, last):
             batch, row, column = tile // (down * across), tile % down * ROWS, tile // down % across * COLUMNS
@@ -301,6 +333,10 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
 @cache
 def cuda_loop(code: Code) -> CudaKernel:
     """The kernel with its launch, a thread for each element of the result."""
+    from numba import types
+
+    from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
+
     eight, sizes = types.UniTuple(types.int64, 8), types.UniTuple(types.int64, len(Sizes._fields))
     signature = *[WORDS32] * 4, sizes, eight, eight, eight, INTEGERS, INTEGER, INTEGER
     # inlined: what is not would be compiled for each card

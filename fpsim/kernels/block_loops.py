@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import carray, njit, types
 
+from fpsim.deferred import carray, njit
 from fpsim.kernels.blocks import (
     GAINED,
     PARAMETERS,
@@ -24,10 +24,13 @@ from fpsim.kernels.blocks import (
     make_numbers,
     make_tensor_scale,
 )
-from fpsim.kernels.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel
-from fpsim.kernels.compile import compiled_loop, cuda_module, pointer
+from fpsim.kernels.compile import cuda_module, pointer, stack_array
+from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.round import exchange_halves, fill_noise, key_words, noise_words
 from fpsim.rounding import NOISE_BLOCK, NOISE_LANES, STOCHASTIC
+
+if TYPE_CHECKING:
+    from fpsim.kernels.card import CudaKernel
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
@@ -59,7 +62,7 @@ def amax_of(xs, count, amax):  # type: ignore[no-untyped-def]
 
 
 @cache
-def cpu_amax() -> Callable[..., int]:
+def cpu_amax() -> Loop:
     """The pattern of the largest finite magnitude of `n` float32 at address `src`."""
 
     @compiled_loop()
@@ -87,6 +90,13 @@ def _numbers_of(scale_shape: int, kind: int) -> Callable[..., Any]:
         return far
 
     return fill  # type: ignore[no-any-return]
+
+
+@cache
+def _memory_of(count: int) -> tuple[Callable[[], Any], ...]:
+    """What gives a loop its memory: of a block of noise, and of the unsigned, signed and real numbers of blocks."""
+    kinds = np.uint32, np.int32, np.float32
+    return stack_array(NOISE_BLOCK, np.uint32), *(stack_array(count, kind) for kind in kinds)
 
 
 @cache
@@ -124,7 +134,7 @@ def _run_along(rule: int, shape: int, kind: int) -> Callable[..., Any]:
 
 
 @cache
-def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[..., None]:
+def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
     """Round blocks whose elements lie side by side: `inner` is 1.
 
     Addresses: src, dst; parameters (of a BlockPlan); key (two uint32); shared (two int64: a pattern to take instead of
@@ -137,6 +147,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[..
     fill, run = _numbers_of(scale_shape, kind), _run_along(rule, shape, kind)
     tensor_scale, apply_far = make_tensor_scale(kind), make_apply_far(rule, shape, kind)
     u32, i64 = np.uint32, np.int64
+    new_noise, new_words, new_integers, new_floats = _memory_of(BATCH)
 
     @compiled_loop(rule, shape, scale_shape, kind, error_model="numpy")
     def loop(src, dst, dims, parameters, key, shared, scales, first, last):  # type: ignore[no-untyped-def]
@@ -147,10 +158,9 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[..
         x, y = carray(pointer(src), (n,), u32), carray(pointer(dst), (n,), u32)
         row_blocks, column_blocks = -(-rows // r), -(-columns // c)
         found = carray(pointer(scales), (outer * row_blocks * middle * column_blocks,), np.float32)
-        noise, have, whole = np.empty(NOISE_BLOCK, u32), -1, tensor_scale(common[1], p)
-        amaxes, largests, overflows = np.empty(BATCH, u32), np.empty(BATCH, u32), np.empty(BATCH, u32)
-        smallests, origins, exponents = np.empty(BATCH, u32), np.empty(BATCH, np.int32), np.empty(BATCH, np.int32)
-        by, back = np.empty(BATCH, np.float32), np.empty(BATCH, np.float32)
+        noise, have, whole = new_noise(), -1, tensor_scale(common[1], p)
+        amaxes, largests, overflows, smallests = new_words(), new_words(), new_words(), new_words()
+        origins, exponents, by, back = new_integers(), new_integers(), new_floats(), new_floats()
         unit = first
         while unit < last:  # neighbours along C, whose numbers are computed side by side
             row, column = unit // column_blocks, unit % column_blocks
@@ -164,7 +174,8 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[..
                 amaxes[b] = amax
             fill(count, amaxes, common[0], whole, p, origins, largests, overflows, smallests, by, back, exponents)
             if scales != 0:
-                found[unit : unit + count] = back[:count]
+                for b in range(count):
+                    found[unit + b] = back[b]
             for b in range(count):
                 begin, length = line + (column + b) * c, min(c, columns - (column + b) * c)
                 far = kind <= GAINED and not is_near(exponents[b], p)
@@ -218,7 +229,7 @@ def _run_across(rule: int, shape: int, kind: int) -> Callable[..., Any]:
 
 
 @cache
-def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[..., None]:
+def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
     """Round blocks whose neighbours in memory belong to other blocks: `inner` is above 1.
 
     As cpu_along, but a unit of work is `lanes_of` blocks side by side; units are counted by outer, R, middle, C, lanes.
@@ -226,6 +237,7 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[.
     fill, run = _numbers_of(scale_shape, kind), _run_across(rule, shape, kind)
     tensor_scale, apply_far = make_tensor_scale(kind), make_apply_far(rule, shape, kind)
     u32, i64 = np.uint32, np.int64
+    new_noise, new_words, new_integers, new_floats = _memory_of(LANES)
 
     @compiled_loop(rule, shape, scale_shape, kind, error_model="numpy")
     def loop(src, dst, dims, parameters, key, shared, scales, first, last):  # type: ignore[no-untyped-def]
@@ -238,10 +250,9 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[.
         found = carray(pointer(scales), (outer * row_blocks * middle * column_blocks * inner,), np.float32)
         lanes = LANES if r * c <= LONG_BLOCK else LANES_OF_LONG
         lane_blocks = -(-inner // lanes)
-        noise, have, whole = np.empty(NOISE_BLOCK, u32), -1, tensor_scale(common[1], p)
-        amaxes, largests, overflows = np.empty(LANES, u32), np.empty(LANES, u32), np.empty(LANES, u32)
-        smallests, origins, exponents = np.empty(LANES, u32), np.empty(LANES, np.int32), np.empty(LANES, np.int32)
-        by, back = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+        noise, have, whole = new_noise(), -1, tensor_scale(common[1], p)
+        amaxes, largests, overflows, smallests = new_words(), new_words(), new_words(), new_words()
+        origins, exponents, by, back = new_integers(), new_integers(), new_floats(), new_floats()
         for unit in range(first, last):
             block, lane = unit // lane_blocks, unit % lane_blocks * lanes
             rest, column = block // column_blocks, block % column_blocks
@@ -249,7 +260,8 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[.
             o, row = rest // row_blocks, rest % row_blocks
             width, height, length = min(lanes, inner - lane), min(r, rows - row * r), min(c, columns - column * c)
             base = (((o * rows + row * r) * middle + m) * columns + column * c) * inner + lane
-            amaxes[:] = u32(0)
+            for i in range(width):
+                amaxes[i] = 0
             for t in range(height * length):
                 start = base + t // length * step + t % length * inner
                 xs = x[start : start + width]
@@ -257,7 +269,8 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[.
                     amaxes[i] = max(amaxes[i], finite_magnitude(xs[i]))
             far = fill(width, amaxes, common[0], whole, p, origins, largests, overflows, smallests, by, back, exponents)
             if scales != 0:
-                found[block * inner + lane : block * inner + lane + width] = back[:width]
+                for i in range(width):
+                    found[block * inner + lane + i] = back[i]
             for t in range(height * length):
                 start = base + t // length * step + t % length * inner
                 xs, ys = x[start : start + width], y[start : start + width]
@@ -322,6 +335,10 @@ def cuda_kernel(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[
 @cache
 def cuda_loop(rule: int, shape: int, scale_shape: int, kind: int) -> CudaKernel:
     """The kernel with its launch, a thread for each block of the format."""
+    from numba import types
+
+    from fpsim.kernels.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel
+
     parameters = types.UniTuple(types.int64, PARAMETERS)
     key = INTEGERS, INTEGER, INTEGER
     signature = WORDS32, WORDS32, *[INTEGER] * 7, parameters, INTEGERS, FLOATS32, INTEGER, *key

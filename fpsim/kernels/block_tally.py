@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import carray, njit, types
 
+from fpsim.deferred import carray, njit
 from fpsim.kernels.blocks import (
     DIVIDED,
     FLOAT32_LARGEST,
@@ -25,9 +25,7 @@ from fpsim.kernels.blocks import (
     wanted_exponent,
     wanted_scale,
 )
-from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, CudaKernel
 from fpsim.kernels.compile import (
-    compiled_loop,
     cuda_module,
     float32_bits,
     float32_of,
@@ -36,6 +34,7 @@ from fpsim.kernels.compile import (
     pointer,
 )
 from fpsim.kernels.containers import widened
+from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.statistics import (
     BLOCK_FIELDS,
     BLOCK_SATURATED,
@@ -47,6 +46,9 @@ from fpsim.statistics import (
     SMALLEST_SCALE,
     ZERO_BLOCKS,
 )
+
+if TYPE_CHECKING:
+    from fpsim.kernels.card import CudaKernel
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
@@ -97,7 +99,7 @@ def end_of_range(before, after, normal, saturated):  # type: ignore[no-untyped-d
 
 
 @cache
-def cpu_loop(scale_shape: int, kind: int) -> Callable[..., None]:
+def cpu_loop(scale_shape: int, kind: int) -> Loop:
     """Tally the blocks `first` to `last`, counted by outer, R, middle, C and inner, into the BLOCK_FIELDS at `row`.
 
     Addresses: src, dst (float32, before and after); dims (of BlockAxes); parameters (of a BlockPlan); shared (three
@@ -203,6 +205,10 @@ def cuda_kernel(scale_shape: int, kind: int) -> Callable[..., None]:
 @cache
 def cuda_loop(scale_shape: int, kind: int) -> CudaKernel:
     """The kernel with its launch, a thread for each block of the format."""
+    from numba import types
+
+    from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, CudaKernel
+
     parameters, out = types.UniTuple(types.int64, PARAMETERS), types.Array(types.int64, 1, "C")
     signature = WORDS32, WORDS32, *[INTEGER] * 7, parameters, INTEGERS, out, *[types.float64] * 3
     return CudaKernel(partial(cuda_kernel, scale_shape, kind), signature, "block_tally", scale_shape, kind)

@@ -11,8 +11,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from fpsim.deferred import njit
 from fpsim.kernels.compile import float32_bits, float32_of
 from fpsim.rounding import leading_zeros, make_at_scale, make_round
 

@@ -25,7 +25,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from fpsim.checks import pip_install
-from fpsim.kernels.compile import cuda_module, for_device, kept_code, source_digest
+from fpsim.kernels.compile import cuda_module, for_device
+from fpsim.kernels.kept import kept_code, source_digest
 
 IS_SIMULATED = bool(numba.config.ENABLE_CUDASIM)  # which is settled when Numba is imported
 VECTOR_BYTES = 16  # what one load of a thread brings at most

@@ -1,171 +1,154 @@
-"""Numba's machinery: the cache of compiled loops on disk, and the way to numba-cuda."""
+"""Numba's machinery: from a loop to object code that Python can call, stack memory, and the way to numba-cuda.
+
+Numba is imported when one of these functions is called.
+"""
 
 from __future__ import annotations
 
-import glob
-import hashlib
-import os
-import pickle
+import math
 import types as types_module
-import uuid
 import warnings
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core.caching import FunctionCache
-from numba.core.registry import cpu_target
-from numba.core.serialize import dumps
-from numba.extending import intrinsic
 
-from fpsim import rounding, statistics
 from fpsim.checks import pip_install
+from fpsim.deferred import Deferred, carray, intrinsic, njit
 
-# Every file whose code or constants are compiled in.
-SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(rounding.__file__), Path(statistics.__file__))
+ENTRY = "fpsim_entry"  # the name of a loop in its object code: a function (self, arguments, count) as Python calls it
+FUNCTIONS = {  # of Python that it calls: what they give, and what they take
+    "PyLong_AsLongLong": "integer object",
+    "PyFloat_AsDouble": "float object",
+    "PyErr_Occurred": "object",
+    "PyErr_SetString": "nothing object object",
+    "PyEval_SaveThread": "object",
+    "PyEval_RestoreThread": "nothing object",
+    "PyLong_FromLongLong": "object integer",
+    "PyFloat_FromDouble": "object float",
+}
+
+
+def object_code(function: Callable[..., Any], fastmath: Any, error_model: str) -> bytes:
+    """The machine code of a loop, with its entry. All that it needs beside FUNCTIONS comes from the C library.
+
+    function: of integers and, where they are annotated so, floats. It allocates nothing: see `stack_array`.
+    """
+    from numba import types
+    from numba.core import compiler
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
+    from numba.core.registry import cpu_target
+
+    class Compiler(_FunctionCompiler):  # type: ignore[misc]
+        def _customize_flags(self, flags: Any) -> Any:
+            flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+            flags.no_compile = True  # the entry is yet to come
+            return flags
+
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    kinds = [types.float64 if function.__annotations__.get(name) == "float" else types.int64 for name in names]
+    options = {"nopython": True, "fastmath": fastmath, "error_model": error_model}
+    with global_compiler_lock:
+        cpu_target.typing_context.refresh()
+        cpu_target.target_context.refresh()
+        done = Compiler(function, cpu_target, options, {}, compiler.Compiler).compile(tuple(kinds), None)
+        library = done.library
+        library.add_ir_module(_entry_module(done, names))
+        module = library._final_module
+        for other in library._linking_libraries:
+            module.link_in(other._get_module_for_linking(), preserve=True)
+        library._optimize_final_module()
+        module.verify()
+        return bytes(library.codegen._tm.emit_object(module))
+
+
+def _entry_module(done: Any, names: tuple[str, ...]) -> Any:
+    """The entry of a compiled function: from objects to numbers, the call without the interpreter's lock, and back."""
+    from llvmlite import ir
+    from numba import types
+
+    integer, floating, small = ir.IntType(64), ir.DoubleType(), ir.IntType(32)
+    object_, nothing = ir.IntType(8).as_pointer(), ir.VoidType()
+    kinds = {"integer": integer, "float": floating, "object": object_, "nothing": nothing}
+    context, returned = done.target_context, done.signature.return_type
+    module = done.library.create_ir_module("entry")
+    python = {}
+    for name, words in FUNCTIONS.items():
+        gives, *takes = (kinds[word] for word in words.split())
+        python[name] = ir.Function(module, ir.FunctionType(gives, takes), name)
+    entry = ir.Function(module, ir.FunctionType(object_, [object_, object_.as_pointer(), integer]), ENTRY)
+    builder = ir.IRBuilder(entry.append_basic_block())
+    # Numba counts references to arrays; theirs own no memory, so that this, which would free it, is never called
+    free = ir.Function(module, ir.FunctionType(nothing, [object_]), "NRT_MemInfo_call_dtor")
+    ir.IRBuilder(free.append_basic_block()).unreachable()
+    error, arguments, given = entry.args
+    null = ir.Constant(object_, None)
+
+    def fail(what: str) -> None:
+        """Raise the error that is the entry's `self`."""
+        text = bytearray(what.encode() + b"\0")
+        message = ir.GlobalVariable(module, ir.ArrayType(ir.IntType(8), len(text)), module.get_unique_name("message"))
+        message.linkage, message.global_constant = "internal", True
+        message.initializer = ir.Constant(message.value_type, text)
+        builder.call(python["PyErr_SetString"], [error, builder.bitcast(message, object_)])
+        builder.ret(null)
+
+    with builder.if_then(builder.icmp_signed("!=", given, integer(len(names))), likely=False):
+        fail(f"This loop takes {len(names)} numbers: {', '.join(names)}.")
+    values = []
+    for i, kind in enumerate(done.signature.args):
+        convert = python["PyFloat_AsDouble" if kind is types.float64 else "PyLong_AsLongLong"]
+        values.append(builder.call(convert, [builder.load(builder.gep(arguments, [small(i)]))]))
+    with builder.if_then(builder.icmp_unsigned("!=", builder.call(python["PyErr_Occurred"], []), null), likely=False):
+        builder.ret(null)
+    thread = builder.call(python["PyEval_SaveThread"], [])
+    callee = context.declare_function(module, done.fndesc)
+    status, result = context.call_conv.call_function(builder, callee, returned, done.signature.args, values)
+    builder.call(python["PyEval_RestoreThread"], [thread])
+    with builder.if_then(status.is_error, likely=False):
+        fail("A compiled loop failed: a division by zero, or arrays of different lengths. This is a bug of fpsim.")
+    if isinstance(returned, types.Float):
+        wide = context.cast(builder, result, returned, types.float64)
+        builder.ret(builder.call(python["PyFloat_FromDouble"], [wide]))
+    else:
+        wide = integer(0) if returned == types.none else context.cast(builder, result, returned, types.int64)
+        builder.ret(builder.call(python["PyLong_FromLongLong"], [wide]))
+    return module
 
 
 @cache
-def _sources() -> bytes:
-    return b"".join(path.read_bytes() for path in SOURCES)
+def stack_array(shape: int | tuple[int, ...], kind: Any) -> Callable[[], Any]:
+    """A function for loops that gives an array of this shape and type, without values, on the stack of the loop."""
+    size = math.prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(kind).itemsize
+    extents = shape if isinstance(shape, tuple) else (shape,)
 
+    @intrinsic
+    def memory(typingctx: Any) -> Any:
+        from llvmlite import ir
+        from numba import types
 
-class DiskCache(FunctionCache):
-    """Numba's cache on disk, keyed by what is compiled in: its own key changes with every process for closures.
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            with builder.goto_entry_block():  # once, whatever loop it stands in
+                place = builder.alloca(ir.ArrayType(ir.IntType(8), size))
+                place.align = 64
+            return builder.bitcast(place, ir.IntType(8).as_pointer())
 
-    Each key, signature, processor and state of the sources has a file of its own, which begins with its digest. What is
-    torn, empty or changed is compiled anew and replaced: nobody runs machine code in which a bit has flipped. Numba's
-    way, one index for all closures of a function, is written without a lock: two processes that compile at once could
-    leave one rule's code under another's key.
+        return types.voidptr(), generate
 
-    Raises OSError or RuntimeError where there is no place for files.
-    """
+    @njit(inline="always")
+    def array():  # type: ignore[no-untyped-def]
+        return carray(memory(), extents, kind)
 
-    def __init__(self, function: Callable[..., None], key: tuple[int, ...]) -> None:
-        super().__init__(function)
-        machine = repr((numba.__version__, cpu_target.target_context.codegen().magic_tuple()))
-        digest = hashlib.sha256(_sources() + machine.encode()).hexdigest()[:16]
-        self._folder = Path(self._cache_path)
-        self._name = "-".join((self._impl.filename_base, *map(str, key), digest))
-
-    def _file_of(self, signature: Any) -> Path:
-        return self._folder / f"{self._name}-{hashlib.sha256(str(signature).encode()).hexdigest()[:8]}.nbc"
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        target_context.refresh()
-        payload = read_whole(self._file_of(sig)) if self._enabled else None
-        if payload is None:
-            return None
-        try:
-            return self._impl.rebuild(target_context, pickle.loads(payload))
-        except Exception:  # whole, and of libraries that have changed since: as good as none
-            return None
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        if not self._enabled or not self._impl.check_cachable(data):
-            return
-        try:
-            self._impl.locator.ensure_cache_path()
-            write_whole(self._file_of(sig), dumps(self._impl.reduce(data)))
-        except OSError as error:
-            _warn_that_nothing_is_kept(error)
-
-    def flush(self) -> None:
-        for file in self._folder.glob(f"{glob.escape(self._name)}-*"):
-            file.unlink(missing_ok=True)
-
-
-def _digest(file: Path, payload: bytes) -> bytes:
-    return hashlib.sha256(file.name.encode() + payload).digest()  # the name: a file is not to stand in for another
-
-
-def write_whole(file: Path, payload: bytes) -> None:
-    """Write a file that `read_whole` knows to be whole; others see all of it or nothing. Raises OSError."""
-    temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex[:16]}.tmp")
-    try:
-        temporary.write_bytes(_digest(file, payload) + payload)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def read_whole(file: Path) -> bytes | None:
-    """What `write_whole` wrote under this name; None where there is nothing, or a single bit of it has changed."""
-    try:
-        content = file.read_bytes()
-    except OSError:
-        return None
-    size = hashlib.sha256().digest_size
-    digest, payload = content[:size], content[size:]
-    return payload if digest == _digest(file, payload) else None
-
-
-def source_digest(toolchain: str) -> str:
-    """The name of a state of the sources, compiled by these tools."""
-    return hashlib.sha256(_sources() + toolchain.encode()).hexdigest()[:16]
-
-
-def kept_code(name: str, make: Callable[[], bytes]) -> bytes:
-    """What is kept on disk under this name, beside the compiled loops. Where there is nothing whole, it is made."""
-    try:
-        cache = FunctionCache(kept_code)
-    except (OSError, RuntimeError) as error:  # Numba's error where no folder can be written is a RuntimeError
-        _warn_that_nothing_is_kept(error)
-        return make()
-    file = Path(cache._cache_path) / name
-    code = read_whole(file)
-    if code is None:
-        code = make()
-        try:
-            cache._impl.locator.ensure_cache_path()
-            write_whole(file, code)
-        except OSError as error:
-            _warn_that_nothing_is_kept(error)
-    return code
-
-
-_is_warned = False
-
-
-def _warn_that_nothing_is_kept(error: Exception) -> None:
-    global _is_warned
-    if not _is_warned:  # once for all loops
-        _is_warned = True
-        warnings.warn(
-            f"Compiled loops cannot be kept on disk ({error}): each process will compile its own, which takes seconds. "
-            f"Set NUMBA_CACHE_DIR to a folder that can be written.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-def compiled_loop(
-    *key: int, fastmath: Any = False, error_model: str = "python"
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile a loop of the CPU, which holds no lock while it runs, and keep its code on disk if that can be done.
-
-    key: what tells it apart from the other closures of the same source.
-    error_model: "numpy" divides by zero as IEEE 754 says; "python" branches, to raise an error.
-    """
-
-    def compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
-        loop = njit(nogil=True, fastmath=fastmath, error_model=error_model)(function)
-        try:
-            loop._cache = DiskCache(loop.py_func, key)
-        except (OSError, RuntimeError) as error:  # Numba's error where no folder can be written is a RuntimeError
-            _warn_that_nothing_is_kept(error)
-        return loop  # type: ignore[no-any-return]
-
-    return compile_loop
+    return array  # type: ignore[no-any-return]
 
 
 @intrinsic
 def pointer(typingctx: Any, address: Any) -> Any:
+    from llvmlite import ir
+    from numba import types
+
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
 
@@ -174,6 +157,9 @@ def pointer(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def float64_bits(typingctx: Any, x: Any) -> Any:
+    from llvmlite import ir
+    from numba import types
+
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.IntType(64))
 
@@ -182,27 +168,35 @@ def float64_bits(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def float64_of_bits(typingctx: Any, bits: Any) -> Any:
+    from llvmlite import ir
+    from numba import types
+
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.DoubleType())
 
     return types.float64(types.uint64), generate
 
 
-def _bitcast(source: Any, target: Any, kind: Any) -> Any:
-    def bitcast(typingctx: Any, x: Any) -> Any:
-        if x != source:
-            return None
+@intrinsic
+def _to_bits(typingctx: Any, x: Any) -> Any:
+    from llvmlite import ir
+    from numba import types
 
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.bitcast(arguments[0], kind)
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
 
-        return target(source), generate
-
-    return intrinsic(bitcast)
+    return (types.uint32(types.float32), generate) if x == types.float32 else None
 
 
-_to_bits = _bitcast(types.float32, types.uint32, ir.IntType(32))
-_to_float = _bitcast(types.uint32, types.float32, ir.FloatType())
+@intrinsic
+def _to_float(typingctx: Any, bits: Any) -> Any:
+    from llvmlite import ir
+    from numba import types
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return (types.float32(types.uint32), generate) if bits == types.uint32 else None
 
 
 @njit(inline="always")
@@ -241,10 +235,13 @@ def cuda_module() -> Any:
 
 def for_device(function: types_module.FunctionType) -> types_module.FunctionType:
     """A copy of a Python function in which those that it calls, compiled for the CPU or not, are inlined."""
+    from numba import njit
 
     def of(value: Any) -> Any:
         called = getattr(value, "py_func", value)
-        return njit(inline="always")(for_device(called)) if isinstance(called, types_module.FunctionType) else value
+        if isinstance(called, types_module.FunctionType):
+            return njit(inline="always")(for_device(called))
+        return value.compiled if isinstance(value, Deferred) else value
 
     code = function.__code__
     used = {name: of(value) for name, value in function.__globals__.items() if name in code.co_names}

@@ -11,9 +11,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
 
-from fpsim.kernels.compile import compiled_loop, float64_bits, float64_of_bits, pointer
+from fpsim.deferred import carray, njit
+from fpsim.kernels.compile import float64_bits, float64_of_bits, pointer
+from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.rounding import shift_right
 
 _SIGN32, _SIGN64 = np.uint32(1 << 31), np.uint64(1 << 63)
@@ -107,7 +108,7 @@ def times_power(u, log2_scale):  # type: ignore[no-untyped-def]
 
 
 @cache
-def widen_loop() -> Callable[..., None]:
+def widen_loop() -> Loop:
     """Convert `n` float32 at address `src` to float64 at `dst`."""
 
     @compiled_loop()
@@ -121,7 +122,7 @@ def widen_loop() -> Callable[..., None]:
 
 
 @cache
-def narrow_loop() -> Callable[..., None]:
+def narrow_loop() -> Loop:
     """Convert `n` float64 at address `src`, each a number that float32 holds, to float32 at `dst`."""
 
     @compiled_loop()
@@ -135,7 +136,7 @@ def narrow_loop() -> Callable[..., None]:
 
 
 @cache
-def power_loop() -> Callable[..., None]:
+def power_loop() -> Loop:
     """Multiply `n` float64 at address `src` by 2**log2_scale, in place."""
 
     @compiled_loop()

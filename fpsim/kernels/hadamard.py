@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import carray, njit
 
-from fpsim.kernels.card import FLOATS32, FLOATS64, INTEGER, INTEGERS, CudaKernel
-from fpsim.kernels.compile import CUDA_THREADS, compiled_loop, cuda_module, pointer
+from fpsim.deferred import carray, njit
+from fpsim.kernels.compile import CUDA_THREADS, cuda_module, pointer, stack_array
+from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.round import key_words
 from fpsim.rounding import NOISE_ROUNDS, threefry
+
+if TYPE_CHECKING:
+    from fpsim.kernels.card import CudaKernel
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
@@ -86,7 +89,7 @@ def floating_of(width: int) -> Any:
 
 
 @cache
-def cpu_loop(size: int, width: int) -> Callable[..., None]:
+def cpu_loop(size: int, width: int) -> Loop:
     """Transform the lines `first` to `last` of the memory at address `src` into that at `dst`, which may be `src`.
 
     pattern, is_random: where the signs come from, see `is_negated`; `key` is the address of two uint32 words.
@@ -94,14 +97,17 @@ def cpu_loop(size: int, width: int) -> Callable[..., None]:
     """
     floating, stages = floating_of(width), _stages(size)
     factor, one = floating(size**-0.5), floating(1)
+    new_rows, new_signs = stack_array(size * LANES, floating), stack_array(size, floating)
+    new_bases = stack_array(LANES, np.int64)
 
     @compiled_loop(size, width)
     def loop(src, dst, first, last, inner, pattern, is_random, is_inverse, key):  # type: ignore[no-untyped-def]
         k = carray(pointer(key), (2,), np.uint32)
         lines = last + inner  # an upper bound, for the arrays' declared length alone
         x, y = carray(pointer(src), (lines * size,), floating), carray(pointer(dst), (lines * size,), floating)
-        rows, bases = np.zeros(size * LANES, floating), np.zeros(LANES, np.int64)
-        before, after = np.empty(size, floating), np.empty(size, floating)
+        rows, bases, before, after = new_rows(), new_bases(), new_signs(), new_signs()
+        for i in range(size * LANES):
+            rows[i] = 0  # lanes without a line are transformed too
         for e in range(size):
             sign = -one if is_negated(e, pattern, is_random, k[0], k[1]) else one
             before[e], after[e] = (one, sign * factor) if is_inverse else (sign, factor)
@@ -188,6 +194,8 @@ def threads_of(size: int) -> int:
 @cache
 def cuda_loop(size: int, width: int) -> CudaKernel:
     """The kernel with its launch, in blocks of `threads_of(size)`."""
+    from fpsim.kernels.card import FLOATS32, FLOATS64, INTEGER, INTEGERS, CudaKernel
+
     floats = FLOATS32 if width == 32 else FLOATS64
     signature = floats, floats, *[INTEGER] * 5, INTEGERS, INTEGER, INTEGER
     return CudaKernel(partial(cuda_kernel, size, width), signature, "hadamard", size, width)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import carray, njit, types
 
 from fpsim import rounding
-from fpsim.kernels.card import FLOATS64, INTEGER, WORDS32, WORDS64, CudaKernel, for_card, vector_access
+from fpsim.deferred import carray, njit
 from fpsim.kernels.compile import (
     CUDA_THREADS,
-    compiled_loop,
     cuda_module,
     float32_of,
     float64_of_bits,
@@ -22,6 +20,7 @@ from fpsim.kernels.compile import (
     pointer,
 )
 from fpsim.kernels.containers import UNIT, make_value
+from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.statistics import (
     AMAX,
     AMIN,
@@ -36,13 +35,16 @@ from fpsim.statistics import (
     Moments,
 )
 
+if TYPE_CHECKING:
+    from fpsim.kernels.card import CudaKernel
+
 FIELDS = len(Moments._fields)
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
 
 @cache
-def moments_loop(size: int, only_amax: bool, logs: bool) -> Callable[..., None]:
+def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
     """Gather the Moments of `n` numbers of `size` bytes from address `src` into the float64 fields at `row`.
 
     The extremes go by bit patterns, which vectorise; so do the sums, because their order is left to the compiler.
@@ -100,7 +102,7 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Callable[..., None]:
 
 
 @cache
-def exponents_loop(size: int, power_begins: bool = False) -> Callable[..., None]:
+def exponents_loop(size: int, power_begins: bool = False) -> Loop:
     """Count `n` numbers from address `src` by binade into int64 at `bins`: bin f holds 2**(f-b) < |x| <= 2**(f-b+1).
 
     f is the exponent field of the next smaller magnitude, b the bias, so that a power of two ends its bin: at a
@@ -229,6 +231,8 @@ def cuda_moments_kernel(size: int, only_amax: bool, logs: bool) -> Callable[...,
     cuda = cuda_module()
     from numba import float64, int64
 
+    from fpsim.kernels.card import vector_access
+
     load, _ = vector_access(8 * size)
     begin, take = _make_take(size, only_amax, logs)
     take_all = _for_each(take, 16 // size)
@@ -327,6 +331,8 @@ def cuda_exponents_kernel(size: int, power_begins: bool = False) -> Callable[...
     cuda = cuda_module()
     from numba import int64, uint32
 
+    from fpsim.kernels.card import vector_access
+
     uint, _ = integers(8 * size)
     load, _ = vector_access(8 * size)
     container = rounding.BINARY32 if size == 4 else rounding.BINARY64
@@ -366,6 +372,10 @@ def cuda_exponents_kernel(size: int, power_begins: bool = False) -> Callable[...
 @cache
 def cuda_moments(size: int, only_amax: bool, logs: bool) -> CudaKernel:
     """The kernel with its launch, in as many blocks as `partial_words` has it."""
+    from numba import types
+
+    from fpsim.kernels.card import FLOATS64, INTEGER, WORDS32, WORDS64, CudaKernel, for_card
+
     patterns, rows = WORDS32 if size == 4 else WORDS64, types.Array(types.int64, 1, "C")
     signature = patterns, INTEGER, INTEGER, rows, FLOATS64, FLOATS64
     return CudaKernel(
@@ -376,6 +386,10 @@ def cuda_moments(size: int, only_amax: bool, logs: bool) -> CudaKernel:
 @cache
 def cuda_exponents(size: int, power_begins: bool = False) -> CudaKernel:
     """The kernel with its launch, in any number of blocks."""
+    from numba import types
+
+    from fpsim.kernels.card import INTEGER, WORDS32, WORDS64, CudaKernel, for_card
+
     signature = WORDS32 if size == 4 else WORDS64, INTEGER, INTEGER, types.Array(types.int64, 1, "C")
     return CudaKernel(
         lambda: for_card(cuda_exponents_kernel(size, power_begins)), signature, "exponents", size, power_begins

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numba import carray, njit
 
 from fpsim import rounding
-from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, WORDS64, CudaKernel, vector_access
-from fpsim.kernels.compile import CUDA_THREADS, compiled_loop, cuda_module, integers, pointer
+from fpsim.deferred import carray, njit
+from fpsim.kernels.compile import CUDA_THREADS, cuda_module, integers, pointer, stack_array
 from fpsim.kernels.containers import make_limit, make_value
+from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.rounding import (
     NOISE_BLOCK,
     NOISE_LANES,
@@ -23,6 +23,9 @@ from fpsim.rounding import (
     rotate_left,
     threefry,
 )
+
+if TYPE_CHECKING:
+    from fpsim.kernels.card import CudaKernel
 
 
 class Masks(NamedTuple):
@@ -97,6 +100,7 @@ def _cpu_body(
     round_bits, at_scale, is_mask = make_round(rule, shape, width), make_at_scale(width), _make_is_mask(width, masks)
     uint, sint = integers(width)
     to_top, magnitude_mask = uint(width - 32), uint((1 << (width - 1)) - 1)
+    new_noise = stack_array(NOISE_BLOCK, np.uint32)
 
     @njit(inline="always")
     def body(x, y, n, p, key, block, log2_scale, limit):  # type: ignore[no-untyped-def]
@@ -104,7 +108,7 @@ def _cpu_body(
         origin, largest, overflow, smallest = at_scale(p[1], p[2], p[3], p[4], log2_scale)
         amax = uint(0)
         if rule == STOCHASTIC:
-            noise = np.empty(NOISE_BLOCK, np.uint32)
+            noise = new_noise()
             for start in range(0, n, NOISE_BLOCK):
                 fill_noise(noise, block, key[0], key[1])
                 block += 1
@@ -135,7 +139,7 @@ def _cpu_body(
 
 
 @cache
-def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Callable[..., None]:
+def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop:
     """Round `n` patterns from address `src` to address `dst` (which may be `src`).
 
     `parameters` is the address of a Plan's integers, `key` that of two uint32 words; the noise starts at block
@@ -161,7 +165,7 @@ def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Call
 
 
 @cache
-def cpu_fitting_loop(rule: int, shape: int, width: int) -> Callable[..., float]:
+def cpu_fitting_loop(rule: int, shape: int, width: int) -> Loop:
     """Round in place those of `n` patterns at address `src` whose magnitude is at most `ceiling`, in one pass.
 
     Gives the largest magnitude of all, inf where one is not finite. The rest is as in `cpu_loop`.
@@ -172,7 +176,7 @@ def cpu_fitting_loop(rule: int, shape: int, width: int) -> Callable[..., float]:
     infinity, limit_of, value_of = uint(container.bits(float("inf"))), make_limit(width), make_value(width)
 
     @compiled_loop(rule, shape, width)
-    def loop(src, n, parameters, key, block, log2_scale, ceiling):  # type: ignore[no-untyped-def]
+    def loop(src, n, parameters, key, block, log2_scale, ceiling: float):  # type: ignore[no-untyped-def]
         p = carray(pointer(parameters), (8,), np.int64)
         scale = carray(pointer(log2_scale), (1,), np.int64)[0]
         k = carray(pointer(key), (2,), np.uint32)
@@ -204,6 +208,8 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
     A thread rounds 16 bytes of neighbours, which it loads and stores at once if they are aligned and all exist. Under
     STOCHASTIC it rounds the eight patterns whose noise comes from one counter, 16 apart: a warp reads whole sectors.
     """
+    from fpsim.kernels.card import vector_access
+
     global cuda
     cuda = cuda_module()
     round_bits, at_scale, is_mask = make_round(rule, shape, width), make_at_scale(width), _make_is_mask(width, masks)
@@ -262,6 +268,8 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
 @cache
 def cuda_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> CudaKernel:
     """The kernel with its launch: (device, stream, blocks, threads, and the arguments of `cuda_kernel`)."""
+    from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, WORDS64, CudaKernel
+
     words = WORDS32 if width == 32 else WORDS64
     signature = words, words, INTEGERS, INTEGERS, *[INTEGER] * 11
     return CudaKernel(partial(cuda_kernel, rule, shape, width, masks), signature, "round", rule, shape, width, *masks)

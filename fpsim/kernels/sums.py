@@ -25,8 +25,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from fpsim.deferred import njit
 from fpsim.kernels.compile import float64_bits, float64_of_bits
 from fpsim.kernels.containers import narrowed, widened
 from fpsim.rounding import NOISE_ROUNDS, ROUNDINGS, STOCHASTIC, make_round, shift_left, threefry

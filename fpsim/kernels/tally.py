@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
 
 import numpy as np
-from numba import carray, njit
 
 from fpsim import rounding
-from fpsim.kernels.compile import compiled_loop, float64_bits, float64_of_bits, pointer
+from fpsim.deferred import carray, njit
+from fpsim.kernels.compile import float64_bits, float64_of_bits, pointer
 from fpsim.kernels.containers import make_limit, widened
+from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.statistics import (
     EXPONENT_FIELDS,
     LOST_COUNTS,
@@ -45,7 +45,7 @@ def square(x):  # type: ignore[no-untyped-def]
 
 
 @cache
-def tally_loop(size: int) -> Callable[..., None]:
+def tally_loop(size: int) -> Loop:
     """Compare `n` numbers of `size` bytes before (address `src`) and after rounding (`dst`), in one pass.
 
     Adds to int64 counts, float64 sums and an int64 histogram, whose fields `statistics` names: TALLY_COUNTS,
@@ -55,7 +55,9 @@ def tally_loop(size: int) -> Callable[..., None]:
     zero = np.uint64(0)
 
     @compiled_loop(size)
-    def loop(src, dst, n, counts, sums, exponents, smallest_normal, saturated_from, largest):  # type: ignore[no-untyped-def]
+    def loop(  # type: ignore[no-untyped-def]
+        src, dst, n, counts, sums, exponents, smallest_normal: float, saturated_from: float, largest: float
+    ):
         x = carray(pointer(src), (n,), uint)
         r = carray(pointer(dst), (n,), uint)
         c = carray(pointer(counts), (len(TALLY_COUNTS),), np.int64)
@@ -98,7 +100,7 @@ def tally_loop(size: int) -> Callable[..., None]:
 
 
 @cache
-def lost_loop(size: int) -> Callable[..., None]:
+def lost_loop(size: int) -> Loop:
     """Count what `n` numbers of `size` bytes at `src` lost when they became those at `dst`.
 
     Adds to the int64 LOST_COUNTS at `counts`: zeros before; other numbers that became zero; finite ones that did not
@@ -110,7 +112,7 @@ def lost_loop(size: int) -> Callable[..., None]:
     zero, infinity = uint(0), uint(container.bits(float("inf")))
 
     @compiled_loop(size)
-    def loop(src, dst, n, limit, counts):  # type: ignore[no-untyped-def]
+    def loop(src, dst, n, limit: float, counts):  # type: ignore[no-untyped-def]
         x = carray(pointer(src), (n,), uint)
         r = carray(pointer(dst), (n,), uint)
         c = carray(pointer(counts), (len(LOST_COUNTS),), np.int64)

@@ -459,9 +459,8 @@ def test_an_interrupt_leaves_no_thread_with_memory_that_was_freed(monkeypatch: p
 
 
 def test_two_variants_of_a_loop_never_share_a_file_of_the_cache() -> None:
-    # Numba numbers the files of one function without a lock: two processes could take each other's code
     names = [
-        loop._cache._file_of("a signature").name
+        loop.file_name
         for loop in (
             *(cpu_loop(rule, shape, width) for rule in range(7) for shape in range(5) for width in (32, 64)),
             tally_loop(4),

@@ -20,7 +20,7 @@ from fpsim import launch
 from fpsim.gemm import as_accumulator, summation_of
 from fpsim.kernels import accumulate, block_loops, hadamard, moments
 from fpsim.kernels.card import CudaKernel, array_words, assembled, scalar_kernel
-from fpsim.kernels.compile import kept_code
+from fpsim.kernels.kept import kept_code
 from fpsim.kernels.round import ALIGNED, HAS_KEY, HAS_SCALE, cuda_loop
 
 pytestmark = pytest.mark.skipif(
@@ -149,7 +149,7 @@ def test_an_array_is_seven_words_as_numba_has_it() -> None:
 
 
 def test_code_is_made_once_and_again_if_a_bit_has_flipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     made: list[int] = []
 
     def make() -> bytes:

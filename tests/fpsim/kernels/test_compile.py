@@ -15,7 +15,7 @@ import pytest
 
 import fpsim
 from fpsim.kernels import accumulate
-from fpsim.kernels.compile import SOURCES
+from fpsim.kernels.kept import SOURCES
 from fpsim.kernels.moments import exponents_loop, moments_loop
 from fpsim.kernels.round import cpu_fitting_loop, cpu_loop
 from fpsim.kernels.tally import lost_loop, tally_loop
@@ -39,7 +39,7 @@ def functions_behind(function: Any, seen: set[int]) -> Iterator[Any]:
     """A function and every one that it calls, compiled or not, that lies in the house."""
     if isinstance(function, type):
         return
-    function = getattr(function, "py_func", None) or getattr(function, "_defn", function)  # an intrinsic's
+    function = getattr(function, "py_func", None) or getattr(function, "generator", function)  # an intrinsic's
     if not inspect.isfunction(function) or id(function) in seen or not function.__module__.startswith("fpsim"):
         return
     seen.add(id(function))
@@ -85,7 +85,7 @@ for _ in range(2):
         # 1 ends the binade from 2**-1 or begins that from 2**0
         found = {int(i) - 127: int(bins[i]) for i in bins.nonzero()[0]}
         assert found == ({0: 1, 1: 1, 2: 1} if power_begins else {-1: 1, 1: 2}), found
-        print('compiled' if loop.stats.cache_misses else 'loaded')
+        print('compiled' if loop.was_compiled else 'loaded')
     exponents_loop.cache_clear()
 """
 
@@ -132,20 +132,20 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_compiled_anew_and_replaced(damage: str, house: Path) -> None:
     assert run(house) == (NEW, "")
-    files = sorted(house.rglob("*.nbc"))
+    files = sorted(house.rglob("*.o"))
     whole = [file.read_bytes() for file in files]
     assert len(files) == 2
     for file in files:
         file.write_bytes(DAMAGES[damage](file.read_bytes()))
     assert run(house) == (NEW, "")
     assert run(house) == (KEPT, "")
-    assert sorted(house.rglob("*.nbc")) == files
+    assert sorted(house.rglob("*.o")) == files
     assert all(len(file.read_bytes()) == len(content) for file, content in zip(files, whole, strict=True))
 
 
 def test_a_file_does_not_stand_in_for_another(house: Path) -> None:
     assert run(house) == (NEW, "")
-    first, second = sorted(house.rglob("*.nbc"))
+    first, second = sorted(house.rglob("*.o"))
     contents = first.read_bytes(), second.read_bytes()
     first.write_bytes(contents[1])
     second.write_bytes(contents[0])
@@ -166,7 +166,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_and_nothing_else(house:
 
 def test_a_file_that_cannot_be_replaced_costs_a_warning_and_nothing_else(house: Path) -> None:
     assert run(house) == (NEW, "")
-    for file in house.rglob("*.nbc"):
+    for file in house.rglob("*.o"):
         file.unlink()
         file.mkdir()
     found, said = run(house)

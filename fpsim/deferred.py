@@ -1,0 +1,81 @@
+"""Numba's decorators, for modules that do not import Numba: that takes a second, and kept machine code needs none.
+
+What they give stands for Numba's own object, which is made when a function that uses it is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+
+class Deferred:
+    """Stands for an object of Numba in functions that Numba compiles.
+
+    make: gives the object, once.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    @cached_property
+    def compiled(self) -> Any:
+        """Numba's object."""
+        return self._make()
+
+    @property
+    def _numba_type_(self) -> Any:  # where Numba looks for the type of a global
+        from numba.core.registry import cpu_target
+
+        value = self.compiled
+        cpu_target.typing_context.refresh()  # it learns of a new intrinsic
+        return cpu_target.typing_context.resolve_value_type(value)
+
+
+class Function(Deferred):
+    """A Python function, `py_func`, that Numba compiles with these options into those that call it."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        super().__init__(self._compile)
+        self.py_func, self.targetoptions = function, options  # under the names by which Numba inlines it
+
+    def _compile(self) -> Any:
+        import numba
+
+        return numba.njit(**self.targetoptions)(self.py_func)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.compiled(*arguments)
+
+
+class Intrinsic(Deferred):
+    """A function that gives Numba a type and LLVM's instructions."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(self._register)
+        self.generator = function
+
+    def _register(self) -> Any:
+        from numba.extending import intrinsic
+
+        return intrinsic(self.generator)
+
+
+def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """`numba.njit`, deferred."""
+    return Function(function, options) if function is not None else lambda function: Function(function, options)
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """`numba.extending.intrinsic`, deferred. The function imports what it needs of Numba and llvmlite itself."""
+    return Intrinsic(function)
+
+
+def _carray() -> Any:
+    from numba import carray
+
+    return carray
+
+
+carray: Any = Deferred(_carray)

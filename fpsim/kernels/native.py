@@ -1,0 +1,123 @@
+"""Loops of the CPU as machine code: kept on disk, loaded by LLVM, called by Python. Numba comes where one is compiled.
+
+A loop's code has an entry that Python calls as it calls its own functions written in C: no tuple of arguments, no
+matching of types. What Numba does for a call takes four times as long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from functools import cache, cached_property
+from importlib.metadata import version
+from itertools import count
+from threading import Lock
+from typing import Any
+
+import llvmlite
+from llvmlite import binding
+
+from fpsim.kernels.compile import ENTRY, FUNCTIONS, object_code
+from fpsim.kernels.kept import keep, read_kept, source_digest
+
+# of Numba, which reads them when it is imported: what decides how it compiles
+_SETTINGS = ("OPT", "CPU_NAME", "CPU_FEATURES", "ENABLE_AVX", "LOOP_VECTORIZE", "SLP_VECTORIZE", "DISABLE_INTEL_SVML")
+
+
+@cache
+def _toolchain() -> str:
+    """All that decides, beside the sources, which machine code comes out."""
+    settings = [os.environ.get(f"NUMBA_{name}") for name in _SETTINGS]
+    cpu = binding.get_process_triple(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    return repr((sys.implementation.cache_tag, version("numba"), llvmlite.__version__, cpu, settings))
+
+
+class _MethodDefinition(ctypes.Structure):
+    """Python's PyMethodDef."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("documentation", ctypes.c_char_p),
+    )
+
+
+_METH_FASTCALL = 0x80
+_numbers, _lock = count(), Lock()
+_loaded: list[Any] = []  # never unloaded: a thread may be in it when the interpreter ends
+
+
+@cache
+def _jit() -> Any:
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    return binding.create_lljit_compiler(suppress_errors=True)
+
+
+def loaded(code: bytes) -> Callable[..., Any]:
+    """The function whose object code this is. Raises RuntimeError for what cannot be linked in this process."""
+    library = binding.JITLibraryBuilder().add_object_img(code).export_symbol(ENTRY).add_current_process()
+    for name in FUNCTIONS:
+        address = ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value
+        library.import_symbol(name, address)
+    with _lock:
+        tracker = library.link(_jit(), f"fpsim-{next(_numbers)}")
+    definition = _MethodDefinition(b"loop", tracker[ENTRY], _METH_FASTCALL, None)
+    _loaded.append((tracker, definition))
+    kinds = ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p
+    make = ctypes.PYFUNCTYPE(*kinds)(("PyCFunction_NewEx", ctypes.pythonapi))
+    return make(ctypes.addressof(definition), RuntimeError, None)  # type: ignore[no-any-return]
+
+
+class Loop:
+    """A loop of the CPU. It takes integers and, where they are annotated so, floats; it gives a number, 0 for nothing.
+
+    function: what Numba compiles, if its machine code is not on disk.
+    key: what tells it apart from the other closures of the same source.
+    was_compiled: whether this process had to; None before its first call.
+    """
+
+    def __init__(self, function: Callable[..., Any], key: tuple[int, ...], **options: Any) -> None:
+        self.py_func, self._options = function, options
+        self.was_compiled: bool | None = None
+        place = f"{function.__module__}.{function.__qualname__}:{function.__code__.co_firstlineno}"
+        names = function.__module__.rpartition(".")[2], function.__qualname__.partition(".")[0], *map(int, key)
+        self._name = "-".join((*map(str, names), hashlib.sha256(place.encode()).hexdigest()[:8]))
+
+    @cached_property
+    def file_name(self) -> str:
+        """Under which name its machine code is kept."""
+        return f"{self._name}-{source_digest(_toolchain())}.o"
+
+    @cached_property
+    def native(self) -> Callable[..., Any]:
+        """The function itself, without a look at this object in each call."""
+        code = read_kept(self.file_name)
+        if code is not None:
+            try:
+                function = loaded(code)
+            except RuntimeError:  # whole, and of libraries that are not here: as good as none
+                pass
+            else:
+                self.was_compiled = False
+                return function
+        code = object_code(self.py_func, **self._options)
+        function, self.was_compiled = loaded(code), True
+        keep(self.file_name, code)
+        return function
+
+    def __call__(self, *arguments: float) -> Any:
+        return self.native(*arguments)
+
+
+def compiled_loop(*key: int, fastmath: Any = False, error_model: str = "python") -> Callable[..., Loop]:
+    """Make a Loop of a function. Its machine code holds no lock while it runs, and is kept on disk if that can be done.
+
+    key: what tells it apart from the other closures of the same source.
+    error_model: "numpy" divides by zero as IEEE 754 says; "python" branches, to raise an error.
+    """
+    return lambda function: Loop(function, key, fastmath=fastmath, error_model=error_model)
