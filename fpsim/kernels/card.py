@@ -25,7 +25,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from fpsim.checks import pip_install
-from fpsim.kernels.compile import cuda_module, for_device
+from fpsim.kernels.compile import cuda_module, for_device, ptx_code
 from fpsim.kernels.kept import kept_code, source_digest
 
 IS_SIMULATED = bool(numba.config.ENABLE_CUDASIM)  # which is settled when Numba is imported
@@ -117,10 +117,10 @@ class CudaKernel:
 
     def ptx(self, capability: tuple[int, int]) -> str:
         """What is assembled for a compute capability; its entry is called `kernel`."""
-        text, _ = cuda_module().compile_ptx(self._make_body(), self._signature, cc=capability)
+        text = ptx_code(self._make_body(), self._signature, capability)
         found = re.search(r"\.entry\s+([\w$]+)", text)
         assert found is not None
-        return str(text).replace(found.group(1), "kernel")
+        return text.replace(found.group(1), "kernel")
 
     def cubin(self, capability: tuple[int, int]) -> bytes:
         """Its machine code for a compute capability, from disk if it is there."""

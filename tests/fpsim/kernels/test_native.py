@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from llvmlite import binding
 
-from fpsim.kernels.compile import ENTRY
+from fpsim.kernels.compile import ENTRY, object_code
 from fpsim.kernels.kept import read_whole, write_whole
-from fpsim.kernels.native import Loop, compiled_loop
+from fpsim.kernels.native import Loop, compiled_loop, loaded
 
 TRAINING = """
 import sys
@@ -135,3 +135,13 @@ def test_threads_that_need_a_loop_at_once_each_get_it() -> None:
     loop = new_loop()
     with ThreadPoolExecutor(8) as pool:
         assert [*pool.map(lambda i: loop(i, 1.0, 1), range(64))] == [float(i) for i in range(64)]
+
+
+def test_compiling_leaves_numba_as_it_was() -> None:
+    from numba.core import ir
+
+    def loop(n):  # type: ignore[no-untyped-def]
+        return n + 1
+
+    assert loaded(object_code(loop, False, "python"))(41) == 42
+    assert "__deepcopy__" not in vars(ir.Scope)
