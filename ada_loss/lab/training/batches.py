@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ada_loss.lab.tasks.task import is_pair, types_of_pair
 from fpsim.checks import shown
@@ -51,7 +52,7 @@ class LoadedBatches:
     """Batches as an iterable gives them: what it draws of torch's random numbers follows the training's seed.
 
     An interrupted epoch goes on where it was: the iterable begins it again, with the random numbers of its beginning,
-    and the batches that are done are passed over.
+    also those of a DataLoader's own generators, and the batches that are done are passed over.
 
     length: that of the iterable; None where it has none.
     """
@@ -59,6 +60,7 @@ class LoadedBatches:
     def __init__(self, loader: Iterable[Any], device: str, container: torch.dtype) -> None:
         self.loader, self.device, self.container = loader, device, container
         self._begun: Tensor | None = None
+        self._generators = _generators_of(loader)
         self.tensors: dict[str, Tensor] = {}  # none tells these data from others
         try:
             self.length: int | None = len(loader)  # type: ignore[arg-type]
@@ -66,10 +68,15 @@ class LoadedBatches:
             self.length = None
 
     def order(self) -> Tensor:
-        return torch.get_rng_state() if self._begun is None else self._begun
+        """The states from which the next epoch follows: torch's, and those of the loader's own generators."""
+        begun = torch.get_rng_state() if self._begun is None else self._begun
+        return torch.cat([begun, *(generator.get_state() for generator in self._generators)])
 
     def restore(self, order: Tensor) -> None:
-        self._begun = order
+        """Go back to the beginning of an epoch."""
+        self._begun, *own = (state.clone() for state in order.split(len(torch.get_rng_state())))
+        for generator, state in zip(self._generators, own, strict=True):
+            generator.set_state(state)
 
     def epoch(self, done: int) -> Iterator[Pair]:
         now = torch.get_rng_state()
@@ -89,6 +96,16 @@ class LoadedBatches:
             raise ValueError(
                 f"The training data {shown(self.loader)} gave no batch. Possible: what begins anew each time."
             )
+
+
+def _generators_of(loader: Iterable[Any]) -> list[torch.Generator]:
+    """The generators of a DataLoader's own, which do not follow torch's."""
+    if not isinstance(loader, DataLoader):
+        return []
+    sampler, batches = loader.sampler, loader.batch_sampler
+    holders = (loader, sampler, batches, getattr(batches, "sampler", None))
+    found = {id(own): own for holder in holders if (own := getattr(holder, "generator", None)) is not None}
+    return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
 
 
 Batches = TensorBatches | LoadedBatches

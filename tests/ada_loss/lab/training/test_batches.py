@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import ada_loss
 from ada_loss import Task
@@ -110,6 +110,25 @@ def test_data_that_give_nothing_or_no_pairs_are_refused() -> None:
         train(dataclasses.replace(small(), train=Empty()), steps=1)
     with pytest.raises(TypeError, match=r"A batch came as dict\. Possible: two tensors"):
         train(dataclasses.replace(small(), train=DataLoader([{"x": torch.ones(1)}])), steps=1)
+
+
+def with_generators(where: str) -> Task:
+    """A task whose loader draws its order from a generator of its own."""
+    own = torch.Generator().manual_seed(7)
+    if where == "loader":
+        return loaded(small(), shuffle=True, generator=own)
+    return loaded(small(), sampler=RandomSampler(range(96), generator=own))
+
+
+@pytest.mark.parametrize("where", ["loader", "sampler"])
+@pytest.mark.parametrize("start", [4, 6])  # within an epoch, and between two
+def test_a_branch_goes_on_with_the_generators_of_a_loader(tmp_path: Path, where: str, start: int) -> None:
+    options, formats = TrainOptions(epochs=3), {"schedule": {0: "fp16", start: "e5m2"}}
+    alone = train(with_generators(where), formats, epochs=3)
+    branches = {start: tmp_path / "state"}
+    Training(with_generators(where), "fp16", None, options).run(branches=branches)
+    assert branches[start].exists()
+    assert Training(with_generators(where), formats, None, options).run(branches=branches).losses == alone.losses
 
 
 def from_a_loader(seed: int) -> Task:
