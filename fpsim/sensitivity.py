@@ -69,7 +69,8 @@ def sensitivity(
         gradients itself.
     policy: the small formats; what `quantize` takes.
     seed: of dropout and noise.
-    Raises ValueError for a model none of whose modules has parameters, and what `quantize` raises.
+    Raises ValueError for a model none of whose modules has parameters, for one whose loss is not finite in float32, and
+    what `quantize` raises.
 
     >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> with torch.no_grad():
@@ -101,7 +102,13 @@ def sensitivity(
         copy.load_state_dict(state)  # of running statistics
         return value
 
-    found.float32, found.quantised = run(Policy()), run(wanted)
+    found.float32 = run(Policy())
+    if not math.isfinite(found.float32):
+        raise ValueError(
+            f"The loss of {type(model).__name__} is {found.float32} in float32, and no format can be blamed for that. "
+            f"Possible: a model and data with a finite loss; fpsim.diagnose(model, step) says where it breaks."
+        )
+    found.quantised = run(wanted)
     for name in names:
         own = replace(by_module[name], overrides={})
         only, but = run(Policy(overrides={name: own})), run(_without(wanted, name))

@@ -118,3 +118,8 @@ def test_what_is_not_finite_stands_at_the_edges_of_the_picture() -> None:
 def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="no module inside"):
         fpsim.sensitivity(nn.Linear(2, 2), lambda m: m(torch.ones(1, 2)).sum(), "fp16")
+
+
+def test_a_loss_that_is_not_finite_in_float32_ranks_nothing() -> None:
+    with pytest.raises(ValueError, match="loss of Sequential is nan in float32"):
+        fpsim.sensitivity(nn.Sequential(nn.Linear(2, 2)), lambda m: m(torch.ones(1, 2)).sum() * math.nan, "fp16")
