@@ -81,7 +81,7 @@ def _forward(x: Tensor, spec: RoundingSpec, key: Tensor | None) -> Tensor:
     if is_plain(x):
         return rounded(x, spec, key)
     if key is None and spec.rounding == "stochastic":
-        key = new_traceable_key()
+        key = new_traceable_key(x)
     return torch.ops.fpsim.round(x, spec.format_text, spec.rounding, spec.overflow, spec.random_bits or 0, key)  # type: ignore[no-any-return]
 
 

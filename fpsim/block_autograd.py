@@ -89,7 +89,7 @@ def block_words(fmt: str | Format, rounding: str, overflow: str | None, random_b
 
 def apply_block_operator(x: Tensor, words: BlockWords, axis: int, across: int | None) -> Tensor:
     """Round by the operator."""
-    key = new_traceable_key() if words[1] == "stochastic" else None
+    key = new_traceable_key(x) if words[1] == "stochastic" else None
     return torch.ops.fpsim.round_blocks(x, *words, axis, across, key)  # type: ignore[no-any-return]
 
 

@@ -165,10 +165,11 @@ class Histories:
     def begin_step(self) -> None:
         """Let what was recorded become history; all ranks agree on it first.
 
-        Raises NotImplementedError as `of` does.
+        Raises NotImplementedError as `of` does, and while a CUDA graph is captured.
         """
         if self._tables:
             _require_plain_call("a model")
+            _require_no_capture()
         with _unseen():
             self._agree()
             for table in self._tables.values():
@@ -253,6 +254,15 @@ def _require_plain_call(where: str) -> None:
             f"Delayed scaling came to {where} under torch.compile, torch.export, a transform of torch.func or a "
             f"dispatch mode, where nothing can be remembered from step to step. Possible: plain calls; or the "
             f"same format with scale_rule='amax', whose scale is that of the tensor at hand."
+        )
+
+
+def _require_no_capture() -> None:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "Delayed scaling came while a CUDA graph was captured, whose replays would use the scales of this step for "
+            "ever. Possible: no graph; or the same format with scale_rule='amax', whose scale is that of the tensor at "
+            "hand."
         )
 
 

@@ -260,7 +260,7 @@ def round_traced(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_i
 
 
 def _by_kernel(x: Tensor, spec: RoundingSpec, keep_masks: bool, keep_infinity: bool) -> Tensor:
-    key = new_traceable_key() if spec.rounding == "stochastic" else None
+    key = new_traceable_key(x) if spec.rounding == "stochastic" else None
     words = spec.format_text, spec.rounding, spec.overflow, spec.random_bits or 0
     rounded: Tensor = torch.ops.fpsim.round(x, *words, key)
     if not keep_masks or x.dtype not in (torch.float32, torch.float64):

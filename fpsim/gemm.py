@@ -176,7 +176,7 @@ class Product(torch.autograd.Function):
 
 
 def _apply(a: Tensor, b: Tensor, bias: Tensor | None, accumulator: str, is_stochastic: bool) -> Tensor:
-    key = new_traceable_key() if is_stochastic else None
+    key = new_traceable_key(a) if is_stochastic else None
     return Product.apply(a, b, bias, accumulator, key)  # type: ignore[no-any-return]
 
 
@@ -185,7 +185,7 @@ def apply_accumulate_operator(a: Tensor, b: Tensor, bias: Tensor | None, accumul
     words, order, is_stochastic = _words_of(accumulator)
     if order == "torch":
         return accumulate(a, b, accumulator, bias)
-    key = new_traceable_key() if is_stochastic else None
+    key = new_traceable_key(a) if is_stochastic else None
     return torch.ops.fpsim.accumulate(a, b, bias, words, key)  # type: ignore[no-any-return]
 
 

@@ -95,7 +95,7 @@ def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None 
     if transform.signs != "random":
         key = None
     elif key is None:
-        key = new_key_for(x) if plain else new_traceable_key()
+        key = new_key_for(x) if plain else new_traceable_key(x)
     if plain and not (x.requires_grad and torch.is_grad_enabled()):
         return transformed(x, transform, axis, key)
     return apply_hadamard_operator(x, transform, axis, key)

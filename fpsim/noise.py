@@ -124,8 +124,10 @@ def new_key_for(x: Tensor) -> Tensor:
     return new_key()
 
 
-def new_traceable_key() -> Tensor:
+def new_traceable_key(x: Tensor) -> Tensor:
     """The same by one operation that returns, as tracers and transforms want it."""
+    if not torch.compiler.is_compiling() and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=x.device)
     stream = None if torch.compiler.is_compiling() else _stream()
     chosen: dict[str, Any] = {} if stream is None else {"generator": stream}
     return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu", **chosen)

@@ -124,7 +124,7 @@ def round_to(
     if torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
         require_floating(x)
         words = operator_words(fmt, rounding, overflow, random_bits)
-        key = new_traceable_key() if rounding == "stochastic" else None
+        key = new_traceable_key(x) if rounding == "stochastic" else None
         return torch.ops.fpsim.round(x, *words, key)
     spec = rounding_spec(fmt, rounding, overflow, random_bits)  # type: ignore[arg-type]
     if type(x) is Tensor and x.dtype is torch.float32 and out is None and not x.requires_grad and is_plain(x):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,7 +54,12 @@ class ScaleChooser:
         if not incoming:
             return self._constants.tensor(torch.int64, device, self._init_log2_scale)
         if any(a.log2_scale.device != device for a in incoming):  # a model over several GPUs
-            incoming = [a._replace(log2_scale=a.log2_scale.to(device, non_blocking=True)) for a in incoming]
+            # not asynchronously to the CPU, where they are read at once
+            moved = partial(torch.Tensor.to, device=device, non_blocking=device.type != "cpu")
+            incoming = [
+                a._replace(log2_scale=moved(a.log2_scale), amax=None if a.amax is None else moved(a.amax))
+                for a in incoming
+            ]
         if len(incoming) == 1:
             return incoming[0].log2_scale
         scales = list({id(a.log2_scale): a.log2_scale for a in incoming}.values())

@@ -78,6 +78,15 @@ class Observed(Protocol):
         ...
 
 
+def _require_no_capture() -> None:
+    """Raise NotImplementedError where replays would use the scales that are held now for ever."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "AdaLossScaled with update_every above 1 came while a CUDA graph was captured, whose replays would hold "
+            "the scales of this step for ever. Possible: no graph; or AdaLossScaled(model, update_every=1)."
+        )
+
+
 class Engine:
     """Decides at which scale each gradient of a model is rounded.
 
@@ -171,6 +180,8 @@ class Engine:
         """
         graph_task, schedule = current_graph_task(), self.schedule
         if schedule.enter(graph_task, site.made_in, site.is_linked):
+            if self._holds_scales:
+                _require_no_capture()
             observer = self.observer
             self._told = observer if observer is not None and observer.wants(schedule.step) else None
         key, state = self._state_of(site)

@@ -88,7 +88,7 @@ def clip_to_norm_(gradients: Gradients, max_norm: float) -> Tensor | None:
     norm = torch.nn.utils.get_total_norm(every)
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for (device, _), grads in gradients.items():
-        torch._foreach_mul_(grads, coefficient.to(device, non_blocking=True))
+        torch._foreach_mul_(grads, coefficient.to(device, non_blocking=device.type != "cpu"))
     return norm
 
 
@@ -96,7 +96,7 @@ def total_of(found: Iterable[Tensor]) -> Tensor | None:
     """The sum of 0-d tensors on the device of the first one; None if there are none."""
     total: Tensor | None = None
     for each in found:
-        total = each if total is None else total + each.to(total.device, non_blocking=True)
+        total = each if total is None else total + each.to(total.device, non_blocking=not total.is_cpu)
     return total
 
 

@@ -233,7 +233,7 @@ class Scaling:
         if scale is None:
             # a tensor, as in torch: it promotes a 0-d float16 loss, which a number would let overflow
             if self._adjusted is not None:
-                scale = self._adjusted[0].to(device, non_blocking=True, copy=True)
+                scale = self._adjusted[0].to(device, non_blocking=device.type != "cpu", copy=True)
             else:
                 scale = torch.full((), float32(self._rule.scale), dtype=torch.float32, device=device)
             self.scales[device] = scale
@@ -274,7 +274,7 @@ class Scaling:
             good = torch.full((), rule.good, dtype=torch.int32, device=found.device)
             self._adjusted = self._scale_on(found.device).clone(), good
         scale, good = self._adjusted
-        found = found.to(scale.device, non_blocking=True)
+        found = found.to(scale.device, non_blocking=not scale.is_cpu)
         factors = rule.growth_factor, rule.backoff_factor
         torch._amp_update_scale_(scale, good, found, *factors, rule.growth_interval)
         self.scales, self.inverses = {}, {}

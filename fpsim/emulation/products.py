@@ -250,7 +250,7 @@ class _Product:
                 f"{length} and {other}, one of them broadcast. Possible: axes of one length, or no transform here."
             )
         traced = is_traced(a)
-        key = (new_traceable_key() if traced else new_key_for(a)) if transform.signs == "random" else None
+        key = (new_traceable_key(a) if traced else new_key_for(a)) if transform.signs == "random" else None
         results = []
         for x, side in ((a, sides[0]), (b, sides[1])):
             padded = x if groups > 1 else padded_to_groups(x, transform, side.axis)

@@ -369,3 +369,12 @@ def test_two_ranks_have_the_scales_of_the_larger_amax(tmp_path: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     print(json.dumps(as_rank(int(sys.argv[1]), sys.argv[2])))
+
+
+def test_no_step_begins_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fpsim.quantize(nn.Linear(4, 4), "e4m3fn per tensor delayed")
+    model(torch.ones(2, 4)).sum().backward()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(NotImplementedError, match="while a CUDA graph was captured"):
+        model(torch.ones(2, 4))

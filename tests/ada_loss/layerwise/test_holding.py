@@ -139,3 +139,13 @@ def test_tallies_change_no_result_and_miss_no_gradient_that_is_rounded_at_once(e
         assert_same(got, want)
     assert calls[100] == calls[1]
     assert calls[100][":linear", "error"] == 4 // every
+
+
+def test_scales_that_are_held_are_not_captured_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = quantize(nn.Linear(4, 4), Policy(error="e5m2")), torch.ones(2, 4)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with AdaLossScaled(model, update_every=1):
+        model(x).sum().backward()
+    with AdaLossScaled(model, update_every=2), pytest.raises(NotImplementedError, match="a CUDA graph was captured"):
+        model(x).sum().backward()

@@ -21,7 +21,7 @@ from fpsim.kernels.round import Masks, cuda_kernel, cuda_loop
 
 gc.set_threshold(50_000, 50, 50)  # Numba makes millions of small objects: an eighth of the time went to looking at them
 
-CAPABILITIES = ((7, 5), (8, 0), (9, 0))
+CAPABILITIES = ((7, 5), (8, 0), (9, 0), (10, 0), (12, 0))
 
 
 def arguments(width: int) -> tuple[Any, ...]:

@@ -127,6 +127,7 @@ def test_a_call_waits_for_no_other_streams_first_call(compute: Callable[[torch.T
     # what a call needs on the card is filled on its own stream: the first stream is asleep when the second one runs
     x = torch.randint(-8, 8, (1024,), device="cuda").float()  # whose sums and means are exact
     expected = compute(x.cpu())
+    compute(x)  # loads the kernels, which may wait for all streams
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(first):
