@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ada_loss.lab.results.results import StoredResults
+from ada_loss.lab.results.results import StoredResults, telling_axes
 from fpsim.checks import did_you_mean, is_whole, shown
 
 __all__ = ["Curve", "curves"]
@@ -64,7 +64,7 @@ def curves(
     if not is_whole(points, least=1):
         raise ValueError(f"points={shown(points)} is impossible. Possible: 1 or more.")
     rows = results.chosen_rows(where)
-    axes = [axis for axis in results.settings if len({str(row.get(axis)) for row in rows}) > 1] or ["format"]
+    axes = telling_axes(results.settings, rows) or ["format"]
     groups: dict[tuple[str, ...], dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]]] = {}
     known: dict[str, None] = {}
     for row in rows:

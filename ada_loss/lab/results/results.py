@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ada_loss.lab.sweep.cells import AXES, is_configuration
 from ada_loss.lab.sweep.ledger import DAMAGED, Ledger, counted
 from ada_loss.lab.sweep.telemetry import read_telemetry
 
-__all__ = ["StoredResults", "settings_of"]
+__all__ = ["StoredResults", "settings_of", "telling_axes"]
 
 OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row beside its settings and metrics
 
@@ -187,6 +187,15 @@ def settings_of(cell: Mapping[str, Any]) -> dict[str, Any]:
     config = cell["config"]
     words = {axis: label(config[axis]) for axis in AXES if axis != "seed"}
     return {"id": cell["id"], **words, "seed": config["seed"], **config["options"]}
+
+
+def telling_axes(axes: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Those of the settings in which rows differ, but for options that follow from the task."""
+    found = [axis for axis in axes if len({str(row.get(axis)) for row in rows}) > 1]
+    if "task" not in found:
+        return found
+    pairs = {axis: {(str(row.get("task")), str(row.get(axis))) for row in rows} for axis in found}
+    return [axis for axis in found if axis in AXES or len(pairs[axis]) > len(pairs["task"])]
 
 
 def _column(metric: str, columns: set[str]) -> str:

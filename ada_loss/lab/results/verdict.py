@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ada_loss.lab.results.comparison import LEVEL, Comparison, in_units, per_cent, require_level
-from ada_loss.lab.results.results import StoredResults, settings_of
+from ada_loss.lab.results.results import StoredResults, settings_of, telling_axes
 from ada_loss.lab.results.table import SHARES, SMALLER_IS_BETTER, mean_and_deviation
 from ada_loss.lab.sweep.cell_formats import BASELINE
 from fpsim.checks import is_finite_number, is_number, shown
@@ -18,7 +18,8 @@ __all__ = ["LEAST_SEEDS", "Combination", "Verdict", "verdicts"]
 
 LEAST_SEEDS = 3  # with two, a t-test at 5 % needs a difference of 12.7 standard errors
 TOLERANCE = 0.01  # a point of a share; of another metric, a hundredth of float32's mean
-MOST_NAMED = 8  # combinations of one kind that are named
+MOST_NAMED = 8  # combinations of one kind that are named with their differences
+MOST_LISTED = 12  # formats of those that are only listed
 GRADIENTS = {"weight_grad": " of weight gradients", "error": ""}  # roles, in words
 NOTABLE = 0.005  # shares of lost gradients that are said
 VERBS = {  # of one combination, and of several
@@ -143,6 +144,8 @@ class Verdict:
             count = sum(one.fmt == fmt for one in self.combinations)
             is_all = len(rests) == count > 1
             words.append(f"{fmt} (all {count})" if is_all else f"{fmt} ({', '.join(rests)})" if rests[0] else fmt)
+        if len(words) > MOST_LISTED:
+            words[MOST_LISTED:] = [f"{len(words) - MOST_LISTED} formats more"]
         return self._count(outcome) + ", ".join(words) + "." if found else ""
 
     def _count(self, outcome: str) -> str:
@@ -163,8 +166,7 @@ def verdicts(
     done = {row["id"]: row for row in results.rows()}
     rows = [done.get(cell["id"], settings_of(cell)) for cell in results.cells if cell["state"] in ("done", "failed")]
     metrics = {cell["id"]: [*cell["metrics"]] for cell in results.cells}
-    axes = [axis for axis in results.settings if axis not in ("format", "rounding", "scaling")]
-    axes = [axis for axis in axes if len({str(row.get(axis)) for row in rows}) > 1]
+    axes = [axis for axis in telling_axes(results.settings, rows) if axis not in ("format", "rounding", "scaling")]
     found = []
     for choice in dict.fromkeys(tuple((axis, str(row.get(axis))) for axis in axes) for row in rows):
         chosen = [row for row in rows if all(str(row.get(axis)) == value for axis, value in choice)]

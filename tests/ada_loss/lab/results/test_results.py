@@ -15,6 +15,7 @@ import pytest
 from ada_loss.files import write_atomically
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.figures import figure_bytes, plot_scales, plot_table
+from ada_loss.lab.results.results import telling_axes
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.sweep.ledger import Ledger
 
@@ -326,3 +327,17 @@ def test_a_damaged_file_is_named_with_the_remedy(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ValueError, match="missing or damaged"):
         results.telemetry(cell)
+
+
+def test_options_that_follow_from_the_task_tell_nothing() -> None:
+    axes = ("task", "format", "scaling", "steps", "momentum", "warmup")
+    rows = [
+        {"task": task, "format": fmt, "scaling": "none", "steps": steps, "momentum": momentum, "warmup": task}
+        for task, steps in (("a", 10), ("b", 20))
+        for fmt in ("fp16", "bf16")
+        for momentum in (0.0, 0.9)
+    ]
+    assert telling_axes(axes, rows) == ["task", "format", "momentum"]
+    assert telling_axes(axes, [row for row in rows if row["task"] == "a"]) == ["format", "momentum"]
+    one_each = [row for row in rows if (row["task"], row["format"]) in (("a", "fp16"), ("b", "bf16"))]
+    assert telling_axes(axes, one_each) == ["task", "format", "momentum"]

@@ -160,6 +160,13 @@ def test_too_few_seeds_are_said(tmp_path: Path) -> None:
     assert "there is no float32 to compare with" in str(verdict)
 
 
+def test_of_many_formats_that_match_the_first_are_listed(tmp_path: Path) -> None:
+    cells = {("fp32", "none"): (0.5, 0.6, 0.7)} | {(f"e5m{m}", "none"): (0.5, 0.6, 0.7) for m in range(15)}
+    text = str(written(tmp_path, cells).verdicts()[0])
+    assert "15 of 15 match it within 1 point: e5m0, e5m1, " in text
+    assert "e5m11, 3 formats more. Paired" in text
+
+
 def test_a_smaller_loss_is_better(tmp_path: Path) -> None:
     cells = {("fp32", "none"): FLOAT32, ("worse", "none"): tuple(2 * v for v in FLOAT32), ("better", "none"): WORSE}
     results = written(tmp_path, cells)
