@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,6 @@ from ada_loss.lab.training.loop import Training
 from ada_loss.lab.training.options import TrainOptions
 
 BATCHES = 3  # of 32 in an epoch of 96 images
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The order of a sum depends on how many threads there are."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def small(seed: int = 0) -> Task:

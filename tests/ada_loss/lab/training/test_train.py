@@ -9,7 +9,6 @@ import math
 import multiprocessing
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -249,15 +248,6 @@ CASES = {
     "adaptive": ("e4m3fn", "stochastic", {"scaling": "adaptive", "master_weights": "none"}),
     "in turn": ({"schedule": {0: "e5m2", 0.2: "recipe:fp8_delayed", 0.5: "mxfp4"}}, "stochastic", {"scaling": "torch"}),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in a sweep: the order of a sum depends on how many threads there are."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def checkpointed(path: Path, case: str) -> Run:
