@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ada_loss.lab.sweep.cells import Cell
+from ada_loss.lab.sweep.cells import Cell, digest
 from ada_loss.lab.sweep.identity import is_own
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Start, as_schedule
 
@@ -73,14 +72,14 @@ class Branches:
         for cell in cells if has_schedules else ():
             if not is_own(cell.config["task"]):
                 others = {name: value for name, value in cell.config.items() if name != "format"}
-                alike.setdefault(_digest(others), []).append((cell.id, as_schedule(cell.config["format"])))
+                alike.setdefault(digest(others), []).append((cell.id, as_schedule(cell.config["format"])))
         found = []
         for rest, schedules in alike.items():
             for start in sorted({stage.start for _, schedule in schedules for stage in schedule.stages[1:]}):
                 parting: dict[Path, dict[str, str]] = {}
                 for cell_id, schedule in schedules:
                     if _is_ordered(schedule, start):
-                        name = _digest([rest, schedule.before(start).stages, start])
+                        name = digest([rest, schedule.before(start).stages, start])
                         path = self.folder / f"{name}.branch"
                         parting.setdefault(path, {})[cell_id] = json.dumps(_format_from(schedule, start))
                 for path, formats in parting.items():
@@ -97,7 +96,3 @@ def _is_ordered(schedule: FormatSchedule, start: Start) -> bool:
 def _format_from(schedule: FormatSchedule, start: Start) -> Any:
     """The format that a schedule has from a start on."""
     return [stage.fmt for stage in schedule.stages if stage.start <= start][-1]
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

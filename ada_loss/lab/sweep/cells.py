@@ -30,6 +30,7 @@ __all__ = [
     "AXES",
     "OPTIONS",
     "Cell",
+    "digest",
     "is_configuration",
     "is_intact",
     "plan",
@@ -41,6 +42,12 @@ MOST_CELLS = 1_000_000  # of a grid: a cell takes a kilobyte
 AXES = ("task", "format", "rounding", "scaling", "seed")
 SET_BY_THE_SWEEP = ("scaling", "seed", "device")
 OPTIONS = {name: default for name, default in asdict(TrainOptions()).items() if name not in SET_BY_THE_SWEEP}
+
+
+def digest(value: Any) -> str:
+    """16 hexadecimal digits of the hash of a value's JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -60,8 +67,7 @@ class Cell:
     @cached_property
     def id(self) -> str:
         """16 hexadecimal digits of the hash of the configuration."""
-        text = json.dumps(self.config, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return digest(self.config)
 
     def __str__(self) -> str:
         words = (label(self.config["format"]), self.config["rounding"], label(self.config["scaling"]))
