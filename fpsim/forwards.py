@@ -69,6 +69,7 @@ class EmulatedForward:
         self.wide: dict[str, None] = {}
         self.token = f"forward {next(_tokens)}"  # a program that torch.compile made is of one forward and its policy
         _forwards[self.token] = self
+        _copies.discard(self)
 
     def renew(self, name: str, policy: Policy | None, listeners: Listeners) -> None:
         """Take other formats where it stands; None for a policy rounds nothing any more."""
@@ -87,6 +88,7 @@ class EmulatedForward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        _copies.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmulatedForward:
         duplicate = object.__new__(type(self))
@@ -169,6 +171,7 @@ def _is_delayed(model: nn.Module) -> bool:
 
 _forwards: weakref.WeakValueDictionary[str, EmulatedForward] = weakref.WeakValueDictionary()  # by their tokens
 _tokens = itertools.count()
+_copies: weakref.WeakSet[EmulatedForward] = weakref.WeakSet()  # and what was loaded: not prepared yet
 
 
 def _recorded_forward(token: str, tensors: dict[str, Tensor], flags: list[bool], args: Any, kwargs: Any) -> Any:
@@ -203,6 +206,8 @@ _run_apart: Any = None  # once torch.compile has come to an emulated module
 def _prepare_for_dynamo() -> bool:
     """Ready the functions that torch.compile calls as they are. Returns whether the emulation is active already."""
     global _run_apart
+    for forward in list(_copies):  # Dynamo cannot follow how
+        forward._prepare()
     if _run_apart is None:
         compile_as_one(_recorded_forward)
         _run_apart = torch.compiler.disable(

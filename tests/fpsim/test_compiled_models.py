@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -127,6 +129,15 @@ def test_a_model_quantised_anew_is_compiled_anew() -> None:
         assert torch.equal(compiled(x), quantize(dequantize(model), fmt)(x))
         dequantize(model, inplace=True)
     assert torch.equal(compiled(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "load"]
+)
+def test_a_copy_that_was_not_called_yet_is_compiled(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model = quantize(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)), "bf16")
+    x = torch.randn(2, 8)
+    assert torch.equal(torch.compile(copied(model), fullgraph=True, backend="aot_eager")(x), model(x))
 
 
 def test_what_is_recorded_runs_without_the_compiler_or_says_so() -> None:
