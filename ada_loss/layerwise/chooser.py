@@ -53,6 +53,10 @@ class ScaleChooser:
         """
         if not incoming:
             return self._constants.tensor(torch.int64, device, self._init_log2_scale)
+        for a in incoming:  # their memory is not to be given out again to another stream before they are read here
+            for sent in (a.log2_scale,) if a.amax is None else (a.log2_scale, a.amax):
+                if sent.is_cuda:
+                    sent.record_stream(torch.cuda.current_stream(sent.device))
         if any(a.log2_scale.device != device for a in incoming):  # a model over several GPUs
             # not asynchronously to the CPU, where they are read at once
             moved = partial(torch.Tensor.to, device=device, non_blocking=device.type != "cpu")

@@ -72,8 +72,9 @@ class SiteState:
             self.factors_on_host[index] = factor
             return
         if index not in self.factors_on_host:
-            pinned = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=True)
-            self.factors_on_host[index] = keep_memory_of(pinned)
+            self.factors_on_host[index] = keep_memory_of(
+                torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=True)
+            )
         self.factors_on_host[index].copy_(factor, non_blocking=True)
 
     def factor(self, index: int, device: torch.device) -> Tensor:
@@ -93,6 +94,8 @@ class SiteState:
 
     def move_to(self, device: torch.device) -> None:
         """Move to the device of the site's gradient."""
+        if device.type == "cuda":  # without pinned memory the host would wait for each copy
+            self.factors_on_host = {i: keep_memory_of(f.pin_memory()) for i, f in self.factors_on_host.items()}
         self.factors = {index: factor.to(device) for index, factor in self.factors.items()}
         self.history = None if self.history is None else self.history.to(device)
         self.held_log2_scale = None if self.held_log2_scale is None else self.held_log2_scale.to(device)
