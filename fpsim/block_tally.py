@@ -11,9 +11,8 @@ from torch import Tensor
 
 from fpsim.blocks import Element
 from fpsim.fixed_point import FixedPoint
-from fpsim.kernels import block_tally
+from fpsim.kernels import block_tally, block_teams
 from fpsim.kernels.blocks import BlockPlan
-from fpsim.kernels.compile import CUDA_THREADS
 from fpsim.launch import parts_of, run_on_card, run_parts
 from fpsim.shared_scales import BlockAxes, Cut, block_axes, block_plan, finite_amax, in_parts, shared_numbers
 from fpsim.spec import BlockSpec
@@ -75,8 +74,9 @@ def _on_cuda(
     row = _row(x.device)
     words = x.data_ptr(), r.data_ptr(), *axes, *plan.parameters, shared.data_ptr()
     found = array_words(row.data_ptr(), (BLOCK_FIELDS,), 8)
-    loop, blocks = block_tally.cuda_loop(plan.scale_shape, plan.kind), -(-math.prod(axes.blocks) // CUDA_THREADS)
-    run_on_card(loop, x, blocks, CUDA_THREADS, (*words, *found, *limits))
+    loop = block_teams.cuda_tally(plan.scale_shape, plan.kind)
+    grid, team = block_teams.grid_of(axes, loop.threads)
+    run_on_card(loop, x, grid, (*words, *found, *limits, team))
     return row
 
 

@@ -14,7 +14,6 @@ from torch.autograd import forward_ad
 from fpsim.accumulators import Accumulator, as_accumulator
 from fpsim.formats import FloatFormat, as_float_format
 from fpsim.kernels.accumulate import Code, Sizes, cpu_loop, cuda_loop, memory_of, tiles
-from fpsim.kernels.compile import CUDA_THREADS
 from fpsim.kernels.sums import EXACT
 from fpsim.launch import key_arguments, run_on_card, run_parts
 from fpsim.noise import new_key_for, new_traceable_key
@@ -113,9 +112,9 @@ def _run_on_card(summation: Summation, sizes: Sizes, key: Tensor | None, *tensor
     out = tensors[-1]
     addresses = [(x if x.numel() else out).data_ptr() for x in tensors]
     plans = (integer for plan in summation.plans for integer in plan)
-    blocks = -(-sizes.batches * sizes.rows * sizes.columns // CUDA_THREADS)
+    loop, elements = cuda_loop(summation.code), sizes.batches * sizes.rows * sizes.columns
     words = *addresses, *sizes, *plans, *key_arguments(key)
-    run_on_card(cuda_loop(summation.code), out, blocks, CUDA_THREADS, words)
+    run_on_card(loop, out, -(-elements // loop.threads), words)
 
 
 # The operator that torch.compile, FakeTensorMode and functorch see.

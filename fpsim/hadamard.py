@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fpsim.autograd import is_plain
 from fpsim.checks import did_you_mean, is_whole, shown
-from fpsim.kernels.hadamard import LANES, cpu_loop, cuda_loop, threads_of
+from fpsim.kernels.hadamard import LANES, cpu_loop, cuda_loop
 from fpsim.launch import PARALLEL_FROM, key_arguments, run_on_card, run_parts
 from fpsim.noise import new_key_for, new_traceable_key
 from fpsim.spec import require_floating
@@ -150,15 +150,9 @@ def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, i
     pattern = FIXED_SIGNS if transform.signs == "fixed" else 0
     words = inner, pattern, int(transform.signs == "random"), int(is_inverse)
     if x.is_cuda:
-        threads = threads_of(transform.size)
+        on_card = cuda_loop(transform.size, 8 * x.element_size())
         arguments = x.data_ptr(), out.data_ptr(), lines, *words, *key_arguments(key)
-        run_on_card(
-            cuda_loop(transform.size, 8 * x.element_size()),
-            x,
-            -(-lines * transform.size // threads),
-            threads,
-            arguments,
-        )
+        run_on_card(on_card, x, -(-lines * transform.size // on_card.threads), arguments)
         return out
     loop = cpu_loop(transform.size, 8 * x.element_size())
     key_address = _NO_KEY.ctypes.data if key is None else key.data_ptr()

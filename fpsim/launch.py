@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.kernels.compile import CUDA_THREADS
 from fpsim.kernels.containers import narrow_loop, power_loop, widen_loop
 from fpsim.kernels.round import (
     ALIGNED,
@@ -93,6 +92,7 @@ def _kernel_and_container(
     return kernel_for(spec, width, masks), CONTAINERS[width]
 
 
+_IS_ROCM = torch.version.hip is not None
 _BEYOND_FLOAT64 = 4400  # of a scale: its numbers span 2**-1074 to 2**1024
 
 _NO_KEY = np.zeros(2, np.uint32)
@@ -175,14 +175,19 @@ def run_parts(loop: Any, parts: Sequence[tuple[Any, ...]], *kept_alive: Any) -> 
     return results
 
 
-def run_on_card(loop: CudaKernel, x: Tensor, blocks: int, threads: int, arguments: tuple[float, ...]) -> None:
+def run_on_card(loop: CudaKernel, x: Tensor, blocks: int, arguments: tuple[float, ...]) -> None:
     """Launch a CUDA kernel on the device of `x`, and there on torch's current stream."""
+    if _IS_ROCM:
+        raise NotImplementedError(
+            "A tensor on an AMD GPU came, which torch calls cuda too: the kernels are for NVIDIA's. "
+            "Possible: move the tensor to the CPU with .cpu()."
+        )
     device = x.get_device()
     if device == torch.cuda.current_device():
-        loop(device, current_stream_handle(device), blocks, threads, arguments)
+        loop(device, current_stream_handle(device), blocks, arguments)
         return
     with torch.cuda.device(device):
-        loop(device, current_stream_handle(device), blocks, threads, arguments)
+        loop(device, current_stream_handle(device), blocks, arguments)
 
 
 def key_arguments(key: Tensor | None) -> tuple[int, int, int]:
@@ -209,7 +214,7 @@ def launch_on_card(
     # as flat memory, whatever the strides: the two tensors have the same ones
     loop, per_block, parameters = kernel.on_card
     words = (source, target, scale, key_address, n, flags, word, *parameters)
-    run_on_card(loop, src, -(-n // per_block), CUDA_THREADS, words)
+    run_on_card(loop, src, -(-n // per_block), words)
 
 
 def round_memory_(
@@ -306,6 +311,19 @@ def _narrower(x: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def ldexp(x: Tensor, log2_scale: Tensor) -> Tensor:
+    """A float64 tensor times 2**log2_scale, on any device; exact, or rounded once. torch.ldexp overflows early."""
+    left, powers = log2_scale.long().clamp(-2100, 2100), []  # beyond, all but zero becomes inf or 0
+    for _ in range(3):
+        part = left.clamp(-1022, 1023)
+        left = left - part
+        powers.append(((part + 1023) << 52).view(torch.float64))  # a power of two by its pattern
+    last, *first = powers  # the largest comes last: what lies between is normal, unless the result is 0
+    for power in first:
+        x = x * power
+    return x * last
+
+
 def to_float64(x: Tensor, log2_scale: int | Tensor = 0) -> Tensor:
     """`x` times 2**log2_scale as contiguous float64: the same whatever the processor does with subnormals.
 
@@ -318,7 +336,7 @@ def to_float64(x: Tensor, log2_scale: int | Tensor = 0) -> Tensor:
     is_scaled = isinstance(log2_scale, Tensor) or log2_scale != 0
     if not x.is_cpu:
         wide = x.to(torch.float64).contiguous()
-        return torch.ldexp(wide, torch.as_tensor(log2_scale, device=x.device)) if is_scaled else wide
+        return ldexp(wide, torch.as_tensor(log2_scale, device=x.device)) if is_scaled else wide
     if x.dtype is torch.float64:
         out = x.clone(memory_format=torch.contiguous_format) if is_scaled else x.contiguous()
     else:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpsim.kernels.compile import CUDA_THREADS
 from fpsim.kernels.moments import (
     FIELDS,
     cuda_exponents,
@@ -105,7 +104,7 @@ def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tenso
         sums = torch.empty(floats, dtype=torch.float64, device=x.device)
         words = array_words(rows.data_ptr(), (integers,), 8)
         arguments = source, n, int(source % 16 == 0), *words, sums.data_ptr(), out.data_ptr()
-        run_on_card(cuda_moments(size, only_amax, logs), x, blocks, CUDA_THREADS, arguments)
+        run_on_card(cuda_moments(size, only_amax, logs), x, blocks, arguments)
         return out
     size, source = x.element_size(), x.data_ptr()
     loop = moments_loop(size, only_amax, logs)
@@ -146,7 +145,7 @@ def binades(x: Tensor, power_begins: bool = False) -> tuple[Tensor, int]:
 
         source, n, size = x.data_ptr(), x.numel(), x.element_size()
         arguments = source, n, int(source % 16 == 0), *array_words(bins.data_ptr(), (fields,), 8)
-        run_on_card(cuda_exponents(size, power_begins), x, partial_words(n, size)[0], CUDA_THREADS, arguments)
+        run_on_card(cuda_exponents(size, power_begins), x, partial_words(n, size)[0], arguments)
     else:
         exponents_loop(x.element_size(), power_begins)(x.data_ptr(), x.numel(), bins.data_ptr())
     return bins, -bias
@@ -197,4 +196,4 @@ def on_device(function: Any, *arrays: Tensor) -> None:
 
     kernel = scalar_kernel(function, tuple((str(a.dtype).removeprefix("torch."), a.dim()) for a in arrays))
     words = (word for a in arrays for word in array_words(a.data_ptr(), tuple(a.shape), a.element_size()))
-    run_on_card(kernel, arrays[0], 1, 1, tuple(words))
+    run_on_card(kernel, arrays[0], 1, tuple(words))

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fpsim.blocks import BlockFormat
 from fpsim.checks import shown
-from fpsim.kernels import block_loops, blocks
-from fpsim.kernels.compile import CUDA_THREADS
+from fpsim.kernels import block_loops, block_teams, blocks
 from fpsim.launch import key_arguments, parts_of, run_on_card, run_parts
 from fpsim.noise import new_key_for
 from fpsim.rounding import BINARY32, STOCHASTIC, make_plan, scale_limits
@@ -187,12 +186,7 @@ def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None 
     """
     scales = _run(x, spec, axis, across, None, None, True)[1]
     assert scales is not None
-    return scales.flatten()[0] if spec.fmt.block == "tensor" else _in_shape(scales, x, axis, across)
-
-
-def _in_shape(scales: Tensor, x: Tensor, axis: int, across: int | None) -> Tensor:
-    """Scales as the blocks lie in `x`."""
-    return scales
+    return scales.flatten()[0] if spec.fmt.block == "tensor" else scales
 
 
 def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale: Tensor | None) -> Tensor:
@@ -247,7 +241,8 @@ def _run(
             scales = torch.empty(axes.blocks, device=x.device)
         if plan.rule == STOCHASTIC and key is None:
             key = new_key_for(x)
-        _launch(source, out, axes, plan, key, shared, scales)
+        run = _run_on_card if source.is_cuda else _run_on_cpu
+        run(plan, axes, key, source, out, shared, scales)
     result = out if x.dtype is torch.float32 else out.to(x.dtype)
     return result, scales
 
@@ -263,19 +258,16 @@ def _multiplier(amax: Tensor, largest: float) -> Tensor:
 _NO_KEY = np.zeros(2, np.uint32)
 
 
-def _launch(
+def _run_on_cpu(
+    plan: blocks.BlockPlan,
+    axes: BlockAxes,
+    key: Tensor | None,
     source: Tensor,
     out: Tensor,
-    axes: BlockAxes,
-    plan: blocks.BlockPlan,
-    key: Tensor | None,
     shared: Tensor,
     scales: Tensor | None,
 ) -> None:
     words = (plan.rule, plan.shape, plan.scale_shape, plan.kind)
-    if source.is_cuda:
-        _launch_cuda(source, out, axes, plan, key, shared, scales)
-        return
     if axes.inner == 1:
         loop, total = block_loops.cpu_along(*words), math.prod(axes.blocks)
     else:
@@ -296,17 +288,17 @@ def _launch(
     run_parts(loop, parts, source, out, dims, parameters, key, shared, scales)
 
 
-def _launch_cuda(
+def _run_on_card(
+    plan: blocks.BlockPlan,
+    axes: BlockAxes,
+    key: Tensor | None,
     source: Tensor,
     out: Tensor,
-    axes: BlockAxes,
-    plan: blocks.BlockPlan,
-    key: Tensor | None,
     shared: Tensor,
     scales: Tensor | None,
 ) -> None:
-    loop = block_loops.cuda_loop(plan.rule, plan.shape, plan.scale_shape, plan.kind)
+    loop = block_teams.cuda_rounding(plan.rule, plan.shape, plan.scale_shape, plan.kind)
+    grid, team = block_teams.grid_of(axes, loop.threads)
     found, has_scales = (0, 0) if scales is None else (scales.data_ptr(), 1)
     addresses = source.data_ptr(), out.data_ptr(), *axes, *plan.parameters, shared.data_ptr(), found
-    blocks = -(-math.prod(axes.blocks) // CUDA_THREADS)
-    run_on_card(loop, source, blocks, CUDA_THREADS, (*addresses, has_scales, *key_arguments(key)))
+    run_on_card(loop, source, grid, (*addresses, has_scales, *key_arguments(key), team))

@@ -16,7 +16,7 @@ from fpsim.blocks import BlockFormat, Format
 from fpsim.checks import is_whole
 from fpsim.fixed_point import FixedPoint
 from fpsim.kernels.tally import LEAST_SQUARE, lost_loop, tally_loop
-from fpsim.launch import parts_of, rounded, run_parts, to_float64
+from fpsim.launch import ldexp, parts_of, rounded, run_parts, to_float64
 from fpsim.shared_scales import Cut, axis_pair, require_no_axis, rounded_blocks
 from fpsim.spec import BlockSpec, Spec, any_spec, require_float32, require_floating, require_ndarray
 from fpsim.statistics import (
@@ -266,6 +266,6 @@ def lost_between(before: Tensor, after: Tensor, largest: float, log2_scale: Tens
 def lost_on_device(before: Tensor, after: Tensor, largest: float, log2_scale: Tensor) -> Tensor:
     """The same as the CPU loop, in torch's own operations."""
     magnitude, rounded = before.detach().abs().double(), after.detach().abs()
-    limit = torch.ldexp(torch.full_like(log2_scale, largest, dtype=torch.float64), -log2_scale)
+    limit = ldexp(torch.full_like(log2_scale, largest, dtype=torch.float64), -log2_scale)
     overflow = magnitude.isfinite() & (~rounded.isfinite() | (magnitude > limit))
     return torch.stack([m.sum() for m in (magnitude == 0, (magnitude != 0) & (rounded == 0), overflow)])

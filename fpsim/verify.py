@@ -1,24 +1,29 @@
 """Whether the kernels of this machine round as they should: `python -m fpsim verify`.
 
-On any device bits are compared with `reference.py`, a second definition of rounding. On a card also: two streams at
-once, replays of a captured graph, the speed beside a copy, and what a launch costs.
+On any device bits are compared with `reference.py`, a second definition of rounding. On a card also: blocks that share
+a scale, against the CPU's; two streams at once, replays of a captured graph, the speed beside a copy, and what a launch
+costs.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fpsim.blocks import BLOCKS
 from fpsim.formats import CATALOGUE, FloatFormat
 from fpsim.launch import rounded
+from fpsim.moments import moments_of
 from fpsim.reference import noise_of, rounded_in_float64
 from fpsim.rounding import ROUNDINGS
-from fpsim.spec import rounding_spec
+from fpsim.shared_scales import rounded_blocks
+from fpsim.spec import BlockSpec, any_spec, rounding_spec
 
 __all__ = ["FULL_FORMATS", "Row", "on_card", "patterns", "verify"]
 
@@ -98,13 +103,44 @@ def verify(device: str, full: bool) -> Iterator[Row]:
 
 def on_card() -> Iterator[Row]:
     """What only a card can show."""
+    yield from _blocks()
     yield _two_streams()
     yield from _graph_replays()
     yield from _speeds()
 
 
+def _block_spec(name: str, rounding: str = "nearest_even") -> BlockSpec:
+    spec = any_spec(name, rounding)
+    assert isinstance(spec, BlockSpec)
+    return spec
+
+
+def _blocks() -> Iterator[Row]:
+    """Each format whose numbers share scales, along each axis, in blocks that are cut off at the end."""
+    generator = torch.Generator().manual_seed(0)
+    binades = torch.randint(-20, 20, (301, 1, 83), generator=generator).float()
+    x = torch.randn(301, 37, 83, generator=generator) * torch.exp2(binades)
+    x[0, 0, 0], x[1, 2, 3], x[4] = torch.inf, torch.nan, 0.0
+    key = torch.tensor(KEY)
+    for name in (*BLOCKS, "e4m3fn per row fp32", "e4m3fn per 128x128 fp32"):
+        for rounding in ("nearest_even", "stochastic"):
+            spec, wrong, first = _block_spec(name, rounding), 0, ""
+            for axis in range(3):
+                expected = rounded_blocks(x, spec, axis, None, key)
+                found = rounded_blocks(x.cuda(), spec, axis, None, key).cpu()
+                is_wrong = found.view(torch.int32) != expected.view(torch.int32)
+                places = (is_wrong & ~(found.isnan() & expected.isnan())).nonzero().tolist()
+                wrong += len(places)
+                if places and not first:
+                    at = tuple(places[0])
+                    values = f"{float(x[at])!r} gives {float(found[at])!r}, not {float(expected[at])!r}"
+                    first = f"along axis {axis} at {at} {values}"
+            count = f"{3 * x.numel():,} numbers"
+            yield Row(f"{name} {rounding}", not wrong, f"{wrong} of {count} differ: {first}" if wrong else count)
+
+
 def _two_streams(times: int = 200) -> Row:
-    """Two streams round at once, one of them the first that asks for this format."""
+    """Two streams round at once, each to a format of its own."""
     inputs = [torch.randn(1 << 18, device="cuda") * 4.0**i for i in range(2)]
     specs = [rounding_spec("e3m4"), rounding_spec("e4m3fn")]
     expected = [rounded(x.cpu(), spec) for x, spec in zip(inputs, specs, strict=True)]
@@ -165,16 +201,24 @@ def _speeds() -> Iterator[Row]:
     moved = 2 * x.numel() * x.element_size() / 1e6
     copy = moved / _milliseconds(lambda: out.copy_(x), 20)
     yield Row("copy", None, f"{copy:,.0f} GB/s")
-    for rounding in ("nearest_even", "stochastic"):
-        spec = rounding_spec("e4m3fn", rounding)
-        speed = moved / _milliseconds(lambda spec=spec: rounded(x, spec), 20)  # type: ignore[misc]
-        yield Row(f"e4m3fn {rounding}", None, f"{speed:,.0f} GB/s, {speed / copy:.0%} of a copy")
+    calls: dict[str, Callable[[], Tensor]] = {
+        f"e4m3fn {rule}": partial(rounded, x, rounding_spec("e4m3fn", rule)) for rule in ("nearest_even", "stochastic")
+    }
+    rows = x.view(1 << 13, 1 << 14)
+    for name in ("mxfp8_e4m3", "nvfp4", "e4m3fn per row fp32"):
+        for axis in (0, 1):
+            calls[f"{name} along axis {axis}"] = partial(rounded_blocks, rows, _block_spec(name), axis)
+    calls["moments"] = partial(moments_of, x)
+    for name, call in calls.items():
+        moves = moved / 2 if name == "moments" else moved  # which it only reads
+        speed = moves / _milliseconds(call, 20)
+        yield Row(name, None, f"{speed:,.0f} GB/s, {speed / copy:.0%} of a copy")
     few, spec = torch.randn(16, device="cuda"), rounding_spec("e4m3fn")
-    for name, call in (("torch.relu", lambda: torch.relu(few)), ("rounding", lambda: rounded(few, spec))):
+    for name, launched in (("torch.relu", lambda: torch.relu(few)), ("rounding", lambda: rounded(few, spec))):
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(1000):
-            call()
+            launched()
         took = (time.perf_counter() - began) * 1e3
         torch.cuda.synchronize()
         yield Row(f"launch of {name}", None, f"{took:.1f} us")

@@ -73,6 +73,8 @@ class Program:
         self, blocks: int, threads: int, words: Sequence[int], arrays: Sequence[np.ndarray], backwards: bool = False
     ) -> None:
         """The same, of the words that the driver is given. arrays: the memory that the kernel may reach."""
+        if threads > self.kernel.most_threads:
+            raise Fault(f"{threads} threads in a block: the kernel is assembled for {self.kernel.most_threads}")
         given = np.zeros(len(MACHINE), np.int64)
         stride = state_size(self.kernel)
         kept = {

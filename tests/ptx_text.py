@@ -40,9 +40,13 @@ class Variables:
 
 @dataclass
 class Kernel:
-    """registers: their width in bits, 1 for a predicate. body: instructions, and labels as strings."""
+    """registers: their width in bits, 1 for a predicate. body: instructions, and labels as strings.
+
+    most_threads: of a block, as `.maxntid` bounds them.
+    """
 
     name: str
+    most_threads: int = 1024
     params: Variables = field(default_factory=Variables)
     shared: Variables = field(default_factory=Variables)
     local: Variables = field(default_factory=Variables)
@@ -56,6 +60,7 @@ class Kernel:
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _ENTRY = re.compile(r"(?:\.visible\s+)?\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
+_BOUND = re.compile(r"\.maxntid\s+(\d+)(?:\s*,\s*1){0,2}")
 _HEAD = re.compile(r"\.(?:version|target|address_size)[^\n]*")
 _VARIABLE = re.compile(r"\.(shared|local|param)\s+(?:\.align\s+(\d+)\s+)?\.[busf](8|16|32|64)\s+([\w$]+)(?:\[(\d+)\])?")
 # Numba's environment of a function: it is declared, and nothing that is compiled for a card reads it
@@ -72,9 +77,12 @@ def parse(text: str) -> Kernel:
     entry = _ENTRY.search(text)
     if entry is None:
         raise UnknownPTX("no .entry: the text holds no kernel")
-    if entry.group(3).strip():  # such as .maxntid: a bound that nothing here would check
-        raise UnknownPTX(f"a directive of the kernel: {entry.group(3).strip()}")
     kernel = Kernel(entry.group(1))
+    if directive := entry.group(3).strip():
+        bound = _BOUND.fullmatch(directive)
+        if bound is None:
+            raise UnknownPTX(f"a directive of the kernel: {directive}")
+        kernel.most_threads = int(bound.group(1))
     for parameter in filter(None, map(str.strip, entry.group(2).split(","))):
         _declare(parameter, kernel)
     end = _closing_brace(text, entry.end())

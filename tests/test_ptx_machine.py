@@ -333,6 +333,13 @@ def test_threads_of_a_block_wait_for_one_another() -> None:
     assert results(SUM.replace("BARRIER", "bar.sync 0;"), rows.copy(), variables=SHARED) == [int(rows[:, 0].sum())] * 8
 
 
+def test_a_block_has_no_more_threads_than_the_kernel_is_assembled_for() -> None:
+    bounded = Program(f"{HEAD}.visible .entry k(.param .u64 p)\n.maxntid 32, 1, 1\n{{ ret; }}\n")
+    bounded.launch_words(1, 32, [0], [])
+    with pytest.raises(Fault, match="33 threads in a block: the kernel is assembled for 32"):
+        bounded.launch_words(1, 33, [0], [])
+
+
 def test_a_missing_barrier_is_a_race() -> None:
     for missing in (0, 1):
         parts = SUM.split("BARRIER")
@@ -404,7 +411,8 @@ def test_other_text_than_one_kernel_is_an_error() -> None:
         "",
         HEAD,
         f"{HEAD}.func f() {{ ret; }}\n.entry k() {{ ret; }}",
-        f"{HEAD}.entry k() .maxntid 32 {{ ret; }}",
+        f"{HEAD}.entry k() .reqntid 32 {{ ret; }}",
+        f"{HEAD}.entry k() .maxntid 32, 2 {{ ret; }}",
     ):
         with pytest.raises(UnknownPTX):
             parse(text)

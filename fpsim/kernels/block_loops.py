@@ -8,8 +8,8 @@ a block's elements lie side by side ("along" the memory); otherwise neighbours i
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -24,15 +24,10 @@ from fpsim.kernels.blocks import (
     make_numbers,
     make_tensor_scale,
 )
-from fpsim.kernels.compile import cuda_module, pointer, stack_array
+from fpsim.kernels.compile import pointer, stack_array
 from fpsim.kernels.native import Loop, compiled_loop
-from fpsim.kernels.round import exchange_halves, fill_noise, key_words, noise_words
+from fpsim.kernels.round import exchange_halves, fill_noise, noise_words
 from fpsim.rounding import NOISE_BLOCK, NOISE_LANES, STOCHASTIC
-
-if TYPE_CHECKING:
-    from fpsim.kernels.card import CudaKernel
-
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
 LANES = 256  # neighbours in memory that are rounded side by side; fewer where a block is long, to stay in the cache
 LONG_BLOCK, LANES_OF_LONG = 128, 64
@@ -42,6 +37,22 @@ BATCH = 64  # blocks whose numbers `cpu_along` computes side by side
 def lanes_of(r: int, c: int) -> int:
     """How many blocks side by side are a unit of work of `cpu_across`."""
     return LANES if r * c <= LONG_BLOCK else LANES_OF_LONG
+
+
+@njit(inline="always")
+def place_of(unit, outer, rows, middle, columns, inner, r, c):  # type: ignore[no-untyped-def]
+    """Where a block begins, its height and length, and how far its rows are apart; of height 0 beyond the last one.
+
+    unit: its number, counted by outer, R, middle, C and inner.
+    """
+    row_blocks, column_blocks, step = (rows + r - 1) // r, (columns + c - 1) // c, middle * columns * inner
+    rest, lane = unit // inner, unit % inner
+    rest, column = rest // column_blocks, rest % column_blocks
+    rest, m = rest // middle, rest % middle
+    o, row = rest // row_blocks, rest % row_blocks
+    height, length = min(r, rows - row * r), min(c, columns - column * c)
+    base = (((o * rows + row * r) * middle + m) * columns + column * c) * inner + lane
+    return base, height if o < outer else 0, length, step
 
 
 @njit(inline="always")
@@ -281,66 +292,3 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
                         ys[i] = apply_far(xs[i], bits, exponents[i], p)
 
     return loop
-
-
-def cuda_kernel(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[..., None]:
-    """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
-
-    A thread rounds one block. `x` and `y` are flat memory of uint32; the dimensions are those of BlockAxes; `p` is a
-    tuple of a BlockPlan's integers; `shared` two int64, as for the CPU's loops; `scales` a float32 for each block,
-    if `has_scales`. The key is an int64 in memory if `has_key`, else `word`.
-    """
-    global cuda
-    cuda = cuda_module()
-    tensor_scale, numbers = make_tensor_scale(kind), make_numbers(scale_shape, kind)
-    apply, apply_far = make_apply(rule, shape, kind), make_apply_far(rule, shape, kind)
-    u32, i32 = np.uint32, np.int32
-
-    def kernel(x, y, outer, rows, middle, columns, inner, r, c, p, shared, scales, has_scales, key, has_key, word):  # type: ignore[no-untyped-def]
-        row_blocks, column_blocks = (rows + r - 1) // r, (columns + c - 1) // c
-        unit = cuda.grid(1)
-        if unit >= outer * row_blocks * middle * column_blocks * inner:
-            return
-        rest, lane = unit // inner, unit % inner
-        rest, column = rest // column_blocks, rest % column_blocks
-        rest, m = rest // middle, rest % middle
-        o, row = rest // row_blocks, rest % row_blocks
-        height, length, step = min(r, rows - row * r), min(c, columns - column * c), middle * columns * inner
-        base = (((o * rows + row * r) * middle + m) * columns + column * c) * inner + lane
-        amax = u32(0)
-        for t in range(height * length if shared[0] < 0 else 0):
-            amax = max(amax, finite_magnitude(x[base + t // length * step + t % length * inner]))
-        whole = tensor_scale(shared[1], p)
-        origin, largest, overflow, smallest, by, back, exponent = numbers(amax, shared[0], whole, p)
-        if has_scales:
-            scales[unit] = back
-        near = kind > GAINED or is_near(exponent, p)
-        shift, sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
-        key0, key1 = key_words(key[0] if has_key else word)
-        for t in range(height * length):
-            index = base + t // length * step + t % length * inner
-            number, bits = x[index], u32(0)
-            if rule == STOCHASTIC:
-                bits = element_noise(index, key0, key1)
-            if near:
-                y[index] = apply(
-                    number, bits, shift, sign, used, odd, origin, largest, overflow, smallest, by, back, whole
-                )
-            else:
-                y[index] = apply_far(number, bits, exponent, p)
-
-    return kernel
-
-
-@cache
-def cuda_loop(rule: int, shape: int, scale_shape: int, kind: int) -> CudaKernel:
-    """The kernel with its launch, a thread for each block of the format."""
-    from numba import types
-
-    from fpsim.kernels.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel
-
-    parameters = types.UniTuple(types.int64, PARAMETERS)
-    key = INTEGERS, INTEGER, INTEGER
-    signature = WORDS32, WORDS32, *[INTEGER] * 7, parameters, INTEGERS, FLOATS32, INTEGER, *key
-    words = rule, shape, scale_shape, kind
-    return CudaKernel(partial(cuda_kernel, *words), signature, "blocks", *words)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import Any
 
 import numpy as np
 
 from fpsim.deferred import carray, njit
+from fpsim.kernels.block_loops import place_of
 from fpsim.kernels.blocks import (
     DIVIDED,
     FLOAT32_LARGEST,
@@ -26,7 +27,6 @@ from fpsim.kernels.blocks import (
     wanted_scale,
 )
 from fpsim.kernels.compile import (
-    cuda_module,
     float32_bits,
     float32_of,
     float64_bits,
@@ -46,11 +46,6 @@ from fpsim.statistics import (
     SMALLEST_SCALE,
     ZERO_BLOCKS,
 )
-
-if TYPE_CHECKING:
-    from fpsim.kernels.card import CudaKernel
-
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
 _MAGNITUDE = np.uint64((1 << 63) - 1)
 _INFINITY = np.uint64(0x7FF << 52)
@@ -117,15 +112,9 @@ def cpu_loop(scale_shape: int, kind: int) -> Loop:
         n = outer * rows * middle * columns * inner
         x, y = carray(pointer(src), (n,), u32), carray(pointer(dst), (n,), u32)
         out = carray(pointer(row), (BLOCK_FIELDS,), i64)
-        row_blocks, column_blocks, step = -(-rows // r), -(-columns // c), middle * columns * inner
         whole = tensor_scale(common[1], p)
         for unit in range(first, last):
-            rest, lane = unit // inner, unit % inner
-            rest, column = rest // column_blocks, rest % column_blocks
-            rest, m = rest // middle, rest % middle
-            o, i = rest // row_blocks, rest % row_blocks
-            height, length = min(r, rows - i * r), min(c, columns - column * c)
-            base = (((o * rows + i * r) * middle + m) * columns + column * c) * inner + lane
+            base, height, length, step = place_of(unit, outer, rows, middle, columns, inner, r, c)
             amax = u32(max(common[2], i64(0)))
             for j in range(height if common[0] < 0 else 0):
                 for k in range(length):
@@ -152,63 +141,3 @@ def cpu_loop(scale_shape: int, kind: int) -> Loop:
             out[BLOCK_SATURATED] += saturations
 
     return loop
-
-
-def cuda_kernel(scale_shape: int, kind: int) -> Callable[..., None]:
-    """The body of a CUDA kernel as a Python function: a thread for each block, and one row of BLOCK_FIELDS for all.
-
-    Arguments as those of `cpu_loop`; `x` and `y` are memory of uint32, `shared` of int64, `out` an array of int64.
-    """
-    global cuda
-    cuda = cuda_module()
-    facts, tensor_scale = make_facts(scale_shape, kind), make_tensor_scale(kind)
-    u32, i64 = np.uint32, np.int64
-
-    def kernel(x, y, outer, rows, middle, columns, inner, r, c, p, shared, out, normal, saturated, of_scale):  # type: ignore[no-untyped-def]
-        row_blocks, column_blocks = (rows + r - 1) // r, (columns + c - 1) // c
-        unit = cuda.grid(1)
-        if unit >= outer * row_blocks * middle * column_blocks * inner:
-            return
-        rest, lane = unit // inner, unit % inner
-        rest, column = rest // column_blocks, rest % column_blocks
-        rest, m = rest // middle, rest % middle
-        o, i = rest // row_blocks, rest % row_blocks
-        height, length, step = min(r, rows - i * r), min(c, columns - column * c), middle * columns * inner
-        base = (((o * rows + i * r) * middle + m) * columns + column * c) * inner + lane
-        amax = u32(max(shared[2], i64(0)))
-        for t in range(height * length if shared[0] < 0 else 0):
-            amax = max(amax, finite_magnitude(x[base + t // length * step + t % length * inner]))
-        counted = 1 if shared[0] < 0 or unit == 0 else 0
-        cuda.atomic.add(out, BLOCKS, counted)
-        if amax == u32(0):
-            cuda.atomic.add(out, ZERO_BLOCKS, counted)
-            return
-        whole = tensor_scale(shared[1], p)
-        is_under, is_over, scale, low, high = facts(amax, shared[0], whole, p, normal, saturated, of_scale)
-        cuda.atomic.add(out, SCALE_UNDERFLOW, counted if is_under else 0)
-        cuda.atomic.add(out, SCALE_OVERFLOW, counted if is_over else 0)
-        if scale > 0:
-            cuda.atomic.min(out, SMALLEST_SCALE, i64(scale))
-            cuda.atomic.max(out, LARGEST_SCALE, i64(scale))
-        subnormals, saturations = 0, 0
-        for t in range(height * length):
-            at = base + t // length * step + t % length * inner
-            is_subnormal, is_saturated = end_of_range(x[at], y[at], low, high)
-            subnormals += is_subnormal
-            saturations += is_saturated
-        cuda.atomic.add(out, BLOCK_SUBNORMAL, subnormals)
-        cuda.atomic.add(out, BLOCK_SATURATED, saturations)
-
-    return kernel
-
-
-@cache
-def cuda_loop(scale_shape: int, kind: int) -> CudaKernel:
-    """The kernel with its launch, a thread for each block of the format."""
-    from numba import types
-
-    from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, CudaKernel
-
-    parameters, out = types.UniTuple(types.int64, PARAMETERS), types.Array(types.int64, 1, "C")
-    signature = WORDS32, WORDS32, *[INTEGER] * 7, parameters, INTEGERS, out, *[types.float64] * 3
-    return CudaKernel(partial(cuda_kernel, scale_shape, kind), signature, "block_tally", scale_shape, kind)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import re
 import struct
 import sys
 import types as types_module
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, cached_property
 from importlib.metadata import version
 from itertools import islice
@@ -25,7 +27,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from fpsim.checks import pip_install
-from fpsim.kernels.compile import cuda_module, for_device, ptx_code
+from fpsim.kernels.compile import CUDA_THREADS, cuda_module, for_device, ptx_code
 from fpsim.kernels.kept import kept_code, source_digest
 
 IS_SIMULATED = bool(numba.config.ENABLE_CUDASIM)  # which is settled when Numba is imported
@@ -72,13 +74,21 @@ def compute_capability(device: int) -> tuple[int, int]:
 
 
 def assembled(ptx: str, capability: tuple[int, int]) -> bytes:
-    """The cubin of PTX, by nvJitLink, whose error is raised if it refuses the PTX."""
+    """The cubin of PTX, by nvJitLink, whose error is raised if it refuses the PTX.
+
+    For a card that is newer than nvJitLink: the PTX, which the card's driver assembles.
+    """
     from cuda.bindings import nvjitlink
 
     options = [f"-arch=sm_{capability[0]}{capability[1]}", "-O3"]
-    link = nvjitlink.create(len(options), options)
+    text = ptx.encode() + b"\0"
     try:
-        text = ptx.encode() + b"\0"
+        link = nvjitlink.create(len(options), options)
+    except nvjitlink.nvJitLinkError as error:
+        if error.status not in (nvjitlink.Result.ERROR_UNRECOGNIZED_ARCH, nvjitlink.Result.ERROR_UNSUPPORTED_ARCH):
+            raise
+        return text
+    try:
         nvjitlink.add_data(link, nvjitlink.InputType.PTX, text, len(text), "kernel")
         nvjitlink.complete(link)
         cubin = bytearray(nvjitlink.get_linked_cubin_size(link))
@@ -86,6 +96,17 @@ def assembled(ptx: str, capability: tuple[int, int]) -> bytes:
         return bytes(cubin)
     finally:
         nvjitlink.destroy(link)
+
+
+@contextmanager
+def _not_part_of_a_capture() -> Iterator[None]:
+    """Inside, this thread may allocate memory of the device while another thread captures a CUDA graph."""
+    driver = _driver()
+    mode = _require(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    try:
+        yield
+    finally:
+        _require(driver.cuThreadExchangeStreamCaptureMode(mode))
 
 
 class _Packed:
@@ -105,10 +126,14 @@ class CudaKernel:
     signature: the types of its arguments, each of eight bytes. A launch takes a number for each number and pointer, one
         for each element of a tuple, and `array_words` for each array.
     key: what tells it apart from all other kernels, in this state of the sources.
+    threads: of a block. The assembler is told, so that the registers of every card suffice for them.
     """
 
-    def __init__(self, make_body: Callable[[], Any], signature: tuple[Any, ...], *key: Any) -> None:
+    def __init__(
+        self, make_body: Callable[[], Any], signature: tuple[Any, ...], *key: Any, threads: int = CUDA_THREADS
+    ) -> None:
         self._make_body, self._signature, self.name = make_body, signature, "-".join(map(str, key))
+        self.threads = threads
         layout = struct.Struct("<" + "".join("d" if k is types.float64 else f"{_width(k)}q" for k in signature))
         self._pack, self._count = layout.pack_into, layout.size // 8
         self._free: list[_Packed] = []
@@ -117,7 +142,7 @@ class CudaKernel:
 
     def ptx(self, capability: tuple[int, int]) -> str:
         """What is assembled for a compute capability; its entry is called `kernel`."""
-        text = ptx_code(self._make_body(), self._signature, capability)
+        text = ptx_code(self._make_body(), self._signature, capability, self.threads)
         found = re.search(r"\.entry\s+([\w$]+)", text)
         assert found is not None
         return text.replace(found.group(1), "kernel")
@@ -137,9 +162,12 @@ class CudaKernel:
                     "A kernel that is not loaded yet was asked for while a CUDA graph is captured, when nothing can be "
                     "compiled or loaded. Run the same code once before, or fpsim.warm_up(device, formats, roundings)."
                 )
-            module = _require(driver.cuModuleLoadData(self.cubin(compute_capability(device))))
+            code = self.cubin(compute_capability(device))
+            with _not_part_of_a_capture():  # the driver may leave the loading to the second call
+                module = _require(driver.cuModuleLoadData(code))
+                function = _require(driver.cuModuleGetFunction(module, b"kernel"))
             self._modules.append(module)
-            self.bind(device, driver.cuLaunchKernel, _require(driver.cuModuleGetFunction(module, b"kernel")))
+            self.bind(device, driver.cuLaunchKernel, function)
         finally:
             _require(driver.cuCtxPopCurrent())
 
@@ -157,13 +185,13 @@ class CudaKernel:
         for kind in self._signature:
             yield tuple(islice(rest, kind.count)) if isinstance(kind, types.UniTuple) else next(rest)
 
-    def __call__(self, device: int, stream: int, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
+    def __call__(self, device: int, stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
         """Launch on the stream of this handle. The device is torch's current one.
 
         arguments: numbers, see the class. In the simulator its arrays stand for pointers and arrays.
         """
         if IS_SIMULATED:
-            self._simulated[blocks, threads](*self._grouped(arguments))
+            self._simulated[blocks, self.threads](*self._grouped(arguments))
             return
         loaded = self._loaded.get(device)
         if loaded is None:
@@ -175,11 +203,11 @@ class CudaKernel:
         except IndexError:
             packed = _Packed(self._count)
         self._pack(packed.values, 0, *arguments)
-        (error,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, packed.address, 0)
+        (error,) = launch(function, blocks, 1, 1, self.threads, 1, 1, 0, stream, packed.address, 0)
         if error:
             if int(error) == _INVALID_CONTEXT:  # a thread in which torch has not used the device yet
                 _require(_driver().cuCtxSetCurrent(_context(device)))
-                (error,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, packed.address, 0)
+                (error,) = launch(function, blocks, 1, 1, self.threads, 1, 1, 0, stream, packed.address, 0)
             _require((error,))
         self._free.append(packed)
 
@@ -202,17 +230,20 @@ def array_words(address: int, shape: tuple[int, ...], item_size: int) -> tuple[i
 
 @cache
 def _toolchain() -> str:
-    """A digest of all that decides what comes out of a kernel's source."""
+    """A digest of the compilers that decide what comes out of a kernel's source."""
     from cuda.bindings import nvjitlink
+    from cuda.pathfinder import load_nvidia_dynamic_lib
 
     try:
         assembler = nvjitlink.version()
-    except Exception as error:  # of the search for the library, and of the library
+        # what the libraries say of their version is the same for many releases
+        sizes = [os.stat(load_nvidia_dynamic_lib(name).abs_path or "").st_size for name in ("nvvm", "nvJitLink")]
+    except Exception as error:  # of the search for the libraries, and of the libraries
         raise RuntimeError(
-            f"nvJitLink, which assembles CUDA kernels, cannot be used: {error} Possible: "
+            f"NVVM and nvJitLink, which compile CUDA kernels, cannot be used: {error} Possible: "
             f"{pip_install('cuda12', 'cuda13')}, whichever CUDA your torch was built for."
         ) from error
-    words = sys.version, numba.__version__, version("numba-cuda"), version("llvmlite"), assembler
+    words = sys.version, numba.__version__, version("numba-cuda"), version("llvmlite"), assembler, sizes
     return source_digest(repr(words))
 
 
@@ -230,7 +261,7 @@ def scalar_kernel(function: types_module.FunctionType, kinds: tuple[tuple[str, i
     signature = tuple(types.Array(getattr(types, name), dimensions, "C") for name, dimensions in kinds)
     words = ("x".join((name, str(dimensions))) for name, dimensions in kinds)
     code = hashlib.sha256("\n".join(_described(function)).encode()).hexdigest()[:16]
-    return CudaKernel(lambda: for_card(function), signature, function.__name__, code, *words)
+    return CudaKernel(lambda: for_card(function), signature, function.__name__, code, *words, threads=1)
 
 
 def _described(function: types_module.FunctionType) -> list[str]:

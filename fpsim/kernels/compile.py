@@ -227,7 +227,7 @@ def integers(width: int) -> tuple[Any, Any]:
     return (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
 
 
-CUDA_THREADS = 256  # in a block
+CUDA_THREADS = 256  # in a block, unless a kernel has its own number
 
 
 @cache
@@ -247,14 +247,16 @@ def cuda_module() -> Any:
     return cuda
 
 
-def ptx_code(function: Callable[..., Any], signature: tuple[Any, ...], capability: tuple[int, int]) -> str:
-    """A CUDA kernel as PTX for a compute capability."""
+def ptx_code(
+    function: Callable[..., Any], signature: tuple[Any, ...], capability: tuple[int, int], threads: int
+) -> str:
+    """A CUDA kernel as PTX for a compute capability, for blocks of at most `threads`."""
     cuda = cuda_module()
     from numba.cuda.core import ir
     from numba.cuda.core.compiler_lock import global_compiler_lock
 
     with global_compiler_lock, _shared_scopes(ir):
-        text, _ = cuda.compile_ptx(function, signature, cc=capability)
+        text, _ = cuda.compile_ptx(function, signature, cc=capability, launch_bounds=threads)
     return str(text)
 
 

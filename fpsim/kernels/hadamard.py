@@ -193,9 +193,10 @@ def threads_of(size: int) -> int:
 
 @cache
 def cuda_loop(size: int, width: int) -> CudaKernel:
-    """The kernel with its launch, in blocks of `threads_of(size)`."""
+    """The kernel with its launch, in blocks whose `threads` hold whole groups."""
     from fpsim.kernels.card import FLOATS32, FLOATS64, INTEGER, INTEGERS, CudaKernel
 
     floats = FLOATS32 if width == 32 else FLOATS64
     signature = floats, floats, *[INTEGER] * 5, INTEGERS, INTEGER, INTEGER
-    return CudaKernel(partial(cuda_kernel, size, width), signature, "hadamard", size, width)
+    body = partial(cuda_kernel, size, width)
+    return CudaKernel(body, signature, "hadamard", size, width, threads=threads_of(size))

@@ -267,7 +267,7 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
 
 @cache
 def cuda_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> CudaKernel:
-    """The kernel with its launch: (device, stream, blocks, threads, and the arguments of `cuda_kernel`)."""
+    """The kernel with its launch: (device, stream, blocks, and the arguments of `cuda_kernel`)."""
     from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, WORDS64, CudaKernel
 
     words = WORDS32 if width == 32 else WORDS64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from numba import njit
 import fpsim
 from fpsim import FloatFormat, as_format
 from fpsim.kernels.containers import make_limit, narrowed, times_power, widened
-from fpsim.launch import PARALLEL_FROM, kernel_for, round_fitting_, to_float64
+from fpsim.launch import PARALLEL_FROM, kernel_for, ldexp, round_fitting_, to_float64
 from fpsim.moments import Moments, amax_of, moments_of
 from fpsim.rounding import BINARY32, BINARY64
 from fpsim.spec import rounding_spec
@@ -225,6 +226,20 @@ def test_sixteen_bits_become_float64_as_in_normal_mode(dtype: torch.dtype) -> No
     expected = patterns(x.double())
     with flushing():
         assert patterns(to_float64(x)) == expected
+
+
+@pytest.mark.parametrize("k", [0, -1, -40, 1023, 1024, -1022, -1075, 1500, -1500, 2098, -2098, 2100, 10**6, -(10**6)])
+def test_ldexp_rounds_once_and_has_the_range_of_float64(k: int) -> None:
+    x = [0.0, -0.0, math.inf, 2.0**-1074, -1.2345 * 2.0**-1010, 1.7 * 2.0**-1000, -1.1, 2.0**1000, sys.float_info.max]
+
+    def expected(v: float) -> float:
+        try:
+            return math.ldexp(v, k)
+        except OverflowError:
+            return math.copysign(math.inf, v)
+
+    got = ldexp(torch.tensor(x, dtype=torch.float64), torch.tensor(k)).tolist()
+    assert [(g, math.copysign(1, g)) for g in got] == [(e, math.copysign(1, e)) for e in map(expected, x)]
 
 
 def test_a_limit_is_the_next_number_down() -> None:

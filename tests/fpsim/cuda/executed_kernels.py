@@ -1,10 +1,11 @@
 """Moments, histograms, blocks, transforms, products and decisions as compiled for a card, against the CPU's own.
 
-The compiled code runs on the CPU. Run by test_executed.py.
+The compiled code runs on the CPU. Run by test_executed_others.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,8 @@ from fpsim.block_tally import blocks_between, limits_of
 from fpsim.gemm import accumulate, summation_of
 from fpsim.hadamard import FIXED_SIGNS, Hadamard, transformed
 from fpsim.kernels import accumulate as products
-from fpsim.kernels import block_loops, block_tally, hadamard, moments
+from fpsim.kernels import block_teams, hadamard, moments
 from fpsim.kernels.card import CudaKernel, scalar_kernel
-from fpsim.kernels.compile import CUDA_THREADS
 from fpsim.moments import binades, moments_of, on_device
 from fpsim.shared_scales import (
     Cut,
@@ -77,7 +77,7 @@ def gathered(x: torch.Tensor, only_amax: bool = False, logs: bool = False) -> to
     with memory(rows, sums, out, reads=(x,)) as (_, sum_address, target, source):
         loop = moments.cuda_moments(size, only_amax, logs)
         arguments = source, n, int(source % 16 == 0), *words, sum_address, target
-        loop(DEVICE, STREAM, blocks, CUDA_THREADS, arguments)
+        loop(DEVICE, STREAM, blocks, arguments)
     return out
 
 
@@ -131,7 +131,7 @@ def counted(words: np.ndarray, power_begins: bool) -> torch.Tensor:
     with memory(bins, reads=(words,)) as (_, source):
         loop = moments.cuda_exponents(words.itemsize, power_begins)
         blocks = moments.partial_words(len(words), words.itemsize)[0]
-        loop(DEVICE, STREAM, blocks, CUDA_THREADS, (source, len(words), int(source % 16 == 0), *described))
+        loop(DEVICE, STREAM, blocks, (source, len(words), int(source % 16 == 0), *described))
     return bins
 
 
@@ -146,20 +146,27 @@ def test_binades_are_counted_as_on_the_cpu(power_begins: bool, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(
-    ("name", "rounding", "axis"),
+    ("name", "rounding", "shape", "axis", "team"),
     [
-        ("mxfp8_e4m3", "nearest_even", 1),
-        ("mxfp8_e4m3", "stochastic", -1),
-        ("e2m1fn per 4x8 even", "nearest_even", 0),
-        ("nvfp4", "nearest_even", -1),
-        ("nvfp4", "stochastic", 1),
-        ("mxfp4", "nearest_even", -1),
-        ("e4m3fn per row fp32", "nearest_even", -1),
+        ("mxfp8_e4m3", "nearest_even", (20, 134, 37), 1, 8),
+        ("mxfp8_e4m3", "stochastic", (20, 134, 37), -1, 8),
+        ("e2m1fn per 4x8 even", "nearest_even", (20, 134, 37), 0, 8),
+        ("nvfp4", "nearest_even", (20, 134, 37), -1, 8),
+        ("nvfp4", "stochastic", (20, 134, 37), 1, 4),
+        ("mxfp4", "nearest_even", (20, 4958), -1, 8),
+        ("e4m3fn per 3 fp32", "nearest_even", (20, 4958), -1, 1),
+        ("e4m3fn per row fp32", "nearest_even", (20, 134, 37), 1, 32),
+        ("e4m3fn per row fp32", "nearest_even", (20, 4958), -1, 256),
+        ("e4m3fn per row fp32", "nearest_even", (4958, 20), 0, 32),
+        ("e4m3fn per 128x128 fp32", "nearest_even", (370, 268), -1, 256),
+        ("e4m3fn per 128x1 fp32", "nearest_even", (370, 268), -1, 32),
     ],
 )
-def test_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, axis: int) -> None:
-    x = numbers(20 * 134 * 37, torch.float32).view(20, 134, 37)
-    x[0, 0, :3], x[2, 3] = torch.tensor([torch.nan, torch.inf, -0.0]), 0.0
+def test_blocks_have_the_bits_of_the_cpu(
+    name: str, rounding: str, shape: tuple[int, ...], axis: int, team: int
+) -> None:
+    x = numbers(math.prod(shape), torch.float32).view(shape)
+    x[0, :3].view(3, -1)[:, 0], x[2, 3] = torch.tensor([torch.nan, torch.inf, -0.0]), 0.0
     spec = any_spec(name, rounding)
     assert isinstance(spec, BlockSpec)
     plan, axes = block_plan(spec), block_axes(x.shape, spec.fmt.tile, axis, None)
@@ -167,10 +174,12 @@ def test_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, axis: int) ->
     count = int(np.prod(axes.blocks))
     y, scales = torch.full_like(x, 77.0), torch.zeros(count)
     common, key = torch.tensor([-1, largest]), torch.tensor([KEY])
-    loop = block_loops.cuda_loop(plan.rule, plan.shape, plan.scale_shape, plan.kind)
+    loop = block_teams.cuda_rounding(plan.rule, plan.shape, plan.scale_shape, plan.kind)
+    grid, chosen = block_teams.grid_of(axes, loop.threads)
+    assert chosen == team
     with memory(y, scales, reads=(x, common, key)) as (target, found, source, shared, address):
-        arguments = source, target, *axes, *plan.parameters, shared, found, 1, address, 1, 0
-        loop(DEVICE, STREAM, -(-count // CUDA_THREADS), CUDA_THREADS, arguments)
+        arguments = source, target, *axes, *plan.parameters, shared, found, 1, address, 1, 0, team
+        loop(DEVICE, STREAM, grid, arguments)
     assert same(y, rounded_blocks(x, spec, axis, None, torch.tensor(KEY)))
     assert same(scales, block_scales(x, spec, axis).flatten())
 
@@ -190,11 +199,12 @@ def test_blocks_are_tallied_as_on_the_cpu(name: str, axis: int) -> None:
     if spec.fmt.block == "tensor":
         axes = in_parts(axes, True)
     out = torch.tensor([0] * SMALLEST_SCALE + [2**63 - 1, 0])
-    blocks = -(-int(np.prod(axes.blocks)) // CUDA_THREADS)
     described, _ = numba_arguments([out.numpy()])
+    loop = block_teams.cuda_tally(plan.scale_shape, plan.kind)
+    grid, team = block_teams.grid_of(axes, loop.threads)
     with memory(out, reads=(x, after, shared)) as (_, source, result, common):
-        arguments = source, result, *axes, *plan.parameters, common, *described, *limits_of(spec)
-        block_tally.cuda_loop(plan.scale_shape, plan.kind)(DEVICE, STREAM, blocks, CUDA_THREADS, arguments)
+        arguments = source, result, *axes, *plan.parameters, common, *described, *limits_of(spec), team
+        loop(DEVICE, STREAM, grid, arguments)
     assert torch.equal(out, blocks_between(x, after, spec, Cut(axis)))
 
 
@@ -216,9 +226,8 @@ def test_hadamard_transforms_have_the_bits_of_the_cpu(size: int, dtype: torch.dt
         )
         with memory(y, reads=(x,)) as (target, source):
             loop = hadamard.cuda_loop(size, 8 * x.element_size())
-            threads = hadamard.threads_of(size)
             arguments = source, target, groups * inner, inner, *words, 0, 0, KEY
-            loop(DEVICE, STREAM, -(-x.numel() // threads), threads, arguments)
+            loop(DEVICE, STREAM, -(-x.numel() // loop.threads), arguments)
         assert same(y, transformed(x, Hadamard(size, signs), 1, torch.tensor(KEY), bool(is_inverse)))
 
 
@@ -247,7 +256,7 @@ def test_products_have_the_bits_of_the_cpu(accumulator: Accumulator) -> None:
             loop = products.cuda_loop(summation.code)
             plans = (integer for plan in summation.plans for integer in plan)
             arguments = *sources, target, *sizes, *plans, 0, 0, KEY
-            loop(DEVICE, STREAM, -(-y.numel() // CUDA_THREADS), CUDA_THREADS, arguments)
+            loop(DEVICE, STREAM, -(-y.numel() // loop.threads), arguments)
         assert same(y, accumulate(a, b, accumulator, c, torch.tensor(KEY)))
 
 
@@ -256,7 +265,7 @@ def decided(function: Any, *arrays: torch.Tensor) -> list[torch.Tensor]:
     kernel = scalar_kernel(function, tuple((str(a.dtype).removeprefix("torch."), a.dim()) for a in sent))
     words, _ = numba_arguments([a.numpy() for a in sent])
     with memory(*sent):
-        kernel(DEVICE, STREAM, 1, 1, tuple(words))
+        kernel(DEVICE, STREAM, 1, tuple(words))
     return sent
 
 

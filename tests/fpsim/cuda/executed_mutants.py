@@ -1,7 +1,7 @@
 """Whether a wrong instruction would be found: kernels with one instruction changed, run as the right ones are.
 
 A few changes nobody can find, because no input shows them: of a comparison with what never occurs, or of an operation
-on bits that are cut off later. Run by test_executed.py.
+on bits that are cut off later. Run by test_executed_others.py.
 """
 
 from __future__ import annotations

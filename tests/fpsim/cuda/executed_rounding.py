@@ -17,7 +17,6 @@ from format_cases import ALL
 
 from fpsim import FloatFormat, as_format
 from fpsim.kernels.card import CudaKernel
-from fpsim.kernels.compile import CUDA_THREADS
 from fpsim.kernels.round import (
     ALIGNED,
     HAS_KEY,
@@ -67,7 +66,7 @@ def on_card(
         addresses = source, target, scale_address if log2_scale else 0, key_address if flags & HAS_KEY else 0
         word = ~KEY if flags & HAS_KEY else KEY
         loop = cuda_loop(plan.rule, plan.shape, plan.width, masks)
-        loop(DEVICE, STREAM, blocks, CUDA_THREADS, (*addresses, len(x), flags, word, *plan.parameters))
+        loop(DEVICE, STREAM, blocks, (*addresses, len(x), flags, word, *plan.parameters))
     return y
 
 

@@ -15,7 +15,7 @@ from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES
 from fpsim import Accumulator, as_accumulator
 from fpsim.gemm import summation_of
-from fpsim.kernels import accumulate, block_loops, block_tally, blocks, hadamard, moments
+from fpsim.kernels import accumulate, block_teams, blocks, hadamard, moments
 from fpsim.kernels.compile import for_device
 from fpsim.kernels.round import Masks, cuda_kernel, cuda_loop
 
@@ -49,7 +49,7 @@ def test_a_floating_point_instruction_would_be_found() -> None:
 @pytest.mark.parametrize("kind", range(4), ids=["power", "gained", "divided", "narrow"])
 @pytest.mark.parametrize("rule", [0, 6], ids=["nearest_even", "stochastic"])
 def test_the_kernels_of_blocks_compile(rule: int, kind: int) -> None:
-    text = block_loops.cuda_loop(rule, 1, 1, kind).ptx((8, 0))
+    text = block_teams.cuda_rounding(rule, 1, 1, kind).ptx((8, 0))
     assert ".entry" in text
     arithmetic = FLOATING.findall(str(text))
     if kind == blocks.POWER:  # the scale alone is a float: it is moved, never computed with
@@ -61,7 +61,7 @@ def test_the_kernels_of_blocks_compile(rule: int, kind: int) -> None:
 
 @pytest.mark.parametrize("kind", range(4), ids=["power", "gained", "divided", "narrow"])
 def test_the_kernels_that_tally_blocks_compile(kind: int) -> None:
-    text = block_tally.cuda_loop(1, kind).ptx((8, 0))
+    text = block_teams.cuda_tally(1, kind).ptx((8, 0))
     assert len(re.findall(r"\b(?:atom|red)\.global\.(?:add|min|max)\.\S*64", str(text))) >= 6
 
 

@@ -19,7 +19,7 @@ from fpsim.block_tally import blocks_between, limits_of
 from fpsim.gemm import accumulate, summation_of
 from fpsim.hadamard import FIXED_SIGNS, Hadamard, transformed
 from fpsim.kernels import accumulate as products
-from fpsim.kernels import block_loops, block_tally, hadamard, moments, round
+from fpsim.kernels import block_teams, hadamard, moments, round
 from fpsim.kernels.card import scalar_kernel
 from fpsim.kernels.round import NO_MASKS, Masks, cuda_loop
 from fpsim.launch import kernel_for, masks_of, rounded
@@ -68,7 +68,8 @@ def simulated(
         memory = cuda.to_device(source), device, scale, address
         blocks = -(-len(x) // round.elements_of_block(plan.rule, width))
         loop = cuda_loop(plan.rule, plan.shape, plan.width, masks)
-        loop(0, 0, blocks, round.CUDA_THREADS, (*memory, len(x), flags, word, *plan.parameters))
+        loop.threads = round.CUDA_THREADS
+        loop(0, 0, blocks, (*memory, len(x), flags, word, *plan.parameters))
         results.append(device.copy_to_host())
     assert (results[0] == results[1]).all()
     assert (results[0][len(x) :] == 77).all()
@@ -126,10 +127,16 @@ def test_the_kernel_gives_what_verify_expects(rounding: str, monkeypatch: pytest
     assert np.array_equal(np.signbit(found)[numbers], np.signbit(expected)[numbers])
 
 
+# each format and each rule in both widths, but not each pair: all of them are in executed_rounding.py
+ROUNDED = [
+    (name, rounding, (torch.float32, torch.float64)[(i + j) % 2])
+    for i, name in enumerate(FORMATS)
+    for j, rounding in enumerate(ROUNDINGS)
+]
+
+
 @pytest.mark.usefixtures("in_turn")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "rounding", "dtype"), ROUNDED, ids=str)
 def test_the_kernel_gives_the_bits_of_the_cpu(
     name: str, rounding: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,10 +160,15 @@ def test_every_length_is_covered_and_nothing_beyond(n: int) -> None:
 
 
 @pytest.mark.usefixtures("in_turn")
-@pytest.mark.usefixtures("in_turn")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
-@pytest.mark.parametrize("fmt", ["fp16", "e4m3fn"])
+@pytest.mark.parametrize(
+    ("fmt", "rounding", "dtype"),
+    [
+        ("fp16", "nearest_even", torch.float32),
+        ("fp16", "stochastic", torch.float64),
+        ("e4m3fn", "nearest_even", torch.float64),
+        ("e4m3fn", "stochastic", torch.float32),
+    ],
+)
 def test_masks_pass_as_on_the_cpu(fmt: str, rounding: str, dtype: torch.dtype) -> None:
     least = torch.finfo(dtype).min
     x = torch.tensor([least, -least, -torch.inf, 1.3, -0.7, least / 2, 1e30, torch.inf, torch.nan], dtype=dtype)
@@ -176,7 +188,6 @@ def test_the_kernel_rounds_at_a_scale_as_the_cpu_does(name: str, dtype: torch.dt
     assert same(simulated(x, as_format(name), "nearest_even", 0, log2_scale), expected)
 
 
-@pytest.mark.usefixtures("in_turn")
 @pytest.mark.parametrize(
     ("name", "rounding", "axis"),
     [
@@ -201,15 +212,15 @@ def test_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, axis: int) ->
     words = plan.rule, plan.shape, plan.scale_shape, plan.kind
     count = int(np.prod(axes.blocks))
     source, common = map(cuda.to_device, (x.numpy().view(np.uint32).flatten(), shared))
-    launch = block_loops.cuda_loop(*words)
-    arguments = source, target, *axes, *plan.parameters, common, scales, 1, common, 0, key
-    launch(0, 0, -(-count // 16), 16, arguments)
+    launch = block_teams.cuda_rounding(*words)
+    launch.threads = 16
+    grid, team = block_teams.grid_of(axes, 16)
+    launch(0, 0, grid, (source, target, *axes, *plan.parameters, common, scales, 1, common, 0, key, team))
     got = torch.from_numpy(target.copy_to_host().view(np.float32)).view(x.shape)
     assert same(got, rounded_blocks(x, spec, axis, None, torch.tensor(key)))
     assert same(torch.from_numpy(scales.copy_to_host()[:count]), block_scales(x, spec, axis).flatten())
 
 
-@pytest.mark.usefixtures("in_turn")
 @pytest.mark.parametrize(
     ("name", "axis"), [("mxfp4", 1), ("e2m1fn per 32 at 0.75", -1), ("nvfp4", 1), ("e4m3fn per tensor fp32", 0)]
 )
@@ -227,9 +238,10 @@ def test_blocks_are_tallied_as_on_the_cpu(name: str, axis: int) -> None:
         axes = in_parts(axes, True)
     out = cuda.to_device(np.array([0] * SMALLEST_SCALE + [2**63 - 1, 0]))
     patterns = [cuda.to_device(t.numpy().view(np.uint32).flatten()) for t in (x, after)]
-    arguments = *patterns, *axes, *plan.parameters, cuda.to_device(shared.numpy()), out, *limits_of(spec)
-    blocks = -(-int(np.prod(axes.blocks)) // 16)
-    block_tally.cuda_loop(plan.scale_shape, plan.kind)(0, 0, blocks, 16, arguments)
+    loop = block_teams.cuda_tally(plan.scale_shape, plan.kind)
+    loop.threads = 16
+    grid, team = block_teams.grid_of(axes, 16)
+    loop(0, 0, grid, (*patterns, *axes, *plan.parameters, cuda.to_device(shared.numpy()), out, *limits_of(spec), team))
     assert out.copy_to_host().tolist() == blocks_between(x, after, spec, Cut(axis)).tolist()
 
 
@@ -254,9 +266,9 @@ def test_hadamard_transforms_give_the_bits_of_the_cpu(
         words = FIXED_SIGNS if signs == "fixed" else 0, int(signs == "random"), int(is_inverse)
         address = cuda.to_device(np.array([key]))
         guarded = cuda.to_device(np.full(x.numel() + 5, 77, x.numpy().dtype))
-        source, threads = cuda.to_device(x.numpy().reshape(-1)), hadamard.threads_of(size)
+        source, loop = cuda.to_device(x.numpy().reshape(-1)), hadamard.cuda_loop(size, 8 * x.element_size())
         arguments = source, guarded, groups * inner, inner, *words, address, 1, 0
-        hadamard.cuda_loop(size, 8 * x.element_size())(0, 0, -(-x.numel() // threads), threads, arguments)
+        loop(0, 0, -(-x.numel() // loop.threads), arguments)
         result = torch.from_numpy(guarded.copy_to_host())
         assert same(result[: x.numel()].view(x.shape), expected)
         assert (result[x.numel() :] == 77).all()
@@ -292,7 +304,9 @@ def test_products_have_the_bits_of_the_cpu(accumulator: Accumulator) -> None:
         plans = (integer for plan in summation.plans for integer in plan)
         device = cuda.to_device(target)
         arguments = *sources, device, *sizes, *plans, sources[0], 0, key
-        products.cuda_loop(summation.code)(0, 0, -(-batches * m * n // 16), 16, arguments)
+        loop = products.cuda_loop(summation.code)
+        loop.threads = 16
+        loop(0, 0, -(-batches * m * n // 16), arguments)
         got = device.copy_to_host()
         assert (got[-3:] == 77).all()
         wanted = accumulate(a, b, accumulator, c, torch.tensor(key))
@@ -311,7 +325,8 @@ def gathered(x: np.ndarray, only_amax: bool = False) -> list[float]:
             moments.cuda_moments(x.itemsize, only_amax, True),
             (words, len(x), is_aligned, rows, sums, out),
         )
-        loop(0, 0, blocks, moments.CUDA_THREADS, arguments)
+        loop.threads = moments.CUDA_THREADS
+        loop(0, 0, blocks, arguments)
         results.append(out.copy_to_host())
     # the sums have another order
     np.testing.assert_allclose(*results, rtol=1e-13)
@@ -349,14 +364,16 @@ def test_binades_are_counted_as_on_the_cpu(
     for is_aligned in (0, 1):
         bins = cuda.to_device(np.zeros(len(expected), np.int64))
         words = cuda.to_device(x.numpy().view(f"u{size}"))
-        moments.cuda_exponents(size, power_begins)(0, 0, 2, 4, (words, len(x), is_aligned, bins))
+        loop = moments.cuda_exponents(size, power_begins)
+        loop.threads = 4
+        loop(0, 0, 2, (words, len(x), is_aligned, bins))
         assert bins.copy_to_host().tolist() == expected.tolist()
 
 
 def on_the_card(function: Any, *arrays: torch.Tensor) -> list[torch.Tensor]:
     sent = [cuda.to_device(a.numpy().copy()) for a in arrays]
     kinds = tuple((str(a.dtype).removeprefix("torch."), a.dim()) for a in arrays)
-    scalar_kernel(function, kinds)(0, 0, 1, 1, tuple(sent))
+    scalar_kernel(function, kinds)(0, 0, 1, tuple(sent))
     return [torch.from_numpy(a.copy_to_host()) for a in sent]
 
 

@@ -18,7 +18,7 @@ import torch
 import fpsim
 from fpsim import launch
 from fpsim.gemm import as_accumulator, summation_of
-from fpsim.kernels import accumulate, block_loops, hadamard, moments
+from fpsim.kernels import accumulate, block_teams, hadamard, moments
 from fpsim.kernels.card import CudaKernel, array_words, assembled, scalar_kernel
 from fpsim.kernels.kept import kept_code
 from fpsim.kernels.round import ALIGNED, HAS_KEY, HAS_SCALE, cuda_loop
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(
 
 KERNELS = {
     "round": lambda: cuda_loop(0, 1, 32),
-    "blocks": lambda: block_loops.cuda_loop(0, 1, 1, 0),
-    "hadamard": lambda: hadamard.cuda_loop(2, 32),
+    "blocks": lambda: block_teams.cuda_rounding(0, 1, 1, 0),
+    "hadamard": lambda: hadamard.cuda_loop(1024, 32),
     "accumulate": lambda: accumulate.cuda_loop(summation_of(as_accumulator("fp16")).code),
     "moments": lambda: moments.cuda_moments(4, True, False),
     "exponents": lambda: moments.cuda_exponents(4),
@@ -67,11 +67,17 @@ def test_a_launch_packs_what_the_ptx_declares(name: str) -> None:
     assert declared
     assert set(declared) <= {"u64", "s64", "b64"}
     kernel.bind(0, driver := Driver(len(declared)), None)
-    kernel(0, 7, 3, 64, tuple(range(len(declared))))
+    kernel(0, 7, 3, tuple(range(len(declared))))
     assert driver.arguments == list(range(len(declared)))
-    assert (driver.grid, driver.stream) == ((3, 1, 1, 64, 1, 1), 7)
+    assert (driver.grid, driver.stream) == ((3, 1, 1, kernel.threads, 1, 1), 7)
     with pytest.raises(Exception, match=r"pack_into expected|required"):
-        kernel(0, 7, 3, 64, tuple(range(len(declared) + 1)))
+        kernel(0, 7, 3, tuple(range(len(declared) + 1)))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_assembler_knows_how_many_threads_there_are(name: str) -> None:
+    kernel = KERNELS[name]()
+    assert f".maxntid {kernel.threads}, 1, 1" in kernel.ptx((7, 5))
 
 
 @pytest.fixture
@@ -135,7 +141,7 @@ def test_threads_do_not_share_the_memory_of_arguments() -> None:
         return (0,)
 
     kernel.bind(0, launch_slowly, None)
-    threads = [threading.Thread(target=kernel, args=(0, 0, 1, 1, (number,))) for number in (11, 22)]
+    threads = [threading.Thread(target=kernel, args=(0, 0, 1, (number,))) for number in (11, 22)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -183,5 +189,7 @@ def test_the_ptx_is_assembled_for_a_card() -> None:
     assert cubin[:4] == b"\x7fELF"
     assert int.from_bytes(cubin[18:20], "little") == 190  # EM_CUDA
     assert b"kernel" in cubin
+    newer = KERNELS["round"]().ptx((99, 0))
+    assert assembled(newer, (99, 0)) == newer.encode() + b"\0"  # for the card's driver to assemble
     with pytest.raises(Exception, match="ERROR_PTX_COMPILE"):
         assembled(".version 9.0\nno ptx", (9, 0))

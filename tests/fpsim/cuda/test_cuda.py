@@ -129,6 +129,9 @@ def test_a_call_waits_for_no_other_streams_first_call(compute: Callable[[torch.T
     expected = compute(x.cpu())
     compute(x)  # loads the kernels, which may wait for all streams
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    for stream in (first, second):  # gets memory of its own, for which torch may wait
+        with torch.cuda.stream(stream):
+            torch.empty(1, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(first):
         torch.cuda._sleep(1_000_000_000)
@@ -160,8 +163,8 @@ def test_rounding_on_the_card_waits_for_nothing_and_warns_of_nothing() -> None:
     x = torch.randn(1000, device="cuda")
     for rounding in ROUNDINGS:
         round_to(x, "fp16", rounding)  # compiled
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for rounding in ROUNDINGS:
             round_to(x, "fp16", rounding)
             fpsim.round_to_(x.view(20, 50).t(), "fp16", rounding)
@@ -236,6 +239,43 @@ def test_loading_a_kernel_while_a_graph_is_captured_is_an_error_that_says_what_t
 
 
 @pytest.mark.gpu
+def test_a_kernel_is_loaded_while_another_thread_captures_a_graph() -> None:
+    fpsim.warm_up("cuda", ["e4m3fn"])
+    x, graph, stream = torch.randn(5000), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    card, kernel = x.cuda(), cuda_loop.__wrapped__(1, 0, 32)
+    with torch.cuda.graph(graph), ThreadPoolExecutor(1) as pool:
+        pool.submit(kernel.load, card.get_device(), stream.cuda_stream).result()
+        out = round_to(card, "e4m3fn")
+    graph.replay()
+    assert same(out.cpu(), round_to(x, "e4m3fn"))
+
+
+@pytest.mark.gpu
+def test_branches_on_streams_of_their_own_get_the_scales_of_one_stream() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.ModuleList([torch.nn.Linear(64, 64) for _ in range(4)]).cuda()
+    x, streams = torch.randn(256, 64, device="cuda"), [torch.cuda.Stream() for _ in range(4)]
+    fpsim.quantize(net, fpsim.Policy(error="e5m2", weight_grad="e5m2"), inplace=True)
+    handle, found = AdaLossScaled(net), []
+    for chosen in ([torch.cuda.current_stream()] * 4, streams):
+        handle.observer = recorder = Recorder()
+        for _ in range(20):
+            parts, start = [], torch.cuda.current_stream()
+            for layer, stream in zip(net, chosen, strict=True):
+                stream.wait_stream(start)
+                with torch.cuda.stream(stream):
+                    parts.append(layer(torch.relu(layer(x))) * 1e-5)
+            for stream, part in zip(chosen, parts, strict=True):
+                start.wait_stream(stream)
+                part.record_stream(start)
+            sum(parts).sum().backward()
+            del parts, part  # with their graph, whose ends belong to the streams of this step
+        torch.cuda.synchronize()
+        found.append(sorted((row["site"], row["role"], row["log2_scale"]) for row in recorder.rows()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
 def test_gradients_transforms_and_codes_work_on_the_card() -> None:
     x = torch.randn(40_000, device="cuda", requires_grad=True)
     (round_to(x, "e4m3fn") ** 2).sum().backward()
@@ -270,8 +310,8 @@ def test_an_adaptive_step_waits_for_nothing_and_decides_as_the_cpu_does(rule: st
         handle.observer = None
         if device == "cuda":
             torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
             try:
+                torch.cuda.set_sync_debug_mode("error")
                 model(inputs).backward(gradient)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
@@ -324,8 +364,8 @@ def test_delayed_scaling_waits_for_nothing_and_moves_with_the_model() -> None:
         found = histories.of("a:linear", "fprop.x", rule, 448.0, torch.device(device, 0 if device == "cuda" else None))
         found.record(torch.tensor(7.0, device=device))
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for _ in range(4):
             histories.begin_step()
             scale = found.scale()

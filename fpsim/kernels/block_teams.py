@@ -1,0 +1,243 @@
+"""Blocks on a card: kernels in which a team of threads shares each block of the format.
+
+Neighbouring threads take neighbours in memory. Where a block lies along the memory they are of one team; elsewhere each
+belongs to another block. So whole sectors are read and written, and a long row is not one thread's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fpsim.deferred import njit
+from fpsim.kernels.block_loops import element_noise, place_of
+from fpsim.kernels.block_tally import end_of_range, make_facts
+from fpsim.kernels.blocks import (
+    GAINED,
+    PARAMETERS,
+    finite_magnitude,
+    is_near,
+    make_apply,
+    make_apply_far,
+    make_numbers,
+    make_tensor_scale,
+)
+from fpsim.kernels.compile import CUDA_THREADS, cuda_module
+from fpsim.kernels.round import key_words
+from fpsim.rounding import STOCHASTIC
+from fpsim.statistics import (
+    BLOCK_FIELDS,
+    BLOCK_SATURATED,
+    BLOCK_SUBNORMAL,
+    BLOCKS,
+    LARGEST_SCALE,
+    SCALE_OVERFLOW,
+    SCALE_UNDERFLOW,
+    SMALLEST_SCALE,
+    ZERO_BLOCKS,
+)
+
+if TYPE_CHECKING:
+    from fpsim.kernels.card import CudaKernel
+
+cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
+
+ELEMENTS = 4  # of a block for each thread of its team: with fewer, the time would go to the scale
+SECTOR = 8  # float32 in the 32 bytes that a card reads at least
+BUSY = 1 << 17  # threads that fill a card
+NO_SCALE = (1 << 63) - 1  # in the place of the smallest one
+
+
+def grid_of(axes: Sequence[int], threads: int) -> tuple[int, int]:
+    """How many blocks of `threads` a launch has, and how many threads a team: a power of two. axes: of BlockAxes."""
+    outer, rows, middle, columns, inner, r, c = axes
+    blocks, size = outer * -(-rows // r) * middle * -(-columns // c) * inner, min(r, rows) * min(c, columns)
+    if inner == 1:
+        wanted, most = max(size // ELEMENTS, min(SECTOR, size // 2)), threads
+    else:  # neighbours belong to other blocks: a team only makes more threads
+        wanted, most = min(size // ELEMENTS, -(-BUSY // blocks)), threads // SECTOR
+    team = 1
+    while 2 * team <= min(wanted, most):
+        team *= 2
+    return -(-blocks // (threads // team)), team
+
+
+def place_in_team(inner, team):  # type: ignore[no-untyped-def]
+    """The block of this thread, its number in the team, and in shared memory the first of the team and the next."""
+    thread, teams = cuda.threadIdx.x, cuda.blockDim.x // team
+    first = cuda.blockIdx.x * teams
+    if inner == 1:
+        return first + thread // team, thread % team, thread // team * team, 1
+    return first + thread % teams, thread // teams, thread % teams, teams
+
+
+@njit(inline="always")
+def next_place(j, k, length, down, along):  # type: ignore[no-untyped-def]
+    """Where in its block a thread goes on: the size of its team further, which is `down` rows and `along` columns."""
+    j, k = j + down, k + along
+    return (j + 1, k - length) if k >= length else (j, k)
+
+
+def amax_of_team(x, place, shared, member, leader, apart, team):  # type: ignore[no-untyped-def]
+    """The pattern of the largest finite magnitude of a block. All threads come here, also those without a block."""
+    base, height, length, step, inner = place
+    amax = np.uint32(0)
+    j, k, down, along = member // length, member % length, team // length, team % length
+    while j < height:
+        amax = max(amax, finite_magnitude(x[base + j * step + k * inner]))
+        j, k = next_place(j, k, length, down, along)
+    half = team // 2
+    at = leader + member * apart
+    shared[at] = amax
+    while half > 0:
+        cuda.syncthreads()
+        if member < half:
+            shared[at] = max(shared[at], shared[at + half * apart])
+        half //= 2
+    cuda.syncthreads()
+    return shared[leader]
+
+
+def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[..., None]:
+    """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
+
+    `x` and `y` are flat memory of uint32; the dimensions are those of BlockAxes; `p` is a tuple of a BlockPlan's
+    integers; `given` two int64, as `shared` of the CPU's loops; `scales` a float32 for each block, if `has_scales`. The
+    key is an int64 in memory if `has_key`, else `word`. team: as `grid_of` has it.
+    """
+    global cuda
+    cuda = cuda_module()
+    from numba import uint32
+
+    tensor_scale, numbers = make_tensor_scale(kind), make_numbers(scale_shape, kind)
+    apply, apply_far = make_apply(rule, shape, kind), make_apply_far(rule, shape, kind)
+    u32, i32 = np.uint32, np.int32
+
+    def kernel(  # type: ignore[no-untyped-def]
+        x, y, outer, rows, middle, columns, inner, r, c, p, given, scales, has_scales, key, has_key, word, team
+    ):
+        shared = cuda.shared.array(CUDA_THREADS, uint32)
+        unit, member, leader, apart = place_in_team(inner, team)
+        base, height, length, step = place_of(unit, outer, rows, middle, columns, inner, r, c)
+        amax = u32(0)
+        if given[0] < 0:
+            amax = amax_of_team(x, (base, height, length, step, inner), shared, member, leader, apart, team)
+        whole = tensor_scale(given[1], p)
+        origin, largest, overflow, smallest, by, back, exponent = numbers(amax, given[0], whole, p)
+        if has_scales and member == 0 and height > 0:
+            scales[unit] = back
+        near = kind > GAINED or is_near(exponent, p)
+        shift, sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
+        key0, key1 = key_words(key[0] if has_key else word)
+        j, k, down, along = member // length, member % length, team // length, team % length
+        while j < height:
+            index = base + j * step + k * inner
+            number, bits = x[index], u32(0)
+            if rule == STOCHASTIC:
+                bits = element_noise(index, key0, key1)
+            if near:
+                y[index] = apply(
+                    number, bits, shift, sign, used, odd, origin, largest, overflow, smallest, by, back, whole
+                )
+            else:
+                y[index] = apply_far(number, bits, exponent, p)
+            j, k = next_place(j, k, length, down, along)
+
+    return kernel
+
+
+def tally_kernel(scale_shape: int, kind: int) -> Callable[..., None]:
+    """The same, of what a rounding from `x` to `y` did: one row of BLOCK_FIELDS for all, in the int64 array `out`.
+
+    Arguments as those of `block_tally.cpu_loop`: `given` is three int64. A block of threads counts in shared memory.
+    """
+    global cuda
+    cuda = cuda_module()
+    from numba import int64, uint32
+
+    facts, tensor_scale = make_facts(scale_shape, kind), make_tensor_scale(kind)
+    u32, i64 = np.uint32, np.int64
+
+    def kernel(  # type: ignore[no-untyped-def]
+        x, y, outer, rows, middle, columns, inner, r, c, p, given, out, normal, saturated, of_scale, team
+    ):
+        shared = cuda.shared.array(CUDA_THREADS, uint32)  # a line for each: the simulator tells them apart by it
+        counts = cuda.shared.array(BLOCK_FIELDS, int64)
+        thread = cuda.threadIdx.x
+        for field in range(thread, BLOCK_FIELDS, cuda.blockDim.x):
+            counts[field] = NO_SCALE if field == SMALLEST_SCALE else 0
+        unit, member, leader, apart = place_in_team(inner, team)
+        base, height, length, step = place_of(unit, outer, rows, middle, columns, inner, r, c)
+        amax = u32(max(given[2], i64(0)))
+        if given[0] < 0:
+            amax = amax_of_team(x, (base, height, length, step, inner), shared, member, leader, apart, team)
+        else:
+            cuda.syncthreads()
+        if height > 0:
+            counted = member == 0 and (given[0] < 0 or unit == 0)
+            if counted:
+                cuda.atomic.add(counts, BLOCKS, 1)
+                if amax == u32(0):
+                    cuda.atomic.add(counts, ZERO_BLOCKS, 1)
+            if amax > u32(0):
+                whole = tensor_scale(given[1], p)
+                is_under, is_over, scale, low, high = facts(amax, given[0], whole, p, normal, saturated, of_scale)
+                if counted and is_under:
+                    cuda.atomic.add(counts, SCALE_UNDERFLOW, 1)
+                if counted and is_over:
+                    cuda.atomic.add(counts, SCALE_OVERFLOW, 1)
+                if member == 0 and scale > 0:
+                    cuda.atomic.min(counts, SMALLEST_SCALE, scale)
+                    cuda.atomic.max(counts, LARGEST_SCALE, scale)
+                subnormals, saturations = 0, 0
+                j, k, down, along = member // length, member % length, team // length, team % length
+                while j < height:
+                    index = base + j * step + k * inner
+                    is_subnormal, is_saturated = end_of_range(x[index], y[index], low, high)
+                    subnormals += is_subnormal
+                    saturations += is_saturated
+                    j, k = next_place(j, k, length, down, along)
+                if subnormals > 0:
+                    cuda.atomic.add(counts, BLOCK_SUBNORMAL, subnormals)
+                if saturations > 0:
+                    cuda.atomic.add(counts, BLOCK_SATURATED, saturations)
+        cuda.syncthreads()
+        for field in range(thread, BLOCK_FIELDS, cuda.blockDim.x):
+            if field == SMALLEST_SCALE:
+                cuda.atomic.min(out, field, counts[field])
+            elif field == LARGEST_SCALE:
+                cuda.atomic.max(out, field, counts[field])
+            elif counts[field] > 0:
+                cuda.atomic.add(out, field, counts[field])
+
+    return kernel
+
+
+@cache
+def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int) -> CudaKernel:
+    """The kernel with its launch, in the blocks of `grid_of`."""
+    from numba import types
+
+    from fpsim.kernels.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
+
+    parameters = types.UniTuple(types.int64, PARAMETERS)
+    key = INTEGERS, INTEGER, INTEGER
+    signature = WORDS32, WORDS32, *[INTEGER] * 7, parameters, INTEGERS, FLOATS32, INTEGER, *key, INTEGER
+    words = rule, shape, scale_shape, kind
+    return CudaKernel(lambda: for_card(rounding_kernel(*words)), signature, "blocks", *words)
+
+
+@cache
+def cuda_tally(scale_shape: int, kind: int) -> CudaKernel:
+    """The kernel with its launch, in the blocks of `grid_of`."""
+    from numba import types
+
+    from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
+
+    parameters, out = types.UniTuple(types.int64, PARAMETERS), types.Array(types.int64, 1, "C")
+    signature = WORDS32, WORDS32, *[INTEGER] * 7, parameters, INTEGERS, out, *[types.float64] * 3, INTEGER
+    words = scale_shape, kind
+    return CudaKernel(lambda: for_card(tally_kernel(*words)), signature, "block_tally", *words)
