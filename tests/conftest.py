@@ -17,10 +17,10 @@ import fpsim
 # Longest first, so that no worker is left alone with a long file while the other has nothing to do. Tests of one file
 # stay on one worker: they share clusters, sweeps and what is compiled.
 LONG = (
-    "test_torch_internals.py",  # not long, but before torch.compile: after some of its errors each call counts one more
     "test_sweep.py",
     "test_cuda.py",
     "test_executed.py",
+    "test_executed_others.py",
     "test_notebooks.py",
     "test_search.py",
     "test_rounding.py",
@@ -29,6 +29,7 @@ LONG = (
     "test_ops.py",
     "test_tasks.py",
 )
+LAST = "test_compiled_models.py"  # after an error under fullgraph=True, torch counts one more reference in every call
 
 # There is one in several folders, and --doctest-modules would import them all under the one name "conftest".
 collect_ignore_glob = ["*conftest.py"]
@@ -36,7 +37,7 @@ collect_ignore_glob = ["*conftest.py"]
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+    items.sort(key=lambda item: order.get(item.path.name, len(LONG) + (item.path.name == LAST)))
     exhaustive = "slow" in (config.getoption("-m") or "")
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -16,14 +16,6 @@ def test_the_rounding_kernels() -> None:
     run_alone("executed_rounding.py")
 
 
-def test_the_other_kernels() -> None:
-    run_alone("executed_kernels.py")
-
-
-def test_a_change_of_one_instruction_is_found() -> None:
-    run_alone("executed_mutants.py")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_the_rounding_kernels_on_a_thousand_million_patterns() -> None:

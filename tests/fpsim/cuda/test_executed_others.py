@@ -1,0 +1,23 @@
+"""The kernels that test_executed.py does not run, and some with one instruction changed.
+
+A file of its own, so that two workers share them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from test_cuda import run_alone
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("nvidia") is None, reason="NVVM is not installed: pip install nvidia-nvvm nvidia-nvjitlink"
+)
+
+
+def test_the_other_kernels() -> None:
+    run_alone("executed_kernels.py")
+
+
+def test_a_change_of_one_instruction_is_found() -> None:
+    run_alone("executed_mutants.py")
