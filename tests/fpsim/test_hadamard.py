@@ -30,9 +30,10 @@ def by_matrix(x: Tensor, size: int, signs: np.ndarray | None = None) -> np.ndarr
     return (groups * d @ sylvester(size) / math.sqrt(size)).reshape(x.shape)
 
 
-def signs_of(transform: Hadamard, key: Tensor) -> Tensor:
-    """The diagonal, found in the transform of the unit matrix: the first column of H is all ones."""
-    return hadamard(torch.eye(transform.size), transform, key=key)[:, 0].sign()
+def signs_of(transform: Hadamard, *keys: Tensor) -> Tensor:
+    """The diagonal D of each key, found in 1 D H by the inverse of H: H itself, but for a factor."""
+    rows = [hadamard(torch.ones(1, transform.size), transform, key=key) for key in keys]
+    return torch.from_numpy(by_matrix(torch.cat(rows), transform.size)).float().round()
 
 
 def in_stages(x: np.ndarray, size: int) -> np.ndarray:
@@ -70,7 +71,7 @@ def test_small_integers_are_transformed_exactly_where_the_root_is_a_power_of_two
 
 @pytest.mark.parametrize("size", SIZES)
 def test_fixed_signs_begin_anew_after_16(size: int) -> None:
-    assert np.array_equal(signs_of(Hadamard(size, "fixed"), KEY).numpy(), np.resize(FIXED, size))
+    assert np.array_equal(signs_of(Hadamard(size, "fixed"), KEY)[0].numpy(), np.resize(FIXED, size))
 
 
 @pytest.mark.parametrize("signs", [None, "fixed", "random"])
@@ -98,7 +99,7 @@ def test_operands_that_are_padded_have_the_same_product(length: int, axis: int) 
 @pytest.mark.parametrize("size", [2, 16, 1024])
 def test_random_signs_are_plus_or_minus_alike_and_independent(size: int) -> None:
     n = 2000
-    signs = torch.stack([signs_of(Hadamard(size, "random"), torch.tensor(key)) for key in range(n)])
+    signs = signs_of(Hadamard(size, "random"), *torch.arange(n))
     assert signs.abs().eq(1).all()
     products = signs.T @ signs / n  # a mean of n fair signs: 6 standard deviations, for at most 2**20 of them
     assert (products - torch.eye(size)).abs().max() < 6 / math.sqrt(n)
