@@ -15,6 +15,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def test_the_rounding_kernels_that_let_masks_pass() -> None:
+    run_alone("executed_rounding.py", "-k", "masks")
+
+
 def test_the_other_kernels() -> None:
     run_alone("executed_kernels.py")
 
