@@ -118,18 +118,13 @@ def random_genes(seed: int) -> Genes:
     return tuple(tuple(source.randrange(256) for _ in range(GENES)) for _ in range(count))
 
 
-def module_of(source: str) -> type[nn.Module]:
-    """The class that a source defines, with lines that `inspect` and tracebacks find."""
+def space_of(source: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a source defines, with lines that `inspect` and tracebacks find. `names`: what it may use."""
     file = f"<program {next(_files)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    space: dict[str, Any] = {"__name__": file}
-    try:
-        exec(compile(source, file, "exec"), space)
-    except BaseException:
-        del linecache.cache[file]
-        raise
-    kind: type[nn.Module] = space["Program"]
-    return kind
+    space = {**(names or {}), "__name__": file}
+    exec(compile(source, file, "exec"), space)
+    return space
 
 
 @dataclass
@@ -214,10 +209,10 @@ class Result:
 
 def execute(program: Program, format: str) -> Result:
     """Run a program natively and emulated."""
-    kind, dtype = module_of(program.source()), NATIVE[format]
-    file = kind.__module__
+    space, dtype = space_of(program.source()), NATIVE[format]
+    file = space["__name__"]
     torch.manual_seed(0)
-    module = kind().to(dtype)
+    module = space["Program"]().to(dtype)
     inputs = [torch.randn(4, 4).to(dtype) for _ in range(2)]
     masters = copy.deepcopy(module).float()
     with warnings.catch_warnings():
