@@ -1,0 +1,56 @@
+"""Random forwards compute in the emulation what they compute natively: numbers, dtypes, what they write, gradients.
+
+RANDOM_PROGRAMS=1000000 pytest -n 0 -s -m slow tests/fpsim/emulation/test_random_programs.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis import strategies as st
+from programs import GENES, LENGTHS, NATIVE, Genes, draw, execute
+
+MANY = int(os.environ.get("RANDOM_PROGRAMS", "1000000"))
+FEW = {"bf16": 1500, "fp16": 700}
+CHUNK = 5000  # examples of one seed, after which hypothesis begins again
+STATEMENT = st.tuples(*[st.integers(0, 255)] * GENES)
+PROGRAMS = st.lists(STATEMENT, min_size=LENGTHS[0] + 1, max_size=LENGTHS[1] + 1).map(tuple)
+FORMATS = pytest.mark.parametrize("fmt", NATIVE)
+
+
+def hold(fmt: str, examples: int, number: int) -> None:
+    """Draw programs from a seed, and print the shortest one that differs, if there is one."""
+
+    @seed(number)
+    @settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+    @given(PROGRAMS)
+    def equals_native(genes: Genes) -> None:
+        result = execute(draw(genes, fmt), fmt)
+        assume(result.native is not None)
+        assert not result.differences, f"hypothesis seed {number}, {fmt}:\n{result}"
+
+    equals_native()
+
+
+@FORMATS
+def test_random_programs_equal_native_ones(fmt: str) -> None:
+    print(f"{FEW[fmt]} programs from seed 0")
+    hold(fmt, FEW[fmt], number=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(10**6)
+@FORMATS
+def test_many_random_programs_equal_native_ones(fmt: str) -> None:
+    for number in range(1, 1 + MANY // CHUNK):
+        hold(fmt, CHUNK, number)
+        print(f"{fmt}: {number * CHUNK} programs", flush=True)

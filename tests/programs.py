@@ -1,0 +1,314 @@
+"""Random forwards, run natively in a low precision and emulated in float32: where do the two differ?
+
+    python tests/programs.py --count 600 --format bf16 --seed 0 --show 20
+
+prints how many of 600 programs differ, which kinds of statements the shortest ones need, and 20 of them.
+
+A program is a list of numbers, so that hypothesis can draw and shrink it; `source_of` makes it the source of a module.
+It runs as `module.to(torch.bfloat16)` and as `fpsim.quantize(module, "bf16")`, from the same numbers. Compared are
+
+- each variable after the forward, by its numbers, and by those of `(v + 0.25) * 1.0123`, which show whether a format
+  or float32 computes on: `(v + 0.25)` has no zeros, and 1.0123 more digits than either format;
+- parameters, buffers and inputs after the forward, and what shares memory with them, rounded to the format: what
+  emulates keeps them in float32. What the programs write to them commutes with that rounding (`COMMUTING`);
+- gradients of parameters and inputs. They are equal bit for bit where no tensor is used twice. Otherwise native code
+  rounds each term of a sum and emulated code the sum, and they differ by at most `FAN_OUT_ULPS` of the largest
+  gradient that native code meets.
+
+A program that native code refuses is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import linecache
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__:  # python -m tests.programs
+    sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from program_statements import Writer
+from torch import Tensor, nn
+
+import fpsim
+
+NATIVE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+GENES = 12  # numbers for one statement
+LENGTHS = (3, 9)  # statements
+FAN_OUT_ULPS = 64
+Genes = tuple[tuple[int, ...], ...]
+
+HEAD = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Program(nn.Module):
+    keeps_float32 = False
+
+    def __init__(self):
+        super().__init__()
+        self.p, self.w = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+        self.register_buffer("b", torch.randn(4, 4))
+
+    def forward(self, x, y):
+"""
+_files = itertools.count()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A forward as statements of Python.
+
+    stays: the variables that share memory with a parameter, a buffer or an input.
+    is_tree: whether no tensor is used twice.
+    """
+
+    statements: tuple[tuple[str, ...], ...]
+    kinds: tuple[str, ...]
+    names: tuple[str, ...]
+    stays: frozenset[str]
+    has_gradients: bool
+    is_tree: bool
+
+    def source(self) -> str:
+        lines = [f"        {line}" for statement in self.statements for line in statement]
+        names = ", ".join(f'"{name}": {name}' for name in self.names)
+        lines += [f"        found = {{{names}}}", "        with torch.no_grad():"]
+        lines += [
+            "            shown = {k: (v + 0.25) * 1.0123 for k, v in found.items()}",
+            "        return found, shown",
+        ]
+        return HEAD + "\n".join(lines) + "\n"
+
+
+def draw(genes: Genes, format: str, without: frozenset[str] = frozenset()) -> Program:
+    """The program that these numbers stand for: the first ones say whether there are gradients.
+
+    without: kinds of statements that are left out.
+    """
+    writer = Writer(format, has_gradients=genes[0][0] % 2 == 1, without=without)
+    for statement in genes[1:]:
+        writer.write(statement)
+    made = [v for v in writer.variables if v.name.startswith("v")]
+    return Program(
+        tuple(tuple(lines) for lines in writer.statements),
+        tuple(writer.kinds),
+        tuple(v.name for v in made),
+        frozenset(v.name for v in made if v.memory.owner),
+        writer.has_gradients,
+        writer.is_tree,
+    )
+
+
+def random_genes(seed: int) -> Genes:
+    source = random.Random(seed)
+    count = source.randint(*LENGTHS) + 1
+    return tuple(tuple(source.randrange(256) for _ in range(GENES)) for _ in range(count))
+
+
+def space_of(source: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a source defines, with lines that `inspect` and tracebacks find. `names`: what it may use."""
+    file = f"<program {next(_files)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    space = {**(names or {}), "__name__": file}
+    exec(compile(source, file, "exec"), space)
+    return space
+
+
+@dataclass
+class Outcome:
+    """What a run leaves: tensors by name, the variable whose gradient was given, and the largest gradient met."""
+
+    variables: dict[str, Tensor]
+    shown: dict[str, Tensor]
+    stays: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    last: str | None = None
+    largest: float = 0.0
+
+
+def run(module: nn.Module, inputs: list[Tensor], program: Program, native: Outcome | None = None) -> Outcome:
+    """One run of a program: the native one, or the other one, whose backward pass begins where the `native` one did."""
+    torch.manual_seed(1)
+    x, y = (x.clone().requires_grad_(program.has_gradients) for x in inputs)
+    with torch.set_grad_enabled(program.has_gradients):
+        found, shown = module(x, y)
+    largest: list[float] = []
+    if native is None:
+        last = next((n for n, v in reversed(found.items()) if v.requires_grad and not v.is_leaf), None)
+        for v in found.values():
+            if v.requires_grad and v.is_floating_point():
+                v.register_hook(lambda g: largest.append(0.0 if g is None else g.abs().max().item()))
+    else:
+        last = native.last
+    if last is not None:
+        gradient = torch.linspace(-1, 1, found[last].numel()).mul(64).round().div(64).view(found[last].shape)
+        found[last].backward(gradient.to(found[last].dtype))
+    stays = {"x": x, "y": y, **dict(module.named_parameters()), **dict(module.named_buffers())}
+    gradients = {name: v.grad for name, v in stays.items()}
+    largest += [g.abs().max().item() for g in gradients.values() if g is not None]
+    return Outcome(found, shown, {k: v.detach() for k, v in stays.items()}, gradients, last, max(largest, default=0.0))
+
+
+def differs(native: Tensor, emulated: Tensor, format: str, is_rounded: bool) -> bool:
+    if native.shape != emulated.shape or native.dtype.is_floating_point != emulated.dtype.is_floating_point:
+        return True
+    if not native.dtype.is_floating_point:
+        return not torch.equal(native, emulated)
+    if is_rounded and native.dtype is NATIVE[format]:
+        emulated = emulated.to(native.dtype)
+    wide = torch.float64
+    return not bool(((native.to(wide) == emulated.to(wide)) | (native.isnan() & emulated.isnan())).all())
+
+
+def compare(native: Outcome, emulated: Outcome, program: Program, format: str) -> list[str]:
+    """What differs, by name."""
+    found = [n for n, v in native.variables.items() if differs(v, emulated.variables[n], format, n in program.stays)]
+    found += [f"{n} computing on" for n, v in native.shown.items() if differs(v, emulated.shown[n], format, False)]
+    found += [f"{n} afterwards" for n, v in native.stays.items() if differs(v, emulated.stays[n], format, True)]
+    bound = 0.0 if program.is_tree else FAN_OUT_ULPS * torch.finfo(NATIVE[format]).eps * native.largest
+    for name, gradient in native.gradients.items():
+        other = emulated.gradients[name]
+        if (gradient is None) != (other is None):
+            found.append(f"{name}.grad is None")
+        elif gradient is not None and other is not None and differs(gradient, other, format, False):
+            if program.is_tree or not bool(((gradient.double() - other.double()).abs() <= bound).all()):
+                found.append(f"{name}.grad")
+    return found
+
+
+@dataclass
+class Result:
+    """What two interpreters made of a program. Without `native` it was refused."""
+
+    program: Program
+    native: Outcome | None = None
+    emulated: Outcome | None = None
+    differences: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = [self.program.source(), f"differ: {', '.join(self.differences)}"]
+        for name in self.differences:
+            for title, outcome in (("native", self.native), ("emulated", self.emulated)):
+                if outcome is not None and name in outcome.variables:
+                    text.append(f"{title} {name} = {outcome.variables[name]}")
+        return "\n".join(text)
+
+
+def execute(program: Program, format: str) -> Result:
+    """Run a program natively and emulated."""
+    space, dtype = space_of(program.source()), NATIVE[format]
+    file = space["__name__"]
+    torch.manual_seed(0)
+    module = space["Program"]().to(dtype)
+    inputs = [torch.randn(4, 4).to(dtype) for _ in range(2)]
+    masters = copy.deepcopy(module).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            native = run(module, inputs, program)
+        except (RuntimeError, TypeError, NameError, IndexError, ValueError):
+            linecache.cache.pop(file, None)
+            return Result(program)
+        try:
+            emulated = run(fpsim.quantize(masters, format), [x.float() for x in inputs], program, native)
+            found = compare(native, emulated, program, format)
+        except Exception as error:
+            return Result(program, native, None, (f"{type(error).__name__}: {str(error)[:300]}",))
+        finally:
+            linecache.cache.pop(file, None)
+    return Result(program, native, emulated, tuple(found))
+
+
+def shorter(program: Program) -> Iterator[Program]:
+    """The programs with one statement less; another variable stands for what it made."""
+    for i in reversed(range(len(program.statements))):
+        made = [n for n in program.names if any(n in _made_by(line) for line in program.statements[i])]
+        rest = [*program.statements[:i], *program.statements[i + 1 :]]
+        kinds = (*program.kinds[:i], *program.kinds[i + 1 :])
+        names = tuple(n for n in program.names if n not in made)
+        for stand_in in ("x", "y", *names) if made else ("",):
+            lines = [tuple(_renamed(line, made, stand_in) for line in statement) for statement in rest]
+            is_changed = [after != before for after, before in zip(lines, rest, strict=True)]
+            if stand_in in ("x", "y", *program.stays) and any(map(_writes, itertools.compress(kinds, is_changed))):
+                continue  # what stays is written to by `COMMUTING` alone
+            yield Program(tuple(lines), kinds, names, program.stays, program.has_gradients, program.is_tree)
+
+
+def _writes(kind: str) -> bool:
+    return kind == "write"
+
+
+def _made_by(line: str) -> list[str]:
+    left, equals, _ = line.strip().partition(" = ")
+    return left.split(", ") if equals else []
+
+
+def _renamed(line: str, names: list[str], other: str) -> str:
+    for name in names:
+        for before, after in itertools.product(" ([,-*", " )].,;["):
+            line = f" {line} ".replace(f"{before}{name}{after}", f"{before}{other}{after}")[1:-1]
+    return line
+
+
+def shrink(result: Result, format: str) -> Result:
+    """The program without the statements that it differs without."""
+    while True:
+        for candidate in shorter(result.program):
+            less = execute(candidate, format)
+            if less.differences:
+                result = less
+                break
+        else:
+            return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=600, help="programs that native code runs")
+    parser.add_argument("--format", choices=NATIVE, default="bf16")
+    parser.add_argument("--seed", type=int, default=0, help="of the first program; the next one has the next seed")
+    parser.add_argument("--show", type=int, default=5, help="how many of the shortest differing programs are printed")
+    parser.add_argument("--no-shrink", action="store_true", help="print the rate alone")
+    parser.add_argument("--without", nargs="*", default=[], help="kinds of statements to leave out, as printed")
+    options = parser.parse_args()
+    without = frozenset(options.without)
+    ran, found, refused, seed = 0, [], 0, options.seed
+    while ran < options.count:
+        result = execute(draw(random_genes(seed), options.format, without), options.format)
+        seed += 1
+        refused += result.native is None
+        ran += result.native is not None
+        if result.differences:
+            found.append((seed - 1, result))
+    print(f"{len(found)} of {ran} programs differ in {options.format}; native code refuses {refused} more")
+    if options.no_shrink:
+        return
+    groups: dict[str, list[tuple[int, Result]]] = {}
+    for number, result in found:
+        small = shrink(result, options.format)
+        groups.setdefault(" + ".join(sorted(set(small.program.kinds))), []).append((number, small))
+    for cause, members in sorted(groups.items(), key=lambda x: -len(x[1])):
+        print(f"{len(members):5}  {cause}")
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*sorted(groups.values(), key=len, reverse=True)))
+    for number, small in itertools.islice((x for x in in_turn if x is not None), options.show):
+        lines = [line for statement in small.program.statements for line in statement]
+        print(f"\n# seed {number}, gradients: {small.program.has_gradients}, tree: {small.program.is_tree}")
+        print("\n".join(lines))
+        print("# differ:", ", ".join(small.differences))
+
+
+if __name__ == "__main__":
+    main()
