@@ -186,8 +186,8 @@ def make(
     if not isinstance(out, Tensor) or not is_roundable(out) or "out" in kwargs:
         return out
     others = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
-    if any(out is x for x in others):
-        return out
+    if any(out is x for x in others):  # torch.as_tensor(x, dtype=...)
+        return out if dtype_in(args, kwargs) is None else cast(emulation, Tensor.to, call, args, kwargs, asked)
     if asked is not Asked.NOTHING:
         is_wide = asked is Asked.WIDE
     elif dtype_in(args, kwargs) is not None:

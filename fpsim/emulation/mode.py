@@ -162,7 +162,8 @@ class Emulation(Roundings, TorchFunctionMode):
         target = kwargs.get("out", args[0] if keeps_first and args else None)
         moves, reads = call.action is Action.MOVE, call.action is Action.READ
         is_wide = self._is_wide_call(func, call, args, kwargs, target, asked)
-        rounds = Rounds.ALL if moves or reads or call.name in NARROWING else Rounds.ALL_BUT_WIDE
+        is_narrowed = moves or reads or call.name in NARROWING or asked is Asked.NARROW
+        rounds = Rounds.ALL if is_narrowed else Rounds.ALL_BUT_WIDE
         if is_wide:
             rounds = Rounds.ALL_BUT_WIDE
         elif call.is_view:
