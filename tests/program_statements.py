@@ -22,10 +22,22 @@ TERMS = ("0.25", "1.0", "-2.5")  # in every format, so that x + term is rounded 
 
 @dataclass
 class Memory:
-    """What several variables may share: who owns it, if it outlives the forward, and how often it was used."""
+    """What several variables may share.
+
+    owner: who owns it, if it outlives the forward.
+    uses: how often it was used.
+    origin: another memory that this one may be.
+    runs_again: whether a checkpoint will read it again. Nothing is written to it then: that would change the gradient.
+    """
 
     owner: str | None = None
     uses: int = 0
+    origin: Memory | None = None
+    runs_again: bool = False
+
+    @property
+    def first(self) -> Memory:
+        return self.origin.first if self.origin else self
 
 
 @dataclass
@@ -108,10 +120,14 @@ class Writer:
         self.is_tree = self.is_tree and a.shape == b.shape
         return b
 
-    def narrow_source(self, shape: Shape) -> str:
-        """Numbers to write into `shape`."""
-        found = [v for v in self.variables if broadcast(v.shape, shape) == shape]
-        return self.operand(lambda v: v in found).name
+    def source(self, shape: Shape) -> Variable:
+        """Numbers to write into what has this shape."""
+        return self.operand(lambda v: broadcast(v.shape, shape) == shape)
+
+    def cast_of(self, a: Variable, text: str) -> str:
+        """A cast, which may be its operand itself."""
+        memory = a.memory if a.memory.owner else Memory(origin=a.memory)
+        return f"{self.new(a.shape, memory, may_be_copy=True)} = {text}"
 
 
 def arithmetic(w: Writer) -> list[str]:
@@ -162,17 +178,13 @@ TO_OTHER = (
 
 def cast_to_float32(w: Writer) -> list[str]:
     a = w.operand()
-    memory = a.memory if a.memory.owner else Memory()
-    text = w.choose(TO_FLOAT32).format(a=a.name)
-    return [f"{w.new(a.shape, memory, may_be_copy=True)} = {text}"]
+    return [w.cast_of(a, w.choose(TO_FLOAT32).format(a=a.name))]
 
 
 def cast_like_another(w: Writer) -> list[str]:
     a, b = w.operand(), w.operand(is_used=False)
     forms = [*TO_OTHER, *(f"{{a}}.to({d})" for d in w.dtypes[-2:])]
-    memory = a.memory if a.memory.owner else Memory()
-    text = w.choose(forms).format(a=a.name, b=b.name)
-    return [f"{w.new(a.shape, memory, may_be_copy=True)} = {text}"]
+    return [w.cast_of(a, w.choose(forms).format(a=a.name, b=b.name))]
 
 
 def keep_dtype(w: Writer) -> list[str]:
@@ -250,35 +262,32 @@ def write(w: Writer) -> list[str]:
     """A write to what the program made: any numbers, through any view."""
 
     def fits(v: Variable) -> bool:
-        return not v.memory.owner and len(v.shape) < 3
+        return not v.memory.owner and len(v.shape) < 3 and not (w.has_gradients and v.memory.first.runs_again)
 
     a = w.operand(fits, is_used=False)
     ways = [(a.name, a.shape), *views_of(a.name, a.shape)]
     if w.has_gradients and a.memory.uses:
         ways = [x for x in ways if ".data" not in x[0]]  # saved for the backward pass, and no counter would tell
     target, shape = w.choose(ways)
-    b = w.narrow_source(shape)
-    w.is_tree = w.is_tree and ".expand" not in target
-    named = next(v for v in w.variables if v.name == b)
-    w.is_tree = w.is_tree and named.shape == shape and named.memory is not a.memory
-    full = (
-        w.operand(lambda v: v.shape == shape, is_used=False).name if any(v.shape == shape for v in w.variables) else b
-    )
-    forms = [
-        f"{target}.mul_({w.choose(SCALES)})",
-        f"{target}.add_({b})",
-        f"{target}.copy_({b})",
+    source = w.source(shape)
+    w.is_tree = w.is_tree and source.shape == shape and source.memory.first is not a.memory.first
+    b = source.name
+    full = b if source.shape == shape else f"{b}.expand({', '.join(map(str, shape))})"
+    forms = [f"{target}.mul_({w.choose(SCALES)})", f"{target}.add_({b})", f"{target}.copy_({b})"]
+    forms += [
         f"{target}[...] = {b}",
+        f"{target}.fill_(0.3)",
+        f"{target}.zero_()",
+        f"{target}.clamp_(-0.5, 0.5)",
+        f"{target}.mul_({b})",
     ]
-    forms += [f"{target}.fill_(0.3)", f"{target}.zero_()", f"{target}.clamp_(-0.5, 0.5)", f"{target}.mul_({b})"]
     forms += [f"{target}.masked_fill_({target} > 0.25, 0.3)", f"torch._foreach_mul_([{target}], 1.01)"]
     forms += [f"torch._foreach_add_([{target}], [{full}])", f"{target}.div_(3.0)", f"F.relu({target}, inplace=True)"]
     forms += [f"{target}[...] *= 1.1", f"{target}[...] += {b}", f"{target}.sub_({b})", f"{target}.neg_()"]
     text = w.choose(forms)
     if not w.has_gradients:
-        text = w.choose(
-            [text, text, f"torch.mul({full}, 1.1, out={target})", f"torch.add({full}, {full}, out={target})"]
-        )
+        into = [f"torch.mul({full}, 1.1, out={target})", f"torch.add({full}, {full}, out={target})"]
+        text = w.choose([text, text, *into])
     return [text]
 
 
@@ -291,8 +300,7 @@ def write_to_memory_that_stays(w: Writer) -> list[str]:
 
     a = w.operand(fits, is_used=False)
     target, shape = w.choose([(a.name, a.shape), *views_of(a.name, a.shape)])
-    found = [v for v in w.variables if broadcast(v.shape, shape) == shape]
-    source = w.operand(lambda v: v in found, is_used=False).name
+    source = w.source(shape).name
     forms = [target + form for form in COMMUTING]
     forms += [f"{target}.copy_({source})", f"{target}[...] = {source}", f"torch._foreach_mul_([{target}], 0.5)"]
     return ["with torch.no_grad():", f"    {w.choose(forms)}"]
@@ -330,6 +338,7 @@ def checkpointed(w: Writer) -> list[str]:
     a = w.operand()
     b = w.second(a)
     shape = broadcast(a.shape, b.shape) or ()
+    a.memory.first.runs_again = b.memory.first.runs_again = True
     block, name = f"block{len(w.statements)}", w.new(shape)
     inner = [w.choose(["c = a * b", "c = a + b", "c = a.float() * b", "c = (a.float() * 1.1).to(a.dtype) * b"])]
     for _ in range(w.choose([1, 2])):

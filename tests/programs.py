@@ -28,6 +28,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ if __package__:  # python -m tests.programs
 import torch
 from program_statements import Writer
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpsim
 
@@ -45,6 +47,8 @@ NATIVE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GENES = 12  # numbers for one statement
 LENGTHS = (3, 9)  # statements
 FAN_OUT_ULPS = 64
+# Kinds of statements that neither write to their operands nor share memory with them.
+NEW_MEMORY = {"scaling", "arithmetic", "selection", "checkpointed", "condition", "limits", "factory", "with_a_dtype"}
 Genes = tuple[tuple[int, ...], ...]
 
 HEAD = """\
@@ -127,6 +131,20 @@ def space_of(source: str, names: dict[str, Any] | None = None) -> dict[str, Any]
     return space
 
 
+class Largest(TorchDispatchMode):
+    """Remembers the largest number that a backward pass computes. (A hook on a view may crash torch 2.13.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_floating_point() and out.numel():
+            self.found = max(self.found, out.abs().max().item())
+        return out
+
+
 @dataclass
 class Outcome:
     """What a run leaves: tensors by name, the variable whose gradient was given, and the largest gradient met."""
@@ -145,21 +163,18 @@ def run(module: nn.Module, inputs: list[Tensor], program: Program, native: Outco
     x, y = (x.clone().requires_grad_(program.has_gradients) for x in inputs)
     with torch.set_grad_enabled(program.has_gradients):
         found, shown = module(x, y)
-    largest: list[float] = []
+    largest = Largest()
     if native is None:
         last = next((n for n, v in reversed(found.items()) if v.requires_grad and not v.is_leaf), None)
-        for v in found.values():
-            if v.requires_grad and v.is_floating_point():
-                v.register_hook(lambda g: largest.append(0.0 if g is None else g.abs().max().item()))
     else:
         last = native.last
     if last is not None:
         gradient = torch.linspace(-1, 1, found[last].numel()).mul(64).round().div(64).view(found[last].shape)
-        found[last].backward(gradient.to(found[last].dtype))
+        with nullcontext() if program.is_tree or native is not None else largest:
+            found[last].backward(gradient.to(found[last].dtype))
     stays = {"x": x, "y": y, **dict(module.named_parameters()), **dict(module.named_buffers())}
     gradients = {name: v.grad for name, v in stays.items()}
-    largest += [g.abs().max().item() for g in gradients.values() if g is not None]
-    return Outcome(found, shown, {k: v.detach() for k, v in stays.items()}, gradients, last, max(largest, default=0.0))
+    return Outcome(found, shown, {k: v.detach() for k, v in stays.items()}, gradients, last, largest.found)
 
 
 def differs(native: Tensor, emulated: Tensor, format: str, is_rounded: bool) -> bool:
@@ -242,13 +257,9 @@ def shorter(program: Program) -> Iterator[Program]:
         for stand_in in ("x", "y", *names) if made else ("",):
             lines = [tuple(_renamed(line, made, stand_in) for line in statement) for statement in rest]
             is_changed = [after != before for after, before in zip(lines, rest, strict=True)]
-            if stand_in in ("x", "y", *program.stays) and any(map(_writes, itertools.compress(kinds, is_changed))):
-                continue  # what stays is written to by `COMMUTING` alone
+            if stand_in in ("x", "y", *program.stays) and not NEW_MEMORY >= {*itertools.compress(kinds, is_changed)}:
+                continue  # what stays is written to by `COMMUTING` alone, and its variables are known by name
             yield Program(tuple(lines), kinds, names, program.stays, program.has_gradients, program.is_tree)
-
-
-def _writes(kind: str) -> bool:
-    return kind == "write"
 
 
 def _made_by(line: str) -> list[str]:
