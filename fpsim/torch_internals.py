@@ -192,11 +192,8 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 
 def is_watched() -> bool:
     """Whether a tracer, a dispatch mode, a transform of torch.func or forward-mode differentiation sees each call."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
-        or forward_ad._current_level >= 0
-    )
+    has_transform = torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
+    return torch._C._len_torch_dispatch_stack() > 0 or has_transform or forward_ad._current_level >= 0
 
 
 def is_traced(x: Tensor) -> bool:
@@ -307,7 +304,10 @@ def written_arguments(function: Callable[..., Any]) -> tuple[frozenset[int], fro
             overloads = [getattr(packet, name) for name in packet.overloads()]
     positions, names = set(), set()
     for overload in overloads:
+        name = overload._schema.name
         for i, argument in enumerate(overload._schema.arguments):
+            if str(argument.type).startswith("List") and "foreach" not in name and name.startswith("aten::"):
+                continue  # TorchScript sorts a list in place, under the name of torch.sort
             if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out:
                 positions.add(i)
                 names.add(argument.name)

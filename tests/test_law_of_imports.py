@@ -38,7 +38,8 @@ FLOORS = (
     "fpsim.emulation.accumulated",
     "fpsim.emulation.checkpoints fpsim.emulation.calls fpsim.emulation.backward fpsim.emulation.packing "
     "fpsim.emulation.steps",
-    "fpsim.emulation.products fpsim.emulation.aliases fpsim.emulation.conversions",
+    "fpsim.emulation.products fpsim.emulation.aliases",
+    "fpsim.emulation.conversions",
     "fpsim.emulation.product_calls fpsim.emulation.roundings",
     "fpsim.emulation.mode",
     "fpsim.emulation.entering",

@@ -1,4 +1,4 @@
-"""Aliases: tensors in the memory of a parameter or a buffer, in which what is written arrives where it belongs.
+"""Aliases: tensors in the memory of a parameter, a buffer or an input, where what is written arrives as it belongs.
 
 `w[0]`, `w.detach()` and `w.data` lie in the memory of the master weight. Code that reads them wants numbers of the
 format; code that writes to them wants the parameter to change. So each view of a parameter exists twice: as a view of
@@ -24,16 +24,20 @@ from fpsim.emulation.marks import (
     is_roundable,
     is_state,
     is_view_of_weight,
+    is_weight,
     mark,
+    mark_as_seen_from_outside,
     mark_as_state,
     mark_as_view_of_weight,
     mark_as_weight,
     writes_to,
 )
 from fpsim.emulation.operands import Rounds
+from fpsim.expressions import round_here_
+from fpsim.spec import RoundingSpec
 from fpsim.torch_internals import is_traced, share_storage
 
-__all__ = ["Alias", "Aliases", "note_write", "view_of_master", "write_to_master"]
+__all__ = ["Alias", "Aliases", "note_write", "view_from_outside", "write_outside", "written_outside"]
 
 
 class Alias(NamedTuple):
@@ -58,6 +62,11 @@ class Aliases:
         self._known = WeakTensorKeyDictionary()
         self._writes = WeakTensorKeyDictionary()  # {base: writes through `.data`, which counts for itself}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no tensor is known."""
+        return not self._known.data
+
     def of(self, x: Tensor) -> Alias | None:
         """What is known of this tensor."""
         return self._known.get(x) if self._known.data else None
@@ -73,6 +82,10 @@ class Aliases:
         unseen = self._writes.get(base, 0) if self._writes.data else 0
         return (writes_to(base), unseen) if unseen else writes_to(base)
 
+    def copies_of(self, base: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The views of the base's rounded copy, each with the same view of its own memory."""
+        return [(x, a.own) for x, a in self._known.items() if a.base is base and a.own is not None]
+
     def note_write(self, x: Tensor) -> None:
         """The base of this tensor may have been written to where its own counter does not see it."""
         alias = self.of(x)
@@ -81,14 +94,29 @@ class Aliases:
 
 
 def note_write(emulation: Any, x: Tensor) -> None:
-    """Somebody wrote to `x`, which may be an alias."""
-    emulation.aliases.note_write(x)
+    """Somebody wrote to `x`, which may be an alias: what was rounded of the same memory is rounded again."""
+    aliases: Aliases = emulation.aliases
+    if aliases.is_empty:
+        return
+    aliases.note_write(x)
+    alias = aliases.of(x)
+    for copy, own in aliases.copies_of(x if alias is None else alias.base):
+        _refresh(emulation, copy, own)
 
 
-def view_of_master(
+def _refresh(emulation: Any, copy: Tensor, own: Tensor) -> None:
+    """Round the memory again, into a copy that somebody holds."""
+    known = format_of(copy)
+    with torch.no_grad():
+        copy.data.copy_(emulation.operand(own, Rounds.ALL))
+    if known is not None:
+        mark(copy, known)
+
+
+def view_from_outside(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A view of a parameter or a buffer: of the rounded copy where gradients flow, else of the memory itself.
+    """A view of what came from outside: of the rounded copy where gradients flow, else of the memory itself.
 
     NotImplemented for what is no such view: the call makes a copy, or the tensor cannot be looked into.
     """
@@ -97,34 +125,50 @@ def view_of_master(
         return NotImplemented
     alias = aliases.of(x)
     base, memory = (x, x) if alias is None else (alias.base, x if alias.own is None else alias.own)
-    if is_state(x):
-        out = call(func, args, kwargs)
-        for view in tensors_in(out):
-            if share_storage(view, x):
-                mark_as_state(view)
-                aliases.add(view, Alias(base))
-        return out
+    has_role = _is_weight(emulation, x)
+    is_raw = not has_role and not x.requires_grad and (alias is None or alias.own is alias.rounded is None)
+    if is_state(x) or is_raw:
+        return _view_as_it_is(emulation, func, call, args, kwargs, base)
     rounded = x if alias is not None and alias.own is not None else emulation.operand(x, Rounds.ALL)
-    if rounded is x and (alias is None or alias.own is None):  # weights are not rounded
+    if rounded is x and (alias is None or alias.own is None):  # nothing is rounded
         out = call(func, args, kwargs)
         _add_all(aliases, out, x, [Alias(base)] * sum(1 for _ in tensors_in(out)))
-        return _as_weights(emulation, out)
-    with torch.no_grad():
-        of_memory = func(memory, *args[1:], **kwargs)
+        return _with_role(emulation, out, has_role, has_role)
+    of_memory = func(memory if call.name == "data" else memory.detach(), *args[1:], **kwargs)
     if not all(share_storage(view, memory) for view in tensors_in(of_memory)):
         return NotImplemented
     if torch.is_grad_enabled() and rounded.requires_grad and call.name not in ("detach", "data"):
         out = call(func, (rounded, *args[1:]), kwargs)
         emulation.carry_marks(out, [rounded], None, None)
+        for view in tensors_in(of_memory):
+            if has_role:
+                mark_as_weight(view)
         _add_all(aliases, out, rounded, [Alias(base, own=view) for view in tensors_in(of_memory)])
-        return _as_weights(emulation, out, has_role=False)
+        return _with_role(emulation, out, False, has_role)
     with torch.no_grad():
         of_copy = func(rounded.detach(), *args[1:], **kwargs)
-        emulation.carry_marks(of_copy, [rounded], None, None)
+    emulation.carry_marks(of_copy, [rounded], None, None)
     state = aliases.state_of(base)
     known = [Alias(base, rounded=view, state=state) for view in tensors_in(of_copy)]
     _add_all(aliases, of_memory, memory, known)
-    return _as_weights(emulation, of_memory)
+    return _with_role(emulation, of_memory, has_role, has_role)
+
+
+def _view_as_it_is(
+    emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor
+) -> Any:
+    """A view of a buffer, or of what came from outside without a gradient: it is rounded where it is used."""
+    out = call(func, args, kwargs)
+    for view in tensors_in(out):
+        if not share_storage(view, args[0]):
+            return NotImplemented if is_roundable(view) else out
+        if is_state(args[0]):
+            mark_as_state(view)
+        else:
+            mark_as_seen_from_outside(view)
+        if view is not args[0]:
+            emulation.aliases.add(view, Alias(base))
+    return out
 
 
 def _add_all(aliases: Aliases, out: Any, x: Tensor, known: list[Alias]) -> None:
@@ -133,36 +177,53 @@ def _add_all(aliases: Aliases, out: Any, x: Tensor, known: list[Alias]) -> None:
             aliases.add(view, alias)
 
 
-def _as_weights(emulation: Any, out: Any, has_role: bool = True) -> Any:
+def _with_role(emulation: Any, out: Any, has_role: bool, is_of_weight: bool) -> Any:
     for view in tensors_in(out):
         if has_role:
             mark_as_weight(view)
-        if emulation.scope.products is not None and not is_view_of_weight(view):
+        if is_of_weight and emulation.scope.products is not None and not is_view_of_weight(view):
             mark_as_view_of_weight(view)
     return out
 
 
-def write_to_master(
+def write_outside(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A write to a parameter or a buffer, or to a view of one: what was computed is stored, and nothing rounds it."""
+    """A write to a parameter or a buffer, which is stored as it was computed, or to a view of what came from outside.
+
+    What came from outside and is neither is an operand, and takes numbers of the format.
+    """
     x, aliases = args[0], emulation.aliases
     alias = aliases.of(x)
-    if is_state(x):
+    base, target = (x, x) if alias is None else (alias.base, x if alias.own is None else alias.own)
+    if not _is_weight(emulation, base):
         args = (x, *(emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for y in args[1:]))
         kwargs = {name: emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for name, y in kwargs.items()}
-    if alias is None or alias.own is None:
-        out = call(func, args, kwargs)
-        aliases.note_write(x)
-        return out
-    if torch.is_grad_enabled() and alias.base.requires_grad and alias.base.is_leaf:
+    if target is not x and torch.is_grad_enabled() and base.requires_grad and base.is_leaf:
         raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
-    known = format_of(x)
-    call(func, (alias.own, *args[1:]), kwargs)
-    aliases.note_write(x)
-    mark_as_weight(alias.own)
-    with torch.no_grad():
-        x.data.copy_(emulation.operand(alias.own, Rounds.ALL))
-    if known is not None:
-        mark(x, known)
-    return None if call.name == "setitem" else x
+    spec = _spec_of_memory(emulation, x, base)
+    if spec is not None:
+        round_here_(target, spec, keep_masks=True)
+    out = call(func, (target, *args[1:]), kwargs)
+    if spec is not None:
+        round_here_(target, spec, keep_masks=True)
+    note_write(emulation, x)
+    return x if out is target else out
+
+
+def written_outside(emulation: Any, x: Tensor) -> None:
+    """Settle what a call with `out=x` has written."""
+    alias = emulation.aliases.of(x)
+    spec = _spec_of_memory(emulation, x, x if alias is None else alias.base)
+    if spec is not None:
+        round_here_(x, spec, keep_masks=True)
+    note_write(emulation, x)
+
+
+def _spec_of_memory(emulation: Any, x: Tensor, base: Tensor) -> RoundingSpec | None:
+    """How numbers are rounded that are written to `x`; None for parameters and buffers, which take them as they are."""
+    return None if is_state(x) or _is_weight(emulation, base) else emulation.scope.specs.activation
+
+
+def _is_weight(emulation: Any, base: Tensor) -> bool:
+    return is_weight(base) or id(base) in emulation.scope.weights

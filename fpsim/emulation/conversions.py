@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.blocks import Element
+from fpsim.emulation.aliases import Alias, note_write
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import Action, Call
 from fpsim.emulation.casts import asks_for_float32, dtype_in, is_of_machinery
@@ -166,7 +167,10 @@ def cast(
         return out
     if out.dtype not in WIDE_DTYPES:
         return out
-    return emulation.operand(out, Rounds.ALL)
+    result = emulation.operand(out, Rounds.ALL)
+    if x is not args[0] and out is x and not is_made_here(args[0]):  # torch gives the tensor itself
+        emulation.aliases.add(result, Alias(args[0], own=args[0]))
+    return result
 
 
 def _name_of_dtype(emulation: Any, func: Callable[..., Any], x: Tensor) -> Any:
@@ -211,9 +215,9 @@ def fill(emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, 
     x = args[0] if args else next((y for y in kwargs.values() if isinstance(y, Tensor)), None)
     if not isinstance(x, Tensor) or isinstance(x, nn.Parameter):
         return call(func, args, kwargs)
-    was_known = format_of(x) not in (None, WIDE)
+    is_wide = format_of(x) == WIDE
     out = call(func, args, kwargs)
-    if was_known:
+    if not is_wide and is_roundable(x):
         emulation.round_result(x, call, (), [], x)
     return out
 
@@ -241,12 +245,16 @@ def for_each(
     """
     first = args[0] if args and isinstance(args[0], list | tuple) else ()
     known = [(x, is_made_here(x) and is_roundable(x), format_of(x) == WIDE) for x in first]
+    spec = emulation.scope.specs.activation
+    if call.name == "_foreach_mul_" and spec is not None and all(ours and not wide for _, ours, wide in known):
+        # the one of them that takes a number in the tensor's own dtype
+        args = (first, *(number_in_format(y, spec.fmt) if type(y) is float else y for y in args[1:]))
     out = call(func, args, kwargs)
     if call.in_place:
         for x, is_ours, is_wide in known:
             if is_ours and not is_wide:
                 emulation.round_result(x, call, (x,), [], x)
-            emulation.aliases.note_write(x)
+            note_write(emulation, x)
         return out
     if not any(is_ours for _, is_ours, _ in known) or not isinstance(out, list | tuple):
         return out

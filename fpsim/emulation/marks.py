@@ -49,7 +49,7 @@ WIDE = "wide"
 # holds while the tensor is not written to: the rounding's text, the writes to the tensor until then, the scale of a
 # gradient (None for 1), and whether the tensor required a gradient; one that does so later has no place yet where its
 # gradient is rounded. The mark WIDE stands for a dtype, not for values, and no write changes it.
-Mark = tuple[str, int, Tensor | None, bool]
+Mark = tuple[str, int | None, Tensor | None, bool]
 
 
 class _MarkAtScale(tuple[Any, ...]):
@@ -154,8 +154,8 @@ def mark_like(x: Tensor, known: str) -> None:
 
 
 def unmark(x: Tensor) -> None:
-    """Forget what was known of `x`."""
-    x._fpsim = None  # type: ignore[attr-defined]
+    """Forget what was known of `x`, but for that an emulated call gave it."""
+    x._fpsim = ("", None, None, True)  # type: ignore[attr-defined]
 
 
 def mark_with_place(x: Tensor, text: str) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from fpsim.emulation import recurrent
-from fpsim.emulation.aliases import Aliases, note_write, view_of_master, write_to_master
+from fpsim.emulation.aliases import Alias, Aliases, note_write, view_from_outside, write_outside, written_outside
 from fpsim.emulation.arguments import are_integers, roundable_in, tensors_in, typed_in
 from fpsim.emulation.calls import LOOK_UPS, NARROWING, REFUSE, Action, Call, call_of, in_order
 from fpsim.emulation.casts import asks_for_float32, autocast_depth, dtype_in, is_called_by_sharding, is_float32_island
@@ -36,7 +37,7 @@ from fpsim.emulation.marks import (
     is_roundable,
     is_state,
     mark,
-    mark_as_seen_from_outside,
+    unmark,
 )
 from fpsim.emulation.operands import WIDE_DTYPES, Rounds, leaves_float32
 from fpsim.emulation.packing import packed_afterwards
@@ -56,6 +57,16 @@ __all__ = ["Emulation"]
 
 # torch functions of many operations, in Python: their inside is emulated call by call.
 _decomposed: dict[Any, Callable[..., Any]] = {f: blind_to_modes(f) for f in (F.multi_head_attention_forward,)}
+
+
+def _is_lazy(kind: type) -> bool:
+    return issubclass(kind, UninitializedParameter | UninitializedBuffer)
+
+
+def _renormalised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an embedding after it has changed the weight itself, not the rounded copy."""
+    torch.embedding_renorm_(args[1].detach(), args[0].contiguous(), kwargs["max_norm"], kwargs["norm_type"])
+    return {**kwargs, "max_norm": None}
 
 
 FLOAT32 = rounding_spec("fp32")  # what an observer is told of a result that is float32 on purpose
@@ -80,7 +91,7 @@ class Emulation(Roundings, TorchFunctionMode):
         if action is Action.DTYPE:
             frame = inspect.currentframe()
             return (result_type if call.name == "result_type" else dtype_of)(self, frame, func, args, kwargs)
-        if self.step is not None and self.step.is_running(scope):
+        if (self.step is not None and self.step.is_running(scope)) or any(map(_is_lazy, types)):
             return call(func, args, kwargs)
         asked = Asked.NOTHING
         if call.takes_dtype or "dtype" in kwargs:
@@ -126,10 +137,10 @@ class Emulation(Roundings, TorchFunctionMode):
     ) -> Any:
         """The call, as what it does is to be treated."""
         action, first = call.action, args[0] if args else None
-        if call.in_place and isinstance(first, Tensor) and (is_state(first) or self._is_master(first)):
-            return write_to_master(self, func, call, args, kwargs)
-        if call.is_view and isinstance(first, Tensor) and (is_state(first) or self._is_master(first)):
-            found = view_of_master(self, func, call, args, kwargs)
+        if call.in_place and isinstance(first, Tensor) and self._is_stored(first):
+            return write_outside(self, func, call, args, kwargs)
+        if call.is_view and isinstance(first, Tensor) and (not is_made_here(first) or self.aliases.of(first)):
+            found = view_from_outside(self, func, call, args, kwargs)
             if found is not NotImplemented:
                 return found
         if action is Action.FILL:
@@ -144,20 +155,22 @@ class Emulation(Roundings, TorchFunctionMode):
             return set_data(self, func, call, args, kwargs)
         if action is Action.FOREACH:
             return for_each(self, func, call, args, kwargs)
-        return self.compute(func, call, args, kwargs, asked)
+        out = self.compute(func, call, args, kwargs, asked)
+        if call.name == "data" and isinstance(first, Tensor) and out is not first:
+            self.aliases.add(out, Alias(first))
+        return out
 
-    def _is_master(self, x: Tensor) -> bool:
-        """Whether `x` is a parameter, or lies in the memory of one."""
-        return isinstance(x, nn.Parameter) or id(x) in self.scope.weights or self.aliases.of(x) is not None
+    def _is_stored(self, x: Tensor) -> bool:
+        """Whether `x` is a parameter or a buffer, or lies in the memory of something from outside."""
+        is_master = is_state(x) or isinstance(x, nn.Parameter) or id(x) in self.scope.weights
+        return (is_master or self.aliases.of(x) is not None) and format_of(x) != WIDE
 
     def compute(
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Any:
         """Any other call: its operands are brought into their formats, and its results are rounded."""
         if call.name.startswith("embedding") and kwargs.get("max_norm") is not None:
-            # it changes the weight itself, not the rounded copy
-            torch.embedding_renorm_(args[1].detach(), args[0].contiguous(), kwargs["max_norm"], kwargs["norm_type"])
-            kwargs = {**kwargs, "max_norm": None}
+            kwargs = _renormalised(args, kwargs)
         keeps_first = call.in_place or kwargs.get("inplace") is True
         target = kwargs.get("out", args[0] if keeps_first and args else None)
         moves, reads = call.action is Action.MOVE, call.action is Action.READ
@@ -166,7 +179,7 @@ class Emulation(Roundings, TorchFunctionMode):
         rounds = Rounds.ALL if is_narrowed else Rounds.ALL_BUT_WIDE
         if is_wide:
             rounds = Rounds.ALL_BUT_WIDE
-        elif call.is_view:
+        elif call.is_view and args and isinstance(args[0], Tensor) and is_made_here(args[0]):
             rounds = Rounds.VIEWED
         if is_float32_island(self._autocast_depth):
             is_wide = is_wide or not any(self._is_narrow(x) for x in roundable_in(args, kwargs))
@@ -199,6 +212,8 @@ class Emulation(Roundings, TorchFunctionMode):
             out = compute_products(product, partial(call, func), new_args, new_kwargs, target)
         else:
             out = call(func, new_args, new_kwargs)
+        if isinstance(given := kwargs.get("out"), Tensor):
+            return self._given_out(given, out, call, operands, floats, is_wide)
         if is_wide or (not floats and not isinstance(target, Tensor) and are_integers(args)):
             self._let_results_be_wide(out, call)
             return out
@@ -207,8 +222,8 @@ class Emulation(Roundings, TorchFunctionMode):
             self.carry_marks(out, floats, first, was_marked)
             if rounds is Rounds.VIEWED:
                 for x in tensors_in(out):
-                    if not is_made_here(x):
-                        mark_as_seen_from_outside(x)
+                    if not is_made_here(x) and is_roundable(x):
+                        unmark(x)
             if call.name not in LOOK_UPS or not isinstance(out, Tensor):
                 return out
             activation = self.scope.specs.activation
@@ -219,6 +234,24 @@ class Emulation(Roundings, TorchFunctionMode):
         result = self.round_results(out, call, operands, floats, target, product)
         if isinstance(first, Tensor):
             self._know_again(base_of(first), known_base, call)
+            note_write(self, first)
+        return result
+
+    def _given_out(
+        self, given: Tensor, out: Any, call: Call, operands: tuple[Any, ...], floats: list[Tensor], is_wide: bool
+    ) -> Any:
+        """The result of a call with `out=`: computed in the operands' dtype, then stored in that of what was given."""
+        if self._is_stored(given):
+            written_outside(self, given)
+            return out
+        was_wide = format_of(given) == WIDE
+        if was_wide and is_wide:
+            return out
+        known_base = self._format_of_base(given)
+        result = self.round_results(out, call, operands, floats, given)
+        if was_wide:
+            self.mark_wide(given)
+        self._know_again(base_of(given), known_base, call)
         return result
 
     def _set_item(
@@ -240,7 +273,7 @@ class Emulation(Roundings, TorchFunctionMode):
         """Note that what was written to a part of `x` is in the format that it was in."""
         if x is not None and known is not None and known != WIDE:
             mark(x, known)
-            if x.requires_grad:
+            if torch.is_grad_enabled() and x.requires_grad:
                 self.hook(x, self.scope.site(call.name), call.name, (x,))
 
     def _scalars_in_format(self, call: Call, args: tuple[Any, ...], is_wide: bool) -> tuple[Any, ...]:
@@ -271,8 +304,9 @@ class Emulation(Roundings, TorchFunctionMode):
                 return asks_for_float32(func, call.name, args, kwargs)
         if not self.has_wide:
             return False
-        if isinstance(target, Tensor):
+        if isinstance(target, Tensor) and kwargs.get("out") is not target:
             return format_of(target) == WIDE
+        kwargs = {name: x for name, x in kwargs.items() if name != "out"} if "out" in kwargs else kwargs
         if call.shape_alone_of_others:
             args, kwargs = args[:1], {}
         elif call.only_compared is not None:

@@ -247,7 +247,7 @@ class Roundings:
             mark(out, spec.text)
         elif error is not None:
             mark(out, "float32")  # its gradient has its place
-        if error is not None and out.requires_grad:
+        if error is not None and out.requires_grad and (not is_target or torch.is_grad_enabled()):
             self.hook(out, site, operation, operands)
         return out
 

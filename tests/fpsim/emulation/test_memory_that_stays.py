@@ -1,0 +1,347 @@
+"""Parameters, buffers and inputs: what code writes to them arrives there, and what it reads is in the format."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fpsim import Policy, emulate, quantize, round_to
+
+
+class Written(nn.Module):
+    """A module that writes to its parameter before it uses it."""
+
+    def __init__(self, write: Callable[[nn.Parameter], Any]) -> None:
+        super().__init__()
+        self.w, self.write = nn.Parameter(torch.ones(4, 16)), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.write(self.w)
+        return x * self.w[0] + self.w[2] * self.w[3]
+
+
+# Each writes numbers that every format below has, through something that lies in the parameter's memory.
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "an element of it": lambda w: w[2].mul_(0.5),
+    "a slice": lambda w: w[1:3].mul_(0.5),
+    "select": lambda w: w.select(0, 2).fill_(0.5),
+    "narrow": lambda w: w.narrow(0, 2, 1).zero_(),
+    "view": lambda w: w.view(-1)[32:].mul_(2),
+    "the transposed": lambda w: w.T[3].add_(1),
+    "diagonal": lambda w: w.diagonal().fill_(0.25),
+    "unbind": lambda w: w.unbind()[2].copy_(torch.full((16,), 0.5)),
+    "chunk": lambda w: w.chunk(2)[1].mul_(0.5),
+    "detach": lambda w: w.detach().mul_(0.5),
+    "a view of detach": lambda w: w.detach()[3].zero_(),
+    "detach of a view": lambda w: w[3].detach().zero_(),
+    "data": lambda w: w.data.mul_(0.5),
+    "a view of data": lambda w: w.data[2:].mul_(0.5),
+    "data of a view": lambda w: w[2].data.mul_(0.5),
+    "setting an item": lambda w: w.__setitem__((2, slice(None, 8)), 0.5),
+    "setting an item of detach": lambda w: w.detach().__setitem__(2, 0.5),
+    "itself": lambda w: w.mul_(0.5),
+    "a list": lambda w: torch._foreach_mul_([w.data], 0.5),
+    "out=": lambda w: torch.mul(w[2], 0.5, out=w.data[2]),
+}
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "bf16", "e4m3fn", "mxfp8_e4m3", "recipe:fp8_current"])
+@pytest.mark.parametrize("way", WRITES)
+def test_a_write_to_a_parameter_arrives_there(way: str, fmt: str) -> None:
+    plain, x = Written(WRITES[way]), torch.ones(8, 16)
+    model = quantize(plain, fmt)
+    expected = plain(x)
+    out = model(x)
+    assert torch.equal(model.w, plain.w)
+    assert torch.equal(out, expected)
+
+
+def test_a_write_through_data_rounds_no_master_weight() -> None:
+    class M(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.table = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(4, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.w.data.clamp_(-5, 5)
+            self.table.data.index_add_(0, torch.tensor([1]), torch.ones(1, 16))
+            return x * self.w + self.table[0]
+
+    plain = M()
+    model = quantize(plain, "e4m3fn")
+    model(torch.randn(8, 16))
+    assert torch.equal(model.w, plain.w)
+    assert torch.equal(model.table[[0, 2, 3]], plain.table[[0, 2, 3]])
+    assert torch.equal(model.table[1], plain.table[1] + 1)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "e4m3fn"])
+def test_the_next_use_of_a_parameter_sees_what_was_written_through_data(fmt: str) -> None:
+    p = nn.Parameter(torch.ones(1))
+    with emulate(fmt):
+        for _ in range(3):
+            loss = (p * 2.0).sum()
+            p.data.sub_(0.25)
+    assert loss.item() == 1.0
+    w, x = nn.Parameter(torch.ones(3, 3)), torch.ones(2, 3)
+    with emulate(fmt):
+        before = x @ w
+        w.data.copy_(torch.zeros(3, 3))
+        after = x @ w
+    assert (before == 3).all()
+    assert (after == 0).all()
+
+
+def test_an_in_place_change_of_a_view_that_autograd_forbids_is_refused() -> None:
+    w = nn.Parameter(torch.ones(4))
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        w[0].mul_(2)
+    with emulate("bf16"), pytest.raises(RuntimeError, match="leaf Variable"):
+        w[0].mul_(2)
+
+
+@pytest.mark.parametrize("way", ["data", "detach", "data, transposed twice"])
+def test_data_of_a_weight_is_a_weight_where_it_is_used(way: str) -> None:
+    x, w = torch.randn(4, 8), nn.Parameter(torch.randn(5, 8))
+    views = {"data": lambda: w.data.T, "detach": lambda: w.detach().T, "data, transposed twice": lambda: w.data.T.T.T}
+    with emulate(Policy(weight="e4m3fn")):
+        y = x @ views[way]()
+    assert torch.equal(y, x @ round_to(w.detach(), "e4m3fn").T)
+    with emulate("mxfp8_e4m3"):
+        of_data, of_weight = x @ views[way](), x @ w.T
+    assert torch.equal(of_data, of_weight)
+
+
+def test_a_step_inside_of_emulate_stays_one_in_float32_and_warns() -> None:
+    class Older(torch.optim.Optimizer):
+        """An optimizer that writes to p.data, as those of before torch.no_grad."""
+
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                state["m"] = state.get("m", torch.zeros_like(p)).mul_(0.9).add_(p.grad.data, alpha=0.1)
+                p.data.add_(state["m"], alpha=-0.37)
+
+    for make in (Older, lambda p: torch.optim.Adam(p, foreach=False), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)):
+        plain = nn.Linear(8, 8)
+        other = copy.deepcopy(plain)
+        inside, outside = make(plain.parameters()), make(other.parameters())
+        x = torch.randn(3, 8)
+        for _ in range(3):
+            with emulate("e4m3fn"):
+                plain(x).square().mean().backward()
+                with pytest.warns(UserWarning, match="stays a float32 step"):
+                    inside.step()
+                inside.zero_grad()
+            with emulate("e4m3fn"):
+                loss = other(x).square().mean()
+            loss.backward()
+            outside.step()
+            outside.zero_grad()
+        assert all(map(torch.equal, plain.parameters(), other.parameters()))
+
+
+def test_after_a_step_that_raised_the_block_is_emulated() -> None:
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise ZeroDivisionError
+
+    p = nn.Parameter(torch.ones(3))
+    optimizer = Broken([p], lr=0.1)
+    with emulate("e4m3fn"):
+        with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="stays"):
+            optimizer.step()
+        y = torch.full((3,), 0.3, dtype=p.dtype) * p * 1.1
+    assert torch.equal(y.detach(), round_to(y.detach(), "e4m3fn"))
+
+
+def test_the_closure_of_a_step_is_emulated() -> None:
+    p, seen = nn.Parameter(torch.tensor([1.0, 3.0])), []
+    optimizer = torch.optim.LBFGS([p], max_iter=2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        y = p / 3
+        seen.append(y.detach().clone())
+        loss = y.square().sum()
+        loss.backward()
+        return loss
+
+    with emulate("e4m3fn"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.step(closure)
+    assert all(torch.equal(y, round_to(y, "e4m3fn")) for y in seen)
+
+
+# Buffers
+
+
+class Averaging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("r", torch.zeros(16))
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.r.mul_(0.99).add_(x.mean(0), alpha=0.01)
+        self.r[:4].clamp_(-1, 1)
+        return self.norm(x) - self.r
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "e4m3fn", "e2m1fn"])
+def test_buffers_take_what_is_computed_and_are_rounded_where_they_are_used(fmt: str) -> None:
+    model, expected = quantize(Averaging(), fmt), torch.zeros(16)
+    for seed in range(20):
+        x = round_to(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)) + 0.3, fmt)
+        with emulate(fmt):
+            mean = x.mean(0)
+        expected.mul_(0.99).add_(mean, alpha=0.01)
+        out = model(x)
+    assert torch.equal(model.r, expected)
+    assert not torch.equal(model.r, round_to(model.r, fmt))
+    model.eval()
+    with emulate(fmt):
+        normal = model.norm(x)
+        assert torch.equal(normal - round_to(expected, fmt), normal - model.r)
+    assert torch.equal(out, round_to(out, fmt))
+
+
+# Inputs
+
+
+CHOICES: dict[str, Callable[[Tensor, Any], Any]] = {
+    "x * 1 == p": lambda x, p: x * 1 == p,
+    "x >= p": lambda x, p: x >= p,
+    "x.argmax(-1)": lambda x, p: x.argmax(-1),
+    "x.topk(3).values": lambda x, p: x.topk(3).values,
+    "x.sort().values": lambda x, p: x.sort().values,
+    "x[x > 1]": lambda x, p: x[x > 1],
+    "x == 0.1": lambda x, p: x == 0.1,
+    "torch.bucketize(x, p.sort().values)": lambda x, p: torch.bucketize(x, p.sort().values),
+    "torch.tensor(float(p.detach()[0]))": lambda x, p: torch.tensor(float(p.detach()[0])),
+    "torch.tensor(p.tolist())": lambda x, p: torch.tensor(p.tolist()),
+    "x": lambda x, p: x,
+    "x.relu()": lambda x, p: x.relu(),
+    "F.max_pool1d(x, 2)": lambda x, p: F.max_pool1d(x, 2),
+    "x.view(-1)[3:]": lambda x, p: x.view(-1)[3:],
+    "torch.cat([x, x])": lambda x, p: torch.cat([x, x]),
+    "x.float() * 1.1": lambda x, p: x.float() * 1.1,
+    "x.view(-1).float() * 1.1": lambda x, p: x.view(-1).float() * 1.1,
+    "torch.softmax(x, -1, dtype=torch.float32)": lambda x, p: torch.softmax(x, -1, dtype=torch.float32),
+    "torch.softmax(x.relu(), -1, torch.float32)": lambda x, p: torch.softmax(x.relu(), -1, torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_chooses_or_moves_sees_numbers_of_the_format(name: str, dtype: torch.dtype) -> None:
+    class M(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.Parameter(torch.linspace(0.1, 0.9, 8))
+
+        def forward(self, x: Tensor) -> Any:
+            return CHOICES[name](x, self.p)
+
+    x, model = torch.randn(4, 8), M()
+    x[0] = model.p.detach() * (1 + 2.0**-12)
+    expected = copy.deepcopy(model).to(dtype)(x.to(dtype))
+    out = quantize(model, "bf16" if dtype is torch.bfloat16 else "fp16")(x)
+    assert out.dtype is expected.dtype or out.dtype is torch.float32
+    assert torch.equal(out.float(), expected.float())
+
+
+@pytest.mark.parametrize("bias", ["a parameter", "a tensor"])
+def test_a_finite_bias_of_attention_is_an_operand(bias: str) -> None:
+    q, b = round_to(torch.randn(2, 5, 8), "bf16"), torch.randn(5, 5)
+    mask = nn.Parameter(b) if bias == "a parameter" else b
+    with emulate("bf16"):
+        out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    rounded = round_to(b, "bf16").requires_grad_()
+    expected = F.scaled_dot_product_attention(q, q, q, attn_mask=rounded)
+    assert torch.equal(out, round_to(expected, "bf16"))
+    if bias == "a parameter":
+        out.sum().backward()
+        assert mask.grad is not None
+        assert torch.equal(mask.grad, round_to(mask.grad, "bf16"))
+
+
+# Modules made inside
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "bf16", "e4m3fn", "recipe:nvfp4"])
+def test_layers_may_be_made_and_initialised_inside(fmt: str) -> None:
+    class M(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lazy = nn.Sequential(nn.LazyLinear(16), nn.ReLU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = nn.Linear(16, 16)
+            nn.init.xavier_uniform_(made.weight)
+            nn.init.normal_(tensor=made.bias, std=0.1)
+            return made(self.lazy(x))
+
+    model = quantize(M(), fmt) if fmt != "recipe:nvfp4" else quantize(M(), "mxfp8_e4m3")
+    assert model(torch.randn(4, 16)).isfinite().all()
+    with emulate(fmt):
+        assert nn.init.normal_(torch.empty(300)).std() > 0.5
+        assert (nn.init.constant_(torch.empty(3), 0.5) == 0.5).all()
+
+
+def test_a_forward_that_is_a_generator_is_emulated() -> None:
+    class M(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            for _ in range(3):
+                x = x * 1.1
+                yield x
+            return x / 3
+
+    x = torch.randn(8)
+    model = quantize(M(), "bf16")
+    expected = [y.float() for y in M()(x.bfloat16())]
+    found = []
+    for y in model(x):
+        found.append(y)
+        assert torch.equal(torch.ones(1) / 3, torch.tensor([1 / 3]))  # what runs between is not emulated
+    assert all(map(torch.equal, found, expected))
+    closed = model(x)
+    next(closed)
+    closed.close()
+
+
+def test_a_policy_for_weights_alone_rounds_no_activation() -> None:
+    model = quantize(nn.Linear(8, 8), Policy(weight="e4m3fn"))
+    x = torch.randn(3, 8)
+    assert torch.equal(
+        model(x), F.linear(x, round_to(model.weight.detach(), "e4m3fn"), round_to(model.bias.detach(), "e4m3fn"))
+    )
+
+
+def test_optimizers_outside_move_what_was_viewed_inside() -> None:
+    class M(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(6, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, c = self.w.chunk(3)
+            return x @ a.T + (x @ b.T) * c.T.sum(0)
+
+    native, x = M().bfloat16(), torch.randn(5, 4).bfloat16()
+    model = quantize(copy.deepcopy(native).float(), "bf16")
+    for m, given in ((native, x), (model, x.float())):
+        m(given).float().square().sum().backward()
+    error = (native.w.grad.float() - model.w.grad).norm() / native.w.grad.float().norm()  # type: ignore[union-attr]
+    assert error < 2.0**-7  # sums of products are rounded once on both sides, in another order
