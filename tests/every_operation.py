@@ -25,14 +25,11 @@ import argparse
 import inspect
 import itertools
 import json
-import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from torch import Tensor
@@ -64,6 +61,10 @@ class Sample:
             return made.requires_grad_(has_gradients and x.requires_grad)
 
         return Sample(*tree_map(cast, (self.args, self.kwargs)))
+
+    def __str__(self) -> str:
+        shapes = tree_map(lambda x: list(x.shape) if isinstance(x, Tensor) else x, (self.args, self.kwargs))
+        return f"{shapes[0]} {shapes[1] or ''}"[:300]
 
     def leaves(self) -> list[Tensor]:
         found = [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
@@ -127,10 +128,17 @@ def tensors_of(result: Any) -> list[Tensor]:
     return [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.layout is torch.strided]
 
 
-def run(spelling: Spelling, sample: Sample, format: str) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The results of a call, and the gradients of its operands; those of the results are numbers of the format."""
+def run(
+    spelling: Spelling, sample: Sample, format: str, around: Any = None
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The results of a call, and the gradients of its operands; those of the results are numbers of the format.
+
+    around: the context of the call.
+    """
     torch.manual_seed(0)
-    results = tensors_of(spelling(sample))
+    with around or nullcontext():
+        made = spelling(sample)
+    results = tensors_of(made)
     ends = [x for x in results if x.requires_grad and x.is_floating_point()]
     leaves = sample.leaves()
     if not ends or not leaves:
@@ -191,15 +199,14 @@ def faults(op: Any, sample: Sample, format: str) -> tuple[int, dict[str, str]]:
         except REFUSALS:
             exact = ([], [])
         try:
-            with fpsim.emulate(format):
-                emulated = run(spelling, low.in_dtype(torch.float32, True), format)
+            emulated = run(spelling, low.in_dtype(torch.float32, True), format, fpsim.emulate(format))
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"[:200]
             continue
         for kind, n, e, x in zip(("result", "gradient"), native, emulated, exact, strict=True):
             wrong = compare(n, e, x, format, is_random, low)
             if wrong:
-                found[f"{name}, {kind}"] = wrong
+                found[f"{name}, {kind}"] = f"{wrong}, of {low}"
     return count, found
 
 

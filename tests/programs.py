@@ -257,7 +257,7 @@ def shorter(program: Program) -> Iterator[Program]:
         for stand_in in ("x", "y", *names) if made else ("",):
             lines = [tuple(_renamed(line, made, stand_in) for line in statement) for statement in rest]
             is_changed = [after != before for after, before in zip(lines, rest, strict=True)]
-            if stand_in in ("x", "y", *program.stays) and not NEW_MEMORY >= {*itertools.compress(kinds, is_changed)}:
+            if stand_in in ("x", "y", *program.stays) and not {*itertools.compress(kinds, is_changed)} <= NEW_MEMORY:
                 continue  # what stays is written to by `COMMUTING` alone, and its variables are known by name
             yield Program(tuple(lines), kinds, names, program.stays, program.has_gradients, program.is_tree)
 
