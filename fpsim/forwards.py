@@ -13,7 +13,7 @@ import itertools
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from torch import Tensor, nn
 
 from fpsim.computed_weights import adopt, release
 from fpsim.emulation.entering import entered
+from fpsim.emulation.marks import is_made_here, is_roundable, is_seen_from_outside, is_state, mark_as_state
+from fpsim.emulation.mode import Emulation
+from fpsim.emulation.operands import Rounds
 from fpsim.emulation.scope import Listeners, Scope, active, make_scope
 from fpsim.policy import Policy, RoleSpecs, describe
 from fpsim.products import Products
@@ -159,8 +162,50 @@ class EmulatedForward:
         self.wide = {}  # of this call, the last one
         weights = _prepare_weights(module)
         scope = Scope(self.name, specs, self._float32, self.listeners, weights, self.wide, self._products)
-        with entered(scope):
-            return forward(*args, **kwargs)
+        is_outermost = active.emulation is None
+        has_names = self.listeners.has_names and scope.dtype is not None
+        has_names = has_names and is_outermost and _dtype_of_model(module) is not scope.dtype
+        with entered(scope, has_names) as emulation:
+            out = forward(*args, **kwargs)
+            if is_outermost:
+                out = _in_format(emulation, out, (*args, *kwargs.values()))
+        return _driven(out, scope, has_names) if inspect.isgenerator(out) else out
+
+
+def _dtype_of_model(module: nn.Module) -> torch.dtype | None:
+    """The dtype of the first floating-point parameter, as transformers' models say it."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+
+
+def _in_format(emulation: Emulation, out: Any, given: tuple[Any, ...]) -> Any:
+    """What a model gives back, with what only moved of its inputs brought into the format."""
+    if isinstance(out, Tensor):
+        if is_made_here(out) or not is_roundable(out):
+            return out
+        is_moved = is_seen_from_outside(out) or any(out is x for x in given)
+        return emulation.operand(out, Rounds.ALL) if is_moved else out
+    if type(out) in (list, tuple):
+        found = [_in_format(emulation, x, given) for x in out]
+        return type(out)(found) if any(a is not b for a, b in zip(out, found, strict=True)) else out
+    return out
+
+
+def _driven(generator: Generator[Any, Any, Any], scope: Scope, has_names: bool) -> Generator[Any, Any, Any]:
+    """A forward that is a generator: each of its steps runs under the scope, and what calls it does not."""
+    send, value = generator.send, None
+    while True:
+        try:
+            with entered(scope, has_names):
+                given = send(value)
+        except StopIteration as end:
+            return end.value
+        try:
+            value, send = (yield given), generator.send
+        except GeneratorExit:
+            generator.close()
+            raise
+        except BaseException as error:
+            value, send = error, generator.throw
 
 
 def _is_delayed(model: nn.Module) -> bool:
@@ -244,13 +289,18 @@ class _UnboundForward:
 
 
 def _prepare_weights(module: nn.Module) -> list[int]:
-    """Adopt the weights that are computed around here. Returns the ids of the plain tensors in the place of parameters.
+    """Adopt the weights that are computed around here, and know the buffers.
+
+    Returns the ids of the plain tensors in the place of parameters.
 
     torch.func.functional_call puts them there.
     """
     found = []
     for m in _run_under(module):
         adopt(m)
+        for b in m.buffers(recurse=False):
+            if not is_state(b):
+                mark_as_state(b)
         found += [
             id(p) for p in direct_parameters(m) if type(p) is not nn.Parameter and not isinstance(p, nn.Parameter)
         ]

@@ -111,6 +111,8 @@ def _policies(model: nn.Module, fmt: FormatLike, rounding: str | Mapping[str, st
 
 def _install_all(model: nn.Module, policies: Mapping[str, Policy], listeners: Listeners) -> None:
     apart = modules_that_compute(model)
+    activations = {spec.fmt for policy in policies.values() if (spec := policy.specs().activation) is not None}
+    listeners.has_names = len(activations) < 2
     for name, module in model.named_modules():
         if module not in apart and not is_compiled_wrapper(module):
             install(module, name, policies[name], listeners)

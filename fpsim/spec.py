@@ -31,6 +31,7 @@ class RoundingSpec:
     format_text: str = field(init=False, compare=False, repr=False)
     is_float32: bool = field(init=False, compare=False, repr=False)  # nothing is rounded
     saturates: bool = field(init=False, compare=False, repr=False)  # without inf, and far below float32's largest
+    dtype: torch.dtype | None = field(init=False, compare=False, repr=False)  # torch's own name of the format
 
     def __post_init__(self) -> None:
         words = [str(self.fmt), self.rounding]
@@ -41,6 +42,9 @@ class RoundingSpec:
         object.__setattr__(self, "text", " ".join(words))  # equal for equal specifications
         object.__setattr__(self, "format_text", repr(self.fmt))
         object.__setattr__(self, "is_float32", self.fmt == CATALOGUE["fp32"] and self.overflow == "inf")
+        names = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        found = next((dtype for name, dtype in names.items() if self.fmt == CATALOGUE[name]), None)
+        object.__setattr__(self, "dtype", found)
         # sums of products of such numbers stay finite in float32, 2**80 each and 2**47 of them
         object.__setattr__(self, "saturates", self.overflow != "inf" and float(self.fmt.largest) < 2.0**40)
 

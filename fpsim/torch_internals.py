@@ -11,6 +11,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -33,10 +34,10 @@ __all__ = [
     "direct_parameters",
     "fuse_in_inductor",
     "has_no_holes",
+    "hooks_of_saved_tensors",
     "is_compiled_wrapper",
     "is_held_by_autograd_alone",
     "is_legacy_batched",
-    "is_sharded",
     "is_traced",
     "is_watched",
     "is_zero_tensor",
@@ -88,11 +89,6 @@ def has_no_holes(x: Tensor) -> bool:
 def is_legacy_batched(x: Tensor) -> bool:
     """Whether `x` stands for a batch of tensors, as `torch.autograd.grad(is_grads_batched=True)` makes them."""
     return torch._C._functorch.is_legacy_batchedtensor(x)
-
-
-def is_sharded(x: Tensor) -> bool:
-    """Whether `x` is a DTensor; without its import, which takes a second."""
-    return type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__)
 
 
 # What torch knows of a module
@@ -258,6 +254,10 @@ def fuse_in_inductor(operator: Any, inside: Callable[..., Any]) -> None:
 
     lowering.register_lowering(operator, type_promotion_kind=None)(lower)
     _fused.add(operator)
+
+
+# What packs and unpacks the tensors that operations save now, as saved_tensors_hooks and checkpoints set it; or None.
+hooks_of_saved_tensors: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 
 
 def without_torch_function() -> AbstractContextManager[None]:

@@ -36,9 +36,10 @@ FLOORS = (
     "fpsim.codes fpsim.emulation.arguments fpsim.emulation.operands fpsim.emulation.scope fpsim.emulation.forms "
     "fpsim.emulation.einsum",
     "fpsim.emulation.accumulated",
-    "fpsim.emulation.checkpoints fpsim.emulation.calls fpsim.emulation.backward",
-    "fpsim.emulation.products",
-    "fpsim.emulation.product_calls",
+    "fpsim.emulation.checkpoints fpsim.emulation.calls fpsim.emulation.backward fpsim.emulation.packing "
+    "fpsim.emulation.steps",
+    "fpsim.emulation.products fpsim.emulation.aliases fpsim.emulation.conversions",
+    "fpsim.emulation.product_calls fpsim.emulation.roundings",
     "fpsim.emulation.mode",
     "fpsim.emulation.entering",
     "fpsim.emulation.tracing",

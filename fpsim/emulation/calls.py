@@ -26,7 +26,11 @@ __all__ = ["LOOK_UPS", "NARROWING", "REFUSE", "WRITTEN_TO", "Action", "Call", "c
 class Action(Enum):
     """What is done with a call."""
 
-    PASS = "it computes nothing in the format: metadata, comparisons, random and constant tensors, autograd's controls"
+    PASS = "it computes nothing in the format: metadata, random numbers, autograd's controls"
+    DTYPE = "it asks a tensor for its dtype"
+    READ = "it reads values and gives none of the format: comparisons, indices, numbers of Python"
+    SET_DATA = "it puts other memory into a tensor, which takes the other's dtype"
+    FOREACH = "it does what a method of one name does, with each tensor of a list"
     FACTORY = "it makes a tensor of nothing but sizes and numbers"
     LIKE = "it makes a tensor like another one"
     FILL = "it writes new numbers over all of a tensor, which keeps its format"
@@ -40,29 +44,40 @@ class Action(Enum):
 
 PASS = frozenset(
     """
-    __set__ __delete__ __hash__ __len__ __bool__ __int__ __float__ __index__ __repr__ __str__ __format__
-    __contains__ __dir__ __reduce__ __reduce_ex__ __setstate__ __deepcopy__ __array__ __dlpack__ __dlpack_device__
+    __set__ __delete__ __hash__ __len__ __index__ __repr__ __str__ __format__
+    __dir__ __reduce__ __reduce_ex__ __setstate__ __deepcopy__ __array__ __dlpack__ __dlpack_device__
     size stride dim ndimension numel nelement element_size storage_offset data_ptr is_contiguous is_pinned
     storage untyped_storage get_device is_floating_point is_complex is_signed is_inference is_same_size
     is_set_to is_shared has_names requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward
-    grad item tolist numpy detach_ is_nonzero allclose equal isfinite isnan isinf isneginf isposinf isclose
-    eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ argmax argmin argsort nonzero argwhere
-    logical_and logical_or logical_not logical_xor signbit searchsorted bucketize bincount
-    result_type promote_types can_cast is_tensor is_storage record_stream pin_memory share_memory_
-    resize_ set_ multinomial randint randperm randint_like from_numpy
+    grad numpy detach_
+    promote_types can_cast is_tensor is_storage record_stream pin_memory share_memory_
+    resize_ randint randperm randint_like from_numpy
     tril_indices triu_indices one_hot manual_seed seed initial_seed _assert _assert_async _is_view
     set_default_dtype get_default_dtype set_grad_enabled is_grad_enabled
+    """.split()
+)
+COMPARISONS = frozenset(
+    """
+    eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+    greater greater_equal less less_equal not_equal
+    """.split()
+)
+READ = COMPARISONS | frozenset(
+    """
+    item tolist __bool__ __int__ __float__ __contains__ is_nonzero allclose equal isclose isfinite isnan isinf isneginf
+    isposinf argmax argmin argsort nonzero argwhere logical_and logical_or logical_not logical_xor signbit searchsorted
+    bucketize bincount count_nonzero multinomial
     """.split()
 )
 # Functions that write new numbers over all of a tensor.
 FILL = frozenset("fill_ zero_ normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_".split())
 MOVE = frozenset(
     """
-    complex T mT H mH real imag view_as_real view_as_complex
+    data complex T mT H mH real imag view_as_real view_as_complex
     values _values view view_as reshape reshape_as flatten unflatten
     squeeze unsqueeze squeeze_ unsqueeze_ transpose transpose_ t t_ permute swapaxes swapdims movedim moveaxis adjoint
     expand expand_as broadcast_to broadcast_tensors contiguous clone detach alias
-    cpu cuda half bfloat16 positive narrow select diagonal unfold
+    cpu cuda positive narrow select diagonal unfold
     as_strided chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind meshgrid
     atleast_1d atleast_2d atleast_3d cat concat concatenate stack hstack vstack dstack column_stack row_stack
     block_diag index_select gather take take_along_dim masked_select __getitem__ flip fliplr flipud roll rot90 tile
@@ -71,6 +86,23 @@ MOVE = frozenset(
     adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d pixel_shuffle pixel_unshuffle channel_shuffle
     relu relu_ max min amax amin maximum minimum abs neg negative __neg__ __abs__ cummax cummin embedding
     _pack_padded_sequence resolve_conj resolve_neg __iter__ __reversed__
+    """.split()
+)
+# Those of them whose result may lie in the memory of what came in: what is written to it is written there.
+VIEWS = frozenset(
+    """
+    data detach alias T mT H mH real imag view_as_real view_as_complex values _values view view_as reshape reshape_as
+    flatten unflatten squeeze unsqueeze squeeze_ unsqueeze_ transpose transpose_ t t_ permute swapaxes swapdims movedim
+    moveaxis adjoint expand expand_as broadcast_to broadcast_tensors contiguous narrow select diagonal unfold as_strided
+    chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind meshgrid atleast_1d atleast_2d atleast_3d
+    __getitem__ ravel positive resolve_conj resolve_neg __iter__ cpu cuda
+    """.split()
+)
+# Functions in which a dtype may be given by its place among the arguments.
+TAKES_DTYPE = frozenset(
+    """
+    softmax log_softmax softmin sum nansum mean nanmean prod cumsum cumprod norm linalg_norm linalg_vector_norm
+    linalg_matrix_norm vector_norm matrix_norm randint randint_like randperm view one_hot
     """.split()
 )
 REFUSE = {
@@ -87,7 +119,11 @@ _OPERATORS = """
 NOT_OPERANDS: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {
     **dict.fromkeys((F.batch_norm, F.instance_norm), ((1, 2), _STATISTICS)),
     **dict.fromkeys(_OPERATORS.split(), ((3, 4), _STATISTICS)),  # torch's operators have the weight and the bias first
-    "scaled_dot_product_attention": ((3,), ("attn_mask",)),
+}
+# Arguments that are only compared, by function: they promote nothing.
+ONLY_COMPARED = {
+    F.cosine_embedding_loss: ((2,), ("target",)),
+    F.hinge_embedding_loss: ((1,), ("target",)),
 }
 # What is looked up in a weight is an activation, and its gradient, which is summed into the weight, an error.
 LOOK_UPS = ("embedding",)
@@ -140,19 +176,34 @@ class Call:
     in_place: whether it writes to its first argument.
     has_pole: whether it may make minus infinity of numbers.
     is_quotient: whether that depends on its second operand.
+    is_view: whether its result may lie in the memory of its first argument.
+    is_comparison: whether it compares numbers.
+    takes_dtype: whether a dtype may be given by its place among the arguments.
+    only_compared: positions and names of the arguments that promote nothing.
+    shape_alone_of_others: whether all arguments but the first give a shape alone.
     skip_positions, skip_names: arguments that are no operands, or that the function writes to: a copy would not do.
     """
 
-    __slots__ = ("action", "has_pole", "in_place", "is_quotient", "name", "skip_names", "skip_positions")
+    __slots__ = (
+        "action", "has_pole", "in_place", "is_comparison", "is_quotient", "is_view", "name", "only_compared",
+        "shape_alone_of_others", "skip_names", "skip_positions", "takes_dtype",
+    )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any]) -> None:
         name = getattr(function, "__name__", None) or type(function).__name__
         name = name.partition(".")[0]  # torch.ops.aten.add_.Tensor
         if name == "__get__":  # a property: its own name is the descriptor's
             name = getattr(getattr(function, "__self__", None), "__name__", name)
-            self.action = Action.MOVE if name in MOVE else Action.PASS
+            found = Action.DTYPE if name == "dtype" else Action.PASS
+            self.action = Action.MOVE if name in MOVE else found
+        elif name == "__set__" and getattr(getattr(function, "__self__", None), "__name__", "") == "data":
+            self.action = Action.SET_DATA
         else:
             self.action = _action_of(function, name)
+        self.is_view, self.is_comparison = name in VIEWS, name in COMPARISONS
+        self.takes_dtype = name in TAKES_DTYPE or self.action in (Action.CAST, Action.FACTORY, Action.LIKE)
+        self.shape_alone_of_others = name in ("view_as", "expand_as", "reshape_as")
+        self.only_compared = ONLY_COMPARED.get(function)
         self.name = name.strip("_") if name.startswith("__") else name
         self.has_pole, self.is_quotient = self.name in POLES, self.name in QUOTIENTS
         inner = name[2:] if name.startswith("__i") and name.endswith("__") else ""
@@ -170,8 +221,18 @@ class Call:
 
 
 def _action_of(function: Callable[..., Any], name: str) -> Action:
-    if name in PASS or name.startswith(("_foreach_", "_fused_", "_amp_", "_use_", "_is_", "__dlpack")):
+    if name in PASS or name.startswith(("_fused_", "_amp_", "_use_", "_is_", "__dlpack")):
         return Action.PASS
+    if name.startswith("_foreach_"):
+        return Action.FOREACH
+    if name == "result_type":
+        return Action.DTYPE
+    if name in READ:
+        return Action.READ
+    if name == "set_":
+        return Action.SET_DATA
+    if getattr(function, "__module__", "") == "torch.nn.init":
+        return Action.FILL
     if name in FACTORIES:
         return Action.FACTORY
     if name in FACTORIES_LIKE:

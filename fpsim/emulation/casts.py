@@ -26,9 +26,10 @@ __all__ = [
     "dtype_in",
     "is_called_by_sharding",
     "is_float32_island",
+    "is_of_machinery",
 ]
 
-CAST_NAMES = frozenset("to type type_as float double".split())
+CAST_NAMES = frozenset("to type type_as float double half bfloat16".split())
 # Functions that make a tensor of nothing but sizes and numbers, and those that make one like another; counts are in the
 # dtype of what is counted.
 FACTORIES = frozenset(
@@ -46,6 +47,7 @@ FACTORIES_LIKE = frozenset(
 _WIDE = (torch.float32, torch.float64)
 _WIDE_TYPES = ("FloatTensor", "DoubleTensor")  # what a dtype was called before there were dtypes
 _HOME = str(Path(torch.__file__).parent)
+_MACHINERY = ("autograd", "distributed", "export", "fx", "func", "optim", "overrides.py", "utils")
 _SHARDING = str(Path(_HOME, "distributed"))
 
 
@@ -101,6 +103,15 @@ def is_called_by_sharding() -> bool:
 @cache
 def _is_of_sharding(file: str) -> bool:
     return file.startswith(_SHARDING)
+
+
+@cache
+def is_of_machinery(file: str) -> bool:
+    """Whether a file of torch's runs models, and is no part of one: checkpoints, sharding, tracers, autograd."""
+    if not file.startswith(_HOME):
+        return False
+    folder = Path(file).relative_to(_HOME).parts[0]
+    return folder.startswith("_") or folder in _MACHINERY
 
 
 @cache

@@ -12,6 +12,7 @@ from fpsim.emulation.checkpoints import watch_checkpoints
 from fpsim.emulation.marks import note_inference_write
 from fpsim.emulation.mode import Emulation
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
+from fpsim.emulation.steps import watch_steps
 from fpsim.policy import FormatLike
 from fpsim.recipes import as_policy_of
 from fpsim.torch_internals import current_graph_task
@@ -20,8 +21,11 @@ __all__ = ["Position", "computing_a_weight", "emulate", "entered"]
 
 
 @contextmanager
-def entered(scope: Scope) -> Iterator[Emulation]:
-    """Run under `scope`: in the mode that is active in this thread, or in a new one."""
+def entered(scope: Scope, has_names: bool = True) -> Iterator[Emulation]:
+    """Run under `scope`: in the mode that is active in this thread, or in a new one.
+
+    has_names: whether torch's name of the format may stand for it, in a new one.
+    """
     emulation: Emulation | None = active.emulation
     histories = scope.listeners.histories
     is_outermost = emulation is None or emulation.scope.listeners is not scope.listeners
@@ -39,13 +43,14 @@ def entered(scope: Scope) -> Iterator[Emulation]:
             "torch.jit.trace came to emulated code, and would see no rounding. Possible: torch.compile and "
             "torch.export. Trace the model that fpsim.dequantize(model) gives, or export the quantised one."
         )
-    with _activated(Emulation(scope)) as emulation:
+    with _activated(Emulation(scope, has_names=has_names)) as emulation:
         yield emulation
 
 
 @contextmanager
 def _activated(emulation: Emulation) -> Iterator[Emulation]:
     watch_checkpoints(Position)
+    watch_steps()
     note_inference_write()  # what happened outside was not seen
     active.emulation = emulation
     try:
@@ -63,7 +68,8 @@ class Position:
         self.scope = Scope(
             scope.name, scope.specs, scope.float32, scope.listeners, scope.weights, scope.wide, scope.products
         )
-        self.counts = dict(scope.counts)
+        self.counts, self.aliases = dict(scope.counts), emulation.aliases
+        self.has_names, self.names = emulation.has_names, set(emulation.names)
         self.operands = {
             TensorWeakRef(x): {key: copy for key, copy in copies.items() if copy[1].requires_grad <= is_grad}
             for x, copies in emulation.rounded_operands()
@@ -73,7 +79,8 @@ class Position:
     def entered(self) -> Iterator[Emulation]:
         """Run from here on as the first time."""
         self.scope.counts = dict(self.counts)
-        emulation = Emulation(self.scope)
+        emulation = Emulation(self.scope, self.aliases, self.has_names)
+        emulation.names |= self.names
         emulation.take_over(self.operands)
         with _activated(emulation):
             yield emulation

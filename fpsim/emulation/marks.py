@@ -15,17 +15,26 @@ __all__ = [
     "OF_A_WEIGHT",
     "WIDE",
     "format_of",
+    "is_made_here",
     "is_roundable",
     "is_rounded_at",
+    "is_seen_from_outside",
+    "is_state",
     "is_view_of_weight",
     "is_weight",
     "mark",
+    "mark_as_seen_from_outside",
+    "mark_as_state",
     "mark_as_view_of_weight",
     "mark_as_weight",
+    "mark_like",
     "mark_of",
     "mark_rounded",
+    "mark_wide",
     "mark_with_place",
     "note_inference_write",
+    "unmark",
+    "was_any_made_wide",
     "writes_to",
 ]
 
@@ -39,7 +48,7 @@ WIDE = "wide"
 # A mark is a plain tuple, for torch.save writes it with the tensor and torch.load(weights_only=True) takes no class. It
 # holds while the tensor is not written to: the rounding's text, the writes to the tensor until then, the scale of a
 # gradient (None for 1), and whether the tensor required a gradient; one that does so later has no place yet where its
-# gradient is rounded.
+# gradient is rounded. The mark WIDE stands for a dtype, not for values, and no write changes it.
 Mark = tuple[str, int, Tensor | None, bool]
 
 
@@ -79,6 +88,26 @@ def is_view_of_weight(x: Tensor) -> bool:
     return is_weight(x) or getattr(x, "_fpsim_view_of_weight", False)
 
 
+def mark_as_state(x: Tensor) -> None:
+    """Note that `x` is a buffer of a quantised model: what is written to it stays as it was computed."""
+    x._fpsim_state = True  # type: ignore[attr-defined]
+
+
+def is_state(x: Tensor) -> bool:
+    """Whether `x` is a buffer of a quantised model."""
+    return getattr(x, "_fpsim_state", False)
+
+
+def mark_as_seen_from_outside(x: Tensor) -> None:
+    """Note that `x` is a view of what came from outside, and not brought into the format yet."""
+    x._fpsim_outside = True  # type: ignore[attr-defined]
+
+
+def is_seen_from_outside(x: Tensor) -> bool:
+    """Whether `x` is a view of what came from outside."""
+    return getattr(x, "_fpsim_outside", False)
+
+
 # Inference tensors count no writes: for all of them, minus the number of writes that one of them may have seen.
 _inference_writes = itertools.count(1)
 _inference_version = 0
@@ -101,15 +130,45 @@ def mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
     x._fpsim = made if log2_scale is None else _MarkAtScale(made)  # type: ignore[attr-defined]
 
 
+_has_wide = False
+
+
+def mark_wide(x: Tensor) -> None:
+    """Note that `x` is float32 on purpose, whatever is written to it."""
+    global _has_wide
+    _has_wide = True
+    x._fpsim = (WIDE, 0, None, True)  # type: ignore[attr-defined]
+
+
+def was_any_made_wide() -> bool:
+    """Whether any tensor of this process was ever marked as float32 on purpose: until then nobody looks for it."""
+    return _has_wide
+
+
+def mark_like(x: Tensor, known: str) -> None:
+    """Note of `x` what was known of another tensor with the same values."""
+    if known == WIDE:
+        mark_wide(x)
+    else:
+        mark(x, known)
+
+
+def unmark(x: Tensor) -> None:
+    """Forget what was known of `x`."""
+    x._fpsim = None  # type: ignore[attr-defined]
+
+
 def mark_with_place(x: Tensor, text: str) -> None:
     """Note that `x` is in this format, and that its gradient is rounded elsewhere, should it require one."""
     x._fpsim = (text, writes_to(x), None, True)  # type: ignore[attr-defined]
 
 
 def mark_of(x: Tensor) -> Mark | None:
-    """The mark of a tensor that has not changed since."""
+    """The mark of a tensor that has not changed since, or that is float32 on purpose."""
     found = getattr(x, "_fpsim", None)
-    return found if found and found[1] == writes_to(x) and found[3] >= x.requires_grad else None
+    if not found or found[0] == WIDE:
+        return found or None
+    return found if found[1] == writes_to(x) and found[3] >= x.requires_grad else None
 
 
 def format_of(x: Tensor) -> str | None:
@@ -119,6 +178,11 @@ def format_of(x: Tensor) -> str | None:
     """
     found = mark_of(x)
     return found[0] if found is not None and found[2] is None else None
+
+
+def is_made_here(x: Tensor) -> bool:
+    """Whether an emulated call gave `x`, whatever was written to it since; else it came from outside."""
+    return getattr(x, "_fpsim", None) is not None
 
 
 def is_rounded_at(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> bool:

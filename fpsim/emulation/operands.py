@@ -7,26 +7,27 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from fpsim.emulation.marks import WIDE, format_of
+from fpsim.emulation.marks import WIDE, format_of, is_made_here
 from fpsim.policy import RoleSpecs
 
-__all__ = ["Rounds", "leaves_float32"]
+__all__ = ["WIDE_DTYPES", "Rounds", "leaves_float32"]
+
+WIDE_DTYPES = (torch.float32, torch.float64)
 
 
 class Rounds(Enum):
     """Which operands of a call are brought into their formats."""
 
-    ALL = "all: of products, convolutions and normalisations, as autocast does"
+    ALL = "all: of products, convolutions and normalisations, as autocast does, and of what is moved"
     ALL_BUT_WIDE = "all but those that are float32 on purpose, from which torch takes the number as it is"
-    SCALARS = "weights, and scalars that are float32 on purpose: values are moved, and a scalar promotes nothing"
-    WEIGHTS = "weights alone: values are moved, or the result is float32 on purpose"
+    VIEWED = "weights, and what came from outside and has a gradient: other memory is seen as it is, and rounded in use"
     NOTHING = "none: autocast was switched off here"
 
     def leaves(self, x: Tensor) -> bool:
         """Whether a tensor without a weight's role stays as it is."""
-        if self is Rounds.ALL or self is Rounds.WEIGHTS:
-            return self is Rounds.WEIGHTS
-        return (format_of(x) == WIDE) == (self is Rounds.ALL_BUT_WIDE)
+        if self is Rounds.VIEWED:
+            return is_made_here(x) or not x.requires_grad
+        return self is Rounds.ALL_BUT_WIDE and format_of(x) == WIDE
 
 
 def leaves_float32(specs: RoleSpecs, x: Tensor) -> bool:

@@ -62,9 +62,13 @@ class Listeners:
     """The observer, the scaling and the amax histories of one quantised model, shared by its modules.
 
     The histories are copied and pickled with it; observer and scaling are not.
+
+    has_names: whether torch's name of a format may stand for it. Not where modules compute in several formats: the
+        least number of one, a mask, would be a number in another.
     """
 
-    def __init__(self, histories: Histories | None = None) -> None:
+    def __init__(self, histories: Histories | None = None, has_names: bool = True) -> None:
+        self.has_names = has_names
         self.observer: Observer | None = None
         self.scaling: Scaling | None = None
         self.histories = Histories() if histories is None else histories
@@ -74,10 +78,10 @@ class Listeners:
         return self.observer if self.observer is not None and self.observer.wants(site, role) else None
 
     def __deepcopy__(self, memo: Any) -> Listeners:
-        return Listeners(copy.deepcopy(self.histories, memo))
+        return Listeners(copy.deepcopy(self.histories, memo), self.has_names)
 
     def __reduce__(self) -> Any:
-        return Listeners, (self.histories,)
+        return Listeners, (self.histories, self.has_names)
 
 
 class Scope:
@@ -90,9 +94,10 @@ class Scope:
     weights: the id of each tensor that stands in for a parameter.
     wide: gathers the operations whose results were float32 on purpose, in the order they came.
     products: how operands of products are quantised; None where they are not.
+    dtype: torch's name of the activations' format, if it has one.
     """
 
-    __slots__ = ("counts", "float32", "listeners", "name", "products", "specs", "weights", "wide")
+    __slots__ = ("counts", "dtype", "float32", "listeners", "name", "products", "specs", "weights", "wide")
 
     def __init__(
         self,
@@ -107,6 +112,7 @@ class Scope:
         self.name, self.specs, self.float32, self.listeners, self.weights = name, specs, float32, listeners, weights
         self.wide: dict[str, None] = {} if wide is None else wide
         self.products = products
+        self.dtype = None if specs.activation is None else specs.activation.dtype
         self.counts: dict[str, int] = {}
 
     def site(self, operation: str) -> str:

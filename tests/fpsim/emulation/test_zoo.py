@@ -131,7 +131,7 @@ def test_what_native_code_has_in_its_dtype_is_in_the_format(name: str, fmt: str)
     seen |= {f"gradient of {parameter}": x for parameter, x in gradients.items()}
     assert len(seen) > 40
     outside = {k for k, x in seen.items() if not is_in_format(x, fmt)}
-    patterns = WIDE_ON_PURPOSE.get(name, {})
+    patterns = {} if (name, fmt) == ("t5", "bf16") else WIDE_ON_PURPOSE.get(name, {})
     assert not {k for k in outside if not any(re.fullmatch(pattern, k) for pattern in patterns)}
     for pattern, reason in patterns.items():
         assert any(re.fullmatch(pattern, k) for k in outside), f"no longer so: {reason}"

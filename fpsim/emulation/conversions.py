@@ -1,0 +1,268 @@
+"""Conversions between the format and float32: what a tensor's dtype is said to be, casts, and new tensors.
+
+The format is a dtype below float32 that torch does not have. Where it is bf16 or fp16, torch has one of that name:
+`x.dtype` of a tensor in the format is that, and whoever asks for that dtype gets a tensor in the format. torch.float32
+is float32 on purpose then. In any other format `x.dtype` is torch.float32 for both, and the code that called is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.blocks import Element
+from fpsim.emulation.arguments import tensors_in
+from fpsim.emulation.calls import Action, Call
+from fpsim.emulation.casts import asks_for_float32, dtype_in, is_of_machinery
+from fpsim.emulation.marks import WIDE, format_of, is_made_here, is_roundable, is_state, mark, unmark
+from fpsim.emulation.operands import WIDE_DTYPES, Rounds, leaves_float32
+from fpsim.launch import rounded
+from fpsim.spec import rounding_spec
+
+__all__ = [
+    "Asked",
+    "cast",
+    "dtype_of",
+    "fill",
+    "for_each",
+    "make",
+    "named_dtype",
+    "number_in_format",
+    "result_type",
+    "set_data",
+]
+
+_ZERO_OR_NOTHING = frozenset(
+    """
+    zeros zeros_like new_zeros empty empty_like new_empty empty_strided new_empty_strided empty_permuted
+    """.split()
+)
+_TYPES = {torch.bfloat16: "torch.BFloat16Tensor", torch.float16: "torch.HalfTensor"}
+
+
+class Asked(Enum):
+    """What a call says that its result's dtype should be."""
+
+    NOTHING = "no dtype, or one that the code that called has to be read for"
+    NARROW = "the format's"
+    WIDE = "float32 or float64"
+
+
+# What a dtype is said to be
+
+
+def dtype_of(
+    emulation: Any, frame: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`x.dtype`: torch's name of the format for a tensor that is not float32 on purpose.
+
+    frame: of the mode; behind it is whoever reads the attribute.
+    """
+    found = func(*args)
+    name = emulation.scope.dtype
+    if name is None or found is not torch.float32 or not emulation.has_names or format_of(args[0]) == WIDE:
+        return found
+    if frame is not None and frame.f_back is not None and is_of_machinery(frame.f_back.f_code.co_filename):
+        return found
+    emulation.names.add(name)
+    return name
+
+
+def named_dtype(
+    emulation: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Asked]:
+    """The arguments with float32, the container, in the place of the format's own name; and what was asked for."""
+    name, found = emulation.scope.dtype, dtype_in(args, kwargs)
+    if call.action is Action.CAST and call.name == "type":
+        found = _dtype_of_type(args, kwargs) or found
+    if call.name == "bfloat16" or call.name == "half":
+        found = torch.bfloat16 if call.name == "bfloat16" else torch.float16
+    if found is None or not emulation.has_names or (name is None and not emulation.names):
+        return args, kwargs, Asked.NOTHING
+    if found is not name and found not in emulation.names:
+        is_wide = name is not None and found in WIDE_DTYPES
+        return args, kwargs, Asked.WIDE if is_wide else Asked.NOTHING
+    if args and isinstance(args[0], Tensor) and args[0].dtype is found:
+        return args, kwargs, Asked.NOTHING  # a model of that very dtype
+    words = (found, _TYPES[found])
+    args = tuple(torch.float32 if _is_one_of(x, words) else x for x in args)
+    kwargs = {key: torch.float32 if _is_one_of(x, words) else x for key, x in kwargs.items()}
+    return args, kwargs, Asked.NARROW
+
+
+def _is_one_of(x: Any, words: tuple[torch.dtype, str]) -> bool:
+    return x is words[0] or (isinstance(x, str) and x == words[1]) or _name_of_type(x) == words[1]
+
+
+def _name_of_type(x: Any) -> str:
+    """The name of torch.BFloat16Tensor and its like."""
+    return f"{x.__module__}.{x.__name__}" if isinstance(x, type) and x.__name__.endswith("Tensor") else ""
+
+
+def _dtype_of_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    kind = args[1] if len(args) > 1 else kwargs.get("dtype")
+    word = kind if isinstance(kind, str) else _name_of_type(kind)
+    known = {**{name: dtype for dtype, name in _TYPES.items()}, "torch.FloatTensor": torch.float32}
+    return known.get(word)
+
+
+def result_type(
+    emulation: Any, frame: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`torch.result_type`, of tensors in the format by its name."""
+
+    def standing_for(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        is_narrow = x.dtype is torch.float32 and emulation.has_names and format_of(x) != WIDE
+        name = emulation.scope.dtype if is_narrow else None
+        return torch.empty([1] * x.dim(), dtype=name or x.dtype, device="meta")
+
+    return func(*map(standing_for, args), **{key: standing_for(x) for key, x in kwargs.items()})
+
+
+# Casts
+
+
+def cast(
+    emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
+) -> Any:
+    """A cast, which moves values between float32 and the format where it changes no dtype of torch."""
+    specs = emulation.scope.specs
+    if call.name == "type" and len(args) == 1 and not kwargs:
+        return _name_of_dtype(emulation, func, args[0])
+    if call.name in ("half", "bfloat16"):
+        if asked is not Asked.NARROW:  # another dtype of torch
+            x = emulation.operand(args[0], Rounds.ALL_BUT_WIDE) if is_roundable(args[0]) else args[0]
+            out = call(func, (x, *args[1:]), kwargs)
+            emulation.carry_marks(out, [x], None, None)
+            return out
+        func, args = Tensor.to, (args[0], torch.float32)
+    if is_roundable(args[0]) and leaves_float32(specs, args[0]):
+        return call(func, args, kwargs)  # the format is float32: a copy would change the order of gradients' sums
+    x = args[0]
+    if is_roundable(x) and not (is_state(x) or emulation.leaves_raw(x)):  # a buffer is read as it is
+        x = emulation.operand(x, Rounds.ALL_BUT_WIDE)
+    out = call(func, (x, *args[1:]), kwargs)
+    if not isinstance(out, Tensor) or not is_roundable(out):
+        return out
+    like = next((y for y in (*args[1:], *kwargs.values()) if isinstance(y, Tensor)), None)
+    if like is None and dtype_in(args, kwargs) is None and call.name == "to":
+        emulation.carry_marks(out, [x], None, None)  # to another device
+        return out
+    if call.name in ("float", "double") or asked is Asked.WIDE or (like is not None and format_of(like) == WIDE):
+        is_wide = True
+    else:
+        is_wide = asked is Asked.NOTHING and like is None and asks_for_float32(func, call.name, args, kwargs)
+    if is_wide:
+        if format_of(x) != WIDE or out is not x:
+            out = out.clone() if out is args[0] or out is x else out  # its mark is its own
+            emulation.mark_wide(out)
+        return out
+    if out.dtype not in WIDE_DTYPES:
+        return out
+    return emulation.operand(out, Rounds.ALL)
+
+
+def _name_of_dtype(emulation: Any, func: Callable[..., Any], x: Tensor) -> Any:
+    found, name = func(x), emulation.scope.dtype
+    is_narrow = name is not None and emulation.has_names and found == "torch.FloatTensor" and format_of(x) != WIDE
+    return _TYPES[name] if is_narrow else found
+
+
+# New tensors
+
+
+def make(
+    emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
+) -> Any:
+    """A new tensor: float32 on purpose, unless it is made like another one or the model's dtype is asked for."""
+    out = call(func, args, kwargs)
+    if not isinstance(out, Tensor) or not is_roundable(out) or "out" in kwargs:
+        return out
+    others = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
+    if any(out is x for x in others):  # torch.as_tensor(x, dtype=...)
+        return out if dtype_in(args, kwargs) is None else cast(emulation, Tensor.to, call, args, kwargs, asked)
+    if asked is not Asked.NOTHING:
+        is_wide = asked is Asked.WIDE
+    elif dtype_in(args, kwargs) is not None:
+        is_wide = asks_for_float32(func, call.name, args, kwargs)
+    elif call.action is Action.LIKE:
+        is_wide = any(format_of(x) == WIDE for x in others)
+    else:
+        is_wide = not others or any(format_of(x) == WIDE for x in others)
+    if is_wide:
+        emulation.mark_wide(out)
+        return out
+    spec = emulation.scope.specs.activation
+    if spec is not None and call.name in _ZERO_OR_NOTHING and getattr(spec.fmt, "specials", None) != "scale":
+        mark(out, spec.text)
+        return out
+    return out if out.requires_grad else emulation.operand(out, Rounds.ALL)
+
+
+def fill(emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """New numbers in a tensor, which is as narrow or as wide as before."""
+    x = args[0] if args else next((y for y in kwargs.values() if isinstance(y, Tensor)), None)
+    if not isinstance(x, Tensor) or isinstance(x, nn.Parameter):
+        return call(func, args, kwargs)
+    was_known = format_of(x) not in (None, WIDE)
+    out = call(func, args, kwargs)
+    if was_known:
+        emulation.round_result(x, call, (), [], x)
+    return out
+
+
+def set_data(
+    emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`x.data = y` and `x.set_(y)`: the tensor takes the other's memory, and its dtype with it."""
+    x, other = args[0], next((y for y in (*args[1:], *kwargs.values()) if isinstance(y, Tensor)), None)
+    out = call(func, args, kwargs)
+    if other is not None and not isinstance(x, nn.Parameter):
+        unmark(x)
+        if format_of(other) == WIDE:
+            emulation.mark_wide(x)
+    emulation.forget_operands()
+    return out
+
+
+def for_each(
+    emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What torch does with each tensor of a list: those of the format are rounded, others stay as they are.
+
+    Optimizers work so on parameters, their states and gradients, which come from outside.
+    """
+    first = args[0] if args and isinstance(args[0], list | tuple) else ()
+    known = [(x, is_made_here(x) and is_roundable(x), format_of(x) == WIDE) for x in first]
+    out = call(func, args, kwargs)
+    if call.in_place:
+        for x, is_ours, is_wide in known:
+            if is_ours and not is_wide:
+                emulation.round_result(x, call, (x,), [], x)
+            emulation.aliases.note_write(x)
+        return out
+    if not any(is_ours for _, is_ours, _ in known) or not isinstance(out, list | tuple):
+        return out
+    results = []
+    for y, (x, is_ours, is_wide) in zip(out, known, strict=True):
+        if is_wide and isinstance(y, Tensor):
+            emulation.mark_wide(y)
+        is_rounded = is_ours and not is_wide and isinstance(y, Tensor)
+        results.append(emulation.round_result(y, call, (x,), [], None) if is_rounded else y)
+    return type(out)(results)
+
+
+@lru_cache(1 << 12)
+def number_in_format(number: float, fmt: Element) -> float:
+    """A number of Python as a tensor of the format holds it."""
+    x = torch.tensor(number, dtype=torch.float64)
+    if not x.isfinite() or abs(number) >= torch.finfo(torch.float32).max:
+        return number
+    return rounded(x, rounding_spec(fmt)).item()

@@ -1,0 +1,272 @@
+"""Rounds what goes into a call and what comes out of it, and has their gradients rounded where they arrive."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fpsim.autograd import is_plain, straight_through
+from fpsim.emulation.aliases import Aliases
+from fpsim.emulation.arguments import tensors_in
+from fpsim.emulation.backward import BackwardRounding
+from fpsim.emulation.calls import WRITTEN_TO, Call
+from fpsim.emulation.marks import (
+    OF_A_WEIGHT,
+    WIDE,
+    format_of,
+    is_roundable,
+    is_weight,
+    mark,
+    mark_wide,
+    was_any_made_wide,
+)
+from fpsim.emulation.operands import WIDE_DTYPES, Rounds
+from fpsim.emulation.products import ProductCall
+from fpsim.emulation.scope import Scope
+from fpsim.expressions import round_here_
+from fpsim.spec import RoundingSpec
+from fpsim.torch_internals import calibrate_holders, is_traced, share_storage
+
+__all__ = ["Roundings"]
+
+
+class Roundings:
+    """The tensors of one forward pass: those that were rounded already, and how others are.
+
+    scope: where the pass is.
+    aliases: of parameters and buffers.
+    has_wide: whether any tensor may be float32 on purpose; until then nothing is looked for.
+    """
+
+    def __init__(self, scope: Scope, aliases: Aliases | None = None) -> None:
+        super().__init__()
+        self.scope = scope
+        self.aliases = Aliases() if aliases is None else aliases
+        self.has_wide = was_any_made_wide()
+        # {original: {(its format, its gradient's): (its state, rounded copy)}}: it does not keep the originals alive
+        self._operands = WeakTensorKeyDictionary()
+
+    def rounded_operands(self) -> list[tuple[Tensor, dict[Any, tuple[Any, Tensor]]]]:
+        """The tensors from outside that were rounded, with their copies."""
+        return [*self._operands.items()]
+
+    def take_over(self, operands: dict[Any, dict[Any, tuple[Any, Tensor]]]) -> None:
+        """Know these copies, which another pass has made."""
+        self.has_wide = True  # what comes in may be
+        for reference, copies in operands.items():
+            if (x := reference()) is not None:
+                self._operands[x] = dict(copies)
+
+    def forget_operands(self) -> None:
+        """Round anew whatever comes from outside: it may have been written to."""
+        self._operands = WeakTensorKeyDictionary()
+
+    def mark_wide(self, *found: Tensor) -> None:
+        """Note that these are float32 on purpose."""
+        self.has_wide = True
+        for x in found:
+            if x.is_floating_point() or x.is_complex():
+                mark_wide(x)
+
+    def prepared(self, x: Any, rounds: Rounds, floats: list[Tensor]) -> Any:
+        """An argument with its tensors in their formats, which are appended to `floats`."""
+        # a method, not a closure: one that calls itself is a cycle, and kept every tensor until a collection
+        if isinstance(x, Tensor):
+            if not is_roundable(x):
+                return x
+            x = self.operand(x, rounds)
+            floats.append(x)
+        elif type(x) in (list, tuple) and any(isinstance(item, Tensor) for item in x):
+            return type(x)([self.prepared(item, rounds, floats) for item in x])
+        return x
+
+    def prepare_target(self, x: Tensor) -> None:
+        """What a call changes in place is an operand too, and is brought into its format where it is."""
+        if not self._is_in_format(x, self.scope.specs.activation) and not (x.is_leaf and x.requires_grad):
+            self.round_result(x, WRITTEN_TO, (x,), [], x)
+
+    def _is_in_format(self, x: Tensor, spec: RoundingSpec | None) -> bool:
+        found, weight = format_of(x), self.scope.specs.weight
+        if found is None or spec is None or found == spec.text:
+            return found is not None
+        return weight is not None and found == weight.text + OF_A_WEIGHT
+
+    def operand(self, x: Tensor, rounds: Rounds) -> Tensor:
+        """`x` in its format: a parameter in the weights', anything else in the activations'."""
+        specs = self.scope.specs
+        has_weights_role = is_weight(x) or id(x) in self.scope.weights
+        spec, backward = (specs.weight, specs.weight_grad) if has_weights_role else (specs.activation, specs.error)
+        if (spec is None and backward is None) or rounds is Rounds.NOTHING:
+            return x
+        if not has_weights_role and rounds.leaves(x):
+            return x
+        if self._is_in_format(x, spec) or self._rounds_no(x, spec, backward):
+            return x
+        alias = self.aliases.of(x)
+        state = self.aliases.state_of(x)
+        if alias is not None and alias.rounded is not None and alias.state == state:
+            return alias.rounded
+        copies: dict[Any, tuple[Any, Tensor]] = self._operands.setdefault(x, {})
+        key, needs_grad = (spec and spec.text, backward and backward.text), x.requires_grad and torch.is_grad_enabled()
+        known, rounded = copies.get(key, (None, x))
+        if known != state or rounded.requires_grad != needs_grad:
+            rounded = self._rounded_operand(x, spec, backward, "weight" if has_weights_role else "activation")
+            copies[key] = state, rounded
+        return rounded
+
+    def _rounds_no(self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None) -> bool:
+        """Whether the formats are float32's and nobody looks: a copy would change the order of gradients' sums."""
+        listeners = self.scope.listeners
+        is_float32 = (spec is None or spec.is_float32) and (backward is None or backward.is_float32)
+        is_seen = listeners.observer is not None or listeners.scaling is not None
+        return is_float32 and not is_seen and x.dtype in WIDE_DTYPES
+
+    def _rounded_operand(
+        self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None, role: str
+    ) -> Tensor:
+        site = self.scope.site(role)
+        if not (is_plain(x) or is_traced(x)):
+            return self._straight_through(x, spec, backward, keep_masks=role == "activation")
+        rounded = x.clone()
+        if spec is not None:
+            round_here_(rounded, spec, keep_masks=role == "activation")
+            activation = self.scope.specs.activation
+            is_activation = role == "activation" or (activation is not None and activation.text == spec.text)
+            mark(rounded, spec.text if is_activation else spec.text + OF_A_WEIGHT)
+            observer = self.scope.listeners.watching(site, role)
+            if observer is not None:
+                observer(site, role, x.detach(), rounded.detach(), spec)
+        if backward is not None and rounded.requires_grad:
+            gradient_role = "weight_grad" if role == "weight" else "error"
+            self._register(rounded, site, gradient_role, backward, role, (x,))
+        return rounded
+
+    def carry_marks(self, out: Any, floats: list[Tensor], first: Any, first_mark: str | None) -> None:
+        # what has no elements is in every format: transformers joins keys to an empty cache
+        marks = {known for x in floats if (known := format_of(x)) is not None or x.numel()}
+        if isinstance(first, Tensor):
+            marks.add(first_mark)
+        if WIDE in marks:  # by type promotion
+            self.mark_wide(*tensors_in(out))
+        elif len(marks) == 1 and (only := marks.pop()) is not None:
+            for x in tensors_in(out):
+                if x.is_floating_point():
+                    mark(x, only)
+
+    def _straight_through(
+        self,
+        x: Tensor,
+        spec: RoundingSpec | None,
+        backward: RoundingSpec | None,
+        keep_masks: bool = True,
+        keep_infinity: bool = True,
+    ) -> Tensor:
+        """Round under a transform or a tracer."""
+        if _is_sharded(x):
+            raise NotImplementedError(
+                f"A DTensor came to {self.scope.name or 'the top level'}, as tensor parallelism makes them. Possible: "
+                f"plain tensors, as DistributedDataParallel and fully_shard give them to a forward. Leave "
+                f"parallelize_module away, or leave these modules in float32: Policy(overrides={{name: None}})."
+            )
+        if self.scope.listeners.scaling is not None and backward is not None:
+            raise NotImplementedError(
+                f"A gradient at {self.scope.name or 'the top level'} is to be rounded at its own scale, under "
+                f"torch.compile or a transform of torch.func. Possible: loss.backward() and torch.autograd.grad. "
+                f"Detach the scaling first, or leave the transform away."
+            )
+        rounded = straight_through(x, spec, backward)
+        if spec is None or not keep_masks:
+            return rounded
+        is_mask = x.abs() == torch.finfo(x.dtype).max  # as launch.masks_of
+        return torch.where(is_mask | (x == -torch.inf) if keep_infinity and spec.saturates else is_mask, x, rounded)
+
+    def round_results(
+        self,
+        out: Any,
+        call: Call,
+        operands: tuple[Any, ...],
+        floats: list[Tensor],
+        target: Any,
+        product: ProductCall | None = None,
+    ) -> Any:
+        """`out` with its tensors rounded.
+
+        target: what the call was told to write to, if anything.
+        product: the call, if it may have products to quantise.
+        """
+        if isinstance(out, Tensor):
+            return self.round_result(out, call, operands, floats, target, product)
+        if isinstance(out, tuple | list):
+            results = [
+                self.round_result(x, call, operands, floats, target) if isinstance(x, Tensor) else x for x in out
+            ]
+            if all(a is b for a, b in zip(out, results, strict=True)):
+                return out
+            return type(out)(*results) if hasattr(out, "_fields") else type(out)(results)
+        return out
+
+    def round_result(
+        self,
+        out: Tensor,
+        call: Call,
+        operands: tuple[Any, ...],
+        floats: list[Tensor],
+        target: Any,
+        product: ProductCall | None = None,
+    ) -> Tensor:
+        specs = self.scope.specs
+        if not is_roundable(out):
+            return out
+        plain, is_target = is_plain(out) or is_traced(out), any(out is x for x in tensors_in(target))
+        is_same = share_storage if plain else operator.is_
+        if not is_target and any(is_same(out, x) for x in floats):
+            self.carry_marks(out, floats, None, None)
+            return out  # it moved: dropout in evaluation gives back its input, einsum may give a view of it
+        site = self.scope.site(call.name) if product is None else product.site
+        spec, error, role, operation = specs.activation, specs.error, "activation", call.name
+        if spec is None and product is not None and (spec := product.output) is not None:
+            role = "output"
+        keep_infinity = not call.has_pole or (call.is_quotient and not isinstance(operands[1], Tensor))
+        if not plain:
+            rounded = self._straight_through(out, spec, error, keep_infinity=keep_infinity)
+            return out.copy_(rounded) if is_target else rounded
+        if product is not None and product.asks and error is not None and out.requires_grad:
+            # its gradient is rounded here, and then as an operand: two places in the graph, two sites
+            out, operands, site, operation = out.view_as(out), (out,), f"{site}.output", "output"
+        if spec is not None:
+            observer = self.scope.listeners.watching(site, role)
+            before = None if observer is None else out.detach().clone()
+            # below autograd: what the operation saved for its backward is the rounded value, as on hardware
+            round_here_(out, spec, keep_masks=True, keep_infinity=keep_infinity)
+            if observer is not None and before is not None:
+                observer(site, role, before, out.detach(), spec)
+            mark(out, spec.text)
+        elif error is not None:
+            mark(out, "float32")  # its gradient has its place
+        if error is not None and out.requires_grad:
+            self.hook(out, site, operation, operands)
+        return out
+
+    def hook(self, out: Tensor, site: str, operation: str, operands: tuple[Any, ...]) -> None:
+        """Have the gradient of a result rounded where it arrives."""
+        error = self.scope.specs.error
+        if error is not None:
+            self._register(out, site, "error", error, operation, operands)
+
+    def _register(
+        self, out: Tensor, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...]
+    ) -> None:
+        scaling = self.scope.listeners.scaling
+        scale = None if scaling is None else scaling(site, role, spec, operation, operands, out)
+        if not is_traced(out):
+            calibrate_holders()  # it takes a backward pass, and none should run in another
+        out.register_hook(BackwardRounding(self.scope, site, role, spec, scale))
+
+
+def _is_sharded(x: Tensor) -> bool:
+    """Whether `x` is a DTensor; without its import, which takes a second."""
+    return type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__)

@@ -1,0 +1,94 @@
+"""Optimizers' steps inside of an emulation: a step stays one in float32 on the master weights."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fpsim.emulation.scope import Scope, active
+
+__all__ = ["Step", "watch_steps"]
+
+
+class Step:
+    """A step of an optimizer that runs.
+
+    frame: of the code that runs it.
+    scope: where the emulation was.
+    """
+
+    def __init__(self, frame: Any, scope: Scope) -> None:
+        self._frame, self._scope, self._is_paused = frame, scope, False
+
+    def is_running(self, scope: Scope) -> bool:
+        """Whether a call in this scope is one of the step's: not of a model that its closure runs."""
+        return scope is self._scope and not self._is_paused and _is_executing(self._frame)
+
+    def paused(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """The closure of a step, which computes the loss again: it is emulated."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._is_paused = True
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._is_paused = False
+
+        return run
+
+
+@cache
+def watch_steps() -> None:
+    """From here on, steps of optimizers that run inside of an emulation are left in float32."""
+    register_optimizer_step_pre_hook(_begin)
+    register_optimizer_step_post_hook(_end)
+
+
+def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    emulation = active.emulation
+    if emulation is None:
+        return None
+    warnings.warn(
+        "An optimizer's step ran inside of fpsim.emulate(...). It stays a float32 step on the master weights. Put it "
+        "outside of the block.",
+        stacklevel=3,
+    )
+    emulation.step = step = Step(_running_step(), emulation.scope)
+    is_closure = [callable(x) for x in args]
+    if not any(is_closure) and not callable(kwargs.get("closure")):
+        return None
+    args = tuple(step.paused(x) if wraps else x for x, wraps in zip(args, is_closure, strict=True))
+    return args, {name: step.paused(x) if name == "closure" and callable(x) else x for name, x in kwargs.items()}
+
+
+def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if active.emulation is not None:
+        active.emulation.step = None
+        active.emulation.forget_operands()
+
+
+_STEP_WRAPPER = next(c for c in Optimizer.profile_hook_step.__code__.co_consts if isinstance(c, types.CodeType))
+
+
+def _running_step() -> Any:
+    """The frame of the optimizer's `step` that calls a hook before it; asked by the hook."""
+    frame: Any = inspect.currentframe()
+    while frame.f_back is not None and frame.f_code is not _STEP_WRAPPER:
+        frame = frame.f_back
+    return frame
+
+
+def _is_executing(frame: Any) -> bool:
+    """Whether a frame has not returned or raised yet; the variables of one that has are dropped."""
+    try:
+        frame.clear()
+    except RuntimeError:
+        return True
+    return False
