@@ -27,12 +27,15 @@ class Memory:
     owner: who owns it, if it outlives the forward.
     uses: how often it was used.
     origin: another memory that this one may be.
+    was_cast: whether a cast gave itself, or what is rounded from it. What stays is not written to after that: native
+        code changes the result of a cast that did nothing, and a copy of a float32 master cannot follow.
     runs_again: whether a checkpoint will read it again. Nothing is written to it then: that would change the gradient.
     """
 
     owner: str | None = None
     uses: int = 0
     origin: Memory | None = None
+    was_cast: bool = False
     runs_again: bool = False
 
     @property
@@ -45,7 +48,6 @@ class Variable:
     name: str
     shape: Shape
     memory: Memory = field(default_factory=Memory)
-    may_be_copy: bool = False  # of its owner's memory: not written to, for native code would write to the owner
 
 
 def broadcast(a: Shape, b: Shape) -> Shape | None:
@@ -91,10 +93,10 @@ class Writer:
     def choose(self, options: Sequence[T]) -> T:
         return options[next(self._genes, 0) % len(options)]
 
-    def new(self, shape: Shape, memory: Memory | None = None, may_be_copy: bool = False) -> str:
+    def new(self, shape: Shape, memory: Memory | None = None) -> str:
         self._names += 1
         name = f"v{self._names}"
-        self.variables.append(Variable(name, shape, memory or Memory(), may_be_copy))
+        self.variables.append(Variable(name, shape, memory or Memory()))
         return name
 
     def operand(self, fits: Callable[[Variable], bool] = lambda v: True, is_used: bool = True) -> Variable:
@@ -126,8 +128,9 @@ class Writer:
 
     def cast_of(self, a: Variable, text: str) -> str:
         """A cast, which may be its operand itself."""
+        a.memory.was_cast = True
         memory = a.memory if a.memory.owner else Memory(origin=a.memory)
-        return f"{self.new(a.shape, memory, may_be_copy=True)} = {text}"
+        return f"{self.new(a.shape, memory)} = {text}"
 
 
 def arithmetic(w: Writer) -> list[str]:
@@ -241,13 +244,13 @@ def views_of(name: str, shape: Shape) -> list[tuple[str, Shape]]:
 def view(w: Writer) -> list[str]:
     a = w.operand(lambda v: len(v.shape) < 3, is_used=False)
     text, shape = w.choose(views_of(a.name, a.shape))
-    return [f"{w.new(shape, a.memory, a.may_be_copy)} = {text}"]
+    return [f"{w.new(shape, a.memory)} = {text}"]
 
 
 def two_views(w: Writer) -> list[str]:
     a = w.operand(lambda v: v.shape[:1] == (4,) and len(v.shape) < 3, is_used=False)
     shape = (2, *a.shape[1:])
-    first, second = (w.new(shape, a.memory, a.may_be_copy) for _ in range(2))
+    first, second = (w.new(shape, a.memory) for _ in range(2))
     return [f"{first}, {second} = {a.name}.chunk(2)"]
 
 
@@ -255,7 +258,7 @@ def expanded(w: Writer) -> list[str]:
     a = w.operand(lambda v: len(v.shape) < 3)
     w.is_tree = False
     size = ", ".join(map(str, a.shape))
-    return [f"{w.new((2, *a.shape), a.memory, may_be_copy=True)} = {a.name}.expand(2, {size})"]
+    return [f"{w.new((2, *a.shape), a.memory)} = {a.name}.expand(2, {size})"]
 
 
 def write(w: Writer) -> list[str]:
@@ -296,7 +299,7 @@ def write_to_memory_that_stays(w: Writer) -> list[str]:
 
     def fits(v: Variable) -> bool:
         is_saved = w.has_gradients and v.memory.uses
-        return bool(v.memory.owner) and len(v.shape) < 3 and not v.may_be_copy and not is_saved
+        return bool(v.memory.owner) and len(v.shape) < 3 and not (v.memory.was_cast or is_saved)
 
     a = w.operand(fits, is_used=False)
     target, shape = w.choose([(a.name, a.shape), *views_of(a.name, a.shape)])
