@@ -34,6 +34,7 @@ __all__ = [
     "direct_parameters",
     "fuse_in_inductor",
     "has_no_holes",
+    "has_transform",
     "hooks_of_saved_tensors",
     "is_compiled_wrapper",
     "is_held_by_autograd_alone",
@@ -42,6 +43,7 @@ __all__ = [
     "is_watched",
     "is_zero_tensor",
     "may_compute_weights",
+    "memory_behind",
     "operation_homes",
     "parametrization_lists",
     "share_storage",
@@ -192,8 +194,21 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 
 def is_watched() -> bool:
     """Whether a tracer, a dispatch mode, a transform of torch.func or forward-mode differentiation sees each call."""
-    has_transform = torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
-    return torch._C._len_torch_dispatch_stack() > 0 or has_transform or forward_ad._current_level >= 0
+    modes = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
+    # those of selective checkpoints keep results in the memory in which they are rounded
+    has_mode = any(type(mode).__module__ != "torch.utils.checkpoint" for mode in modes)
+    return has_mode or has_transform() or forward_ad._current_level >= 0
+
+
+# Whether a transform of torch.func sees each call.
+has_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
+
+
+def memory_behind(x: Tensor) -> Tensor:
+    """The tensor that a transform of torch.func shows as `x`, all samples of a batch in it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
 def is_traced(x: Tensor) -> bool:
@@ -202,8 +217,7 @@ def is_traced(x: Tensor) -> bool:
         return False
     known = {"fake_tensor": "FakeTensor", "functional_tensor": "FunctionalTensor"}
     is_stand_in = type(x).__name__ == known.get(type(x).__module__.removeprefix("torch._subclasses."))
-    has_transform = torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
-    return is_stand_in and not has_transform and forward_ad._current_level < 0
+    return is_stand_in and not has_transform() and forward_ad._current_level < 0
 
 
 def compile_as_one(function: Callable[..., Any]) -> None:

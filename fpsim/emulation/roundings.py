@@ -28,8 +28,9 @@ from fpsim.emulation.operands import WIDE_DTYPES, Rounds
 from fpsim.emulation.products import ProductCall
 from fpsim.emulation.scope import Scope
 from fpsim.expressions import round_here_
+from fpsim.launch import round_memory_
 from fpsim.spec import RoundingSpec
-from fpsim.torch_internals import calibrate_holders, is_traced, share_storage
+from fpsim.torch_internals import calibrate_holders, has_transform, is_traced, memory_behind, share_storage
 
 __all__ = ["Roundings"]
 
@@ -232,6 +233,8 @@ class Roundings:
             role = "output"
         keep_infinity = not call.has_pole or (call.is_quotient and not isinstance(operands[1], Tensor))
         if not plain:
+            if spec is not None and has_transform() and _round_behind(out, spec, keep_infinity):
+                spec = None
             rounded = self._straight_through(out, spec, error, keep_infinity=keep_infinity)
             return out.copy_(rounded) if is_target else rounded
         if product is not None and product.asks and error is not None and out.requires_grad:
@@ -265,6 +268,20 @@ class Roundings:
         if not is_traced(out):
             calibrate_holders()  # it takes a backward pass, and none should run in another
         out.register_hook(BackwardRounding(self.scope, site, role, spec, scale))
+
+
+def _round_behind(x: Tensor, spec: RoundingSpec, keep_infinity: bool) -> bool:
+    """Round what a transform shows, in its own memory: what an operation saved of it is rounded too.
+
+    False where that cannot be: of noise, each transform wants its own.
+    """
+    memory = memory_behind(x)
+    if spec.rounding == "stochastic" or type(memory) is not Tensor or not (memory.is_cpu or memory.is_cuda):
+        return False
+    if not is_roundable(memory) or not memory.is_contiguous():
+        return False
+    round_memory_(memory, spec, keep_masks=True, keep_infinity=keep_infinity)
+    return True
 
 
 def _is_sharded(x: Tensor) -> bool:
