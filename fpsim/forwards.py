@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.computed_weights import adopt, release
-from fpsim.emulation.entering import entered
+from fpsim.emulation.entering import run_entered
 from fpsim.emulation.scope import Listeners, Scope, active, make_scope
 from fpsim.policy import Policy, RoleSpecs, describe
 from fpsim.products import Products
@@ -159,8 +159,7 @@ class EmulatedForward:
         self.wide = {}  # of this call, the last one
         weights = _prepare_weights(module)
         scope = Scope(self.name, specs, self._float32, self.listeners, weights, self.wide, self._products)
-        with entered(scope):
-            return forward(*args, **kwargs)
+        return run_entered(scope, forward, args, kwargs)
 
 
 def _is_delayed(model: nn.Module) -> bool:

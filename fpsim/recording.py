@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fpsim.checks import is_whole
+from fpsim.emulation.scope import Listeners
 from fpsim.model import listeners
 from fpsim.shared_scales import Cut
 from fpsim.spec import Spec, any_spec
@@ -119,10 +120,18 @@ def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> I
     busy = [listener for listener in registered if listener.observer is not None]
     if busy:
         raise ValueError("This model is being recorded already. Leave the other `with fpsim.record(...)` block first.")
-    for listener in registered:
-        listener.observer = recording
     try:
+        for listener in registered:
+            listener.observer = recording
         yield recording
     finally:
-        for listener in registered:
+        try:
+            _leave(registered, recording)
+        finally:
+            _leave(registered, recording)  # a signal may come before the first, or within it
+
+
+def _leave(registered: list[Listeners], recording: Recording) -> None:
+    for listener in registered:
+        if listener.observer is recording:  # else another block has begun since
             listener.observer = None

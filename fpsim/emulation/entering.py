@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from fpsim.emulation.checkpoints import watch_checkpoints
@@ -15,44 +18,109 @@ from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.policy import FormatLike
 from fpsim.recipes import as_policy_of
 from fpsim.torch_internals import current_graph_task
+from fpsim.torch_modes import modes, push_mode, take_off
 
-__all__ = ["Position", "computing_a_weight", "emulate", "entered"]
+__all__ = ["Position", "computing_a_weight", "emulate", "entered", "run_entered", "take_off_leftovers"]
 
 
 @contextmanager
 def entered(scope: Scope) -> Iterator[Emulation]:
-    """Run under `scope`: in the mode that is active in this thread, or in a new one."""
+    """Run a block under `scope`: in the mode that is active in this thread, or in a new one.
+
+    A signal that is handled between the block and the code around it leaves the block's generator suspended, which
+    ends with the traceback that holds it. `run_entered` leaves nothing.
+    """
+    _begin_step(scope)
     emulation: Emulation | None = active.emulation
-    histories = scope.listeners.histories
+    if emulation is None:
+        with _activated(_new_emulation(scope)) as emulation:
+            yield emulation
+        return
+    previous = emulation.scope
+    try:
+        emulation.scope = scope
+        yield emulation
+    finally:
+        if emulation.scope is scope:  # else it ends late
+            emulation.scope = previous
+
+
+def run_entered(scope: Scope, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`function(*args, **kwargs)` under `scope`. Nothing stays behind, whatever is raised and wherever."""
+    _begin_step(scope)
+    emulation: Emulation | None = active.emulation
+    if emulation is not None:
+        previous = emulation.scope
+        try:
+            emulation.scope = scope
+            return function(*args, **kwargs)
+        finally:
+            emulation.scope = previous
+    emulation = _new_emulation(scope)
+    try:
+        active.emulation = emulation
+        push_mode(emulation)
+        return function(*args, **kwargs)
+    finally:
+        active.emulation = None
+        try:
+            take_off(emulation)
+        finally:
+            take_off(emulation)  # a signal may come before the first, or within it
+
+
+def _begin_step(scope: Scope) -> None:
+    emulation, histories = active.emulation, scope.listeners.histories
     is_outermost = emulation is None or emulation.scope.listeners is not scope.listeners
     if is_outermost and len(histories) and torch.is_grad_enabled() and current_graph_task() < 0:
         histories.begin_step()
-    if emulation is not None:
-        previous, emulation.scope = emulation.scope, scope
-        try:
-            yield emulation
-        finally:
-            emulation.scope = previous
-        return
+
+
+def _new_emulation(scope: Scope) -> Emulation:
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise NotImplementedError(
             "torch.jit.trace came to emulated code, and would see no rounding. Possible: torch.compile and "
             "torch.export. Trace the model that fpsim.dequantize(model) gives, or export the quantised one."
         )
-    with _activated(Emulation(scope)) as emulation:
-        yield emulation
+    watch_checkpoints(Position)
+    note_inference_write()  # what happened outside was not seen
+    take_off_leftovers()
+    return Emulation(scope)
 
 
 @contextmanager
 def _activated(emulation: Emulation) -> Iterator[Emulation]:
-    watch_checkpoints(Position)
-    note_inference_write()  # what happened outside was not seen
-    active.emulation = emulation
     try:
-        with emulation:
-            yield emulation
+        active.emulation = emulation
+        push_mode(emulation)
+        yield emulation
     finally:
-        active.emulation = None
+        if active.emulation is emulation:
+            active.emulation = None
+        try:
+            take_off(emulation)
+        finally:
+            take_off(emulation)
+
+
+def take_off_leftovers() -> None:
+    """Take off what an interrupted call has left on torch's stack of modes, and say so."""
+    found = [mode for mode in modes() if _is_leftover(mode)]
+    if not found:
+        return
+    for mode in found:
+        take_off(mode)
+    warnings.warn(
+        f"A call or a block of fpsim was interrupted while it ended, and had left {len(found)} of its modes on torch's "
+        f"stack: torch calls since then were emulated or traced. They are taken off.",
+        stacklevel=2,
+    )
+
+
+def _is_leftover(mode: TorchFunctionMode) -> bool:
+    if isinstance(mode, Emulation):
+        return mode is not active.emulation
+    return getattr(mode, "has_ended", False)
 
 
 class Position:
@@ -75,6 +143,8 @@ class Position:
         self.scope.counts = dict(self.counts)
         emulation = Emulation(self.scope)
         emulation.take_over(self.operands)
+        watch_checkpoints(Position)
+        note_inference_write()
         with _activated(emulation):
             yield emulation
 
@@ -87,11 +157,13 @@ def computing_a_weight() -> Iterator[None]:
         yield
         return
     around = emulation.scope
-    emulation.scope = Scope(around.name, NO_SPECS, (), around.listeners)
+    scope = Scope(around.name, NO_SPECS, (), around.listeners)
     try:
+        emulation.scope = scope
         yield
     finally:
-        emulation.scope = around
+        if emulation.scope is scope:
+            emulation.scope = around
 
 
 @contextmanager

@@ -1,0 +1,87 @@
+"""torch's private names around a call: the stack of function modes, and what stands in the place of a module's call.
+
+`tests/fpsim/test_torch_modes.py` holds each belief against the installed torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["CALL_SLOT", "call_inside", "hooked", "modes", "module_called", "push_mode", "take_off"]
+
+# An attribute of a module that is called in the place of its hooks and its forward, unless it is None, as it is by
+# default. torch leaves it out of copies and pickles.
+CALL_SLOT = "_compiled_call_impl"
+
+# Functions of C, bound and not wrapped: no signal is handled between their begin and their end. A `with` block of a
+# mode handles signals before and after each of these two.
+push_mode: Callable[[TorchFunctionMode], None] = torch._C._push_on_torch_function_stack  # type: ignore[attr-defined]
+_pop: Callable[[], TorchFunctionMode] = torch._C._pop_torch_function_stack  # type: ignore[attr-defined]
+_size: Callable[[], int] = torch._C._len_torch_function_stack
+_at: Callable[[int], TorchFunctionMode] = torch._C._get_function_stack_at  # type: ignore[attr-defined]
+
+
+def modes() -> Iterator[TorchFunctionMode]:
+    """The function modes of this thread, the outermost first. Within the function of a mode it is not among them."""
+    return map(_at, range(_size()))
+
+
+def take_off(mode: TorchFunctionMode) -> None:
+    """Take a mode off the stack of this thread, wherever and however often it is there; the others stay.
+
+    May be called again where it was interrupted.
+    """
+    while size := _size():
+        if _at(size - 1) is mode:
+            _pop()
+        elif any(other is mode for other in modes()):
+            _take_from_below(mode)
+        else:
+            return
+
+
+def _take_from_below(mode: TorchFunctionMode) -> None:
+    above = [*modes()]
+    del above[: next(i for i, other in enumerate(above) if other is mode) + 1]
+    try:
+        for _ in range(len(above) + 1):
+            _pop()
+    finally:
+        present = [*modes()]
+        for other in above:
+            if not any(other is x for x in present):
+                push_mode(other)
+
+
+def call_inside(module: nn.Module) -> Callable[..., Any]:
+    """A call of `module` with its hooks and its forward, without what stands in its slot."""
+    return module._call_impl  # type: ignore[no-any-return]
+
+
+_CALLER: CodeType = nn.Module._wrapped_call_impl.__code__
+
+
+def module_called() -> nn.Module | None:
+    """The module that was called, asked by what stands in its slot; None where somebody else called that."""
+    frame = sys._getframe(2)
+    return frame.f_locals.get("self") if frame.f_code is _CALLER else None
+
+
+def hooked(x: Tensor, hook: Callable[[Tensor], Any], handles: list[Any]) -> None:
+    """Put a hook on the gradient of `x` and its handle among `handles`; both or, where a signal comes, neither."""
+    size = len(handles)
+    try:
+        handles.append(x.register_hook(hook))
+    except BaseException:
+        del handles[size:]
+        hooks = x._backward_hooks or {}
+        for key in [key for key, found in hooks.items() if found is hook]:
+            del hooks[key]
+        raise
