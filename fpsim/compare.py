@@ -18,6 +18,7 @@ from fpsim.model import dequantize, quantize
 from fpsim.noise import seed_here
 from fpsim.policy import FormatLike
 from fpsim.rows import Rows, number, text_table
+from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
 __all__ = ["Comparison", "compare"]
@@ -85,6 +86,7 @@ def _growth_of(row: Mapping[str, Any]) -> float:
     return -1.0 if row["growth"] is None else row["growth"]
 
 
+@keeps_grad_mode
 def compare(
     model: nn.Module,
     a: FormatLike,

@@ -21,6 +21,7 @@ from fpsim.rows import Rows, number
 from fpsim.shared_scales import Cut
 from fpsim.spec import Spec
 from fpsim.tally import Accumulator
+from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
 __all__ = ["Diagnosis", "diagnose"]
@@ -142,6 +143,7 @@ def _shortened(rows: Rows) -> Rows:
     return Rows([*rows[: SHOWN // 2], gap, *rows[-SHOWN // 2 :]])
 
 
+@keeps_grad_mode
 def diagnose(model: nn.Module, step: Callable[[], object], *, scaler: torch.amp.GradScaler | None = None) -> Diagnosis:
     """Run a step, and name where inf, NaN or saturation first appears, what was read there, and the way to the loss.
 

@@ -20,6 +20,7 @@ from fpsim.policy import FormatLike, Policy
 from fpsim.products import PRODUCTS
 from fpsim.recipes import as_policy_of
 from fpsim.torch_internals import is_compiled_wrapper
+from fpsim.torch_modes import keeps_grad_mode
 
 __all__ = ["dequantize", "listeners", "quantize", "round_parameters_", "set_policy"]
 
@@ -158,6 +159,7 @@ def dequantize(model: Model, *, inplace: bool = False) -> Model:
     return model
 
 
+@keeps_grad_mode
 def _copy_of(model: Model, verb: str) -> Model:
     """A deep copy; where there can be none, an error that says why."""
     remedy = f"Possible: a model that copy.deepcopy can copy. Change this one itself: {verb}, inplace=True)."

@@ -18,6 +18,7 @@ from fpsim.noise import seed_here
 from fpsim.policy import FormatLike, Policy
 from fpsim.recipes import as_policy_of
 from fpsim.rows import Rows
+from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
 __all__ = ["Sensitivity", "sensitivity"]
@@ -52,6 +53,7 @@ class Sensitivity(Rows):
         return plot_costs(self, _excess(self.quantised, self.float32))
 
 
+@keeps_grad_mode
 def sensitivity(
     model: nn.Module, loss: Callable[[nn.Module], Tensor | float], policy: FormatLike, *, seed: int = 0
 ) -> Sensitivity:

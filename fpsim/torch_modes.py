@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["CALL_SLOT", "call_inside", "hooked", "modes", "module_called", "push_mode", "take_off"]
+__all__ = ["CALL_SLOT", "call_inside", "hooked", "keeps_grad_mode", "modes", "module_called", "push_mode", "take_off"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # An attribute of a module that is called in the place of its hooks and its forward, unless it is None, as it is by
 # default. torch leaves it out of copies and pickles.
@@ -31,6 +34,25 @@ _at: Callable[[int], TorchFunctionMode] = torch._C._get_function_stack_at  # typ
 def modes() -> Iterator[TorchFunctionMode]:
     """The function modes of this thread, the outermost first. Within the function of a mode it is not among them."""
     return map(_at, range(_size()))
+
+
+_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+def keeps_grad_mode(function: Function) -> Function:
+    """What is raised within `function` leaves gradients on or off, as they were: a `with torch.no_grad()` that is
+    interrupted while it ends does not."""
+
+    @functools.wraps(function)
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        is_enabled = torch.is_grad_enabled()
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            _set_grad_enabled(is_enabled)
+            raise
+
+    return keeping  # type: ignore[return-value]
 
 
 def take_off(mode: TorchFunctionMode) -> None:

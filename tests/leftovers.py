@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fpsim
+from fpsim import noise
 from fpsim.emulation.scope import active
 from fpsim.model import listeners
 
@@ -46,6 +47,8 @@ def loss_of(model: nn.Module) -> Tensor:
 def left_on(*models: nn.Module) -> list[str]:
     """What is left by calls that have ended; empty where nothing is."""
     found = [f"{type(mode).__name__} on torch's stack" for mode in torch.overrides._get_current_function_mode_stack()]
+    if noise._inside or noise._here.streams:
+        found.append("a stream of noise")
     if active.emulation is not None:
         found.append("an active emulation")
     if not torch.is_grad_enabled():
@@ -94,6 +97,7 @@ ENTRIES: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
     "emulate": (emulated, False),
     "record": (recorded, True),
     "quantised": (lambda model: loss_of(model).backward(), True),
+    "delayed": (lambda model: loss_of(model).backward(), True),
     "quantize": (lambda model: fpsim.quantize(model, POLICY), False),
     "noise_of_torch": (under_torchs_noise, True),
 }
@@ -101,4 +105,6 @@ ENTRIES: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
 
 def model_for(entry: str) -> nn.Module:
     model = Net()
+    if entry == "delayed":
+        return fpsim.quantize(model, fpsim.recipe("fp8_delayed", model))
     return fpsim.quantize(model, POLICY) if ENTRIES[entry][1] else model

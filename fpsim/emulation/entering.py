@@ -18,7 +18,7 @@ from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.policy import FormatLike
 from fpsim.recipes import as_policy_of
 from fpsim.torch_internals import current_graph_task
-from fpsim.torch_modes import modes, push_mode, take_off
+from fpsim.torch_modes import keeps_grad_mode, modes, push_mode, take_off
 
 __all__ = ["Position", "computing_a_weight", "emulate", "entered", "run_entered", "take_off_leftovers"]
 
@@ -57,12 +57,19 @@ def run_entered(scope: Scope, function: Callable[..., Any], args: tuple[Any, ...
         finally:
             emulation.scope = previous
     emulation = _new_emulation(scope)
+    return _run_in(emulation, function, args, kwargs)
+
+
+@keeps_grad_mode
+def _run_in(
+    emulation: Emulation, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     try:
         active.emulation = emulation
         push_mode(emulation)
         return function(*args, **kwargs)
     finally:
-        active.emulation = None
+        active.emulation, emulation.scope = None, _NOTHING
         try:
             take_off(emulation)
         finally:
@@ -97,6 +104,7 @@ def _activated(emulation: Emulation) -> Iterator[Emulation]:
     finally:
         if active.emulation is emulation:
             active.emulation = None
+        emulation.scope = _NOTHING
         try:
             take_off(emulation)
         finally:
@@ -104,15 +112,20 @@ def _activated(emulation: Emulation) -> Iterator[Emulation]:
 
 
 def take_off_leftovers() -> None:
-    """Take off what an interrupted call has left on torch's stack of modes, and say so."""
+    """Take off what an interrupted call has left on torch's stack of modes, and say so.
+
+    torch takes a mode off and puts it back around each of its functions in Python (`_pop_mode_temporarily`). A signal
+    that is handled while it does so lets it put the mode back as late as the traceback is forgotten, after we have
+    taken it off.
+    """
     found = [mode for mode in modes() if _is_leftover(mode)]
     if not found:
         return
     for mode in found:
         take_off(mode)
     warnings.warn(
-        f"A call or a block of fpsim was interrupted while it ended, and had left {len(found)} of its modes on torch's "
-        f"stack: torch calls since then were emulated or traced. They are taken off.",
+        f"An interrupted call of fpsim has left {len(found)} of its modes on torch's stack. They have changed no "
+        f"number since, but made each call of torch slower. They are taken off.",
         stacklevel=2,
     )
 
@@ -121,6 +134,9 @@ def _is_leftover(mode: TorchFunctionMode) -> bool:
     if isinstance(mode, Emulation):
         return mode is not active.emulation
     return getattr(mode, "has_ended", False)
+
+
+_NOTHING = Scope("", NO_SPECS, (), Listeners())  # of a mode that has ended: wherever it still lies, it rounds nothing
 
 
 class Position:
