@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fpsim.blocks import BlockFormat, Delayed
 from fpsim.checks import known_arguments
 from fpsim.computed_weights import modules_that_compute, sources
+from fpsim.emulation.entering import take_off_leftovers
 from fpsim.emulation.scope import NO_SPECS, Listeners
 from fpsim.forwards import bound_elsewhere, emulated_forward, emulated_forwards, install, uninstall
 from fpsim.launch import round_memory_
@@ -106,6 +107,7 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
 
 def _policies(model: nn.Module, fmt: FormatLike, rounding: str | Mapping[str, str] | None) -> dict[str, Policy]:
     """The policy of every module by name."""
+    take_off_leftovers()
     policy = as_policy_of(fmt, model)
     return (policy if rounding is None else policy.with_rounding(rounding)).for_modules(model)
 

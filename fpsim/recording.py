@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fpsim.checks import is_whole
+from fpsim.emulation.entering import take_off_leftovers
 from fpsim.emulation.scope import Listeners
 from fpsim.model import listeners
 from fpsim.shared_scales import Cut
@@ -115,6 +116,7 @@ def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> I
     """
     if not is_whole(every, 1):
         raise ValueError(f"every={every!r} is impossible. Possible: 1 for every call of a site, n for each n-th.")
+    take_off_leftovers()
     recording = Recording(every) if into is None else into
     registered = listeners(model)
     busy = [listener for listener in registered if listener.observer is not None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -15,7 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["CALL_SLOT", "call_inside", "hooked", "keeps_grad_mode", "modes", "module_called", "push_mode", "take_off"]
+__all__ = [
+    "CALL_SLOT",
+    "call_inside",
+    "hooked",
+    "keeps_grad_mode",
+    "modes",
+    "module_called",
+    "plain_tensors",
+    "push_mode",
+    "set_grad_enabled",
+    "take_off",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -36,12 +48,19 @@ def modes() -> Iterator[TorchFunctionMode]:
     return map(_at, range(_size()))
 
 
-_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+def plain_tensors() -> AbstractContextManager[None]:
+    """A block that makes no inference tensors, and puts the mode of gradients back too. Of C: left at any signal."""
+    return torch._C._InferenceMode(False)  # type: ignore[no-any-return]
 
 
 def keeps_grad_mode(function: Function) -> Function:
-    """What is raised within `function` leaves gradients on or off, as they were: a `with torch.no_grad()` that is
-    interrupted while it ends does not."""
+    """Whatever is raised within `function`, gradients are on or off as before.
+
+    A `with torch.no_grad()` that is interrupted while it ends leaves them off.
+    """
 
     @functools.wraps(function)
     def keeping(*args: Any, **kwargs: Any) -> Any:
@@ -49,7 +68,7 @@ def keeps_grad_mode(function: Function) -> Function:
         try:
             return function(*args, **kwargs)
         except BaseException:
-            _set_grad_enabled(is_enabled)
+            set_grad_enabled(is_enabled)
             raise
 
     return keeping  # type: ignore[return-value]

@@ -1,7 +1,8 @@
 """Real signals at random instants of a public entry point, and what each leaves. Run as a process of its own.
 
-`python tests/interrupted.py ENTRY SIGNALS SEED` prints a JSON object: how many signals were handled within the call,
-after how many something was left, after how many still so once the next call of fpsim had begun, and examples.
+`python tests/interrupted.py SIGNALS SEED ENTRY...` prints a JSON object for each entry point: how many signals were
+handled within the call, after how many something was left, after how many still so once the next call of fpsim had
+begun, and examples.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ def interrupted(entry: str, model: Any, delay: float) -> str:
     except KeyboardInterrupt as error:
         frames = traceback.extract_tb(error.__traceback__)[-4:]
         return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
+    except Exception:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        raise
     return ""
 
 
@@ -83,4 +87,5 @@ def main(entry: str, signals: int, seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    for name in sys.argv[3:]:
+        print(json.dumps(main(name, int(sys.argv[1]), int(sys.argv[2]))), flush=True)

@@ -207,5 +207,6 @@ def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) ->
         )
     if rounding is not None:
         policy = policy.with_rounding(rounding)
+    take_off_leftovers()
     with entered(make_scope("", policy, Listeners())):
         yield

@@ -259,7 +259,8 @@ class Trace:
         if found is None and (name := self._names.get(id(x))) is not None:
             found = self.results[x] = Operation(name, name.rpartition(".")[0], "parameter", 0, False, [])
             if x.requires_grad:
-                hooked(x, partial(self._came, found), self._hooks)
+                with without_torch_function():
+                    hooked(x, partial(self._came, found), self._hooks)
         return found
 
     def _note(
@@ -280,8 +281,8 @@ class Trace:
             self.results[result] = operation
             with without_torch_function():  # another trace may lie below
                 self.visitor.forward(operation, operands, result)
-            if result.requires_grad:
-                result.register_hook(partial(self._came, operation))
+                if result.requires_grad:
+                    result.register_hook(partial(self._came, operation))
 
     def _came(self, operation: Operation, gradient: Tensor | None) -> None:
         if gradient is None:

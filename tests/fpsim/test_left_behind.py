@@ -132,6 +132,39 @@ def test_what_is_left_on_torchs_stack_after_all_is_taken_off_and_said() -> None:
     model(X)  # and not said again
 
 
+@pytest.mark.parametrize("name", ["cat", "where", "full_like"])
+def test_histories_of_delayed_scaling_are_whole_after_any_interrupt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    true, counts = getattr(torch, name), {"calls": 0, "fails at": -1}
+
+    def interrupted(*args: object, **kwargs: object) -> object:
+        counts["calls"] += 1
+        if counts["calls"] == counts["fails at"]:
+            raise KeyboardInterrupt
+        return true(*args, **kwargs)
+
+    def trained(fails_at: int) -> tuple[nn.Module, int]:
+        model = Net()
+        model = fpsim.quantize(model, fpsim.recipe("fp8_delayed", model))
+        counts.update({"calls": 0, "fails at": fails_at})
+        for _ in range(3):
+            try:
+                loss_of(model).backward()
+            except KeyboardInterrupt:
+                assert torch.is_grad_enabled()
+                loss_of(model).backward()
+        return model, counts["calls"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, name, interrupted)
+        whole, calls = trained(-1)
+        found = [fpsim.scaling_state(trained(i)[0]) for i in range(1, calls + 1)]
+    assert len(found) == calls > 1
+    expected = fpsim.scaling_state(whole)
+    for state in found:
+        assert state.keys() == expected.keys()
+        assert all(state[k]["scale"] > 0 and state[k]["amaxes"].shape == expected[k]["amaxes"].shape for k in state)
+
+
 def test_a_lost_watch_watches_no_longer() -> None:
     model, optimizer = Net(), None
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -11,7 +11,18 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fpsim.torch_modes import CALL_SLOT, call_inside, hooked, modes, module_called, push_mode, take_off
+from fpsim.torch_modes import (
+    CALL_SLOT,
+    call_inside,
+    hooked,
+    keeps_grad_mode,
+    modes,
+    module_called,
+    plain_tensors,
+    push_mode,
+    set_grad_enabled,
+    take_off,
+)
 
 
 class Mode(TorchFunctionMode):
@@ -94,3 +105,35 @@ def test_a_hook_that_is_interrupted_while_it_is_put_on_a_parameter_is_not_there(
     assert len(x._backward_hooks or {}) == len(whole) == 1
     whole[0].remove()
     assert not x._backward_hooks
+
+
+def test_gradients_are_on_again_after_a_block_of_plain_tensors_whatever_it_was_in() -> None:
+    def interrupted() -> None:
+        with plain_tensors():
+            set_grad_enabled(False)
+            assert not torch.ones(1).is_inference()
+            assert not torch.is_grad_enabled()
+            raise KeyboardInterrupt
+
+    for outer in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with outer():
+            before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            with pytest.raises(KeyboardInterrupt):
+                interrupted()
+            assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
+
+
+def test_what_raises_leaves_the_mode_of_gradients_as_it_was() -> None:
+    @keeps_grad_mode
+    def leave(error: BaseException | None) -> None:
+        set_grad_enabled(False)
+        if error is not None:
+            raise error
+
+    for error in (KeyboardInterrupt(), RuntimeError()):
+        with pytest.raises(type(error)):
+            leave(error)
+        assert torch.is_grad_enabled()
+    leave(None)
+    assert not torch.is_grad_enabled()  # as its author wished
+    torch.set_grad_enabled(True)
