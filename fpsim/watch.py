@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -45,7 +46,9 @@ def watch(
     results of its operations (role "activation"), their gradients ("error"), the parameters ("weight"), their gradients
     ("weight_grad"); with an optimizer also its tensors ("state") and what a step adds to the parameters ("update").
     Gradients are taken as they travel, times the scale of a GradScaler. What a checkpoint runs again and what is
-    outside of the model is not seen. Of DistributedDataParallel watch the module inside.
+    outside of the model is not seen. Of DistributedDataParallel watch the module inside. Of several threads the one
+    that calls first is watched. Copies of the model are not. The watch ends when the result is lost, too. Watch a model
+    after `model.compile()`; calls of torch's own containers under `torch.compile` are not seen.
 
     model: not quantised; a quantised one is recorded by `fpsim.record`.
     formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last axis.
@@ -186,6 +189,12 @@ class Watch:
         hold 99 % of the non-zero numbers. nonfinite: share of inf and NaN. A mask of minus infinity counts there;
         one of the dtype's least value is left out.
         """
+        if self._trace.is_replaced:
+            warnings.warn(
+                "model.compile() was called after fpsim.watch(model), whose calls are not seen since. Watch the model "
+                "after it.",
+                stacklevel=2,
+            )
         return Rows([*self._rows, *(_row(*key, sums.result()) for key, sums in [*self._sums.items()])])
 
     def to_frame(self) -> Any:

@@ -156,6 +156,11 @@ class Trace:
         self.operations, self._calls, self._hooks = [], {}, []
         self.results = WeakTensorKeyDictionary()
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether something else stands in the place of the model's call, such as what `model.compile()` puts there."""
+        return self.is_installed and self._model_called not in who_is_around(self.model)
+
     # One thread
 
     @property

@@ -218,6 +218,21 @@ def test_a_watched_model_is_copied_and_saved_and_the_copy_is_not_watched(how: st
     assert left_on(model) == []
 
 
+def test_a_model_that_is_compiled_in_place_after_the_watch_began_is_told() -> None:
+    model = Net()
+    watching = fpsim.watch(model, ["fp16"], every=1)
+    assert watching.rows() == []
+    model.compile(backend="eager")
+    with pytest.warns(UserWarning, match=r"model\.compile\(\) was called after"):
+        assert watching.rows() == []
+    compiled = model._compiled_call_impl
+    watching.detach()
+    assert model._compiled_call_impl is compiled
+    with fpsim.watch(model, ["fp16"], every=1):
+        assert model._compiled_call_impl is not compiled
+    assert model._compiled_call_impl is compiled
+
+
 def test_a_model_may_be_copied_within_its_watched_forward() -> None:
     model, found = Net(), []
     with fpsim.watch(model, ["fp16"], every=1):
@@ -307,13 +322,22 @@ def test_two_threads_cannot_diagnose_one_model_and_are_told(quantised: bool) -> 
     assert left_on(model) == []
 
 
-def test_threads_may_share_a_quantised_model() -> None:
-    model = fpsim.quantize(Net(), "e4m3fn")
-    expected = loss_of(model).item()
+@pytest.mark.parametrize("policy", ["e4m3fn", "mxfp8_e4m3"])
+def test_threads_may_share_a_quantised_model(policy: str) -> None:
+    model = fpsim.quantize(Net(), policy)
+    parameters = [*model.parameters()]
 
-    def evaluate(_: int) -> None:
+    def step() -> list[Tensor]:
+        loss = loss_of(model)
+        return [loss.detach(), *torch.autograd.grad(loss, parameters)]
+
+    expected = step()
+
+    def run(_: int) -> None:
         for _ in range(10):
+            assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
             with torch.no_grad():
-                assert loss_of(model).item() == expected
+                assert torch.equal(loss_of(model), expected[0])
 
-    assert run_in_threads(4, evaluate) == []
+    assert run_in_threads(4, run) == []
+    assert left_on(model) == []
