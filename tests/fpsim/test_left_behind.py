@@ -132,6 +132,30 @@ def test_what_is_left_on_torchs_stack_after_all_is_taken_off_and_said() -> None:
     model(X)  # and not said again
 
 
+@pytest.mark.parametrize("entry", ["quantised", "emulate", "watch", "diagnose", "diagnose quantised", "compare"])
+def test_a_mode_that_torch_puts_back_too_late_changes_no_number_and_is_taken_off(entry: str) -> None:
+    model, held = model_for(entry), []
+
+    def interrupted_in_torch() -> None:
+        taken_off = torch.overrides._pop_mode_temporarily()  # what torch does around its functions in Python
+        taken_off.__enter__()
+        held.append(taken_off)
+        raise KeyboardInterrupt
+
+    model.middle.then = interrupted_in_torch
+    with pytest.raises(KeyboardInterrupt):
+        ENTRIES[entry][0](model)
+    model.middle.then = int
+    assert left_on(model) == []
+    held.pop().__exit__(None, None, None)
+    assert len(torch.overrides._get_current_function_mode_stack()) == 1
+    third = torch.tensor([1.0]) / 3
+    assert third.view(torch.int32).item() == 0x3EAAAAAB  # of float32
+    with pytest.warns(UserWarning, match="has left 1 of its modes"):
+        fpsim.quantize(Net(), "fp16")
+    assert left_on(model) == []
+
+
 @pytest.mark.parametrize("name", ["cat", "where", "full_like"])
 def test_histories_of_delayed_scaling_are_whole_after_any_interrupt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     true, counts = getattr(torch, name), {"calls": 0, "fails at": -1}
