@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.forwards import emulated_forwards
 from fpsim.model import dequantize, quantize
-from fpsim.noise import replayed_noise
+from fpsim.noise import seed_here
 from fpsim.policy import FormatLike
 from fpsim.rows import Rows, number, text_table
+from fpsim.torch_modes import keeps_grad_mode
+from fpsim.undoing import Undo, undone
 
 __all__ = ["Comparison", "compare"]
 
@@ -84,6 +86,7 @@ def _growth_of(row: Mapping[str, Any]) -> float:
     return -1.0 if row["growth"] is None else row["growth"]
 
 
+@keeps_grad_mode
 def compare(
     model: nn.Module,
     a: FormatLike,
@@ -154,11 +157,26 @@ def _run(
     """One forward pass, and a backward pass if there is a loss. Gives the outputs and the loss."""
     copy = quantize(model, fmt)
     copy.zero_grad()
-    with _seeded(seed, noise), torch.enable_grad(), Trace(copy, visitor, emulated=True).installed(everything=True):
+    out: Any = None
+    total: Tensor | None = None
+
+    def step() -> None:
+        nonlocal out, total
         out = _called(copy, batch)
         total = loss(out) if loss is not None else getattr(out, "loss", None)
         if total is not None:
             total.backward()
+
+    def run(undo: Undo) -> None:
+        trace = Trace(copy, visitor, emulated=True, verb="compare")
+        undo.by(trace.remove)
+        trace.install_alone()
+        seed_here(undo, seed, noise)
+        undo.by(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+        torch.set_grad_enabled(True)
+        trace.run(step)
+
+    undone(run)
     logits = getattr(out, "logits", None)
     found = logits if isinstance(logits, Tensor) else next((x for x in tensors_in(out) if x.is_floating_point()), None)
     return None if found is None else found.detach(), None if total is None else float(total.detach())
@@ -168,14 +186,6 @@ def _called(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-
-
-@contextmanager
-def _seeded(seed: int, noise: int) -> Iterator[None]:
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices), replayed_noise(torch.Generator().manual_seed(noise).get_state()):
-        torch.manual_seed(seed)
-        yield
 
 
 def _divergence(a: Tensor | None, b: Tensor | None) -> float | None:

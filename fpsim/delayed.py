@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,11 @@ from torch import Tensor
 
 from fpsim.blocks import Delayed
 from fpsim.torch_internals import is_watched, without_torch_function
+from fpsim.torch_modes import plain_tensors, set_grad_enabled
 
 __all__ = ["AmaxHistory", "Histories"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _NOTHING = -1.0  # stands where no amax was recorded in this step
 _TENSORS = ("amaxes", "scale", "pending")
@@ -26,6 +30,18 @@ def _unseen() -> Iterator[None]:
     """A block in which no mode looks on, and what is made is a plain tensor that may be changed later."""
     with without_torch_function(), torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _out_of_sight(function: Function) -> Function:
+    """Run `function` so. Unlike a block it is left whatever is raised within, a KeyboardInterrupt too, and at once."""
+
+    @functools.wraps(function)
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        with without_torch_function(), plain_tensors():
+            set_grad_enabled(False)
+            return function(*args, **kwargs)
+
+    return unseen  # type: ignore[return-value]
 
 
 class AmaxHistory:
@@ -52,15 +68,15 @@ class AmaxHistory:
         with without_torch_function():
             return self.table.scales[self.row]
 
+    @_out_of_sight
     def record(self, amax: Tensor) -> None:
         """Remember the largest magnitude of the operand, for the scales of later steps.
 
         amax: of one element, float32 or float64, on the history's device. Of what is not finite it counts as inf.
         A forward pass without gradients is no step of a training: do not record there.
         """
-        with _unseen():
-            pending = self.table.pending[self.row]
-            pending.copy_(torch.maximum(pending, amax.detach().reshape(()).nan_to_num(nan=torch.inf, posinf=torch.inf)))
+        pending = self.table.pending[self.row]
+        pending.copy_(torch.maximum(pending, amax.detach().reshape(()).nan_to_num(nan=torch.inf, posinf=torch.inf)))
 
 
 class _Table:
@@ -75,12 +91,18 @@ class _Table:
 
     def add(self, name: str, largest: float) -> int:
         """The row of a new history."""
-        self.names.append(name)
-        self.amaxes = torch.cat([self.amaxes, self.amaxes.new_zeros(1, self.rule.history)])
-        self.position = torch.cat([self.position, self.position.new_zeros(1)])
-        for attribute, value in (("scales", 1.0), ("pending", _NOTHING), ("largest", largest)):
-            column = getattr(self, attribute)
-            setattr(self, attribute, torch.cat([column, column.new_full((1,), value)]))
+        amaxes = torch.cat([self.amaxes, self.amaxes.new_zeros(1, self.rule.history)])
+        position = torch.cat([self.position, self.position.new_zeros(1)])
+        columns = ((self.scales, 1.0), (self.pending, _NOTHING), (self.largest, largest))
+        grown = [torch.cat([column, column.new_full((1,), value)]) for column, value in columns]
+        names = [*self.names, name]
+        # at once: an interrupt between two of these would leave columns of different lengths
+        self.names, self.amaxes, self.position, (self.scales, self.pending, self.largest) = (
+            names,
+            amaxes,
+            position,
+            grown,
+        )
         return len(self.names) - 1
 
     def step(self) -> None:
@@ -96,9 +118,11 @@ class _Table:
         # NVIDIA TransformerEngine, _default_sf_compute; a scale beyond float32 becomes the largest there, as here
         scales = (self.largest / amax / 2.0**rule.margin).clamp(_SMALLEST_SCALE, _LARGEST_SCALE)
         is_usable = has_amax & (amax > 0) & (amax < torch.inf)
-        self.scales = torch.where(is_usable, scales, self.scales)  # a new tensor: this step's may be in use still
-        self.position = torch.where(has_amax, (self.position + 1) % rule.history, self.position)
-        self.pending = torch.full_like(self.pending, _NOTHING)
+        scales = torch.where(is_usable, scales, self.scales)  # a new tensor: this step's may be in use still
+        position = torch.where(has_amax, (self.position + 1) % rule.history, self.position)
+        pending = torch.full_like(self.pending, _NOTHING)
+        # at once: a step that is interrupted before this is made again
+        self.scales, self.position, self.pending = scales, position, pending
 
     def state(self, row: int) -> dict[str, Tensor]:
         """Copies of one history's tensors; its amaxes from the oldest to the newest."""
@@ -170,10 +194,13 @@ class Histories:
         if self._tables:
             _require_plain_call("a model")
             _require_no_capture()
-        with _unseen():
-            self._agree()
-            for table in self._tables.values():
-                table.step()
+        self._begin_step()
+
+    @_out_of_sight
+    def _begin_step(self) -> None:
+        self._agree()
+        for table in self._tables.values():
+            table.step()
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Copies of everything, by site and operand: tensors, numbers and words, which torch.save keeps."""
@@ -202,12 +229,12 @@ class Histories:
     def __reduce__(self) -> Any:
         return _restored, (self.state_dict(),)
 
+    @_out_of_sight
     def _add(self, name: str, rule: Delayed, largest: float, device: torch.device) -> AmaxHistory:
-        with _unseen():
-            table = self._tables.get((rule, device))
-            if table is None:
-                table = self._tables[rule, device] = _Table(rule, device)
-            found = AmaxHistory(rule, largest, table, table.add(name, largest))
+        table = self._tables.get((rule, device))
+        if table is None:
+            table = self._tables[rule, device] = _Table(rule, device)
+        found = AmaxHistory(rule, largest, table, table.add(name, largest))
         self._histories[name] = found
         return found
 

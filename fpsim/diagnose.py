@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fpsim.blocks import BlockFormat
+from fpsim.emulation.scope import Listeners, Observer
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.forwards import emulated_forwards
 from fpsim.model import listeners
+from fpsim.noise import keep_random_numbers
 from fpsim.rows import Rows, number
 from fpsim.shared_scales import Cut
 from fpsim.spec import Spec
 from fpsim.tally import Accumulator
+from fpsim.torch_modes import keeps_grad_mode
+from fpsim.undoing import Undo, undone
 
 __all__ = ["Diagnosis", "diagnose"]
 
@@ -139,6 +143,7 @@ def _shortened(rows: Rows) -> Rows:
     return Rows([*rows[: SHOWN // 2], gap, *rows[-SHOWN // 2 :]])
 
 
+@keeps_grad_mode
 def diagnose(model: nn.Module, step: Callable[[], object], *, scaler: torch.amp.GradScaler | None = None) -> Diagnosis:
     """Run a step, and name where inf, NaN or saturation first appears, what was read there, and the way to the loss.
 
@@ -177,10 +182,12 @@ def diagnose(model: nn.Module, step: Callable[[], object], *, scaler: torch.amp.
     result.run.extend(_numbers(operation) for operation in seen.operations if operation.computes)
     if scaler is not None and scaler.is_enabled():
         state = scaler.state_dict()
-        try:
+
+        def at_other_scales(undo: Undo) -> None:
+            undo.by(partial(scaler.load_state_dict, state))
             result.scale, result.layers = _scales(model, step, scaler, state)
-        finally:
-            scaler.load_state_dict(state)
+
+        undone(at_other_scales)
     return result
 
 
@@ -329,20 +336,28 @@ def _run(model: nn.Module, step: Callable[[], object]) -> _Seen:
     seen = _Seen()
     emulated = any(True for _ in emulated_forwards(model))
     registered = listeners(model) if emulated else []
-    if any(listener.observer is not None for listener in registered):
-        raise ValueError("This model is being recorded. Leave the `with fpsim.record(...)` block first.")
-    with ExitStack() as stack:
-        stack.enter_context(_preserved(model))
-        stack.enter_context(Trace(model, seen, emulated).installed(everything=True))
-        for listener in registered:
-            listener.observer = seen
-            stack.callback(setattr, listener, "observer", None)
-        step()
+    trace = Trace(model, seen, emulated, verb="diagnose")
+
+    def run(undo: Undo) -> None:
+        undo.by(trace.remove)
+        trace.install_alone()
+        if any(listener.observer is not None for listener in registered):
+            raise ValueError("This model is being recorded. Leave the `with fpsim.record(...)` block first.")
+        undo.by(partial(_observe, registered, None))
+        _observe(registered, seen)
+        _preserve(model, undo)
+        trace.run(step)
+
+    undone(run)
     return seen
 
 
-@contextmanager
-def _preserved(model: nn.Module) -> Iterator[None]:
+def _observe(registered: list[Listeners], observer: Observer | None) -> None:
+    for listener in registered:
+        listener.observer = observer
+
+
+def _preserve(model: nn.Module, undo: Undo) -> None:
     """Put back parameters, buffers, gradients, delayed scaling and random numbers."""
     tensors = [*model.parameters(), *model.buffers()]
     values = [t.detach().clone() for t in tensors]
@@ -350,19 +365,20 @@ def _preserved(model: nn.Module) -> Iterator[None]:
     kept = [None if g is None else g.clone() for g in gradients]
     histories = [listener.histories for listener in listeners(model)] if any(emulated_forwards(model)) else []
     states = [h.state_dict() for h in histories]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for t, value in zip(tensors, values, strict=True):
-                    if not torch.equal(t, value):
-                        t.copy_(value)
-                for p, gradient, saved in zip(model.parameters(), gradients, kept, strict=True):
-                    p.grad = gradient if gradient is None or saved is None else gradient.copy_(saved)
-            for h, state in zip(histories, states, strict=True):
-                h.load_state_dict(state)
+
+    def put_back() -> None:
+        for t, value in zip(tensors, values, strict=True):
+            if not torch.equal(t, value):
+                t.detach().copy_(value)
+        for p, gradient, saved in zip(model.parameters(), gradients, kept, strict=True):
+            if gradient is not None and saved is not None:
+                gradient.detach().copy_(saved)
+            p.grad = gradient
+        for h, state in zip(histories, states, strict=True):
+            h.load_state_dict(state)
+
+    undo.by(put_back)
+    keep_random_numbers(undo)
 
 
 # The scale of a GradScaler

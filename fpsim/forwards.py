@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.computed_weights import adopt, release
-from fpsim.emulation.entering import entered
+from fpsim.emulation.entering import entered, run_entered
 from fpsim.emulation.marks import is_made_here, is_roundable, is_seen_from_outside, is_state, mark_as_state
-from fpsim.emulation.mode import Emulation
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.scope import Listeners, Scope, active, make_scope
 from fpsim.policy import Policy, RoleSpecs, describe
@@ -165,11 +164,15 @@ class EmulatedForward:
         is_outermost = active.emulation is None
         has_names = self.listeners.has_names and scope.dtype is not None
         has_names = has_names and is_outermost and _dtype_of_model(module) is not scope.dtype
-        with entered(scope, has_names) as emulation:
-            out = forward(*args, **kwargs)
-            if is_outermost:
-                out = _in_format(emulation, out, (*args, *kwargs.values()))
+        out = run_entered(
+            scope, functools.partial(_run_whole, forward) if is_outermost else forward, args, kwargs, has_names
+        )
         return _driven(out, scope, has_names) if inspect.isgenerator(out) else out
+
+
+def _run_whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of a whole model, with what only moved of its inputs brought into the format."""
+    return _in_format(active.emulation, forward(*args, **kwargs), (*args, *kwargs.values()))
 
 
 def _dtype_of_model(module: nn.Module) -> torch.dtype | None:
@@ -177,8 +180,7 @@ def _dtype_of_model(module: nn.Module) -> torch.dtype | None:
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
 
 
-def _in_format(emulation: Emulation, out: Any, given: tuple[Any, ...]) -> Any:
-    """What a model gives back, with what only moved of its inputs brought into the format."""
+def _in_format(emulation: Any, out: Any, given: tuple[Any, ...]) -> Any:
     if isinstance(out, Tensor):
         if is_made_here(out) or not is_roundable(out):
             return out

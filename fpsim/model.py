@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fpsim.blocks import BlockFormat, Delayed
 from fpsim.checks import known_arguments
 from fpsim.computed_weights import modules_that_compute, sources
+from fpsim.emulation.entering import take_off_leftovers
 from fpsim.emulation.scope import NO_SPECS, Listeners
 from fpsim.forwards import bound_elsewhere, emulated_forward, emulated_forwards, install, uninstall
 from fpsim.launch import round_memory_
@@ -20,6 +21,7 @@ from fpsim.policy import FormatLike, Policy
 from fpsim.products import PRODUCTS
 from fpsim.recipes import as_policy_of
 from fpsim.torch_internals import is_compiled_wrapper
+from fpsim.torch_modes import keeps_grad_mode
 
 __all__ = ["dequantize", "listeners", "quantize", "round_parameters_", "set_policy"]
 
@@ -105,6 +107,7 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
 
 def _policies(model: nn.Module, fmt: FormatLike, rounding: str | Mapping[str, str] | None) -> dict[str, Policy]:
     """The policy of every module by name."""
+    take_off_leftovers()
     policy = as_policy_of(fmt, model)
     return (policy if rounding is None else policy.with_rounding(rounding)).for_modules(model)
 
@@ -160,6 +163,7 @@ def dequantize(model: Model, *, inplace: bool = False) -> Model:
     return model
 
 
+@keeps_grad_mode
 def _copy_of(model: Model, verb: str) -> Model:
     """A deep copy; where there can be none, an error that says why."""
     remedy = f"Possible: a model that copy.deepcopy can copy. Change this one itself: {verb}, inplace=True)."

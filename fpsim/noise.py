@@ -6,22 +6,41 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fpsim.undoing import Undo
+
 # Noise keys. By default they are drawn from torch's own CPU generator, so that torch.manual_seed, fork_rng,
 # get_rng_state and activation checkpointing reach the noise as they reach dropout.
 _generator: torch.Generator | None = None
-_inside: list[int] = []  # the threads that are in blocks of `noise_of_torch`, one entry for each block
+
+
+class _Block:
+    """A block of `noise_of_torch`, and the thread that is in it."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+
+_inside: list[_Block] = []
+
+
+class _Source:
+    """What a block draws from; None is torch's stream."""
+
+    def __init__(self, stream: torch.Generator | None) -> None:
+        self.stream = stream
 
 
 class _Here(threading.local):
     """What the blocks that this thread is in draw from, the innermost last; None is torch's stream."""
 
     def __init__(self) -> None:
-        self.streams: list[torch.Generator | None] = []
+        self.streams: list[_Source] = []
 
 
 _here = _Here()
@@ -54,37 +73,41 @@ def noise_of_torch() -> Iterator[None]:
 
     This holds for the process while any of its threads is inside: a backward pass rounds in threads of autograd's own.
     """
-    thread = threading.get_ident()
-    _inside.append(thread)
+    block, source = _Block(), _Source(None)
     try:
-        with _drawing_from(None):
-            yield
+        _inside.append(block)
+        _here.streams.append(source)
+        yield
     finally:
-        _inside.remove(thread)
+        try:
+            _leave(block, source)
+        finally:
+            _leave(block, source)  # a signal may come before the first, or within it
+
+
+def _leave(block: _Block, source: _Source) -> None:
+    _forget(_inside, block)
+    _forget(_here.streams, source)
+
+
+def _forget(entries: list[Any], entry: object) -> None:
+    if entry in entries:
+        entries.remove(entry)
 
 
 def _forget_other_threads() -> None:
     thread = threading.get_ident()
-    _inside[:] = [t for t in _inside if t == thread]
+    _inside[:] = [block for block in _inside if block.thread == thread]
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
     os.register_at_fork(after_in_child=_forget_other_threads)
 
 
-@contextmanager
-def _drawing_from(stream: torch.Generator | None) -> Iterator[None]:
-    _here.streams.append(stream)
-    try:
-        yield
-    finally:
-        _here.streams.pop()
-
-
 def _stream() -> torch.Generator | None:
     """What keys are drawn from here and now; None for torch's stream."""
     if _here.streams:
-        return _here.streams[-1]
+        return _here.streams[-1].stream
     return None if _inside else _generator
 
 
@@ -100,12 +123,40 @@ def replayed_noise(state: Tensor | None) -> Iterator[None]:
 
     state: from `noise_state`; None draws from torch's stream, which whoever runs something again has to replay.
     """
-    stream = None
-    if state is not None:
-        stream = torch.Generator()
-        stream.set_state(state)
-    with _drawing_from(stream):
+    source = _source_at(state)
+    try:
+        _here.streams.append(source)
         yield
+    finally:
+        try:
+            _forget(_here.streams, source)
+        finally:
+            _forget(_here.streams, source)
+
+
+def _source_at(state: Tensor | None) -> _Source:
+    if state is None:
+        return _Source(None)
+    stream = torch.Generator()
+    stream.set_state(state)
+    return _Source(stream)
+
+
+def keep_random_numbers(undo: Undo) -> None:
+    """Put torch's random numbers back, of the CPU and of the current card."""
+    undo.by(partial(torch.set_rng_state, torch.get_rng_state()))
+    if torch.cuda.is_available():
+        device = torch.cuda.current_device()
+        undo.by(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device))
+
+
+def seed_here(undo: Undo, seed: int, noise: int) -> None:
+    """Seed torch's random numbers and this thread's noise; what they were is put back."""
+    keep_random_numbers(undo)
+    source = _Source(torch.Generator().manual_seed(noise))
+    undo.by(partial(_forget, _here.streams, source))
+    _here.streams.append(source)
+    torch.manual_seed(seed)
 
 
 def new_key() -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fpsim.checks import is_whole
+from fpsim.emulation.entering import take_off_leftovers
+from fpsim.emulation.scope import Listeners
 from fpsim.model import listeners
 from fpsim.shared_scales import Cut
 from fpsim.spec import Spec, any_spec
@@ -114,15 +116,24 @@ def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> I
     """
     if not is_whole(every, 1):
         raise ValueError(f"every={every!r} is impossible. Possible: 1 for every call of a site, n for each n-th.")
+    take_off_leftovers()
     recording = Recording(every) if into is None else into
     registered = listeners(model)
     busy = [listener for listener in registered if listener.observer is not None]
     if busy:
         raise ValueError("This model is being recorded already. Leave the other `with fpsim.record(...)` block first.")
-    for listener in registered:
-        listener.observer = recording
     try:
+        for listener in registered:
+            listener.observer = recording
         yield recording
     finally:
-        for listener in registered:
+        try:
+            _leave(registered, recording)
+        finally:
+            _leave(registered, recording)  # a signal may come before the first, or within it
+
+
+def _leave(registered: list[Listeners], recording: Recording) -> None:
+    for listener in registered:
+        if listener.observer is recording:  # else another block has begun since
             listener.observer = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from fpsim.checks import is_whole
 from fpsim.forwards import emulated_forwards
 from fpsim.model import dequantize, quantize, set_policy
-from fpsim.noise import replayed_noise
+from fpsim.noise import seed_here
 from fpsim.policy import FormatLike, Policy
 from fpsim.recipes import as_policy_of
 from fpsim.rows import Rows
+from fpsim.torch_modes import keeps_grad_mode
+from fpsim.undoing import Undo, undone
 
 __all__ = ["Sensitivity", "sensitivity"]
 
@@ -51,6 +53,7 @@ class Sensitivity(Rows):
         return plot_costs(self, _excess(self.quantised, self.float32))
 
 
+@keeps_grad_mode
 def sensitivity(
     model: nn.Module, loss: Callable[[nn.Module], Tensor | float], policy: FormatLike, *, seed: int = 0
 ) -> Sensitivity:
@@ -97,8 +100,14 @@ def sensitivity(
 
     def run(changed: Policy) -> float:
         set_policy(copy, changed)
-        with _seeded(seed), torch.no_grad():
-            value = float(loss(copy))
+
+        def seeded(undo: Undo) -> float:
+            seed_here(undo, seed, seed)
+            undo.by(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+            torch.set_grad_enabled(False)
+            return float(loss(copy))
+
+        value = undone(seeded)
         copy.load_state_dict(state)  # of running statistics
         return value
 
@@ -129,11 +138,3 @@ def _excess(a: float, b: float) -> float:
     if math.isfinite(a) and math.isfinite(b):
         return a - b
     return 0.0 if math.isfinite(a) == math.isfinite(b) else (math.inf if math.isfinite(b) else -math.inf)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices), replayed_noise(torch.Generator().manual_seed(seed).get_state()):
-        torch.manual_seed(seed)
-        yield

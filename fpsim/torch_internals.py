@@ -11,7 +11,6 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -34,8 +33,6 @@ __all__ = [
     "direct_parameters",
     "fuse_in_inductor",
     "has_no_holes",
-    "has_transform",
-    "hooks_of_saved_tensors",
     "is_compiled_wrapper",
     "is_held_by_autograd_alone",
     "is_legacy_batched",
@@ -43,7 +40,6 @@ __all__ = [
     "is_watched",
     "is_zero_tensor",
     "may_compute_weights",
-    "memory_behind",
     "operation_homes",
     "parametrization_lists",
     "share_storage",
@@ -192,23 +188,15 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 # Who watches the calls of torch
 
 
+_has_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
+
+
 def is_watched() -> bool:
     """Whether a tracer, a dispatch mode, a transform of torch.func or forward-mode differentiation sees each call."""
     modes = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
     # those of selective checkpoints keep results in the memory in which they are rounded
     has_mode = any(type(mode).__module__ != "torch.utils.checkpoint" for mode in modes)
-    return has_mode or has_transform() or forward_ad._current_level >= 0
-
-
-# Whether a transform of torch.func sees each call.
-has_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
-
-
-def memory_behind(x: Tensor) -> Tensor:
-    """The tensor that a transform of torch.func shows as `x`, all samples of a batch in it."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x
+    return has_mode or _has_transform() or forward_ad._current_level >= 0
 
 
 def is_traced(x: Tensor) -> bool:
@@ -217,7 +205,7 @@ def is_traced(x: Tensor) -> bool:
         return False
     known = {"fake_tensor": "FakeTensor", "functional_tensor": "FunctionalTensor"}
     is_stand_in = type(x).__name__ == known.get(type(x).__module__.removeprefix("torch._subclasses."))
-    return is_stand_in and not has_transform() and forward_ad._current_level < 0
+    return is_stand_in and not _has_transform() and forward_ad._current_level < 0
 
 
 def compile_as_one(function: Callable[..., Any]) -> None:
@@ -265,10 +253,6 @@ def fuse_in_inductor(operator: Any, inside: Callable[..., Any]) -> None:
 
     lowering.register_lowering(operator, type_promotion_kind=None)(lower)
     _fused.add(operator)
-
-
-# What packs and unpacks the tensors that operations save now, as saved_tensors_hooks and checkpoints set it; or None.
-hooks_of_saved_tensors: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 
 
 def without_torch_function() -> AbstractContextManager[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -44,7 +46,9 @@ def watch(
     results of its operations (role "activation"), their gradients ("error"), the parameters ("weight"), their gradients
     ("weight_grad"); with an optimizer also its tensors ("state") and what a step adds to the parameters ("update").
     Gradients are taken as they travel, times the scale of a GradScaler. What a checkpoint runs again and what is
-    outside of the model is not seen. Of DistributedDataParallel watch the module inside.
+    outside of the model is not seen. Of DistributedDataParallel watch the module inside. Of several threads the one
+    that calls first is watched. Copies of the model are not. The watch ends when the result is lost, too. Watch a model
+    after `model.compile()`; calls of torch's own containers under `torch.compile` are not seen.
 
     model: not quantised; a quantised one is recorded by `fpsim.record`.
     formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last axis.
@@ -86,20 +90,34 @@ class Watch:
         self._parameters = dict(model.named_parameters())
         self._before: dict[str, Tensor] = {}
         self._handles: list[Any] = []
-        self._trace = Trace(model, self, emulated=False, is_due=self._begin_step)
-        self._installed = self._trace.installed()
-        self._installed.__enter__()
-        if optimizer is not None:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        eye = _Eye(self)
+        self._trace = Trace(model, eye, emulated=False, verb="watch", is_due=eye.begin_step)
+        try:
+            self._trace.install()
+            if optimizer is not None:
+                self._handles.append(optimizer.register_step_pre_hook(eye.before_step))
+                self._handles.append(optimizer.register_step_post_hook(eye.after_step))
+        except BaseException:
+            self.detach()
+            raise
 
     def detach(self) -> None:
-        """Watch no longer; the statistics stay."""
+        """Watch no longer; the statistics stay. Nothing of a call that runs is seen from here on."""
+        self._is_watching = False
+        self._trace.remove()
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._installed.__exit__(None, None, None)
-        self._is_watching = False
+
+    def __del__(self) -> None:
+        if "_trace" in vars(self):  # else it was refused
+            self.detach()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A Watch belongs to the model that it watches, and is neither copied nor pickled. Keep its rows(). A copy "
+            "of the model is not watched."
+        )
 
     def __enter__(self) -> Watch:
         return self
@@ -110,7 +128,7 @@ class Watch:
     # What is told
 
     def _begin_step(self) -> bool:
-        if not (torch.is_grad_enabled() and self._trace.model.training):
+        if not (torch.is_grad_enabled() and self._trace.model.training and self._trace.claim()):
             return False
         if self._is_watching:
             self._trace.clear()  # gradients of parameters are from here on those of another step
@@ -122,21 +140,23 @@ class Watch:
                 self._add(name, "weight", parameter)
         return self._is_watching
 
-    def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
+    def _forward(self, operation: Operation, result: Tensor) -> None:
         if operation.computes:
             self._add(operation.site, "activation", result)
 
-    def backward(self, operation: Operation, gradient: Tensor) -> None:
+    def _backward(self, operation: Operation, gradient: Tensor) -> None:
         if operation.name == "parameter":
             self._add(operation.site, "weight_grad", gradient)
         elif operation.computes:
             self._add(operation.site, "error", gradient)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._is_watching:
+    def _before_step(self) -> None:
+        if self._is_watching and self._trace.claim():
             self._before = {name: p.detach().clone() for name, p in self._parameters.items()}
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._trace.claim(and_warn=False):
+            return
         for name, before in self._before.items():
             parameter = self._parameters[name]
             self._add(name, "update", parameter.detach() - before)
@@ -169,7 +189,13 @@ class Watch:
         hold 99 % of the non-zero numbers. nonfinite: share of inf and NaN. A mask of minus infinity counts there;
         one of the dtype's least value is left out.
         """
-        return Rows([*self._rows, *(_row(*key, sums.result()) for key, sums in self._sums.items())])
+        if self._trace.is_replaced:
+            warnings.warn(
+                "model.compile() was called after fpsim.watch(model), whose calls are not seen since. Watch the model "
+                "after it.",
+                stacklevel=2,
+            )
+        return Rows([*self._rows, *(_row(*key, sums.result()) for key, sums in [*self._sums.items()])])
 
     def to_frame(self) -> Any:
         """The rows as a pandas.DataFrame."""
@@ -252,6 +278,32 @@ class Watch:
         return f"{self.table()}\n\nSuggested: {self.policy()}"
 
     __repr__ = __str__
+
+
+class _Eye:
+    """What the model and the optimizer know of a Watch. It does not keep the Watch alive: who lost it has no rows."""
+
+    def __init__(self, watching: Watch) -> None:
+        self._watching = weakref.ref(watching)
+
+    def begin_step(self) -> bool:
+        return (watching := self._watching()) is not None and watching._begin_step()
+
+    def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
+        if (watching := self._watching()) is not None:
+            watching._forward(operation, result)
+
+    def backward(self, operation: Operation, gradient: Tensor) -> None:
+        if (watching := self._watching()) is not None:
+            watching._backward(operation, gradient)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if (watching := self._watching()) is not None:
+            watching._before_step()
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if (watching := self._watching()) is not None:
+            watching._after_step(optimizer)
 
 
 def _row(step: int, site: str, role: str, spec: Spec, t: Tally) -> dict[str, Any]:

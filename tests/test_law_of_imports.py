@@ -14,7 +14,7 @@ import fpsim
 ROOT = Path(__file__).parents[1]
 # The floors of the house, the ground first: a file may import files of lower floors only. A new file gets a place here.
 FLOORS = (
-    "fpsim.checks fpsim.statistics fpsim.torch_internals fpsim.deferred",
+    "fpsim.checks fpsim.statistics fpsim.torch_internals fpsim.torch_modes fpsim.deferred fpsim.undoing",
     "fpsim.rows fpsim.pictures",
     "fpsim.formats",
     "fpsim.fixed_point fpsim.foreign",
@@ -26,7 +26,8 @@ FLOORS = (
     "fpsim.kernels.hadamard fpsim.kernels.block_loops fpsim.kernels.accumulate fpsim.launch",
     "fpsim.kernels.block_tally",
     "fpsim.kernels.block_teams",
-    "fpsim.shared_scales fpsim.autograd fpsim.expressions fpsim.gemm fpsim.moments fpsim.emulation.callers",
+    "fpsim.shared_scales fpsim.autograd fpsim.expressions fpsim.gemm fpsim.moments fpsim.emulation.callers "
+    "fpsim.emulation.module_calls",
     "fpsim.block_tally fpsim.verify",
     "fpsim.hadamard fpsim.delayed fpsim.tally",
     "fpsim.block_autograd",
@@ -125,6 +126,7 @@ WITHOUT_TORCH = (
     "fpsim.formats",
     "fpsim.foreign",
     "fpsim.deferred",
+    "fpsim.undoing",
     "fpsim.accumulators",
     "fpsim.rounding",
     "fpsim.kernels",
@@ -269,7 +271,7 @@ OTHERS_NAMES = {
     "_optimizers": "those that Accelerate has prepared: no public name tells whether there are any",
 }
 # The files in which the private names of another library stand.
-HOMES_OF_PRIVATE_NAMES = ("fpsim.torch_internals", "fpsim.kernels.compile")
+HOMES_OF_PRIVATE_NAMES = ("fpsim.torch_internals", "fpsim.torch_modes", "fpsim.kernels.compile")
 
 
 def foreign_names(source: str) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from fpsim.emulation.checkpoints import watch_checkpoints
@@ -16,48 +19,134 @@ from fpsim.emulation.steps import watch_steps
 from fpsim.policy import FormatLike
 from fpsim.recipes import as_policy_of
 from fpsim.torch_internals import current_graph_task
+from fpsim.torch_modes import keeps_grad_mode, modes, push_mode, take_off
 
-__all__ = ["Position", "computing_a_weight", "emulate", "entered"]
+__all__ = ["Position", "computing_a_weight", "emulate", "entered", "run_entered", "take_off_leftovers"]
 
 
 @contextmanager
 def entered(scope: Scope, has_names: bool = True) -> Iterator[Emulation]:
-    """Run under `scope`: in the mode that is active in this thread, or in a new one.
+    """Run a block under `scope`: in the mode that is active in this thread, or in a new one.
 
     has_names: whether torch's name of the format may stand for it, in a new one.
+
+    A signal that is handled between the block and the code around it leaves the block's generator suspended, which
+    ends with the traceback that holds it. `run_entered` leaves nothing.
     """
+    _begin_step(scope)
     emulation: Emulation | None = active.emulation
-    histories = scope.listeners.histories
+    if emulation is None:
+        with _activated(_new_emulation(scope, has_names)) as emulation:
+            yield emulation
+        return
+    previous = emulation.scope
+    try:
+        emulation.scope = scope
+        yield emulation
+    finally:
+        if emulation.scope is scope:  # else it ends late
+            emulation.scope = previous
+
+
+def run_entered(
+    scope: Scope,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    has_names: bool = True,
+) -> Any:
+    """`function(*args, **kwargs)` under `scope`. Nothing stays behind, whatever is raised and wherever."""
+    _begin_step(scope)
+    emulation: Emulation | None = active.emulation
+    if emulation is not None:
+        previous = emulation.scope
+        try:
+            emulation.scope = scope
+            return function(*args, **kwargs)
+        finally:
+            emulation.scope = previous
+    emulation = _new_emulation(scope, has_names)
+    return _run_in(emulation, function, args, kwargs)
+
+
+@keeps_grad_mode
+def _run_in(
+    emulation: Emulation, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    try:
+        active.emulation = emulation
+        push_mode(emulation)
+        return function(*args, **kwargs)
+    finally:
+        active.emulation, emulation.scope, emulation.has_names = None, _NOTHING, False
+        try:
+            take_off(emulation)
+        finally:
+            take_off(emulation)  # a signal may come before the first, or within it
+
+
+def _begin_step(scope: Scope) -> None:
+    emulation, histories = active.emulation, scope.listeners.histories
     is_outermost = emulation is None or emulation.scope.listeners is not scope.listeners
     if is_outermost and len(histories) and torch.is_grad_enabled() and current_graph_task() < 0:
         histories.begin_step()
-    if emulation is not None:
-        previous, emulation.scope = emulation.scope, scope
-        try:
-            yield emulation
-        finally:
-            emulation.scope = previous
-        return
+
+
+def _new_emulation(scope: Scope, has_names: bool) -> Emulation:
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise NotImplementedError(
             "torch.jit.trace came to emulated code, and would see no rounding. Possible: torch.compile and "
             "torch.export. Trace the model that fpsim.dequantize(model) gives, or export the quantised one."
         )
-    with _activated(Emulation(scope, has_names=has_names)) as emulation:
-        yield emulation
+    watch_checkpoints(Position)
+    watch_steps()
+    note_inference_write()  # what happened outside was not seen
+    take_off_leftovers()
+    return Emulation(scope, has_names=has_names)
 
 
 @contextmanager
 def _activated(emulation: Emulation) -> Iterator[Emulation]:
-    watch_checkpoints(Position)
-    watch_steps()
-    note_inference_write()  # what happened outside was not seen
-    active.emulation = emulation
     try:
-        with emulation:
-            yield emulation
+        active.emulation = emulation
+        push_mode(emulation)
+        yield emulation
     finally:
-        active.emulation = None
+        if active.emulation is emulation:
+            active.emulation = None
+        emulation.scope, emulation.has_names = _NOTHING, False
+        try:
+            take_off(emulation)
+        finally:
+            take_off(emulation)
+
+
+def take_off_leftovers() -> None:
+    """Take off what an interrupted call has left on torch's stack of modes, and say so.
+
+    torch takes a mode off and puts it back around each of its functions in Python (`_pop_mode_temporarily`). A signal
+    that is handled while it does so lets it put the mode back as late as the traceback is forgotten, after we have
+    taken it off.
+    """
+    found = [mode for mode in modes() if _is_leftover(mode)]
+    if not found:
+        return
+    for mode in found:
+        take_off(mode)
+    warnings.warn(
+        f"An interrupted call of fpsim has left {len(found)} of its modes on torch's stack. They have changed no "
+        f"number since, but made each call of torch slower. They are taken off.",
+        stacklevel=2,
+    )
+
+
+def _is_leftover(mode: TorchFunctionMode) -> bool:
+    if isinstance(mode, Emulation):
+        return mode is not active.emulation
+    return getattr(mode, "has_ended", False)
+
+
+_NOTHING = Scope("", NO_SPECS, (), Listeners())  # of a mode that has ended: wherever it still lies, it rounds nothing
 
 
 class Position:
@@ -82,6 +171,8 @@ class Position:
         emulation = Emulation(self.scope, self.aliases, self.has_names)
         emulation.names |= self.names
         emulation.take_over(self.operands)
+        watch_checkpoints(Position)
+        note_inference_write()
         with _activated(emulation):
             yield emulation
 
@@ -94,11 +185,13 @@ def computing_a_weight() -> Iterator[None]:
         yield
         return
     around = emulation.scope
-    emulation.scope = Scope(around.name, NO_SPECS, (), around.listeners)
+    scope = Scope(around.name, NO_SPECS, (), around.listeners)
     try:
+        emulation.scope = scope
         yield
     finally:
-        emulation.scope = around
+        if emulation.scope is scope:
+            emulation.scope = around
 
 
 @contextmanager
@@ -126,5 +219,6 @@ def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) ->
         )
     if rounding is not None:
         policy = policy.with_rounding(rounding)
+    take_off_leftovers()
     with entered(make_scope("", policy, Listeners())):
         yield

@@ -50,8 +50,8 @@ from fpsim.spec import rounding_spec
 from fpsim.torch_internals import (
     base_of,
     blind_to_modes,
-    hooks_of_saved_tensors,
 )
+from fpsim.torch_modes import hooks_of_saved_tensors
 
 __all__ = ["Emulation"]
 

@@ -30,7 +30,8 @@ from fpsim.emulation.scope import Scope
 from fpsim.expressions import round_here_
 from fpsim.launch import round_memory_
 from fpsim.spec import RoundingSpec
-from fpsim.torch_internals import calibrate_holders, has_transform, is_traced, memory_behind, share_storage
+from fpsim.torch_internals import calibrate_holders, is_traced, share_storage
+from fpsim.torch_modes import has_transform, memory_behind
 
 __all__ = ["Roundings"]
 

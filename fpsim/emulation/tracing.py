@@ -7,8 +7,9 @@ It sees a plain model, one under autocast, and a quantised one, and changes none
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,10 +20,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import LOOK_UPS, Action, call_of
-from fpsim.emulation.entering import entered
+from fpsim.emulation.entering import run_entered, take_off_leftovers
+from fpsim.emulation.module_calls import Around, around_calls, not_around_calls, who_is_around
 from fpsim.emulation.scope import Listeners, make_scope
 from fpsim.policy import Policy
-from fpsim.torch_internals import is_compiled_wrapper
+from fpsim.torch_internals import is_compiled_wrapper, without_torch_function
+from fpsim.torch_modes import hooked, push_mode, take_off
+from fpsim.undoing import Undo, undone
 
 __all__ = ["Operation", "Trace", "Visitor"]
 
@@ -73,32 +77,77 @@ class Trace:
     model: any module.
     visitor: is told of each operation.
     emulated: whether the model is quantised.
-    is_due: asked at each call of the model, whether to trace it.
+    verb: the public function that traces, in what users are told.
+    is_due: asked at each call of the model, whether to trace it. None traces each that comes from one thread.
     """
 
     def __init__(
-        self, model: nn.Module, visitor: Visitor, emulated: bool, is_due: Callable[[], bool] = lambda: True
+        self,
+        model: nn.Module,
+        visitor: Visitor,
+        emulated: bool,
+        verb: str,
+        is_due: Callable[[], bool] | None = None,
     ) -> None:
-        self.model, self.visitor, self.emulated, self.is_due = model, visitor, emulated, is_due
+        self.model, self.visitor, self.emulated, self.verb = model, visitor, emulated, verb
+        self.is_due = self.claim if is_due is None else is_due
         self.operations: list[Operation] = []
         self.results = WeakTensorKeyDictionary()  # {tensor: the Operation that gave it}
         self.inside = 0  # the calls of the model that are being traced
+        self.is_installed = False
         self._frames: list[tuple[str, dict[str, int]]] = [("", {})]  # the modules that run, and their calls so far
         self._calls: dict[str, int] = {}
-        self._entered: list[ExitStack | None] = []
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._hooks: list[Any] = []  # of parameters, which live on
+        self._inner: list[tuple[nn.Module, Around]] = []  # those inside of the model, while it runs
+        self._owner: dict[str, threading.Thread] = {}  # whose calls are traced
+        self._backward_threads: set[int] = set()  # in which gradients of results came
+        self._has_warned = False
+        self.is_alone = False  # whether it runs a step, which no other thread may trace meanwhile
 
-    @contextmanager
-    def installed(self, everything: bool = False) -> Iterator[Trace]:
-        """Trace each call of the model that comes inside of the block."""
-        with ExitStack() as stack:
-            stack.callback(self.model.register_forward_pre_hook(self._enter).remove)
-            stack.callback(self.model.register_forward_hook(self._leave, always_call=True).remove)
-            stack.callback(self.clear)
-            if everything:
-                stack.enter_context(_Outside(self))
-            yield self
+    def install(self) -> None:
+        """Trace the calls of the model from here on, until `remove`."""
+        take_off_leftovers()
+        try:
+            self.is_installed = True
+            around_calls(self.model, self._model_called)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Trace no longer, not even the rest of a call that runs; gradients that are still to come are seen."""
+        self.is_installed = False
+        not_around_calls(self.model, self._model_called)
+        self.clear()
+
+    def run(self, step: Callable[[], object]) -> None:
+        """Run `step`, and trace the calls outside of the model too."""
+
+        def outside(undo: Undo) -> None:
+            mode = _Outside(self)
+            undo.by(mode.end)
+            push_mode(mode)
+            step()
+
+        undone(outside)
+
+    def install_alone(self) -> None:
+        """As `install`, for a step of this thread. Raises RuntimeError where another thread runs one of this model."""
+        self.claim()
+        self.is_alone = True
+        self.install()
+        for other in who_is_around(self.model):
+            trace = getattr(other, "__self__", None)
+            if trace is self:
+                return
+            if isinstance(trace, Trace) and trace.is_alone and trace.owner is not self.owner:
+                self.remove()
+                raise RuntimeError(
+                    f"fpsim.{trace.verb} is running a step of this {type(self.model).__name__} in thread "
+                    f"{trace.owner.name!r}, so fpsim.{self.verb} cannot run one in thread {self.owner.name!r}. Wait "
+                    f"until it has ended, or use a copy of the model for each thread."
+                )
 
     def clear(self) -> None:
         """Forget the operations so far; gradients of their results that are still to come are seen."""
@@ -107,36 +156,91 @@ class Trace:
         self.operations, self._calls, self._hooks = [], {}, []
         self.results = WeakTensorKeyDictionary()
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether something else stands in the place of the model's call, such as what `model.compile()` puts there."""
+        return self.is_installed and self._model_called not in who_is_around(self.model)
+
+    # One thread
+
+    @property
+    def owner(self) -> threading.Thread:
+        """The thread whose calls are traced."""
+        return self._owner["thread"]
+
+    def claim(self, and_warn: bool = True) -> bool:
+        """Whether this thread is the one whose calls are traced: the first one that asks, as long as it lives."""
+        thread = threading.current_thread()
+        if self._owner.setdefault("thread", thread) is thread:
+            return True
+        if not self.owner.is_alive():
+            self._owner["thread"] = thread
+            return True
+        if and_warn and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"fpsim.{self.verb} sees the calls that come from one thread, {self.owner.name!r}. Those from "
+                f"{thread.name!r} are left out. Use a copy of the model, and a {self.verb} of its own, for each "
+                f"thread.",
+                stacklevel=2,
+            )
+        return False
+
     # The model's calls
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def _model_called(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.is_installed:
+            return call(*args, **kwargs)
+        if self.inside and self.claim(and_warn=False):  # the model calls itself
+            return self._in_frame("", call, args, kwargs)
         if not self.is_due():
-            self._entered.append(None)
-            return
-        stack = ExitStack()
-        self._entered.append(stack)
+            return call(*args, **kwargs)
         if self.emulated:  # the mode of the emulation goes below this one, and rounds nothing outside of modules
-            stack.enter_context(entered(make_scope("", Policy(), Listeners())))
-        for name, inner in self.model.named_modules():  # a call that is not traced has no hooks to run
+            scope = make_scope("", Policy(), Listeners())
+            return run_entered(scope, self._traced, (call, args, kwargs), {})
+        return self._traced(call, args, kwargs)
+
+    def _traced(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        undo = Undo()
+        try:
+            undo.by(self._end_inner)
+            self._begin_inner()
+            self.inside, self._frames = 1, [*self._frames, ("", {})]
+            mode = _Inside(self)
+            undo.by(mode.end)
+            push_mode(mode)
+            return call(*args, **kwargs)
+        finally:
+            self.inside, self._frames = 0, self._frames[:1]
+            try:
+                undo()
+            finally:
+                undo()
+
+    def _begin_inner(self) -> None:
+        for name, inner in self.model.named_modules():  # a call that is not traced runs nothing around them
             if inner is not self.model and not is_compiled_wrapper(inner):
-                stack.callback(inner.register_forward_pre_hook(partial(self._enter_module, name)).remove)
-                stack.callback(inner.register_forward_hook(self._leave_module, always_call=True).remove)
-        stack.enter_context(_Inside(self))
-        self.inside += 1
-        self._frames.append(("", {}))
+                around = partial(self._inner_called, name)
+                self._inner.append((inner, around))
+                around_calls(inner, around)
 
-    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        stack = self._entered.pop()
-        if stack is not None:
-            self._frames.pop()
-            self.inside -= 1
-            stack.close()
+    def _end_inner(self) -> None:
+        for inner, around in self._inner:
+            not_around_calls(inner, around)
+        self._inner = []
 
-    def _enter_module(self, name: str, module: nn.Module, _: Any) -> None:
-        self._frames.append((name, {}))
+    def _inner_called(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not (self.inside and self.claim(and_warn=False)):
+            return call(*args, **kwargs)
+        return self._in_frame(name, call, args, kwargs)
 
-    def _leave_module(self, module: nn.Module, _: Any, __: Any) -> None:
-        self._frames.pop()
+    def _in_frame(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        frames, size = self._frames, len(self._frames)
+        try:
+            frames.append((name, {}))
+            return call(*args, **kwargs)
+        finally:
+            del frames[size:]
 
     # Their operations
 
@@ -160,7 +264,8 @@ class Trace:
         if found is None and (name := self._names.get(id(x))) is not None:
             found = self.results[x] = Operation(name, name.rpartition(".")[0], "parameter", 0, False, [])
             if x.requires_grad:
-                self._hooks.append(x.register_hook(partial(self._came, found)))
+                with without_torch_function():
+                    hooked(x, partial(self._came, found), self._hooks)
         return found
 
     def _note(
@@ -179,25 +284,42 @@ class Trace:
             operation = Operation(site, module, name, call, computes, sources)
             self.operations.append(operation)
             self.results[result] = operation
-            self.visitor.forward(operation, operands, result)
-            if result.requires_grad:
-                result.register_hook(partial(self._came, operation))
+            with without_torch_function():  # another trace may lie below
+                self.visitor.forward(operation, operands, result)
+                if result.requires_grad:
+                    result.register_hook(partial(self._came, operation))
 
     def _came(self, operation: Operation, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            self.visitor.backward(operation, gradient.detach())
+        if gradient is None:
+            return
+        thread = threading.get_ident()
+        if operation.name != "parameter":
+            self._backward_threads.add(thread)
+        elif gradient.device.type == "cpu" and thread not in (self.owner.ident, *self._backward_threads):
+            return  # of another thread's backward pass through the same parameter
+        self.visitor.backward(operation, gradient.detach())
 
 
 class _Inside(TorchFunctionMode):
-    """Sees the calls inside of the model, above the emulation: operands not yet rounded, results rounded."""
+    """Sees the calls inside of the model, above the emulation: operands not yet rounded, results rounded.
+
+    has_ended: whether what it was entered for is over; it is then to be found on no stack.
+    """
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
-        self.trace = trace
+        self.trace, self.has_ended = trace, False
+
+    def end(self) -> None:
+        """Take it off torch's stack."""
+        self.has_ended = True
+        take_off(self)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.has_ended or not self.trace.is_installed:
+            return func(*args, **(kwargs or {}))
         return self.trace.call(func, args, kwargs or {})
 
 
@@ -209,7 +331,7 @@ class _Outside(_Inside):
     ) -> Any:
         if self.trace.inside:
             return func(*args, **(kwargs or {}))
-        return self.trace.call(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _floats_in(values: tuple[Any, ...]) -> Iterator[Tensor]:

@@ -1,0 +1,146 @@
+"""torch's private names around a call: modes, transforms and hooks, and what stands in the place of a module's call.
+
+`tests/fpsim/test_torch_modes.py` holds each belief against the installed torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import CodeType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = [
+    "CALL_SLOT",
+    "call_inside",
+    "has_transform",
+    "hooked",
+    "hooks_of_saved_tensors",
+    "keeps_grad_mode",
+    "memory_behind",
+    "modes",
+    "module_called",
+    "plain_tensors",
+    "push_mode",
+    "set_grad_enabled",
+    "take_off",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# An attribute of a module that is called in the place of its hooks and its forward, unless it is None, as it is by
+# default. torch leaves it out of copies and pickles.
+CALL_SLOT = "_compiled_call_impl"
+
+# Functions of C, bound and not wrapped: no signal is handled between their begin and their end. A `with` block of a
+# mode handles signals before and after each of these two.
+push_mode: Callable[[TorchFunctionMode], None] = torch._C._push_on_torch_function_stack  # type: ignore[attr-defined]
+_pop: Callable[[], TorchFunctionMode] = torch._C._pop_torch_function_stack  # type: ignore[attr-defined]
+_size: Callable[[], int] = torch._C._len_torch_function_stack
+_at: Callable[[int], TorchFunctionMode] = torch._C._get_function_stack_at  # type: ignore[attr-defined]
+
+
+# What packs and unpacks the tensors that operations save now, as saved_tensors_hooks and checkpoints set it; or None.
+hooks_of_saved_tensors: Callable[[], Any] = functools.partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, False
+)  # type: ignore[attr-defined]
+# Whether a transform of torch.func sees each call.
+has_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
+
+
+def memory_behind(x: Tensor) -> Tensor:
+    """The tensor that a transform of torch.func shows as `x`, with all samples of a batch in it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def modes() -> Iterator[TorchFunctionMode]:
+    """The function modes of this thread, the outermost first. Within the function of a mode it is not among them."""
+    return map(_at, range(_size()))
+
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+def plain_tensors() -> AbstractContextManager[None]:
+    """A block that makes no inference tensors, and puts the mode of gradients back too. Of C: left at any signal."""
+    return torch._C._InferenceMode(False)  # type: ignore[no-any-return]
+
+
+def keeps_grad_mode(function: Function) -> Function:
+    """Whatever is raised within `function`, gradients are on or off as before.
+
+    A `with torch.no_grad()` that is interrupted while it ends leaves them off.
+    """
+
+    @functools.wraps(function)
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        is_enabled = torch.is_grad_enabled()
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            set_grad_enabled(is_enabled)
+            raise
+
+    return keeping  # type: ignore[return-value]
+
+
+def take_off(mode: TorchFunctionMode) -> None:
+    """Take a mode off the stack of this thread, wherever and however often it is there; the others stay.
+
+    May be called again where it was interrupted.
+    """
+    while size := _size():
+        if _at(size - 1) is mode:
+            _pop()
+        elif any(other is mode for other in modes()):
+            _take_from_below(mode)
+        else:
+            return
+
+
+def _take_from_below(mode: TorchFunctionMode) -> None:
+    above = [*modes()]
+    del above[: next(i for i, other in enumerate(above) if other is mode) + 1]
+    try:
+        for _ in range(len(above) + 1):
+            _pop()
+    finally:
+        present = [*modes()]
+        for other in above:
+            if not any(other is x for x in present):
+                push_mode(other)
+
+
+def call_inside(module: nn.Module) -> Callable[..., Any]:
+    """A call of `module` with its hooks and its forward, without what stands in its slot."""
+    return module._call_impl  # type: ignore[no-any-return]
+
+
+_CALLER: CodeType = nn.Module._wrapped_call_impl.__code__
+
+
+def module_called() -> nn.Module | None:
+    """The module that was called, asked by what stands in its slot; None where somebody else called that."""
+    frame = sys._getframe(2)
+    return frame.f_locals.get("self") if frame.f_code is _CALLER else None
+
+
+def hooked(x: Tensor, hook: Callable[[Tensor], Any], handles: list[Any]) -> None:
+    """Put a hook on the gradient of `x` and its handle among `handles`; both or, where a signal comes, neither."""
+    size = len(handles)
+    try:
+        handles.append(x.register_hook(hook))
+    except BaseException:
+        del handles[size:]
+        hooks = x._backward_hooks or {}
+        for key in [key for key, found in hooks.items() if found is hook]:
+            del hooks[key]
+        raise

@@ -1,0 +1,168 @@
+"""What is believed of torch's stack of modes, and of what is called in the place of a module."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from fpsim.torch_modes import (
+    CALL_SLOT,
+    call_inside,
+    has_transform,
+    hooked,
+    hooks_of_saved_tensors,
+    keeps_grad_mode,
+    memory_behind,
+    modes,
+    module_called,
+    plain_tensors,
+    push_mode,
+    set_grad_enabled,
+    take_off,
+)
+
+
+class Mode(TorchFunctionMode):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_lie_on_torchs_own_stack() -> None:
+    a, b = Mode("a"), Mode("b")
+    with a:
+        push_mode(b)
+        assert [*modes()] == torch.overrides._get_current_function_mode_stack() == [a, b]
+        torch.ones(1) + 1
+        assert b.seen > 0
+        take_off(b)
+        assert [*modes()] == [a]
+    assert [*modes()] == []
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_mode_is_taken_off_from_wherever_it_lies_and_the_others_stay_in_order(which: int) -> None:
+    found = [Mode(name) for name in "abc"]
+    for mode in found:
+        push_mode(mode)
+    push_mode(found[which])  # twice
+    try:
+        for _ in range(2):  # the second time does nothing
+            take_off(found[which])
+            assert [*modes()] == [m for i, m in enumerate(found) if i != which]
+    finally:
+        for mode in found:
+            take_off(mode)
+    assert [*modes()] == []
+
+
+def test_the_slot_is_called_in_the_place_of_hooks_and_forward_and_knows_the_module() -> None:
+    module, seen = nn.Linear(2, 2), []
+    module.register_forward_hook(lambda *_: seen.append("hook"))
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        seen.append(module_called())
+        return call_inside(module)(x)
+
+    def ask() -> Any:
+        return module_called()
+
+    assert getattr(module, CALL_SLOT) is None
+    vars(module)[CALL_SLOT] = call
+    assert module(torch.ones(1, 2)).shape == (1, 2)
+    assert seen == [module, "hook"]
+    assert ask() is None
+    for duplicate in (copy.copy(module), copy.deepcopy(nn.Linear(2, 2)), pickle.loads(pickle.dumps(nn.Linear(2, 2)))):
+        assert getattr(duplicate, CALL_SLOT) is None
+    assert CALL_SLOT not in module.__getstate__()
+    other = nn.Linear(2, 2)
+    other.__dict__.update(vars(module))  # a replica
+    other(torch.ones(1, 2))
+    assert seen[2] is other
+
+
+def test_a_hook_that_is_interrupted_while_it_is_put_on_a_parameter_is_not_there() -> None:
+    class Interrupted(list[Any]):
+        def append(self, value: Any) -> None:
+            super().append(value)
+            raise KeyboardInterrupt
+
+    x, handles = torch.ones(1, requires_grad=True), Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        hooked(x, print, handles)
+    assert not x._backward_hooks
+    assert handles == []
+    whole: list[Any] = []
+    hooked(x, print, whole)
+    assert len(x._backward_hooks or {}) == len(whole) == 1
+    whole[0].remove()
+    assert not x._backward_hooks
+
+
+def test_gradients_are_on_again_after_a_block_of_plain_tensors_whatever_it_was_in() -> None:
+    def interrupted() -> None:
+        with plain_tensors():
+            set_grad_enabled(False)
+            assert not torch.ones(1).is_inference()
+            assert not torch.is_grad_enabled()
+            raise KeyboardInterrupt
+
+    for outer in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with outer():
+            before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            with pytest.raises(KeyboardInterrupt):
+                interrupted()
+            assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
+
+
+def test_what_raises_leaves_the_mode_of_gradients_as_it_was() -> None:
+    @keeps_grad_mode
+    def leave(error: BaseException | None) -> None:
+        set_grad_enabled(False)
+        if error is not None:
+            raise error
+
+    for error in (KeyboardInterrupt(), RuntimeError()):
+        with pytest.raises(type(error)):
+            leave(error)
+        assert torch.is_grad_enabled()
+    leave(None)
+    assert not torch.is_grad_enabled()  # as its author wished
+    torch.set_grad_enabled(True)
+
+
+def test_the_hooks_of_saved_tensors_are_those_of_the_innermost_block() -> None:
+    assert hooks_of_saved_tensors() is None
+    pack, unpack = (lambda x: x), (lambda x: x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            assert hooks_of_saved_tensors() == (pack, unpack)
+        assert hooks_of_saved_tensors() != (pack, unpack)
+    assert hooks_of_saved_tensors() is None
+
+
+def test_the_memory_behind_a_transform_holds_its_numbers() -> None:
+    seen = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        assert has_transform()
+        y = x * 2
+        seen.append(memory_behind(y))
+        return y.sum()
+
+    x = torch.arange(6.0).view(2, 3)
+    torch.func.vmap(torch.func.grad(f))(x)
+    assert not has_transform()
+    assert torch.equal(seen[0], x * 2)
+    assert memory_behind(x) is x

@@ -1,0 +1,110 @@
+"""What an interrupted call may leave behind: on torch, in this thread, on a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fpsim
+from fpsim import noise
+from fpsim.emulation.scope import active
+from fpsim.model import listeners
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+POLICY = "fp16"
+
+
+class Middle(nn.Module):
+    """Runs a function of the test's before it gives its input on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.then: Callable[[], object] = int
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.then()
+        return x + 1
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.norm, self.last = nn.Linear(6, 8), Middle(), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.gelu(self.norm(self.middle(self.first(x)))))
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(X).square().mean()
+
+
+def left_on(*models: nn.Module) -> list[str]:
+    """What is left by calls that have ended; empty where nothing is."""
+    found = [f"{type(mode).__name__} on torch's stack" for mode in torch.overrides._get_current_function_mode_stack()]
+    if noise._inside or noise._here.streams:
+        found.append("a stream of noise")
+    if active.emulation is not None:
+        found.append("an active emulation")
+    if not torch.is_grad_enabled():
+        found.append("gradients are off")
+    for model in models:
+        for name, module in model.named_modules():
+            places = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+            if any(places):
+                found.append(f"a hook on {name!r}")
+            if module._compiled_call_impl is not None:
+                found.append(f"a call of {name!r}")
+        found += [f"a hook on {name!r}" for name, p in model.named_parameters() if p._backward_hooks]
+        if any(True for _ in fpsim.forwards.emulated_forwards(model)):
+            found += ["an observer" for listener in listeners(model) if listener.observer is not None]
+    return found
+
+
+def watched(model: nn.Module) -> None:
+    with fpsim.watch(model, ["fp16"], every=1):
+        loss_of(model).backward()
+
+
+def recorded(model: nn.Module) -> None:
+    with fpsim.record(model):
+        loss_of(model).backward()
+
+
+def emulated(model: nn.Module) -> None:
+    with fpsim.emulate(POLICY):
+        loss = loss_of(model)
+    loss.backward()
+
+
+def under_torchs_noise(model: nn.Module) -> None:
+    with fpsim.noise_of_torch():
+        loss_of(model).backward()
+
+
+# What is called on a model, and whether the model is quantised.
+ENTRIES: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
+    "watch": (watched, False),
+    "diagnose": (lambda model: fpsim.diagnose(model, lambda: loss_of(model).backward()), False),
+    "diagnose quantised": (lambda model: fpsim.diagnose(model, lambda: loss_of(model).backward()), True),
+    "compare": (lambda model: fpsim.compare(model, None, POLICY, X, loss=lambda out: out.square().mean()), False),
+    "sensitivity": (lambda model: fpsim.sensitivity(model, loss_of, POLICY), False),
+    "emulate": (emulated, False),
+    "record": (recorded, True),
+    "quantised": (lambda model: loss_of(model).backward(), True),
+    "delayed": (lambda model: loss_of(model).backward(), True),
+    "quantize": (lambda model: fpsim.quantize(model, POLICY), False),
+    "noise_of_torch": (under_torchs_noise, True),
+}
+
+
+def model_for(entry: str) -> nn.Module:
+    model = Net()
+    if entry == "delayed":
+        return fpsim.quantize(model, fpsim.recipe("fp8_delayed", model))
+    return fpsim.quantize(model, POLICY) if ENTRIES[entry][1] else model
