@@ -187,8 +187,10 @@ def make(
 ) -> Any:
     """A new tensor: float32 on purpose, unless it is made like another one or the model's dtype is asked for."""
     out = call(func, args, kwargs)
-    if not isinstance(out, Tensor) or not is_roundable(out) or "out" in kwargs:
+    if not isinstance(out, Tensor) or not is_roundable(out):
         return out
+    if isinstance(kwargs.get("out"), Tensor):
+        return out if format_of(out) == WIDE else emulation.round_result(out, call, (), [], out)
     others = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
     if any(out is x for x in others):  # torch.as_tensor(x, dtype=...)
         return out if dtype_in(args, kwargs) is None else cast(emulation, Tensor.to, call, args, kwargs, asked)
@@ -207,7 +209,7 @@ def make(
     if spec is not None and call.name in _ZERO_OR_NOTHING and getattr(spec.fmt, "specials", None) != "scale":
         mark(out, spec.text)
         return out
-    return out if out.requires_grad else emulation.operand(out, Rounds.ALL)
+    return out if out.requires_grad and out.is_leaf else emulation.operand(out, Rounds.ALL)
 
 
 def fill(emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -119,7 +119,7 @@ class Emulation(Roundings, TorchFunctionMode):
             inner = _decomposed.get(func) or partial(recurrent.OPERATIONS[call.name], scope.repeated)
             with self:
                 return inner(*args, **kwargs)
-        hooks = hooks_of_saved_tensors()
+        hooks = None if torch.compiler.is_compiling() else hooks_of_saved_tensors()
         if hooks is None:
             return self._emulated(func, call, args, kwargs, asked)
         with packed_afterwards(hooks):

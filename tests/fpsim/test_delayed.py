@@ -165,7 +165,8 @@ def test_an_emulation_around_does_not_round_amaxes() -> None:
         found = history(histories, Delayed())
         found.record(torch.tensor(7.0))
         histories.begin_step()
-        assert history(histories, Delayed()).scale().item() == 64.0
+        scale = history(histories, Delayed()).scale()
+    assert scale.item() == 64.0
 
 
 # When a step begins
