@@ -260,17 +260,6 @@ OTHERS: dict[str, Kind] = {
     ),
     "convnextv2": _pictures("ConvNextV2", {**_STAGES, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
     "dinov2": _pictures("Dinov2", _VISION, image),
-    "levit": _pictures(
-        "Levit",
-        {
-            **_STAGES,
-            "image_size": 32,
-            "hidden_sizes": [8, 16, 16],
-            "num_attention_heads": [1, 2, 2],
-            "depths": [1, 1, 1],
-            "key_dim": [4, 4, 4],
-        },
-    ),
     "poolformer": _pictures("PoolFormer", {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}),
     "segformer": _pictures(
         "Segformer",
@@ -285,7 +274,6 @@ OTHERS: dict[str, Kind] = {
             "mlp_ratios": [2, 2],
         },
     ),
-    "mobilenet-v2": _pictures("MobileNetV2", {"image_size": 32, "depth_multiplier": 0.25}),
     "hiera": _pictures(
         "Hiera",
         {
