@@ -2,6 +2,8 @@
 
 Every figure is a ratio of paired runs (A, B, B, A, A, B, ...), of which the median is printed; the report is also saved
 as JSON under benchmarks/results/, with the machine it was measured on. A goal is met, or printed as missed.
+
+With `--base REV` this checkout is measured against another revision instead, by processor time (against_base.py).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 import torch
+from against_base import ROWS, WORSE, NotMeasuredError, Ratio, archived, compare
 from torch import Tensor, nn
 
 import ada_loss
@@ -75,6 +78,14 @@ class Report:
         sign = ">=" if at_least else "<="
         verdict = "" if goal is None else f"   goal {sign} {goal:g}: {'met' if met else 'MISSED'}"
         print(f"{section:10} {name:58} {value:9.3f} {unit}{verdict}", flush=True)
+
+    def add_ratio(self, section: str, name: str, ratio: Ratio) -> None:
+        """A row whose goal is met where its interval does not lie wholly above the goal."""
+        low, high = round(ratio.low, 4), round(ratio.high, 4)
+        row = {"value": round(ratio.value, 4), "low": low, "high": high, "unit": "of the base", "goal": WORSE}
+        self.rows.append({"section": section, "name": name, **row, "met": not ratio.is_worse})
+        interval = f"{ratio.value:6.3f} of the base, {low:.3f} to {high:.3f}"
+        print(f"{section:10} {name:44} {interval}   {ratio.verdict}", flush=True)
 
 
 def machine() -> dict[str, Any]:
@@ -352,7 +363,7 @@ def resnet20() -> nn.Sequential:
 
 
 def make_model(which: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    """A model and its loss on one batch."""
+    """A model and its loss on one batch. which: "resnet20", "gpt2", or "gpt2-1024", with 1,024 words."""
     torch.manual_seed(0)
     if which == "resnet20":
         model: nn.Module = resnet20()
@@ -364,8 +375,10 @@ def make_model(which: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     else:
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=128, n_head=4))
-        x = torch.randint(0, 50257, (16, 128))
+        words = 1024 if which == "gpt2-1024" else 50257
+        ends = {"bos_token_id": 1, "eos_token_id": 1} if which == "gpt2-1024" else {}
+        model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=128, n_head=4, vocab_size=words, **ends))
+        x = torch.randint(0, words, (16, 128))
 
         def loss(m: nn.Module) -> Tensor:
             return m(input_ids=x, labels=x).loss  # type: ignore[no-any-return]
@@ -398,10 +411,10 @@ def with_torchaos_products(model: nn.Module) -> None:
 def make_step(which: str, form: str) -> Callable[[], object]:
     """A whole training step of a model.
 
-    form: "float32"; "fpsim", all roles fp16; "recipe:NAME", a recipe of fpsim; "torchao", its MXFP8 in the layers but
-        the head; "qtorch", its Quantizer at the same sites; "watched" and "unwatched", float32 with fpsim.watch in each
-        step and in none; "static", fpsim with a loss scale; "adaptive N M", fpsim with a scale for each layer, computed
-        every N steps and recorded every M (0: never).
+    form: "float32"; "fpsim", all roles fp16, or "fpsim bf16"; "recipe:NAME", a recipe of fpsim; "torchao", its MXFP8
+        in the layers but the head; "qtorch", its Quantizer at the same sites; "watched" and "unwatched", float32 with
+        fpsim.watch in each step and in none; "static", fpsim with a loss scale; "adaptive N M", fpsim with a scale for
+        each layer, computed every N steps and recorded every M (0: never).
     """
     model, loss = make_model(which)
     if form.startswith("recipe:"):
@@ -409,7 +422,7 @@ def make_step(which: str, form: str) -> Callable[[], object]:
     elif form == "torchao":
         with_torchaos_products(model)
     elif form not in ("float32", "qtorch", "watched", "unwatched"):
-        fpsim.quantize(model, "fp16", inplace=True)
+        fpsim.quantize(model, "bf16" if form == "fpsim bf16" else "fp16", inplace=True)
     scaler: Any = None
     if form.startswith("adaptive"):
         _, update_every, record_every = form.split()
@@ -634,6 +647,32 @@ def startup(report: Report, repeats: int) -> None:
     report.add("startup", "import fpsim and first rounding, after import torch", seconds, "s", 0.3, at_least=False)
 
 
+def against_base(report: Report, revision: str, only: list[str] | None, is_quick: bool) -> None:
+    """This checkout over another revision of it, row by row."""
+    root = Path(__file__).resolve().parents[1]
+    git = partial(subprocess.run, cwd=root, check=True, capture_output=True, text=True)
+    state = git(["git", "describe", "--always", "--dirty"]).stdout.strip()
+    names = [name for name, (section, _) in ROWS.items() if only is None or section in only]
+    if not names:
+        raise SystemExit(
+            f"No section of {only} is compared with a base. Known: {sorted({s for s, _ in ROWS.values()})}"
+        )
+    rounds, pairs = (5, 100) if is_quick else (15, 200)
+    with archived(revision, root) as base:
+        identity = git(["git", "rev-parse", "--short", revision]).stdout.strip()
+        report.notes.append(
+            f"{state} against {identity}, by processor time: the mean log ratio of {rounds} rounds, each the median of "
+            f"up to {pairs} pairs in two fresh processes, with Student's 95 % interval over the rounds."
+        )
+        print(report.notes[-1], flush=True)
+        for name, found in compare(base, root, names, rounds, pairs):
+            if isinstance(found, NotMeasuredError):
+                report.notes.append(f"{name}: not measured. {found}")
+                print(report.notes[-1], flush=True)
+            else:
+                report.add_ratio(ROWS[name][0], name, found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
@@ -643,10 +682,21 @@ def main() -> None:
         help="sections: startup small launches instructions rounding peers blocks recipes accumulators training "
         "watching scaling compile memory",
     )
-    parser.add_argument("--out", type=Path, help="where to save the JSON report (default: results/<machine>.json)")
+    parser.add_argument("--base", metavar="REV", help="measure this checkout against a revision of it instead")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="where to save the JSON report (default: results/<machine>.json, with --base <machine>-against-base.json)",
+    )
     options = parser.parse_args()
     repeats = 5 if options.quick else 21
     report = Report()
+    about = machine()
+    name = f"{about['gpu'] or about['cpu']}{'-against-base' if options.base else ''}.json"
+    target = options.out or RESULTS / name.replace(" ", "-").lower()
+    if options.base:
+        against_base(report, options.base, options.only, options.quick)
+        return save(report, target)
     sections: dict[str, Callable[[], None]] = {
         "startup": lambda: startup(report, 3 if options.quick else 9),
         "small": lambda: small(report),
@@ -666,8 +716,7 @@ def main() -> None:
     for name, section in sections.items():
         if options.only is None or name in options.only:
             section()
-    about = machine()
-    save(report, options.out or RESULTS / f"{about['gpu'] or about['cpu']}.json".replace(" ", "-").lower())
+    save(report, target)
 
 
 if __name__ == "__main__":

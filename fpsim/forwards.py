@@ -24,6 +24,7 @@ from fpsim.emulation.entering import entered, run_entered
 from fpsim.emulation.marks import is_made_here, is_roundable, is_seen_from_outside, is_state, mark_as_state
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.scope import Listeners, Scope, active, make_scope
+from fpsim.opened import open_objects
 from fpsim.policy import Policy, RoleSpecs, describe
 from fpsim.products import Products
 from fpsim.torch_internals import (
@@ -33,7 +34,6 @@ from fpsim.torch_internals import (
     direct_parameters,
     is_traced,
     standing_in,
-    unknown_to_compiler,
 )
 
 __all__ = ["EmulatedForward", "bound_elsewhere", "emulated_forward", "emulated_forwards", "install", "uninstall"]
@@ -229,12 +229,12 @@ def _recorded_forward(token: str, tensors: dict[str, Tensor], flags: list[bool],
     try:
         with standing_in(forward.module, tensors):
             out = forward.run(forward.module, args, kwargs)
-        found = unknown_to_compiler(out)
-        if found is not None:
+        out, unknown = open_objects(out)
+        if unknown is not None:
             raise NotImplementedError(
-                f"A {found} is given back, which a compiled program cannot give to its caller. Possible: tensors and "
-                f"numbers in lists, tuples and dicts, and what is registered as a pytree; of transformers "
-                f"use_cache=False."
+                f"Got a {unknown} in what the forward returns, which a compiled program cannot give to its caller. "
+                f"Expected tensors and numbers in lists, tuples, dicts, pytrees and objects of plain Python, such as "
+                f"transformers' DynamicCache. Return only those."
             )
     except Exception as error:  # what Dynamo says of it is that a type is unsupported
         warnings.warn(

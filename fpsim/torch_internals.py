@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils import _pytree
 
 __all__ = [
     "base_of",
@@ -39,12 +40,13 @@ __all__ = [
     "is_traced",
     "is_watched",
     "is_zero_tensor",
+    "map_leaves",
     "may_compute_weights",
     "operation_homes",
     "parametrization_lists",
+    "register_container",
     "share_storage",
     "standing_in",
-    "unknown_to_compiler",
     "version_of",
     "without_torch_function",
     "wrap_checkpoints",
@@ -209,7 +211,7 @@ def is_traced(x: Tensor) -> bool:
 
 
 def compile_as_one(function: Callable[..., Any]) -> None:
-    """Let torch.compile take calls of `function` as they are into its program, and trace what they do by running them.
+    """Let torch.compile take calls of `function` into its program as they are, and run them to know what they do.
 
     As torch._dynamo.nonstrict_trace does, without its import, which takes a second: asked while Dynamo traces.
     """
@@ -218,15 +220,9 @@ def compile_as_one(function: Callable[..., Any]) -> None:
         known.add(id(function))
 
 
-def unknown_to_compiler(out: Any) -> str | None:
-    """The first type in `out`, by name, that a function known by `compile_as_one` cannot give back."""
-    from torch.utils import _pytree
-
-    plain = (Tensor, int, float, bool, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
-    leaves = _pytree.tree_leaves(out)
-    return next((type(leaf).__name__ for leaf in leaves if not isinstance(leaf, plain)), None)
-
-
+# `map_leaves(f, tree)` copies containers that torch knows, with f(leaf) in the place of each leaf. `register_container`
+# makes a type one, by what takes it apart and what makes it again, which the compiler reads line by line.
+map_leaves, register_container = _pytree.tree_map, _pytree.register_pytree_node
 _fused: set[Any] = set()
 
 

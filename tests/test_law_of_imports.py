@@ -45,7 +45,7 @@ FLOORS = (
     "fpsim.emulation.mode",
     "fpsim.emulation.entering",
     "fpsim.emulation.tracing",
-    "fpsim.emulation fpsim.computed_weights",
+    "fpsim.emulation fpsim.computed_weights fpsim.opened",
     "fpsim.forwards",
     "fpsim.model fpsim.summary",
     "fpsim.scaling_state fpsim.recording fpsim.scaling fpsim.compare fpsim.diagnose fpsim.watch fpsim.sensitivity",

@@ -169,9 +169,82 @@ def test_a_buffer_put_in_the_place_of_another_is_an_error() -> None:
         compiled(torch.ones(2))
 
 
+def tensors_of(x: Any) -> list[Tensor]:
+    """All tensors in containers and in the attributes of objects."""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, dict):
+        x = list(x.values())
+    if isinstance(x, list | tuple):
+        return [tensor for item in x for tensor in tensors_of(item)]
+    return tensors_of(vars(x)) if hasattr(x, "__dict__") and not isinstance(x, type) else []
+
+
+@pytest.mark.parametrize(
+    ("config", "cache"),
+    [
+        (transformers.LlamaConfig(), "DynamicCache"),
+        (transformers.MistralConfig(sliding_window=4), "DynamicCache"),
+        (transformers.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2), "EncoderDecoderCache"),
+    ],
+    ids=["llama", "sliding_window", "t5"],
+)
+def test_a_language_model_with_its_cache_is_one_graph_and_the_cache_goes_on(config: Any, cache: str) -> None:
+    ids, inputs = torch.randint(4, 96, (2, 8)), {}
+    if cache == "DynamicCache":
+        size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config.update({**size, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96})
+        plain = transformers.AutoModelForCausalLM.from_config(config)
+    else:
+        plain, inputs = transformers.T5ForConditionalGeneration(config), {"decoder_input_ids": ids[:, :3]}
+    model = quantize(plain.eval(), "bf16")
+    expected = model(input_ids=ids, **inputs)
+    found = torch.compile(model, backend="aot_eager", fullgraph=True)(input_ids=ids, **inputs)
+    assert torch.equal(found.logits, expected.logits)
+    of_model, of_program = expected.past_key_values, found.past_key_values
+    assert type(of_program) is type(of_model)
+    assert type(of_program).__name__ == cache
+    assert len(tensors_of(of_program)) == len(tensors_of(of_model)) >= 4
+    assert all(map(torch.equal, tensors_of(of_program), tensors_of(of_model)))
+    if cache == "DynamicCache":  # the next token, of either cache
+        after, again = (model(input_ids=ids[:, :1], past_key_values=c).logits for c in (of_program, of_model))
+        assert torch.equal(after, again)
+        assert of_program.get_seq_length() == 9
+
+
+class Holder:
+    """An object of plain Python, with another in it."""
+
+    def __init__(self, x: Tensor, inner: Holder | None = None) -> None:
+        self.x, self.inner, self.kind, self.dtype, self.device = x, inner, Holder, x.dtype, x.device
+        self.parts: dict[str, Any] = {"y": x + 1, "words": ["a", None, 1.5, 3]}
+
+
+def test_objects_constants_and_gradients_come_back_from_a_program() -> None:
+    class Wrapped(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"of": Holder(x * 3, Holder(x * 5)), "none": None, "words": ("a", 1.5, True)}
+
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    found = torch.compile(quantize(Wrapped(), "bf16"), backend="aot_eager", fullgraph=True)(x)
+    assert (found["none"], found["words"]) == (None, ("a", 1.5, True))
+    holder = found["of"]
+    assert type(holder) is type(holder.inner) is Holder
+    assert (holder.kind, holder.dtype, holder.device) == (Holder, torch.float32, x.device)
+    assert holder.inner.inner is None
+    assert holder.parts["words"] == ["a", None, 1.5, 3]
+    assert holder.parts["y"].tolist() == [4.0, 7.0]
+    (holder.x.sum() + holder.inner.parts["y"].sum()).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [8.0, 8.0]
+
+
 def test_what_the_compiler_cannot_give_back_is_named() -> None:
-    model, inputs = gpt2()
-    compiled = torch.compile(quantize(model, "fp16"), backend="aot_eager")
-    with pytest.warns(UserWarning, match=r"A DynamicCache is given back.*use_cache=False"):
-        out = compiled(**{**inputs, "use_cache": True})
-    assert out.past_key_values is not None  # it ran without the compiler
+    class Gives(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return x * self.weight, iter([1])
+
+    compiled = torch.compile(quantize(Gives(2, 1), "fp16"), backend="aot_eager")
+    with pytest.warns(UserWarning, match=r"Got a list_iterator.*Expected tensors.*DynamicCache"):
+        out = compiled(torch.ones(2))
+    assert torch.equal(out[0][0], compiled.weight.half().float()[0])  # it ran without the compiler
