@@ -18,7 +18,7 @@ FLOORS = (
     "fpsim.rows fpsim.pictures",
     "fpsim.formats",
     "fpsim.fixed_point fpsim.foreign",
-    "fpsim.blocks fpsim.rounding fpsim.kernels fpsim.reference",
+    "fpsim.blocks fpsim.rounding fpsim.kernels fpsim.kernels.sources fpsim.reference",
     "fpsim.accumulators fpsim.kernels.compile fpsim.kernels.kept",
     "fpsim.kernels.card fpsim.kernels.native fpsim.kernels.blocks",
     "fpsim.kernels.containers",
