@@ -14,7 +14,7 @@ from fpsim.checks import did_you_mean, is_whole, shown
 from fpsim.kernels.hadamard import LANES, cpu_loop, cuda_loop
 from fpsim.launch import PARALLEL_FROM, key_arguments, run_on_card, run_parts
 from fpsim.noise import new_key_for, new_traceable_key
-from fpsim.spec import require_floating
+from fpsim.spec import address_of, require_floating
 from fpsim.torch_internals import has_no_holes
 
 __all__ = ["Hadamard", "apply_hadamard_operator", "hadamard", "padded_to_groups", "require_groups", "transformed"]
@@ -151,12 +151,12 @@ def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, i
     words = inner, pattern, int(transform.signs == "random"), int(is_inverse)
     if x.is_cuda:
         on_card = cuda_loop(transform.size, 8 * x.element_size())
-        arguments = x.data_ptr(), out.data_ptr(), lines, *words, *key_arguments(key)
+        arguments = address_of(x), address_of(out), lines, *words, *key_arguments(key)
         run_on_card(on_card, x, -(-lines * transform.size // on_card.threads), arguments)
         return out
     loop = cpu_loop(transform.size, 8 * x.element_size())
     key_address = _NO_KEY.ctypes.data if key is None else key.data_ptr()
-    source, target = x.data_ptr(), out.data_ptr()
+    source, target = address_of(x), address_of(out)
     threads = torch.get_num_threads() if x.numel() >= PARALLEL_FROM else 1
     per_thread = -(-lines // (threads * LANES)) * LANES
     parts = [

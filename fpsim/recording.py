@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fpsim.checks import is_whole
 from fpsim.model import listeners
 from fpsim.shared_scales import Cut
-from fpsim.spec import Spec, any_spec
+from fpsim.spec import Spec, any_spec, holds_numbers
 from fpsim.statistics import TALLY_COUNTS
 from fpsim.tally import Accumulator, Tally
 
@@ -36,6 +36,8 @@ class Recording:
 
     def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
         """The observer: called by the emulation for each tensor that it wants, before and after it is rounded."""
+        if not holds_numbers(before):
+            return  # of a model on device meta there is nothing to count
         key = (site, role, spec)
         if key not in self._sums:
             self._sums[key] = Accumulator(spec, before.device)

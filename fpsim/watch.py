@@ -17,7 +17,7 @@ from fpsim.launch import rounded
 from fpsim.policy import ROLES, Policy
 from fpsim.rows import Rows
 from fpsim.shared_scales import Cut, rounded_blocks
-from fpsim.spec import BlockSpec, Spec, any_spec
+from fpsim.spec import BlockSpec, Spec, any_spec, holds_numbers
 from fpsim.tally import Accumulator, Tally
 from fpsim.torch_internals import is_compiled_wrapper
 
@@ -147,7 +147,7 @@ class Watch:
 
     def _add(self, site: str, role: str, x: Tensor) -> None:
         x = x.detach()
-        if x.layout is not torch.strided or not x.numel():
+        if x.layout is not torch.strided or not x.numel() or not holds_numbers(x):
             return
         if role == "activation" and bool((least := torch.finfo(x.dtype).min) == x.amin()):
             x = x.masked_fill(x == least, 0.0)  # a mask, and no number
