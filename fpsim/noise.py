@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpsim.border import require_seed
+
 # Noise keys. By default they are drawn from torch's own CPU generator, so that torch.manual_seed, fork_rng,
 # get_rng_state and activation checkpointing reach the noise as they reach dropout.
 _generator: torch.Generator | None = None
@@ -45,6 +47,8 @@ def manual_seed(seed: int | None) -> None:
     >>> manual_seed(None)
     """
     global _generator
+    if seed is not None:
+        require_seed(seed)
     _generator = None if seed is None else torch.Generator().manual_seed(seed)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.blocks import BlockFormat
+from fpsim.blocks import BlockFormat, as_format
 from fpsim.checks import shown
 from fpsim.kernels import block_loops, block_teams, blocks
 from fpsim.launch import key_arguments, parts_of, run_on_card, run_parts
@@ -89,6 +89,7 @@ def axis_pair(axis: int | tuple[int, int] | None) -> tuple[int, int | None]:
 def require_no_axis(axis: object, fmt: object) -> None:
     """Raise ValueError for an axis that came with a format of single numbers."""
     if axis is not None:
+        as_format(fmt)  # which raises for what is no format at all
         raise ValueError(f"axis={shown(axis)} came with {shown(fmt)}, whose numbers share no scale. Leave axis away.")
 
 
@@ -140,7 +141,7 @@ def _axis(axis: int, shape: torch.Size, name: str) -> int:
     rank = max(len(shape), 1)
     if isinstance(axis, bool) or not isinstance(axis, int) or not -rank <= axis < rank:
         raise ValueError(
-            f"{name}={axis!r} is no axis of a tensor of shape {tuple(shape)}. Possible: {-rank} to {rank - 1}."
+            f"{name}={shown(axis)} is no axis of a tensor of shape {tuple(shape)}. Possible: {-rank} to {rank - 1}."
         )
     return axis % rank
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fpsim.block_tally import blocks_between, saturated_from
 from fpsim.blocks import BlockFormat, Format
-from fpsim.checks import is_whole
+from fpsim.checks import is_whole, shown
 from fpsim.fixed_point import FixedPoint
 from fpsim.kernels.tally import LEAST_SQUARE, lost_loop, tally_loop
 from fpsim.launch import ldexp, parts_of, rounded, run_parts, to_float64
@@ -196,6 +196,9 @@ def _limits(fmt: Format) -> tuple[float, float, float]:
     return 0.0 if isinstance(fmt, FixedPoint) else fmt.smallest_normal, saturated_from(fmt), fmt.largest
 
 
+MOST_LOG2_SCALE = 1022  # 2**-1074 is float64's smallest magnitude, 2**1023 its largest power of two
+
+
 def tally(
     x: Tensor | np.ndarray[Any, Any],
     fmt: str | Format,
@@ -223,7 +226,12 @@ def tally(
     (3, 1, 2.0, 1)
     """
     if not is_whole(log2_scale):
-        raise TypeError(f"log2_scale is {log2_scale!r}. Possible: an integer, the exponent of a power of two.")
+        raise TypeError(f"log2_scale is {shown(log2_scale)}. Possible: an integer, the exponent of a power of two.")
+    if abs(log2_scale) > MOST_LOG2_SCALE:
+        raise ValueError(
+            f"log2_scale={shown(log2_scale)} is out of range. Expected: -{MOST_LOG2_SCALE} to {MOST_LOG2_SCALE}, "
+            f"beyond which float64 loses what is scaled."
+        )
     spec = any_spec(fmt, rounding, overflow)
     if isinstance(x, np.ndarray):
         require_ndarray(x)

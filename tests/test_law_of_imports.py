@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # The floors of the house, the ground first: a file may import files of lower floors only. A new file gets a place here.
 FLOORS = (
     "fpsim.checks fpsim.statistics fpsim.torch_internals fpsim.deferred",
-    "fpsim.rows fpsim.pictures",
+    "fpsim.rows fpsim.pictures fpsim.border",
     "fpsim.formats",
     "fpsim.fixed_point fpsim.foreign",
     "fpsim.blocks fpsim.rounding fpsim.kernels fpsim.kernels.sources fpsim.reference",
@@ -47,7 +47,7 @@ FLOORS = (
     "fpsim.model fpsim.summary",
     "fpsim.scaling_state fpsim.recording fpsim.scaling fpsim.compare fpsim.diagnose fpsim.watch fpsim.sensitivity",
     "fpsim.__main__ fpsim",
-    "ada_loss.checks ada_loss.files",
+    "ada_loss.checks ada_loss.files ada_loss.layerwise.saved",
     "ada_loss.rules.loss.base",
     "ada_loss.rules.loss.fixed ada_loss.rules.loss.counting ada_loss.rules.loss.every_step",
     "ada_loss.rules.loss.hysteresis ada_loss.rules.loss.tolerance",
