@@ -246,7 +246,7 @@ class FloatFormat:
     def _encode_special(self, value: float, negative: bool, sign_bit: int) -> int:
         inf, nan = math.isinf(value), math.isnan(value)
         if (inf and not self.has_inf) or (nan and not self.has_nan) or (inf and negative and not self.is_signed):
-            raise ValueError(f"{self} has no code for value={value!r}: {SPECIALS[self.specials]}.")
+            raise ValueError(f"{self} has no code for {value!r}: {SPECIALS[self.specials]}.")
         sign = sign_bit if negative and inf else 0
         if self.specials in ("fnuz", "p3109") and nan:
             return sign_bit

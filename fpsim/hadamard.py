@@ -86,7 +86,7 @@ def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None 
     """
     if not isinstance(transform, Hadamard):
         raise TypeError(
-            f"transform is {shown(transform)}, of type {type(transform).__name__}. "
+            f"transform is {type(transform).__name__}, {shown(transform)}. "
             f"Possible: a fpsim.Hadamard, such as Hadamard(16)."
         )
     require_floating(x)

@@ -31,7 +31,7 @@ WORDS = {
     **dict.fromkeys("fmt a b weight activation error weight_grad forward backward formats policy".split(), A_FORMAT),
     **dict.fromkeys("element scale product outer format".split(), A_FORMAT),
     **dict.fromkeys("backward_rounding roundings".split(), ("rounding",)),
-    **dict.fromkeys("rows columns value metric".split(), ("column", "number of the metric")),
+    **dict.fromkeys("rows columns metric".split(), ("column", "number of the metric")),
     "init_scale": ("scale",),
     "modules": ("pattern",),
     "name": ("curve", "layer rule", "recipe"),
@@ -50,6 +50,7 @@ WORDS = {
     "system": ("system", "rule"),
     "track": ("tracker",),
     "transforms": ("transform",),
+    "value": ("no code", "column"),
     "where": ("cell", "column"),
     **dict.fromkeys("a b".split(), (*A_FORMAT, "side of the comparison", "cell")),
 }
