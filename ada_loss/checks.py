@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, field, fields
 from typing import Any, NamedTuple
 
-from fpsim.checks import is_finite_number, is_whole
+from fpsim.checks import is_finite_number, is_whole, shown
 
 __all__ = [
     "ABOVE_ONE",
@@ -79,7 +79,7 @@ def require(name: str, value: object, possible: Possible, owner: str, default: o
     """
     if not possible.allows(value):
         remedy = "Give one" if default is MISSING else f"Leave it out for {default!r}"
-        raise ValueError(f"{name}={value!r} makes no {owner}: it must be {possible.words}. {remedy}.")
+        raise ValueError(f"{name}={shown(value)} makes no {owner}: it must be {possible.words}. {remedy}.")
 
 
 def param(default: Any, possible: Possible) -> Any:

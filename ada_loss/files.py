@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fpsim.checks import pip_install
+from fpsim.checks import pip_install, shown
 
-__all__ = ["csv_bytes", "data_frame", "strict_json", "write_atomically"]
+__all__ = ["csv_bytes", "data_frame", "folder_at", "strict_json", "write_atomically"]
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -81,3 +81,15 @@ def strict_json(content: Any) -> str:
     '{"sqnr": [1.5, null, null]}'
     """
     return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None))
+
+
+def folder_at(out: object) -> Path:
+    """The path of a folder. Raises ValueError for what is not one.
+
+    >>> folder_at("")
+    Traceback (most recent call last):
+    ValueError: out='' is not a folder. Expected: the path of a folder, such as 'runs/sweep'.
+    """
+    if not isinstance(out, str | os.PathLike) or not str(out) or "\0" in str(out):
+        raise ValueError(f"out={shown(out)} is not a folder. Expected: the path of a folder, such as 'runs/sweep'.")
+    return Path(out)

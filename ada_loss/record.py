@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ada_loss.files import csv_bytes, data_frame, write_atomically
-from fpsim.checks import is_whole
+from fpsim.checks import is_whole, shown
 from fpsim.scaling import RoundingSpec, lost_between, rounded
 
 __all__ = ["COLUMNS", "Recorder"]
@@ -63,7 +63,7 @@ class Recorder:
 
     def __init__(self, every: int = 1) -> None:
         if not is_whole(every, 1):
-            raise ValueError(f"every={every!r} is impossible. Possible: 1 for every step, n for each n-th.")
+            raise ValueError(f"every={shown(every)} is impossible. Possible: 1 for every step, n for each n-th.")
         self.every = every
         self._labels: list[Label] = []
         self._numbers: list[Tensor] = []  # for each label its SCALES and SHARES

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fpsim.checks import shown
+
 __all__ = [
     "PRODUCTS",
     "AdaLossTransform",
@@ -131,8 +133,19 @@ class AdaLossTransform:
 
     kind: type[nn.Module] | tuple[type[nn.Module], ...] | str
 
+    def __post_init__(self) -> None:
+        kinds = self.kind if isinstance(self.kind, tuple) else (self.kind,)
+        is_name = isinstance(self.kind, str) and self.kind.isidentifier()
+        if not is_name and not (kinds and all(isinstance(k, type) and issubclass(k, nn.Module) for k in kinds)):
+            raise TypeError(
+                f"kind is {shown(self.kind)}. Expected: a class of modules such as torch.nn.Linear, several in a "
+                f"tuple, or the name of one."
+            )
+
     def matches(self, module: nn.Module) -> bool:
-        """Whether this transform chooses a module."""
+        """Whether this transform chooses a module. Raises TypeError for what is not one."""
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module is {shown(module)}. Expected: a torch.nn.Module.")
         if isinstance(self.kind, str):
             return any(base.__name__ == self.kind for base in type(module).__mro__)
         return isinstance(module, self.kind)

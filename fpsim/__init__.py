@@ -1,5 +1,8 @@
 """fpsim: PyTorch models that compute as hardware with a small number format would."""
 
+from fpsim.kernels import sources as _sources  # noqa: F401  # first: it reads the files whose imports follow
+
+# isort: split
 from fpsim.accumulators import Accumulator, as_accumulator
 from fpsim.blocks import BLOCKS, BlockFormat, Delayed, as_format
 from fpsim.codes import decode, encode

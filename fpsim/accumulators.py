@@ -121,7 +121,8 @@ def _format_with_zero(value: str | FloatFormat, name: str) -> FloatFormat:
 def _require_roundings(a: Accumulator) -> None:
     for name in ("rounding", "product_rounding", "outer_rounding"):
         value = getattr(a, name)
-        if value not in ROUNDINGS and not (value is None and name == "outer_rounding"):
+        is_known = isinstance(value, str) and value in ROUNDINGS
+        if not is_known and not (value is None and name == "outer_rounding"):
             hint = did_you_mean(value, ROUNDINGS)
             raise ValueError(f"Unknown {name} {shown(value)}.{hint} Known: {', '.join(ROUNDINGS)}.")
     if a.product is None and a.product_rounding != "nearest_even":
@@ -186,7 +187,7 @@ def _require_room_for_products(a: Accumulator) -> None:
 
 
 def _require_order(a: Accumulator) -> None:
-    if a.order not in ORDERS:
+    if not isinstance(a.order, str) or a.order not in ORDERS:
         raise ValueError(f"Unknown order {shown(a.order)}.{did_you_mean(a.order, ORDERS)} Known: {', '.join(ORDERS)}.")
     if a.order == "torch":
         for field in fields(a)[:-1]:

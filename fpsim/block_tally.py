@@ -15,7 +15,7 @@ from fpsim.kernels import block_tally, block_teams
 from fpsim.kernels.blocks import BlockPlan
 from fpsim.launch import parts_of, run_on_card, run_parts
 from fpsim.shared_scales import BlockAxes, Cut, block_axes, block_plan, finite_amax, in_parts, shared_numbers
-from fpsim.spec import BlockSpec
+from fpsim.spec import BlockSpec, address_of
 from fpsim.statistics import BLOCK_FIELDS, LARGEST_SCALE, SMALLEST_SCALE
 
 __all__ = ["blocks_between", "saturated_from"]
@@ -47,7 +47,7 @@ def blocks_between(before: Tensor, after: Tensor, spec: BlockSpec, cut: Cut) -> 
     words = np.array(axes, np.int64), np.array(plan.parameters, np.int64), np.array(limits, np.float64)
     dims, parameters, ends = (w.ctypes.data for w in words)
     begins = [total * i // parts for i in range(parts + 1)]
-    addresses = x.data_ptr(), r.data_ptr(), dims, parameters, shared.data_ptr(), ends
+    addresses = address_of(x), address_of(r), dims, parameters, shared.data_ptr(), ends
     calls = [(*addresses, rows[i].data_ptr(), begins[i], begins[i + 1]) for i in range(parts)]
     run_parts(block_tally.cpu_loop(plan.scale_shape, plan.kind), calls, x, r, rows, shared, words)
     return joined(rows)
@@ -72,7 +72,7 @@ def _on_cuda(
     from fpsim.kernels.card import array_words
 
     row = _row(x.device)
-    words = x.data_ptr(), r.data_ptr(), *axes, *plan.parameters, shared.data_ptr()
+    words = address_of(x), address_of(r), *axes, *plan.parameters, shared.data_ptr()
     found = array_words(row.data_ptr(), (BLOCK_FIELDS,), 8)
     loop = block_teams.cuda_tally(plan.scale_shape, plan.kind)
     grid, team = block_teams.grid_of(axes, loop.threads)

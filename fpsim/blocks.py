@@ -48,7 +48,7 @@ class Delayed:
             raise ValueError(f"history={shown(self.history)} is no number of steps. Possible: an integer from 1.")
         if not is_whole(self.margin) or abs(self.margin) > 64:
             raise ValueError(f"margin={shown(self.margin)} is impossible. Possible: the integers -64 to 64.")
-        if self.amax not in ("max", "most_recent"):
+        if not isinstance(self.amax, str) or self.amax not in ("max", "most_recent"):
             raise ValueError(f"Unknown amax {shown(self.amax)}. Known: max, most_recent.")
 
 
@@ -139,7 +139,9 @@ def _symmetric(element: Element) -> Element:
 
 def _require_block(block: object) -> None:
     sides = block if isinstance(block, tuple) else (block,)
-    if block in ("row", "tensor") or (len(sides) in (1, 2) and all(is_whole(side, 1) for side in sides)):
+    if (isinstance(block, str) and block in ("row", "tensor")) or (
+        len(sides) in (1, 2) and all(is_whole(side, 1) for side in sides)
+    ):
         return
     raise ValueError(
         f"block={shown(block)} is no block. Possible: a number of elements from 1, (rows, columns), 'row' or 'tensor'."
@@ -154,8 +156,10 @@ def _require_rule(f: BlockFormat) -> None:
                 f"Delayed scaling came with block={shown(f.block)}, scale={f.scale}, tensor_scale={f.tensor_scale}. "
                 f"Possible: block='tensor', scale='fp32', and no second scale."
             )
-    elif f.scale_rule not in rules:
+    elif not isinstance(f.scale_rule, str) or f.scale_rule not in rules:
         hint = did_you_mean(f.scale_rule, SCALE_RULES)
+        if isinstance(f.scale_rule, str) and f.scale_rule in POWER_RULES:
+            hint = " Scales that are powers of two are those of scale='e8m0fnu'."
         raise ValueError(
             f"scale_rule={shown(f.scale_rule)} is impossible with scales in {f.scale}.{hint} "
             + f"Possible: {', '.join(rules)}"

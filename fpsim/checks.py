@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -18,7 +19,15 @@ __all__ = [
     "is_whole",
     "known_arguments",
     "nearest",
+    "number_of",
     "pip_install",
+    "require_callable",
+    "require_flag",
+    "require_iterable",
+    "require_mapping",
+    "require_number",
+    "require_whole",
+    "require_word",
     "shown",
 ]
 
@@ -34,6 +43,7 @@ def pip_install(extra: str, *others: str) -> str:
     return "pip install " + " or ".join(f"'{DISTRIBUTION}[{name}]'" for name in (extra, *others))
 
 
+LONGEST_WORD = 1000  # that is looked at for near ones
 SHOWN = 100  # characters of a value in an error: more hide the sentence
 
 
@@ -47,6 +57,8 @@ def shown(value: object) -> str:
         text = repr(value)
     except Exception:  # an integer of 5,000 digits has none, and a stranger's may be broken
         text = f"a value of type {type(value).__name__}"
+    if "\n" in text:  # of a tensor
+        text = " ".join(line.strip() for line in text.splitlines())
     return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}...{text[-SHOWN // 2 :]}"
 
 
@@ -67,7 +79,8 @@ def nearest(word: object, known: Iterable[str], most: int = 1, cutoff: float = 0
 
     cutoff: how alike they have to be, from 0 to 1.
     """
-    return difflib.get_close_matches(str(word), list(known), n=most, cutoff=cutoff)
+    text = word if isinstance(word, str) else shown(word)
+    return difflib.get_close_matches(text[:LONGEST_WORD], list(known), n=most, cutoff=cutoff)
 
 
 def is_number(value: object) -> bool:
@@ -89,6 +102,115 @@ def is_whole(value: object, least: int | None = None) -> bool:
     """Whether this is an integer, and at least `least`; True and False are none."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     return whole and (least is None or value >= least)  # type: ignore[operator]
+
+
+# Arguments at the border. Each raises an error that names the argument, what came, and what is expected.
+
+
+def require_flag(name: str, value: object) -> None:
+    """Raise ValueError for anything but True and False: the word "no" is a truth value too.
+
+    >>> require_flag("inplace", "no")
+    Traceback (most recent call last):
+    ValueError: inplace='no' is not a flag. Expected: True or False.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={shown(value)} is not a flag. Expected: True or False.")
+
+
+def require_whole(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Raise TypeError for what is not an integer, ValueError for one out of range.
+
+    >>> require_whole("every", 0, 1)
+    Traceback (most recent call last):
+    ValueError: every=0 is out of range. Expected: an integer, 1 or more.
+    """
+    expected = f"an integer, {least} or more" if most is None else f"an integer from {least} to {most}"
+    if not is_whole(value):
+        raise TypeError(f"{name}={shown(value)} is not an integer. Expected: {expected}.")
+    if value < least or (most is not None and value > most):  # type: ignore[operator]
+        raise ValueError(f"{name}={shown(value)} is out of range. Expected: {expected}.")
+
+
+def require_number(name: str, value: object, least: float | None = None) -> None:
+    """Raise TypeError for what is not a finite real number, ValueError for one below `least`.
+
+    >>> require_number("level", "0.1", 0)
+    Traceback (most recent call last):
+    TypeError: level='0.1' is not a finite number. Expected: a number, 0 or more.
+    """
+    expected = "a number" if least is None else f"a number, {least} or more"
+    if not is_finite_number(value) or abs(value) > sys.float_info.max:  # type: ignore[arg-type]
+        raise TypeError(f"{name}={shown(value)} is not a finite number. Expected: {expected}.")
+    if least is not None and value < least:  # type: ignore[operator]
+        raise ValueError(f"{name}={shown(value)} is out of range. Expected: {expected}.")
+
+
+def number_of(name: str, value: Any) -> float:
+    """A number, or what holds one number, as a float. Raises TypeError for anything else, and for one too large.
+
+    >>> number_of("value", 2)
+    2.0
+    """
+    try:
+        if not isinstance(value, str | bytes | bool):
+            return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of a tensor with several
+        pass
+    raise TypeError(f"{name}={shown(value)} is not a number that float64 holds. Expected: a number, such as 1.5.")
+
+
+def require_word(name: str, value: object, known: Iterable[str]) -> None:
+    """Raise TypeError for what is not a string, ValueError for one that is not known.
+
+    >>> require_word("role", "eror", ["error", "weight"])
+    Traceback (most recent call last):
+    ValueError: Unknown role='eror'. Did you mean error? Known: error, weight.
+    """
+    known = list(known)
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={shown(value)} is not a string. Known: {', '.join(known)}.")
+    if value not in known:
+        raise ValueError(f"Unknown {name}={shown(value)}.{did_you_mean(value, known)} Known: {', '.join(known)}.")
+
+
+def require_callable(name: str, value: object, example: str) -> None:
+    """Raise TypeError for what cannot be called.
+
+    >>> require_callable("step", 3, "lambda: loss(model(x)).backward()")
+    Traceback (most recent call last):
+    TypeError: step is 3, which cannot be called. Expected: a function, such as lambda: loss(model(x)).backward().
+    """
+    if not callable(value):
+        raise TypeError(f"{name} is {shown(value)}, which cannot be called. Expected: a function, such as {example}.")
+
+
+def require_mapping(name: str, value: object, example: str) -> None:
+    """Raise TypeError for what is not a mapping.
+
+    >>> require_mapping("where", "fp16", "{'format': 'fp16'}")
+    Traceback (most recent call last):
+    TypeError: where is 'fp16', which is not a mapping. Expected: such as {'format': 'fp16'}.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} is {shown(value)}, which is not a mapping. Expected: such as {example}.")
+
+
+def require_iterable(name: str, value: Any, example: str) -> list[Any]:
+    """The items of a list or another iterable. Raises TypeError for a word, a mapping, and what has no items.
+
+    >>> require_iterable("formats", ("fp16", "bf16"), "['fp16']")
+    ['fp16', 'bf16']
+    >>> require_iterable("formats", "fp16", "['fp16']")
+    Traceback (most recent call last):
+    TypeError: formats is 'fp16', which is not a list. Expected: such as ['fp16'].
+    """
+    if not isinstance(value, str | bytes | Mapping):
+        try:
+            return list(value)
+        except TypeError:  # of what has no items, and of a tensor of no dimension
+            pass
+    raise TypeError(f"{name} is {shown(value)}, which is not a list. Expected: such as {example}.")
 
 
 Called = TypeVar("Called", bound=Callable[..., Any])

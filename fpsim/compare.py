@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpsim.checks import is_whole
+from fpsim.border import MOST_SEED, require_module, require_seed
+from fpsim.checks import require_callable, require_number, require_whole, shown
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.forwards import emulated_forwards
 from fpsim.model import dequantize, quantize
 from fpsim.noise import seed_here
 from fpsim.policy import FormatLike
+from fpsim.recipes import as_policy_of
 from fpsim.rows import Rows, number, text_table
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
@@ -27,6 +29,7 @@ Key = tuple[str, int]
 GROWTH = 2.0  # from which an error counts as grown
 SHOWN = 12  # rows of the printed table
 COLUMNS = ("site", "role", "relative", "entering", "growth", "cosine", "amax_a", "amax_b")
+MOST_DRAWS = 1_000_000
 
 
 class Comparison(Rows):
@@ -45,6 +48,8 @@ class Comparison(Rows):
 
     def begins(self, role: str = "activation") -> dict[str, Any] | None:
         """The first row of a role with any error; None where both runs are equal."""
+        if not isinstance(role, str):
+            raise TypeError(f"role={shown(role)} is not a string. Expected: the role of a row, such as 'activation'.")
         return next((row for row in self if row["role"] == role and row["relative"] != 0), None)
 
     def grows(self, role: str = "activation", by: float = GROWTH) -> dict[str, Any] | None:
@@ -52,6 +57,7 @@ class Comparison(Rows):
 
         The first error is what the format itself does to one tensor; None where no error grows so.
         """
+        require_number("by", by)
         first = self.begins(role)
         least = math.inf if first is None else by * first["relative"]
         return next((r for r in self if r["role"] == role and _growth_of(r) >= by and r["relative"] >= least), None)
@@ -125,8 +131,15 @@ def compare(
     >>> [(row["site"], row["role"]) for row in comparison]
     [('0:linear', 'activation'), ('1:tanh', 'activation')]
     """
-    if not is_whole(draws, 1):
-        raise ValueError(f"draws={draws!r} is impossible. Possible: 1 or more runs of b.")
+    require_module(model)
+    require_whole("draws", draws, 1, MOST_DRAWS)
+    require_seed(seed)
+    if seed + draws > MOST_SEED:
+        raise ValueError(f"seed={shown(seed)} leaves no seeds for draws={draws}. Expected: a smaller one.")
+    if loss is not None:
+        require_callable("loss", loss, "lambda output: output.mean()")
+    for fmt in (a, b):
+        as_policy_of(fmt, model)  # which raises for what is no format
     plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model
     result = Comparison(("float32" if a is None else str(a), "float32" if b is None else str(b)))
     kept = _Kept()
@@ -165,6 +178,8 @@ def _run(
         out = _called(copy, batch)
         total = loss(out) if loss is not None else getattr(out, "loss", None)
         if total is not None:
+            if not isinstance(total, Tensor) or total.numel() != 1:
+                raise TypeError(f"loss returned {shown(total)}. Expected: a tensor of one element.")
             total.backward()
 
     def run(undo: Undo) -> None:

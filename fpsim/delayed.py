@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpsim.blocks import Delayed
+from fpsim.checks import shown
 from fpsim.torch_internals import is_watched, without_torch_function
 from fpsim.torch_modes import plain_tensors, set_grad_enabled
 
-__all__ = ["AmaxHistory", "Histories"]
+__all__ = ["AmaxHistory", "Histories", "loaded"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -215,19 +216,17 @@ class Histories:
 
         Raises ValueError for what is none.
         """
-        fresh = Histories()
-        with _unseen():
-            for name, entry in state.items():
-                rule, largest = _checked(name, entry)
-                found = fresh._add(name, rule, largest, entry["scale"].device)
-                found.table.set_state(found.row, {k: entry[k] for k in _TENSORS})
+        self.take(loaded(state))
+
+    def take(self, fresh: Histories) -> None:
+        """Have the histories of another, and no others."""
         self._tables, self._histories, self._agreed = fresh._tables, fresh._histories, 0
 
     def __deepcopy__(self, memo: Any) -> Histories:
-        return _restored(self.state_dict())
+        return loaded(self.state_dict())
 
     def __reduce__(self) -> Any:
-        return _restored, (self.state_dict(),)
+        return loaded, (self.state_dict(),)
 
     @_out_of_sight
     def _add(self, name: str, rule: Delayed, largest: float, device: torch.device) -> AmaxHistory:
@@ -293,10 +292,18 @@ def _require_no_capture() -> None:
         )
 
 
-def _restored(state: dict[str, dict[str, Any]]) -> Histories:
-    histories = Histories()
-    histories.load_state_dict(state)
-    return histories
+def loaded(state: Mapping[str, Mapping[str, Any]]) -> Histories:
+    """The histories of a `state_dict`. Raises ValueError for what is none."""
+    fresh = Histories()
+    with _unseen():
+        for name, entry in state.items():
+            rule, largest = _checked(name, entry)
+            found = fresh._add(name, rule, largest, entry["scale"].device)
+            found.table.set_state(found.row, {k: entry[k] for k in _TENSORS})
+    return fresh
+
+
+_restored = loaded  # the name in pickles of earlier versions
 
 
 def _checked(name: str, entry: Any) -> tuple[Delayed, float]:
@@ -304,11 +311,18 @@ def _checked(name: str, entry: Any) -> tuple[Delayed, float]:
     try:
         rule, largest = Delayed(**entry["rule"]), float(entry["largest"])
         shapes = [tuple(entry[k].shape) for k in _TENSORS]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"The state of {name!r} is no state of delayed scaling: {error!r}.") from None
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"The state of {shown(name)} is no state of delayed scaling: {shown(error)}.") from None
     if shapes != [(rule.history,), (), ()]:
         raise ValueError(
             f"The state of {name!r} has tensors of shapes {shapes}. Possible: {rule.history} amaxes, one scale, one "
             f"pending amax."
+        )
+    amaxes, scale, pending = (entry[k].detach().double() for k in _TENSORS)
+    is_usable = 0 < scale < torch.inf and (pending >= 0 or pending == _NOTHING) and (amaxes >= 0).all()
+    if not is_usable or not 0 < largest < torch.inf:
+        raise ValueError(
+            f"The state of {shown(name)} has scale={scale.item()}, pending={pending.item()}, largest={largest} and "
+            f"amaxes up to {amaxes.amax().item()}. Expected: a finite scale above 0, and magnitudes that are not NaN."
         )
     return rule, largest

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.blocks import BlockFormat
+from fpsim.border import require_module
+from fpsim.checks import require_callable, shown
 from fpsim.emulation.scope import Listeners, Observer
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.forwards import emulated_forwards
@@ -168,8 +170,12 @@ def diagnose(model: nn.Module, step: Callable[[], object], *, scaler: torch.amp.
     >>> found.cause["site"], found.cause["kind"], found.cause["count"]
     (':mul_1', 'inf', 2)
     """
+    require_module(model)
+    require_callable("step", step, "lambda: loss(model(x), y).backward()")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler is {type(scaler).__name__}. Possible: a torch.amp.GradScaler, or None.")
+        raise TypeError(
+            f"scaler is {shown(scaler)}, of type {type(scaler).__name__}. Possible: a torch.amp.GradScaler, or None."
+        )
     seen = _run(model, step)
     result = Diagnosis()
     result.extend(event for event, _ in seen.events)

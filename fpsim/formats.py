@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from fpsim.checks import did_you_mean, is_whole, shown
+from fpsim.checks import did_you_mean, is_whole, number_of, shown
 
 __all__ = ["ALIASES", "CATALOGUE", "OVERFLOWS", "FloatFormat", "as_float_format"]
 
@@ -207,7 +207,7 @@ class FloatFormat:
         (448.0, 5.960464477539063e-08)
         """
         if not isinstance(code, int) or not 0 <= code < 2**self.bits:
-            raise ValueError(f"Code {code!r} is none of {self}: its codes are the integers 0 to {2**self.bits - 1}.")
+            raise ValueError(f"Code {shown(code)} is none of {self}: its codes are 0 to {2**self.bits - 1}.")
         sign_bit = 2 ** (self.exponent_bits + self.mantissa_bits)
         negative, magnitude = self.is_signed and code >= sign_bit, code % sign_bit
         if self.specials in ("fnuz", "p3109") and code == sign_bit:
@@ -225,7 +225,7 @@ class FloatFormat:
         >>> hex(as_float_format("fp16").encode(1.0)), hex(as_float_format("e4m3fn").encode(-448.0))
         ('0x3c00', '0xfe')
         """
-        value = float(value)
+        value = number_of("value", value)
         sign_bit = 2 ** (self.exponent_bits + self.mantissa_bits)
         negative = math.copysign(1.0, value) < 0
         if not math.isfinite(value):
@@ -240,7 +240,7 @@ class FloatFormat:
             code -= 2**self.mantissa_bits if value else 0
         known = significand == int(significand) and 0 <= code <= self._largest_magnitude_code
         if not known or self._magnitude(code) != abs(value) or (negative and value and not self.is_signed):
-            raise ValueError(f"{value!r} is no value of {self}. Round it to the format first.")
+            raise ValueError(f"value={value!r} is no value of {self}. Round it to the format first.")
         return code + (sign_bit if negative else 0)
 
     def _encode_special(self, value: float, negative: bool, sign_bit: int) -> int:

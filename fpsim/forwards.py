@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpsim.border import require_module
 from fpsim.computed_weights import adopt, release
 from fpsim.emulation.entering import entered, run_entered
 from fpsim.emulation.marks import is_made_here, is_roundable, is_seen_from_outside, is_state, mark_as_state
@@ -387,7 +388,8 @@ def emulated_forward(module: nn.Module) -> EmulatedForward | None:
 
 
 def emulated_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, EmulatedForward]]:
-    """The quantised modules inside of `model`, and what emulates them."""
+    """The quantised modules inside of `model`, and what emulates them. Raises TypeError for what is not a module."""
+    require_module(model)
     for module in model.modules():
         found = emulated_forward(module)
         if found is not None:

@@ -18,7 +18,7 @@ from fpsim.kernels.sums import EXACT
 from fpsim.launch import key_arguments, run_on_card, run_parts
 from fpsim.noise import new_key_for, new_traceable_key
 from fpsim.rounding import Plan, make_plan
-from fpsim.spec import require_floating
+from fpsim.spec import address_of, require_floating
 from fpsim.torch_internals import constant_under_compile
 
 __all__ = ["accumulate", "apply_accumulate_operator", "matmul"]
@@ -96,7 +96,7 @@ def accumulate(
 
 
 def _run_on_cpu(summation: Summation, sizes: Sizes, key: Tensor | None, *tensors: Tensor) -> None:
-    addresses = [x.data_ptr() for x in tensors]
+    addresses = [address_of(x) for x in tensors]
     numbers = np.array((*sizes, *(integer for plan in summation.plans for integer in plan)), np.int64)
     rest = numbers.ctypes.data, _NO_KEY.ctypes.data if key is None else key.data_ptr()
     count = tiles(sizes)
@@ -110,7 +110,7 @@ def _run_on_cpu(summation: Summation, sizes: Sizes, key: Tensor | None, *tensors
 
 def _run_on_card(summation: Summation, sizes: Sizes, key: Tensor | None, *tensors: Tensor) -> None:
     out = tensors[-1]
-    addresses = [(x if x.numel() else out).data_ptr() for x in tensors]
+    addresses = [address_of(x if x.numel() else out) for x in tensors]
     plans = (integer for plan in summation.plans for integer in plan)
     loop, elements = cuda_loop(summation.code), sizes.batches * sizes.rows * sizes.columns
     words = *addresses, *sizes, *plans, *key_arguments(key)

@@ -14,7 +14,7 @@ from fpsim.checks import did_you_mean, is_whole, shown
 from fpsim.kernels.hadamard import LANES, cpu_loop, cuda_loop
 from fpsim.launch import PARALLEL_FROM, key_arguments, run_on_card, run_parts
 from fpsim.noise import new_key_for, new_traceable_key
-from fpsim.spec import require_floating
+from fpsim.spec import address_of, require_floating
 from fpsim.torch_internals import has_no_holes
 
 __all__ = ["Hadamard", "apply_hadamard_operator", "hadamard", "padded_to_groups", "require_groups", "transformed"]
@@ -50,7 +50,7 @@ class Hadamard:
             raise ValueError(
                 f"size={shown(self.size)} is impossible for a Hadamard transform. Possible: powers of two, 2 to 1024."
             )
-        if self.signs not in SIGNS:
+        if not (self.signs is None or isinstance(self.signs, str)) or self.signs not in SIGNS:
             raise ValueError(
                 f"Unknown signs {shown(self.signs)}.{did_you_mean(self.signs, ['fixed', 'random'])} "
                 f"Known: None, 'fixed', 'random'."
@@ -85,12 +85,19 @@ def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None 
     True
     """
     if not isinstance(transform, Hadamard):
-        raise TypeError(f"transform is {type(transform).__name__}. Possible: a fpsim.Hadamard, such as Hadamard(16).")
+        raise TypeError(
+            f"transform is {type(transform).__name__}, {shown(transform)}. "
+            f"Possible: a fpsim.Hadamard, such as Hadamard(16)."
+        )
     require_floating(x)
+    if not is_whole(axis):
+        raise TypeError(f"axis={shown(axis)} is not an integer. Possible: {-x.dim()} to {x.dim() - 1}.")
     if not -x.dim() <= axis < x.dim():
-        raise IndexError(f"axis={axis} came with {x.dim()} dimensions. Possible: {-x.dim()} to {x.dim() - 1}.")
+        raise IndexError(f"axis={shown(axis)} came with {x.dim()} dimensions. Possible: {-x.dim()} to {x.dim() - 1}.")
     axis %= x.dim()
     require_groups(transform, x.shape[axis], f"x of shape {tuple(x.shape)} along axis {axis}")
+    if key is not None:
+        _require_key(key)
     plain = is_plain(x)
     if transform.signs != "random":
         key = None
@@ -99,6 +106,12 @@ def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None 
     if plain and not (x.requires_grad and torch.is_grad_enabled()):
         return transformed(x, transform, axis, key)
     return apply_hadamard_operator(x, transform, axis, key)
+
+
+def _require_key(key: Any) -> None:
+    if not isinstance(key, Tensor) or key.dtype is not torch.int64 or key.dim():
+        came = f"a tensor of {key.dtype}, shape {tuple(key.shape)}" if isinstance(key, Tensor) else shown(key)
+        raise TypeError(f"key is {came}. Expected: an int64 tensor of no dimension, or None.")
 
 
 def apply_hadamard_operator(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None) -> Tensor:
@@ -151,12 +164,12 @@ def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, i
     words = inner, pattern, int(transform.signs == "random"), int(is_inverse)
     if x.is_cuda:
         on_card = cuda_loop(transform.size, 8 * x.element_size())
-        arguments = x.data_ptr(), out.data_ptr(), lines, *words, *key_arguments(key)
+        arguments = address_of(x), address_of(out), lines, *words, *key_arguments(key)
         run_on_card(on_card, x, -(-lines * transform.size // on_card.threads), arguments)
         return out
     loop = cpu_loop(transform.size, 8 * x.element_size())
     key_address = _NO_KEY.ctypes.data if key is None else key.data_ptr()
-    source, target = x.data_ptr(), out.data_ptr()
+    source, target = address_of(x), address_of(out)
     threads = torch.get_num_threads() if x.numel() >= PARALLEL_FROM else 1
     per_thread = -(-lines // (threads * LANES)) * LANES
     parts = [

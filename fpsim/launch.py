@@ -27,7 +27,7 @@ from fpsim.kernels.round import (
 )
 from fpsim.noise import new_key, new_key_for
 from fpsim.rounding import BINARY32, BINARY64, NOISE_BLOCK, Plan, make_plan
-from fpsim.spec import CONTAINERS, RoundingSpec, container_width
+from fpsim.spec import CONTAINERS, RoundingSpec, address_of, container_width, no_memory
 from fpsim.torch_internals import current_stream_handle, has_no_holes
 
 if TYPE_CHECKING:
@@ -138,6 +138,8 @@ def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_sc
     size = kernel.plan.width // 8
     key_address = _NO_KEY_ADDRESS if key is None else key.data_ptr()
     source, target = src.data_ptr(), dst.data_ptr()
+    if not (source and target and key_address and scale_address) and n:
+        raise no_memory(dst if source else src)
     if n < PARALLEL_FROM:
         kernel.loop(source, target, n, kernel.address, key_address, 0, scale_address)
         return
@@ -194,7 +196,7 @@ def key_arguments(key: Tensor | None) -> tuple[int, int, int]:
     """A noise key as a kernel takes it: the address of one on the card, whether there is one, else its 64 bits."""
     if key is None:
         return 0, 0, 0
-    return (key.data_ptr(), 1, 0) if key.is_cuda else (0, 0, int(key.item()))
+    return (address_of(key), 1, 0) if key.is_cuda else (0, 0, int(key.item()))
 
 
 def launch_on_card(
@@ -203,11 +205,11 @@ def launch_on_card(
     """`launch` on a card. Nothing is made there, and no memory but that of the arguments is looked at."""
     if n == 0:
         return
-    source, target = src.data_ptr(), dst.data_ptr()
+    source, target = address_of(src), address_of(dst)
     flags = 0 if (source | target) & 15 else ALIGNED
     scale = key_address = word = 0
     if log2_scale is not None:
-        flags, scale = flags | HAS_SCALE, log2_scale.data_ptr()
+        flags, scale = flags | HAS_SCALE, address_of(log2_scale)
     if key is not None:
         key_address, has_address, word = key_arguments(key)
         flags |= HAS_KEY * has_address
@@ -257,7 +259,7 @@ def round_fitting_(x: Tensor, spec: RoundingSpec, log2_scale: Tensor, ceiling: f
     if width == 0 or x.dtype is not CONTAINERS[width] or not in_order or not x.is_cpu:
         return None
     kernel, key = kernel_for(spec, width), new_key() if is_stochastic and n else None
-    source, scale, size = x.data_ptr(), log2_scale.data_ptr(), width // 8
+    source, scale, size = address_of(x), address_of(log2_scale), width // 8
     rest = kernel.address, _NO_KEY_ADDRESS if key is None else key.data_ptr()
     if n < PARALLEL_FROM:
         return kernel.fitting_loop(source, n, *rest, 0, scale, ceiling)  # type: ignore[no-any-return]
@@ -305,7 +307,7 @@ def _narrower(x: Tensor, dtype: torch.dtype) -> Tensor:
     if not x.is_cpu or x.dtype is not torch.float64 or dtype is torch.float64:
         return x
     out = torch.empty_like(x, dtype=torch.float32)
-    source, target = x.data_ptr(), out.data_ptr()
+    source, target = address_of(x), address_of(out)
     parts = [(source + 8 * first, target + 4 * first, length) for first, length in parts_of(x.numel())]
     run_parts(narrow_loop(), parts, x, out)
     return out
@@ -342,7 +344,7 @@ def to_float64(x: Tensor, log2_scale: int | Tensor = 0) -> Tensor:
     else:
         x = x.to(torch.float32).contiguous()  # of 16 bits torch shifts the pattern into place
         out = torch.empty_like(x, dtype=torch.float64)
-        source, target = x.data_ptr(), out.data_ptr()
+        source, target = address_of(x), address_of(out)
         parts = [(source + 4 * first, target + 8 * first, length) for first, length in parts_of(x.numel())]
         run_parts(widen_loop(), parts, x, out)
     if is_scaled:

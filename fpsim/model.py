@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.blocks import BlockFormat, Delayed
-from fpsim.checks import known_arguments
+from fpsim.border import require_module
+from fpsim.checks import known_arguments, require_flag
 from fpsim.computed_weights import modules_that_compute, sources
 from fpsim.emulation.entering import take_off_leftovers
 from fpsim.emulation.scope import NO_SPECS, Listeners
@@ -61,11 +62,8 @@ def quantize(
     >>> print(quantize(nn.Linear(2, 2), "mxfp8_e4m3"))
     Linear(in_features=2, out_features=2, bias=True, fpsim: products: mxfp8_e4m3 nearest_even)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"quantize() came with {type(model).__name__}. Possible: a torch.nn.Module. "
-            f"For functions use `with fpsim.emulate(fmt):`."
-        )
+    require_module(model, remedy=" For functions use `with fpsim.emulate(fmt):`.")
+    require_flag("inplace", inplace)
     policies = _policies(model, fmt, rounding)
     for name, module in model.named_modules():
         _require_emulable(name, module, policies[name])
@@ -101,7 +99,7 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
     policies = _policies(whole[0], fmt, rounding)
     _install_all(whole[0], policies, shared[0])
     histories = shared[0].histories
-    kept = {name: e for name, e in histories.state_dict().items() if _fits(name, e, policies)}
+    kept = {name: e for name, e in histories.state_dict().items() if keeps_history(name, e, policies)}
     histories.load_state_dict(kept)
 
 
@@ -121,13 +119,15 @@ def _install_all(model: nn.Module, policies: Mapping[str, Policy], listeners: Li
             install(module, name, policies[name], listeners)
 
 
-def _fits(name: str, entry: Mapping[str, Any], policies: Mapping[str, Policy]) -> bool:
+def keeps_history(name: str, entry: Mapping[str, Any], policies: Mapping[str, Policy]) -> bool:
     """Whether a history, "blocks.0.widen:linear fprop.x", is of an operand that these policies scale so."""
     site, _, role = name.rpartition(" ")
     policy = policies.get(site.rpartition(":")[0])
     if policy is None or policy.products is None:
         return False
     product, _, operand = role.partition(".")
+    if operand not in PRODUCTS.get(product, ()):
+        return False
     found = getattr(policy.products.specs, product)[PRODUCTS[product].index(operand)]
     if found is None or not found.is_delayed:
         return False
@@ -152,6 +152,7 @@ def dequantize(model: Model, *, inplace: bool = False) -> Model:
 
     Raises ValueError for a model that was not quantised.
     """
+    require_flag("inplace", inplace)
     if not any(True for _ in emulated_forwards(model)):
         raise ValueError(
             f"{type(model).__name__} is not quantised: there is nothing to undo. See quantize(model, fmt)."

@@ -16,7 +16,7 @@ from fpsim.kernels.moments import (
     partial_words,
 )
 from fpsim.launch import parts_of, run_on_card, run_parts
-from fpsim.spec import require_floating
+from fpsim.spec import address_of, no_memory, require_floating
 from fpsim.statistics import (
     AMAX,
     AMIN,
@@ -98,15 +98,17 @@ def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tenso
     if x.is_cuda:
         from fpsim.kernels.card import array_words
 
-        size, source = x.element_size(), x.data_ptr()
+        size, source = x.element_size(), address_of(x)
         blocks, integers, floats = partial_words(n, size)
         rows = torch.zeros(integers, dtype=torch.int64, device=x.device)
         sums = torch.empty(floats, dtype=torch.float64, device=x.device)
         words = array_words(rows.data_ptr(), (integers,), 8)
-        arguments = source, n, int(source % 16 == 0), *words, sums.data_ptr(), out.data_ptr()
+        arguments = source, n, int(source % 16 == 0), *words, sums.data_ptr(), address_of(out)
         run_on_card(cuda_moments(size, only_amax, logs), x, blocks, arguments)
         return out
     size, source = x.element_size(), x.data_ptr()
+    if not source and n:
+        raise no_memory(x)
     loop = moments_loop(size, only_amax, logs)
     if n < PARALLEL_FROM[only_amax]:
         loop(source, n, out.data_ptr())
@@ -143,11 +145,11 @@ def binades(x: Tensor, power_begins: bool = False) -> tuple[Tensor, int]:
     if x.is_cuda:
         from fpsim.kernels.card import array_words
 
-        source, n, size = x.data_ptr(), x.numel(), x.element_size()
+        source, n, size = address_of(x), x.numel(), x.element_size()
         arguments = source, n, int(source % 16 == 0), *array_words(bins.data_ptr(), (fields,), 8)
         run_on_card(cuda_exponents(size, power_begins), x, partial_words(n, size)[0], arguments)
     else:
-        exponents_loop(x.element_size(), power_begins)(x.data_ptr(), x.numel(), bins.data_ptr())
+        exponents_loop(x.element_size(), power_begins)(address_of(x), x.numel(), bins.data_ptr())
     return bins, -bias
 
 
@@ -195,5 +197,5 @@ def on_device(function: Any, *arrays: Tensor) -> None:
     from fpsim.kernels.card import array_words, scalar_kernel
 
     kernel = scalar_kernel(function, tuple((str(a.dtype).removeprefix("torch."), a.dim()) for a in arrays))
-    words = (word for a in arrays for word in array_words(a.data_ptr(), tuple(a.shape), a.element_size()))
+    words = (word for a in arrays for word in array_words(address_of(a), tuple(a.shape), a.element_size()))
     run_on_card(kernel, arrays[0], 1, tuple(words))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpsim.border import require_seed
 from fpsim.undoing import Undo
 
 # Noise keys. By default they are drawn from torch's own CPU generator, so that torch.manual_seed, fork_rng,
@@ -64,6 +65,8 @@ def manual_seed(seed: int | None) -> None:
     >>> manual_seed(None)
     """
     global _generator
+    if seed is not None:
+        require_seed(seed)
     _generator = None if seed is None else torch.Generator().manual_seed(seed)
 
 

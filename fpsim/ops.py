@@ -270,9 +270,12 @@ class Rounder(nn.Module):
         backward_overflow: str | None = None,
     ) -> None:
         super().__init__()
-        self.forward_spec = None if forward is None else rounding_spec(forward, rounding, overflow)
         backward_rounding = rounding if backward_rounding is None else backward_rounding
-        self.backward_spec = None if backward is None else rounding_spec(backward, backward_rounding, backward_overflow)
+        # words that come with no format are checked with one that has inf and NaN
+        onward = rounding_spec("e5m2" if forward is None else forward, rounding, overflow)
+        back = rounding_spec("e5m2" if backward is None else backward, backward_rounding, backward_overflow)
+        self.forward_spec = None if forward is None else onward
+        self.backward_spec = None if backward is None else back
 
     def forward(self, x: Tensor) -> Tensor:
         require_floating(x)

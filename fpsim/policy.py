@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fpsim.blocks import BlockFormat, Format, as_format
+from fpsim.border import require_module
 from fpsim.checks import did_you_mean, known_arguments, nearest, shown
 from fpsim.products import Products
 from fpsim.spec import RoundingSpec, rounding_spec
@@ -186,6 +187,7 @@ class Policy:
 
         Raises ValueError for a pattern that matches no module.
         """
+        require_module(model)
         modules = dict(model.named_modules())
         result = dict.fromkeys(modules, self)
         for pattern, inner in self.overrides.items():

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fpsim.blocks import as_format
+from fpsim.border import require_module
 from fpsim.checks import did_you_mean, nearest, shown
 from fpsim.formats import CATALOGUE
 from fpsim.hadamard import Hadamard
@@ -69,8 +70,10 @@ def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
     e4m3fn per tensor fp32 nearest_even | e5m2 nearest_even | bf16
     """
     if not isinstance(name, str) or name not in _RECIPES:
-        hint = did_you_mean(str(name).lower(), _RECIPES, 3)
+        hint = did_you_mean(shown(name).lower(), _RECIPES, 3)
         raise ValueError(f"Unknown recipe {shown(name)}.{hint} Known: {', '.join(_RECIPES)}.")
+    if model is not None:
+        require_module(model)
     found = _RECIPES[name]
     policy, kept = found.policy, {}
     if model is not None and found.keeps_last is not None:

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fpsim.checks import is_whole
+from fpsim.checks import require_mapping, require_whole, shown
 from fpsim.emulation.entering import take_off_leftovers
 from fpsim.emulation.scope import Listeners
 from fpsim.model import listeners
 from fpsim.shared_scales import Cut
-from fpsim.spec import Spec, any_spec
+from fpsim.spec import Spec, any_spec, holds_numbers
 from fpsim.statistics import TALLY_COUNTS
 from fpsim.tally import Accumulator, Tally
 
@@ -23,10 +23,45 @@ __all__ = ["Recording", "record"]
 SUMS = ("counts", "sums", "exponents")  # the tensors of an Accumulator
 
 
+def _loaded(
+    state: Mapping[str, Any],
+) -> tuple[int, Counter[tuple[str, str]], dict[tuple[str, str, Spec], Accumulator]]:
+    """What a state says: every how many calls, how many were seen, and the sums. Raises ValueError and others."""
+    require_whole("state['every']", state["every"], 1)
+    seen: Counter[tuple[str, str]] = Counter()
+    for site, role, count in state["seen"]:
+        _require_words(site, role)
+        require_whole(f"the count of {shown(site)} in state['seen']", count, 0)
+        seen[site, role] = int(count)
+    sums: dict[tuple[str, str, Spec], Accumulator] = {}
+    for saved in state["sums"]:
+        _require_words(saved["site"], saved["role"])
+        spec = any_spec(saved["format"], saved["rounding"], saved["overflow"], saved["random_bits"])
+        found = Accumulator(spec, saved["counts"].device)
+        require_whole("state['sums'][...]['calls']", saved["calls"], 0)
+        found.calls = int(saved["calls"])
+        for name in SUMS:
+            mine, its = getattr(found, name), saved[name]
+            if (mine.shape, mine.dtype) != (its.shape, its.dtype):
+                raise ValueError(
+                    f"The state has {name} of shape {tuple(its.shape)} and {its.dtype} at {shown(saved['site'])}. "
+                    f"Expected: shape {tuple(mine.shape)} and {mine.dtype}."
+                )
+            mine.copy_(its)
+        sums[saved["site"], saved["role"], spec] = found
+    return state["every"], seen, sums
+
+
+def _require_words(site: object, role: object) -> None:
+    if not isinstance(site, str) or not isinstance(role, str):
+        raise ValueError(f"The state names the site {shown(site)} and the role {shown(role)}. Expected: two strings.")
+
+
 class Recording:
     """Tallies per site and role of a model that runs; see `record`."""
 
     def __init__(self, every: int = 1) -> None:
+        require_whole("every", every, 1)
         self._every = every
         self._seen: Counter[tuple[str, str]] = Counter()
         self._sums: dict[tuple[str, str, Spec], Accumulator] = {}
@@ -38,6 +73,8 @@ class Recording:
 
     def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
         """The observer: called by the emulation for each tensor that it wants, before and after it is rounded."""
+        if not holds_numbers(before):
+            return  # of a model on device meta there is nothing to count
         key = (site, role, spec)
         if key not in self._sums:
             self._sums[key] = Accumulator(spec, before.device)
@@ -45,6 +82,8 @@ class Recording:
 
     def continue_from(self, other: Recording) -> None:
         """Go on where another recording is, for instance one that was saved and loaded."""
+        if not isinstance(other, Recording):
+            raise TypeError(f"other is {shown(other)}. Expected: a fpsim.Recording.")
         self._every, self._seen, self._sums = other._every, other._seen, other._sums
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,17 +99,20 @@ class Recording:
         return {"every": self._every, "seen": [(*key, count) for key, count in self._seen.items()], "sums": sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another recording was, whose `state_dict` this is."""
-        seen = Counter({(site, role): count for site, role, count in state["seen"]})
-        sums: dict[tuple[str, str, Spec], Accumulator] = {}
-        for saved in state["sums"]:
-            spec = any_spec(saved["format"], saved["rounding"], saved["overflow"], saved["random_bits"])
-            found = Accumulator(spec, saved["counts"].device)
-            found.calls = saved["calls"]
-            for name in SUMS:
-                getattr(found, name).copy_(saved[name])
-            sums[saved["site"], saved["role"], spec] = found
-        self._every, self._seen, self._sums = state["every"], seen, sums
+        """Go on where another recording was, whose `state_dict` this is.
+
+        All of it is checked first: a state that is refused leaves everything as it was.
+
+        Raises TypeError for what is not a mapping, ValueError for what is not the state of a recording.
+        """
+        require_mapping("state", state, "what state_dict() returns")
+        try:
+            self._every, self._seen, self._sums = _loaded(state)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            raise ValueError(
+                f"state is {shown(state)}, which is not the state of a Recording ({type(error).__name__}: {error}). "
+                f"Expected: what state_dict() returns."
+            ) from error
 
     def clear(self) -> None:
         """Forget everything recorded so far."""
@@ -114,8 +156,9 @@ def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> I
     >>> [(row["site"], row["underflow"]) for row in recording.rows() if row["role"] == "error"]
     [(':linear', 2)]
     """
-    if not is_whole(every, 1):
-        raise ValueError(f"every={every!r} is impossible. Possible: 1 for every call of a site, n for each n-th.")
+    require_whole("every", every, 1)
+    if into is not None and not isinstance(into, Recording):
+        raise TypeError(f"into is {shown(into)}. Expected: a fpsim.Recording that goes on, or None for a new one.")
     take_off_leftovers()
     recording = Recording(every) if into is None else into
     registered = listeners(model)

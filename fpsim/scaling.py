@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fpsim.autograd import round_differentiably
 from fpsim.blocks import BlockFormat
+from fpsim.border import require_optimizer, require_seed
 from fpsim.emulation.marks import is_rounded_at, mark_rounded
 from fpsim.emulation.scope import Scaling
 from fpsim.launch import round_fitting_, round_memory_, rounded
@@ -57,6 +58,8 @@ __all__ = [
     "memory_of",
     "moments_of",
     "on_device",
+    "require_optimizer",
+    "require_seed",
     "round_differentiably",
     "round_fitting_",
     "round_memory_",

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
-from fpsim.delayed import Histories
+from fpsim.checks import require_mapping, shown
+from fpsim.delayed import Histories, loaded
 from fpsim.forwards import emulated_forwards
-from fpsim.model import listeners
+from fpsim.model import keeps_history, listeners
+from fpsim.policy import Policy
 
 __all__ = ["load_scaling_state", "scaling_state", "set_scaling_group"]
+
+MOST_NAMED = 5  # of the names of another model
 
 
 def scaling_state(model: nn.Module) -> dict[str, Any]:
@@ -35,17 +40,42 @@ def scaling_state(model: nn.Module) -> dict[str, Any]:
 def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Go on with delayed scaling from what `scaling_state` gave; what the model remembers is dropped.
 
-    Raises ValueError for a model that is not quantised, and for what is no such state.
+    All of it is checked first: a state that is refused leaves everything as it was.
+
+    Raises TypeError for what is not a mapping; ValueError for a model that is not quantised, for what is no such state,
+    and for the state of another model: one with names that no product of this one asks for, or with other formats.
     """
     found = _histories(model)
+    require_mapping("state", state, "what scaling_state(model) returns")
     parts: dict[str, dict[str, Any]] = {place: {} for place in found}
     for name, entry in state.items():
+        if not isinstance(name, str):
+            raise ValueError(f"The state names {shown(name)}. Expected: sites and operands, '0:linear fprop.x'.")
         place = max((p for p in found if name.startswith(p)), key=len, default=None)
         if place is None:
-            raise ValueError(f"The state names {name!r}, and quantised are only: {', '.join(found)}.")
+            raise ValueError(f"The state names {shown(name)}, and quantised are only: {', '.join(found)}.")
         parts[place][name.removeprefix(place)] = entry
+    fresh = {place: loaded(part) for place, part in parts.items()}  # which checks: nothing is half loaded
+    _require_wanted(model, parts)
     for place, histories in found.items():
-        histories.load_state_dict(parts[place])
+        histories.take(fresh[place])
+
+
+def _require_wanted(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ValueError for histories of operands that no product of the model scales so."""
+    policies: dict[int, dict[str, Policy]] = {}
+    for _, forward in emulated_forwards(model):
+        assert forward.policy is not None
+        policies.setdefault(id(forward.listeners.histories), {})[forward.name] = forward.policy
+    by_place = {place: policies[id(histories)] for place, histories in _histories(model).items()}
+    strange = [n for place, part in parts.items() for n, e in part.items() if not keeps_history(n, e, by_place[place])]
+    if strange:
+        more = f" and {len(strange) - MOST_NAMED} more" if len(strange) > MOST_NAMED else ""
+        raise ValueError(
+            f"The state is of another model or policy: no product asks for "
+            f"{', '.join(map(shown, strange[:MOST_NAMED]))}{more}. Load the state of a model with the same names and "
+            f"policy."
+        )
 
 
 def set_scaling_group(model: nn.Module, group: Any) -> None:
@@ -54,8 +84,10 @@ def set_scaling_group(model: nn.Module, group: Any) -> None:
     They call the same products in the same order, as in data-parallel training. Not copied or pickled with the model.
 
     group: as torch.distributed.new_group gives; None for all ranks.
-    Raises ValueError for a model that is not quantised.
+    Raises TypeError for what is not a group, ValueError for a model that is not quantised.
     """
+    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(f"group is {shown(group)}. Expected: what torch.distributed.new_group returns, or None.")
     for histories in _histories(model).values():
         histories.group = group
 

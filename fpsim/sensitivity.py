@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpsim.checks import is_whole
+from fpsim.border import require_module, require_seed
+from fpsim.checks import number_of, require_callable, require_whole, shown
 from fpsim.forwards import emulated_forwards
 from fpsim.model import dequantize, quantize, set_policy
 from fpsim.noise import seed_here
@@ -32,13 +33,14 @@ class Sensitivity(Rows):
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
+        if not isinstance(policy, Policy):
+            raise TypeError(f"policy is {shown(policy)}. Expected: a fpsim.Policy.")
         self._policy = policy
         self.float32, self.quantised = 0.0, 0.0
 
     def policy(self, k: int) -> Policy:
         """The policy with the k modules that cost most left in float32. Raises ValueError for more than there are."""
-        if not is_whole(k, 0) or k > len(self):
-            raise ValueError(f"k={k!r} is impossible. Possible: 0 to {len(self)} modules.")
+        require_whole("k", k, 0, len(self))
         return replace(self._policy, overrides={**self._policy.overrides, **{row["module"]: None for row in self[:k]}})
 
     def __str__(self) -> str:
@@ -82,6 +84,9 @@ def sensitivity(
     >>> found[0]["module"], found[0]["alone"], list(found.policy(1).overrides)
     ('1', inf, ['1'])
     """
+    require_module(model)
+    require_callable("loss", loss, "lambda model: model(x).mean()")
+    require_seed(seed)
     plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model
     wanted = as_policy_of(policy, plain)
     names = [
@@ -105,7 +110,7 @@ def sensitivity(
             seed_here(undo, seed, seed)
             undo.by(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
             torch.set_grad_enabled(False)
-            return float(loss(copy))
+            return number_of("loss(model)", loss(copy))
 
         value = undone(seeded)
         copy.load_state_dict(state)  # of running statistics

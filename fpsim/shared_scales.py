@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.blocks import BlockFormat
+from fpsim.blocks import BlockFormat, as_format
 from fpsim.checks import shown
 from fpsim.kernels import block_loops, block_teams, blocks
 from fpsim.launch import key_arguments, parts_of, run_on_card, run_parts
 from fpsim.noise import new_key_for
 from fpsim.rounding import BINARY32, STOCHASTIC, make_plan, scale_limits
-from fpsim.spec import BlockSpec
+from fpsim.spec import BlockSpec, address_of
 
 __all__ = ["BlockAxes", "Cut", "block_scales", "rounded_blocks"]
 
@@ -89,6 +89,7 @@ def axis_pair(axis: int | tuple[int, int] | None) -> tuple[int, int | None]:
 def require_no_axis(axis: object, fmt: object) -> None:
     """Raise ValueError for an axis that came with a format of single numbers."""
     if axis is not None:
+        as_format(fmt)  # which raises for what is no format at all
         raise ValueError(f"axis={shown(axis)} came with {shown(fmt)}, whose numbers share no scale. Leave axis away.")
 
 
@@ -140,7 +141,7 @@ def _axis(axis: int, shape: torch.Size, name: str) -> int:
     rank = max(len(shape), 1)
     if isinstance(axis, bool) or not isinstance(axis, int) or not -rank <= axis < rank:
         raise ValueError(
-            f"{name}={axis!r} is no axis of a tensor of shape {tuple(shape)}. Possible: {-rank} to {rank - 1}."
+            f"{name}={shown(axis)} is no axis of a tensor of shape {tuple(shape)}. Possible: {-rank} to {rank - 1}."
         )
     return axis % rank
 
@@ -151,7 +152,7 @@ def finite_amax(x: Tensor) -> Tensor:
         magnitudes = x.detach().abs()
         amax = torch.where(magnitudes < math.inf, magnitudes, 0).amax()
         return amax.view(torch.int32).long()
-    loop, address = block_loops.cpu_amax(), x.data_ptr()
+    loop, address = block_loops.cpu_amax(), address_of(x)
     found = run_parts(loop, [(address + first * 4, length) for first, length in parts_of(x.numel())], x)
     return torch.tensor(max(found))
 
@@ -275,8 +276,8 @@ def _run_on_cpu(
         loop, total = block_loops.cpu_across(*words), math.prod(axes.blocks[:4]) * lane_blocks
     dims, parameters = np.array(axes, np.int64), np.array(plan.parameters, np.int64)
     addresses = (
-        source.data_ptr(),
-        out.data_ptr(),
+        address_of(source),
+        address_of(out),
         dims.ctypes.data,
         parameters.ctypes.data,
         _NO_KEY.ctypes.data if key is None else key.data_ptr(),
@@ -300,5 +301,5 @@ def _run_on_card(
     loop = block_teams.cuda_rounding(plan.rule, plan.shape, plan.scale_shape, plan.kind)
     grid, team = block_teams.grid_of(axes, loop.threads)
     found, has_scales = (0, 0) if scales is None else (scales.data_ptr(), 1)
-    addresses = source.data_ptr(), out.data_ptr(), *axes, *plan.parameters, shared.data_ptr(), found
+    addresses = address_of(source), address_of(out), *axes, *plan.parameters, shared.data_ptr(), found
     run_on_card(loop, source, grid, (*addresses, has_scales, *key_arguments(key), team))

@@ -207,6 +207,48 @@ def require_floating(x: Any, name: str = "x") -> None:
         raise TypeError(f"{name} is on device {x.device}. Possible: cpu, cuda. Move it with x.cpu().")
 
 
+def holds_numbers(x: Tensor) -> bool:
+    """Whether the elements of `x` are in memory. Those of a meta or fake tensor, or of a freed storage, are not.
+
+    >>> holds_numbers(torch.ones(2)), holds_numbers(torch.ones(2, device="meta"))
+    (True, False)
+    """
+    if type(x) is Tensor:
+        return not x.is_meta and (x.data_ptr() != 0 or x.numel() == 0)
+    storage = x.untyped_storage()  # a fake tensor says that it is on the CPU
+    return storage.device.type != "meta" and (x.numel() == 0 or storage.data_ptr() != 0)
+
+
+def require_numbers(x: Tensor, name: str = "x") -> None:
+    """Raise TypeError for a tensor without numbers to look at."""
+    if not holds_numbers(x):
+        raise TypeError(
+            f"{name} is {_without_numbers(x)}. Expected: a tensor on cpu or cuda that holds numbers. "
+            f"Give a model memory with model.to_empty(device='cpu'), and load its numbers."
+        )
+
+
+def _without_numbers(x: Tensor) -> str:
+    kind = "on device meta" if x.device.type == "meta" else f"a {type(x).__name__} on device {x.device} without memory"
+    return f"{kind}, where tensors hold no numbers"
+
+
+def address_of(x: Tensor) -> int:
+    """Where the elements of `x` begin, for a kernel: the last line of defence against one that has no memory.
+
+    Raises TypeError where there are elements and no memory.
+    """
+    address = x.data_ptr()
+    if not address and x.numel():
+        raise no_memory(x)
+    return address
+
+
+def no_memory(x: Tensor) -> TypeError:
+    """The error for a tensor that came to a kernel, and has elements and no memory."""
+    return TypeError(f"A tensor came to a kernel that is {_without_numbers(x)}. Expected: one on cpu or cuda.")
+
+
 def require_float32(x: Any) -> None:
     """Raise TypeError for a tensor whose blocks cannot be rounded."""
     require_floating(x)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from fpsim.border import require_module
 from fpsim.emulation.scope import NO_SPECS
 from fpsim.forwards import emulated_forward
 from fpsim.policy import RoleSpecs
@@ -60,6 +61,7 @@ def summary(model: nn.Module) -> Summary:
     0        Linear      bf16 nearest_even  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even
     1        ReLU        bf16 nearest_even  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even
     """
+    require_module(model)
     rows = Summary()
     for name, module, specs, products in _under(model, "", None, None, set()):
         words = [str(spec) if spec else "float32" for spec in specs]

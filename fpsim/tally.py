@@ -13,12 +13,21 @@ from torch import Tensor
 
 from fpsim.block_tally import blocks_between, saturated_from
 from fpsim.blocks import BlockFormat, Format
-from fpsim.checks import is_whole
+from fpsim.checks import is_whole, shown
 from fpsim.fixed_point import FixedPoint
 from fpsim.kernels.tally import LEAST_SQUARE, lost_loop, tally_loop
 from fpsim.launch import ldexp, parts_of, rounded, run_parts, to_float64
 from fpsim.shared_scales import Cut, axis_pair, require_no_axis, rounded_blocks
-from fpsim.spec import BlockSpec, Spec, any_spec, require_float32, require_floating, require_ndarray
+from fpsim.spec import (
+    BlockSpec,
+    Spec,
+    address_of,
+    any_spec,
+    require_float32,
+    require_floating,
+    require_ndarray,
+    require_numbers,
+)
 from fpsim.statistics import (
     BLOCK_SATURATED,
     BLOCK_SUBNORMAL,
@@ -123,7 +132,7 @@ class Accumulator:
         if before.device.type == "cpu":
             x, r = _comparable(before.detach(), after.detach())
             state = (t.data_ptr() for t in (self.counts, self.sums, self.exponents))
-            tally_loop(x.element_size())(x.data_ptr(), r.data_ptr(), x.numel(), *state, *self.limits)
+            tally_loop(x.element_size())(address_of(x), address_of(r), x.numel(), *state, *self.limits)
         else:
             self._add_on_device(before.detach(), after.detach())
         if isinstance(self.spec, BlockSpec):
@@ -187,6 +196,9 @@ def _limits(fmt: Format) -> tuple[float, float, float]:
     return 0.0 if isinstance(fmt, FixedPoint) else fmt.smallest_normal, saturated_from(fmt), fmt.largest
 
 
+MOST_LOG2_SCALE = 1022  # 2**-1074 is float64's smallest magnitude, 2**1023 its largest power of two
+
+
 def tally(
     x: Tensor | np.ndarray[Any, Any],
     fmt: str | Format,
@@ -214,12 +226,18 @@ def tally(
     (3, 1, 2.0, 1)
     """
     if not is_whole(log2_scale):
-        raise TypeError(f"log2_scale is {log2_scale!r}. Possible: an integer, the exponent of a power of two.")
+        raise TypeError(f"log2_scale is {shown(log2_scale)}. Possible: an integer, the exponent of a power of two.")
+    if abs(log2_scale) > MOST_LOG2_SCALE:
+        raise ValueError(
+            f"log2_scale={shown(log2_scale)} is out of range. Expected: -{MOST_LOG2_SCALE} to {MOST_LOG2_SCALE}, "
+            f"beyond which float64 loses what is scaled."
+        )
     spec = any_spec(fmt, rounding, overflow)
     if isinstance(x, np.ndarray):
         require_ndarray(x)
         x = torch.from_numpy(np.array(x, order="C"))
     require_floating(x)
+    require_numbers(x)
     x = x.detach().resolve_neg()
     sums = Accumulator(spec, x.device)
     if isinstance(spec, BlockSpec):
@@ -258,7 +276,8 @@ def lost_between(before: Tensor, after: Tensor, largest: float, log2_scale: Tens
     counts = torch.zeros((len(parts), len(LOST_COUNTS)), dtype=torch.int64, device=x.device)
     limit, size, row = math.ldexp(largest, -int(log2_scale)), x.element_size(), counts.data_ptr()
     places = [(first * size, length, row + i * 8 * len(LOST_COUNTS)) for i, (first, length) in enumerate(parts)]
-    calls = [(x.data_ptr() + at, r.data_ptr() + at, length, limit, to) for at, length, to in places]
+    source, rounded = address_of(x), address_of(r)
+    calls = [(source + at, rounded + at, length, limit, to) for at, length, to in places]
     run_parts(lost_loop(size), calls, x, r, counts)
     return counts.sum(0)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from fpsim.blocks import Format
+from fpsim.checks import require_iterable, shown
 from fpsim.launch import rounded
 from fpsim.moments import amax_of, binades, moments_of
 from fpsim.shared_scales import rounded_blocks
@@ -33,8 +34,15 @@ def warm_up(
 
     >>> warm_up("cpu", ["e4m3fn", "mxfp8_e4m3"], ["nearest_even", "stochastic"])
     """
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"device={shown(device)} is not a device. Expected: 'cpu', 'cuda' or 'cuda:1'.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={shown(device)} has no kernels. Expected: 'cpu', 'cuda' or 'cuda:1'.")
+    formats = require_iterable("formats", formats, "['fp16']")
+    roundings = require_iterable("roundings", roundings, "['nearest_even']")
     x, key = torch.zeros(1, device=device), torch.zeros((), dtype=torch.int64)
-    roundings = list(roundings)
     specs = [any_spec(fmt, rounding) for fmt in formats for rounding in roundings]
     for spec in specs:
         if isinstance(spec, BlockSpec):

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.blocks import BlockFormat, Format
-from fpsim.checks import did_you_mean, is_whole
+from fpsim.border import require_module, require_optimizer
+from fpsim.checks import require_iterable, require_number, require_whole, require_word, shown
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.forwards import emulated_forwards
 from fpsim.launch import rounded
 from fpsim.policy import ROLES, Policy
 from fpsim.rows import Rows
 from fpsim.shared_scales import Cut, rounded_blocks
-from fpsim.spec import BlockSpec, Spec, any_spec
+from fpsim.spec import BlockSpec, Spec, any_spec, holds_numbers
 from fpsim.tally import Accumulator, Tally
 from fpsim.torch_internals import is_compiled_wrapper
 
@@ -71,17 +72,19 @@ class Watch:
     def __init__(
         self, model: nn.Module, formats: Iterable[str | Format], every: int, optimizer: torch.optim.Optimizer | None
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"watch() came with {type(model).__name__}. Possible: a torch.nn.Module.")
+        require_module(model)
         if any(True for _ in emulated_forwards(model)):
             raise ValueError("This model is quantised. Possible: `with fpsim.record(model):`, or the original.")
         if any(is_compiled_wrapper(m) for m in model.modules()):
             raise ValueError("A compiled model came to watch(). Possible: the module that was given to torch.compile.")
-        if not is_whole(every, 1):
-            raise ValueError(f"every={every!r} is impossible. Possible: 1 for every call, n for each n-th.")
+        require_whole("every", every, 1)
         if isinstance(formats, str | Format):
-            raise TypeError(f"formats is {formats!r}. Possible: a list of formats, [{formats!r}].")
-        self.specs = [any_spec(fmt, "nearest_even") for fmt in formats]
+            raise TypeError(f"formats is {shown(formats)}. Possible: a list of formats, [{shown(formats)}].")
+        self.specs = [any_spec(fmt, "nearest_even") for fmt in require_iterable("formats", formats, "['fp16']")]
+        if not self.specs:
+            raise ValueError(f"formats={shown(formats)} names none. Expected: at least one format, such as ['fp16'].")
+        if optimizer is not None:
+            require_optimizer(optimizer)
         self.every, self.steps, self._watched = every, 0, 0  # calls in training, and the last that was watched
         self._is_watching = False
         self._rows = Rows()
@@ -167,7 +170,7 @@ class Watch:
 
     def _add(self, site: str, role: str, x: Tensor) -> None:
         x = x.detach()
-        if x.layout is not torch.strided or not x.numel():
+        if x.layout is not torch.strided or not x.numel() or not holds_numbers(x):
             return
         if role == "activation" and bool((least := torch.finfo(x.dtype).min) == x.amin()):
             x = x.masked_fill(x == least, 0.0)  # a mask, and no number
@@ -207,6 +210,7 @@ class Watch:
         do: at how many of the `sites` the format would do in every watched step.
         underflow, overflow: the largest share that is allowed. sqnr_db: the least signal to noise.
         """
+        _require_limits(underflow, overflow, sqnr_db)
         worst, found = _worst(self.rows()), Rows()
         for role in dict.fromkeys(role for _, role, _ in worst):
             for spec in self.specs:
@@ -233,6 +237,7 @@ class Watch:
         numbers share scales are left out, for no role has one.
         underflow, overflow, sqnr_db: as in `table`.
         """
+        _require_limits(underflow, overflow, sqnr_db)
         worst = _worst(self.rows())
         formats = [spec.fmt for spec in self.specs if not isinstance(spec.fmt, BlockFormat)]
         formats.sort(key=_bits)  # stable: the user's order among equals
@@ -262,12 +267,13 @@ class Watch:
 
         role, value: of the rows. fmt: one of the formats; None takes the first.
         """
+        if not isinstance(role, str):
+            raise TypeError(f"role={shown(role)} is not a string. Expected: the role of a row, such as 'error'.")
         spec = self.specs[0] if fmt is None else any_spec(fmt, "nearest_even")
         rows = [row for row in self.rows() if (row["role"], row["format"]) == (role, str(spec.fmt))]
         if not rows:
-            raise ValueError(f"No row has role {role!r} and format {spec.fmt}. See rows().")
-        if value not in rows[0]:
-            raise ValueError(f"No column is {value!r}.{did_you_mean(value, rows[0])} Known: {', '.join(rows[0])}.")
+            raise ValueError(f"No row has role {shown(role)} and format {spec.fmt}. See rows().")
+        require_word("value", value, rows[0])
         from fpsim.pictures import plot_watch
 
         if role in ("error", "weight_grad"):  # they come from output to input
@@ -304,6 +310,12 @@ class _Eye:
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if (watching := self._watching()) is not None:
             watching._after_step(optimizer)
+
+
+def _require_limits(underflow: float, overflow: float, sqnr_db: float) -> None:
+    require_number("underflow", underflow)
+    require_number("overflow", overflow)
+    require_number("sqnr_db", sqnr_db)
 
 
 def _row(step: int, site: str, role: str, spec: Spec, t: Tally) -> dict[str, Any]:

@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[1]
 # The floors of the house, the ground first: a file may import files of lower floors only. A new file gets a place here.
 FLOORS = (
     "fpsim.checks fpsim.statistics fpsim.torch_internals fpsim.torch_modes fpsim.deferred fpsim.undoing",
-    "fpsim.rows fpsim.pictures",
+    "fpsim.rows fpsim.pictures fpsim.border",
     "fpsim.formats",
     "fpsim.fixed_point fpsim.foreign",
-    "fpsim.blocks fpsim.rounding fpsim.kernels fpsim.reference",
+    "fpsim.blocks fpsim.rounding fpsim.kernels fpsim.kernels.sources fpsim.reference",
     "fpsim.accumulators fpsim.kernels.compile fpsim.kernels.kept",
     "fpsim.kernels.card fpsim.kernels.native fpsim.kernels.blocks",
     "fpsim.kernels.containers",
@@ -50,7 +50,7 @@ FLOORS = (
     "fpsim.model fpsim.summary",
     "fpsim.scaling_state fpsim.recording fpsim.scaling fpsim.compare fpsim.diagnose fpsim.watch fpsim.sensitivity",
     "fpsim.__main__ fpsim",
-    "ada_loss.checks ada_loss.files",
+    "ada_loss.checks ada_loss.files ada_loss.layerwise.saved",
     "ada_loss.rules.loss.base",
     "ada_loss.rules.loss.fixed ada_loss.rules.loss.counting ada_loss.rules.loss.every_step",
     "ada_loss.rules.loss.hysteresis ada_loss.rules.loss.tolerance",

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ada_loss.rules.layer import LayerRule
-from fpsim.checks import is_finite_number, is_whole
+from fpsim.checks import is_finite_number, is_whole, shown
 
 __all__ = ["Options"]
 
 BRANCHES = ("exact", "original")
 U_MINS = ("smallest", "flush", "normal")
+
+
+def _is_scale(value: Any) -> bool:
+    """Whether this is a number above 0 that float64 holds."""
+    return is_finite_number(value) and 0 < value <= sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -35,20 +41,24 @@ class Options:
 
     def __post_init__(self) -> None:
         scale = self.init_scale
-        if not (is_finite_number(scale) and scale > 0 and math.frexp(scale)[0] == 0.5):
-            raise ValueError(f"init_scale={scale!r} is impossible. Possible: a power of two, such as 1.0 or 2.0**15.")
+        if not (_is_scale(scale) and math.frexp(scale)[0] == 0.5):
+            raise ValueError(
+                f"init_scale={shown(scale)} is impossible. Possible: a power of two, such as 1.0 or 2.0**15."
+            )
         if not is_whole(self.update_every, 1):
-            raise ValueError(f"update_every={self.update_every!r} is impossible. Possible: 1 for every step, or more.")
+            raise ValueError(
+                f"update_every={shown(self.update_every)} is impossible. Possible: 1 for every step, or more."
+            )
         for name in ("scale_upper_bound", "accum_upper_bound"):
             bound = getattr(self, name)
-            if bound is not None and not (is_finite_number(bound) and bound > 0):
-                raise ValueError(f"{name}={bound!r} is impossible. Possible: a finite number above 0, or None.")
-        if self.branches not in BRANCHES:
-            raise ValueError(f"branches={self.branches!r} is impossible. Possible: 'exact' or 'original'.")
+            if bound is not None and not _is_scale(bound):
+                raise ValueError(f"{name}={shown(bound)} is impossible. Possible: a finite number above 0, or None.")
+        if not isinstance(self.branches, str) or self.branches not in BRANCHES:
+            raise ValueError(f"branches={shown(self.branches)} is impossible. Possible: 'exact' or 'original'.")
         if not self.predicts:
             self._check_what_is_measured()
-        if self.u_min not in U_MINS:
-            raise ValueError(f"u_min={self.u_min!r} is impossible. Possible: 'smallest', 'flush' or 'normal'.")
+        if not isinstance(self.u_min, str) or self.u_min not in U_MINS:
+            raise ValueError(f"u_min={shown(self.u_min)} is impossible. Possible: 'smallest', 'flush' or 'normal'.")
 
     def _check_what_is_measured(self) -> None:
         """Refuse what says nothing to a rule that measures each gradient: it has no factors, and nothing to hold."""

@@ -10,8 +10,10 @@ from torch import nn
 
 from ada_loss.layerwise.engine import Engine, Observed
 from ada_loss.layerwise.options import Options
+from ada_loss.layerwise.saved import check_progress, check_sites
 from ada_loss.rules.layer import LayerRule, as_layer_rule
 from ada_loss.transforms import AdaLossTransform, AdaLossTransformCast
+from fpsim.checks import require_iterable, require_mapping, require_word, shown
 from fpsim.scaling import listeners
 
 __all__ = ["AdaLossScaled"]
@@ -83,7 +85,9 @@ class AdaLossScaled:
         u_min: str = "smallest",
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"model came as {type(model).__name__}. Possible: a torch.nn.Module from fpsim.quantize.")
+            raise TypeError(
+                f"model came as {type(model).__name__}, {shown(model)}. Possible: what fpsim.quantize returns."
+            )
         try:
             self._listeners = listeners(model)
         except ValueError:
@@ -192,9 +196,11 @@ class AdaLossScaled:
         Raises KeyError for a site where no gradient was rounded.
         """
         scales = self._last_scales(role)
+        if not isinstance(site, str):
+            raise TypeError(f"site={shown(site)} is not a string. Expected: a site's name, 'layer1.conv1:conv2d'.")
         if site not in scales:
             known = ", ".join(sorted(scales)) or "none yet"
-            raise KeyError(f"No gradient was rounded at {site!r} as {role}. Sites: {known}.")
+            raise KeyError(f"No gradient was rounded at {shown(site)} as {role}. Sites: {known}.")
         return int(scales[site])
 
     def log2_scales(self, role: str = "error") -> dict[str, int]:
@@ -206,6 +212,7 @@ class AdaLossScaled:
         return {site: int(log2_scale) for site, log2_scale in reversed(self._last_scales(role).items())}
 
     def _last_scales(self, role: str) -> dict[str, torch.Tensor]:
+        require_word("role", role, ("error", "weight_grad"))
         states = self._engine.states
         return {site: s.log2_scale for (site, r), s in states.items() if r == role and s.log2_scale is not None}
 
@@ -222,17 +229,21 @@ class AdaLossScaled:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was saved.
 
-        Raises ValueError for the state of other settings, and for one that does not say all of them: one that an older
-        version saved, which kept the rule alone.
+        All of it is checked first: a state that is refused leaves everything as it was.
+
+        Raises TypeError for what is not a mapping; ValueError for the state of other settings or of another model, for
+        one with a value that makes no sense, and for one that does not say all settings: one that an older version
+        saved, which kept the rule alone.
         """
+        require_mapping("state", state, "what state_dict() returns")
         settings = self._options.as_plain()
         needed = [*settings, "step", "updated", "sites"]
         missing = [name for name in needed if name not in state]
         if missing:
             raise ValueError(
-                f"The state has {sorted(state)}, and lacks {', '.join(missing)}. Possible: a state_dict() of this "
-                f"version, which keeps all settings; older ones kept the rule alone. Start without the state: scales "
-                f"are chosen anew in the next step."
+                f"The state has {shown(sorted(map(str, state)))}, and lacks {', '.join(missing)}. Possible: a "
+                f"state_dict() of this version, which keeps all settings; older ones kept the rule alone. Start "
+                f"without the state: scales are chosen anew in the next step."
             )
         other = [name for name in settings if state[name] != settings[name]]
         if other:
@@ -241,6 +252,10 @@ class AdaLossScaled:
                 f"has {', '.join(f'{name}={_short(settings[name])}' for name in other)}. Make an AdaLossScaled with "
                 f"the state's settings, or start without the state."
             )
+        check_progress(state)
+        modules = {name for m in self.model.modules() for name, _ in m.named_modules()}
+        length = getattr(self.rule, "length", None)
+        check_sites(state["sites"], state["step"], modules, length)
         self._engine.load(int(state["step"]), int(state["updated"]), state["sites"])
 
 
@@ -256,15 +271,21 @@ def _selected(
     """The names of the modules whose products are scaled, None for all, and whether casts are scaled."""
     if transforms is None:
         return None, True
+    given = require_iterable("transforms", transforms, "[AdaLossTransformLinear()]")
+    if not given:
+        raise ValueError(
+            f"transforms={shown(transforms)} is empty, and nothing would be scaled. Expected: at least one. Omit it to "
+            f"scale every product."
+        )
     modules, selected, scales_casts = dict(model.named_modules()), set[str](), False
-    for transform in transforms:
+    for transform in given:
         if isinstance(transform, AdaLossTransformCast):
             scales_casts = True
             continue
         if not isinstance(transform, AdaLossTransform):
             raise TypeError(
-                f"A transform came as {transform!r}. Possible: AdaLossTransformLinear(), AdaLossTransformConv2d(), "
-                f"..., or AdaLossTransform(YourModule)."
+                f"A transform came as {shown(transform)}. Possible: AdaLossTransformLinear(), "
+                f"AdaLossTransformConv2d(), ..., or AdaLossTransform(YourModule)."
             )
         matched = [name for name, module in modules.items() if transform.matches(module)]
         if not matched:

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 from ada_loss import checks
 from ada_loss.checks import Possible, param
-from fpsim.checks import did_you_mean
+from fpsim.checks import did_you_mean, shown
 from fpsim.scaling import AMAX, AMIN, COUNT, LOG_MEAN, LOG_MEAN_SQUARE, MEAN, MEAN_SQUARE, NONZERO
 
 __all__ = [
@@ -409,10 +409,10 @@ def layer_rule(name: str, **params: Any) -> LayerRule:
     >>> layer_rule("exact", n_uf_threshold=1e-2)
     Exact(n_uf_threshold=0.01)
     """
-    rule = LAYER_RULES.get(name)
+    rule = LAYER_RULES.get(name) if isinstance(name, str) else None
     if rule is None:
         near = did_you_mean(name, LAYER_RULES)
-        raise ValueError(f"Unknown layer rule {name!r}.{near} Known: {', '.join(LAYER_RULES)}.")
+        raise ValueError(f"Unknown layer rule {shown(name)}.{near} Known: {', '.join(LAYER_RULES)}.")
     known = [f.name for f in fields(rule)]
     for given in params:
         if given not in known:

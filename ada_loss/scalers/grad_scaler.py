@@ -13,6 +13,7 @@ from ada_loss.checks import POSITIVE, require
 from ada_loss.rules.loss import LossRule, as_loss_rule, loss_rule
 from ada_loss.rules.loss.fixed import Off
 from ada_loss.scalers.verbs import PassThrough, Scaling, parameter_of
+from fpsim.checks import require_flag, shown
 
 __all__ = ["GradScaler", "NoScaler"]
 
@@ -61,10 +62,13 @@ class GradScaler:
             rule = loss_rule("torch" if name.partition(":")[0] in DEVICES else name, **params)
         elif params:
             raise TypeError(
-                f"Parameters came beside the rule {rule!r}: {', '.join(params)}. "
+                f"Parameters came beside the rule {shown(rule)}: {', '.join(params)}. "
                 f"They go with a system's name only. Give the name, or put them into the rule."
             )
         require("max_gradient_norm", max_gradient_norm, POSITIVE.or_none(), "GradScaler", None)
+        require_flag("enabled", enabled)
+        if device is not None and not isinstance(device, str | torch.device):
+            raise TypeError(f"device={shown(device)} is not a device. Expected: one as in torch; it is not needed.")
         self.max_gradient_norm = max_gradient_norm
         rule = as_loss_rule(rule)
         is_off = not enabled or isinstance(rule, Off)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,6 +13,8 @@ from torch.optim import Optimizer
 from ada_loss.checks import COUNT, NOT_NEGATIVE, POSITIVE, STEPS, require
 from ada_loss.scalers.grad_scaler import GradScaler
 from ada_loss.scalers.gradients import all_reduce_, parameters_of
+from fpsim.checks import shown
+from fpsim.scaling import require_optimizer
 
 __all__ = ["Updater"]
 
@@ -60,9 +63,14 @@ class Updater:
         for name, function in (("loss_fn", loss_fn), ("data_feeder", data_feeder)):
             if not callable(function):
                 raise TypeError(
-                    f"{name} came as {type(function).__name__}. It must be callable: a retry calls it again. "
+                    f"{name} came as {shown(function)}. It must be callable: a retry calls it again. "
                     f"Give a function; for an iterator, lambda: next(iterator)."
                 )
+        require_optimizer(optimizer)
+        if not isinstance(scaler, torch.amp.GradScaler | GradScaler):
+            raise TypeError(f"scaler is {shown(scaler)}. Expected: an ada_loss.GradScaler.")
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(f"process_group is {shown(process_group)}. Expected: a torch.distributed.ProcessGroup.")
         require("accumulate", accumulate, STEPS, "Updater", 1)
         require("weight_decay", weight_decay, NOT_NEGATIVE.or_none(), "Updater", None)
         require("clip", clip, POSITIVE.or_none(), "Updater", None)

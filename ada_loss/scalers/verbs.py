@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from enum import Enum
@@ -12,17 +14,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ada_loss.checks import POSITIVE, Possible, require
+from ada_loss.checks import NOT_NEGATIVE, POSITIVE, Possible, require
 from ada_loss.rules.loss import LossRule
 from ada_loss.rules.loss.base import float32
 from ada_loss.rules.loss.counting import Torch
 from ada_loss.rules.loss.fixed import Off
 from ada_loss.scalers.gradients import clip_to_norm_, gradients_of, largest_of, one_on, total_of, unscale_and_check_
-from fpsim.checks import is_number
+from fpsim.checks import is_number, require_mapping, shown
+from fpsim.scaling import require_optimizer
 
 __all__ = ["PassThrough", "Scaling", "parameter_of"]
 
 REACHED = Possible("a number, 0 or more", lambda v: is_number(v) and v >= 0)
+LIMIT = Possible(
+    "a number, 0 or more, inf for no limit", lambda v: is_number(v) and (NOT_NEGATIVE.allows(v) or v == math.inf)
+)
 TORCH_STATE = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 
 
@@ -83,6 +89,7 @@ class Scaling:
         )
 
     def unscale_(self, optimizer: Optimizer) -> None:
+        require_optimizer(optimizer)
         progress = self._begin(optimizer, "unscale_")
         if progress.stage is not Stage.READY:
             when = "has already been called on this optimizer since the last update()"
@@ -102,13 +109,15 @@ class Scaling:
         progress.stage = Stage.UNSCALED
 
     def clip_(self, optimizer: Optimizer, max_norm: float) -> None:
+        require_optimizer(optimizer)
+        require("max_norm", max_norm, LIMIT, "limit of a norm")
         progress = self._begin(optimizer, "clip_")
         if progress.stage is not Stage.UNSCALED:
             raise RuntimeError(
                 f"clip_() is being called on gradients that are {progress.stage.value}, not unscaled. "
                 f"Call unscale_(optimizer) first, and step(optimizer) after."
             )
-        norm = clip_to_norm_(gradients_of(optimizer), max_norm)
+        norm = clip_to_norm_(gradients_of(optimizer), float(max_norm))
         if norm is not None:
             progress.require_checked()
             progress.found_inf[norm.device] += ~torch.isfinite(norm)
@@ -120,6 +129,7 @@ class Scaling:
                 "Closure use is not currently supported if GradScaler is enabled. The scaler must see the "
                 "gradients before each step. Take an optimizer without closure, or GradScaler(enabled=False)."
             )
+        require_optimizer(optimizer)
         progress = self._begin(optimizer, "step")
         if progress.stage is Stage.STEPPED:
             raise RuntimeError("step() has already been called since the last update(). Call update() first.")
@@ -139,12 +149,15 @@ class Scaling:
         return result
 
     def overflowed(self, optimizer: Optimizer) -> bool:
+        require_optimizer(optimizer)
         return self._begin(optimizer, "overflowed").overflow()
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         self._require_scaled("update")
         if new_scale is not None:
-            self._adopt(replace(self.rule, scale=_number_of(new_scale)))
+            scale = _number_of(new_scale)
+            require("new_scale", scale, POSITIVE, "GradScaler")
+            self._adopt(replace(self.rule, scale=scale))
             self.progress = {}
             return
         seen = [progress for progress in self.progress.values() if progress.found_inf]
@@ -173,6 +186,7 @@ class Scaling:
         return {"rule": rule.system, **state, "max_gradient_norm": scaler.max_gradient_norm}
 
     def load_state_dict(self, scaler: Scaler, state_dict: Mapping[str, Any]) -> None:
+        require_mapping("state_dict", state_dict, "what state_dict() returns")
         state = dict(state_dict)
         if not state:
             raise RuntimeError(
@@ -197,11 +211,19 @@ class Scaling:
                 f"The state of the rule {name!r} came without {sorted(names - set(state))} and with "
                 f"{sorted(set(state) - names)}. It has {', '.join(sorted(names))}. Save it with state_dict()."
             )
+        scale = state["scale"]
         rule = _changed(rule, state.pop("scale"), **state)
         require("max_gradient_norm", norm, POSITIVE.or_none(), "GradScaler", None)
         scaler.max_gradient_norm = norm
         self.progress = {}
         self._adopt(rule)
+        if not POSITIVE.allows(scale):  # a rule can reach 0 and inf, and its state goes on from there
+            warnings.warn(
+                f"The state has scale={shown(scale)}: with 0 the parameters become NaN, and with inf each step is "
+                f"skipped. Call update(new_scale=...) with a finite number above 0 before the next step.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def between_steps(self) -> Scaling:
         """The same scaling without tensors, to be saved. RuntimeError in the middle of a step."""

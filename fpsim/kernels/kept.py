@@ -1,29 +1,42 @@
-"""Machine code that is kept on disk: where, under which name, and whether it is whole."""
+"""Machine code that is kept on disk: where, under which name, who can have written it, and whether it is whole."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import stat
+import time
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from fpsim import deferred, rounding, statistics
+from fpsim.kernels.sources import digest_of_imported, have_changed
 
-# Every file whose code or constants are compiled in.
-SOURCES = (
-    *sorted(Path(__file__).parent.glob("*.py")),
-    *(Path(module.__file__ or "") for module in (deferred, rounding, statistics)),
-)
+try:
+    import fcntl
+except ImportError:  # there is none on Windows
+    fcntl = None  # type: ignore[assignment]
+
+MAX_BYTES = 1 << 26  # of a file; the largest kernels have a few hundred thousand
+# How long a process waits for another that compiles the same loop, in seconds: the largest takes 6 alone.
+LONGEST_WAIT, BETWEEN_TRIES = 60.0, 0.02
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+# Absent on Windows. O_NONBLOCK: opening a pipe must not wait for its writer.
+_NO_LINK, _NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
+_BINARY = getattr(os, "O_BINARY", 0)  # on Windows alone
+
+
+class UntrustedError(Exception):
+    """Machine code that somebody else can have written. Its message says why, and what to type."""
 
 
 @cache
 def source_digest(toolchain: str) -> str:
-    """The name of a state of the sources, compiled by these tools."""
-    sources = b"".join(path.read_bytes() for path in SOURCES)
-    return hashlib.sha256(sources + toolchain.encode()).hexdigest()[:16]
+    """The name of what this process has imported, compiled by these tools."""
+    return hashlib.sha256(digest_of_imported() + toolchain.encode()).hexdigest()[:16]
 
 
 def _digest(file: Path, payload: bytes) -> bytes:
@@ -34,21 +47,50 @@ def write_whole(file: Path, payload: bytes) -> None:
     """Write a file that `read_whole` knows to be whole; others see all of it or nothing. Raises OSError."""
     temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex[:16]}.tmp")
     try:
-        temporary.write_bytes(_digest(file, payload) + payload)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
+        with open(descriptor, "wb") as target:
+            target.write(_digest(file, payload) + payload)
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def read_whole(file: Path) -> bytes | None:
-    """What `write_whole` wrote under this name; None where there is nothing, or a single bit of it has changed."""
+    """What `write_whole` wrote under this name; None where there is nothing, or a single bit of it has changed.
+
+    Raises UntrustedError for what another user can have written, and for what is not a regular file.
+    """
     try:
-        content = file.read_bytes()
+        _require_trusted(file.parent, os.stat(file.parent))
+        descriptor = os.open(file, os.O_RDONLY | _BINARY | _NO_LINK | _NO_WAIT)
     except OSError:
+        if file.is_symlink():
+            raise UntrustedError(f"{file} is a link. Remove it: rm {file}") from None
         return None
+    with open(descriptor, "rb") as source:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
+            raise UntrustedError(f"{file} is not a regular file of at most {MAX_BYTES} bytes. Remove it: rm -r {file}")
+        _require_trusted(file, found)
+        content = source.read(MAX_BYTES)
     size = hashlib.sha256().digest_size
     digest, payload = content[:size], content[size:]
     return payload if digest == _digest(file, payload) else None
+
+
+def _require_trusted(path: Path, found: os.stat_result) -> None:
+    """Raise UntrustedError if a user other than this one and root can have written a file or folder."""
+    if not hasattr(os, "geteuid"):  # Windows: the mode says nothing there
+        return
+    user = os.geteuid()
+    if found.st_uid not in (user, 0):
+        raise UntrustedError(
+            f"{path} belongs to user {found.st_uid}, and this process runs as user {user}. "
+            "Set NUMBA_CACHE_DIR to a folder of your own"
+        )
+    if found.st_mode & _OTHERS_WRITE:
+        mode = stat.S_IMODE(found.st_mode)
+        raise UntrustedError(f"{path} can be written by other users (mode {mode:o}). Type: chmod go-w {path}")
 
 
 @cache
@@ -57,9 +99,11 @@ def _folder_of(chosen: str) -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     folders = [Path(chosen, "fpsim")] if chosen else []
     error: OSError | None = None
-    for folder in (*folders, Path(__file__).parent / "__pycache__", caches / "fpsim"):
+    # a folder of its own in __pycache__, which Python makes with the rights that the user's mask leaves
+    for folder in (*folders, Path(__file__).parent / "__pycache__" / "fpsim", caches / "fpsim"):
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as reason:
             error = error or reason
             continue
@@ -75,40 +119,87 @@ def folder_of_code() -> Path:
 
 
 def read_kept(name: str) -> bytes | None:
-    """What is kept under this name; None where there is nothing whole."""
+    """What is kept under this name; None where there is nothing whole that can be trusted."""
     try:
         return read_whole(folder_of_code() / name)
     except OSError:
         return None
+    except UntrustedError as error:
+        _warn_once(f"Machine code on disk is not loaded, and compiled again: {error}.")
+        return None
 
 
 def keep(name: str, code: bytes) -> None:
-    """Keep code on disk under this name, if that can be done."""
+    """Keep code on disk under this name, if that can be done, and if it is of the sources as they still are."""
+    if have_changed():
+        return  # this process may have imported some files before an update and others after it
     try:
-        write_whole(folder_of_code() / name, code)
+        folder = folder_of_code()
+        _require_trusted(folder, folder.stat())
+        write_whole(folder / name, code)
+    except UntrustedError as error:
+        _warn_once(f"Machine code on disk is not loaded, and compiled again: {error}.")
     except OSError as error:
-        _warn_that_nothing_is_kept(error)
+        _warn_once(
+            f"Compiled loops cannot be kept on disk ({error}): each process will compile its own, which takes seconds. "
+            f"Set NUMBA_CACHE_DIR to a folder that can be written."
+        )
+
+
+@contextmanager
+def one_process_for(name: str) -> Iterator[None]:
+    """Inside, no other process on this folder makes what is kept under this name, unless it takes very long.
+
+    Without a lock, where the system has none, processes make the same code several times.
+    """
+    descriptor = -1
+    try:
+        if fcntl is not None:
+            lock = folder_of_code() / f"{name}.lock"
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | _NO_LINK | _NO_WAIT, 0o600)
+            _try_to_lock(descriptor)
+    except OSError:
+        pass  # whoever keeps the code will say that the folder cannot be written
+    try:
+        yield
+    finally:
+        if descriptor >= 0:
+            # Whoever waits for this file finds the code; a later process makes a new file.
+            with suppress(OSError):
+                lock.unlink(missing_ok=True)
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may hold the descriptor too
+            os.close(descriptor)
+
+
+def _try_to_lock(descriptor: int) -> None:
+    end = time.monotonic() + LONGEST_WAIT
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(BETWEEN_TRIES)
 
 
 def kept_code(name: str, make: Callable[[], bytes]) -> bytes:
     """What is kept on disk under this name. Where there is nothing whole, it is made."""
     code = read_kept(name)
     if code is None:
-        code = make()
-        keep(name, code)
+        with one_process_for(name):
+            code = read_kept(name)
+            if code is None:
+                code = make()
+                keep(name, code)
     return code
 
 
-_is_warned = False
+_warned: set[str] = set()
 
 
-def _warn_that_nothing_is_kept(error: Exception) -> None:
-    global _is_warned
-    if not _is_warned:  # once for all loops
-        _is_warned = True
-        warnings.warn(
-            f"Compiled loops cannot be kept on disk ({error}): each process will compile its own, which takes seconds. "
-            f"Set NUMBA_CACHE_DIR to a folder that can be written.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+def _warn_once(text: str) -> None:
+    """Warn once for all loops of a process, not for each."""
+    kind = text[:20]
+    if kind not in _warned:
+        _warned.add(kind)
+        warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -21,7 +21,7 @@ import llvmlite
 from llvmlite import binding
 
 from fpsim.kernels.compile import ENTRY, FUNCTIONS, object_code
-from fpsim.kernels.kept import keep, read_kept, source_digest
+from fpsim.kernels.kept import keep, one_process_for, read_kept, source_digest
 
 # of Numba, which reads them when it is imported: what decides how it compiles
 _SETTINGS = ("OPT", "CPU_NAME", "CPU_FEATURES", "ENABLE_AVX", "LOOP_VECTORIZE", "SLP_VECTORIZE", "DISABLE_INTEL_SVML")
@@ -96,15 +96,24 @@ class Loop:
     @cached_property
     def native(self) -> Callable[..., Any]:
         """The function itself, without a look at this object in each call."""
+        function = self._from_disk()
+        if function is None:
+            with one_process_for(self.file_name):
+                function = self._from_disk() or self._compiled()
+        return function
+
+    def _from_disk(self) -> Callable[..., Any] | None:
         code = read_kept(self.file_name)
-        if code is not None:
-            try:
-                function = loaded(code)
-            except RuntimeError:  # whole, and of libraries that are not here: as good as none
-                pass
-            else:
-                self.was_compiled = False
-                return function
+        if code is None:
+            return None
+        try:
+            function = loaded(code)
+        except RuntimeError:  # whole, and of libraries that are not here: as good as none
+            return None
+        self.was_compiled = False
+        return function
+
+    def _compiled(self) -> Callable[..., Any]:
         code = object_code(self.py_func, **self._options)
         function, self.was_compiled = loaded(code), True
         keep(self.file_name, code)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fpsim
-from fpsim import Delayed
+from fpsim import Delayed, FormatLike
 from fpsim.delayed import AmaxHistory, Histories
 from fpsim.emulation.scope import Listeners
 from fpsim.model import listeners
@@ -177,21 +177,29 @@ class Records(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(2, 2)
+        self.a = nn.Linear(2, 2)
         self.found: list[Listeners] = []
 
     def forward(self, x: Tensor) -> Tensor:
         scales = self.found[0].histories
         history(scales, Delayed(history=1)).record(x.detach().abs().max())
-        return self.inner(x)
+        return self.a(x)
 
 
 def scale_of(model: nn.Module) -> float:
     return history(listeners(model)[0].histories, Delayed(history=1)).scale().item()
 
 
-def quantised() -> Records:
-    model = fpsim.quantize(Records(), "fp32")
+# The policy that asks for the history which a Records keeps; nothing else is rounded.
+X_DELAYED = fpsim.Policy(
+    products=fpsim.Products(
+        fprop=(fpsim.BlockFormat("e4m3fn", "tensor", fpsim.as_format("fp32"), Delayed(history=1)), None)
+    )
+)
+
+
+def quantised(fmt: FormatLike = "fp32") -> Records:
+    model = fpsim.quantize(Records(), fmt)
     model.found.append(listeners(model)[0])
     return model
 
@@ -223,7 +231,7 @@ def test_what_a_checkpoint_runs_again_begins_no_step(use_reentrant: bool) -> Non
 
 
 def test_the_state_of_a_model_is_no_part_of_its_state_dict() -> None:
-    model = quantised()
+    model = quantised(X_DELAYED)
     keys = [*model.state_dict()]
     for amax in (3.5, 7.0):
         model(torch.full((2,), amax))
@@ -232,7 +240,7 @@ def test_the_state_of_a_model_is_no_part_of_its_state_dict() -> None:
     assert [*state] == ["a:linear fprop.x"]
     assert state["a:linear fprop.x"]["scale"] == 128.0
     duplicate = copy.deepcopy(model)
-    fresh = quantised()
+    fresh = quantised(X_DELAYED)
     fpsim.load_scaling_state(fresh, state)
     for each in (model, duplicate, fresh):
         each.found[:] = listeners(each)
@@ -243,7 +251,7 @@ def test_the_state_of_a_model_is_no_part_of_its_state_dict() -> None:
 
 
 def test_several_quantised_models_inside_of_one_keep_their_states_apart() -> None:
-    whole = nn.ModuleDict({"a": quantised(), "b": nn.Sequential(quantised())})
+    whole = nn.ModuleDict({"a": quantised(X_DELAYED), "b": nn.Sequential(quantised(X_DELAYED))})
     for model, amax in ((whole["a"], 7.0), (whole["b"][0], 28.0)):
         for _ in range(2):
             model(torch.full((2,), amax))

@@ -121,7 +121,7 @@ def compare(
 ) -> Comparison:
     """See `Results.compare`."""
     require_level(level)
-    name = metric or results.metric
+    name = results.named(metric)
     left, right = (_by_seed(results, chosen) for chosen in (a, b))
     for row in (*left.values(), *right.values()):
         if not is_number(row.get(name)):
@@ -149,7 +149,7 @@ def _by_seed(results: StoredResults, chosen: str | Mapping[str, Any]) -> dict[in
         values = [*dict.fromkeys(str(row.get(axis)) for row in rows)]
         if axis not in where and len(values) > 1:
             raise ValueError(
-                f"{_words(chosen)} leaves the {axis} open: {', '.join(values)}. Choose one, "
+                f"{_words(chosen) or shown(chosen)} leaves the {axis} open: {', '.join(values)}. Choose one, "
                 f"{{..., {axis!r}: {values[0]!r}}}: a comparison has one cell for each seed on each side."
             )
     return {row["seed"]: row for row in rows}

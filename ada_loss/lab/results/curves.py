@@ -63,6 +63,8 @@ def curves(
     """See `Results.curves`."""
     if not is_whole(points, least=1):
         raise ValueError(f"points={shown(points)} is impossible. Possible: 1 or more.")
+    if not isinstance(name, str):
+        raise TypeError(f"name={shown(name)} is not a string. Expected: the name of a curve, such as 'loss'.")
     rows = results.chosen_rows(where)
     axes = telling_axes(results.settings, rows) or ["format"]
     groups: dict[tuple[str, ...], dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]]] = {}

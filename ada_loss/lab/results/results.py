@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ada_loss.files import data_frame
+from ada_loss.files import data_frame, folder_at
 from ada_loss.lab.results.table import Table
 from ada_loss.lab.sweep.cell_formats import label
 from ada_loss.lab.sweep.cells import AXES, is_configuration
 from ada_loss.lab.sweep.ledger import DAMAGED, Ledger, counted
 from ada_loss.lab.sweep.telemetry import read_telemetry
+from fpsim.checks import require_flag, require_mapping, shown
 
 __all__ = ["StoredResults", "settings_of", "telling_axes"]
 
@@ -32,7 +32,7 @@ class StoredResults:
     """
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
-        self.out = Path(out)
+        self.out = folder_at(out)
         with Ledger(self.out / "ledger.sqlite", readonly=True) as ledger:
             self.cells, self.sessions = ledger.rows(), ledger.sessions()
         for cell in self.cells:
@@ -58,13 +58,15 @@ class StoredResults:
 
     def chosen_rows(self, where: Mapping[str, Any] | None) -> list[dict[str, Any]]:
         """The rows with these values, {column: value}; None for all. Raises ValueError for a value that no row has."""
+        if where is not None:
+            require_mapping("where", where, "{'format': 'fp16'}")
         found = self.rows()
         for name, value in (where or {}).items():
             rows, found = found, [row for row in found if name in row and _word(row[name]) == _word(value)]
             if rows and not found:
                 known = ", ".join(dict.fromkeys(str(row[name]) for row in rows if name in row))
                 known = f"Its values: {known}" if known else f"Known columns: {', '.join(rows[0])}"
-                raise ValueError(f"No cell that is done has {name}={label(value)}. {known}.")
+                raise ValueError(f"No cell that is done has {shown(name)}={shown(label(value))}. {known}.")
         return found
 
     @property
@@ -88,16 +90,23 @@ class StoredResults:
                 return next(iter(cell["metrics"]))
         raise ValueError(f"{self!r} holds no metric: no training came to its end. Run more cells, or mend the task.")
 
+    def named(self, metric: str | None) -> str:
+        """The metric that is named; the first of the task for None. Raises TypeError for what is not a name."""
+        if metric is not None and not isinstance(metric, str):
+            raise TypeError(f"metric={shown(metric)} is not a string. Expected: the name of a metric, or None.")
+        return self.metric if metric is None else metric
+
     def best(self, metric: str | None = None, *, largest: bool = True) -> dict[str, Any]:
         """The row with the best value of a metric; NaN is never best.
 
         metric: the task's first unless named.
         largest: whether a larger value is better.
         """
-        name = metric or self.metric
+        require_flag("largest", largest)
+        name = self.named(metric)
         rows = [row for row in self.rows() if not math.isnan(_number(row, name))]
         if not rows:
-            raise ValueError(f"No cell of {self!r} has a number for the metric {name!r}. Known: {self.metric}.")
+            raise ValueError(f"No cell of {self!r} has a number for the metric {shown(name)}. Known: {self.metric}.")
         return (max if largest else min)(rows, key=lambda row: row[name])
 
     def table(
@@ -116,11 +125,13 @@ class StoredResults:
         something else than the seed.
         """
         found = self.chosen_rows(where)
-        name = metric or self.metric
+        name = self.named(metric)
         for axis in (rows, columns, name):
+            known = ", ".join(dict.fromkeys(key for row in found for key in row))
+            if not isinstance(axis, str):
+                raise TypeError(f"The column {shown(axis)} is not a string. Known: {known}.")
             if found and axis not in set().union(*found):
-                known = ", ".join(dict.fromkeys(key for row in found for key in row))
-                raise ValueError(f"Unknown column {axis!r}. Known: {known}.")
+                raise ValueError(f"Unknown column {shown(axis)}. Known: {known}.")
         for axis in self.settings:
             values = list(dict.fromkeys(str(row.get(axis)) for row in found))
             if axis not in (rows, columns) and len(values) > 1:
@@ -143,6 +154,8 @@ class StoredResults:
         metric: the first of each task unless named.
         """
         found = self.rows()
+        if metric is not None:
+            self.named(metric)
         if not any(cell["metrics"] for cell in self.cells):
             return []
         others = [*AXES[:1], "rounding", *dict.fromkeys(k for cell in self.cells for k in cell["config"]["options"])]
@@ -166,6 +179,10 @@ class StoredResults:
         cell: its id.
         Raises ValueError for a file that is missing or damaged.
         """
+        if not isinstance(cell, str):
+            raise TypeError(f"cell={shown(cell)} is not a string. Expected: the id of a cell.")
+        if cell not in {row["id"] for row in self.cells}:
+            raise ValueError(f"cell={shown(cell)} is not in {shown(str(self.out))}. Expected: the id of a cell.")
         digests = {row["id"]: row["telemetry_sha256"] for row in self.cells if row["id"] == cell}
         return read_telemetry(self.out, cell, digests.get(cell))
 

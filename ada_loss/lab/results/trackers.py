@@ -17,7 +17,7 @@ import numpy as np
 from ada_loss.lab.sweep.cell_formats import label
 from ada_loss.lab.sweep.ledger import Ledger
 from ada_loss.lab.sweep.telemetry import telemetry_path
-from fpsim.checks import did_you_mean, pip_install
+from fpsim.checks import did_you_mean, pip_install, shown
 
 __all__ = ["TRACKERS", "MLflow", "Notifier", "TensorBoard", "Tracker", "WandB", "make_trackers"]
 
@@ -188,8 +188,10 @@ def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
     out: the folder.
     Raises ValueError for an unknown name, ImportError for one whose package is not installed.
     """
-    if isinstance(wanted, str) or not isinstance(wanted, Sequence):
-        raise ValueError(f"track={wanted!r} is impossible. Possible: a list of {', '.join(TRACKERS)}, or trackers.")
+    if isinstance(wanted, str | bytes | bytearray) or not isinstance(wanted, Sequence):
+        raise ValueError(
+            f"track={shown(wanted)} is impossible. Possible: a list of {', '.join(TRACKERS)}, or trackers."
+        )
     made: list[Tracker] = []
     for tracker in wanted:
         if tracker == "tensorboard":
@@ -204,7 +206,7 @@ def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
         elif not (hasattr(tracker, "known") and hasattr(tracker, "log")):
             hint = did_you_mean(tracker, TRACKERS)
             known = ", ".join(TRACKERS)
-            raise ValueError(f"Unknown tracker {tracker!r}.{hint} Known: {known}, or an object of your own.")
+            raise ValueError(f"Unknown tracker {shown(tracker)}.{hint} Known: {known}, or an object of your own.")
         else:
             made.append(tracker)
     return made

@@ -163,6 +163,8 @@ def verdicts(
             f"tolerance={shown(tolerance)} is impossible. Possible: 0 or more, in the units of the metric."
         )
     require_level(level)
+    if metric is not None:
+        results.named(metric)
     done = {row["id"]: row for row in results.rows()}
     rows = [done.get(cell["id"], settings_of(cell)) for cell in results.cells if cell["state"] in ("done", "failed")]
     metrics = {cell["id"]: [*cell["metrics"]] for cell in results.cells}

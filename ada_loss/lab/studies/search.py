@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 import fpsim
-from ada_loss.files import data_frame
+from ada_loss.files import data_frame, folder_at
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.table import SHARES, heading, mean_and_deviation
 from ada_loss.lab.studies.space import Point, Space
@@ -24,7 +23,7 @@ from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.identity import MakeTask
 from ada_loss.lab.tasks import find_task
 from fpsim import ROLES, Policy
-from fpsim.checks import did_you_mean, is_number, is_whole, pip_install
+from fpsim.checks import did_you_mean, is_number, is_whole, pip_install, require_flag, require_whole, shown
 
 __all__ = ["SearchResult", "search"]
 
@@ -150,6 +149,11 @@ def search(
     names = [row["module"] for row in modules] if isinstance(modules, fpsim.Sensitivity) else modules
     space = Space(roles, exponent_bits, mantissa_bits, names, is_ranking)
     _check(tolerance, trials)
+    require_flag("show_progress", show_progress)
+    require_whole("seed", seed, 0, 2**32 - 1)
+    folder = folder_at(out)
+    if metric is not None and not isinstance(metric, str):
+        raise TypeError(f"metric={shown(metric)} is not a string. Expected: the name of a metric, or None.")
     optuna = _optuna()
     grid: dict[str, Any] = {"roundings": [rounding], "options": task_options}
     formats = [space.fields(point) for point in space.widest()]
@@ -167,7 +171,7 @@ def search(
             """The metrics of each format with each seed; empty where a training failed."""
             cells = plan(task, formats, [method], seeds=[*chosen], **grid)
             function = None if isinstance(task, str) else task
-            done = run_cells(cells, Path(out), opened, function, track=track, show_progress=show_progress, title=title)
+            done = run_cells(cells, folder, opened, function, track=track, show_progress=show_progress, title=title)
             metrics = {cell["id"]: cell["metrics"] for cell in done.cells if cell["state"] == "done"}
             found = [metrics.get(cell.id, {}) for cell in cells]
             return [found[i : i + len(chosen)] for i in range(0, len(found), len(chosen))]
@@ -178,7 +182,7 @@ def search(
         best = trials_done.descend(trials_done.smallest())
     rows = [trials_done.row(point) for point in trials_done.tried]
     answer = space.formats(best), space.size(best), trials_done.mean(best), trials_done.baseline
-    return SearchResult(*answer, rows, Results(out), trials_done.metric, best.wide)
+    return SearchResult(*answer, rows, Results(folder), trials_done.metric, best.wide)
 
 
 def _require_options(options: Mapping[str, Any]) -> None:
@@ -216,9 +220,9 @@ def _sample(optuna: Any, trials_done: _Trials, most_wide: int, count: int, at_on
 
 def _check(tolerance: Any, trials: Any) -> None:
     if not is_number(tolerance) or not 0 <= tolerance <= 1:
-        raise ValueError(f"tolerance={tolerance!r} is impossible. Possible: 0 to 1, in the units of the metric.")
+        raise ValueError(f"tolerance={shown(tolerance)} is impossible. Possible: 0 to 1, in the units of the metric.")
     if not is_whole(trials, least=1):
-        raise ValueError(f"trials={trials!r} is impossible. Possible: 1 or more.")
+        raise ValueError(f"trials={shown(trials)} is impossible. Possible: 1 or more.")
 
 
 @contextmanager

@@ -49,12 +49,19 @@ class Space:
     def __post_init__(self) -> None:
         roles, words = self.roles, isinstance(self.roles, Sequence) and not isinstance(self.roles, str)
         if not words or not roles or not all(role in ROLES for role in roles) or len(set(roles)) < len(roles):
-            raise ValueError(f"roles={roles!r} is impossible. Possible: some of {', '.join(ROLES)}, each once.")
+            raise ValueError(f"roles={shown(roles)} is impossible. Possible: some of {', '.join(ROLES)}, each once.")
         for name, least, most in (("exponent_bits", 1, 8), ("mantissa_bits", 0, 23)):
             span = getattr(self, name)
-            fits = isinstance(span, Sequence) and len(span) == 2 and all(map(is_whole, span))
+            fits = (
+                isinstance(span, Sequence)
+                and not isinstance(span, str | bytes)
+                and len(span) == 2
+                and all(map(is_whole, span))
+            )
             if not fits or not least <= span[0] <= span[1] <= most:
-                raise ValueError(f"{name}={span!r} is impossible. Possible: least and most, within {least} and {most}.")
+                raise ValueError(
+                    f"{name}={shown(span)} is impossible. Possible: least and most, within {least} and {most}."
+                )
         for e, m in itertools.product(self.exponent_bits, self.mantissa_bits):
             fpsim.as_format(f"e{e}m{m}")  # raises for what a float32 cannot hold
         names = self.modules

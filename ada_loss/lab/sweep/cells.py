@@ -110,16 +110,16 @@ def plan(
     seeds = _seeds(seeds)
     grid = {"formats": formats, "scaling": scaling, "roundings": roundings, "seeds": seeds}
     for name, values in grid.items():
-        if isinstance(values, str) or not isinstance(values, Sequence):
+        if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
             raise TypeError(f"{name} came as {shown(values)}. Possible: a list. Write [{shown(values)}].")
         if not values:
-            raise ValueError(f"{name} is empty, so there is no cell to run. Give at least one.")
+            raise ValueError(f"{name} is empty ({shown(values)}), so there is no cell to run. Give at least one.")
     for rounding in roundings:
         if not isinstance(rounding, str):
             raise TypeError(
                 f"The rounding {shown(rounding)} is no name. Possible: a list of names, each for all roles."
             )
-    if not isinstance(options or {}, Mapping):
+    if options is not None and not isinstance(options, Mapping):
         raise TypeError(f"task_options came as {shown(options)}. Possible: a mapping, {{'epochs': 3}} for instance.")
     task_name, full = _task_and_options(task, train, options or {})
     canonical = [canonical_format(fmt) for fmt in formats]
@@ -200,7 +200,10 @@ def _task_and_options(
     """The name of the task, or of the training function, and all options."""
     if train is not None:
         if task is not None:
-            raise ValueError("Give a task, or a training function of your own as train=, and not both.")
+            raise ValueError(
+                f"task={shown(task)} came with train={shown(train)}. Give a task, or a training function of your own "
+                f"as train=, and not both."
+            )
         return own_training(train), _own_options(options)
     name = task_of(task)  # type: ignore[arg-type]  # which refuses None
     function = find_task(task) if isinstance(task, str) else task
@@ -282,10 +285,12 @@ def _require_different(cells: Sequence[Cell]) -> None:
 
 def _seeds(seeds: int | Sequence[int]) -> Sequence[int]:
     if is_whole(seeds):
+        if seeds < 0:  # type: ignore[operator]
+            raise ValueError(f"seeds={shown(seeds)} is no number of seeds. Expected: 1 or more, or a list of integers.")
         if seeds > MOST_CELLS:  # type: ignore[operator]
             raise ValueError(f"seeds came as {shown(seeds)}. Possible: at most {MOST_CELLS:,}, or a list of integers.")
         return range(int(seeds))  # type: ignore[arg-type]
-    if isinstance(seeds, str) or not isinstance(seeds, Sequence):
+    if isinstance(seeds, str | bytes | bytearray) or not isinstance(seeds, Sequence):
         raise TypeError(f"seeds came as {shown(seeds)}. Possible: how many, or a list of integers.")
     for seed in seeds:
         if not is_whole(seed):

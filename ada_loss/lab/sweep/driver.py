@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ada_loss.files import write_atomically
+from ada_loss.files import folder_at, write_atomically
 from ada_loss.lab.environment import environment
 from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
@@ -33,7 +33,7 @@ from ada_loss.lab.sweep.progress import Progress, say
 from ada_loss.lab.sweep.telemetry import is_whole, telemetry_digest, telemetry_path
 from ada_loss.lab.sweep.work import WorkOrder, said, work
 from ada_loss.lab.tasks import TASKS, find_task, folder_of
-from fpsim.checks import known_arguments, pip_install
+from fpsim.checks import known_arguments, pip_install, require_flag
 
 try:
     from filelock import FileLock, Timeout
@@ -97,7 +97,8 @@ def sweep(
     Raises ValueError and TypeError for invalid arguments before any work, SweepStopped where it cannot go on.
     """
     execution = _execution(locals())
-    folder = _folder(out)
+    require_flag("show_progress", show_progress)
+    folder = folder_at(out)
     grid = {"task": task, "formats": formats, "scaling": scaling, "roundings": roundings, "seeds": seeds}
     cells = plan_all({**grid, "task_options": task_options, "train": train}, also, baseline)
     given = task if train is None else train
@@ -132,7 +133,9 @@ def resume(
     passed to `sweep`: only that call knows it.
     """
     execution = _execution(locals())
-    folder = _folder(out)
+    require_flag("show_progress", show_progress)
+    require_flag("trust", trust)
+    folder = folder_at(out)
     with Ledger(folder / "ledger.sqlite", readonly=True) as ledger:
         cells = [stored_cell(row["id"], row["config"]) for row in ledger.rows()]
     for name in dict.fromkeys(cell.config["task"] for cell in cells):
@@ -154,12 +157,6 @@ def resume(
 def _execution(arguments: Mapping[str, Any]) -> Execution:
     """The execution that the arguments of `sweep` or `resume` describe."""
     return Execution(**{field.name: arguments[field.name] for field in fields(Execution)})
-
-
-def _folder(out: object) -> Path:
-    if not isinstance(out, str | os.PathLike):
-        raise ValueError(f"out={out!r} is impossible. Possible: the path of a folder.")
-    return Path(out)
 
 
 def run_cells(

@@ -113,7 +113,7 @@ def _are_resources(value: object) -> bool:
 
 
 def _require_engine(engine: object) -> None:
-    if isinstance(engine, Executor) or engine in ("here", "local"):
+    if isinstance(engine, Executor) or (isinstance(engine, str) and engine in ("here", "local")):
         return
     if not isinstance(engine, str) or not engine.startswith(("tcp://", "tls://")):
         raise ValueError(
@@ -129,8 +129,9 @@ def _require_engine(engine: object) -> None:
 
 def _is_memory(value: object) -> bool:
     try:
-        return value is None or value == "auto" or 0 <= _bytes(value) < math.inf
-    except (TypeError, ValueError, OverflowError):
+        is_auto = isinstance(value, str) and value == "auto"
+        return value is None or is_auto or 0 <= _bytes(value) < math.inf
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of a tensor
         return False
 
 

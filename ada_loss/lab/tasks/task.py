@@ -9,6 +9,8 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 from torch import Tensor, nn
 
+from fpsim.checks import require_callable, require_mapping, shown
+
 __all__ = ["Task", "accuracy", "is_pair", "trained_with", "types_of_pair"]
 
 
@@ -36,6 +38,7 @@ class Task:
     augment: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
+        self._check_words()
         for part, data in (("train", self.train), ("test", self.test)):
             if isinstance(data, Iterable) and not isinstance(data, tuple | list | dict | Tensor | np.ndarray):
                 if isinstance(data, Iterator):
@@ -56,6 +59,21 @@ class Task:
                 raise ValueError(
                     f"{part} of the task {self.name!r} came with {len(inputs)} inputs and {len(targets)} targets. "
                     f"Possible: the same number of both, 1 or more."
+                )
+
+    def _check_words(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"name={shown(self.name)} is not a string. Expected: the task's name.")
+        if not isinstance(self.model, nn.Module):
+            raise TypeError(f"model of the task {self.name!r} is {shown(self.model)}. Expected: a torch.nn.Module.")
+        require_callable("loss", self.loss, "torch.nn.functional.mse_loss")
+        if self.augment is not None:
+            require_callable("augment", self.augment, "lambda x: x + 0.1 * torch.randn_like(x)")
+        require_mapping("metrics", self.metrics, "{'accuracy': accuracy}")
+        for name, metric in self.metrics.items():
+            if not isinstance(name, str) or not callable(metric):
+                raise TypeError(
+                    f"metrics has {shown(name)}: {shown(metric)}. Expected: names of functions of outputs and targets."
                 )
 
 

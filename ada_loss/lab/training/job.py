@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -14,18 +15,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 import fpsim
+from ada_loss.lab.devices import require_device_name
 from ada_loss.lab.environment import versions
 from ada_loss.lab.training.checkpoints import Checkpoints, DelayedScaling
 from ada_loss.lab.training.format_schedule import FormatSchedule, FormatSwitch, as_schedule, quantized
-from ada_loss.lab.training.methods import make_scaling
+from ada_loss.lab.training.methods import make_scaling, require_method
 from ada_loss.lab.training.run import Run
 from ada_loss.scalers import GradScaler
 from fpsim import FormatLike, Recording
-from fpsim.checks import is_number, is_whole, shown
+from fpsim.checks import is_number, is_whole, require_callable, require_mapping, require_whole, shown
+from fpsim.scaling import require_optimizer, require_seed
 
 __all__ = ["Job", "JobScaler", "run_job"]
 
 RECORD_EVERY = 100
+MOST_STEPS = 2**53
 FIRST_POINT, POINT_FACTOR = 10, 1.25  # of the history of a recording: the number of steps is not known
 GATHERED = ("scales", "skipped", "curves", "history", "layer_scales")
 
@@ -83,6 +87,19 @@ class Job:
         progress: Callable[[int], object] | None = None,
     ) -> None:
         self.fmt, self.rounding, self.scaling, self.seed, self.device = fmt, rounding, scaling, seed, device
+        if rounding is not None:
+            fpsim.Policy("fp16", rounding=rounding)  # which raises for an unknown one
+        if not isinstance(scaling, str) and not is_number(scaling):
+            raise TypeError(f"scaling={shown(scaling)} is not a scaling method. Expected: a name or a number.")
+        require_method(scaling)
+        require_seed(seed)
+        require_device_name(device)
+        if checkpoint is not None and not isinstance(checkpoint, str | Path):
+            raise TypeError(f"checkpoint={shown(checkpoint)} is not a path. Expected: the path of a file, or None.")
+        if progress is not None:
+            require_callable("progress", progress, "lambda steps: None")
+        if options is not None:
+            require_mapping("options", options, "{'epochs': 3}")
         self.options = dict(options or {})
         self._schedule = as_schedule(fmt, rounding)
         self._switch: FormatSwitch | None = None
@@ -139,6 +156,8 @@ class Job:
         optimizer: may be given, for code that has a scaler for each; it is not held.
         Raises ValueError before `quantize`: layers' scales belong to a model.
         """
+        if optimizer is not None:
+            require_optimizer(optimizer)
         if self._scaler is None:
             raise ValueError("There is no scaler before the model. Call job.quantize(model) first.")
         return self._scaler
@@ -165,9 +184,10 @@ class Job:
         numbers: floats, or tensors of one element.
         Raises TypeError for what is no number.
         """
-        if not is_whole(step, least=0):
+        if not is_whole(step, least=0) or step > MOST_STEPS:
             raise TypeError(f"The step {shown(step)} is no count. Possible: an integer, 0 or more.")
         for name, value in numbers.items():
+            _require_name(name)
             self.curves.setdefault(name, []).append((int(step), _number(name, value)))
         self._step = max(self._step, int(step))
         self._tell()
@@ -208,6 +228,10 @@ class Job:
         stateful: objects with `state_dict` and `load_state_dict`, such as schedules and data loaders.
         Raises ValueError where there is nothing to save.
         """
+        require_whole("step", step, 0, MOST_STEPS)
+        for name, thing in stateful.items():
+            if isinstance(thing, type) or not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise TypeError(f"{name} is {shown(thing)}. Expected: an object with state_dict and load_state_dict.")
         if stateful:
             states = {**stateful, "job": self, "scaler": self._scaler, "adaptive": self._adaptive}
             states["recording"] = self._recording
@@ -257,6 +281,8 @@ class Job:
                 f"The training function returned {shown(metrics)}. Possible: its metrics, a mapping from names to "
                 f"numbers, such as {{'accuracy': 0.9}}."
             )
+        for name in metrics:
+            _require_name(name)
         stage = 0 if self._switch is None else self._switch.stage
         if stage < len(self._schedule.stages) - 1 and not self._follows:
             raise ValueError(
@@ -311,6 +337,14 @@ def run_job(job: Job, train: Callable[[Job], Mapping[str, Any]]) -> tuple[Run, s
 def _number(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    if not is_number(value):
+    if not is_number(value) or (isinstance(value, int) and abs(value) > sys.float_info.max):
         raise TypeError(f"{name} came as {shown(value)}. Possible: a number, or a tensor of one element.")
     return float(value)
+
+
+def _require_name(name: str) -> None:
+    """Raise ValueError for a name that no file can hold: the result would be lost after the training."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"The name {shown(name)} is not text that UTF-8 can hold. Give it another one.") from None

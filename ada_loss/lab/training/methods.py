@@ -7,7 +7,7 @@ from torch import nn
 from ada_loss.layerwise import AdaLossScaled
 from ada_loss.rules import LAYER_RULES, SYSTEMS, LossRule, loss_rule
 from ada_loss.scalers import GradScaler
-from fpsim.checks import did_you_mean, shown
+from fpsim.checks import did_you_mean, number_of, shown
 
 __all__ = ["make_scaling", "require_method", "scales_by_layer"]
 
@@ -61,4 +61,4 @@ def make_scaling(
 
 
 def _constant(scale: float) -> LossRule:
-    return loss_rule("static", scale=float(scale), skip_overflow=True)
+    return loss_rule("static", scale=number_of("scaling", scale), skip_overflow=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ada_loss.checks import POSITIVE, Possible, check_fields, number
+from fpsim.checks import require_iterable, shown
 
 if TYPE_CHECKING:
     from typing import Self
@@ -96,7 +97,7 @@ class LossRule:
         scale = float32(self.scale) if self.single else float(self.scale)
         if not 0 < scale < math.inf:
             raise ValueError(
-                f"A scale of {self.scale!r} makes no rule {self.system!r}: as float32 it is {scale}. "
+                f"A scale of {shown(self.scale)} makes no rule {self.system!r}: as float32 it is {scale}. "
                 f"Give one between {FLOAT32_SMALLEST} and {FLOAT32_MAX}."
             )
         object.__setattr__(self, "scale", scale)
@@ -132,6 +133,12 @@ def trajectory(rule: LossRule, oks: Iterable[bool]) -> list[float]:
     >>> trajectory(loss_rule("torch", init_scale=8.0, growth_interval=2), [True, True, True, False])
     [8.0, 8.0, 16.0, 16.0, 8.0]
     """
+    if not isinstance(rule, LossRule):
+        raise TypeError(f"rule is {shown(rule)}. Expected: a LossRule, such as ada_loss.loss_rule('torch').")
+    oks = require_iterable("oks", oks, "[True, False]")
+    for ok in oks:
+        if not isinstance(ok, bool) and type(ok).__name__ not in ("bool_", "bool"):  # NumPy's is no bool
+            raise TypeError(f"oks holds {shown(ok)}. Expected: for each step True or False.")
     scales = [rule.scale]
     for ok in oks:
         rule = rule.adjust(ok)

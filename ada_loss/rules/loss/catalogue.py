@@ -11,7 +11,7 @@ from ada_loss.rules.loss.every_step import Chainer, LogMax
 from ada_loss.rules.loss.fixed import Off, Static
 from ada_loss.rules.loss.hysteresis import ApexHysteresis, DeepSpeed, Megatron
 from ada_loss.rules.loss.tolerance import Cerebras, CerebrasTensorflow, Fairseq, Metaseq
-from fpsim.checks import did_you_mean, is_number
+from fpsim.checks import did_you_mean, is_number, shown
 
 __all__ = ["SYSTEMS", "as_loss_rule", "loss_rule"]
 
@@ -57,10 +57,10 @@ def loss_rule(system: str, **params: Any) -> LossRule:
     Traceback (most recent call last):
     TypeError: The rule 'torch' has no parameter 'growth'. Did you mean growth_factor? It has: ...
     """
-    rule = SYSTEMS.get(system)
+    rule = SYSTEMS.get(system) if isinstance(system, str) else None
     if rule is None:
         near = did_you_mean(system, SYSTEMS, most=3)
-        raise ValueError(f"Unknown system {system!r}.{near} Known: {', '.join(SYSTEMS)}.")
+        raise ValueError(f"Unknown system {shown(system)}.{near} Known: {', '.join(SYSTEMS)}.")
     fixed = params.pop(rule.fixed_by, None) if rule.fixed_by else None
     known = {f.name: f.default for f in sorted(fields(rule), key=lambda f: bool(f.kw_only))}
     for name in params:

@@ -201,7 +201,7 @@ def test_an_impossible_option_is_refused(spoilt: dict[str, Any]) -> None:
 def test_data_that_cannot_be_called_is_refused() -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"data_feeder came as list.*must be callable.*lambda: next"):
+    with pytest.raises(TypeError, match=r"data_feeder came as .*must be callable.*lambda: next"):
         Updater(optimizer, model, batches(1), GradScaler())  # type: ignore[arg-type]
 
 

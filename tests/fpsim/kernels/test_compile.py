@@ -15,9 +15,9 @@ import pytest
 
 import fpsim
 from fpsim.kernels import accumulate
-from fpsim.kernels.kept import SOURCES
 from fpsim.kernels.moments import exponents_loop, moments_loop
 from fpsim.kernels.round import cpu_fitting_loop, cpu_loop
+from fpsim.kernels.sources import SOURCES
 from fpsim.kernels.tally import lost_loop, tally_loop
 from fpsim.rounding import ROUNDINGS
 

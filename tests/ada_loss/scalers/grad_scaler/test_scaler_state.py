@@ -76,12 +76,14 @@ def test_a_scale_that_fell_to_zero_can_be_saved_and_set_right(system: str) -> No
     gradients(fallen, weight, optimizer, *[math.nan] * 1100)  # 2**-1074 is the smallest float
     assert fallen.get_scale() == 0.0
     scaler = GradScaler(system)
-    scaler.load_state_dict(fallen.state_dict())
+    with pytest.warns(RuntimeWarning, match=r"scale=0\.0.*Call update\(new_scale=\.\.\.\)"):
+        scaler.load_state_dict(fallen.state_dict())
     assert scaler.rule == fallen.rule
     if system == "torch":
         theirs = torchs()
         theirs.load_state_dict(scaler.state_dict())
-        scaler.load_state_dict(theirs.state_dict())
+        with pytest.warns(RuntimeWarning, match=r"scale=0\.0"):
+            scaler.load_state_dict(theirs.state_dict())
         scaler.set_growth_factor(4.0)
         assert (scaler.get_growth_factor(), scaler.get_scale()) == (4.0, 0.0)
     scaler.load_state_dict(GradScaler(system).state_dict())

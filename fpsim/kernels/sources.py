@@ -1,0 +1,39 @@
+"""The sources of what is compiled, read before the first of them is imported.
+
+A running process keeps the functions that it has imported. Files that an update has changed since then say nothing of
+them, so a digest of the files as they are now would be a wrong name for what this process compiles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+__all__ = ["SOURCES", "digest_of_imported", "have_changed"]
+
+_KERNELS = Path(__file__).parent
+# Every file whose code or constants are compiled in.
+SOURCES = (
+    *sorted(_KERNELS.glob("*.py")),
+    *(_KERNELS.parent / name for name in ("deferred.py", "rounding.py", "statistics.py")),
+)
+
+
+def _digest() -> bytes:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).digest()
+
+
+_IMPORTED = _digest()
+
+
+def digest_of_imported() -> bytes:
+    """The digest of the sources as they were when fpsim was imported."""
+    return _IMPORTED
+
+
+def have_changed() -> bool:
+    """Whether the files differ from what was imported. Then it is not known which of them a function came from."""
+    try:
+        return _digest() != _IMPORTED
+    except OSError:  # a file is gone: an update is running
+        return True
