@@ -63,7 +63,7 @@ FLOORS = (
     "ada_loss.layerwise.engine ada_loss.integrations",
     "ada_loss.layerwise.scaled",
     "ada_loss.layerwise",
-    "ada_loss.lab.errors ada_loss.lab.environment ada_loss.lab.devices",
+    "ada_loss.lab.errors ada_loss.lab.environment ada_loss.lab.devices ada_loss.lab.directions",
     "ada_loss.lab.studies.space ada_loss.lab.tasks.task ada_loss.lab.training.run ada_loss.lab.training.methods "
     "ada_loss.lab.training.format_schedule "
     "ada_loss.lab.training.checkpoints ada_loss.lab.sweep.ledger ada_loss.lab.sweep.limits "

@@ -35,6 +35,7 @@ class Comparison:
     differences: {seed: the metric of a minus that of b}, of the seeds that both have.
     level: of the test, and 1 minus the confidence of `interval`.
     diverged: how many of the seeds of a diverged.
+    note: on the metric, "lower is better".
 
     >>> c = Comparison("e5m2", "fp32", "accuracy", {0: -0.02, 1: -0.01, 2: -0.03})
     >>> print(c)
@@ -47,6 +48,7 @@ class Comparison:
     differences: Mapping[int, float]
     level: float = LEVEL
     diverged: int = field(default=0)
+    note: str = ""
 
     @property
     def mean(self) -> float:
@@ -79,6 +81,7 @@ class Comparison:
     def __str__(self) -> str:
         count = len(self.differences)
         words = f"{self.a} against {self.b}: {self.metric} {in_units(self.metric, self.mean)}"
+        words += f" ({self.note})" if self.note else ""
         if math.isnan(self.error):
             return f"{words}; {count} seed{'s' * (count != 1)} in common are too few for a test, or not all finite"
         low, high = (in_units(self.metric, bound, unit=False) for bound in self.interval)
@@ -134,7 +137,8 @@ def compare(
             f"Run both with the same seeds."
         )
     differences = {seed: left[seed][name] - right[seed][name] for seed in common}
-    return Comparison(_words(a), _words(b), name, differences, level, sum(left[s]["diverged"] for s in common))
+    diverged, note = sum(left[seed]["diverged"] for seed in common), results.directions.words(name)
+    return Comparison(_words(a), _words(b), name, differences, level, diverged, note)
 
 
 def _by_seed(results: StoredResults, chosen: str | Mapping[str, Any]) -> dict[int, dict[str, Any]]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ada_loss.lab.results.comparison import in_units
 from ada_loss.lab.results.curves import Curve, curves
 from ada_loss.lab.results.results import StoredResults
-from ada_loss.lab.results.table import SHARES, SMALLER_IS_BETTER, heading
+from ada_loss.lab.results.table import SHARES, heading
 from ada_loss.lab.results.verdict import Combination, Verdict
 from ada_loss.lab.sweep.cell_formats import BASELINE
 
@@ -35,9 +35,9 @@ def difference_panels(verdict: Verdict) -> dict[str, Any] | None:
     Formats that have one setting only share a panel, with a line for each. What lies beyond the axis stands at its
     edge, with its number. None where there is nothing to compare.
     """
-    if not verdict.baseline or not verdict.combinations or not verdict.tolerance > 0:
+    if not verdict.baseline or not verdict.combinations or not verdict.tolerance > 0 or not verdict.sign:
         return None
-    sign = -1 if verdict.metric in SMALLER_IS_BETTER else 1
+    sign = verdict.sign
     panels: dict[str, list[dict[str, Any]]] = {}
     for one in verdict.combinations[:500]:
         panels.setdefault(one.fmt, []).append(_line(one, verdict.tolerance, sign))
@@ -50,7 +50,7 @@ def difference_panels(verdict: Verdict) -> dict[str, Any] | None:
     ticks = [-4, -2, 0, 2] if sign > 0 else [-2, 0, 2, 4]
     return {
         "subject": verdict.subject,
-        "title": f"{heading(verdict.metric)}: difference from float32",
+        "title": f"{heading(verdict.metric)}{', lower is better' * (sign < 0)}: difference from float32",
         "panels": shown,
         "ticks": [
             (_place(sign * k * verdict.tolerance, verdict.tolerance, sign), _tick(verdict, k * verdict.tolerance))

@@ -25,7 +25,7 @@ from ada_loss.lab.results.pictures import (
     picture_underflow,
 )
 from ada_loss.lab.results.results import StoredResults
-from ada_loss.lab.results.table import SMALLER_IS_BETTER, Table
+from ada_loss.lab.results.table import Table
 from ada_loss.lab.results.verdict import verdicts
 from ada_loss.lab.sweep.cell_formats import label
 from fpsim.checks import pip_install
@@ -142,8 +142,8 @@ def _lines(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
     lines = []
     for row in table.down:
         means = {column: table.mean(row, column) for column in table.across}
-        sign = -1 if table.metric in SMALLER_IS_BETTER else 1
-        known = {column: sign * mean for column, mean in means.items() if math.isfinite(mean)}
+        sign = table.directions.sign(table.metric)
+        known = {column: sign * mean for column, mean in means.items() if sign and math.isfinite(mean)}
         best = max(known, key=lambda column: known[column], default="")
         spread = table.deviation(row, best) if len(known) > 1 else math.nan
         least = known.get(best, math.nan) - spread  # NaN, and so nothing in bold, for a single place or seed

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ada_loss.lab.directions import hint_for
 from ada_loss.lab.results.comparison import LEVEL, Comparison, in_units, per_cent, require_level
 from ada_loss.lab.results.results import StoredResults, settings_of, telling_axes
-from ada_loss.lab.results.table import SHARES, SMALLER_IS_BETTER, mean_and_deviation
+from ada_loss.lab.results.table import SHARES, mean_and_deviation
 from ada_loss.lab.sweep.cell_formats import BASELINE
 from fpsim.checks import is_finite_number, is_number, shown
 
@@ -78,6 +79,7 @@ class Verdict:
     level: of each comparison.
     combinations: in the order of the sweep.
     subject: what the verdict is about where a sweep has several: the task, the options that differ.
+    sign: 1 where a larger metric is better, -1 where a smaller is; 0 where it is not known: nothing is judged then.
     """
 
     metric: str
@@ -86,6 +88,7 @@ class Verdict:
     level: float
     combinations: Sequence[Combination]
     subject: str = ""
+    sign: int = 1
 
     def of(self, outcome: str) -> list[Combination]:
         """The combinations of an outcome."""
@@ -98,6 +101,11 @@ class Verdict:
             return "No verdict: there is no float32 to compare with. Leave baseline=True, or add 'fp32' to the formats."
         if not self.combinations:
             return "No verdict: there is nothing but float32."
+        if not self.sign:
+            return (
+                f"No verdict: nothing tells whether a larger or a smaller {self.metric} is better. "
+                f"{hint_for(self.metric)}"
+            )
         if len(self.baseline) < LEAST_SEEDS:
             count = f"{len(self.baseline)} seed{'s' * (len(self.baseline) > 1)}"
             return f"No verdict: {count} cannot tell a difference from chance. Give seeds={LEAST_SEEDS}, better 5."
@@ -110,8 +118,9 @@ class Verdict:
         else:
             values = [*self.baseline.values()]
             mean = mean_and_deviation(self.metric, statistics.fmean(values), statistics.stdev(values))
+            better = ", lower is better" * (self.sign < 0)
             words = (
-                f"float32 gives {self.metric} {mean}{' %' * (self.metric in SHARES)}.",
+                f"float32 gives {self.metric} {mean}{' %' * (self.metric in SHARES)}{better}.",
                 self._listed("match"),
                 self._named("short"),
                 self._named("diverged"),
@@ -190,6 +199,7 @@ def _verdict(
     if tolerance is None:
         mean = statistics.fmean(baseline.values()) if baseline else 0.0
         tolerance = TOLERANCE if metric in SHARES else TOLERANCE * abs(mean)
+    sign = results.directions.sign(metric)
     varying = [axis for axis in ("rounding", "scaling") if len({row[axis] for row in rows}) > 1]
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -201,10 +211,10 @@ def _verdict(
         differences = {r["seed"]: _number(r, metric) - baseline[r["seed"]] for r in found if r["seed"] in baseline}
         diverged = sum(row["diverged"] for row in found)
         comparison = Comparison(f"{fmt} {rest}".strip(), BASELINE, metric, differences, level, diverged)
-        outcome = _outcome(comparison, tolerance) if found else "failed"
+        outcome = _outcome(comparison, tolerance, sign) if found else "failed"
         shares = _shares(results, found) if outcome in ("short", "diverged") else {}
         combinations.append(Combination(fmt, rest, outcome, comparison, len(found), shares))
-    return Verdict(metric, baseline, tolerance, level, combinations, subject)
+    return Verdict(metric, baseline, tolerance, level, combinations, subject, sign)
 
 
 def _number(row: Mapping[str, Any], metric: str) -> float:
@@ -213,13 +223,14 @@ def _number(row: Mapping[str, Any], metric: str) -> float:
     return float(value) if is_number(value) else math.nan
 
 
-def _outcome(comparison: Comparison, tolerance: float) -> str:
+def _outcome(comparison: Comparison, tolerance: float, sign: int) -> str:
     """What the interval of the difference says; see `Verdict`."""
     if comparison.diverged:
         return "diverged"
     if len(comparison.differences) < LEAST_SEEDS or math.isnan(comparison.error):
         return "undecided"
-    sign = -1 if comparison.metric in SMALLER_IS_BETTER else 1
+    if not sign:
+        return "undecided"
     low, high = sorted(sign * bound for bound in comparison.interval)
     if low >= -tolerance:
         return "match"
