@@ -78,7 +78,7 @@ def _place(worth: float, tolerance: float, sign: int) -> float:
 
 def _line(one: Combination, tolerance: float, sign: int) -> dict[str, Any]:
     found = one.comparison
-    low, high = found.interval
+    low, high = found.interval if one.judgement is None else [sign * bound for bound in one.judgement.interval]
 
     def at(value: float) -> float:
         return min(max(_place(sign * value, tolerance, sign), 0.0), 100.0)
@@ -87,6 +87,8 @@ def _line(one: Combination, tolerance: float, sign: int) -> dict[str, Any]:
     words = in_units(found.metric, found.mean, unit=False) if place is not None else one.outcome
     if found.diverged:
         words = f"{found.diverged} of {one.seeds} diverged"
+    if one.collapsed:
+        words = f"{len(one.collapsed)} of {one.seeds} collapsed"
     inside = [at(v) for v in found.differences.values() if math.isfinite(v)]
     return {
         "name": one.rest or one.fmt,

@@ -106,11 +106,11 @@ class Table:
     def to_latex(self) -> str:
         """A LaTeX tabular with the rules of booktabs."""
         lines = [rf"\begin{{tabular}}{{l{'r' * len(self.across)}}}", r"\toprule"]
-        lines.append(" & ".join(["", *map(_latex, self.across)]) + r" \\")
+        lines.append(" & ".join(["", *map(latex, self.across)]) + r" \\")
         lines.append(r"\midrule")
         for row in self.down:
             places = (self.text(row, column, r" $\pm$ ") for column in self.across)
-            lines.append(" & ".join([_latex(row), *places]) + r" \\")
+            lines.append(" & ".join([latex(row), *places]) + r" \\")
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
     def to_csv(self) -> str:
@@ -149,5 +149,5 @@ LATEX = str.maketrans(
 )
 
 
-def _latex(text: str) -> str:
+def latex(text: str) -> str:
     return text.translate(LATEX)
