@@ -78,7 +78,7 @@ def _place(worth: float, tolerance: float, sign: int) -> float:
 
 def _line(one: Combination, tolerance: float, sign: int) -> dict[str, Any]:
     found = one.comparison
-    low, high = found.interval if one.judgement is None else [sign * bound for bound in one.judgement.interval]
+    low, high = (math.nan, math.nan) if one.judgement is None else (sign * b for b in one.judgement.interval)
 
     def at(value: float) -> float:
         return min(max(_place(sign * value, tolerance, sign), 0.0), 100.0)

@@ -21,7 +21,7 @@ class Section:
 
     kind: "match", "short" or "open", which chooses the mark and the colour.
     title: without a full stop.
-    lines: (label, what is said of it); all labels of which nothing is said are printed in a row.
+    lines: (label, what is said of it, in lines); all labels of which nothing is said are printed in a row.
     """
 
     kind: str
@@ -49,7 +49,11 @@ def as_text(head: str, sections: Sequence[Section], foot: str) -> str:
                 ", ".join(section.listed), WIDTH, initial_indent="  ", subsequent_indent="  ", break_long_words=False
             )
         width = min(max((len(label) for label, _ in section.named), default=0), WIDEST_LABEL)
-        lines += [f"  {label:<{width}}  {words}" for label, words in section.named]
+        for label, words in section.named:
+            first, *others = words.splitlines()
+            is_long = len(label) > width
+            lines += [f"  {label}", f"  {'':<{width}}  {first}"] if is_long else [f"  {label:<{width}}  {first}"]
+            lines += [f"  {'':<{width}}  {line}" for line in others]
     return "\n".join([*lines, *([foot] if foot else [])])
 
 
@@ -60,7 +64,10 @@ def as_html(head: str, sections: Sequence[Section], foot: str) -> str:
         parts.append(f'<div class="{section.kind}"><b>{html.escape(section.title)}</b><ul>')
         if section.listed:
             parts.append(f"<li>{', '.join(map(html.escape, section.listed))}</li>")
-        parts += [f"<li>{html.escape(label)}: {html.escape(words)}</li>" for label, words in section.named]
+        for label, words in section.named:
+            first, *others = words.splitlines()
+            said = [f"{label}: {first}"] if not others else [label, first, *others]
+            parts.append(f"<li>{'<br>'.join(map(html.escape, said))}</li>")
         parts.append("</ul></div>")
     parts += [f"<p><small>{html.escape(foot)}</small></p>"] if foot else []
     return f'<div class="verdict">{"".join(parts)}</div>'
@@ -71,6 +78,6 @@ def as_latex(head: str, sections: Sequence[Section], foot: str) -> str:
     lines = [latex(head), r"\begin{description}"]
     for section in sections:
         said = [latex(", ".join(section.listed))] if section.listed else []
-        said += [f"{latex(label)}: {latex(words)}" for label, words in section.named]
+        said += [f"{latex(label)}: {latex('; '.join(words.splitlines()))}" for label, words in section.named]
         lines.append(rf"\item[{latex(section.title)}] {'; '.join(said)}.")
     return "\n".join([*lines, r"\end{description}", latex(foot)]) + "\n"

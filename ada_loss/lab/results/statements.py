@@ -224,8 +224,13 @@ class Verdict:
         return f"No more than {self._amount} {self._side} float32"
 
     def _named(self, chosen: Sequence[Combination]) -> list[tuple[str, str]]:
-        """The combinations with what is said of each."""
-        lines = [(one.name, self._words(one)) for one in chosen[:MOST_NAMED]]
+        """The formats with what is said of their settings, a line for each."""
+        lines = []
+        shown = chosen[:MOST_NAMED]
+        for fmt in dict.fromkeys(one.fmt for one in shown):
+            is_alone = sum(one.fmt == fmt for one in self.combinations) == 1
+            found = [one for one in shown if one.fmt == fmt]
+            lines.append((fmt, "\n".join(f"{'' if is_alone else one.rest + ': '}{self._words(one)}" for one in found)))
         return lines + ([(f"{len(chosen) - MOST_NAMED} more", "")] if len(chosen) > MOST_NAMED else [])
 
     def _listed(self, chosen: Sequence[Combination]) -> list[tuple[str, str]]:
@@ -235,7 +240,7 @@ class Verdict:
         for fmt in dict.fromkeys(one.fmt for one in chosen):
             found = [one for one in chosen if one.fmt == fmt]
             count = sum(one.fmt == fmt for one in self.combinations)
-            notes = [", ".join(filter(None, (one.rest, self._words(one)))) for one in found]
+            notes = [", ".join(filter(None, (one.rest * (count > 1), self._words(one)))) for one in found]
             if len(found) == count > 1 and not any(self._words(one) for one in found):
                 words.append(f"{fmt} (all {count})")
             else:

@@ -124,13 +124,13 @@ def test_each_setting_stands_in_one_list_with_what_is_known_of_it(tmp_path: Path
         "No more than 1 point below float32, 4 of 10:",
         "  bf16 (all 2), c (torch, over 3 of 5 seeds, seeds 3, 4 failed), d (none, 5.0 points better)",
         "Falls short by more than 1 point, 3 of 10:",
-        "  e5m2 (none)  by 4.1 [2.6, 5.6], underflow 25 %",
-        "  c (none)     collapses with 1 of 5 seeds (by 20.0 points), the other 4 differ by 0.0, underflow 25 %",
-        "  e4m3 (none)  diverges with 1 of 5 seeds, the other 4 differ by -1.5 to 0.5, underflow 25 %",
+        "  e5m2  none: by 4.1 [2.6, 5.6], underflow 25 %",
+        "  c     none: collapses with 1 of 5 seeds (by 20.0 points), the other 4 differ by 0.0, underflow 25 %",
+        "  e4m3  none: diverges with 1 of 5 seeds, the other 4 differ by -1.5 to 0.5, underflow 25 %",
         "Open, 3 of 10:",
-        "  e5m2 (torch)  0.3 [-11.7, 12.3]; more than 100 seeds would probably decide it",
-        "  d (torch)     gave too few results, 2 of 5 seeds, seeds 2, 3, 4 failed",
-        "  e4m3 (torch)  gave no result: seeds 0, 1, 2, 3, 4 failed",
+        "  e5m2  torch: 0.3 [-11.7, 12.3]; more than 100 seeds would probably decide it",
+        "  d     torch: gave too few results, 2 of 5 seeds, seeds 2, 3, 4 failed",
+        "  e4m3  torch: gave no result: seeds 0, 1, 2, 3, 4 failed",
     ]
     assert lines[-1].startswith(
         "One test for each of 6 settings at 1 point below float32, over 5 seeds, Holm-corrected, variances shared: "
@@ -159,6 +159,16 @@ def test_the_same_is_said_in_a_notebook_in_latex_in_the_report_and_by_compare(tm
     found = str(results.compare({"format": "e5m2", "scaling": "none"}, "fp32"))
     assert found.endswith("falls short by more than 1 point: by 4.1 [2.6, 5.6], underflow 25 %")
     assert results.compare("fp32", {"format": "bf16", "scaling": "none"}).statement == ""
+
+
+def test_a_format_is_named_once_in_a_list_however_many_settings_it_has(tmp_path: Path) -> None:
+    cells = {("fp32", "none"): FLOAT32, ("e5m2", "none"): WORSE, ("e5m2", "torch"): WORSE, ("bf16", "none"): SAME}
+    (verdict,) = written(tmp_path, cells).verdicts()
+    text = str(verdict)
+    assert "  bf16\nFalls short by more than 1 point, 2 of 3:\n  e5m2  none: by 4.1 " in text
+    assert "\n        torch: by 4.1 " in text
+    assert text.count("e5m2") == text.count("bf16") == 1
+    assert verdict.to_latex().count("e5m2") == verdict.to_html().count("e5m2") == 1
 
 
 def test_a_tolerance_moves_what_is_judged(tmp_path: Path) -> None:
