@@ -164,7 +164,8 @@ def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, Any]
     moved = [row["format"] for row in results.rows() if row["scaling"] != "none"]
     last = {"format": moved[-1]} if moved else None
     wanted.append(("Where the training that lost most lost its gradients", partial(picture_underflow, results)))
-    wanted.append((f"Loss scales in {moved[-1] if moved else ''}, first seed", partial(picture_scales, results, last)))
+    if last is not None and _has_a_moving_scale(results, moved[-1]):
+        wanted.append((f"Loss scales in {moved[-1]}, first seed", partial(picture_scales, results, last)))
     wanted.append(("The scale of each layer's gradient", partial(picture_layer_scales, results, last)))
     found = []
     for words, plot in wanted:
@@ -179,6 +180,16 @@ def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, Any]
         else:
             found.append({"words": words, "variants": variants, "problem": ""})
     return found
+
+
+def _has_a_moving_scale(results: StoredResults, fmt: str) -> bool:
+    """Whether a loss scale of a format's trainings changes: a picture of constants tells nothing."""
+    for row in results.rows():
+        if row["format"] == fmt and row["scaling"] != "none":
+            scales = results.readable_telemetry(row["id"]).get("scales", np.empty(0))
+            if len(scales) and (scales != scales[0]).any():
+                return True
+    return False
 
 
 def _addresses(plot: Callable[[], Any]) -> tuple[str, str]:
