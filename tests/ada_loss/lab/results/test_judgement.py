@@ -162,15 +162,18 @@ def limma(variances: Array, freedom: float) -> tuple[float, float]:
     return prior, common
 
 
-def test_small_variances_of_five_settings_are_moderated_as_smyth_has_it() -> None:
+@pytest.mark.parametrize(
+    ("scales", "own_ones"), [((0.05, 0.2, 0.4, 0.9, 3.0), 0), ((0.1, 0.15, 0.2, 0.3, 0.12, 0.18, 0.25, 1.2), 1)]
+)
+def test_variances_of_five_settings_are_moderated_as_smyth_has_it(scales: tuple[float, ...], own_ones: int) -> None:
     unit = np.array([-1.0, 0.0, 1.0, 2.0])
-    scales = np.array([0.05, 0.2, 0.4, 0.9, 3.0])
     differences = [scale * (unit - unit.mean()) + 0.3 for scale in scales]
     variances = np.array([np.var(found, ddof=1) for found in differences])
     prior, common = limma(variances, 3.0)
     moderated = (prior * common + 3 * variances) / (prior + 3)
+    assert (variances > 1.5 * moderated).sum() == own_ones  # which is not moderated
     for found, own, shared in zip(judge(differences, 1.0), variances, moderated):
-        variance, freedom = (own, 3.0) if own > 1.5 * shared else (shared, min(prior + 3, 15.0))
+        variance, freedom = (own, 3.0) if own > 1.5 * shared else (shared, min(prior + 3, 3.0 * len(scales)))
         t = 1.3 / math.sqrt(variance / 4)
         assert found.p == pytest.approx(2 * stats.t.sf(t, freedom), rel=1e-6)
 
