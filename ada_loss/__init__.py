@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -72,7 +73,13 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__", "__version__"]
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("ada-loss")
     # on first use: the command line answers --help without importing torch
     for home, names in _HOMES.items():
         if name in names:

@@ -33,6 +33,12 @@ app = typer.Typer(
 Out = Annotated[Path, typer.Argument(help="The folder of a sweep.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Workers = Annotated[int | None, typer.Option(help="Processes of this machine.", show_default="as the file says, or 1")]
+Minimize = Annotated[
+    list[str] | None, typer.Option("--minimize", help="A metric of which a smaller value is better. Repeatable.")
+]
+Maximize = Annotated[
+    list[str] | None, typer.Option("--maximize", help="A metric of which a larger value is better. Repeatable.")
+]
 EngineName = Annotated[str | None, typer.Option(help="here, local, or a Dask scheduler's tcp://HOST:PORT.")]
 Device = Annotated[str | None, typer.Option(help="Where cells compute: cpu, cuda.", show_default="cpu")]
 RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Run the failed cells again.")]
@@ -85,6 +91,8 @@ def sweep(
         list[str] | None, typer.Option("--set", help="A key of the file: task_options.epochs=3. Repeatable.")
     ] = None,
     no_baseline: Annotated[bool, typer.Option("--no-baseline", help="Do not train float32 for comparison.")] = False,
+    minimize: Minimize = None,
+    maximize: Maximize = None,
     as_json: AsJson = False,
 ) -> None:
     """Train every combination of formats, scaling methods and seeds of a file, and report the results.
@@ -98,7 +106,7 @@ def sweep(
         folder = None if out is None else str(out)
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
         chosen = {"retry_failed": retry_failed or None, "baseline": False if no_baseline else None}
-        given = _given(**execution, **chosen, seeds=seeds, out=folder)
+        given = _given(**execution, **chosen, seeds=seeds, out=folder, minimize=minimize, maximize=maximize)
         arguments = with_settings(read_sweep(config), settings or [])
         _add_current_folder()
         _finish(run(**{**arguments, **given}), as_json)
@@ -165,9 +173,9 @@ def search(
     trials: Annotated[int, typer.Option(help="How many combinations are tried before bits are taken away.")] = 30,
     exponent_bits: Annotated[tuple[int, int], typer.Option(help="Least and most.")] = (2, 8),
     mantissa_bits: Annotated[tuple[int, int], typer.Option(help="Least and most.")] = (0, 10),
-    metric: Annotated[
-        str | None, typer.Option(help="The metric to keep; larger is better.", show_default="the task's first")
-    ] = None,
+    metric: Annotated[str | None, typer.Option(help="The metric to keep.", show_default="the task's first")] = None,
+    minimize: Minimize = None,
+    maximize: Maximize = None,
     workers: Annotated[int, typer.Option(help="Processes of this machine, and combinations tried at once.")] = 1,
     engine: EngineName = None,
     device: Annotated[str, typer.Option(help="Where cells compute: cpu, cuda.")] = "cpu",
@@ -197,6 +205,8 @@ def search(
             seeds=seeds,
             trials=trials,
             metric=metric,
+            minimize=minimize or (),
+            maximize=maximize or (),
             workers=workers,
             engine=engine,
             device=device,
@@ -277,12 +287,15 @@ def report(
     out: Out,
     to: Annotated[Path | None, typer.Option(help="The HTML file to write.", show_default="report.html there")] = None,
     question: Annotated[str | None, typer.Option(help="The question of the sweep, for the head of the page.")] = None,
+    minimize: Minimize = None,
+    maximize: Maximize = None,
 ) -> None:
     """Write one HTML file with the tables, the pictures and every cell; it needs no network."""
     with _errors_as_exit_codes():
         from ada_loss.lab.results import Results
 
-        print(Results(out).report(to, question=question))
+        found = Results(out, minimize=minimize or (), maximize=maximize or ())
+        print(found.report(to, question=question))
 
 
 @app.command()

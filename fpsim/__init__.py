@@ -1,5 +1,7 @@
 """fpsim: PyTorch models that compute as hardware with a small number format would."""
 
+from typing import TYPE_CHECKING
+
 from fpsim.kernels import sources as _sources  # noqa: F401  # first: it reads the files whose imports follow
 
 # isort: split
@@ -78,3 +80,19 @@ __all__ = [
     "warm_up",
     "watch",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__", "__version__"]
+
+
+if TYPE_CHECKING:
+    __version__: str
+else:  # hidden from type checkers: to them every name would be there
+
+    def __getattr__(name: str) -> object:
+        if name == "__version__":  # fpsim comes with the distribution ada-loss
+            from importlib.metadata import version
+
+            return version("ada-loss")
+        raise AttributeError(f"module 'fpsim' has no attribute {name!r}")

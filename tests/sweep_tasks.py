@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -193,3 +194,27 @@ def counted(seed: int) -> Task:
 
     task = tiny(seed)
     return Task("counted", task.model, task.train, task.test, task.loss, task.metrics, count)
+
+
+def with_a_goal(seed: int) -> Task:
+    """A metric whose name tells no direction, with a goal."""
+    return replace(without_a_goal(seed), goal="minimize")
+
+
+def without_a_goal(seed: int) -> Task:
+    return replace(tiny(seed), metrics={"speed": accuracy})
+
+
+def with_bits_in_its_loss(seed: int) -> Task:
+    """A metric that falls with every bit of the weights: the share of the output that rounding changed."""
+    task = tiny(seed)
+    model = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.25, 1.25], [1.25, 1.25]]))  # with one bit of mantissa: 1 or 1.5
+
+    def nll(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        x = task.test[0]  # type: ignore[index]
+        exact = x @ torch.full((2, 2), 1.25)
+        return float(((outputs - exact).abs() / exact.abs()).max())
+
+    return replace(task, model=model, loss=lambda outputs, targets: 0.0 * outputs.sum(), metrics={"val_nll": nll})

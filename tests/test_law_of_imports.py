@@ -66,12 +66,12 @@ FLOORS = (
     "ada_loss.layerwise.engine ada_loss.integrations",
     "ada_loss.layerwise.scaled",
     "ada_loss.layerwise",
-    "ada_loss.lab.errors ada_loss.lab.environment ada_loss.lab.devices",
+    "ada_loss.lab.errors ada_loss.lab.environment ada_loss.lab.devices ada_loss.lab.directions",
     "ada_loss.lab.studies.space ada_loss.lab.tasks.task ada_loss.lab.training.run ada_loss.lab.training.methods "
     "ada_loss.lab.training.format_schedule "
     "ada_loss.lab.training.checkpoints ada_loss.lab.sweep.ledger ada_loss.lab.sweep.limits "
     "ada_loss.lab.sweep.lock ada_loss.lab.sweep.execution ada_loss.lab.sweep.progress "
-    "ada_loss.lab.results.figures ada_loss.lab.results.table",
+    "ada_loss.lab.results.figures ada_loss.lab.results.table ada_loss.lab.results.judgement",
     "ada_loss.lab.tasks.digits ada_loss.lab.tasks.chars ada_loss.lab.tasks.pictures ada_loss.lab.training.options "
     "ada_loss.lab.training.job ada_loss.lab.training.batches ada_loss.lab.sweep.engines",
     "ada_loss.lab.tasks",
@@ -80,7 +80,8 @@ FLOORS = (
     "ada_loss.lab.training.loop ada_loss.lab.sweep.cells",
     "ada_loss.lab.training ada_loss.lab.sweep.branches ada_loss.lab.sweep.work "
     "ada_loss.lab.results.results ada_loss.lab.results.trackers",
-    "ada_loss.lab.results.comparison ada_loss.lab.results.curves",
+    "ada_loss.lab.results.comparison ada_loss.lab.results.curves ada_loss.lab.results.sections",
+    "ada_loss.lab.results.statements",
     "ada_loss.lab.results.verdict",
     "ada_loss.lab.results.drawings",
     "ada_loss.lab.results.pictures",
@@ -104,7 +105,7 @@ ENTERS = {
     "numba.cuda": {"fpsim.kernels.compile"},
     "numba_cuda": {"fpsim.kernels.compile"},
     "matplotlib": {"ada_loss.lab.results.figures", "fpsim.pictures"},
-    "scipy": {"ada_loss.lab.results.comparison"},
+    "scipy": {"ada_loss.lab.results.comparison", "ada_loss.lab.results.judgement"},
     "sklearn": {"ada_loss.lab.tasks.digits", "ada_loss.lab.tasks.pictures"},
     "sqlite3": {"ada_loss.lab.sweep.ledger"},
     "distributed": {"ada_loss.lab.sweep.engines"},

@@ -34,12 +34,14 @@ class Results(StoredResults):
     ) -> Comparison:
         """The difference of a metric between two settings, a minus b, paired by seed, with a t-test.
 
+        Where b is float32, the comparison has what the verdict says of a, too.
+
         a, b: a format, or what chooses one cell for each seed, such as {"format": "e5m2", "scaling": "torch"}.
         metric: the task's first unless named; also "underflow", "skipped" or "seconds".
         level: of the test, and 1 minus the confidence of the interval.
         Raises ValueError where a side is no cell or several for a seed, and where the sides share no seed.
         """
-        from ada_loss.lab.results.comparison import compare
+        from ada_loss.lab.results.verdict import compare
 
         return compare(self, a, b, metric, level)
 
@@ -56,19 +58,26 @@ class Results(StoredResults):
 
         return curves(self, name, where, points)
 
-    def verdicts(self, metric: str | None = None, tolerance: float | None = None, level: float = 0.05) -> list[Verdict]:
-        """Which combinations keep the metric of float32, which fall short, and what their trainings lost.
+    def verdicts(
+        self,
+        metric: str | None = None,
+        tolerance: float | None = None,
+        level: float = 0.05,
+        equivalence: bool = False,
+    ) -> list[Verdict]:
+        """Which settings are no more than a tolerance below float32, which fall short by more, and what is open.
 
-        One for each task, and for each combination of options in which the cells differ; `print` gives a paragraph.
+        One for each task, and for each combination of options in which the cells differ; `print` gives a list of three.
 
         metric: the first of each task unless named.
-        tolerance: how far below float32 still matches, in the units of the metric; unless given, a point of a share,
+        tolerance: how far below float32 is good enough, in the units of the metric; unless given, a point of a share,
             and a hundredth of float32's mean of any other metric.
-        level: of each paired t-test.
+        level: the bound for the chance of a wrong statement anywhere in a verdict, if differences are normal.
+        equivalence: whether a setting must be within the tolerance of float32 on both sides to match it.
         """
         from ada_loss.lab.results.verdict import verdicts
 
-        return verdicts(self, metric, tolerance, level)
+        return verdicts(self, metric, tolerance, level, equivalence)
 
     def plot_accuracy(self, metric: str | None = None, where: Mapping[str, Any] | None = None) -> Any:
         """A metric by format and scaling method: each seed, mean and standard deviation.

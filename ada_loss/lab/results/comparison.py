@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise ImportError(f"A comparison needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
-__all__ = ["LEVEL", "Comparison", "compare", "in_units", "per_cent", "require_level"]
+__all__ = ["LEVEL", "Comparison", "compare", "in_units", "per_cent", "require_level", "rows_of_side"]
 
 LEVEL = 0.05
 
@@ -35,6 +35,8 @@ class Comparison:
     differences: {seed: the metric of a minus that of b}, of the seeds that both have.
     level: of the test, and 1 minus the confidence of `interval`.
     diverged: how many of the seeds of a diverged.
+    note: on the metric, "lower is better".
+    statement: of the sweep's verdict, where b is float32: of one test among all settings, at the tolerance.
 
     >>> c = Comparison("e5m2", "fp32", "accuracy", {0: -0.02, 1: -0.01, 2: -0.03})
     >>> print(c)
@@ -47,6 +49,8 @@ class Comparison:
     differences: Mapping[int, float]
     level: float = LEVEL
     diverged: int = field(default=0)
+    note: str = ""
+    statement: str = ""
 
     @property
     def mean(self) -> float:
@@ -79,11 +83,13 @@ class Comparison:
     def __str__(self) -> str:
         count = len(self.differences)
         words = f"{self.a} against {self.b}: {self.metric} {in_units(self.metric, self.mean)}"
+        words += f" ({self.note})" if self.note else ""
         if math.isnan(self.error):
             return f"{words}; {count} seed{'s' * (count != 1)} in common are too few for a test, or not all finite"
         low, high = (in_units(self.metric, bound, unit=False) for bound in self.interval)
         words += f", {per_cent(1 - self.level)} interval {low} to {high}, p = {self.p:.2g}"
-        return f"{words}, paired t-test over {count} seeds"
+        words += f", paired t-test over {count} seeds"
+        return f"{words}. Among all settings: {self.statement}" if self.statement else words
 
 
 def in_units(metric: str, value: float, unit: bool = True) -> str:
@@ -134,7 +140,13 @@ def compare(
             f"Run both with the same seeds."
         )
     differences = {seed: left[seed][name] - right[seed][name] for seed in common}
-    return Comparison(_words(a), _words(b), name, differences, level, sum(left[s]["diverged"] for s in common))
+    diverged, note = sum(left[seed]["diverged"] for seed in common), results.directions.words(name)
+    return Comparison(_words(a), _words(b), name, differences, level, diverged, note)
+
+
+def rows_of_side(results: StoredResults, chosen: str | Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of one side of a comparison, one for each seed."""
+    return [*_by_seed(results, chosen).values()]
 
 
 def _by_seed(results: StoredResults, chosen: str | Mapping[str, Any]) -> dict[int, dict[str, Any]]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ada_loss.lab.results.comparison import in_units
 from ada_loss.lab.results.curves import Curve, curves
 from ada_loss.lab.results.results import StoredResults
-from ada_loss.lab.results.table import SHARES, SMALLER_IS_BETTER, heading
+from ada_loss.lab.results.table import SHARES, heading
 from ada_loss.lab.results.verdict import Combination, Verdict
 from ada_loss.lab.sweep.cell_formats import BASELINE
 
@@ -35,9 +35,9 @@ def difference_panels(verdict: Verdict) -> dict[str, Any] | None:
     Formats that have one setting only share a panel, with a line for each. What lies beyond the axis stands at its
     edge, with its number. None where there is nothing to compare.
     """
-    if not verdict.baseline or not verdict.combinations or not verdict.tolerance > 0:
+    if not verdict.baseline or not verdict.combinations or not verdict.tolerance > 0 or not verdict.sign:
         return None
-    sign = -1 if verdict.metric in SMALLER_IS_BETTER else 1
+    sign = verdict.sign
     panels: dict[str, list[dict[str, Any]]] = {}
     for one in verdict.combinations[:500]:
         panels.setdefault(one.fmt, []).append(_line(one, verdict.tolerance, sign))
@@ -50,7 +50,7 @@ def difference_panels(verdict: Verdict) -> dict[str, Any] | None:
     ticks = [-4, -2, 0, 2] if sign > 0 else [-2, 0, 2, 4]
     return {
         "subject": verdict.subject,
-        "title": f"{heading(verdict.metric)}: difference from float32",
+        "title": f"{heading(verdict.metric)}{', lower is better' * (sign < 0)}: difference from float32",
         "panels": shown,
         "ticks": [
             (_place(sign * k * verdict.tolerance, verdict.tolerance, sign), _tick(verdict, k * verdict.tolerance))
@@ -78,7 +78,7 @@ def _place(worth: float, tolerance: float, sign: int) -> float:
 
 def _line(one: Combination, tolerance: float, sign: int) -> dict[str, Any]:
     found = one.comparison
-    low, high = found.interval
+    low, high = (math.nan, math.nan) if one.judgement is None else (sign * b for b in one.judgement.interval)
 
     def at(value: float) -> float:
         return min(max(_place(sign * value, tolerance, sign), 0.0), 100.0)
@@ -87,6 +87,8 @@ def _line(one: Combination, tolerance: float, sign: int) -> dict[str, Any]:
     words = in_units(found.metric, found.mean, unit=False) if place is not None else one.outcome
     if found.diverged:
         words = f"{found.diverged} of {one.seeds} diverged"
+    if one.collapsed:
+        words = f"{len(one.collapsed)} of {one.seeds} collapsed"
     inside = [at(v) for v in found.differences.values() if math.isfinite(v)]
     return {
         "name": one.rest or one.fmt,

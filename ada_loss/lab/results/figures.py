@@ -403,7 +403,7 @@ def plot_heat(
 
     steps: the steps at which a column ends.
     sites: from input to output.
-    values: (steps, sites), NaN where there is none.
+    values: (steps, sites), NaN where there is none: hatched.
     title: of the figure.
     words: what the values are, for the colour bar.
     limits: the values of the first and the last colour.
@@ -419,10 +419,12 @@ def plot_heat(
     mesh = axes.pcolormesh(edges, range(len(sites) + 1), values.T, cmap="cividis", vmin=low, vmax=high)
     mesh.set(edgecolor="face", linewidth=0.2)  # no hairlines between the cells of a vector picture
     axes.set_facecolor("0.85" if _ink() == "black" else "0.3")
+    is_empty = bool(np.isnan(values).any())
+    axes.patch.set(hatch="////" if is_empty else None, edgecolor=_ink())
     axes.set_yticks([i + 0.5 for i in range(len(sites))], [*map(_plain, sites)], fontsize=7)
     axes.tick_params(axis="x", labelsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("step", fontsize=9)
+    axes.set_xlabel("step (hatched: nothing arrives here)" if is_empty else "step", fontsize=9)
     axes.set_title(textwrap.fill(_plain(title), round(LETTERS_AN_INCH * figure.get_figwidth())), fontsize=9)
     bar = figure.colorbar(mesh, ax=axes, pad=0.02)
     bar.set_label(words, fontsize=9)

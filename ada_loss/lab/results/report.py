@@ -25,7 +25,7 @@ from ada_loss.lab.results.pictures import (
     picture_underflow,
 )
 from ada_loss.lab.results.results import StoredResults
-from ada_loss.lab.results.table import SMALLER_IS_BETTER, Table
+from ada_loss.lab.results.table import Table
 from ada_loss.lab.results.verdict import verdicts
 from ada_loss.lab.sweep.cell_formats import label
 from fpsim.checks import pip_install
@@ -72,7 +72,7 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
         security=_security(**parts),
         title=f"Sweep of {', '.join(dict.fromkeys(cell['config']['task'] for cell in results.cells))}",
         question=question or _question(results),
-        verdicts=[str(found) for found in answers],
+        verdicts=[Markup(found.to_html()) for found in answers],
         differences=differences,
         curves=curve_panels(results),
         counts=results.counts,
@@ -142,8 +142,8 @@ def _lines(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
     lines = []
     for row in table.down:
         means = {column: table.mean(row, column) for column in table.across}
-        sign = -1 if table.metric in SMALLER_IS_BETTER else 1
-        known = {column: sign * mean for column, mean in means.items() if math.isfinite(mean)}
+        sign = table.directions.sign(table.metric)
+        known = {column: sign * mean for column, mean in means.items() if sign and math.isfinite(mean)}
         best = max(known, key=lambda column: known[column], default="")
         spread = table.deviation(row, best) if len(known) > 1 else math.nan
         least = known.get(best, math.nan) - spread  # NaN, and so nothing in bold, for a single place or seed
@@ -164,7 +164,8 @@ def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, Any]
     moved = [row["format"] for row in results.rows() if row["scaling"] != "none"]
     last = {"format": moved[-1]} if moved else None
     wanted.append(("Where the training that lost most lost its gradients", partial(picture_underflow, results)))
-    wanted.append((f"Loss scales in {moved[-1] if moved else ''}, first seed", partial(picture_scales, results, last)))
+    if last is not None and _has_a_moving_scale(results, moved[-1]):
+        wanted.append((f"Loss scales in {moved[-1]}, first seed", partial(picture_scales, results, last)))
     wanted.append(("The scale of each layer's gradient", partial(picture_layer_scales, results, last)))
     found = []
     for words, plot in wanted:
@@ -179,6 +180,16 @@ def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, Any]
         else:
             found.append({"words": words, "variants": variants, "problem": ""})
     return found
+
+
+def _has_a_moving_scale(results: StoredResults, fmt: str) -> bool:
+    """Whether a loss scale of a format's trainings changes: a picture of constants tells nothing."""
+    for row in results.rows():
+        if row["format"] == fmt and row["scaling"] != "none":
+            scales = results.readable_telemetry(row["id"]).get("scales", np.empty(0))
+            if len(scales) and (scales != scales[0]).any():
+                return True
+    return False
 
 
 def _addresses(plot: Callable[[], Any]) -> tuple[str, str]:

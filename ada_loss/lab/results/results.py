@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ada_loss.files import data_frame, folder_at
+from ada_loss.lab.directions import Directions, hint_for, read_directions, stated
 from ada_loss.lab.results.table import Table
 from ada_loss.lab.sweep.cell_formats import label
 from ada_loss.lab.sweep.cells import AXES, is_configuration
@@ -28,11 +29,16 @@ class StoredResults:
     A metric with the name of another column, such as "format", is the column "metric.format".
 
     out: the folder.
+    minimize, maximize: metrics of which a smaller, or a larger, value is better; before what the sweep stated, and
+        before what their names tell.
     Raises FileNotFoundError where there is no ledger, ValueError for one that cannot be read.
     """
 
-    def __init__(self, out: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, out: str | os.PathLike[str], *, minimize: Sequence[str] = (), maximize: Sequence[str] = ()
+    ) -> None:
         self.out = folder_at(out)
+        self.directions = Directions(read_directions(self.out)) | stated(minimize, maximize)
         with Ledger(self.out / "ledger.sqlite", readonly=True) as ledger:
             self.cells, self.sessions = ledger.rows(), ledger.sessions()
         for cell in self.cells:
@@ -96,18 +102,23 @@ class StoredResults:
             raise TypeError(f"metric={shown(metric)} is not a string. Expected: the name of a metric, or None.")
         return self.metric if metric is None else metric
 
-    def best(self, metric: str | None = None, *, largest: bool = True) -> dict[str, Any]:
+    def best(self, metric: str | None = None, *, largest: bool | None = None) -> dict[str, Any]:
         """The row with the best value of a metric; NaN is never best.
 
         metric: the task's first unless named.
-        largest: whether a larger value is better.
+        largest: whether a larger value is better; None for what is stated of the metric, or what its name tells.
+        Raises ValueError where no cell has a number, and where nothing tells whether a larger value is better.
         """
-        require_flag("largest", largest)
+        if largest is not None:
+            require_flag("largest", largest)
         name = self.named(metric)
         rows = [row for row in self.rows() if not math.isnan(_number(row, name))]
         if not rows:
             raise ValueError(f"No cell of {self!r} has a number for the metric {shown(name)}. Known: {self.metric}.")
-        return (max if largest else min)(rows, key=lambda row: row[name])
+        sign = self.directions.sign(name) if largest is None else (1 if largest else -1)
+        if not sign:
+            raise ValueError(f"Nothing tells whether a larger or a smaller {name} is better. {hint_for(name)}")
+        return max(rows, key=lambda row: sign * row[name])
 
     def table(
         self,
@@ -143,7 +154,8 @@ class StoredResults:
         for row in found:
             places.setdefault((str(row[rows]), str(row[columns])), []).append(_number(row, name))
         down, across = ([*dict.fromkeys(place[i] for place in places)] for i in (0, 1))
-        return Table(rows, columns, name, down, across, places, {k: label(v) for k, v in (where or {}).items()})
+        chosen = {k: label(v) for k, v in (where or {}).items()}
+        return Table(rows, columns, name, down, across, places, chosen, self.directions)
 
     def tables(self, metric: str | None = None) -> list[Table]:
         """A `table` of formats and scaling methods for each combination of the other columns in which the cells differ.

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ada_loss.files import csv_bytes, strict_json
+from ada_loss.lab.directions import Directions
 
-__all__ = ["SHARES", "SMALLER_IS_BETTER", "Table", "heading", "mean_and_deviation"]
+__all__ = ["SHARES", "Table", "heading", "mean_and_deviation"]
 
 SHARES = ("accuracy", "underflow")  # metrics that are shown in %
-SMALLER_IS_BETTER = ("underflow", "loss", "perplexity", "error", "skipped", "seconds")
 
 
 class Table:
@@ -23,6 +23,7 @@ class Table:
     down, across: the values of the columns, in order.
     places: {(row, column): the values of its cells}.
     where: what the cells were chosen by, for the title.
+    directions: which tell whether larger or smaller is better; by the metric's name unless given.
     """
 
     def __init__(
@@ -34,7 +35,9 @@ class Table:
         across: Sequence[str],
         places: dict[tuple[str, str], list[float]],
         where: Mapping[str, str] | None = None,
+        directions: Directions | None = None,
     ) -> None:
+        self.directions = directions or Directions()
         self.rows, self.columns, self.metric, self.where = rows, columns, metric, dict(where or {})
         self.down, self.across, self.places = list(down), list(across), places
 
@@ -61,8 +64,13 @@ class Table:
 
     @property
     def title(self) -> str:
-        """The metric with its unit, and what the cells were chosen by."""
-        words = [heading(self.metric), *(f"{name} {value}" for name, value in self.where.items())]
+        """The metric with its unit, "lower is better" where it is, and what the cells were chosen by."""
+        better = self.directions.words(self.metric)
+        words = [
+            heading(self.metric),
+            *filter(None, [better]),
+            *(f"{name} {value}" for name, value in self.where.items()),
+        ]
         return ", ".join(words)
 
     def to(self, kind: str) -> str:
@@ -98,11 +106,11 @@ class Table:
     def to_latex(self) -> str:
         """A LaTeX tabular with the rules of booktabs."""
         lines = [rf"\begin{{tabular}}{{l{'r' * len(self.across)}}}", r"\toprule"]
-        lines.append(" & ".join(["", *map(_latex, self.across)]) + r" \\")
+        lines.append(" & ".join(["", *map(latex, self.across)]) + r" \\")
         lines.append(r"\midrule")
         for row in self.down:
             places = (self.text(row, column, r" $\pm$ ") for column in self.across)
-            lines.append(" & ".join([_latex(row), *places]) + r" \\")
+            lines.append(" & ".join([latex(row), *places]) + r" \\")
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
     def to_csv(self) -> str:
@@ -141,5 +149,5 @@ LATEX = str.maketrans(
 )
 
 
-def _latex(text: str) -> str:
+def latex(text: str) -> str:
     return text.translate(LATEX)

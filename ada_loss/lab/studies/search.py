@@ -13,6 +13,7 @@ from typing import Any
 
 import fpsim
 from ada_loss.files import data_frame, folder_at
+from ada_loss.lab.directions import Directions, hint_for, stated
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.table import SHARES, heading, mean_and_deviation
 from ada_loss.lab.studies.space import Point, Space
@@ -43,6 +44,7 @@ class SearchResult:
     results: all cells.
     metric: the name of the metric.
     wide: the modules that stay in float32, of those that may.
+    sign: 1 where a larger metric is better, -1 where a smaller is.
     """
 
     formats: dict[str, str]
@@ -53,6 +55,7 @@ class SearchResult:
     results: Results
     metric: str = "accuracy"
     wide: tuple[str, ...] = ()
+    sign: int = 1
 
     def __str__(self) -> str:
         columns = [name for name in (*self.formats, "float32") if name in self.rows[0]]
@@ -78,10 +81,10 @@ class SearchResult:
     def front(self) -> list[dict[str, Any]]:
         """The rows that no other beats in both bits and metric, the smallest first."""
         complete = [row for row in self.rows if row["complete"] and not math.isnan(row["accuracy"])]
-        complete.sort(key=lambda row: (row["bits"], -row["accuracy"]))
+        complete.sort(key=lambda row: (row["bits"], -self.sign * row["accuracy"]))
         found: list[dict[str, Any]] = []
         for row in complete:
-            if not found or row["accuracy"] > found[-1]["accuracy"]:
+            if not found or self.sign * row["accuracy"] > self.sign * found[-1]["accuracy"]:
                 found.append(row)
         return found
 
@@ -103,6 +106,8 @@ def search(
     seeds: int | Sequence[int] = 3,
     trials: int = 30,
     metric: str | None = None,
+    minimize: Sequence[str] = (),
+    maximize: Sequence[str] = (),
     task_options: Mapping[str, Any] | None = None,
     workers: int = 1,
     engine: str | Executor | None = None,
@@ -113,10 +118,10 @@ def search(
 ) -> SearchResult:
     """Find the smallest formats, a number of exponent and mantissa bits for each role, that keep the metric of float32.
 
-    A policy keeps it if the mean of the metric over the seeds is at least float32's, over the same seeds, less
-    `tolerance`. With few seeds that mean is itself uncertain by some deviation / sqrt(seeds): choose a tolerance above
-    it, or more seeds. The size of a policy is the number of bits of one number, added over the roles: each role counts
-    the same.
+    A policy keeps it if the mean of the metric over the seeds is no worse than float32's, over the same seeds, by more
+    than `tolerance`. With few seeds that mean is itself uncertain by some deviation / sqrt(seeds): choose a tolerance
+    above it, or more seeds. The size of a policy is the number of bits of one number, added over the roles: each role
+    counts the same.
 
     First, Optuna's TPE sampler proposes `trials` policies; one that diverges with the first seed, or is five tolerances
     below float32, gets no other seeds. Then, from the smallest that keeps the metric (the widest, if none does), one
@@ -138,12 +143,13 @@ def search(
     scaling, rounding: the scaling method and the rounding of all trials.
     seeds: how many, or which.
     trials: how many policies the sampler proposes.
-    metric: the task's first unless named; larger is better.
+    metric: the task's first unless named.
+    minimize, maximize: the metrics of which a smaller, or a larger, value is better, as in `sweep`.
     workers: processes of this machine, and how many policies are proposed at once.
     seed: of the sampler.
     options: the other arguments of `sweep`: device, limits, resources, engine_timeout, retry_failed, track.
-    Raises ValueError for an impossible search, and where even the widest formats do not keep the metric; ImportError
-    without Optuna.
+    Raises ValueError for an impossible search, where nothing tells whether a larger metric is better, and where even
+    the widest formats do not keep the metric; ImportError without Optuna.
     """
     is_ranking = isinstance(modules, fpsim.Sensitivity)
     names = [row["module"] for row in modules] if isinstance(modules, fpsim.Sensitivity) else modules
@@ -154,6 +160,7 @@ def search(
     folder = folder_at(out)
     if metric is not None and not isinstance(metric, str):
         raise TypeError(f"metric={shown(metric)} is not a string. Expected: the name of a metric, or None.")
+    said = stated(minimize, maximize)
     optuna = _optuna()
     grid: dict[str, Any] = {"roundings": [rounding], "options": task_options}
     formats = [space.fields(point) for point in space.widest()]
@@ -171,18 +178,20 @@ def search(
             """The metrics of each format with each seed; empty where a training failed."""
             cells = plan(task, formats, [method], seeds=[*chosen], **grid)
             function = None if isinstance(task, str) else task
-            done = run_cells(cells, folder, opened, function, track=track, show_progress=show_progress, title=title)
+            words = {"track": track, "show_progress": show_progress, "title": title, "goals": said}
+            done = run_cells(cells, folder, opened, function, **words)
             metrics = {cell["id"]: cell["metrics"] for cell in done.cells if cell["state"] == "done"}
             found = [metrics.get(cell.id, {}) for cell in cells]
             return [found[i : i + len(chosen)] for i in range(0, len(found), len(chosen))]
 
-        trials_done = _Trials(run, space, scaling, range(seeds) if isinstance(seeds, int) else seeds, metric, tolerance)
+        chosen = range(seeds) if isinstance(seeds, int) else seeds
+        trials_done = _Trials(run, space, scaling, chosen, metric, tolerance, lambda: Results(out).directions)
         most = len(trials_done.widest().wide) if is_ranking else len(names)
         _sample(optuna, trials_done, most, trials, workers, seed)
         best = trials_done.descend(trials_done.smallest())
     rows = [trials_done.row(point) for point in trials_done.tried]
     answer = space.formats(best), space.size(best), trials_done.mean(best), trials_done.baseline
-    return SearchResult(*answer, rows, Results(folder), trials_done.metric, best.wide)
+    return SearchResult(*answer, rows, Results(folder), trials_done.metric, best.wide, trials_done.sign)
 
 
 def _require_options(options: Mapping[str, Any]) -> None:
@@ -238,6 +247,8 @@ def _kept_open(execution: Execution) -> Iterator[Execution]:
 class _Trials:
     """The policies that were tried, with their metric by seed.
 
+    directions: of metrics, as the folder tells them.
+
     run: trains formats with a scaling method and seeds; gives the metrics of each format with each seed.
     The others are those of `search`.
     """
@@ -250,6 +261,7 @@ class _Trials:
         seeds: Sequence[int],
         metric: str | None,
         tolerance: float,
+        directions: Callable[[], Directions],
     ) -> None:
         self.run, self.space, self.scaling, self.seeds, self.tolerance = run, space, scaling, [*seeds], tolerance
         self.phase = "float32"  # what is going on, in words
@@ -261,6 +273,11 @@ class _Trials:
         if self.metric not in found[0]:
             hint = did_you_mean(metric, found[0])
             raise ValueError(f"Unknown metric {metric!r}.{hint} Known: {', '.join(found[0])}.")
+        self.sign = directions().sign(self.metric)  # after float32: its task may state a goal
+        if not self.sign:
+            raise ValueError(
+                f"Nothing tells whether a larger or a smaller {self.metric} is better. {hint_for(self.metric)}"
+            )
         self.baseline = statistics.fmean(self._values(found))
         if not math.isfinite(self.baseline):
             raise ValueError(f"float32 itself gives {self.baseline} for {self.metric}. Mend the task first.")
@@ -272,9 +289,9 @@ class _Trials:
         return len(self.tried[point]) == len(self.seeds)
 
     def violation(self, point: Point) -> float:
-        """How far the mean is below what is to be kept; 0 or less where it is kept."""
+        """How far the mean is worse than what is to be kept; 0 or less where it is kept."""
         mean = self.mean(point)
-        return self.baseline - self.tolerance - mean if math.isfinite(mean) else 1e9
+        return self.sign * (self.baseline - mean) - self.tolerance if math.isfinite(mean) else 1e9
 
     def keeps(self, point: Point) -> bool:
         return self.is_complete(point) and self.violation(point) <= 0
@@ -303,7 +320,7 @@ class _Trials:
     def smallest(self) -> Point:
         """The smallest policy that keeps the metric, of those that were tried and, where none does, of the widest."""
         kept = [point for point in self.tried if self.keeps(point)] or [self.widest()]
-        return min(kept, key=lambda point: (self.space.size(point), -self.mean(point)))
+        return min(kept, key=lambda point: (self.space.size(point), -self.sign * self.mean(point)))
 
     def widest(self) -> Point:
         """The widest formats, with as few modules in float32 as keep the metric. Raises ValueError where none do."""
@@ -312,9 +329,10 @@ class _Trials:
             self.evaluate([widest])
             if self.keeps(widest):
                 return widest
+        side = "below" if self.sign > 0 else "above"
         raise ValueError(
-            f"Even {self.space.fields(widest)} is below float32 ({self.mean(widest):.4g} and {self.baseline:.4g}) by "
-            f"more than the tolerance of {self.tolerance:g}. Allow more bits, a larger tolerance, or another "
+            f"Even {self.space.fields(widest)} is {side} float32 ({self.mean(widest):.4g} and {self.baseline:.4g}) "
+            f"by more than the tolerance of {self.tolerance:g}. Allow more bits, a larger tolerance, or another "
             f"scaling method."
         )
 
@@ -337,7 +355,7 @@ class _Trials:
                 self.evaluate(smaller)
                 kept = [point for point in smaller if self.keeps(point)]
                 if kept:
-                    best = max(kept, key=self.mean)
+                    best = max(kept, key=lambda point: self.sign * self.mean(point))
                     break
             else:
                 return best

@@ -5,7 +5,6 @@ It knows nothing of formats, scaling methods or tasks: `cells.py` checks them, a
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import traceback
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ada_loss.files import folder_at, write_atomically
+from ada_loss.lab.directions import keep_directions, stated
 from ada_loss.lab.environment import environment
 from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
@@ -75,6 +75,8 @@ def sweep(
     retry_failed: bool = Execution.retry_failed,
     keep_states: bool = Execution.keep_states,
     track: Sequence[str | Tracker] = (),
+    minimize: Sequence[str] = (),
+    maximize: Sequence[str] = (),
     show_progress: bool = True,
 ) -> Results:
     """Train the task once for each format, scaling method, rounding and seed, and give the results.
@@ -93,17 +95,19 @@ def sweep(
         `Execution`.
     out: the folder that keeps everything.
     track: who else is told of finished cells: "tensorboard" and "mlflow", which write to the folder, or trackers.
+    minimize, maximize: the metrics of which a smaller, or a larger, value is better, where their names do not tell;
+        kept in `out`. They go before `Task.goal`.
     show_progress: whether a progress bar is shown.
     Raises ValueError and TypeError for invalid arguments before any work, SweepStopped where it cannot go on.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)
-    folder = folder_at(out)
+    folder, said = folder_at(out), stated(minimize, maximize)
     grid = {"task": task, "formats": formats, "scaling": scaling, "roundings": roundings, "seeds": seeds}
     cells = plan_all({**grid, "task_options": task_options, "train": train}, also, baseline)
     given = task if train is None else train
     function = None if isinstance(given, str) else given
-    return run_cells(cells, folder, execution, function, track=track, show_progress=show_progress)
+    return run_cells(cells, folder, execution, function, track=track, show_progress=show_progress, goals=said)
 
 
 @known_arguments(_an_option)
@@ -168,12 +172,14 @@ def run_cells(
     track: Sequence[str | Tracker] = (),
     show_progress: bool = True,
     title: str = "",
+    goals: Mapping[str, str] = {},
 ) -> Results:
     """Run the cells that are not done in a folder, and give the results of the whole folder.
 
     make_task: the task or the training of the cells, where it is a function that was passed to `sweep`.
     out, execution, track, show_progress: as in `sweep`.
     title: what these cells are for, in front of the progress.
+    goals: the directions of metrics, as stated; see `ada_loss.lab.directions`.
     Raises SweepStopped where the folder is in use or cannot be written, or where the engine takes no more work.
     """
     refuse_in_a_starting_worker()
@@ -190,12 +196,13 @@ def run_cells(
     except OSError as error:
         raise _cannot_be_written(out, error) from error
     try:
+        keep_directions(out, goals)
         with Ledger(out / "ledger.sqlite") as ledger:
             todo = _prepare(ledger, out, cells, execution.retry_failed)
             notifier = Notifier(trackers, out)
             notifier.catch_up(ledger)
             if todo:
-                progress = Progress(len(cells), len(cells) - len(todo), out, title, show_progress)
+                progress = Progress(len(cells), len(cells) - len(todo), out, title, show_progress, goals)
                 progress.begin(execution.words)
                 with open_engine(execution) as engine:
                     ledger.add_session({**environment(), "engine": engine.name})
@@ -312,7 +319,7 @@ class _Driver:
     order: what every worker is told beside a cell's configuration.
     running: the cells that were submitted, with the time at which they were.
     deaths: how many workers died while they ran a cell, by its id.
-    progress: is told of every cell, and of the one with the largest value of the first metric so far.
+    progress: is told of every cell.
     branches: what cells share; a cell waits while another computes what it can begin from.
     """
 
@@ -330,7 +337,6 @@ class _Driver:
         self.progress, self.branches = progress, branches
         self.running: dict[Future[Any], tuple[Cell, float]] = {}
         self.deaths: Counter[str] = Counter()
-        self._best = math.nan
 
     def run(self, todo: Sequence[Cell]) -> None:
         """Run cells to the end."""
@@ -404,7 +410,7 @@ class _Driver:
         written = {"telemetry_bytes": len(telemetry), "telemetry_sha256": telemetry_digest(telemetry)}
         self.ledger.finish(cell.id, {**result, **written})
         self.notifier.tell(cell.id, cell.config, result)
-        self._compare(cell, result)
+        self.progress.compare(str(cell), result)
         return True
 
     def _settle_death(self, cell: Cell, seconds: float) -> bool:
@@ -422,12 +428,6 @@ class _Driver:
             f"Try it with engine='here', or with more memory.",
         )
         return True
-
-    def _compare(self, cell: Cell, result: Mapping[str, Any]) -> None:
-        """Remember the cell for the progress bar if it is the best so far."""
-        for name, value in list(result["metrics"].items())[:1]:
-            if not self._best >= value:
-                self._best, self.progress.best = value, f"best: {cell} {name} {value:.4g}"
 
     def _try_to_release(self) -> None:
         """Plan again whatever the ledger says is running."""

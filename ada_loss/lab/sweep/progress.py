@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from ada_loss.lab.directions import Directions, keep_directions
 from fpsim.checks import pip_install
 
 try:
@@ -67,12 +71,17 @@ class Progress:
     out: the folder of the sweep, where workers write their steps.
     title: what is going on, in words; "" for nothing.
     is_shown: whether anything is.
+    goals: the directions of metrics, as stated; those of a task come with its results.
     """
 
-    def __init__(self, total: int, done: int, out: Path, title: str, is_shown: bool) -> None:
+    def __init__(
+        self, total: int, done: int, out: Path, title: str, is_shown: bool, goals: Mapping[str, str] = {}
+    ) -> None:
         self.total, self.done, self.out, self.title, self.is_shown = total, done, out, title, is_shown
         self.best, self._first, self._began, self._said = "", done, time.monotonic(), time.monotonic()
         self.running: dict[str, None] = {}
+        self.goals = dict(goals)
+        self._best = math.nan
         self._bar = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -111,6 +120,20 @@ class Progress:
         self.done += is_over
         if self._bar is not None and is_over:
             self._bar.update()
+
+    def compare(self, cell: str, result: Mapping[str, Any]) -> None:
+        """Remember a cell if it is the best so far by its first metric; keep the goals that its task states.
+
+        Nothing is best where nobody knows whether a larger or a smaller value is.
+        """
+        told = {name: goal for name, goal in result.get("goals", {}).items() if name not in self.goals}
+        if told:
+            self.goals |= told
+            keep_directions(self.out, told)
+        for name, value in [*result["metrics"].items()][:1]:
+            sign = Directions(self.goals).sign(name)
+            if sign and not self._best >= sign * value:
+                self._best, self.best = sign * value, f"best: {cell} {name} {value:.4g}"
 
     def _watch(self) -> None:
         while not self._over.wait(READ_EVERY):

@@ -104,7 +104,7 @@ def run_cell(
     Raises TypeError where the task's function gives no Task.
     """
     threads = torch.get_num_threads()
-    steps = None
+    steps, goals = None, {}
     torch.set_num_threads(1)  # cells share a machine, and sums must not depend on how many cores it has
     try:
         function: Any = make_task or find_task(path_of(config["task"]))
@@ -114,6 +114,7 @@ def run_cell(
             run, error = run_job(_job(config, device, checkpoint, steps), function)
         else:
             training = _training(config, function, device)
+            goals = training.task.goals
             if steps is not None:
                 steps.total = training.total
             run, error = training.run(checkpoint, progress=steps, branches=branches), None
@@ -123,7 +124,8 @@ def run_cell(
         torch.set_num_threads(threads)
         if steps is not None:
             steps.remove()
-    return _result(run, error)
+    result, content = _result(run, error)
+    return {**result, "goals": goals}, content
 
 
 def _training(config: Mapping[str, Any], make_task: MakeTask, device: str) -> Training:

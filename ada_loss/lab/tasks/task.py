@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 from torch import Tensor, nn
 
-from fpsim.checks import require_callable, require_mapping, shown
+from ada_loss.lab.directions import goals_of
+from fpsim.checks import did_you_mean, require_callable, require_mapping, shown
 
 __all__ = ["Task", "accuracy", "is_pair", "trained_with", "types_of_pair"]
 
@@ -25,6 +26,8 @@ class Task:
     loss: takes outputs and targets, and gives a 0-d tensor.
     metrics: {name: a function of outputs and targets that gives a float}; the first is the one that tables show. Those
         of an iterable's batches are put together first.
+    goal: "minimize" or "maximize", of the first metric, or {metric: "minimize" or "maximize"}, where the names of the
+        metrics do not tell; see `ada_loss.lab.directions`.
     augment: changes the inputs of each training batch, and may draw torch's random numbers; None leaves them.
     Raises TypeError for data that are neither, ValueError for tensors of different or no length.
     """
@@ -36,9 +39,22 @@ class Task:
     loss: Callable[[Tensor, Tensor], Tensor]
     metrics: dict[str, Callable[[Tensor, Tensor], float]]
     augment: Callable[[Tensor], Tensor] | None = None
+    goal: str | Mapping[str, str] | None = None
+
+    @property
+    def goals(self) -> dict[str, str]:
+        """The goal as {metric: "minimize" or "maximize"}. Raises ValueError or TypeError for another goal."""
+        return goals_of(self.goal, next(iter(self.metrics), None))
 
     def __post_init__(self) -> None:
         self._check_words()
+        for metric in self.goals:
+            if metric not in self.metrics:
+                hint = did_you_mean(metric, self.metrics)
+                raise ValueError(
+                    f"The task {self.name!r} states a goal for {shown(metric)}, which is not one of its metrics.{hint} "
+                    f"Known: {', '.join(map(str, self.metrics))}."
+                )
         for part, data in (("train", self.train), ("test", self.test)):
             if isinstance(data, Iterable) and not isinstance(data, tuple | list | dict | Tensor | np.ndarray):
                 if isinstance(data, Iterator):

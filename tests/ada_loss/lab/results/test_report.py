@@ -176,6 +176,9 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def test_the_differences_from_float32_stand_where_they_are(browser: Any, answered: Results) -> None:
     browser.get(f"file://{answered.report()}")
     assert browser.find_element("class name", "verdict").text.startswith("float32 gives accuracy 90.1 ± 0.1 %.")
+    lists = browser.find_elements("css selector", ".verdict > div")
+    assert [part.get_attribute("class") for part in lists] == ["match", "short"]
+    assert "torch: by 3.0" in lists[1].text
     rows = {row.text.splitlines()[-1]: row for row in browser.find_elements("css selector", ".row:not(.axis)")}
     assert [*rows] == ["-0.1", "-3.0", "-70.0", "1 of 3 diverged"]
     mean = {words: row.find_elements("css selector", "circle.mean") for words, row in rows.items()}
@@ -488,7 +491,7 @@ def test_a_report_is_written_whatever_metrics_are_called(tmp_path: Path) -> None
     assert row["metric.format"] == row["metric.seed"] == row["metric.underflow"] == row["$"]
     text = results.report().read_text()
     assert "cannot be drawn" not in text
-    assert r"<h3>cost $\foo$</h3>" in text
+    assert r"<h3>cost $\foo$, lower is better</h3>" in text
     assert "<dt>a&lt;b&gt;&amp;&#39;&#34;</dt>" in text
     for metric in ("metric.format", "items", "_x", "$"):
         assert results.table(metric=metric).mean("fp16", "none") == row["$"] or results.plot_accuracy(metric)

@@ -14,7 +14,7 @@ import pytest
 
 from ada_loss.files import write_atomically
 from ada_loss.lab.results import Results
-from ada_loss.lab.results.figures import figure_bytes, plot_scales, plot_table
+from ada_loss.lab.results.figures import figure_bytes, plot_heat, plot_scales, plot_table
 from ada_loss.lab.results.results import telling_axes
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.sweep.ledger import Ledger
@@ -341,3 +341,22 @@ def test_options_that_follow_from_the_task_tell_nothing() -> None:
     assert telling_axes(axes, [row for row in rows if row["task"] == "a"]) == ["format", "momentum"]
     one_each = [row for row in rows if (row["task"], row["format"]) in (("a", "fp16"), ("b", "bf16"))]
     assert telling_axes(axes, one_each) == ["task", "format", "momentum"]
+
+
+def test_where_nothing_arrives_a_heat_map_is_hatched_and_says_so() -> None:
+    values = np.array([[1.0, np.nan], [2.0, 3.0]])
+    (axes, _) = plot_heat([1, 2], ["a", "b"], values, "title", "lost").axes
+    assert axes.patch.get_hatch() == "////"
+    assert "hatched: nothing arrives here" in axes.get_xlabel()
+    (axes, _) = plot_heat([1, 2], ["a", "b"], np.ones((2, 2)), "title", "lost").axes
+    assert axes.patch.get_hatch() is None
+    assert axes.get_xlabel() == "step"
+
+
+def test_loss_scales_are_drawn_in_the_report_where_one_moves(tmp_path: Path) -> None:
+    for name, scales in (("constant", [4.0, 4.0]), ("moving", [4.0, 2.0])):
+        results = written(tmp_path / name, {("fp16", "torch"): (0.5,)})
+        for row in results.rows():
+            arrays = npz(losses=np.ones(2), scales=np.array(scales))
+            write_atomically(tmp_path / name / "telemetry" / f"{row['id']}.npz", arrays)
+        assert ("Loss scales in fp16" in results.report().read_text()) == (name == "moving")

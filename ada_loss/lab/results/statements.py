@@ -1,0 +1,328 @@
+"""What a verdict says: settings against float32 in three lists, with what was tested in the end."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ada_loss.lab.directions import hint_for
+from ada_loss.lab.results.comparison import LEVEL, Comparison, in_units, per_cent
+from ada_loss.lab.results.judgement import (
+    LEAST_SEEDS,
+    LEAST_SHARED,
+    MOST_SEEDS,
+    SIMULATED,
+    Judgement,
+    largest_rate_unseen,
+)
+from ada_loss.lab.results.sections import Section, as_html, as_latex, as_text
+from ada_loss.lab.results.table import SHARES, mean_and_deviation
+
+__all__ = ["SECTIONS", "Combination", "Verdict"]
+
+MOST_NAMED = 20  # settings of one kind of which something is said
+MOST_LISTED = 12  # formats of those that are only listed
+NOTABLE = 0.005  # shares of lost gradients that are said
+SECTIONS = {  # where each outcome stands
+    "match": ("match",),
+    "above": ("above",),
+    "short": ("short", "collapsed", "diverged"),
+    "open": ("undecided", "few", "failed"),
+}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A format with its scaling method, and whatever else differs, against float32.
+
+    fmt, rest: the format, and the other settings that differ, as words.
+    outcome: "match" (no more than the tolerance worse), "short" (more), "above" (better by more, of a test for
+        equivalence), "undecided"; and, of what is not tested, "diverged", "collapsed", "failed" (no result) or "few"
+        (results of fewer than three seeds).
+    comparison: with float32; without differences where it failed.
+    seeds: how many trainings are done.
+    shares: what its trainings lost, {"underflow", "overflow", "skipped steps": a share}, as means over the seeds.
+    judgement: of the test, with differences that are positive where the setting is better; None where it is not tested.
+    collapsed, failed: the seeds that did.
+    cells: the ids of its cells.
+    """
+
+    fmt: str
+    rest: str
+    outcome: str
+    comparison: Comparison
+    seeds: int
+    shares: Mapping[str, float] = field(default_factory=dict)
+    judgement: Judgement | None = None
+    collapsed: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
+    cells: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The combination in words."""
+        return f"{self.fmt} ({self.rest})" if self.rest else self.fmt
+
+    @property
+    def reasons(self) -> str:
+        """What its trainings lost, in words; "" where that is nothing."""
+        diverged = self.comparison.diverged
+        words = [f"{diverged} of {self.seeds} diverged"] if diverged else []
+        return ", ".join([*words, *self.losses])
+
+    @property
+    def losses(self) -> list[str]:
+        """What its trainings lost, in words."""
+        return [f"{name} {per_cent(round(share, 3))}" for name, share in self.shares.items() if share >= NOTABLE]
+
+    @property
+    def asked(self) -> int:
+        """How many seeds were trained, or failed to be."""
+        return self.seeds + len(self.failed)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a sweep says of float32 and the others. Its `str` is a list of three, `_repr_html_` the same for a notebook.
+
+    Each setting is tested once, two-sided, at the tolerance below float32: it is no more than that below, it falls
+    short by more, or that is open. `judgement.py` has the test and its simulated errors. A setting of which a seed
+    diverged or collapsed is counted and not tested, and one with fewer than three seeds is not judged.
+
+    metric: its name.
+    baseline: of float32, {seed: metric}; empty without float32.
+    tolerance: in units of the metric.
+    level: the bound for a wrong statement anywhere, if differences are normal.
+    combinations: in the order of the sweep.
+    subject: what the verdict is about where a sweep has several: the task, the options that differ.
+    sign: 1 where a larger metric is better, -1 where a smaller is; 0 where it is not known: nothing is judged then.
+    equivalence: whether "match" is within the tolerance on both sides.
+    lost: seeds of float32 that diverged or failed.
+    """
+
+    metric: str
+    baseline: Mapping[int, float]
+    tolerance: float
+    level: float
+    combinations: Sequence[Combination]
+    subject: str = ""
+    sign: int = 1
+    equivalence: bool = False
+    lost: tuple[int, ...] = ()
+
+    def of(self, outcome: str) -> list[Combination]:
+        """The combinations of an outcome."""
+        return [one for one in self.combinations if one.outcome == outcome]
+
+    @property
+    def problem(self) -> str:
+        """Why there is no verdict, as a sentence; "" where there is one."""
+        if not self.baseline:
+            return "No verdict: there is no float32 to compare with. Leave baseline=True, or add 'fp32' to the formats."
+        if not self.combinations:
+            return "No verdict: there is nothing but float32."
+        if not self.sign:
+            words = f"No verdict: nothing tells whether a larger or a smaller {self.metric} is better."
+            return f"{words} {hint_for(self.metric)}"
+        if len(self.baseline) < LEAST_SEEDS:
+            count = f"{len(self.baseline)} seed{'s' * (len(self.baseline) > 1)}"
+            return f"No verdict: {count} cannot tell a difference from chance. Give seeds={LEAST_SEEDS}, better 5."
+        return ""
+
+    @property
+    def head(self) -> str:
+        """float32's metric, or why there is no verdict."""
+        words = self.problem
+        if not words:
+            values = [*self.baseline.values()]
+            mean = mean_and_deviation(self.metric, statistics.fmean(values), statistics.stdev(values))
+            better = ", lower is better" * (self.sign < 0)
+            words = f"float32 gives {self.metric} {mean}{' %' * (self.metric in SHARES)}{better}."
+        if self.lost:
+            words += f" float32 itself gave none with {_seeds(self.lost)}, and nothing is compared there."
+        return f"{self.subject}{': ' * bool(self.subject)}{words}"
+
+    @property
+    def sections(self) -> list[Section]:
+        """The three lists, and of a test for equivalence what is better; those that are empty are left out."""
+        found = []
+        for kind, outcomes in SECTIONS.items():
+            chosen = [one for one in self.combinations if one.outcome in outcomes]
+            if chosen:
+                chosen.sort(key=lambda one: (outcomes.index(one.outcome), -abs(_finite(one.comparison.mean))))
+                lines = self._listed(chosen) if kind in ("match", "above") else self._named(chosen)
+                title = self._title(kind)
+                found.append(Section(kind, f"{title}, {len(chosen)} of {len(self.combinations)}", lines))
+        return found
+
+    @property
+    def foot(self) -> str:
+        """What was tested, and the chance of a wrong statement."""
+        tested = [one.judgement for one in self.combinations if one.judgement is not None]
+        if not tested:
+            return ""
+        shared = ", variances shared" if len(tested) >= LEAST_SHARED else ""
+        both = " and above" if self.equivalence else ""
+        words = f"One test for each of {len(tested)} settings at {self._amount} {self._side}{both} float32, over "
+        words = words.replace("each of 1 settings", "the one setting")
+        words += f"{len(self.baseline)} seeds, Holm-corrected{shared}: a wrong statement anywhere has a chance of at "
+        words += f"most {per_cent(self.level)} if differences are normal"
+        if self.level == LEVEL and shared:
+            words += f", and came in at most {per_cent(SIMULATED)} of simulated sweeps, also with unequal variances"
+        words += ". In brackets: intervals at the level of each test."
+        rate = per_cent(round(largest_rate_unseen(len(self.baseline)), 2))
+        words += f" Where none of {len(self.baseline)} seeds collapsed, rates of collapse above {rate} are excluded."
+        least = statistics.median(one.margin for one in tested)
+        if least > self.tolerance > 0:
+            amount = _bare(self.metric, least)
+            words += (
+                f" With so many seeds a setting that equals float32 is likely found from a tolerance of {amount} on."
+            )
+        return words
+
+    def __str__(self) -> str:
+        return as_text(self.head, self.sections, self.foot)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.head, self.sections, self.foot)
+
+    def to_html(self) -> str:
+        """The three lists as a block of HTML."""
+        return as_html(self.head, self.sections, self.foot)
+
+    def to_latex(self) -> str:
+        """The three lists as a LaTeX description."""
+        return as_latex(self.head, self.sections, self.foot)
+
+    def statement(self, one: Combination) -> str:
+        """What is said of a combination, in a sentence without its name."""
+        (title,) = [self._title(kind) for kind, outcomes in SECTIONS.items() if one.outcome in outcomes]
+        title = title[0].lower() + title[1:]
+        if one.outcome in ("match", "above"):
+            return ", ".join(filter(None, (f"{title}: {self._estimate(one)}", self._words(one))))
+        return self._words(one) if one.outcome in ("diverged", "collapsed") else f"{title}: {self._words(one)}"
+
+    @property
+    def _side(self) -> str:
+        return "above" if self.sign < 0 else "below"
+
+    @property
+    def _amount(self) -> str:
+        return _bare(self.metric, self.tolerance)
+
+    def _title(self, kind: str) -> str:
+        if kind == "open":
+            return "Open"
+        if kind == "above":
+            return f"Better by more than {self._amount}"
+        if kind == "short":
+            return f"Falls short by more than {self._amount}"
+        if self.equivalence:
+            return f"Matches float32 within {self._amount}"
+        return f"No more than {self._amount} {self._side} float32"
+
+    def _named(self, chosen: Sequence[Combination]) -> list[tuple[str, str]]:
+        """The formats with what is said of their settings, a line for each."""
+        lines = []
+        shown = chosen[:MOST_NAMED]
+        for fmt in dict.fromkeys(one.fmt for one in shown):
+            is_alone = sum(one.fmt == fmt for one in self.combinations) == 1
+            found = [one for one in shown if one.fmt == fmt]
+            lines.append((fmt, "\n".join(f"{'' if is_alone else one.rest + ': '}{self._words(one)}" for one in found)))
+        return lines + ([(f"{len(chosen) - MOST_NAMED} more", "")] if len(chosen) > MOST_NAMED else [])
+
+    def _listed(self, chosen: Sequence[Combination]) -> list[tuple[str, str]]:
+        """The combinations by their formats, in the order of the sweep."""
+        chosen = [one for one in self.combinations if one in chosen]
+        words = []
+        for fmt in dict.fromkeys(one.fmt for one in chosen):
+            found = [one for one in chosen if one.fmt == fmt]
+            count = sum(one.fmt == fmt for one in self.combinations)
+            notes = [", ".join(filter(None, (one.rest * (count > 1), self._words(one)))) for one in found]
+            if len(found) == count > 1 and not any(self._words(one) for one in found):
+                words.append(f"{fmt} (all {count})")
+            else:
+                words.append(f"{fmt} ({'; '.join(notes)})" if any(notes) else fmt)
+        if len(words) > MOST_LISTED:
+            words[MOST_LISTED:] = [f"{len(words) - MOST_LISTED} formats more"]
+        return [(word, "") for word in words]
+
+    def _words(self, one: Combination) -> str:
+        """What is said of a combination besides the title of its list; "" for nothing."""
+        parts = []
+        if one.outcome in ("match", "above") and one.judgement is not None:
+            far = one.judgement.mean > self.tolerance
+            parts.append(f"{_bare(self.metric, one.judgement.mean)} better" if far else "")
+        elif one.outcome == "short":
+            parts += [f"by {self._estimate(one, positive=True)}", *one.losses]
+        elif one.outcome in ("collapsed", "diverged"):
+            parts += [self._counted(one), *one.losses]
+        elif one.outcome == "undecided":
+            parts += [self._open(one)]
+        if one.outcome == "failed":
+            parts.append(f"gave no result: {_seeds(one.failed)} failed")
+        elif one.outcome == "few":
+            parts.append(f"gave too few results, {len(one.comparison.differences)} of {one.asked} seeds")
+        elif len(one.comparison.differences) < one.asked and one.outcome != "diverged":
+            parts.append(f"over {len(one.comparison.differences)} of {one.asked} seeds")
+        if one.failed and one.outcome != "failed":
+            parts.append(f"{_seeds(one.failed)} failed")
+        return ", ".join(filter(None, parts))
+
+    def _counted(self, one: Combination) -> str:
+        """How many seeds diverged or collapsed, and what the others are."""
+        found = one.comparison.differences
+        if one.outcome == "diverged":
+            words, out = f"diverges with {one.comparison.diverged} of {one.asked} seeds", set[int]()
+        else:
+            out = {*one.collapsed}
+            worst = max(abs(found[seed]) for seed in out)
+            by = f"{'up to ' * (len(out) > 1)}{_bare(self.metric, worst)}"
+            words = f"collapses with {len(out)} of {one.asked} seeds (by {by})"
+        others = [value for seed, value in found.items() if seed not in out and math.isfinite(value)]
+        if not others:
+            return words
+        low, high = (in_units(self.metric, value, unit=False) for value in (min(others), max(others)))
+        verb = f"the other {len(others)} differ by" if len(others) > 1 else "the other differs by"
+        return f"{words}, {verb} {low if low == high else f'{low} to {high}'}"
+
+    def _open(self, one: Combination) -> str:
+        """An open setting: its difference, and how many seeds would decide."""
+        if one.judgement is None:
+            mean = one.comparison.mean
+            return f"differs by {in_units(self.metric, mean)}" if math.isfinite(mean) else "without a difference"
+        words = self._estimate(one)
+        if one.judgement.interval[1] < 0:
+            words += f", {self._side} float32, by more or less than {self._amount} is not decided"
+        seeds = one.judgement.seeds
+        number = f"more than {MOST_SEEDS}" if seeds > MOST_SEEDS else f"about {seeds}"
+        return f"{words}; {number} seeds would probably decide it"
+
+    def _estimate(self, one: Combination, positive: bool = False) -> str:
+        """The mean difference with its interval, in the metric's own direction; or how much worse it is."""
+        assert one.judgement is not None
+        sign = -1 if positive else self.sign
+        low, high = sorted(sign * bound for bound in one.judgement.interval)
+        words = [in_units(self.metric, value, unit=False) for value in (sign * one.judgement.mean, low, high)]
+        return f"{words[0]} [{words[1]}, {words[2]}]"
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
+
+
+def _seeds(found: Sequence[int]) -> str:
+    """Seeds in words.
+
+    >>> _seeds([3]), _seeds([3, 4, 5])
+    ('seed 3', 'seeds 3, 4, 5')
+    """
+    return f"seed{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
+
+
+def _bare(metric: str, value: float) -> str:
+    """An amount in words: "1 point", "1.5 points"."""
+    words = in_units(metric, value)
+    return words.removesuffix("s").replace("1.0", "1") if words == "1.0 points" else words

@@ -1,0 +1,177 @@
+"""Directions of metrics: names whose truth is known, statements, and sweeps whose best and worst were planted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ada_loss.lab.directions import Directions, by_name
+from ada_loss.lab.results import Results
+from ada_loss.lab.studies.search import search
+from ada_loss.lab.sweep.driver import sweep
+from ada_loss.lab.sweep.ledger import Ledger
+from ada_loss.lab.sweep.progress import Progress
+from ada_loss.lab.tasks import Task
+
+sys.path.append(str(Path(__file__).parents[2] / "data"))
+from metric_names import HELD_OUT, KNOWN
+
+SIGNS = {"minimize": "-", "maximize": "+", None: "?"}
+LOSSES = {"fp32": (0.188, 0.189, 0.190), "fine": (0.181, 0.182, 0.183), "dead": (1.61, 1.62, 1.60)}
+
+
+@pytest.mark.parametrize("names", [KNOWN, HELD_OUT], ids=["known", "held out"])
+def test_names_of_torchmetrics_scikit_learn_and_keras_have_their_direction(names: dict[str, str]) -> None:
+    found = {name: SIGNS[by_name(name)] for name in names}
+    assert {name: sign for name, sign in found.items() if sign != names[name]} == {}
+
+
+@pytest.mark.parametrize("name", ["val_loss", "VAL_LOSS", "val/loss", "val.loss", "valLoss", "val loss", "val-loss"])
+def test_a_name_is_split_at_signs_and_case(name: str) -> None:
+    assert by_name(name) == "minimize"
+
+
+def test_a_statement_goes_before_the_name() -> None:
+    said = Directions({"loss": "maximize"})
+    assert (said.of("loss"), said.of("metric.loss"), said.of("val_loss")) == ("maximize", "maximize", "minimize")
+    assert (said.sign("loss"), said.sign("val_loss"), said.sign("lr")) == (1, -1, 0)
+
+
+def written(out: Path, metric: str, values: dict[str, tuple[float, ...]] = LOSSES, sign: int = 1) -> Path:
+    """A sweep's folder with the values of a metric by format and seed."""
+    with Ledger(out / "ledger.sqlite") as ledger:
+        for fmt, found in values.items():
+            for seed, value in enumerate(found):
+                config = {"task": "t", "format": fmt, "rounding": "up", "scaling": "none", "seed": seed, "options": {}}
+                cell = f"{fmt}-{seed}"
+                ledger.add([(cell, config)])
+                ledger.start(cell)
+                ledger.finish(cell, {"metrics": {metric: sign * value}, "skipped": 0, "diverged": False})
+    return out
+
+
+def outcomes(results: Results) -> dict[str, str]:
+    (verdict,) = results.verdicts()
+    return {one.name: one.outcome for one in verdict.combinations}
+
+
+@pytest.mark.parametrize("metric", ["val_loss", "nll", "ppl", "wer", "bits_per_character", "eval_loss"])
+def test_the_worst_loss_is_not_the_best_training(tmp_path: Path, metric: str) -> None:
+    results = Results(written(tmp_path, metric))
+    assert results.best()["format"] == "fine"
+    assert outcomes(results) == {"fine": "match", "dead": "short"}
+    assert "lower is better" in str(results.verdicts()[0])
+    assert "lower is better" in results.table().title
+    assert "(lower is better)" in str(results.compare("dead", "fp32"))
+
+
+def test_a_metric_and_its_opposite_have_the_same_verdict(tmp_path: Path) -> None:
+    found = Results(written(tmp_path / "loss", "loss"))
+    turned = Results(written(tmp_path / "neg", "neg_loss", sign=-1))
+    named = Results(written(tmp_path / "named", "speed", sign=-1), maximize=["speed"])
+    assert outcomes(found) == outcomes(turned) == outcomes(named)
+    assert found.best()["id"] == turned.best()["id"] == named.best()["id"]
+
+
+def test_what_has_no_direction_is_not_judged_and_nothing_of_it_is_best(tmp_path: Path) -> None:
+    results = Results(written(tmp_path, "speed"))
+    words = "nothing tells whether a larger or a smaller speed is better"
+    assert words in str(results.verdicts()[0])
+    assert "minimize=['speed']" in str(results.verdicts()[0])
+    with pytest.raises(ValueError, match=words.replace("nothing", "Nothing") + r".*minimize=\['speed'\]"):
+        results.best()
+    assert results.best(largest=False)["format"] == "fine"
+    assert outcomes(Results(tmp_path, minimize=["speed"])) == {"fine": "match", "dead": "short"}
+
+
+def test_bold_is_the_best_of_a_row_and_nothing_where_nobody_knows(tmp_path: Path) -> None:
+    for metric, bold in (("loss", 1), ("speed", 0)):
+        out = tmp_path / metric
+        with Ledger(out / "ledger.sqlite") as ledger:
+            for scaling, value in (("a", 0.2), ("b", 1.6)):
+                for seed in range(2):
+                    config = {"task": "t", "format": "f", "rounding": "up", "scaling": scaling, "seed": seed}
+                    ledger.add([(f"{scaling}{seed}", {**config, "options": {}})])
+                    ledger.start(f"{scaling}{seed}")
+                    ledger.finish(f"{scaling}{seed}", {"metrics": {metric: value}, "skipped": 0, "diverged": False})
+        text = Results(out).report().read_text()
+        assert text.count('class="best">0.2000') == bold
+        assert 'class="best">1.6' not in text
+
+
+def test_progress_names_the_smallest_loss(tmp_path: Path) -> None:
+    progress = Progress(2, 0, tmp_path, "", False)
+    for cell, value in (("worse", 1.6), ("better", 0.2), ("worst", 8.0)):
+        progress.compare(cell, {"metrics": {"val_loss": value}})
+    assert progress.best == "best: better val_loss 0.2"
+    silent = Progress(2, 0, tmp_path, "", False)
+    silent.compare("any", {"metrics": {"speed": 1.0}})
+    assert silent.best == ""
+
+
+def test_a_sweep_states_directions_also_when_nothing_is_left_to_train(tmp_path: Path) -> None:
+    def fit(job: Any) -> dict[str, float]:
+        return {"speed": {"fp32": 1.0, "fp16": 2.0}.get(str(job.fmt), 1.0) + 0.01 * job.seed}
+
+    options: dict[str, Any] = {"seeds": 3, "out": tmp_path, "show_progress": False}
+    first = sweep(train=fit, formats=["fp16"], **options)
+    assert first.directions.of("speed") is None
+    again = sweep(train=fit, formats=["fp16"], minimize=["speed"], **options)
+    assert again.directions.of("speed") == "minimize" == Results(tmp_path).directions.of("speed")
+    with pytest.raises(ValueError, match=r"The metric 'speed' is in minimize and in maximize"):
+        sweep(train=fit, formats=["fp16"], minimize=["speed"], maximize=["speed"], **options)
+    with pytest.raises(TypeError, match=r"Got minimize='speed'\. Expected a list"):
+        sweep(train=fit, formats=["fp16"], minimize="speed", **options)
+
+
+def test_a_task_states_its_goal_and_the_sweep_overrules_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"task_options": {"epochs": 1}, "show_progress": False}
+    results = sweep("sweep_tasks:with_a_goal", ["fp16"], out=tmp_path / "task", **options)
+    assert results.directions.said == {"speed": "minimize"}
+    results = sweep("sweep_tasks:with_a_goal", ["fp16"], out=tmp_path / "sweep", maximize=["speed"], **options)
+    assert results.directions.said == {"speed": "maximize"}
+
+
+def test_a_goal_of_an_unknown_metric_or_kind_is_refused() -> None:
+    import sweep_tasks
+
+    fields = {name: getattr(sweep_tasks.tiny(0), name) for name in ("model", "train", "test", "loss", "metrics")}
+    with pytest.raises(ValueError, match=r"states a goal for 'acuracy'.*Did you mean accuracy"):
+        Task("t", **fields, goal={"acuracy": "minimize"})
+    with pytest.raises(ValueError, match=r"Got the goal 'min' of the metric 'accuracy'.*Use 'minimize' or 'maximize'"):
+        Task("t", **fields, goal="min")
+    with pytest.raises(TypeError, match=r"Got the goal 3"):
+        Task("t", **fields, goal=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"speed": "up"}', '{"speed": ["minimize"]}', "\x00"])
+def test_a_file_of_directions_that_is_damaged_states_nothing(tmp_path: Path, content: str) -> None:
+    out = written(tmp_path, "speed")
+    (out / "directions.json").write_text(content)
+    assert Results(out).directions.said == {}
+
+
+def test_a_search_keeps_a_loss_and_finds_no_dead_format(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    options: dict[str, Any] = {"roles": ["weight"], "exponent_bits": (5, 5), "mantissa_bits": (1, 6), "trials": 4}
+    options |= {"seeds": 1, "task_options": {"epochs": 1}, "show_progress": False, "out": tmp_path}
+    found = search("sweep_tasks:with_bits_in_its_loss", tolerance=0.15, **options)
+    # the metric is the rounding error of 1 + 2^-4 and others in weights: more bits, less error
+    assert found.accuracy - found.baseline <= 0.15
+    assert all(row["accuracy"] - found.baseline <= 0.15 for row in found.rows if row["kept"])
+    assert any(row["accuracy"] - found.baseline > 0.15 and not row["kept"] for row in found.rows)
+    with pytest.raises(ValueError, match=r"Nothing tells whether a larger or a smaller speed is better"):
+        search("sweep_tasks:without_a_goal", **{**options, "out": tmp_path / "none"})
+
+
+def test_directions_are_kept_as_json(tmp_path: Path) -> None:
+    from ada_loss.lab.directions import keep_directions, read_directions
+
+    keep_directions(tmp_path, {"a": "minimize"})
+    keep_directions(tmp_path, {"b": "maximize"})
+    assert json.loads((tmp_path / "directions.json").read_text()) == read_directions(tmp_path)
+    assert read_directions(tmp_path) == {"a": "minimize", "b": "maximize"}
