@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from programs import GENES, LENGTHS, NATIVE, Genes, draw, execute
 
 MANY = int(os.environ.get("RANDOM_PROGRAMS", "1000000"))
-FEW = {"bf16": 1500, "fp16": 700}
+FEW = {"bf16": 1200, "fp16": 600}
 CHUNK = 5000  # examples of one seed, after which hypothesis begins again
 STATEMENT = st.tuples(*[st.integers(0, 255)] * GENES)
 PROGRAMS = st.lists(STATEMENT, min_size=LENGTHS[0] + 1, max_size=LENGTHS[1] + 1).map(tuple)
