@@ -297,7 +297,7 @@ def test_a_number_chooses_cells_however_it_is_written(tmp_path: Path, epochs: An
 def test_a_choice_that_no_cell_meets_is_said(tmp_path: Path) -> None:
     results = written(tmp_path, {("fp16", "none"): (0.5,), ("bf16", "torch"): (0.5,)})
     for look in (results.table, results.plot_scales):
-        with pytest.raises(ValueError, match=r"has format=half\. Its values: fp16, bf16\."):
+        with pytest.raises(ValueError, match=r"has 'format'='half'\. Its values: fp16, bf16\."):
             look(where={"format": "half"})
         with pytest.raises(ValueError, match=r"has scaling=torch\. Its values: none\."):
             look(where={"format": "fp16", "scaling": "torch"})

@@ -76,7 +76,7 @@ def test_a_comparison_of_several_cells_for_a_seed_or_of_none_is_refused(tmp_path
     results = written(tmp_path, {("fp32", "none"): (0.5, 0.5), ("e5m2", "none"): (0.5,), ("e5m2", "torch"): (0.5,)})
     with pytest.raises(ValueError, match=r"e5m2 leaves the scaling open: none, torch\. Choose one"):
         results.compare("e5m2", "fp32")
-    with pytest.raises(ValueError, match=r"No cell that is done has format=e4m3"):
+    with pytest.raises(ValueError, match=r"No cell that is done has 'format'='e4m3"):
         results.compare("e4m3", "fp32")
     with pytest.raises(ValueError, match=r"have no seed in common: 1 and 0"):
         results.compare({"format": "fp32", "seed": 1}, {"format": "e5m2", "scaling": "none"})
