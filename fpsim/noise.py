@@ -53,14 +53,17 @@ def noise_of_torch() -> Iterator[None]:
     """Inside, noise follows `torch.manual_seed`; the stream of `manual_seed`, if there is one, goes on afterwards.
 
     This holds for the process while any of its threads is inside: a backward pass rounds in threads of autograd's own.
+    A call of `manual_seed` inside has no effect: the stream that goes on is the one from before.
     """
-    thread = threading.get_ident()
+    global _generator
+    thread, before = threading.get_ident(), _generator
     _inside.append(thread)
     try:
         with _drawing_from(None):
             yield
     finally:
         _inside.remove(thread)
+        _generator = before
 
 
 def _forget_other_threads() -> None:

@@ -66,9 +66,11 @@ FLOORS = (
     "ada_loss.lab.errors ada_loss.lab.environment ada_loss.lab.devices",
     "ada_loss.lab.studies.space ada_loss.lab.tasks.task ada_loss.lab.training.run ada_loss.lab.training.methods "
     "ada_loss.lab.training.format_schedule "
-    "ada_loss.lab.training.checkpoints ada_loss.lab.sweep.ledger ada_loss.lab.sweep.limits "
+    "ada_loss.lab.training.generators ada_loss.lab.sweep.limits "
     "ada_loss.lab.sweep.lock ada_loss.lab.sweep.execution ada_loss.lab.sweep.progress "
     "ada_loss.lab.results.figures ada_loss.lab.results.table",
+    "ada_loss.lab.training.checkpoints",
+    "ada_loss.lab.sweep.ledger",
     "ada_loss.lab.tasks.digits ada_loss.lab.tasks.chars ada_loss.lab.tasks.pictures ada_loss.lab.training.options "
     "ada_loss.lab.training.job ada_loss.lab.training.batches ada_loss.lab.sweep.engines",
     "ada_loss.lab.tasks",
