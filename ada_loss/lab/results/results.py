@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ada_loss.lab.results.table import Table
 from ada_loss.lab.sweep.cell_formats import label
 from ada_loss.lab.sweep.cells import AXES, is_configuration
 from ada_loss.lab.sweep.ledger import DAMAGED, Ledger, counted
+from ada_loss.lab.sweep.missing import read_snapshot
 from ada_loss.lab.sweep.telemetry import read_telemetry
 
 __all__ = ["StoredResults", "settings_of", "telling_axes"]
@@ -27,6 +29,9 @@ class StoredResults:
 
     A metric with the name of another column, such as "format", is the column "metric.format".
 
+    `missing` tells what the folder has lost, such as cells that were planned and have no row. Where it has, opening it
+    warns.
+
     out: the folder.
     Raises FileNotFoundError where there is no ledger, ValueError for one that cannot be read.
     """
@@ -34,7 +39,9 @@ class StoredResults:
     def __init__(self, out: str | os.PathLike[str]) -> None:
         self.out = Path(out)
         with Ledger(self.out / "ledger.sqlite", readonly=True) as ledger:
-            self.cells, self.sessions = ledger.rows(), ledger.sessions()
+            self.cells, self.sessions, self.missing = read_snapshot(ledger, self.out)
+        if self.missing:
+            warnings.warn(f"{self.out}: {self.missing}", stacklevel=2)
         for cell in self.cells:
             if not is_configuration(cell["config"]):
                 cell |= {"state": "failed", "metrics": {}, "error": DAMAGED, "damaged": 1}
@@ -44,7 +51,8 @@ class StoredResults:
         self.counts = counted(self.cells)
 
     def __repr__(self) -> str:
-        words = ", ".join(f"{count} {state}" for state, count in self.counts.items() if count)
+        counts = {**self.counts, "missing": len(self.missing.cells)}
+        words = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
         return f"Results({str(self.out)!r}: {words or 'no cells'})"
 
     def rows(self) -> list[dict[str, Any]]:
