@@ -144,15 +144,18 @@ def resume(
 
 def _finish(results: Any, as_json: bool) -> None:
     """Write the report, print the tables and the cells that failed; the exit code tells whether some did."""
+    from ada_loss.lab.errors import printable
+
     report, verdicts = results.report(), [str(found) for found in results.verdicts()]
     if as_json:
         told = {"out": str(results.out), "report": str(report), "counts": results.counts, "verdicts": verdicts}
+        told["missing"] = len(results.missing.cells)
         print(json.dumps(told))
     else:
         for table in results.tables():
             print(f"{table.title}\n{table}")
         for cell in results.failures():
-            print(f"failed: {cell['id']}: {cell['error']}")
+            print(f"failed: {cell['id']}: {printable(cell['error'])}")
         for words in verdicts:
             print(words)
         print(f"Report: {report}")
@@ -230,12 +233,14 @@ def _number_or_name(word: str) -> float | str:
 def status(out: Out, as_json: AsJson = False) -> None:
     """Show how far a sweep is, also while it runs."""
     with _errors_as_exit_codes():
+        from ada_loss.lab.errors import printable
         from ada_loss.lab.sweep.ledger import Ledger, counted  # without torch: it answers at once
         from ada_loss.lab.sweep.lock import is_driven
+        from ada_loss.lab.sweep.missing import read_snapshot
 
         driven = is_driven(out)  # before and after: a driver may end or begin in between
         with Ledger(out / "ledger.sqlite", readonly=True) as ledger:
-            cells = ledger.rows()
+            cells, _, missing = read_snapshot(ledger, out)
         driven = is_driven(out) or driven
     counts, interrupted = counted(cells), 0
     if not driven:  # the next driver plans them again
@@ -245,14 +250,17 @@ def status(out: Out, as_json: AsJson = False) -> None:
     failed = [{"id": cell["id"], "error": cell["error"]} for cell in cells if cell["state"] == "failed"]
     if as_json:
         told = {"out": str(out), "cells": len(cells), **counts, "interrupted": interrupted, "seconds": seconds}
+        told |= {"missing": len(missing.cells)}
         print(json.dumps({**told, "failures": failed}))
         return
     words = ", ".join(f"{count} {state}" for state, count in counts.items())
     print(f"{len(cells)} cells: {words}; {seconds:.1f} s of training")
     if interrupted:
         print(f"No driver is running; {interrupted} of the planned were interrupted. Go on with: ada-loss resume {out}")
+    if missing:
+        print(missing)
     for cell in failed:
-        print(f"failed: {cell['id']}: {cell['error']}")
+        print(f"failed: {cell['id']}: {printable(cell['error'])}")
 
 
 @app.command()

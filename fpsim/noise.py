@@ -75,13 +75,16 @@ def noise_of_torch() -> Iterator[None]:
     """Inside, noise follows `torch.manual_seed`; the stream of `manual_seed`, if there is one, goes on afterwards.
 
     This holds for the process while any of its threads is inside: a backward pass rounds in threads of autograd's own.
+    A call of `manual_seed` inside has no effect: the stream that goes on is the one from before.
     """
-    block, source = _Block(), _Source(None)
+    global _generator
+    block, source, before = _Block(), _Source(None), _generator
     try:
         _inside.append(block)
         _here.streams.append(source)
         yield
     finally:
+        _generator = before
         try:
             _leave(block, source)
         finally:

@@ -7,10 +7,12 @@ import contextlib
 import io
 import math
 import os
+import random
 import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -90,6 +92,53 @@ def nanogpt(job: Job) -> dict[str, float]:
     with torch.no_grad():
         losses = [model(*get_batch())[1].item() for _ in range(4)]
     return {"loss": sum(losses) / len(losses)}
+
+
+def moment() -> None:
+    """Called several times in each step of `short`; tests put something else here."""
+
+
+def short(job: Job) -> dict[str, float]:
+    """A few small steps that draw from every global generator, with dropout and a metric of its own at the end."""
+    model = job.quantize(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.2), nn.Linear(6, 1)), record_every=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scaler = job.scaler(optimizer)
+    start = job.checkpoint(model=model, optimizer=optimizer)
+    for step in range(start, job.options["steps"]):
+        moment()
+        x = torch.randn(8, 4) + np.random.rand() + random.random()  # noqa: NPY002
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        moment()
+        scaler.step(optimizer)
+        scaler.update()
+        moment()
+        job.log(step, loss=loss, drawn=x.mean())
+        moment()
+        job.checkpoint(step + 1)
+    moment()
+    with torch.no_grad():
+        error = model(torch.ones(1, 4)).item()
+    moment()
+    return {"error": error}
+
+
+def fails_behind_the_last_step(job: Job) -> dict[str, float]:
+    """As one that returns the loss of its last step, which a training that goes on behind that step has not."""
+    model = job.quantize(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = job.scaler(optimizer)
+    for step in range(job.checkpoint(model=model, optimizer=optimizer), 3):
+        loss = model(torch.ones(4, 2)).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        job.log(step, loss=loss)
+        job.checkpoint(step + 1)
+    moment()
+    return {"loss": loss.item()}
 
 
 def die_once(job: Job, step: int) -> None:

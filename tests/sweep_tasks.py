@@ -6,11 +6,13 @@ import asyncio
 import itertools
 import math
 import os
+import random
 import signal
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -167,6 +169,29 @@ def measured_without_a_name(seed: int) -> Task:
 def writes_a_mark(seed: str) -> None:
     """What nobody is to call: its seed is a file's name."""
     Path(str(seed)).touch()
+
+
+def moment() -> None:
+    """Called for each sample of `noisy`; tests put something else here."""
+
+
+class Noisy(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Samples with noise of every global generator."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        moment()
+        x = torch.randn(2) + np.random.rand() + random.random()  # noqa: NPY002
+        return x, torch.tensor(index % 2)
+
+
+def noisy(seed: int) -> Task:
+    """A task that seeds nothing, neither its model nor its data."""
+    loader = torch.utils.data.DataLoader(Noisy(), batch_size=3, shuffle=True)
+    test = (torch.randn(6, 2), torch.arange(6) % 2)
+    return Task("noisy", nn.Linear(2, 2), loader, test, nn.functional.cross_entropy, {"accuracy": accuracy})
 
 
 INTERRUPTED_AFTER = 0  # steps of all trainings together; 0 for never

@@ -69,16 +69,18 @@ FLOORS = (
     "ada_loss.lab.errors ada_loss.lab.environment ada_loss.lab.devices ada_loss.lab.directions",
     "ada_loss.lab.studies.space ada_loss.lab.tasks.task ada_loss.lab.training.run ada_loss.lab.training.methods "
     "ada_loss.lab.training.format_schedule "
-    "ada_loss.lab.training.checkpoints ada_loss.lab.sweep.ledger ada_loss.lab.sweep.limits "
+    "ada_loss.lab.training.generators ada_loss.lab.sweep.limits "
     "ada_loss.lab.sweep.lock ada_loss.lab.sweep.execution ada_loss.lab.sweep.progress "
     "ada_loss.lab.results.figures ada_loss.lab.results.table ada_loss.lab.results.judgement",
+    "ada_loss.lab.training.checkpoints ada_loss.lab.sweep.missing",
+    "ada_loss.lab.sweep.ledger",
     "ada_loss.lab.tasks.digits ada_loss.lab.tasks.chars ada_loss.lab.tasks.pictures ada_loss.lab.training.options "
     "ada_loss.lab.training.job ada_loss.lab.training.batches ada_loss.lab.sweep.engines",
     "ada_loss.lab.tasks",
     "ada_loss.lab.training.steps ada_loss.lab.sweep.identity ada_loss.lab.sweep.telemetry "
     "ada_loss.lab.sweep.cell_formats",
     "ada_loss.lab.training.loop ada_loss.lab.sweep.cells",
-    "ada_loss.lab.training ada_loss.lab.sweep.branches ada_loss.lab.sweep.work "
+    "ada_loss.lab.training ada_loss.lab.sweep.branches ada_loss.lab.sweep.work ada_loss.lab.sweep.prepare "
     "ada_loss.lab.results.results ada_loss.lab.results.trackers",
     "ada_loss.lab.results.comparison ada_loss.lab.results.curves ada_loss.lab.results.sections",
     "ada_loss.lab.results.statements",

@@ -24,6 +24,7 @@ from ada_loss.__main__ import app, main
 from ada_loss.lab.studies.search import search
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.sweep.ledger import Ledger
+from ada_loss.lab.sweep.progress import say
 from fpsim import ROLES
 
 CONFIG = """
@@ -349,3 +350,15 @@ def test_help_and_status_need_no_torch(out: Path, words: list[str], said: str) -
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
+
+
+def test_errors_of_a_ledger_send_no_codes_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.add([("0" * 16, {})])
+        ledger.start("0" * 16)
+        ledger.fail("0" * 16, "ValueError: \x1b]0;title\x07\x9b31m\u202e red\n\tand more")
+    printed = ada_loss("status", tmp_path).stdout
+    assert r"ValueError: \x1b]0;title\x07\x9b31m\u202e red" in printed
+    assert "\n\tand more" in printed
+    say("a cell failed: \x1b[2J")
+    assert capsys.readouterr().err == "a cell failed: \\x1b[2J\n"

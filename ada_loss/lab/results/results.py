@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from ada_loss.lab.results.table import Table
 from ada_loss.lab.sweep.cell_formats import label
 from ada_loss.lab.sweep.cells import AXES, is_configuration
 from ada_loss.lab.sweep.ledger import DAMAGED, Ledger, counted
+from ada_loss.lab.sweep.missing import read_snapshot
 from ada_loss.lab.sweep.telemetry import read_telemetry
 from fpsim.checks import require_flag, require_mapping, shown
 
@@ -28,6 +30,9 @@ class StoredResults:
 
     A metric with the name of another column, such as "format", is the column "metric.format".
 
+    `missing` tells what the folder has lost, such as cells that were planned and have no row. Where it has, opening it
+    warns.
+
     out: the folder.
     minimize, maximize: metrics of which a smaller, or a larger, value is better; before what the sweep stated, and
         before what their names tell.
@@ -40,7 +45,9 @@ class StoredResults:
         self.out = folder_at(out)
         self.directions = Directions(read_directions(self.out)) | stated(minimize, maximize)
         with Ledger(self.out / "ledger.sqlite", readonly=True) as ledger:
-            self.cells, self.sessions = ledger.rows(), ledger.sessions()
+            self.cells, self.sessions, self.missing = read_snapshot(ledger, self.out)
+        if self.missing:
+            warnings.warn(f"{self.out}: {self.missing}", stacklevel=2)
         for cell in self.cells:
             if not is_configuration(cell["config"]):
                 cell |= {"state": "failed", "metrics": {}, "error": DAMAGED, "damaged": 1}
@@ -50,7 +57,8 @@ class StoredResults:
         self.counts = counted(self.cells)
 
     def __repr__(self) -> str:
-        words = ", ".join(f"{count} {state}" for state, count in self.counts.items() if count)
+        counts = {**self.counts, "missing": len(self.missing.cells)}
+        words = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
         return f"Results({str(self.out)!r}: {words or 'no cells'})"
 
     def rows(self) -> list[dict[str, Any]]:

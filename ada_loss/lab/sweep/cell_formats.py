@@ -75,7 +75,7 @@ def canonical_format(fmt: Any) -> Any:
         schedule = as_schedule(fmt)
         return _canonical_schedule(schedule) if SCHEDULE in fmt else _canonical_policy(fmt)
     if isinstance(fmt, str):
-        fpsim.quantize(torch.nn.Linear(1, 1), fmt)  # a recipe without its prefix has an error of its own
+        fpsim.quantize(torch.nn.Linear(1, 1, device="meta"), fmt)  # a recipe without its prefix has an error of its own
     return str(fpsim.as_format(fmt))
 
 
@@ -163,5 +163,5 @@ def policy_of(fmt: Any, rounding: str) -> FormatSchedule:
 def _policy_of(fmt: Any, rounding: str) -> Any:
     policy = _policy(fmt) if isinstance(fmt, Mapping) else fmt
     is_name = isinstance(fmt, str) and not _is_recipe(fmt)
-    fpsim.quantize(torch.nn.Linear(1, 1), policy if is_name else None, rounding=rounding)
+    fpsim.quantize(torch.nn.Linear(1, 1, device="meta"), policy if is_name else None, rounding=rounding)
     return policy

@@ -20,6 +20,7 @@ from ada_loss.lab.sweep.cell_formats import (
     policy_of,
 )
 from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, own_training, task_of
+from ada_loss.lab.sweep.progress import say
 from ada_loss.lab.tasks import find_task
 from ada_loss.lab.training.format_schedule import as_schedule
 from ada_loss.lab.training.methods import require_method
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 MOST_CELLS = 1_000_000  # of a grid: a cell takes a kilobyte
+MANY_CELLS = 50_000  # take a second to plan
 AXES = ("task", "format", "rounding", "scaling", "seed")
 SET_BY_THE_SWEEP = ("scaling", "seed", "device")
 OPTIONS = {name: default for name, default in asdict(TrainOptions()).items() if name not in SET_BY_THE_SWEEP}
@@ -129,8 +131,11 @@ def plan(
         if train is None and full["steps"]:
             as_schedule(fmt).steps(full["steps"])  # which raises where a format has none
     methods = [_method(method) for method in scaling]
-    if math.prod(map(len, (canonical, roundings, methods, seeds))) > MOST_CELLS:
+    count = math.prod(map(len, (canonical, roundings, methods, seeds)))
+    if count > MOST_CELLS:
         raise ValueError(f"The grid has more than {MOST_CELLS:,} cells. Give fewer formats, scaling methods or seeds.")
+    if count >= MANY_CELLS:
+        say(f"Planning {count:,} cells.")
     cells = []
     for fmt, rounding, method, seed in itertools.product(canonical, roundings, methods, seeds):
         if has_own_rounding(fmt) and rounding != roundings[0]:

@@ -16,6 +16,7 @@ from fpsim.checks import SHOWN, did_you_mean, pip_install, shown
 
 try:
     from ruamel.yaml import YAML
+    from ruamel.yaml.constructor import DuplicateKeyError
     from ruamel.yaml.error import MarkedYAMLError
 except ImportError as error:
     raise ImportError(f"A sweep in a file needs {error.name}, which is not installed: {pip_install('lab')}.") from None
@@ -124,6 +125,8 @@ def _require_small(content: Any) -> None:
 def _one_line(error: Exception) -> str:
     if isinstance(error, MarkedYAMLError):
         where = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        if isinstance(error, DuplicateKeyError):  # whose text shows lists and mappings as empty
+            return f"{str(error.problem).partition(' with value')[0][: 5 * SHOWN]}{where}"
         return f"{str(error.problem)[: 5 * SHOWN]}{where}"
     return " ".join(str(error).split())[: 5 * SHOWN]
 

@@ -22,15 +22,16 @@ from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.trackers import Notifier, Tracker, make_trackers
 from ada_loss.lab.sweep.branches import Branches
-from ada_loss.lab.sweep.cells import OPTIONS, Cell, is_intact, plan_all, stored_cell
+from ada_loss.lab.sweep.cells import OPTIONS, Cell, plan_all, stored_cell
 from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, path_of
 from ada_loss.lab.sweep.ledger import CannotWrite, Ledger
 from ada_loss.lab.sweep.limits import GRACE
 from ada_loss.lab.sweep.lock import lock_path
+from ada_loss.lab.sweep.prepare import prepare
 from ada_loss.lab.sweep.progress import Progress, say
-from ada_loss.lab.sweep.telemetry import is_whole, telemetry_digest, telemetry_path
+from ada_loss.lab.sweep.telemetry import telemetry_digest, telemetry_path
 from ada_loss.lab.sweep.work import WorkOrder, said, work
 from ada_loss.lab.tasks import TASKS, find_task, folder_of
 from fpsim.checks import known_arguments, pip_install, require_flag
@@ -198,7 +199,7 @@ def run_cells(
     try:
         keep_directions(out, goals)
         with Ledger(out / "ledger.sqlite") as ledger:
-            todo = _prepare(ledger, out, cells, execution.retry_failed)
+            todo = prepare(ledger, out, cells, execution.retry_failed)
             notifier = Notifier(trackers, out)
             notifier.catch_up(ledger)
             if todo:
@@ -253,63 +254,6 @@ def _cannot_be_written(out: Path, error: Exception) -> SweepStopped:
         f"The sweep stopped, because {out} cannot be written: {error}. What was done is kept. "
         f"Make room, or make the folder writable, and run the same again."
     )
-
-
-def _prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool) -> list[Cell]:
-    """Plan the cells, and give those that are to run.
-
-    Cells that a dead driver left running, and cells whose rows or files are damaged, are planned again. Those of
-    another sweep into the folder stay as they are.
-    """
-    ledger.add((cell.id, cell.config) for cell in cells)
-    asked = {cell.id: cell for cell in cells}
-    _repair(ledger, asked)
-    again = []
-    for row in ledger.rows():
-        cell, state = row["id"], row["state"]
-        if state == "running" or (cell in asked and retry_failed and state == "failed"):
-            again.append(cell)
-        elif cell in asked and state == "done" and not _has_telemetry(out, row):
-            say(f"The telemetry of cell {cell} is missing or damaged: it will be run again.")
-            again.append(cell)
-    ledger.release(again)
-    states = ledger.states()
-    _remove_leftovers(out, states)
-    return [cell for cell in cells if states[cell.id] == "planned"]
-
-
-def _repair(ledger: Ledger, asked: Mapping[str, Cell]) -> None:
-    """Plan damaged cells again, and delete the damaged rows whose ids are those of no cell."""
-    changed = [row for row in ledger.rows() if row["damaged"]]
-    ours = {row["id"]: asked[row["id"]].config for row in changed if row["id"] in asked}
-    lost = {
-        row["id"]: row["damaged"]
-        for row in changed
-        if row["id"] not in asked and not is_intact(row["id"], row["config"])
-    }
-    for words, cells in (("it will be run again", ours), ("it is known no more, and is deleted", lost)):
-        for cell in cells:
-            say(f"The row of cell {cell} in the ledger was changed or damaged: {words}.")
-    ledger.repair(ours)
-    ledger.forget(lost.values())
-
-
-def _has_telemetry(out: Path, row: Mapping[str, Any]) -> bool:
-    try:
-        content = telemetry_path(out, row["id"]).read_bytes()
-    except FileNotFoundError:
-        return False
-    return is_whole(content, row["telemetry_bytes"], row["telemetry_sha256"])
-
-
-def _remove_leftovers(out: Path, states: Mapping[str, str]) -> None:
-    """Delete what a driver that died left behind: files half written, telemetry without a result, old checkpoints."""
-    leftovers = [path for folder in (".", "telemetry", "checkpoints") for path in out.glob(f"{folder}/.*.tmp")]
-    leftovers += [path for path in out.glob("telemetry/*.npz") if states.get(path.stem, "done") != "done"]
-    leftovers += [path for path in out.glob("checkpoints/*.pt") if states.get(path.stem) == "done"]
-    leftovers += [*out.glob("checkpoints/*.steps")]
-    for path in leftovers:
-        path.unlink(missing_ok=True)
 
 
 class _Driver:

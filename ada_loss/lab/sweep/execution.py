@@ -15,6 +15,7 @@ from fpsim.checks import is_finite_number, is_number, is_whole, shown
 
 __all__ = ["Execution"]
 
+MOST_WORKERS = 10_000
 ADDRESS_FORMS = "tcp://HOST:PORT or tls://HOST:PORT"
 ENGINES = ("here", "local", ADDRESS_FORMS, "a concurrent.futures.Executor")
 ADDRESS = re.compile(r"(tcp|tls)://(\[[^\]]+\]|[^\s:/@]+):(?P<port>[0-9]+)")
@@ -59,6 +60,8 @@ class Execution:
     def __post_init__(self) -> None:
         if not is_whole(self.workers, least=1):
             raise ValueError(f"workers={shown(self.workers)} computes nothing. Possible: 1 or more.")
+        if self.workers > MOST_WORKERS:
+            raise ValueError(f"workers={shown(self.workers)} is too many. Possible: 1 to {MOST_WORKERS:,}.")
         for name in ("time_limit", "engine_timeout"):
             seconds = getattr(self, name)
             is_left_out = name == "time_limit" and seconds is None

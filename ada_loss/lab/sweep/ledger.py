@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ada_loss.lab.errors import UnreadableLedger
+from ada_loss.lab.sweep.missing import Plan
 
 __all__ = ["DAMAGED", "SCHEMA_VERSION", "STATES", "CannotWrite", "Ledger", "counted"]
 
@@ -21,6 +22,7 @@ APPLICATION_ID = 0x4C6F7373  # "Loss", in the header of the file
 CannotWrite = sqlite3.OperationalError  # raised for a full disk or a missing permission
 STATES = ("planned", "running", "done", "failed")
 MOST_TEXT = 20_000  # characters of an error or a traceback
+TRUNCATE_EVERY = 60.0  # seconds between two moments at which the log is brought into the file: a damaged log loses less
 
 SCHEMA = """
 CREATE TABLE cells (
@@ -44,6 +46,8 @@ CREATE TABLE cells (
 CREATE INDEX cells_by_state ON cells (state);
 CREATE TABLE sessions (started REAL NOT NULL, environment TEXT NOT NULL, digest TEXT) STRICT;
 """
+# What was planned, as JSON, with its digest. Ledgers without it are read, and get it from the next driver.
+PLAN_SCHEMA = "CREATE TABLE IF NOT EXISTS plan (content TEXT NOT NULL, digest TEXT NOT NULL) STRICT"
 TO_VERSION_2 = (
     "ALTER TABLE cells ADD COLUMN telemetry_sha256 TEXT",
     "ALTER TABLE cells ADD COLUMN digest TEXT",
@@ -154,6 +158,7 @@ class Ledger:
             if version == 1:
                 self._bring_to_version_2()
         self._has_digests, self._is_open = version != 1 or not self.readonly, True
+        self._truncated = time.monotonic()
 
     def _create(self) -> None:
         self._query("PRAGMA journal_mode = WAL")
@@ -209,10 +214,12 @@ class Ledger:
     def add(self, cells: Iterable[tuple[str, dict[str, Any]]]) -> int:
         """Plan cells, given as (id, configuration); known cells stay as they are. Gives the number of new ones."""
         with self._transaction():
+            plan = self._plan_or_rows()
             first = self._query("SELECT coalesce(max(position) + 1, 0) FROM cells")[0][0]
             known = {row["id"] for row in self._query("SELECT id FROM cells")}
-            new = 0
+            new, asked = 0, set()
             for position, (cell, config) in enumerate(cells, first):
+                asked.add(cell)
                 if cell not in known:
                     known.add(cell)
                     row = {**dict.fromkeys(COLUMNS), "id": cell, "position": position, "config": json.dumps(config)}
@@ -222,7 +229,33 @@ class Ledger:
                     places = ", ".join(f":{name}" for name in row)
                     self._query(f"INSERT INTO cells ({names}) VALUES ({places})", row)
                     new += 1
+            self._write_plan(plan._replace(cells=plan.cells | asked))
             return new
+
+    def plan(self) -> Plan | None:
+        """What was planned; None in a ledger of an earlier version, which does not say."""
+        if not self._query("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'plan'"):
+            return None
+        rows = self._query("SELECT content, digest FROM plan")
+        content = _json_object(rows[0]["content"]) if len(rows) == 1 else None
+        if content is None or rows[0]["digest"] != _digest([rows[0]["content"]]):
+            return Plan(frozenset(), 0, is_intact=False)
+        return Plan(frozenset(content["cells"]), content["sessions"])
+
+    def _plan_or_rows(self) -> Plan:
+        """What was planned, or where that is not known, what is there."""
+        plan = self.plan()
+        if plan is None or not plan.is_intact:
+            plan = Plan(frozenset(row["id"] for row in self.rows() if not row["damaged"]), len(self.sessions()))
+        return plan
+
+    def _write_plan(self, plan: Plan) -> None:
+        if plan == self.plan():
+            return
+        content = json.dumps({"cells": sorted(plan.cells), "sessions": plan.sessions})
+        self._query(PLAN_SCHEMA)
+        self._query("DELETE FROM plan")
+        self._query("INSERT INTO plan VALUES (?, ?)", (content, _digest([content])))
 
     def start(self, cell: str) -> None:
         """Mark a cell as running, and count the attempt."""
@@ -280,6 +313,16 @@ class Ledger:
                 {"state": state, "finished": time.time(), "id": cell, **values},
             )
             self._seal(cell)
+        if time.monotonic() - self._truncated >= TRUNCATE_EVERY:
+            self._truncate_log()
+
+    def _truncate_log(self) -> None:
+        """Bring the log into the file, and empty it; not now if a reader is in the way."""
+        self._truncated = time.monotonic()
+        (patience,) = self._query("PRAGMA busy_timeout")[0]
+        self._query("PRAGMA busy_timeout = 50")
+        self._query("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._query(f"PRAGMA busy_timeout = {patience}")
 
     def counts(self) -> dict[str, int]:
         """The number of cells in each state."""
@@ -313,7 +356,10 @@ class Ledger:
     def add_session(self, environment: dict[str, Any]) -> None:
         """Write the environment of a driver, with the time."""
         row = {"started": time.time(), "environment": json.dumps(environment)}
-        self._query("INSERT INTO sessions VALUES (?, ?, ?)", (*row.values(), _session_digest(row)))
+        with self._transaction():
+            plan = self._plan_or_rows()
+            self._query("INSERT INTO sessions VALUES (?, ?, ?)", (*row.values(), _session_digest(row)))
+            self._write_plan(plan._replace(sessions=plan.sessions + 1))
 
     def sessions(self) -> list[dict[str, Any]]:
         """The environments of all drivers in their order, each with "started", in seconds since 1970.

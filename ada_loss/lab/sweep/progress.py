@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from ada_loss.lab.directions import Directions, keep_directions
+from ada_loss.lab.errors import printable
 from fpsim.checks import pip_install
 
 try:
@@ -30,8 +31,8 @@ MOST_SHOWN = 4  # cells whose steps are shown
 
 
 def say(words: str) -> None:
-    """Print a line on stderr, above a bar if there is one."""
-    tqdm.write(words, file=sys.stderr)
+    """Print a line on stderr, above a bar if there is one; control characters are escaped."""
+    tqdm.write(printable(words), file=sys.stderr)
 
 
 def steps_path(checkpoint: Path) -> Path:

@@ -21,7 +21,8 @@ from ada_loss.lab.sweep.progress import StepFile, steps_path
 from ada_loss.lab.sweep.telemetry import npz, telemetry
 from ada_loss.lab.tasks import add_to_path, find_task
 from ada_loss.lab.training.format_schedule import Start
-from ada_loss.lab.training.job import Job, run_job
+from ada_loss.lab.training.generators import kept_generators, seed_generators
+from ada_loss.lab.training.job import Job, require_storable, run_job
 from ada_loss.lab.training.loop import Training
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.run import Run, Stopped, underflow_share
@@ -111,13 +112,15 @@ def run_cell(
         if checkpoint is not None:
             steps = StepFile(steps_path(checkpoint))
         if is_own(config["task"]):
-            run, error = run_job(_job(config, device, checkpoint, steps), function)
+            run, error = _run_own(_job(config, device, checkpoint, steps), function)
         else:
-            training = _training(config, function, device)
-            goals = training.task.goals
-            if steps is not None:
-                steps.total = training.total
-            run, error = training.run(checkpoint, progress=steps, branches=branches), None
+            with kept_generators([device] if device.startswith("cuda") else []):
+                seed_generators(config["seed"])  # for a task that does not seed itself
+                training = _training(config, function, device)
+                goals = training.task.goals
+                if steps is not None:
+                    steps.total = training.total
+                run, error = training.run(checkpoint, progress=steps, branches=branches), None
     except Stopped as stopped:
         run, error = stopped.run, str(stopped)
     finally:
@@ -138,6 +141,18 @@ def _training(config: Mapping[str, Any], make_task: MakeTask, device: str) -> Tr
     return Training(task, formats, None, options)
 
 
+def _run_own(job: Job, train: TrainFunction) -> tuple[Run, str | None]:
+    """Call a training function. A checkpoint behind which it fails at once is deleted: a retry would fail again."""
+    try:
+        return run_job(job, train)
+    except (TimeLimit, MemoryError, torch.OutOfMemoryError):  # which are no fault of the checkpoint
+        raise
+    except Exception as error:
+        if job.drop_checkpoint():
+            error.add_note("It failed in the first step behind its checkpoint, which is deleted: a retry starts over.")
+        raise
+
+
 def _job(config: Mapping[str, Any], device: str, checkpoint: Path | None, steps: StepFile | None) -> Job:
     """What a training function is given."""
     formats = policy_of(config["format"], config["rounding"])
@@ -148,9 +163,10 @@ def _job(config: Mapping[str, Any], device: str, checkpoint: Path | None, steps:
 
 def _result(run: Run, error: str | None) -> tuple[dict[str, Any], bytes]:
     """The result of a cell for the ledger, and its telemetry."""
-    names = [name for name in run.metrics if not isinstance(name, str)]
-    if names:
-        raise TypeError(f"The task names a metric {names[0]!r}. Possible: a string.")
+    for name in run.metrics:
+        if not isinstance(name, str):
+            raise TypeError(f"The task names a metric {name!r}. Possible: a string.")
+        require_storable(name)
     last = run.losses[-1:] or [*run.metrics.values()] or [math.nan]
     diverged = error is not None or not all(map(math.isfinite, last))
     result = {"metrics": run.metrics, "seconds": run.seconds, "diverged": diverged, "skipped": run.skipped}

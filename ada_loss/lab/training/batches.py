@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ada_loss.lab.tasks.task import is_pair, types_of_pair
+from ada_loss.lab.training.generators import generator_states, restore_generators
 from fpsim.checks import shown
 
 __all__ = ["Batches", "LoadedBatches", "TensorBatches", "batches_of", "placed"]
@@ -51,8 +52,9 @@ class TensorBatches:
 class LoadedBatches:
     """Batches as an iterable gives them: what it draws of torch's random numbers follows the training's seed.
 
-    An interrupted epoch goes on where it was: the iterable begins it again, with the random numbers of its beginning,
-    also those of a DataLoader's own generators, and the batches that are done are passed over.
+    An interrupted epoch goes on where it was: the iterable begins it again, with torch's random numbers of its
+    beginning, also those of a DataLoader's own generators, and the batches that are done are passed over. From then on
+    torch's, NumPy's and Python's generators go on where they were.
 
     length: that of the iterable; None where it has none.
     """
@@ -79,14 +81,14 @@ class LoadedBatches:
             generator.set_state(state)
 
     def epoch(self, done: int) -> Iterator[Pair]:
-        now = torch.get_rng_state()
+        now = generator_states(())
         if self._begun is not None:
             torch.set_rng_state(self._begun)
         found = iter(self.loader)
         for _ in range(done):
             next(found, None)
         if self._begun is not None:
-            torch.set_rng_state(now)
+            restore_generators(now, ())  # what was passed over drew from them
         self._begun = None
         is_empty = not done
         for batch in found:

@@ -16,6 +16,7 @@ from torch import nn
 
 import fpsim
 from ada_loss.files import write_atomically
+from ada_loss.lab.training.generators import generator_states, restore_generators
 
 __all__ = ["Checkpoints", "DelayedScaling"]
 
@@ -36,7 +37,7 @@ class DelayedScaling:
 
 
 class Checkpoints:
-    """The checkpoint file of one training: the state of its objects, and its random numbers.
+    """The checkpoint file of one training: the state of its objects, and of torch's, NumPy's and Python's generators.
 
     The file holds tensors, numbers and strings, and is read by torch's unpickler for those: it cannot run code.
 
@@ -68,8 +69,7 @@ class Checkpoints:
         """Write a checkpoint, whole or not at all."""
         content = io.BytesIO()
         states = {name: thing.state_dict() for name, thing in self.stateful.items()}
-        noise = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.cuda_devices)]
-        torch.save({"identity": self.identity, "states": states, "noise": noise}, content)
+        torch.save({"identity": self.identity, "states": states, **generator_states(self.cuda_devices)}, content)
         packed = content.getvalue()
         write_atomically(self.path, hashlib.sha256(packed).digest() + packed)
         self._last = time.monotonic()
@@ -106,10 +106,7 @@ class Checkpoints:
     def _restore(self, saved: Mapping[str, Any]) -> None:
         for name, thing in self.stateful.items():
             thing.load_state_dict(saved["states"][name])
-        noise, *noises = saved["noise"]
-        torch.set_rng_state(noise)
-        for device, noise in zip(self.cuda_devices, noises, strict=True):
-            torch.cuda.set_rng_state(noise, device)
+        restore_generators(saved, self.cuda_devices)
 
     def _read(self) -> Any:
         content = self.path.read_bytes()

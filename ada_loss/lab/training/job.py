@@ -19,6 +19,7 @@ from ada_loss.lab.devices import require_device_name
 from ada_loss.lab.environment import versions
 from ada_loss.lab.training.checkpoints import Checkpoints, DelayedScaling
 from ada_loss.lab.training.format_schedule import FormatSchedule, FormatSwitch, as_schedule, quantized
+from ada_loss.lab.training.generators import kept_generators, seed_generators
 from ada_loss.lab.training.methods import make_scaling, require_method
 from ada_loss.lab.training.run import Run
 from ada_loss.scalers import GradScaler
@@ -26,7 +27,7 @@ from fpsim import FormatLike, Recording
 from fpsim.checks import is_number, is_whole, require_callable, require_mapping, require_whole, shown
 from fpsim.scaling import require_optimizer, require_seed
 
-__all__ = ["Job", "JobScaler", "run_job"]
+__all__ = ["Job", "JobScaler", "require_storable", "run_job"]
 
 RECORD_EVERY = 100
 MOST_STEPS = 2**53
@@ -58,7 +59,7 @@ class Job:
     fmt, rounding: the format of the cell and its rounding, as `fpsim.quantize` takes them; or a schedule of formats,
         which `quantize` and `begin_step` follow.
     scaling: the scaling method, "none", a number, "torch", "adaptive" ...
-    seed: torch's generator begins with it; use it for whatever else is drawn.
+    seed: the generators of torch, NumPy and Python begin with it; use it for whatever else is drawn.
     device: where the training runs, "cpu", "cuda" or "cuda:1".
     options: the `task_options` of the sweep.
 
@@ -110,13 +111,15 @@ class Job:
         self.history: list[tuple[int, list[dict[str, Any]]]] = []
         self.layer_scales: list[tuple[int, dict[str, int]]] = []
         self._path, self._progress, self._told = checkpoint, progress, 0
+        self._done, self._last = 0, 0  # the number of steps done, as `checkpoint` was told; the last step, from 0
+        self._before, self._since = 0.0, time.perf_counter()  # seconds of the attempts before, and when this one began
         self._recording: Recording | None = None
         self._scaler: JobScaler | None = None
         self._model: nn.Module | None = None
         self._adaptive: Any = None
         self._checkpoints: Checkpoints | None = None
-        self._step, self._next_point, self._held = 0, FIRST_POINT, ExitStack()
-        self._is_named = False
+        self._held, self._is_named = ExitStack(), False
+        self._resumed_at: tuple[int, int] | None = None
 
     @property
     def format(self) -> str:
@@ -182,14 +185,14 @@ class Job:
 
         step: counted from 0.
         numbers: floats, or tensors of one element.
-        Raises TypeError for what is no number.
+        Raises TypeError for what is no number, ValueError for a name that is not Unicode.
         """
         if not is_whole(step, least=0) or step > MOST_STEPS:
             raise TypeError(f"The step {shown(step)} is no count. Possible: an integer, 0 or more.")
         for name, value in numbers.items():
-            _require_name(name)
+            require_storable(name)
             self.curves.setdefault(name, []).append((int(step), _number(name, value)))
-        self._step = max(self._step, int(step))
+        self._last = max(self._last, int(step))
         self._tell()
 
     def note_update(self, scale: float, skipped: bool) -> None:
@@ -197,25 +200,33 @@ class Job:
         if skipped:
             self.skipped.append(len(self.scales))
         self.scales.append(scale)
-        self._step = max(self._step, len(self.scales) - 1)
+        self._last = max(self._last, len(self.scales) - 1)
         self._tell()
 
     def _tell(self) -> None:
-        done = self._step + 1
-        if done >= self._next_point:
+        done = self._last + 1
+        # from the history alone, which a checkpoint keeps: a resumed training has the points of one in a stretch
+        if done >= (math.ceil(POINT_FACTOR * self.history[-1][0]) if self.history else FIRST_POINT):
             self._record_point()
-            self._next_point = math.ceil(POINT_FACTOR * done)
         if self._progress is not None and done > self._told:
             self._progress(done - self._told)
             self._told = done
 
     def _record_point(self) -> None:
-        """Add a point to the history of the recording, and the scales of the layers."""
-        done = self._step + 1
-        if self._recording is not None and (not self.history or self.history[-1][0] < done):
-            self.history.append((done, self._recording.rows()))
-            if self._adaptive is not None:
-                self.layer_scales.append((done, self._adaptive.log2_scales()))
+        """Add a point to the history of the recording, and the scales of the layers; one of this step is replaced."""
+        if self._recording is None:
+            return
+        done = self._last + 1
+        if self.history and self.history[-1][0] == done:
+            del self.history[-1], self.layer_scales[-1:]
+        self.history.append((done, self._recording.rows()))
+        if self._adaptive is not None:
+            self.layer_scales.append((done, self._adaptive.log2_scales()))
+
+    @property
+    def seconds(self) -> float:
+        """How long it has trained, with the attempts that were interrupted up to their checkpoints."""
+        return self._before + time.perf_counter() - self._since
 
     def checkpoint(self, step: int = 0, **stateful: Any) -> int:
         """Restore what is named, once; then, without names, save it now and then. Gives the step to go on from.
@@ -238,21 +249,22 @@ class Job:
             present = {name: thing for name, thing in states.items() if thing is not None}
             if self._model is not None:
                 present["delayed scaling"] = DelayedScaling(self._model)
-            self._step = step
+            self._done = step
             if self._path is not None:
                 words = {"format": str(self._schedule), "scaling": self.scaling}
                 identity = {**words, "seed": self.seed, "names": [*present], "versions": versions()}
                 cuda = [self.device] if self.device.startswith("cuda") else []
                 self._checkpoints = Checkpoints(self._path, present, identity, 30.0, cuda)
-                self._checkpoints.load()
+                if self._checkpoints.load():
+                    self._resumed_at = self._done, self._last
             self._is_named = True
-            return self._step
+            return self._done
         if not self._is_named:
             raise ValueError(
                 "job.checkpoint() came without anything to save. Name it once, before the loop: "
                 "start = job.checkpoint(model=model, optimizer=optimizer)."
             )
-        self._step = step
+        self._done, self._last = step, max(self._last, step - 1)
         if self._checkpoints is not None and self._checkpoints.is_due():
             self._checkpoints.save()
         return step
@@ -260,11 +272,14 @@ class Job:
     def state_dict(self) -> dict[str, Any]:
         """What was logged and gathered so far, for the checkpoint."""
         stage = {} if self._switch is None else {"stage": self._switch.stage}
-        return {"step": self._step, **stage, **{name: getattr(self, name) for name in GATHERED}}
+        words = {"step": self._done, "last": self._last, "seconds": self.seconds}
+        return {**words, **stage, **{name: getattr(self, name) for name in GATHERED}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was saved."""
-        self._step = state["step"]
+        self._done = state["step"]
+        self._last = state.get("last", max(self._done - 1, 0))  # earlier versions saved neither this nor the seconds
+        self._before = state.get("seconds", 0.0)
         if self._switch is not None:
             self._switch.enter_stage(state["stage"])
         for name in GATHERED:
@@ -282,7 +297,7 @@ class Job:
                 f"numbers, such as {{'accuracy': 0.9}}."
             )
         for name in metrics:
-            _require_name(name)
+            require_storable(name)
         stage = 0 if self._switch is None else self._switch.stage
         if stage < len(self._schedule.stages) - 1 and not self._follows:
             raise ValueError(
@@ -306,6 +321,13 @@ class Job:
         """End the recording and the layers' scaling."""
         self._held.close()
 
+    def drop_checkpoint(self) -> bool:
+        """Delete the checkpoint if the training went on from it and ended no step since. Returns whether it did."""
+        is_at_fault = self._resumed_at is not None and self._resumed_at == (self._done, self._last)
+        if is_at_fault:
+            self.over()
+        return is_at_fault
+
     def over(self) -> None:
         """Delete the checkpoint: the training is over."""
         if self._checkpoints is not None:
@@ -315,23 +337,32 @@ class Job:
 def run_job(job: Job, train: Callable[[Job], Mapping[str, Any]]) -> tuple[Run, str | None]:
     """Call a training function, and give the run and, where its loss rule stopped it, what the rule said.
 
-    torch's random numbers begin with the job's seed, and are afterwards as before.
+    torch's, NumPy's and Python's random numbers begin with the job's seed, and are afterwards as before.
     """
     cuda = [job.device] if job.device.startswith("cuda") else []
-    began = time.perf_counter()
     error = None
     metrics: Mapping[str, Any] = {}
-    with torch.random.fork_rng(devices=cuda), fpsim.noise_of_torch():
-        torch.manual_seed(job.seed)
+    with kept_generators(cuda):
+        seed_generators(job.seed)
         try:
             metrics = train(job)
         except FloatingPointError as stopped:
             error = str(stopped)
         finally:
             job.close()
-    run = job.result(metrics, time.perf_counter() - began)
+    run = job.result(metrics, job.seconds)
     job.over()
     return run, error
+
+
+def require_storable(name: str) -> None:
+    """Raise ValueError for the name of a metric or a curve that no file can hold: with half of a pair of UTF-16."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"The name {shown(name)} is not Unicode: {error.reason}. Use text that UTF-8 can encode."
+        ) from None
 
 
 def _number(name: str, value: Any) -> float:
@@ -340,11 +371,3 @@ def _number(name: str, value: Any) -> float:
     if not is_number(value) or (isinstance(value, int) and abs(value) > sys.float_info.max):
         raise TypeError(f"{name} came as {shown(value)}. Possible: a number, or a tensor of one element.")
     return float(value)
-
-
-def _require_name(name: str) -> None:
-    """Raise ValueError for a name that no file can hold: the result would be lost after the training."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"The name {shown(name)} is not text that UTF-8 can hold. Give it another one.") from None

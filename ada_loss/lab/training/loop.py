@@ -27,6 +27,7 @@ from ada_loss.lab.training.format_schedule import (
     quantized,
     step_of,
 )
+from ada_loss.lab.training.generators import kept_generators
 from ada_loss.lab.training.methods import make_scaling
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.run import Run, Stopped
@@ -207,8 +208,7 @@ class Training:
         self._open_checkpoints(checkpoint, checkpoint_seconds, branches or {})
         self.progress = progress or self.progress
         with (
-            torch.random.fork_rng(devices=self.cuda_devices),
-            fpsim.noise_of_torch(),  # fpsim's own stream follows no seed of ours and is in no checkpoint
+            kept_generators(self.cuda_devices),  # fpsim's own stream follows no seed of ours and is in no checkpoint
             self.adaptive or nullcontext(),
         ):
             torch.manual_seed(self.options.seed)  # the noise of stochastic rounding

@@ -26,8 +26,19 @@ def require_method(method: str | float) -> None:
     elif method != "none" and method not in DYNAMIC:
         if not scales_by_layer(method) or method.partition(" ")[2] not in ("", "normal"):
             names = ["adaptive", *LAYER_RULES, *DYNAMIC]
-            hint, known = did_you_mean(method, ["none", *names]), ", ".join(["none", "a number", *names])
+            known = ", ".join(["none", "a number", *names])
+            hint = did_you_mean(method, ["none", *names])
+            if _is_number(method):
+                hint = f" Write {method.strip()} without quotes."
             raise ValueError(f"Unknown scaling method {shown(method)}.{hint} Known: {known}.")
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def make_scaling(

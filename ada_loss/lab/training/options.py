@@ -11,6 +11,8 @@ from fpsim.checks import did_you_mean, is_finite_number, is_whole, shown
 
 __all__ = ["TrainOptions", "hint", "is_allowed", "possible"]
 
+MOST = 2**53  # of whole numbers: the last up to which floats count
+
 
 def _word(default: str, *others: str) -> Any:
     return field(default=default, metadata={"choices": (default, *others)})
@@ -77,7 +79,8 @@ class TrainOptions:
                 if "choices" in option.metadata:
                     words = f"Unknown {option.name} {shown(value)}.{hint(option.name, value)}"
                     raise ValueError(f"{words} Known: {possible(option.name)}.")
-                raise ValueError(f"{option.name} came as {shown(value)}. Possible: {possible(option.name)}.")
+                words = f"{option.name} came as {shown(value)}.{hint(option.name, value)}"
+                raise ValueError(f"{words} Possible: {possible(option.name)}.")
             kind: Any = type(option.default)
             object.__setattr__(self, option.name, kind(value))  # 1 and 1.0 are one learning rate
         require_method(self.scaling)
@@ -92,7 +95,7 @@ def is_allowed(name: str, value: object) -> bool:
     if "choices" in option.metadata:
         return value in option.metadata["choices"]
     if isinstance(option.default, int):
-        return is_whole(value, option.metadata["least"])
+        return is_whole(value, option.metadata["least"]) and value <= MOST  # type: ignore[operator]
     return is_finite_number(value) and value >= option.metadata["least"]  # type: ignore[operator]
 
 
@@ -120,4 +123,6 @@ def hint(name: str, value: object) -> str:
             " It is that of the learning rate. Formats in turn stand where a format may stand, as "
             "{'schedule': {0: 'fp16', 0.8: 'bf16'}}."
         )
+    if is_whole(value, MOST + 1):
+        return " That is more than 2**53."
     return did_you_mean(value, CHECKED[name].metadata.get("choices", ()))

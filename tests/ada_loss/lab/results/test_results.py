@@ -299,7 +299,7 @@ def test_a_choice_that_no_cell_meets_is_said(tmp_path: Path) -> None:
     for look in (results.table, results.plot_scales):
         with pytest.raises(ValueError, match=r"has 'format'='half'\. Its values: fp16, bf16\."):
             look(where={"format": "half"})
-        with pytest.raises(ValueError, match=r"has scaling=torch\. Its values: none\."):
+        with pytest.raises(ValueError, match=r"has 'scaling'='torch'\. Its values: none\."):
             look(where={"format": "fp16", "scaling": "torch"})
         with pytest.raises(ValueError, match=r"has colour=1\. Known columns: id, task, format"):
             look(where={"colour": 1})

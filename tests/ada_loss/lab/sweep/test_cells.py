@@ -129,7 +129,13 @@ def test_ten_thousand_cells_have_as_many_ids() -> None:
         ({"scaling": [-1.0]}, "-1.0"),
         ({"scaling": []}, "scaling is empty"),
         ({"roundings": ["neerest"]}, "neerest"),
+        ({"scaling": ["1024"]}, "Unknown scaling method '1024'. Write 1024 without quotes."),
         ({"seeds": 0}, "seeds is empty"),
+        ({"seeds": -1}, "seeds came as -1. Possible: how many, 1 or more, or a list of integers."),
+        (
+            {"options": {"epochs": 2**70}},
+            "epochs came as 1180591620717411303424. That is more than 2**53.",
+        ),
         ({"seeds": [1, 1]}, "came twice"),
         ({"options": {"epoch": 1}}, "Unknown key task_options.epoch. Did you mean epochs?"),
         ({"options": {"epochs": "many"}}, "task_options.epochs came as 'many'. Possible: an integer, 1 or more."),

@@ -78,6 +78,7 @@ BOMB += "\n".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 20)}]" for a, b in zip("ab
         ("task: digits\n? [1]\n: 2", r"is no YAML|unknown key"),
         ("task: digits\nformats: [fp16]\nscalings: [none]", r"unknown key scalings\. Did you mean scaling\?"),
         ("task: digits\nformats: [fp16]\nformats: [bf16]", r"is no YAML: found duplicate key .*formats.* in line 3"),
+        ("task: digits\nformats: [fp16]\nformats: [x]", r'found duplicate key "formats" in line 3\. Write'),
         ("task: digits\nformats: [fp16", r"is no YAML: .* in line"),
         ("task: digits\x07", r"is no YAML: .*special characters are not allowed"),
         ("task: digits", r"the key formats is missing"),

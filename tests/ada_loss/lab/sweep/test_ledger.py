@@ -18,6 +18,7 @@ import ada_loss
 from ada_loss.lab.errors import UnreadableLedger
 from ada_loss.lab.sweep.cells import plan
 from ada_loss.lab.sweep.ledger import SCHEMA_VERSION, Ledger
+from ada_loss.lab.sweep.missing import Plan
 from ada_loss.lab.sweep.telemetry import telemetry_path
 
 
@@ -119,6 +120,37 @@ def test_the_status_of_ten_thousand_cells_is_quick(path: Path) -> None:
     with Ledger(path, readonly=True) as ledger:
         assert ledger.counts()["planned"] == 10_000
     assert time.process_time() - start < 0.5  # measured: 0.14 s, for the digest of each row
+
+
+def test_the_log_is_brought_into_the_file_now_and_then_and_waits_for_no_reader(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ada_loss.lab.sweep.ledger.TRUNCATE_EVERY", 0.0)
+    log = path.with_name("ledger.sqlite-wal")
+    with Ledger(path) as ledger, contextlib.closing(sqlite3.connect(path, isolation_level=None)) as reader:
+        ledger.add([("a", {}), ("b", {})])
+        ledger.start("a")
+        assert log.stat().st_size > 0
+        ledger.finish("a", {})
+        assert log.stat().st_size == 0
+        reader.execute("BEGIN")
+        assert reader.execute("SELECT count(*) FROM cells WHERE state = 'done'").fetchone() == (1,)
+        start = time.monotonic()
+        ledger.start("b")
+        ledger.finish("b", {})
+        assert time.monotonic() - start < 8  # the patience of other statements is 10 s
+        assert log.stat().st_size > 0
+        assert ledger.counts()["done"] == 2
+
+
+def test_a_plan_of_ids_is_kept_with_the_number_of_sessions(path: Path) -> None:
+    with Ledger(path) as ledger:
+        assert ledger.plan() is None
+        ledger.add([("b", {}), ("a", {})])
+        ledger.add_session({"git": None})
+        ledger.add([("a", {}), ("c", {})])
+    with Ledger(path, readonly=True) as ledger:
+        assert ledger.plan() == Plan(frozenset("abc"), 1)
 
 
 # A ledger that was written before the lab was put into folders

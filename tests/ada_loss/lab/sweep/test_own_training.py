@@ -168,6 +168,9 @@ def test_a_job_refuses_what_it_cannot_do() -> None:
         job.checkpoint(3)
     with pytest.raises(TypeError, match="loss came as 'x'"):
         job.log(0, loss="x")
+    for call in (lambda: job.log(0, **{"loss\udcff": 1.0}), lambda: job.result({"a\ud800": 1.0}, 0.0)):
+        with pytest.raises(ValueError, match=r"is not Unicode: surrogates not allowed\. Use text that"):
+            call()
     job.quantize(torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match="has a quantised model already"):
         job.quantize(torch.nn.Linear(1, 1))

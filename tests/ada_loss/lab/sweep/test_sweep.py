@@ -480,6 +480,7 @@ def test_bad_arguments_are_refused_before_a_folder_is_made(tmp_path: Path) -> No
     for options in (
         {"workers": 0},
         {"workers": True},
+        {"workers": 1_000_000_000},
         {"time_limit": 0},
         {"time_limit": "1 min"},
         {"engine_timeout": None},
@@ -511,8 +512,9 @@ def test_bad_arguments_are_refused_before_a_folder_is_made(tmp_path: Path) -> No
         with pytest.raises(ValueError, match=r"Possible|Known|Give"):
             small(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match=r"out=None is impossible\. Possible: the path of a folder"):
-        small(None)  # type: ignore[arg-type]
+    for folder, shown in ((None, "None"), ("", "''"), ("a\0b", r"'a\\x00b'")):
+        with pytest.raises(ValueError, match=rf"out={shown} is impossible\. Possible: the path of a folder"):
+            small(folder)  # type: ignore[arg-type]
 
 
 def test_resume_goes_on_with_every_cell_of_the_ledger(tmp_path: Path) -> None:

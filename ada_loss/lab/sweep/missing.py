@@ -1,0 +1,137 @@
+"""What a sweep's folder has lost: planned cells without a row, telemetry without a result, sessions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from ada_loss.lab.sweep.lock import is_driven
+
+__all__ = ["Missing", "Plan", "Snapshot", "read_snapshot"]
+
+CELL_ID = re.compile("[0-9a-f]{16}")
+
+
+class Plan(NamedTuple):
+    """What a ledger has to hold; rows that are gone are missed by it.
+
+    cells: the ids of all cells that were ever planned.
+    sessions: how many drivers there were.
+    is_intact: whether it is as it was written. If not, the others are empty.
+    """
+
+    cells: frozenset[str]
+    sessions: int
+    is_intact: bool = True
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What is missing from a sweep's folder; false where nothing is. `str` tells it in sentences.
+
+    cells: the ids of cells that were planned, or that have telemetry, and have no row.
+    planned: how many cells there should be.
+    results: the ids of cells that have telemetry, and a row without a result.
+    sessions: how many drivers' environments are gone or were changed.
+    plan_was_changed: whether what was planned cannot be told.
+
+    >>> print(Missing(("a", "b"), 9))
+    2 of 9 cells are missing: the ledger has lost their rows. Call sweep(...) with the arguments of that sweep: it \
+trains them again.
+    """
+
+    cells: tuple[str, ...] = ()
+    planned: int = 0
+    results: tuple[str, ...] = ()
+    sessions: int = 0
+    plan_was_changed: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.cells or self.results or self.sessions or self.plan_was_changed)
+
+    def __str__(self) -> str:
+        words = []
+        if self.cells:
+            are = "is" if len(self.cells) == 1 else "are"
+            words.append(
+                f"{len(self.cells)} of {self.planned} cells {are} missing: the ledger has lost their rows. Call "
+                f"sweep(...) with the arguments of that sweep: it trains them again."
+            )
+        if self.results:
+            cells = "cell that has" if len(self.results) == 1 else "cells that have"
+            words.append(
+                f"The ledger lacks the result of {len(self.results)} {cells} telemetry: the driver was killed, or what "
+                f"was written last is lost. Run the sweep again: it trains them again."
+            )
+        if self.sessions:
+            have = "session of a driver was" if self.sessions == 1 else "sessions of drivers were"
+            words.append(f"{self.sessions} {have} deleted or changed: with which versions it ran is not known.")
+        if self.plan_was_changed:
+            words.append(
+                "The plan of the ledger was deleted or changed: whether cells are missing is not known. "
+                "Run the sweep again: it writes a new one."
+            )
+        return " ".join(words)
+
+
+class Snapshot(NamedTuple):
+    """A ledger's rows and sessions at a moment, and what is missing then."""
+
+    rows: list[dict[str, Any]]
+    sessions: list[dict[str, Any]]
+    missing: Missing
+
+
+class _Ledger(Protocol):
+    def plan(self) -> Plan | None: ...
+    def rows(self) -> list[dict[str, Any]]: ...
+    def sessions(self) -> list[dict[str, Any]]: ...
+
+
+def read_snapshot(ledger: _Ledger, out: Path, *, drives: bool = False) -> Snapshot:
+    """Read what a folder has, and find what is missing. Nothing in it changes, and telemetry is not read.
+
+    ledger, out: of the sweep. A ledger without a plan misses rows by their telemetry alone.
+    drives: whether the caller is the folder's driver. While another one runs, only what was planned is missed: it
+        writes telemetry before it writes the row.
+    """
+    driven = not drives and is_driven(out)
+    plan = ledger.plan()  # before the rows: a driver that adds some meanwhile is to be missing none
+    rows, sessions = ledger.rows(), ledger.sessions()
+    files = _with_telemetry(out)
+    if driven or (not drives and is_driven(out)):
+        files = set()
+    return Snapshot(rows, sessions, _missing(rows, len(sessions), plan, files))
+
+
+def _missing(rows: Iterable[Mapping[str, Any]], sessions: int, plan: Plan | None, files: set[str]) -> Missing:
+    known = {row["id"]: row for row in rows}
+    expected = files if plan is None else files | plan.cells
+    strangers = [cell for cell, row in known.items() if row["damaged"] and cell not in expected]
+    lost = sorted(expected - known.keys())[len(strangers) :]  # a row whose id was changed is told as damaged
+    return Missing(
+        cells=tuple(lost),
+        planned=len(known) + len(lost),
+        results=tuple(sorted(cell for cell in files & known.keys() if not _is_done(known[cell]))),
+        sessions=0 if plan is None else max(plan.sessions - sessions, 0),
+        plan_was_changed=plan is not None and not plan.is_intact,
+    )
+
+
+def _with_telemetry(out: Path) -> set[str]:
+    """The ids of the cells that have a file which is not empty."""
+    found = set()
+    for path in out.glob("telemetry/*.npz"):
+        with suppress(FileNotFoundError):  # a driver that has just begun deletes some
+            if CELL_ID.fullmatch(path.stem) and path.stat().st_size:
+                found.add(path.stem)
+    return found
+
+
+def _is_done(row: Mapping[str, Any]) -> bool:
+    """Whether a row has a result, or had one before it was damaged, which is told elsewhere."""
+    return bool(row["damaged"]) or row["state"] == "done"

@@ -1,0 +1,97 @@
+"""Before a sweep runs: its cells are planned, what is damaged or lost is planned again, leftovers are deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ada_loss.lab.sweep.cells import Cell, is_intact
+from ada_loss.lab.sweep.ledger import Ledger
+from ada_loss.lab.sweep.missing import Missing, read_snapshot
+from ada_loss.lab.sweep.progress import say
+from ada_loss.lab.sweep.telemetry import is_whole, telemetry_path
+
+__all__ = ["prepare"]
+
+MOST_NAMED = 5  # ids of lost cells
+
+
+def prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool) -> list[Cell]:
+    """Plan the cells, and give those that are to run.
+
+    Cells that a dead driver left running, and cells whose rows or files are lost or damaged, are planned again. Those
+    of another sweep into the folder stay as they are.
+    """
+    asked = {cell.id: cell for cell in cells}
+    _say_lost(read_snapshot(ledger, out, drives=True).missing, asked)
+    ledger.add((cell.id, cell.config) for cell in cells)
+    _repair(ledger, asked)
+    again = []
+    for row in ledger.rows():
+        cell, state = row["id"], row["state"]
+        if state == "running" or (cell in asked and retry_failed and state == "failed"):
+            again.append(cell)
+        elif cell in asked and state == "done" and not _has_telemetry(out, row):
+            say(f"The telemetry of cell {cell} is missing or damaged: it will be run again.")
+            again.append(cell)
+    ledger.release(again)
+    states = ledger.states()
+    _remove_leftovers(out, states)
+    return [cell for cell in cells if states[cell.id] == "planned"]
+
+
+def _say_lost(missing: Missing, asked: Collection[str]) -> None:
+    """Say which of the cells that are asked for the ledger has lost; `Results` tells of the others."""
+    rows, results = ([cell for cell in cells if cell in asked] for cells in (missing.cells, missing.results))
+    if rows:
+        say(
+            f"The ledger has lost the rows of {len(rows)} of {missing.planned} cells, {_names(rows)}: "
+            f"they will be run again."
+        )
+    if results:
+        say(
+            f"The ledger lacks the result of {len(results)} cells that have telemetry, {_names(results)}: the driver "
+            f"was killed, or what was written last is lost. They will be run again."
+        )
+    if missing.plan_was_changed:
+        say("The plan of the ledger was deleted or changed: whether it has lost rows is not known. It is written anew.")
+
+
+def _names(cells: Sequence[str]) -> str:
+    more = f" and {len(cells) - MOST_NAMED} more" if len(cells) > MOST_NAMED else ""
+    return ", ".join(cells[:MOST_NAMED]) + more
+
+
+def _repair(ledger: Ledger, asked: Mapping[str, Cell]) -> None:
+    """Plan damaged cells again, and delete the damaged rows whose ids are those of no cell."""
+    changed = [row for row in ledger.rows() if row["damaged"]]
+    ours = {row["id"]: asked[row["id"]].config for row in changed if row["id"] in asked}
+    lost = {
+        row["id"]: row["damaged"]
+        for row in changed
+        if row["id"] not in asked and not is_intact(row["id"], row["config"])
+    }
+    for words, cells in (("it will be run again", ours), ("it is known no more, and is deleted", lost)):
+        for cell in cells:
+            say(f"The row of cell {cell} in the ledger was changed or damaged: {words}.")
+    ledger.repair(ours)
+    ledger.forget(lost.values())
+
+
+def _has_telemetry(out: Path, row: Mapping[str, Any]) -> bool:
+    try:
+        content = telemetry_path(out, row["id"]).read_bytes()
+    except FileNotFoundError:
+        return False
+    return is_whole(content, row["telemetry_bytes"], row["telemetry_sha256"])
+
+
+def _remove_leftovers(out: Path, states: Mapping[str, str]) -> None:
+    """Delete what a driver that died left behind: files half written, telemetry without a result, old checkpoints."""
+    leftovers = [path for folder in (".", "telemetry", "checkpoints") for path in out.glob(f"{folder}/.*.tmp")]
+    leftovers += [path for path in out.glob("telemetry/*.npz") if states.get(path.stem, "done") != "done"]
+    leftovers += [path for path in out.glob("checkpoints/*.pt") if states.get(path.stem) == "done"]
+    leftovers += [*out.glob("checkpoints/*.steps")]
+    for path in leftovers:
+        path.unlink(missing_ok=True)
