@@ -23,6 +23,7 @@ from fpsim.summary import summary
 from fpsim.tally import Tally, tally
 from fpsim.warm import warm_up
 from fpsim.watch import Watch, watch
+from fpsim.why import Why, why
 
 __all__ = [
     "BLOCKS",
@@ -46,6 +47,7 @@ __all__ = [
     "Sensitivity",
     "Tally",
     "Watch",
+    "Why",
     "as_accumulator",
     "as_format",
     "compare",
@@ -74,4 +76,5 @@ __all__ = [
     "tally",
     "warm_up",
     "watch",
+    "why",
 ]

@@ -24,7 +24,7 @@ from fpsim.tally import Accumulator
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = ["FILLS", "Diagnosis", "Range", "diagnose", "overflow_of", "range_of"]
 
 # What puts an infinity in its result on purpose.
 FILLS = frozenset("masked_fill masked_fill_ index_fill index_fill_ full full_like new_full fill where tensor".split())
@@ -294,7 +294,7 @@ class _Seen:
         return True
 
     def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
-        largest, count = _overflow(before, after, spec)
+        largest, count = overflow_of(before, after, spec)
         finite = before[before.isfinite()]
         amax = float(finite.abs().max()) if finite.numel() else 0.0
         if _is_backward(role):
@@ -312,7 +312,7 @@ class _Seen:
             self._waiting.append(event)
 
 
-def _overflow(before: Tensor, after: Tensor, spec: Spec) -> tuple[float, int]:
+def overflow_of(before: Tensor, after: Tensor, spec: Spec) -> tuple[float, int]:
     """The largest value that a rounding can give, and how many finite numbers became inf, NaN or that, and were not."""
     fmt = spec.fmt
     if not isinstance(fmt, BlockFormat):

@@ -23,7 +23,15 @@ from fpsim.recipes import as_policy_of
 from fpsim.torch_internals import is_compiled_wrapper
 from fpsim.torch_modes import keeps_grad_mode
 
-__all__ = ["dequantize", "listeners", "quantize", "round_parameters_", "set_policy"]
+__all__ = [
+    "dequantize",
+    "install_policies",
+    "listeners",
+    "policies_of",
+    "quantize",
+    "round_parameters_",
+    "set_policy",
+]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -117,6 +125,18 @@ def _install_all(model: nn.Module, policies: Mapping[str, Policy], listeners: Li
     for name, module in model.named_modules():
         if module not in apart and not is_compiled_wrapper(module):
             install(module, name, policies[name], listeners)
+
+
+def policies_of(model: nn.Module) -> dict[str, Policy]:
+    """The policy of each module of a quantised model by name, overrides resolved."""
+    return {forward.name: forward.policy or Policy() for _, forward in emulated_forwards(model)}
+
+
+def install_policies(model: nn.Module, policies: Mapping[str, Policy]) -> None:
+    """Have the modules of a quantised model compute under these policies, by name; the others stay as they are."""
+    for module, forward in list(emulated_forwards(model)):
+        if forward.name in policies:
+            install(module, forward.name, policies[forward.name], forward.listeners)
 
 
 def _fits(name: str, entry: Mapping[str, Any], policies: Mapping[str, Policy]) -> bool:
