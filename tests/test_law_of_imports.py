@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     "fpsim.checks fpsim.statistics fpsim.torch_internals fpsim.torch_modes fpsim.deferred fpsim.undoing",
     "fpsim.rows fpsim.pictures",
+    "fpsim.ranges",
     "fpsim.formats",
     "fpsim.fixed_point fpsim.foreign",
     "fpsim.blocks fpsim.rounding fpsim.kernels fpsim.reference",

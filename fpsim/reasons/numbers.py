@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fpsim.blocks import BlockFormat
-from fpsim.diagnose import Range, range_of
 from fpsim.ops import round_to
+from fpsim.ranges import Range, range_of
 from fpsim.spec import Spec
 
 __all__ = ["Ends", "Glance", "first_index", "glance", "is_mask_like"]
