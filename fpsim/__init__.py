@@ -28,6 +28,7 @@ from fpsim.summary import summary
 from fpsim.tally import Tally, tally
 from fpsim.warm import warm_up
 from fpsim.watch import Watch, watch
+from fpsim.why import Why, why
 
 __all__ = [
     "BLOCKS",
@@ -51,6 +52,7 @@ __all__ = [
     "Sensitivity",
     "Tally",
     "Watch",
+    "Why",
     "as_accumulator",
     "as_format",
     "compare",
@@ -79,6 +81,7 @@ __all__ = [
     "tally",
     "warm_up",
     "watch",
+    "why",
 ]
 
 

@@ -1,26 +1,64 @@
-"""The command line: `python -m fpsim verify --device cpu|cuda [--quick|--full]`."""
+"""The command line: `python -m fpsim verify --device cpu|cuda [--quick|--full]`, `python -m fpsim why script.py`."""
 
 from __future__ import annotations
 
 import argparse
 import platform
+import runpy
 import sys
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from fpsim.verify import verify
+from fpsim.why import why
+
+_NAMES = ("optimizer", "scaler", "batches")  # of `why`, which a script may define
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a table of what was compared and measured; 1 if anything differs, 0 otherwise."""
+    """Run a command, and return its exit status: 1 if a comparison differs, or a cause was found; 0 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m fpsim", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="verify")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="verify|why")
     command = commands.add_parser("verify", help="compare the kernels of this machine with a second definition")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     extent = command.add_mutually_exclusive_group()
     extent.add_argument("--quick", action="store_true", help="130,000 numbers for each format and rounding (default)")
     extent.add_argument("--full", action="store_true", help="also all 2**32 float32 numbers, for six formats")
+    command = commands.add_parser("why", help="say what makes the step of a script fail")
+    command.add_argument(
+        "script",
+        help="a Python file that defines `model` and `step`, and may define `optimizer`, `scaler` and `batches`; what "
+        'stands under `if __name__ == "__main__":` is not run',
+    )
     chosen = parser.parse_args(arguments)
+    return _why(parser, chosen.script) if chosen.command == "why" else _verify(parser, chosen)
+
+
+def _why(parser: argparse.ArgumentParser, script: str) -> int:
+    """Print why the step of a script fails."""
+    if not Path(script).is_file():
+        parser.error(f"Got {script!r}, which is not a file. Expected a Python file that defines `model` and `step`.")
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        names = runpy.run_path(script, run_name="fpsim_why")
+    finally:
+        del sys.path[0]
+    missing = [name for name in ("model", "step") if name not in names]
+    if missing:
+        parser.error(
+            f"{script} does not define {' and '.join(f'`{name}`' for name in missing)}. Expected at its top level: "
+            f"model, a torch.nn.Module; step, a function without arguments that runs the step that fails."
+        )
+    given: dict[str, Any] = {name: names[name] for name in _NAMES if name in names}
+    found = why(names["model"], names["step"], **given)
+    print(found)
+    return int(found.cause is not None)
+
+
+def _verify(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
+    """Print a table of what was compared and measured."""
     if chosen.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda came, and torch sees no card. Possible here: --device cpu.")
     name = torch.cuda.get_device_name() if chosen.device == "cuda" else platform.processor() or platform.machine()

@@ -26,6 +26,7 @@ from fpsim.undoing import Undo, undone
 __all__ = ["Comparison", "compare"]
 
 Key = tuple[str, int]
+GONE = 0.9  # from which on nothing of a result is left
 GROWTH = 2.0  # from which an error counts as grown
 SHOWN = 12  # rows of the printed table
 COLUMNS = ("site", "role", "relative", "entering", "growth", "cosine", "amax_a", "amax_b")
@@ -62,6 +63,15 @@ class Comparison(Rows):
         least = math.inf if first is None else by * first["relative"]
         return next((r for r in self if r["role"] == role and _growth_of(r) >= by and r["relative"] >= least), None)
 
+    def breaks(self, role: str = "activation") -> dict[str, Any] | None:
+        """The first row of a role that became inf; where none did, the first of which nothing is left, or None.
+
+        Nothing is left where the error is at least 0.9 of the result, and less than half of that entered.
+        """
+        rows = [row for row in self if row["role"] == role]
+        lost = (r for r in rows if r["relative"] >= GONE and r["entering"] < GONE / 2)
+        return next((r for r in rows if r["relative"] == math.inf), next(lost, None))
+
     def __str__(self) -> str:
         lines = [f"a: {self.names[0]}", f"b: {self.names[1]}"]
         if self.losses is not None:
@@ -69,7 +79,11 @@ class Comparison(Rows):
         if self.kl is not None:
             lines.append(f"KL divergence of the outputs {self.kl:.3g} nats")
         for role, words in (("activation", "forward"), ("error", "backward")):
-            first, grown = self.begins(role), self.grows(role)
+            first, grown, broken = self.begins(role), self.grows(role), self.breaks(role)
+            if broken is not None:
+                what = "it becomes inf" if broken["relative"] == math.inf else "nothing is left of it"
+                change = f"{number(broken['entering'])} -> {number(broken['relative'])}"
+                lines.append(f"{words}: {what} at {broken['site']} ({change})")
             if first is not None:
                 lines.append(f"{words}: the error begins at {first['site']} with {number(first['relative'])}")
             if grown is not None:
@@ -125,7 +139,7 @@ def compare(
     loss: from the model's output to a scalar. None takes the output's `loss`, and runs only forward without one.
     draws: how often `b` is run, with other noise of stochastic rounding each time.
     seed: of dropout and noise.
-    Raises what `quantize` raises, ValueError for impossible draws.
+    Raises what `quantize` raises, ValueError for impossible draws, and where both losses are not finite.
 
     >>> comparison = compare(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), None, "e4m3fn", torch.ones(2, 4))
     >>> [(row["site"], row["role"]) for row in comparison]
@@ -151,6 +165,11 @@ def compare(
         other, loss_b = _run(plain, b, batch, loss, seed, seed + draw, errors)
         outputs.append(_divergence(output, other))
         losses.append(loss_b)
+    if loss_a is not None and not math.isfinite(loss_a) and not any(map(math.isfinite, losses)):  # type: ignore[arg-type]
+        raise ValueError(
+            f"The loss of {type(model).__name__} is {loss_a} in a and {losses[0]} in b, and neither can be blamed for "
+            f"the other. Use a model and data with a finite loss in a; fpsim.why(model, step) says where it breaks."
+        )
     result.extend(errors.rows())
     if loss_a is not None:
         result.losses = loss_a, sum(losses) / draws  # type: ignore[arg-type]

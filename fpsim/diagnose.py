@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from fpsim.emulation.tracing import Operation, Trace
 from fpsim.forwards import emulated_forwards
 from fpsim.model import listeners
 from fpsim.noise import keep_random_numbers
+from fpsim.ranges import Range, range_of
 from fpsim.rows import Rows, number
 from fpsim.shared_scales import Cut
 from fpsim.spec import Spec
@@ -26,62 +26,15 @@ from fpsim.tally import Accumulator
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = ["FILLS", "Diagnosis", "diagnose", "overflow_of"]
 
 # What puts an infinity in its result on purpose.
 FILLS = frozenset("masked_fill masked_fill_ index_fill index_fill_ full full_like new_full fill where tensor".split())
+CAME_IN = ("input", "parameter", "buffer")  # roles of what was not finite before anything was computed
+AFTER = ("the parameter", "the buffer", "the gradient that is kept in")  # and of what is not finite afterwards
+ELSEWHERE = "fpsim.why(model, step) looks at optimizers, lost gradients and lost updates too."
 SHOWN = 12  # rows of a printed table
 LEAST_SCALE, MOST_SCALE = -60, 60  # log2, between which a scale is looked for
-
-
-@dataclass(frozen=True)
-class Range:
-    """What a tensor holds.
-
-    low, high: the smallest and the largest finite number.
-    smallest: the smallest magnitude that is not zero; 0 where all are.
-    largest: what its dtype ends at.
-    """
-
-    count: int
-    low: float
-    high: float
-    smallest: float
-    nan: int
-    plus: int
-    minus: int
-    largest: float
-
-    @property
-    def amax(self) -> float:
-        return max(abs(self.low), abs(self.high))
-
-    @property
-    def nonfinite(self) -> int:
-        return self.nan + self.plus + self.minus
-
-    @property
-    def kinds(self) -> set[str]:
-        return {name for name, n in (("NaN", self.nan), ("inf", self.plus), ("-inf", self.minus)) if n}
-
-    def __str__(self) -> str:
-        words = [f"{number(self.low)} to {number(self.high)}"]
-        found = ((self.plus, "inf"), (self.minus, "-inf"), (self.nan, "NaN"))
-        return ", ".join([*words, *(f"{n} of {self.count} {name}" for n, name in found if n)])
-
-
-def range_of(x: Tensor) -> Range:
-    """The range of a tensor of floating-point numbers; float32's largest is a mask, and left out."""
-    x, largest = x.detach(), torch.finfo(x.dtype).max
-    counts_as_number = x.isfinite()
-    if x.dtype is torch.float32:
-        counts_as_number &= x.abs() != largest
-    finite = x[counts_as_number].double()
-    magnitudes = finite.abs()[finite != 0]
-    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
-    smallest = float(magnitudes.min()) if magnitudes.numel() else 0.0
-    counts = (int(x.isnan().sum()), int((x == torch.inf).sum()), int((x == -torch.inf).sum()))
-    return Range(x.numel(), low, high, smallest, *counts, largest)
 
 
 class Diagnosis(Rows):
@@ -103,8 +56,13 @@ class Diagnosis(Rows):
 
     def __str__(self) -> str:
         if self.cause is None:
-            return "Nothing is inf, NaN or saturated."
+            return f"Nothing is inf, NaN or saturated. {ELSEWHERE}"
         c = self.cause
+        if c["role"] in CAME_IN:
+            lines = [f"{c['kind']} came in with {c['role']} {c['site']}: {c['count']} of {c['of']}"]
+            return "\n".join([*lines, "", "From there to the loss:", str(_shortened(self.chain))])
+        if c["role"] in AFTER:
+            return f"{c['kind']} is in {c['role']} {c['site']}, {c['count']} of {c['of']}, after the step. {ELSEWHERE}"
         where = "backward" if _is_backward(c["role"]) else "forward"
         lines = [
             f"{c['kind']} first appears {where} at {c['site']}, {c['role']}: {c['count']} of {c['of']} "
@@ -154,10 +112,11 @@ def diagnose(model: nn.Module, step: Callable[[], object], *, scaler: torch.amp.
     are put back afterwards. An infinity that was filled in as a mask is none.
 
     Each row has `site` and `call` (the n-th of a site), the `role` ("activation", "error" for its gradient,
-    "weight_grad", or the operand of a product), `kind` ("inf", "-inf", "NaN" or "saturation"), `count` of so many
-    numbers, the finite `amax` before rounding, and `largest`, where the format ends. Saturation is seen in formats of
-    single numbers and of one scale for a tensor. What a checkpoint runs again, custom autograd functions and compiled
-    code are not seen inside.
+    "weight_grad", the operand of a product; "input", "parameter" or "buffer" of what came in), `kind` ("inf", "-inf",
+    "NaN" or "saturation"), `count` of so many numbers, the finite `amax` before rounding, and `largest`, where the
+    format ends. Saturation is seen in formats of single numbers and of one scale for a tensor. What a checkpoint runs
+    again, custom autograd functions and compiled code are not seen inside. Where nothing breaks, parameters, buffers
+    and gradients are looked at after the step.
 
     model: whose step it is.
     step: what runs it.
@@ -199,8 +158,9 @@ def diagnose(model: nn.Module, step: Callable[[], object], *, scaler: torch.amp.
 
 def _read_forward(operation: Operation) -> Rows:
     rows, ranges = Rows(), operation.notes.get("operands", ())
-    for source, found in zip(operation.sources, ranges, strict=False):
-        rows.append({"what": "(from outside)" if source is None else source.site, "range": str(found)})
+    names = operation.notes.get("names", ["(from outside)"] * len(operation.sources))
+    for source, name, found in zip(operation.sources, names, ranges, strict=False):
+        rows.append({"what": name if source is None else source.site, "range": str(found)})
     return rows
 
 
@@ -249,7 +209,9 @@ def _chain(operation: Operation, loss: Operation | None) -> Rows:
 class _Seen:
     """The visitor, and the observer of a quantised model: notes ranges, and where they stop being ones of numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+        self._outside: set[int] = set()  # the tensors from outside that were looked at
         self.events: list[tuple[dict[str, Any], Operation | None]] = []
         self.operations: list[Operation] = []
         self.gradients: list[Operation] = []
@@ -269,12 +231,45 @@ class _Seen:
         operation.notes.update(operands=ranges, result=range_of(result))
         self.operations.append(operation)
         self._by_site.update(dict.fromkeys((operation.site, *self._sites), operation))
+        operation.notes["names"] = [self._buffers.get(id(x), "(from outside)") for x in operands]
+        if operation.name not in FILLS:
+            for source, x, found in zip(operation.sources, operands, ranges, strict=True):
+                self._note_outside(operation, source, x, found)
         rounded = {event["kind"] for event in self._waiting}
         for event in self._waiting:
             self.events.append(({**event, "call": operation.call}, operation))
         self._waiting, self._sites = [], []
         if operation.name not in FILLS and "inf" not in rounded:
             self._note(operation, "activation", operation.notes["result"], ranges)
+
+    def _note_outside(self, operation: Operation, source: Operation | None, x: Tensor, found: Range) -> None:
+        """Note what came in: NaN and inf; minus infinity in a parameter only, for elsewhere it may be a mask."""
+        is_parameter = source is not None and source.name == "parameter"
+        if not (source is None or is_parameter) or id(x) in self._outside:
+            return
+        self._outside.add(id(x))
+        kinds = found.kinds if is_parameter else found.kinds - {"-inf"}
+        name = self._buffers.get(id(x))
+        site = source.site if source is not None else name or f"(from outside), read by {operation.site}"
+        role = "parameter" if is_parameter else "input" if name is None else "buffer"
+        counts = {"NaN": found.nan, "inf": found.plus, "-inf": found.minus}
+        for kind in sorted(kinds, reverse=True):
+            event = {"site": site, "call": 0, "role": role, "kind": kind}
+            end = {"count": counts[kind], "of": found.count, "amax": found.amax, "largest": found.largest}
+            self.events.append(({**event, **end}, operation))
+
+    def afterwards(self, model: nn.Module) -> None:
+        """Note what is not finite at the end of a step in which nothing else was found."""
+        kept: list[tuple[str, str, Tensor]] = [(AFTER[0], n, p) for n, p in model.named_parameters()]
+        kept += [(AFTER[2], n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+        kept += [(AFTER[1], n, b) for n, b in model.named_buffers() if b.is_floating_point()]
+        for role, name, x in kept:
+            found = range_of(x.coalesce().values() if x.layout is torch.sparse_coo else x)
+            kind = "NaN" if found.nan else "inf" if found.plus else "-inf"
+            if found.nan or found.plus or (found.minus and role != AFTER[1]):
+                event = {"site": name, "call": 0, "role": role, "kind": kind, "count": found.nonfinite}
+                end = {"of": found.count, "amax": found.amax, "largest": found.largest}
+                self.events.append(({**event, **end}, None))
 
     def backward(self, operation: Operation, gradient: Tensor) -> None:
         role, found = "weight_grad" if operation.name == "parameter" else "error", range_of(gradient)
@@ -300,7 +295,7 @@ class _Seen:
         return True
 
     def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
-        largest, count = _overflow(before, after, spec)
+        largest, count = overflow_of(before, after, spec)
         finite = before[before.isfinite()]
         amax = float(finite.abs().max()) if finite.numel() else 0.0
         if _is_backward(role):
@@ -318,7 +313,7 @@ class _Seen:
             self._waiting.append(event)
 
 
-def _overflow(before: Tensor, after: Tensor, spec: Spec) -> tuple[float, int]:
+def overflow_of(before: Tensor, after: Tensor, spec: Spec) -> tuple[float, int]:
     """The largest value that a rounding can give, and how many finite numbers became inf, NaN or that, and were not."""
     fmt = spec.fmt
     if not isinstance(fmt, BlockFormat):
@@ -339,7 +334,7 @@ def _overflow(before: Tensor, after: Tensor, spec: Spec) -> tuple[float, int]:
 
 
 def _run(model: nn.Module, step: Callable[[], object]) -> _Seen:
-    seen = _Seen()
+    seen = _Seen(model)
     emulated = any(True for _ in emulated_forwards(model))
     registered = listeners(model) if emulated else []
     trace = Trace(model, seen, emulated, verb="diagnose")
@@ -353,6 +348,8 @@ def _run(model: nn.Module, step: Callable[[], object]) -> _Seen:
         _observe(registered, seen)
         _preserve(model, undo)
         trace.run(step)
+        if not seen.events:
+            seen.afterwards(model)
 
     undone(run)
     return seen

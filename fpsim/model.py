@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -24,7 +24,15 @@ from fpsim.recipes import as_policy_of
 from fpsim.torch_internals import is_compiled_wrapper
 from fpsim.torch_modes import keeps_grad_mode
 
-__all__ = ["dequantize", "listeners", "quantize", "round_parameters_", "set_policy"]
+__all__ = [
+    "dequantize",
+    "install_policies",
+    "listeners",
+    "policies_of",
+    "quantize",
+    "round_parameters_",
+    "set_policy",
+]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -112,11 +120,29 @@ def _policies(model: nn.Module, fmt: FormatLike, rounding: str | Mapping[str, st
 
 def _install_all(model: nn.Module, policies: Mapping[str, Policy], listeners: Listeners) -> None:
     apart = modules_that_compute(model)
-    activations = {spec.fmt for policy in policies.values() if (spec := policy.specs().activation) is not None}
-    listeners.has_names = len(activations) < 2
+    listeners.has_names = _have_one_format(policies.values())
     for name, module in model.named_modules():
         if module not in apart and not is_compiled_wrapper(module):
             install(module, name, policies[name], listeners)
+
+
+def _have_one_format(policies: Iterable[Policy]) -> bool:
+    """Whether activations that are rounded are all in one format."""
+    return len({spec.fmt for policy in policies if (spec := policy.specs().activation) is not None}) < 2
+
+
+def policies_of(model: nn.Module) -> dict[str, Policy]:
+    """The policy of each module of a quantised model by name, overrides resolved."""
+    return {forward.name: forward.policy or Policy() for _, forward in emulated_forwards(model)}
+
+
+def install_policies(model: nn.Module, policies: Mapping[str, Policy]) -> None:
+    """Have the modules of a quantised model compute under these policies, by name; the others stay as they are."""
+    for module, forward in list(emulated_forwards(model)):
+        if forward.name in policies:
+            install(module, forward.name, policies[forward.name], forward.listeners)
+    for shared in listeners(model):
+        shared.has_names = _have_one_format(policies_of(model).values())
 
 
 def keeps_history(name: str, entry: Mapping[str, Any], policies: Mapping[str, Policy]) -> bool:

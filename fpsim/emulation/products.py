@@ -23,7 +23,7 @@ from fpsim.emulation.scope import Observer, Scope
 from fpsim.expressions import round_traced
 from fpsim.gemm import accumulate, apply_accumulate_operator
 from fpsim.hadamard import Hadamard, apply_hadamard_operator, padded_to_groups, require_groups, transformed
-from fpsim.launch import rounded
+from fpsim.launch import rounded, to_float64
 from fpsim.moments import amax_of
 from fpsim.noise import new_key_for, new_traceable_key
 from fpsim.products import PRODUCTS, Operand, ProductSpecs
@@ -308,7 +308,7 @@ def _show(
     observer: Observer, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, log2_scale: Tensor | None
 ) -> None:
     if log2_scale is not None:  # as the format sees it; exact, for float64 has exponents to spare
-        before, after = (torch.ldexp(x.double(), log2_scale) for x in (before, after))
+        before, after = to_float64(before, log2_scale), to_float64(after, log2_scale)
     observer(site, role, before, after, spec)
 
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fpsim.emulation.arguments import tensors_in
-from fpsim.emulation.calls import LOOK_UPS, Action, call_of
+from fpsim.emulation.calls import LOOK_UPS, Action, Call, call_of
 from fpsim.emulation.entering import run_entered, take_off_leftovers
 from fpsim.emulation.module_calls import Around, around_calls, not_around_calls, who_is_around
 from fpsim.emulation.scope import Listeners, make_scope
@@ -28,7 +28,7 @@ from fpsim.torch_internals import is_compiled_wrapper, without_torch_function
 from fpsim.torch_modes import hooked, push_mode, take_off
 from fpsim.undoing import Undo, undone
 
-__all__ = ["Operation", "Trace", "Visitor"]
+__all__ = ["Edit", "Operation", "Trace", "Visitor"]
 
 
 class Operation:
@@ -39,18 +39,23 @@ class Operation:
     module: its name; "" for the model itself and for what is outside of it.
     name: the operation's name; "parameter" for a parameter.
     call: how many calls of this site came before.
+    index: the n-th call of a torch function in the trace, the same in each run of the same step; -1 for a parameter.
+    caller: the module that called `module`.
     computes: whether it computes its values; views, copies and selections give values that went in.
     sources: what gave each operand, in the order of its arguments; None for what came from outside.
     parents: the same without None, each once.
     children: those that read its result.
     """
 
-    __slots__ = ("call", "children", "computes", "module", "name", "notes", "parents", "site", "sources")
+    __slots__ = (
+        *("call", "caller", "children", "computes", "index", "module", "name", "notes", "parents", "site", "sources"),
+    )
 
     def __init__(
         self, site: str, module: str, name: str, call: int, computes: bool, sources: list[Operation | None]
     ) -> None:
         self.site, self.module, self.name, self.call, self.computes = site, module, name, call, computes
+        self.index, self.caller = -1, ""
         self.sources, self.parents = sources, [*dict.fromkeys(s for s in sources if s is not None)]
         self.children: list[Operation] = []
         self.notes: dict[str, Any] = {}  # of the visitor
@@ -71,6 +76,9 @@ class Visitor(Protocol):
         """A gradient came to the result of an operation, or to a parameter."""
 
 
+Edit = Callable[[int, Call, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
 class Trace:
     """Traces the calls of `model`, and with `everything` those outside of it too, such as the loss.
 
@@ -79,6 +87,8 @@ class Trace:
     emulated: whether the model is quantised.
     verb: the public function that traces, in what users are told.
     is_due: asked at each call of the model, whether to trace it. None traces each that comes from one thread.
+    edit: runs each torch function in the place of the trace, to try what another argument or dtype would change.
+    arguments: of the call that the visitor is being told of.
     """
 
     def __init__(
@@ -88,9 +98,13 @@ class Trace:
         emulated: bool,
         verb: str,
         is_due: Callable[[], bool] | None = None,
+        edit: Edit | None = None,
     ) -> None:
         self.model, self.visitor, self.emulated, self.verb = model, visitor, emulated, verb
         self.is_due = self.claim if is_due is None else is_due
+        self.edit = edit
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+        self._index = -1
         self.operations: list[Operation] = []
         self.results = WeakTensorKeyDictionary()  # {tensor: the Operation that gave it}
         self.inside = 0  # the calls of the model that are being traced
@@ -251,12 +265,17 @@ class Trace:
             return func(*args, **kwargs)
         operands = [*_floats_in((*args, *kwargs.values()))]
         sources = [self._origin(x) for x in operands]
-        out = func(*args, **kwargs)
+        self._index = index = self._index + 1
+        out = func(*args, **kwargs) if self.edit is None else self.edit(index, kind, func, args, kwargs)
         results = [*_floats_in((out,))]
         given = [x for x in results if kind.in_place or not any(x is y for y in operands)]
         given = [x for x in given if id(x) not in self._names]  # an initialisation or an update is no part of a step
         if given:
-            self._note(kind.name, kind.action is Action.COMPUTE or kind.name in LOOK_UPS, sources, operands, given)
+            self.arguments = args, kwargs
+            self._note(
+                index, kind.name, kind.action is Action.COMPUTE or kind.name in LOOK_UPS, sources, operands, given
+            )
+            self.arguments = (), {}
         return out
 
     def _origin(self, x: Tensor) -> Operation | None:
@@ -270,6 +289,7 @@ class Trace:
 
     def _note(
         self,
+        index: int,
         name: str,
         computes: bool,
         sources: list[Operation | None],
@@ -282,6 +302,7 @@ class Trace:
             site = f"{module}:{name}_{seen}" if seen else f"{module}:{name}"
             call = self._calls[site] = self._calls.get(site, -1) + 1
             operation = Operation(site, module, name, call, computes, sources)
+            operation.index, operation.caller = index, self._frames[-2][0] if len(self._frames) > 1 else ""
             self.operations.append(operation)
             self.results[result] = operation
             with without_torch_function():  # another trace may lie below

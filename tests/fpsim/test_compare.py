@@ -194,3 +194,34 @@ def test_results_are_rows_frames_and_pictures() -> None:
 def test_impossible_draws_are_refused() -> None:
     with pytest.raises(ValueError, match="draws=0"):
         fpsim.compare(Cancelling(), None, "fp16", X, draws=0)
+
+
+def test_what_becomes_infinite_is_told_before_what_doubles() -> None:
+    class Squares(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.square() * 300).sum(-1)  # the square doubles a relative error, the sum leaves fp16
+
+    found = fpsim.compare(Squares(), None, "fp16", torch.linspace(9.1, 10.3, 16)[None])
+    row = found.breaks()
+    assert row is not None
+    assert (row["site"], row["relative"]) == (":sum", math.inf)
+    lines = [line for line in str(found).splitlines() if line.startswith("forward:")]
+    assert lines[0].startswith("forward: it becomes inf at :sum")
+
+
+def test_a_branch_that_is_lost_is_told_before_what_doubles() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.square() + x * 1e-9
+
+    row = fpsim.compare(Branch(), None, "fp16", torch.linspace(1.1, 2.3, 16)).breaks()
+    assert row is not None
+    assert (row["site"], row["relative"]) == (":mul", 1.0)
+
+
+def test_two_losses_that_are_no_numbers_are_refused() -> None:
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"nan in a and nan in b.*fpsim.why"):
+        fpsim.compare(model, None, "fp16", torch.ones(1, 2), loss=lambda out: out.sum())

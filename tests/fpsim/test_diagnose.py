@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import fpsim
+from fpsim.diagnose import AFTER
 
 
 class Attention(nn.Module):
@@ -74,7 +75,7 @@ def test_a_step_without_trouble_has_no_cause_and_a_mask_is_none() -> None:
     model = grown(1.0)
     found = fpsim.diagnose(model, in_fp16(model))
     assert list(found) == []
-    assert str(found) == "Nothing is inf, NaN or saturated."
+    assert str(found).startswith("Nothing is inf, NaN or saturated. fpsim.why(model, step) looks at")
 
 
 def test_a_row_that_is_masked_as_a_whole_gives_nan_at_the_softmax() -> None:
@@ -225,3 +226,56 @@ def test_what_is_no_grad_scaler_and_a_recorded_model_are_refused() -> None:
         fpsim.diagnose(model, lambda: None, scaler=2.0)  # type: ignore[arg-type]
     with fpsim.record(model), pytest.raises(ValueError, match="is being recorded"):
         fpsim.diagnose(model, lambda: model(X))
+
+
+@pytest.mark.parametrize("fmt", [None, "fp16"])
+@pytest.mark.parametrize("where", ["input", "parameter", "buffer"])
+def test_nan_that_came_in_is_named_where_it_came_in_and_not_where_it_is_seen_backward(
+    fmt: str | None, where: str
+) -> None:
+    model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).eval()
+    x = torch.ones(2, 4)
+    broken = {"input": x, "parameter": model[0].weight.data, "buffer": model[1].running_mean}[where]
+    broken.view(-1)[1] = torch.nan
+    model = model if fmt is None else fpsim.quantize(model, fmt)
+    found = fpsim.diagnose(model, lambda: model(x).square().mean().backward())
+    names = {"input": "(from outside), read by 0:linear", "parameter": "0.weight", "buffer": "1.running_mean"}
+    assert found.cause is not None
+    assert (found.cause["site"], found.cause["role"], found.cause["kind"]) == (names[where], where, "NaN")
+    assert (found.cause["count"], found.cause["of"]) == (1, broken.numel())
+    assert str(found).startswith(f"NaN came in with {where} {names[where]}: 1 of {broken.numel()}")
+
+
+def test_a_forward_pass_alone_that_reads_nan_has_a_cause() -> None:
+    model, x = nn.Linear(4, 1), torch.ones(2, 4)
+    x[0, 0] = torch.nan
+    assert str(fpsim.diagnose(model, lambda: model(x).sum())).startswith("NaN came in with input")
+
+
+def test_what_the_optimizer_made_infinite_is_told_of() -> None:
+    model = nn.Linear(4, 1).half()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (model(torch.full((2, 4), 1e-3).half()) * 1e-2).sum().backward()
+        optimizer.step()
+
+    found = fpsim.diagnose(model, step)
+    assert found.cause is not None
+    assert (found.cause["site"], found.cause["role"]) == ("weight", "the parameter")
+    assert bool(model.weight.isfinite().all())
+
+
+def test_gradients_that_overflow_as_they_are_summed_are_told_of() -> None:
+    model = nn.Linear(4, 1, bias=False).half()
+    model.weight.grad = torch.full((1, 4), 6e4).half()
+    found = fpsim.diagnose(model, lambda: model(torch.full((2, 4), 1e4).half()).sum().backward())
+    assert found.cause is not None
+    assert (found.cause["site"], found.cause["role"], found.cause["count"]) == ("weight", AFTER[2], 4)
+
+
+def test_a_buffer_that_overflows_in_the_step_is_told_of() -> None:
+    model, x = nn.Sequential(nn.BatchNorm1d(2)).half(), torch.tensor([[-3e4, 1.0], [3e4, 2.0]]).half()
+    found = fpsim.diagnose(model, lambda: model(x).sum().backward())
+    assert [event["site"] for event in found] == ["0.running_var"]

@@ -19,6 +19,7 @@ import fpsim
 from fpsim import FloatFormat, as_format
 from fpsim.kernels.containers import make_limit, narrowed, times_power, widened
 from fpsim.launch import PARALLEL_FROM, kernel_for, ldexp, round_fitting_, to_float64
+from fpsim.model import listeners
 from fpsim.moments import Moments, amax_of, moments_of
 from fpsim.rounding import BINARY32, BINARY64
 from fpsim.spec import rounding_spec
@@ -289,3 +290,23 @@ def test_a_container_knows_its_patterns() -> None:
     assert got == x[known].tolist()
     assert BINARY32.bits(math.nan) == 0x7FC00000
     assert BINARY64.bits(-1.5) == 0xBFF8 << 48
+
+
+def test_an_operand_of_a_product_is_recorded_with_its_subnormals() -> None:
+    """At a scale of 2**20 an operand of 1e-41 is a number of e8m10, and is recorded as one."""
+
+    gradient = torch.tensor([[7136]], dtype=torch.int32).view(torch.float32)  # 7136 * 2**-149 is 1e-41
+
+    def at_a_scale(*_: Any) -> Callable[[torch.Tensor, bool], torch.Tensor]:
+        return lambda gradient, is_alone: torch.tensor([20])
+
+    def amaxes() -> dict[str, float]:
+        policy = fpsim.Policy(products=fpsim.Products.all(FloatFormat(8, 10)))
+        model = fpsim.quantize(torch.nn.Linear(2, 1, bias=False), policy)
+        (listener,) = {id(m): m for m in listeners(model)}.values()
+        listener.scaling = at_a_scale
+        with fpsim.record(model) as recording:
+            model(torch.ones(1, 2)).backward(gradient)
+        return {row["role"]: row["amax"] for row in recording.rows() if row["role"].endswith("dy")}
+
+    assert both_ways(amaxes) == {"wgrad.dy": math.ldexp(7136, 20 - 149)}

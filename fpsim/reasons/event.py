@@ -1,0 +1,50 @@
+"""An event: what went wrong at one place of a step, in words and numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fpsim.emulation.tracing import Operation
+
+__all__ = ["Event"]
+
+
+@dataclass
+class Event:
+    """What went wrong.
+
+    stage: "state", "forward", "backward", "accumulation", "optimizer", "buffers" or "float32".
+    kind: in words, such as "overflow" or "division by zero".
+    place: a site, or the name of a parameter, buffer or input.
+    role: "activation", "error", "weight", "weight_grad", "input", "parameter", "buffer", "gradient", "state", "update".
+    count, of: how many numbers of how many.
+    why: sentences with the numbers to check.
+    operation: where it happened; None of what came in and of what an optimizer did.
+    origin: the operation from which on float32 would help; `operation` unless something earlier is to blame.
+    constant: what `origin` lost, if it is that.
+    read: what was read there, as pairs of a name and a range.
+    """
+
+    stage: str
+    kind: str
+    place: str
+    role: str
+    count: int = 0
+    of: int = 0
+    why: list[str] = field(default_factory=list)
+    operation: Operation | None = None
+    origin: Operation | None = None
+    constant: float | None = None
+    read: list[tuple[str, str]] = field(default_factory=list)
+    fmt: str = ""
+    batch: int | None = None
+    remedy: str = ""  # of what nobody can try here
+    ends: Any = None
+
+    def row(self) -> dict[str, Any]:
+        call = self.operation.call if self.operation is not None else 0
+        return {
+            **{"stage": self.stage, "place": self.place, "role": self.role, "kind": self.kind, "count": self.count},
+            **{"of": self.of, "format": self.fmt, "call": call, "batch": self.batch, "why": " ".join(self.why)},
+        }

@@ -1,0 +1,84 @@
+"""Remedies for an optimizer's step and for sums of gradients, tried."""
+
+from __future__ import annotations
+
+import torch
+
+from fpsim.ops import round_to
+from fpsim.reasons.event import Event
+from fpsim.reasons.remedies import EPS, Remedy
+from fpsim.reasons.timeline import Timeline
+from fpsim.reasons.trials import Change, Outcome, Trials
+from fpsim.reasons.updates import Updates
+
+__all__ = ["update_remedies"]
+
+RATES = (0.5, 0.1, 0.01, 1e-3, 1e-4, 1e-6)
+
+
+def update_remedies(trials: Trials, event: Event, updates: Updates, seen: Timeline) -> list[Remedy]:
+    """The remedies that work, the closest first."""
+    if event.remedy == "clear" or event.role == "gradient":
+        return _cleared(trials)
+    if event.kind == "update lost":
+        return _masters_move(updates, event)
+    found = []
+    if event.remedy == "optimizer eps":
+        found += _eps(trials, event)
+    if event.remedy == "rate":
+        found += _rate(trials)
+    if updates.masters_are_finite() and event.ends is not None and event.ends.holder is not torch.float32:
+        detail = f"all {len(updates.masters)} parameters are finite"
+        found.append(Remedy("float32 master parameters and states", "master", detail=detail))
+    return found[:2]
+
+
+def _works(trials: Trials, change: Change) -> Outcome | None:
+    try:
+        found = trials.run(change)
+    except Exception:  # a refused option is no remedy
+        return None
+    return found if found.is_finite else None
+
+
+def _cleared(trials: Trials) -> list[Remedy]:
+    found = _works(trials, Change(clear=True))
+    if found is None:
+        return []
+    return [Remedy("zero_grad() before the step", "clear", loss=found.loss, detail="all gradients are finite")]
+
+
+def _eps(trials: Trials, event: Event) -> list[Remedy]:
+    for eps in EPS:
+        if event.constant is None or eps <= event.constant or not event.ends.holds(eps):
+            continue
+        found = _works(trials, Change(options={"eps": eps}))
+        if found is not None:
+            detail = "all parameters stay finite"
+            return [Remedy(f"eps {eps:g} in the optimizer", "optimizer eps", eps, loss=found.loss, detail=detail)]
+    return []
+
+
+def _rate(trials: Trials) -> list[Remedy]:
+    for rate in RATES:
+        found = _works(trials, Change(rate=rate))
+        if found is not None:
+            detail = "all parameters stay finite"
+            return [Remedy(f"a rate {rate:g} times as large", "rate", rate, loss=found.loss, detail=detail)]
+    return []
+
+
+def _masters_move(updates: Updates, event: Event) -> list[Remedy]:
+    moving, of = updates.moved_with_masters()
+    if moving < of or not of:
+        return []
+    wide = "float64" if event.fmt == "float32" else "float32"
+    found = [Remedy(f"{wide} master parameters", "master", detail=f"{moving} of {of} tensors move")]
+    fmt = {"bfloat16": "bf16", "float16": "fp16"}.get(event.fmt, event.fmt)
+    if wide == "float32":
+        masters, first = updates.masters, updates.first
+        moved = sum(int((round_to(m, fmt, "stochastic") != first[n].float()).sum()) for n, m in masters.items())
+        if moved:
+            detail = f"{moved} numbers move rather than {event.of - event.count}"
+            found.append(Remedy("stochastic rounding of the update", "stochastic", detail=detail))
+    return found

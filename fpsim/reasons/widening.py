@@ -1,0 +1,103 @@
+"""Operations of a native model in float32: all of them for a reference, or some of them as a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fpsim.emulation.calls import Action, Call
+
+__all__ = ["LOW", "Widening"]
+
+LOW = (torch.float16, torch.bfloat16)
+_CASTS = frozenset("half bfloat16 to type type_as".split())
+
+
+class Widening:
+    """An `edit` of a trace that runs operations in float32, and brings what others read of them back.
+
+    chosen: the indices of the operations; None for all of them.
+    gradients: those of the parameters' float32 copies, which no cast to the parameter's dtype has rounded.
+    """
+
+    def __init__(self, chosen: Collection[int] | None) -> None:
+        self.chosen = chosen
+        self.gradients: dict[int, Tensor] = {}
+        self._wide = WeakTensorKeyDictionary()  # {a tensor that is float32 here: the dtype that it had}
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(
+        self, index: int, kind: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        tensors = [x for x in _tensors((args, kwargs)) if x.is_floating_point()]
+        is_move = kind.action is Action.MOVE and kind.name not in _CASTS
+        chosen = self.chosen is None or index in self.chosen
+        if is_move and not chosen:  # a view of what is float32 here is so too
+            chosen = any(x in self._wide for x in tensors)
+        if kind.in_place and tensors and tensors[0].dtype in LOW:
+            chosen = False  # the tensor that is written to cannot change its dtype
+        if not chosen:
+            return func(*_mapped(args, self._narrowed), **_mapped(kwargs, self._narrowed))
+        lows = [x.dtype for x in tensors if x.dtype in LOW] + [self._wide[x] for x in tensors if x in self._wide]
+        device = tensors[0].device.type if tensors else "cpu"
+        if torch.is_autocast_enabled(device) and not lows:
+            lows = [torch.get_autocast_dtype(device)]
+        if kind.name in _CASTS and tensors and _is_low_cast(kind.name, args, kwargs):
+            out: Any = self._widened(tensors[0])
+            out = out.clone() if out is tensors[0] else out
+        else:
+            with torch.autocast(device, enabled=False):
+                out = func(*_mapped(args, self._widened), **_mapped(kwargs, self._widened))
+        for x in _tensors(out):
+            if lows and x.dtype is torch.float32:
+                self._wide[x] = lows[0]
+        return out
+
+    def _note(self, key: int, gradient: Tensor) -> None:
+        self.gradients[key] = gradient.detach()
+
+    def _narrowed(self, x: Any) -> Any:
+        return x.to(self._wide[x]) if isinstance(x, Tensor) and x in self._wide else x
+
+    def _widened(self, x: Any) -> Any:
+        if isinstance(x, torch.dtype):
+            return torch.float32 if x in LOW else x
+        if not isinstance(x, Tensor) or x.dtype not in LOW:
+            return x
+        if not (x.is_leaf and x.requires_grad):
+            return x.float()
+        if id(x) not in self._copies:
+            copy = x.float()
+            if copy.requires_grad:
+                copy.register_hook(partial(self._note, id(x)))
+            self._copies[id(x)] = x, copy
+        return self._copies[id(x)][1]
+
+
+def _is_low_cast(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name in ("half", "bfloat16"):
+        return True
+    wanted = [*args[1:], *kwargs.values()]
+    return any((w.dtype if isinstance(w, Tensor) else w) in LOW for w in wanted if isinstance(w, Tensor | torch.dtype))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [x for v in value for x in _tensors(v)] if isinstance(value, tuple | list) else []
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A nest of tuples, lists and dictionaries with each leaf changed."""
+    if isinstance(value, dict):
+        return {k: _mapped(v, change) for k, v in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(v, change) for v in value)
+    return change(value)

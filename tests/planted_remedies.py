@@ -1,0 +1,168 @@
+"""Applying a remedy that `why` printed as tried, by other means than its own: does the step then work?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from planted_models import Planted
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import fpsim
+
+LOW = (torch.float16, torch.bfloat16)
+MOVES = frozenset(
+    "view reshape transpose permute expand contiguous unsqueeze squeeze flatten mT T __get__ getitem".split()
+)
+
+
+class AtSites(TorchFunctionMode):
+    """Runs the operations at some sites in float32, or with other arguments; sites are counted as users read them.
+
+    wide: sites that run in float32; what else reads their results gets them in the dtype from before.
+    change: by the name of an operation at a site, what becomes of its arguments.
+    """
+
+    def __init__(self, model: nn.Module, wide: list[str], change: dict[str, Callable[[tuple[Any, ...]], Any]]) -> None:
+        super().__init__()
+        self.model, self.wide, self.change = model, set(wide), change
+        self.frames: list[tuple[str, dict[str, int]]] = [("", {})]
+        self.inside = 0
+        self.handles: list[Any] = []
+        self.narrow: dict[int, tuple[Tensor, torch.dtype]] = {}
+
+    def __enter__(self) -> Any:
+        for name, module in self.model.named_modules():
+            self.handles.append(
+                module.register_forward_pre_hook(lambda m, a, name=name: self.frames.append((name, {})))
+            )
+            self.handles.append(module.register_forward_hook(lambda m, a, o: (self.frames.pop(), None)[1]))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        name = name.strip("_") if name.startswith("__") else name
+        module, counts = self.frames[-1]
+        ordinal = counts.get(name, 0)
+        site = f"{module}:{name}_{ordinal}" if ordinal else f"{module}:{name}"
+        if name in ("backward", "get", "set"):
+            return func(*args, **kwargs)
+        if site in self.change:
+            args, kwargs = self.change[site]((args, kwargs))
+        is_wide = site in self.wide or (name in MOVES and any(id(a) in self.narrow for a in args))
+        if is_wide:
+            lows = [a.dtype for a in args if isinstance(a, Tensor) and a.dtype in LOW]
+            lows += [self.narrow[id(a)][1] for a in args if id(a) in self.narrow] + [torch.float16]
+            args = tuple(a.float() if isinstance(a, Tensor) and a.dtype in LOW else a for a in args)
+            with torch.autocast("cpu", enabled=False):
+                out = func(*args, **kwargs)
+        else:
+            args = tuple(a.to(self.narrow[id(a)][1]) if id(a) in self.narrow else a for a in args)
+            out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and out.is_floating_point():
+            counts[name] = ordinal + 1
+            if is_wide and out.dtype is torch.float32:
+                self.narrow[id(out)] = out, lows[0]
+        return out
+
+
+def is_cured(planted: Planted, found: fpsim.Why, which: int = 0) -> bool:
+    """Whether the step is finite, or does what it did not do, under the remedy; the loss must be the printed one."""
+    remedy = found.tried[which]
+    assert found.cause is not None
+    if remedy["remedy"] in ("master", "stochastic", "optimizer eps", "rate", "clear"):
+        return _after_update(planted, remedy)
+    if remedy["remedy"] == "scale":
+        planted.scale *= remedy["value"]
+        planted.step()
+        return _is_finite(planted.model)
+    if planted.fmt not in ("half", "bfloat16", "autocast", "float32") and remedy["remedy"] == "float32":
+        fpsim.set_policy(planted.model, found.policy())
+        return _runs(planted, remedy)
+    change = _changes(found, remedy)
+    wide = remedy["sites"] if remedy["remedy"] == "float32" else []
+    with AtSites(planted.model, wide, change):
+        return _runs(planted, remedy)
+
+
+def _runs(planted: Planted, remedy: dict[str, Any]) -> bool:
+    losses: list[float] = []
+    original = planted.loss
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        value = original(out, y)
+        losses.append(float(value.detach()) * planted.scale)
+        return value
+
+    planted.loss = loss
+    planted.step()
+    # What is put in here is not rounded to an emulated format, and `why` rounds it: half an ulp of fp16 is 2**-11.
+    near = 1e-5 if planted.fmt in ("float32", "half", "bfloat16", "autocast") else 2**-10
+    same = remedy["loss"] is None or math.isclose(losses[0], remedy["loss"], rel_tol=near, abs_tol=1e-7)
+    return same and math.isfinite(losses[0]) and _is_finite(planted.model)
+
+
+def _is_finite(model: nn.Module) -> bool:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return all(bool(x.isfinite().all()) for x in (*model.parameters(), *gradients))
+
+
+def _changes(found: fpsim.Why, remedy: dict[str, Any]) -> dict[str, Any]:
+    value, kind = remedy["value"], remedy["remedy"]
+    if kind == "float32":
+        return {}
+
+    def changed(given: Any) -> Any:
+        args, kwargs = given
+        first = args[0]
+        if kind == "eps":
+            args = tuple(value if isinstance(a, float) and 0 < a < value else a for a in args)
+            kwargs = {**kwargs, "eps": value} if "normalize" in remedy["sites"][0] else kwargs
+        elif kind == "clamp":
+            is_divisor = "div" in remedy["sites"][0]
+            args = (first, args[1].clamp(min=1)) if is_divisor else (first.clamp(min=value), *args[1:])
+        elif kind == "mask":
+            args = (torch.where((first == -torch.inf).all(-1, keepdim=True), 0.0, first).to(first.dtype), *args[1:])
+        elif kind == "slope":
+            args = (first + value, *args[1:])
+        return args, kwargs
+
+    return dict.fromkeys(remedy["sites"], changed)
+
+
+def _after_update(planted: Planted, remedy: dict[str, Any]) -> bool:
+    name, value = remedy["remedy"], remedy["value"]
+    if name == "clear":
+        planted.clears = True
+        planted.step()
+        return _is_finite(planted.model)
+    planted.step()
+    optimizer, model = planted.optimizer, planted.model
+    before = [p.detach().clone() for p in model.parameters()]
+    if name in ("master", "stochastic"):
+        group = {k: v for k, v in optimizer.param_groups[0].items() if k in ("lr", "betas", "eps")}
+        masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+        for master, p in zip(masters, model.parameters(), strict=True):
+            master.grad = None if p.grad is None else p.grad.float()
+        type(optimizer)(masters, **group).step()
+        if name == "master":
+            pairs = [(m, b) for m, b in zip(masters, before, strict=True) if m.grad is not None]
+            return all(bool(m.isfinite().all()) and not torch.equal(m.detach(), b.float()) for m, b in pairs)
+        fmt = {torch.bfloat16: "bf16", torch.float16: "fp16"}[before[0].dtype]
+        moved = sum(
+            int((fpsim.round_to(m.detach(), fmt, "stochastic") != b).sum())
+            for m, b in zip(masters, before, strict=True)
+        )
+        return moved > 0
+    for group in optimizer.param_groups:
+        group.update({"eps": value} if name == "optimizer eps" else {"lr": group["lr"] * value})
+    optimizer.step()
+    return all(bool(p.isfinite().all()) for p in model.parameters())
