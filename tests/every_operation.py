@@ -221,7 +221,8 @@ def draw(spelling: Spelling, sample: Sample, format: str, number: int) -> list[D
         return None
     try:
         again = run(spelling, low.in_dtype(NATIVE[format], False), format, number, seed=1)
-        is_random = any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(native, again))
+        both = [(a, b) for a, b in zip(native, again) if a is not None and b is not None]
+        is_random = any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in both)
     except REFUSALS:
         is_random = False
     try:

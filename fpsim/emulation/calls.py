@@ -20,7 +20,18 @@ from fpsim.emulation.marks import note_inference_write
 from fpsim.emulation.scope import active
 from fpsim.torch_internals import written_arguments
 
-__all__ = ["LOOK_UPS", "NARROWING", "REFUSE", "WRITTEN_TO", "Action", "Call", "call_of", "in_order"]
+__all__ = [
+    "CHOOSE_INSIDE",
+    "FLOAT64",
+    "LOOK_UPS",
+    "NARROWING",
+    "REFUSE",
+    "WRITTEN_TO",
+    "Action",
+    "Call",
+    "call_of",
+    "in_order",
+]
 
 
 class Action(Enum):
@@ -125,6 +136,11 @@ ONLY_COMPARED = {
     F.cosine_embedding_loss: ((2,), ("target",)),
     F.hinge_embedding_loss: ((1,), ("target",)),
 }
+# Functions that give float64, whatever they are given.
+FLOAT64 = ("float_power",)
+# Functions of several steps whose backward pass looks for their result among what they chose it from: it has to stay
+# as it is, and a copy is rounded.
+CHOOSE_INSIDE = ("linalg_matrix_norm", "matrix_norm", "linalg_norm", "norm", "linalg_cond", "cond")
 # What is looked up in a weight is an activation, and its gradient, which is summed into the weight, an error.
 LOOK_UPS = ("embedding",)
 # Operations that bring their operands into the format, as autocast does, unless all of them are float32 on purpose. All

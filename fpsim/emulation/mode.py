@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from fpsim.emulation import recurrent
 from fpsim.emulation.aliases import Alias, Aliases, note_write, view_from_outside, write_outside, written_outside
 from fpsim.emulation.arguments import are_integers, roundable_in, tensors_in, typed_in
-from fpsim.emulation.calls import LOOK_UPS, NARROWING, REFUSE, Action, Call, call_of, in_order
+from fpsim.emulation.calls import FLOAT64, LOOK_UPS, NARROWING, REFUSE, Action, Call, call_of, in_order
 from fpsim.emulation.casts import asks_for_float32, autocast_depth, dtype_in, is_called_by_sharding, is_float32_island
 from fpsim.emulation.conversions import (
     Asked,
@@ -297,8 +297,8 @@ class Emulation(Roundings, TorchFunctionMode):
         asked: Asked,
     ) -> bool:
         """Whether a call computes float32 on purpose, by torch's type promotion with the format as a dtype below it."""
-        if asked is not Asked.NOTHING:
-            return asked is Asked.WIDE
+        if asked is not Asked.NOTHING or call.name in FLOAT64:
+            return asked is not Asked.NARROW
         if "dtype" in kwargs or call.takes_dtype:
             if not isinstance(target, Tensor) and dtype_in(args, kwargs) in WIDE_DTYPES:
                 return asks_for_float32(func, call.name, args, kwargs)

@@ -13,7 +13,7 @@ from fpsim.autograd import is_plain, straight_through
 from fpsim.emulation.aliases import Aliases
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.backward import BackwardRounding
-from fpsim.emulation.calls import WRITTEN_TO, Call
+from fpsim.emulation.calls import CHOOSE_INSIDE, WRITTEN_TO, Call
 from fpsim.emulation.marks import (
     OF_A_WEIGHT,
     WIDE,
@@ -228,6 +228,8 @@ class Roundings:
         if not is_target and any(is_same(out, x) for x in floats):
             self.carry_marks(out, floats, None, None)
             return out  # it moved: dropout in evaluation gives back its input, einsum may give a view of it
+        if call.name in CHOOSE_INSIDE and not is_target:
+            out = out.clone()
         site = self.scope.site(call.name) if product is None else product.site
         spec, error, role, operation = specs.activation, specs.error, "activation", call.name
         if spec is None and product is not None and (spec := product.output) is not None:
