@@ -147,19 +147,20 @@ def cast(
     if is_roundable(args[0]) and leaves_float32(specs, args[0]):
         return call(func, args, kwargs)  # the format is float32: a copy would change the order of gradients' sums
     x = args[0]
-    if is_roundable(x) and not (is_state(x) or emulation.leaves_raw(x)):  # a buffer is read as it is
-        x = emulation.operand(x, Rounds.ALL_BUT_WIDE)
-    out = call(func, (x, *args[1:]), kwargs)
-    if not isinstance(out, Tensor) or not is_roundable(out):
-        return out
     like = next((y for y in (*args[1:], *kwargs.values()) if isinstance(y, Tensor)), None)
-    if like is None and dtype_in(args, kwargs) is None and call.name == "to":
-        emulation.carry_marks(out, [x], None, None)  # to another device
-        return out
     if call.name in ("float", "double") or asked is Asked.WIDE or (like is not None and format_of(like) == WIDE):
         is_wide = True
     else:
         is_wide = asked is Asked.NOTHING and like is None and asks_for_float32(func, call.name, args, kwargs)
+    stays = not is_wide and is_made_here(x)  # torch may give the tensor itself
+    if is_roundable(x) and not (is_state(x) or emulation.leaves_raw(x) or stays):  # a buffer is read as it is
+        x = emulation.operand(x, Rounds.ALL_BUT_WIDE)
+    out = call(func, (x, *args[1:]), kwargs)
+    if not isinstance(out, Tensor) or not is_roundable(out):
+        return out
+    if like is None and dtype_in(args, kwargs) is None and call.name == "to":
+        emulation.carry_marks(out, [x], None, None)  # to another device
+        return out
     if is_wide:
         if format_of(x) != WIDE or out is not x:
             out = out.clone() if out is args[0] or out is x else out  # its mark is its own
@@ -167,8 +168,11 @@ def cast(
         return out
     if out.dtype not in WIDE_DTYPES:
         return out
+    if stays and out is x and format_of(x) != WIDE:
+        emulation.prepare_target(x)
+        return x
     result = emulation.operand(out, Rounds.ALL)
-    if x is not args[0] and out is x and not is_made_here(args[0]):  # torch gives the tensor itself
+    if x is not args[0] and out is x and not is_made_here(args[0]):
         emulation.aliases.add(result, Alias(args[0], own=args[0]))
     return result
 
