@@ -457,3 +457,138 @@ def test_what_ran_wide_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     wide = [row for row in recording.rows() if row["format"] == "fp32"]
     assert [row["site"] for row in wide] == ["1:exp", "1:mul"]
     assert {row["role"] for row in wide} == {"activation"}
+
+
+# Writes: that a tensor is float32 on purpose is a property of its dtype, not of its values
+
+
+def halves_written(z: Tensor, y: Tensor) -> None:
+    a, _ = z.chunk(2)
+    a.copy_(y[: len(a)])
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "setting items": lambda z, y: z.__setitem__((slice(None), slice(0, 4)), y[:, :4]),
+    "setting all": lambda z, y: z.__setitem__(..., y),
+    "a row": lambda z, y: z[0].mul_(1.003),
+    "a slice": lambda z, y: z[:, :4].add_(y[:, :4]),
+    "halves": halves_written,
+    "a view": lambda z, y: z.view(-1).mul_(1.003),
+    "data": lambda z, y: z.data.add_(y),
+    "detach": lambda z, y: z.detach().add_(y),
+    "a list": lambda z, y: torch._foreach_add_([z], [y]),
+    "a list of numbers": lambda z, y: torch._foreach_mul_([z], 1.003),
+    "itself": lambda z, y: z.mul_(1.003),
+    "an operator": lambda z, y: z.__iadd__(y),
+    "copy_": lambda z, y: z.copy_(y),
+    "fill_": lambda z, y: z.fill_(0.3),
+    "zero_": lambda z, y: z.zero_(),
+    "masked_fill_": lambda z, y: z.masked_fill_(y > 0, 0.3),
+    "index_add_": lambda z, y: z.index_add_(0, torch.tensor([0]), y[:1].float()),
+    "out=": lambda z, y: torch.mul(y, 1.003, out=z),
+    "a gradient": lambda z, y: z.requires_grad_(),
+    "transposed": lambda z, y: z.T.mul_(1.003),
+}
+
+
+@FORMATS
+@pytest.mark.parametrize("way", WRITES)
+@pytest.mark.parametrize("made", ["zeros", "float()", "dtype="])
+def test_no_write_changes_what_is_float32_on_purpose(made: str, way: str, fmt: str) -> None:
+    makers = {
+        "zeros": lambda x: torch.zeros(4, 8),
+        "float()": lambda x: x.float() * 1.003,
+        "dtype=": lambda x: torch.full_like(x, 0.1, dtype=torch.float32),
+    }
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = makers[made](x)
+            WRITES[way](z, y)
+            return (z.detach() + 0.25) * 1.0001
+
+    native, emulated = both_ways(function, fmt, torch.randn(4, 8), torch.randn(4, 8))
+    assert native.dtype is torch.float32
+    assert torch.equal(emulated, native)
+
+
+@FORMATS
+def test_a_cast_to_the_models_dtype_rounds_what_was_written_to(fmt: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        z = torch.zeros(4, 8)
+        z[:, :4] = x[:, :4].float() * 1.003
+        return z.to(x.dtype)
+
+    native, emulated = both_ways(function, fmt, torch.randn(4, 8))
+    assert torch.equal(emulated, native.float())
+
+
+@FORMATS
+def test_data_that_is_set_takes_its_dtype_along(fmt: str) -> None:
+    def to_wide(x: Tensor) -> Tensor:
+        y = x * 1.1
+        y.data = x.float() * 1.003
+        return (y + 0.25) * 1.0001
+
+    def to_narrow(x: Tensor) -> Tensor:
+        z = x.float()
+        z.data = x * 1.1
+        return (z + 0.25) * 1.0001
+
+    for function in (to_wide, to_narrow):
+        with torch.no_grad():
+            native, emulated = both_ways(function, fmt, torch.randn(4, 8))
+        assert torch.equal(emulated, native.float())
+
+
+@FORMATS
+def test_a_target_that_is_only_compared_promotes_nothing(fmt: str) -> None:
+    target = torch.ones(4)
+    target[1] = -1
+    for function in (
+        lambda x, y: F.cosine_embedding_loss(x, y, target),
+        lambda x, y: F.hinge_embedding_loss(x[:, 0], target),
+    ):
+        native, emulated = both_ways(function, fmt, torch.randn(4, 8), torch.randn(4, 8))
+        assert native.dtype is NATIVE[fmt]
+        assert torch.equal(emulated, emulated.to(NATIVE[fmt]).float())
+        assert abs(emulated - native.float()) <= 4 * torch.finfo(NATIVE[fmt]).eps * abs(native.float())
+
+
+@FORMATS
+def test_what_a_dtype_says_decides_as_in_native_code(fmt: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        if x.dtype == torch.float16:
+            return x.clamp(-1, 1)
+        least = torch.finfo(x.dtype).min
+        return torch.softmax(torch.full_like(x, least) / 8, -1) + torch.result_type(x, x.float()).itemsize
+
+    native, emulated = both_ways(function, fmt, torch.randn(4, 8) * 4)
+    assert torch.equal(emulated, native.float())
+
+
+def test_a_policy_with_several_formats_has_no_names() -> None:
+    class M(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.seen: list[torch.dtype] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append((self.a(x) * 1).dtype)
+            return self.b(x)
+
+    one, several = (
+        quantize(M(), "bf16"),
+        quantize(M(), Policy(activation="bf16", overrides={"b": Policy(activation="e4m3fn")})),
+    )
+    for model in (one, several):
+        model(torch.randn(2, 8))
+    assert one.seen == [torch.bfloat16]
+    assert several.seen == [torch.float32]
+    with_float32 = quantize(M(), Policy(activation="bf16", overrides={"b": None}))
+    with_float32(torch.randn(2, 8))
+    assert with_float32.seen == [torch.bfloat16]
+    real = quantize(M().bfloat16(), "bf16")
+    real(torch.randn(2, 8).bfloat16())
+    assert real.seen == [torch.bfloat16]
