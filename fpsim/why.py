@@ -208,6 +208,8 @@ def why(
     ('1.weight', 'parameter', 'NaN came in')
     """
     _require(model, step, optimizer, batches)
+    if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("scale", "step", "update")):
+        raise TypeError(f"Got {type(scaler).__name__} as the scaler. Expected a GradScaler that `step` uses, or None.")
     return Why(find(model, step, optimizer, scaler, batches))
 
 

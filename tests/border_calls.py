@@ -75,6 +75,11 @@ def _diagnose() -> Made:
     return fpsim.diagnose, {"model": m, "step": lambda: m(batch()).sum().backward()}
 
 
+def _why() -> Made:
+    m, x = model(), batch()
+    return fpsim.why, {"model": m, "step": lambda: m(x).sum().backward()}
+
+
 def _watch(model: Any, formats: Any = ("fp16",), every: Any = 1000, optimizer: Any = None) -> None:
     fpsim.watch(model, formats, every=every, optimizer=optimizer).detach()
 
@@ -246,6 +251,7 @@ CALLS = [
     Call("Comparison.begins", lambda: (fpsim.compare(**_compare()[1]).begins, {})),
     Call("Comparison.grows", lambda: (fpsim.compare(**_compare()[1]).grows, {})),
     Call("diagnose", _diagnose),
+    Call("why", _why),
     Call("sensitivity", lambda: (fpsim.sensitivity, {"model": model(), "loss": lambda m: m(batch()).sum(), "policy": "fp16"})),
     Call("Sensitivity", lambda: (fpsim.Sensitivity, {"policy": _policy()})),
     Call("Sensitivity.policy", _method(_sensitivity, "policy", k=1)),

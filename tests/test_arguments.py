@@ -59,6 +59,8 @@ LISTED: dict[tuple[str, str], tuple[tuple[type[Exception], ...], str]] = {
     ("compare", "batch"): ((Exception,), "the model is called with it, and says itself what it cannot take"),
     ("compare", "loss"): ((TypeError, ValueError), "a function of the user's, which is called, may raise anything"),
     ("sensitivity", "loss"): ((TypeError,), "a function of the user's, which is called, may raise anything"),
+    ("why", "step"): ((TypeError,), "a function of the user's, which is called, may raise anything"),
+    ("why", "batches"): ((TypeError,), "the step is called with the batch's number, and this one takes none"),
     ("diagnose", "step"): ((TypeError,), "a function of the user's, which is called, may raise anything"),
     ("hadamard", "axis"): ((IndexError,), "documented, as Python has it for an axis that is not there"),
     ("hadamard", "x"): ((IndexError,), "a tensor of no dimension has no axis: documented"),
@@ -82,6 +84,7 @@ WITHOUT = {
     "AdaLossTransformLinear.matches": "that of AdaLossTransform",
     "Accumulator.random_bits_of": "of a format that the accumulator holds",
     "Comparison": "a result: compare() makes it",
+    "Comparison.breaks": "it takes nothing",
     "Job.load_state_dict": "for the checkpoint, which checks what it reads",
     "Job.note_update": "for the job's own scaler",
     "Job.result": "for the driver, of what a training returned",
@@ -102,6 +105,7 @@ WITHOUT = {
     "Results.readable_telemetry": "cell= of telemetry()",
     "Results.report": "whose path Python's own functions refuse",
     "Tally": "a result: tally() makes it",
+    "Why": "a result: why() makes it",
     "Watch": "watch() makes it, with the same arguments",
     "Watch.backward": "for the tracer",
     "Watch.forward": "for the tracer",
@@ -253,7 +257,7 @@ WORST: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: fpsim.BlockFormat("e4m3fn", 32, fpsim.as_format("e8m0"), "floor"), ValueError, "scale='e8m0fnu'"
     ),
     "a name that no file holds": (
-        lambda: ada_loss.Job("fp16").log(0, **{"\ud800": 1.0}), ValueError, "is not text that UTF-8 can hold"
+        lambda: ada_loss.Job("fp16").log(0, **{"\ud800": 1.0}), ValueError, "is not Unicode"
     ),
 }  # fmt: skip
 

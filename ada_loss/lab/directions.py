@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from ada_loss.files import strict_json, write_atomically
@@ -148,7 +148,7 @@ def stated(minimize: object = (), maximize: object = ()) -> dict[str, str]:
     """
     lists: dict[str, list[str]] = {}
     for name, given in ((MINIMIZE, minimize), (MAXIMIZE, maximize)):
-        if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        if not isinstance(given, list | tuple | set | frozenset):
             raise TypeError(f"Got {name}={shown(given)}. Expected a list of metrics. Write {name}=[{shown(given)}].")
         lists[name] = [*given]
         for metric in lists[name]:

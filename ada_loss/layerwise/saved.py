@@ -13,7 +13,7 @@ __all__ = ["check_progress", "check_sites"]
 MOST_LOG2_SCALE = 2100  # float64's numbers span 2**-1074 to 2**1024
 MOST_STEPS = 2**63 - 1
 MOST_NAMED = 5
-ROLES = ("error", "weight_grad")
+ROLES = ("error", "weight_grad", "wgrad.dy")
 KEYS = ("site", "role", "factors", "kept", "amax", "ceiling", "reached", "history")
 
 

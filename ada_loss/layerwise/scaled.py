@@ -206,13 +206,14 @@ class AdaLossScaled:
     def log2_scales(self, role: str = "error") -> dict[str, int]:
         """log2 of the scales at which gradients were rounded last, by site, from input to output.
 
-        role: "error" or "weight_grad".
+        role: "error" or "weight_grad"; "wgrad.dy" of a second copy of dy, where the weight gradient's product has
+            another format.
         Copies the scales to the host.
         """
         return {site: int(log2_scale) for site, log2_scale in reversed(self._last_scales(role).items())}
 
     def _last_scales(self, role: str) -> dict[str, torch.Tensor]:
-        require_word("role", role, ("error", "weight_grad"))
+        require_word("role", role, ("error", "weight_grad", "wgrad.dy"))
         states = self._engine.states
         return {site: s.log2_scale for (site, r), s in states.items() if r == role and s.log2_scale is not None}
 

@@ -9,7 +9,8 @@ here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,19 +41,34 @@ from fpsim.torch_internals import is_traced, share_storage
 __all__ = ["Alias", "Aliases", "note_write", "view_from_outside", "write_outside", "written_outside"]
 
 
-class Alias(NamedTuple):
+class Alias:
     """What is known of one tensor.
 
-    base: the parameter or buffer.
-    own: the same view of the base's own memory, where the tensor is one of the rounded copy; None where it is its own.
+    base: the parameter, buffer or input.
+    is_of_copy: whether the tensor is a view of the rounded copy, and not of the base's own memory.
     rounded: the same view of the rounded copy, where the tensor lies in the base's own memory and that is known.
     state: of the base when `rounded` was made, as `Aliases.state_of` says it.
     """
 
-    base: Tensor
-    own: Tensor | None = None
-    rounded: Tensor | None = None
-    state: Any = 0
+    __slots__ = ("_own", "base", "is_of_copy", "rounded", "state")
+
+    def __init__(
+        self,
+        base: Tensor,
+        own: Callable[[], Tensor] | None = None,
+        rounded: Tensor | None = None,
+        state: Any = 0,
+    ) -> None:
+        self.base, self.is_of_copy, self.rounded, self.state = base, own is not None, rounded, state
+        self._own: Any = own
+
+    def memory(self, x: Tensor) -> Tensor:
+        """The tensor itself, or the same view of the base's own memory, which is made when it is first asked for."""
+        if not self.is_of_copy:
+            return x
+        if not isinstance(self._own, Tensor):
+            self._own = self._own()
+        return self._own  # type: ignore[no-any-return]
 
 
 class Aliases:
@@ -84,7 +100,7 @@ class Aliases:
 
     def copies_of(self, base: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The views of the base's rounded copy, each with the same view of its own memory."""
-        return [(x, a.own) for x, a in self._known.items() if a.base is base and a.own is not None]
+        return [(x, a.memory(x)) for x, a in self._known.items() if a.base is base and a.is_of_copy]
 
     def note_write(self, x: Tensor) -> None:
         """The base of this tensor may have been written to where its own counter does not see it."""
@@ -124,34 +140,49 @@ def view_from_outside(
     if not is_roundable(x) or format_of(x) == WIDE or not (is_plain(x) or is_traced(x)):
         return NotImplemented
     alias = aliases.of(x)
-    base, memory = (x, x) if alias is None else (alias.base, x if alias.own is None else alias.own)
-    has_role = _is_weight(emulation, x)
-    is_raw = not has_role and not x.requires_grad and (alias is None or alias.own is alias.rounded is None)
+    base = x if alias is None else alias.base
+    is_of_copy = alias is not None and alias.is_of_copy
+    has_role = _is_weight(emulation, base)
+    is_raw = not has_role and not x.requires_grad and (alias is None or not (is_of_copy or alias.rounded is not None))
     if is_state(x) or is_raw:
         return _view_as_it_is(emulation, func, call, args, kwargs, base)
-    rounded = x if alias is not None and alias.own is not None else emulation.operand(x, Rounds.ALL)
-    if rounded is x and (alias is None or alias.own is None):  # nothing is rounded
+    rounded = x if is_of_copy else emulation.operand(x, Rounds.ALL)
+    if rounded is x and not is_of_copy:  # nothing is rounded
         out = call(func, args, kwargs)
         _add_all(aliases, out, x, [Alias(base)] * sum(1 for _ in tensors_in(out)))
         return _with_role(emulation, out, has_role, has_role)
-    of_memory = func(memory if call.name == "data" else memory.detach(), *args[1:], **kwargs)
-    if not all(share_storage(view, memory) for view in tensors_in(of_memory)):
-        return NotImplemented
+    memory = x if alias is None else alias.memory(x)
+
+    def of_memory() -> Any:
+        return func(memory if call.name == "data" else memory.detach(), *args[1:], **kwargs)
+
     if torch.is_grad_enabled() and rounded.requires_grad and call.name not in ("detach", "data"):
         out = call(func, (rounded, *args[1:]), kwargs)
+        if not all(share_storage(view, rounded) for view in tensors_in(out)):
+            return NotImplemented
         emulation.carry_marks(out, [rounded], None, None)
-        for view in tensors_in(of_memory):
-            if has_role:
-                mark_as_weight(view)
-        _add_all(aliases, out, rounded, [Alias(base, own=view) for view in tensors_in(of_memory)])
+        count = sum(1 for _ in tensors_in(out))
+        known = [Alias(base, own=partial(_own_view, of_memory, i, has_role)) for i in range(count)]
+        _add_all(aliases, out, rounded, known)
         return _with_role(emulation, out, False, has_role)
+    own = of_memory()
+    if not all(share_storage(view, memory) for view in tensors_in(own)):
+        return NotImplemented
     with torch.no_grad():
         of_copy = func(rounded.detach(), *args[1:], **kwargs)
     emulation.carry_marks(of_copy, [rounded], None, None)
     state = aliases.state_of(base)
     known = [Alias(base, rounded=view, state=state) for view in tensors_in(of_copy)]
-    _add_all(aliases, of_memory, memory, known)
-    return _with_role(emulation, of_memory, has_role, has_role)
+    _add_all(aliases, own, memory, known)
+    return _with_role(emulation, own, has_role, has_role)
+
+
+def _own_view(of_memory: Callable[[], Any], i: int, has_role: bool) -> Tensor:
+    """The i-th of some views of a parameter's own memory."""
+    view = [*tensors_in(of_memory())][i]
+    if has_role:
+        mark_as_weight(view)
+    return view
 
 
 def _view_as_it_is(
@@ -195,7 +226,7 @@ def write_outside(
     """
     x, aliases = args[0], emulation.aliases
     alias = aliases.of(x)
-    base, target = (x, x) if alias is None else (alias.base, x if alias.own is None else alias.own)
+    base, target = (x, x) if alias is None else (alias.base, alias.memory(x))
     if not _is_weight(emulation, base):
         args = (x, *(emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for y in args[1:]))
         kwargs = {name: emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for name, y in kwargs.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -173,8 +173,12 @@ def cast(
         return x
     result = emulation.operand(out, Rounds.ALL)
     if x is not args[0] and out is x and not is_made_here(args[0]):
-        emulation.aliases.add(result, Alias(args[0], own=args[0]))
+        emulation.aliases.add(result, Alias(args[0], own=partial(_itself, args[0])))
     return result
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def _name_of_dtype(emulation: Any, func: Callable[..., Any], x: Tensor) -> Any:

@@ -24,7 +24,7 @@ from fpsim.emulation.marks import (
     mark_wide,
     was_any_made_wide,
 )
-from fpsim.emulation.operands import WIDE_DTYPES, Rounds
+from fpsim.emulation.operands import Rounds
 from fpsim.emulation.products import ProductCall
 from fpsim.emulation.scope import Scope
 from fpsim.expressions import round_here_
@@ -125,7 +125,7 @@ class Roundings:
         listeners = self.scope.listeners
         is_float32 = (spec is None or spec.is_float32) and (backward is None or backward.is_float32)
         is_seen = listeners.observer is not None or listeners.scaling is not None
-        return is_float32 and not is_seen and x.dtype in WIDE_DTYPES
+        return is_float32 and not is_seen and x.dtype is torch.float32
 
     def _rounded_operand(
         self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None, role: str

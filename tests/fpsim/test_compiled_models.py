@@ -230,7 +230,7 @@ def test_objects_constants_and_gradients_come_back_from_a_program() -> None:
     assert (found["none"], found["words"]) == (None, ("a", 1.5, True))
     holder = found["of"]
     assert type(holder) is type(holder.inner) is Holder
-    assert (holder.kind, holder.dtype, holder.device) == (Holder, torch.float32, x.device)
+    assert (holder.kind, holder.dtype, holder.device) == (Holder, torch.bfloat16, x.device)
     assert holder.inner.inner is None
     assert holder.parts["words"] == ["a", None, 1.5, 3]
     assert holder.parts["y"].tolist() == [4.0, 7.0]

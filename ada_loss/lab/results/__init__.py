@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ada_loss.lab.results.results import StoredResults
+from fpsim.checks import require_flag
 
 if TYPE_CHECKING:
     from ada_loss.lab.results.comparison import Comparison
@@ -77,6 +78,7 @@ class Results(StoredResults):
         """
         from ada_loss.lab.results.verdict import verdicts
 
+        require_flag("equivalence", equivalence)
         return verdicts(self, metric, tolerance, level, equivalence)
 
     def plot_accuracy(self, metric: str | None = None, where: Mapping[str, Any] | None = None) -> Any:

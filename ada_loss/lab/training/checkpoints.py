@@ -7,7 +7,7 @@ import io
 import pickle
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,20 @@ DIGEST = hashlib.sha256().digest_size
 
 
 class DelayedScaling:
-    """What a model's delayed scaling remembers, which is not in its state_dict."""
+    """What a model's delayed scaling remembers, which is not in its state_dict.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    prepare: called before a state is loaded, to have the model compute in the formats that the state is of.
+    """
+
+    def __init__(self, model: nn.Module, prepare: Callable[[], None] | None = None) -> None:
+        self.model, self.prepare = model, prepare
 
     def state_dict(self) -> dict[str, Any]:
         return fpsim.scaling_state(self.model)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.prepare is not None:
+            self.prepare()
         fpsim.load_scaling_state(self.model, state)
 
 

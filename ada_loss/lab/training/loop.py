@@ -216,7 +216,7 @@ class Training:
             if any(found.load() for found in (*own, *reversed(self.branches.values()))):
                 self.progress(self.state.steps)
                 self.batches.restore(self.state.order)
-                self.formats.enter(max(self.state.steps - 1, 0), self.total)  # an evaluation may come before a step
+                self._enter_last()  # an evaluation may come before a step
             self.model.train()
             self._since = time.perf_counter()
             while self.state.steps < self.total:
@@ -310,13 +310,17 @@ class Training:
             self.checkpoints.remove()
         return Stopped(str(error), self.state.result({}))
 
+    def _enter_last(self) -> None:
+        """Take the format of the last step that is done."""
+        self.formats.enter(max(self.state.steps - 1, 0), self.total)
+
     def _open_checkpoints(self, path: Path | None, seconds: float, branches: Mapping[Start, Path]) -> None:
         if path is None and not branches:
             return
         stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "adaptive": self.adaptive}
         stateful |= {"training": self.state, "recording": self.recording}
         present = {name: thing for name, thing in stateful.items() if thing is not None}
-        present["delayed scaling"] = DelayedScaling(self.model)
+        present["delayed scaling"] = DelayedScaling(self.model, self._enter_last)  # behind "training", which counts
         tensors = {**self.batches.tensors, **dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         identity = {**asdict(self.options), "versions": versions(), "tensors": _fingerprint(tensors)}
         identity["state"] = [f.name for f in fields(TrainingState)]

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpsim
 from ada_loss import AdaLossScaled
+from ada_loss.rules import layer_rule
 from fpsim import Operand, Policy, Products, emulate, quantize
 
 E4M3 = Policy(products=Products.all("e4m3fn"))
@@ -218,7 +219,7 @@ def test_dy_is_rounded_at_the_scale_that_a_scaling_gives() -> None:
     x, dy = torch.randn(6, 8), torch.randn(6, 4) * 2e-6
     _, lost, _ = gradients(model, x, dy)
     assert not torch.equal(lost, dy @ model.weight.detach())
-    with AdaLossScaled(model, init_scale=2.0**20, rule="fixed", transforms=[]) as scaled:
+    with AdaLossScaled(model, init_scale=2.0**20, rule=layer_rule("fixed", fixed_loss_scale=1.0)) as scaled:
         model.zero_grad()
         _, dx, grads = gradients(model, x, dy)
         assert scaled.log2_scales() == {":linear": 20}
@@ -255,7 +256,8 @@ def test_a_block_format_asks_no_scaling() -> None:
 def test_what_is_shown_of_dy_has_the_scale_of_its_own_rounding() -> None:
     model = quantize(nn.Linear(32, 4), Policy(products=Products(dgrad=("e5m2", None), wgrad=("mxfp4", None))))
     dy = torch.randn(6, 4)
-    with AdaLossScaled(model, init_scale=2.0**10, rule="fixed", transforms=[]), fpsim.record(model) as recording:
+    one = layer_rule("fixed", fixed_loss_scale=1.0)
+    with AdaLossScaled(model, init_scale=2.0**10, rule=one), fpsim.record(model) as recording:
         gradients(model, torch.randn(6, 32), dy)
     amax = {row["role"]: row["amax"] for row in recording.rows()}
     assert amax == {"dgrad.dy": float(dy.abs().max()) * 2**10, "wgrad.dy": float(dy.abs().max())}
@@ -265,7 +267,7 @@ def test_two_formats_of_dy_get_a_scale_each() -> None:
     products = Products(dgrad=("e5m2", None), wgrad=("e4m3fn", None))
     model = quantize(nn.Linear(8, 4), Policy(products=products))
     x, dy = torch.randn(6, 8), torch.randn(6, 4) * 1e-9
-    with AdaLossScaled(model, init_scale=2.0**40, rule="fixed", transforms=[]) as scaled:
+    with AdaLossScaled(model, init_scale=2.0**40, rule=layer_rule("fixed", fixed_loss_scale=1.0)) as scaled:
         _, dx, grads = gradients(model, x, dy)
         of_x, of_w = scaled.log2_scales()[":linear"], scaled.log2_scales("wgrad.dy")[":linear"]
     assert of_x == 40

@@ -301,7 +301,7 @@ def test_a_choice_that_no_cell_meets_is_said(tmp_path: Path) -> None:
             look(where={"format": "half"})
         with pytest.raises(ValueError, match=r"has 'scaling'='torch'\. Its values: none\."):
             look(where={"format": "fp16", "scaling": "torch"})
-        with pytest.raises(ValueError, match=r"has colour=1\. Known columns: id, task, format"):
+        with pytest.raises(ValueError, match=r"has 'colour'='1'\. Known columns: id, task, format"):
             look(where={"colour": 1})
 
 

@@ -95,7 +95,8 @@ def test_many_constants_are_a_line_beside_the_methods_that_choose(tmp_path: Path
     line = next(line for line in panel.lines if len(line.get_xdata()) == 6)
     assert line.get_xdata().tolist() == [0, 1, 2, 3, 4, 5]
     assert panel.get_ylabel() == "accuracy in %; the band is float32"
-    assert results.plot_accuracy("underflow").axes[0].get_ylabel() == "underflow in %; the band is float32"
+    title = results.plot_accuracy("underflow").axes[0].get_ylabel()
+    assert title == "underflow in %, lower is better; the band is float32"
 
 
 def test_constants_alone_are_a_line_in_the_picture_and_in_the_report(tmp_path: Path) -> None:

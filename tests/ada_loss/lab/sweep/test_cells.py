@@ -131,7 +131,7 @@ def test_ten_thousand_cells_have_as_many_ids() -> None:
         ({"roundings": ["neerest"]}, "neerest"),
         ({"scaling": ["1024"]}, "Unknown scaling method '1024'. Write 1024 without quotes."),
         ({"seeds": 0}, "seeds is empty"),
-        ({"seeds": -1}, "seeds came as -1. Possible: how many, 1 or more, or a list of integers."),
+        ({"seeds": -1}, "seeds=-1 is no number of seeds. Expected: 1 or more, or a list of integers."),
         (
             {"options": {"epochs": 2**70}},
             "epochs came as 1180591620717411303424. That is more than 2**53.",

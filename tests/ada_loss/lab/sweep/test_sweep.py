@@ -513,7 +513,7 @@ def test_bad_arguments_are_refused_before_a_folder_is_made(tmp_path: Path) -> No
             small(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
     for folder, shown in ((None, "None"), ("", "''"), ("a\0b", r"'a\\x00b'")):
-        with pytest.raises(ValueError, match=rf"out={shown} is impossible\. Possible: the path of a folder"):
+        with pytest.raises((TypeError, ValueError), match=rf"out={shown} .*Expected: the path of a folder"):
             small(folder)  # type: ignore[arg-type]
 
 
@@ -568,7 +568,7 @@ def test_no_exception_of_a_cell_stops_the_others(tmp_path: Path, local: str) -> 
 def test_a_metric_without_a_name_is_its_cells_failure(tmp_path: Path) -> None:
     results = small(tmp_path, "sweep_tasks:measured_without_a_name", seeds=2)
     assert results.counts == {"planned": 0, "running": 0, "done": 1, "failed": 1}
-    assert results.failures()[0]["error"] == "TypeError: The task names a metric 3. Possible: a string."
+    assert results.failures()[0]["error"].startswith("TypeError: metrics has 3: <function accuracy")
 
 
 # Damage
