@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fpsim.blocks import Delayed
 from fpsim.checks import shown
-from fpsim.torch_internals import is_watched, without_torch_function
-from fpsim.torch_modes import plain_tensors, set_grad_enabled
+from fpsim.torch_internals import is_watched
+from fpsim.torch_modes import plain_tensors, set_grad_enabled, without_torch_function
 
 __all__ = ["AmaxHistory", "Histories", "loaded"]
 

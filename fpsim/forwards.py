@@ -32,6 +32,7 @@ from fpsim.torch_internals import (
     called_module,
     compile_as_one,
     constant_under_compile,
+    direct_buffers,
     direct_parameters,
     is_traced,
     standing_in,
@@ -178,7 +179,7 @@ def _run_whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _dtype_of_model(module: nn.Module) -> torch.dtype | None:
     """The dtype of the first floating-point parameter, as transformers' models say it."""
-    return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    return next((p.dtype for m in module.modules() for p in direct_parameters(m) if p.is_floating_point()), None)
 
 
 def _in_format(emulation: Any, out: Any, given: tuple[Any, ...]) -> Any:
@@ -301,7 +302,7 @@ def _prepare_weights(module: nn.Module) -> list[int]:
     found = []
     for m in _run_under(module):
         adopt(m)
-        for b in m.buffers(recurse=False):
+        for b in direct_buffers(m):
             if not is_state(b):
                 mark_as_state(b)
         found += [

@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ __all__ = [
     "computing_hooks",
     "constant_under_compile",
     "current_graph_task",
+    "direct_buffers",
     "direct_parameters",
     "fuse_in_inductor",
     "has_no_holes",
@@ -48,7 +49,6 @@ __all__ = [
     "share_storage",
     "standing_in",
     "version_of",
-    "without_torch_function",
     "wrap_checkpoints",
     "written_arguments",
 ]
@@ -102,6 +102,11 @@ def direct_parameters(module: nn.Module) -> Iterator[Tensor]:
     own = module._parameters.values()
     former = module.__dict__.get("_former_parameters")
     return (p for p in (own if former is None else (*own, *former.values())) if p is not None)
+
+
+def direct_buffers(module: nn.Module) -> Iterator[Tensor]:
+    """The module's own buffers; absent ones are left out."""
+    return (b for b in module._buffers.values() if b is not None)
 
 
 @contextmanager
@@ -195,10 +200,14 @@ _has_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active  
 
 def is_watched() -> bool:
     """Whether a tracer, a dispatch mode, a transform of torch.func or forward-mode differentiation sees each call."""
-    modes = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
-    # those of selective checkpoints keep results in the memory in which they are rounded
-    has_mode = any(type(mode).__module__ != "torch.utils.checkpoint" for mode in modes)
-    return has_mode or _has_transform() or forward_ad._current_level >= 0
+    modes = torch._C._len_torch_dispatch_stack()
+    return (modes > 0 and _has_mode(modes)) or _has_transform() or forward_ad._current_level >= 0
+
+
+def _has_mode(count: int) -> bool:
+    """Whether one is not of a selective checkpoint, which keeps results in the memory in which they are rounded."""
+    kinds = (type(torch._C._get_dispatch_stack_at(i)) for i in range(count))
+    return any(kind.__module__ != "torch.utils.checkpoint" for kind in kinds)
 
 
 def is_traced(x: Tensor) -> bool:
@@ -249,11 +258,6 @@ def fuse_in_inductor(operator: Any, inside: Callable[..., Any]) -> None:
 
     lowering.register_lowering(operator, type_promotion_kind=None)(lower)
     _fused.add(operator)
-
-
-def without_torch_function() -> AbstractContextManager[None]:
-    """A block in which torch's functions ask no mode and no subclass."""
-    return torch._C.DisableTorchFunction()
 
 
 def blind_to_modes(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,6 +30,7 @@ __all__ = [
     "push_mode",
     "set_grad_enabled",
     "take_off",
+    "without_torch_function",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -46,10 +47,15 @@ _size: Callable[[], int] = torch._C._len_torch_function_stack
 _at: Callable[[int], TorchFunctionMode] = torch._C._get_function_stack_at  # type: ignore[attr-defined]
 
 
-# What packs and unpacks the tensors that operations save now, as saved_tensors_hooks and checkpoints set it; or None.
-hooks_of_saved_tensors: Callable[[], Any] = functools.partial(
-    torch._C._autograd._top_saved_tensors_default_hooks, False
-)  # type: ignore[attr-defined]
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def hooks_of_saved_tensors() -> Any:
+    """What packs and unpacks the tensors that operations save now, as saved_tensors_hooks and checkpoints set it."""
+    return _top_hooks(False)
+
+
+hooks_of_saved_tensors._dynamo_marked_constant = True  # type: ignore[attr-defined]  # in a compiled program: None
 # Whether a transform of torch.func sees each call.
 has_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
 
@@ -144,3 +150,8 @@ def hooked(x: Tensor, hook: Callable[[Tensor], Any], handles: list[Any]) -> None
         for key in [key for key, found in hooks.items() if found is hook]:
             del hooks[key]
         raise
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """A block in which torch's functions ask no mode and no subclass."""
+    return torch._C.DisableTorchFunction()

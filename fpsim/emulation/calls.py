@@ -21,7 +21,6 @@ from fpsim.emulation.scope import active
 from fpsim.torch_internals import written_arguments
 
 __all__ = [
-    "CHOOSE_INSIDE",
     "FLOAT64",
     "LOOK_UPS",
     "NARROWING",
@@ -184,6 +183,9 @@ def in_order(named: dict[str, Any]) -> list[Any]:
     return [named[name] for name in sorted(named, key=lambda name: _RANKS.get(name, len(_RANKS)))]
 
 
+_CONVERTING = (Action.FILL, Action.FACTORY, Action.LIKE, Action.CAST, Action.SET_DATA, Action.FOREACH)
+
+
 class Call:
     """How one torch function is treated.
 
@@ -194,6 +196,8 @@ class Call:
     is_quotient: whether that depends on its second operand.
     is_view: whether its result may lie in the memory of its first argument.
     is_comparison: whether it compares numbers.
+    converts: whether it makes a tensor, or decides what a tensor's dtype is.
+    chooses_inside: whether its backward pass looks for its result among what it chose it from.
     takes_dtype: whether a dtype may be given by its place among the arguments.
     only_compared: positions and names of the arguments that promote nothing.
     shape_alone_of_others: whether all arguments but the first give a shape alone.
@@ -201,8 +205,8 @@ class Call:
     """
 
     __slots__ = (
-        "action", "has_pole", "in_place", "is_comparison", "is_quotient", "is_view", "name", "only_compared",
-        "shape_alone_of_others", "skip_names", "skip_positions", "takes_dtype",
+        "action", "chooses_inside", "converts", "has_pole", "in_place", "is_comparison", "is_quotient", "is_view",
+        "name", "only_compared", "shape_alone_of_others", "skip_names", "skip_positions", "takes_dtype",
     )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -216,6 +220,8 @@ class Call:
             self.action = Action.SET_DATA
         else:
             self.action = _action_of(function, name)
+        self.converts = self.action in _CONVERTING
+        self.chooses_inside = name in CHOOSE_INSIDE
         self.is_view, self.is_comparison = name in VIEWS, name in COMPARISONS
         self.takes_dtype = name in TAKES_DTYPE or self.action in (Action.CAST, Action.FACTORY, Action.LIKE)
         self.shape_alone_of_others = name in ("view_as", "expand_as", "reshape_as")
@@ -292,7 +298,7 @@ class _Border:
     """Where something is rounded that is no torch function's result: it has a name for its site, as a Call has."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.has_pole = name, False
+        self.name, self.has_pole, self.chooses_inside = name, False, False
 
 
 WRITTEN_TO: Any = _Border("activation")

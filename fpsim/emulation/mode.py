@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -59,8 +59,10 @@ __all__ = ["Emulation"]
 _decomposed: dict[Any, Callable[..., Any]] = {f: blind_to_modes(f) for f in (F.multi_head_attention_forward,)}
 
 
-def _is_lazy(kind: type) -> bool:
-    return issubclass(kind, UninitializedParameter | UninitializedBuffer)
+@cache
+def _has_lazy(types: tuple[type, ...]) -> bool:
+    """Whether a parameter or a buffer that has no memory yet is among the arguments."""
+    return any(issubclass(kind, UninitializedParameter | UninitializedBuffer) for kind in types)
 
 
 def _renormalised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +93,7 @@ class Emulation(Roundings, TorchFunctionMode):
         if action is Action.DTYPE:
             frame = inspect.currentframe()
             return (result_type if call.name == "result_type" else dtype_of)(self, frame, func, args, kwargs)
-        if (self.step is not None and self.step.is_running(scope)) or any(map(_is_lazy, types)):
+        if (self.step is not None and self.step.is_running(scope)) or (types and _has_lazy(types)):
             return call(func, args, kwargs)
         asked = Asked.NOTHING
         if call.takes_dtype or "dtype" in kwargs:
@@ -119,7 +121,7 @@ class Emulation(Roundings, TorchFunctionMode):
             inner = _decomposed.get(func) or partial(recurrent.OPERATIONS[call.name], scope.repeated)
             with self:
                 return inner(*args, **kwargs)
-        hooks = None if torch.compiler.is_compiling() else hooks_of_saved_tensors()
+        hooks = hooks_of_saved_tensors()
         if hooks is None:
             return self._emulated(func, call, args, kwargs, asked)
         with packed_afterwards(hooks):
@@ -143,10 +145,22 @@ class Emulation(Roundings, TorchFunctionMode):
             found = view_from_outside(self, func, call, args, kwargs)
             if found is not NotImplemented:
                 return found
+        if call.converts:
+            return self._converted(func, call, args, kwargs, asked)
+        if action is Action.READ:
+            return self._read(func, call, args, kwargs, asked)
+        out = self.compute(func, call, args, kwargs, asked)
+        if call.is_view and call.name == "data" and isinstance(first, Tensor) and out is not first:
+            self.aliases.add(out, Alias(first))
+        return out
+
+    def _converted(
+        self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
+    ) -> Any:
+        """A call that makes a tensor, or decides what a tensor's dtype is."""
+        action = call.action
         if action is Action.FILL:
             return fill(self, func, call, args, kwargs)
-        if action in (Action.FACTORY, Action.LIKE):
-            return make(self, func, call, args, kwargs, asked)
         if action is Action.CAST:
             out = cast(self, func, call, args, kwargs, asked)
             note_views_of_weights(self.scope, call, out, args, kwargs)
@@ -155,10 +169,19 @@ class Emulation(Roundings, TorchFunctionMode):
             return set_data(self, func, call, args, kwargs)
         if action is Action.FOREACH:
             return for_each(self, func, call, args, kwargs)
-        out = self.compute(func, call, args, kwargs, asked)
-        if call.name == "data" and isinstance(first, Tensor) and out is not first:
-            self.aliases.add(out, Alias(first))
-        return out
+        return make(self, func, call, args, kwargs, asked)
+
+    def _read(
+        self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
+    ) -> Any:
+        """A call that reads values, and gives none of the format."""
+        is_wide = self.has_wide and self._is_wide_call(func, call, args, kwargs, None, asked)
+        rounds = Rounds.ALL_BUT_WIDE if is_wide else Rounds.ALL
+        if is_float32_island(self._autocast_depth) and not any(map(self._is_narrow, roundable_in(args, kwargs))):
+            rounds = Rounds.NOTHING
+        args = tuple([self.prepared(x, rounds, []) for x in args])
+        kwargs = {name: self.prepared(x, rounds, []) for name, x in kwargs.items()} if kwargs else kwargs
+        return call(func, self._scalars_in_format(call, args, is_wide), kwargs)
 
     def _is_stored(self, x: Tensor) -> bool:
         """Whether `x` is a parameter or a buffer, or lies in the memory of something from outside."""
@@ -173,9 +196,9 @@ class Emulation(Roundings, TorchFunctionMode):
             kwargs = _renormalised(args, kwargs)
         keeps_first = call.in_place or kwargs.get("inplace") is True
         target = kwargs.get("out", args[0] if keeps_first and args else None)
-        moves, reads = call.action is Action.MOVE, call.action is Action.READ
+        moves = call.action is Action.MOVE
         is_wide = self._is_wide_call(func, call, args, kwargs, target, asked)
-        is_narrowed = moves or reads or call.name in NARROWING or asked is Asked.NARROW
+        is_narrowed = moves or call.name in NARROWING or asked is Asked.NARROW
         rounds = Rounds.ALL if is_narrowed else Rounds.ALL_BUT_WIDE
         if is_wide:
             rounds = Rounds.ALL_BUT_WIDE
@@ -194,13 +217,11 @@ class Emulation(Roundings, TorchFunctionMode):
             name: x if name in call.skip_names or name == "out" else self.prepared(x, rounds, floats)
             for name, x in kwargs.items()
         }
-        if reads:
-            return call(func, self._scalars_in_format(call, new_args, is_wide), new_kwargs)
         if call.action is Action.SET_ITEM:
             return self._set_item(func, call, new_args, new_kwargs, is_wide)
         operands = (*new_args, *in_order(new_kwargs)) if new_kwargs else new_args
         first = args[0] if keeps_first and args else None
-        known_base = self._format_of_base(first)
+        known_base = None if first is None else self._format_of_base(first)
         if isinstance(first, Tensor) and not is_wide and not moves:
             self.prepare_target(first)
         was_marked = format_of(first) if isinstance(first, Tensor) else None
@@ -220,7 +241,7 @@ class Emulation(Roundings, TorchFunctionMode):
         if moves:
             note_views_of_weights(self.scope, call, out, args, kwargs)
             self.carry_marks(out, floats, first, was_marked)
-            if rounds is Rounds.VIEWED:
+            if rounds is Rounds.VIEWED and not (isinstance(out, Tensor) and is_made_here(out)):
                 for x in tensors_in(out):
                     if not is_made_here(x) and is_roundable(x):
                         unmark(x)

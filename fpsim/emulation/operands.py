@@ -7,7 +7,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from fpsim.emulation.marks import WIDE, format_of, is_made_here
+from fpsim.emulation.marks import WIDE, is_made_here
 from fpsim.policy import RoleSpecs
 
 __all__ = ["WIDE_DTYPES", "Rounds", "leaves_float32"]
@@ -23,11 +23,11 @@ class Rounds(Enum):
     VIEWED = "weights, and what came from outside and has a gradient: other memory is seen as it is, and rounded in use"
     NOTHING = "none: autocast was switched off here"
 
-    def leaves(self, x: Tensor) -> bool:
-        """Whether a tensor without a weight's role stays as it is."""
+    def leaves(self, x: Tensor, known: str | None) -> bool:
+        """Whether a tensor without a weight's role stays as it is. known: its format."""
         if self is Rounds.VIEWED:
             return is_made_here(x) or not x.requires_grad
-        return self is Rounds.ALL_BUT_WIDE and format_of(x) == WIDE
+        return known == WIDE and self is Rounds.ALL_BUT_WIDE
 
 
 def leaves_float32(specs: RoleSpecs, x: Tensor) -> bool:

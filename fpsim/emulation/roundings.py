@@ -13,7 +13,7 @@ from fpsim.autograd import is_plain, straight_through
 from fpsim.emulation.aliases import Aliases
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.backward import BackwardRounding
-from fpsim.emulation.calls import CHOOSE_INSIDE, WRITTEN_TO, Call
+from fpsim.emulation.calls import WRITTEN_TO, Call
 from fpsim.emulation.marks import (
     OF_A_WEIGHT,
     WIDE,
@@ -88,11 +88,11 @@ class Roundings:
 
     def prepare_target(self, x: Tensor) -> None:
         """What a call changes in place is an operand too, and is brought into its format where it is."""
-        if not self._is_in_format(x, self.scope.specs.activation) and not (x.is_leaf and x.requires_grad):
+        if not self._is_in_format(format_of(x), self.scope.specs.activation) and not (x.is_leaf and x.requires_grad):
             self.round_result(x, WRITTEN_TO, (x,), [], x)
 
-    def _is_in_format(self, x: Tensor, spec: RoundingSpec | None) -> bool:
-        found, weight = format_of(x), self.scope.specs.weight
+    def _is_in_format(self, found: str | None, spec: RoundingSpec | None) -> bool:
+        weight = self.scope.specs.weight
         if found is None or spec is None or found == spec.text:
             return found is not None
         return weight is not None and found == weight.text + OF_A_WEIGHT
@@ -104,9 +104,10 @@ class Roundings:
         spec, backward = (specs.weight, specs.weight_grad) if has_weights_role else (specs.activation, specs.error)
         if (spec is None and backward is None) or rounds is Rounds.NOTHING:
             return x
-        if not has_weights_role and rounds.leaves(x):
+        known = format_of(x)
+        if not has_weights_role and rounds.leaves(x, known):
             return x
-        if self._is_in_format(x, spec) or self._rounds_no(x, spec, backward):
+        if self._is_in_format(known, spec) or self._rounds_no(x, spec, backward):
             return x
         alias = self.aliases.of(x)
         state = self.aliases.state_of(x)
@@ -114,8 +115,8 @@ class Roundings:
             return alias.rounded
         copies: dict[Any, tuple[Any, Tensor]] = self._operands.setdefault(x, {})
         key, needs_grad = (spec and spec.text, backward and backward.text), x.requires_grad and torch.is_grad_enabled()
-        known, rounded = copies.get(key, (None, x))
-        if known != state or rounded.requires_grad != needs_grad:
+        state_then, rounded = copies.get(key, (None, x))
+        if state_then != state or rounded.requires_grad != needs_grad:
             rounded = self._rounded_operand(x, spec, backward, "weight" if has_weights_role else "activation")
             copies[key] = state, rounded
         return rounded
@@ -228,7 +229,7 @@ class Roundings:
         if not is_target and any(is_same(out, x) for x in floats):
             self.carry_marks(out, floats, None, None)
             return out  # it moved: dropout in evaluation gives back its input, einsum may give a view of it
-        if call.name in CHOOSE_INSIDE and not is_target:
+        if call.chooses_inside and not is_target:
             out = out.clone()
         site = self.scope.site(call.name) if product is None else product.site
         spec, error, role, operation = specs.activation, specs.error, "activation", call.name

@@ -21,8 +21,7 @@ from fpsim.noise import keep_random_numbers, noise_state, replayed_noise
 from fpsim.policy import Policy
 from fpsim.reasons.kept import Kept
 from fpsim.reasons.timeline import Timeline
-from fpsim.torch_internals import without_torch_function
-from fpsim.torch_modes import push_mode, take_off
+from fpsim.torch_modes import push_mode, take_off, without_torch_function
 from fpsim.undoing import Undo, undone
 
 __all__ = ["Change", "Outcome", "Trials"]

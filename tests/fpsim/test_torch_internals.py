@@ -35,8 +35,8 @@ from fpsim.torch_internals import (
     parametrization_lists,
     share_storage,
     version_of,
-    without_torch_function,
 )
+from fpsim.torch_modes import without_torch_function
 
 
 def test_a_version_counts_writes_through_any_view() -> None:
