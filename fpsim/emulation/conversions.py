@@ -88,8 +88,6 @@ def named_dtype(
     if found is not name and found not in emulation.names:
         is_wide = name is not None and found in WIDE_DTYPES
         return args, kwargs, Asked.WIDE if is_wide else Asked.NOTHING
-    if args and isinstance(args[0], Tensor) and args[0].dtype is found:
-        return args, kwargs, Asked.NOTHING  # a model of that very dtype
     words = (found, _TYPES[found])
     args = tuple(torch.float32 if _is_one_of(x, words) else x for x in args)
     kwargs = {key: torch.float32 if _is_one_of(x, words) else x for key, x in kwargs.items()}
@@ -153,6 +151,7 @@ def cast(
     else:
         is_wide = asked is Asked.NOTHING and like is None and asks_for_float32(func, call.name, args, kwargs)
     stays = not is_wide and is_made_here(x)  # torch may give the tensor itself
+    stays = stays or x.dtype not in WIDE_DTYPES  # a real tensor of few bits is widened first
     if is_roundable(x) and not (is_state(x) or emulation.leaves_raw(x) or stays):  # a buffer is read as it is
         x = emulation.operand(x, Rounds.ALL_BUT_WIDE)
     out = call(func, (x, *args[1:]), kwargs)

@@ -91,8 +91,8 @@ class Emulation(Roundings, TorchFunctionMode):
         call = call_of(func)
         action, scope = call.action, self.scope
         if action is Action.DTYPE:
-            frame = inspect.currentframe()
-            return (result_type if call.name == "result_type" else dtype_of)(self, frame, func, args, kwargs)
+            answer = result_type if call.name == "result_type" else dtype_of
+            return answer(self, inspect.currentframe(), func, args, kwargs)  # no variable: a frame in itself is a cycle
         if (self.step is not None and self.step.is_running(scope)) or (types and _has_lazy(types)):
             return call(func, args, kwargs)
         asked = Asked.NOTHING

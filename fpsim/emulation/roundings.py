@@ -41,8 +41,11 @@ class Roundings:
 
     scope: where the pass is.
     aliases: of parameters and buffers.
+    has_names: whether torch's name of the format stands for it.
     has_wide: whether any tensor may be float32 on purpose; until then nothing is looked for.
     """
+
+    has_names: bool = True
 
     def __init__(self, scope: Scope, aliases: Aliases | None = None) -> None:
         super().__init__()
@@ -101,6 +104,8 @@ class Roundings:
         """`x` in its format: a parameter in the weights', anything else in the activations'."""
         specs = self.scope.specs
         has_weights_role = is_weight(x) or id(x) in self.scope.weights
+        if x.dtype is self.scope.dtype and self.has_names and rounds is Rounds.ALL:
+            x = x.float()  # of autocast, or a parameter: beside the container it would be another dtype
         spec, backward = (specs.weight, specs.weight_grad) if has_weights_role else (specs.activation, specs.error)
         if (spec is None and backward is None) or rounds is Rounds.NOTHING:
             return x

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -592,3 +594,71 @@ def test_a_policy_with_several_formats_has_no_names() -> None:
     real = quantize(M().bfloat16(), "bf16")
     real(torch.randn(2, 8).bfloat16())
     assert real.seen == [torch.bfloat16]
+
+
+def test_a_real_tensor_of_the_formats_dtype_meets_the_container() -> None:
+    class M(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.b.to(torch.bfloat16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                z = self.a(x)
+            y = z.to(x.dtype) @ x.mT + z @ x.mT
+            return self.b(x.to(self.b.weight.dtype)) + y.sum()
+
+    plain, x = M(), torch.randn(8, 8).bfloat16()
+    native = plain.to(torch.bfloat16)(x)
+    y = quantize(M(), "bf16")
+    y.load_state_dict(plain.state_dict())
+    out = y(x.float())
+    out.sum().backward()
+    assert out.dtype is torch.float32
+    assert (out - native.float()).norm() <= 2.0**-6 * native.float().norm()  # sums of products in another order
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "e4m3fn"])
+def test_asking_for_a_dtype_keeps_nothing_alive(fmt: str) -> None:
+    class M(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.lstm = nn.Linear(8, 8), nn.LSTM(8, 8)
+            self.seen: list[weakref.ref[Tensor]] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            self.seen.append(weakref.ref(y))
+            return (y[0] * self.linear.weight[0] + self.lstm(y)[0]).to(x.dtype).float()
+
+    model = quantize(M(), fmt)
+    gc.disable()
+    try:
+        model(torch.randn(4, 8)).sum().backward()
+        assert model.seen[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_real_tensor_of_another_dtype_is_widened_before_it_is_cast() -> None:
+    class M(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.table.to(x.dtype) + self.table.to(x)
+
+    model, table = M(), torch.randn(8).bfloat16()
+    model.table = table  # neither a parameter nor a buffer: no conversion of the model reaches it
+    x = torch.randn(3, 8).half()
+    assert torch.equal(quantize(model, "fp16")(x.float()), model(x).float())
+
+
+def test_a_loop_in_one_block_keeps_nothing() -> None:
+    weight, x, counts = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4), []
+    with emulate("bf16"):
+        for _ in range(30):
+            y = F.linear(x, weight)
+            (y * weight[0]).to(y.dtype).sum().backward()
+            weight.grad = None
+            gc.collect()
+            counts.append(sum(1 for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)))
+    assert counts[-1] == counts[10]
