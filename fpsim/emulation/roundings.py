@@ -228,6 +228,12 @@ class Roundings:
     ) -> Tensor:
         specs = self.scope.specs
         if not is_roundable(out):
+            if out.is_nested and out.is_floating_point() and specs.activation and not specs.activation.is_float32:
+                raise NotImplementedError(
+                    f"Got a nested tensor from {call.name} at {self.scope.name or 'the top level'}, and its numbers "
+                    f"cannot be rounded. Use x.to_padded_tensor(0.0), or leave these modules in float32: "
+                    f"Policy(overrides={{name: None}})."
+                )
             return out
         plain, is_target = is_plain(out) or is_traced(out), any(out is x for x in tensors_in(target))
         is_same = share_storage if plain else operator.is_

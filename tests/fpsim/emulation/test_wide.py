@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -662,3 +663,22 @@ def test_a_loop_in_one_block_keeps_nothing() -> None:
             gc.collect()
             counts.append(sum(1 for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)))
     assert counts[-1] == counts[10]
+
+
+def nested(layout: torch.layout) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that they are a prototype
+        return torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=layout)
+
+
+def test_jagged_tensors_are_refused_and_pass_in_float32() -> None:
+    x, linear = nested(torch.jagged), nn.Linear(4, 4)
+    with pytest.raises(NotImplementedError, match=r"Got a nested tensor from linear.*to_padded_tensor"):
+        quantize(linear, "e4m3fn")(x)
+    found, expected = quantize(linear, "fp32")(x), linear(x)
+    assert all(map(torch.equal, found.unbind(), expected.unbind()))
+
+
+def test_strided_nested_tensors_are_emulated() -> None:
+    x, model = nested(torch.strided), quantize(nn.Linear(4, 4), "e4m3fn")
+    assert all(torch.equal(y, model(part)) for y, part in zip(model(x).unbind(), x.unbind(), strict=True))
