@@ -126,6 +126,13 @@ class Roundings:
             copies[key] = state, rounded
         return rounded
 
+    def new_operand(self, x: Tensor) -> Tensor:
+        """`x` in the activations' format, as a tensor of its own that nobody else is given."""
+        specs = self.scope.specs
+        if specs.activation is None and specs.error is None:
+            return x
+        return self._rounded_operand(x, specs.activation, specs.error, "activation")
+
     def _rounds_no(self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None) -> bool:
         """Whether the formats are float32's and nobody looks: a copy would change the order of gradients' sums."""
         listeners = self.scope.listeners
