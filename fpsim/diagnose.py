@@ -188,13 +188,7 @@ def _numbers(operation: Operation) -> dict[str, Any]:
 
 def _chain(operation: Operation, loss: Operation | None) -> Rows:
     """The operations from one to the loss, through results that are not finite where there are any."""
-    leads: set[int] = set()
-    waiting = [] if loss is None else [loss]
-    while waiting:
-        found = waiting.pop()
-        if id(found) not in leads:
-            leads.add(id(found))
-            waiting += found.parents
+    leads = set() if loss is None else loss.all_behind()
     rows, at = Rows(), operation
     while True:
         if at.computes or at is operation or at is loss:

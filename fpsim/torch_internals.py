@@ -22,6 +22,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree
 
+from fpsim.torch_modes import has_transform
+
 __all__ = [
     "base_of",
     "blind_to_modes",
@@ -195,13 +197,10 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 # Who watches the calls of torch
 
 
-_has_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
-
-
 def is_watched() -> bool:
     """Whether a tracer, a dispatch mode, a transform of torch.func or forward-mode differentiation sees each call."""
     modes = torch._C._len_torch_dispatch_stack()
-    return (modes > 0 and _has_mode(modes)) or _has_transform() or forward_ad._current_level >= 0
+    return (modes > 0 and _has_mode(modes)) or has_transform() or forward_ad._current_level >= 0
 
 
 def _has_mode(count: int) -> bool:
@@ -216,7 +215,7 @@ def is_traced(x: Tensor) -> bool:
         return False
     known = {"fake_tensor": "FakeTensor", "functional_tensor": "FunctionalTensor"}
     is_stand_in = type(x).__name__ == known.get(type(x).__module__.removeprefix("torch._subclasses."))
-    return is_stand_in and not _has_transform() and forward_ad._current_level < 0
+    return is_stand_in and not has_transform() and forward_ad._current_level < 0
 
 
 def compile_as_one(function: Callable[..., Any]) -> None:

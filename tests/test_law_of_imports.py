@@ -14,8 +14,8 @@ import fpsim
 ROOT = Path(__file__).parents[1]
 # The floors of the house, the ground first: a file may import files of lower floors only. A new file gets a place here.
 FLOORS = (
-    "fpsim.checks fpsim.statistics fpsim.torch_internals fpsim.torch_modes fpsim.deferred fpsim.undoing",
-    "fpsim.rows fpsim.pictures fpsim.border",
+    "fpsim.checks fpsim.statistics fpsim.torch_modes fpsim.deferred fpsim.undoing",
+    "fpsim.rows fpsim.pictures fpsim.border fpsim.torch_internals",
     "fpsim.ranges",
     "fpsim.formats",
     "fpsim.fixed_point fpsim.foreign",

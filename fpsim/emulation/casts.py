@@ -21,6 +21,7 @@ __all__ = [
     "CAST_NAMES",
     "FACTORIES",
     "FACTORIES_LIKE",
+    "WIDE_DTYPES",
     "asks_for_float32",
     "autocast_depth",
     "dtype_in",
@@ -44,7 +45,7 @@ FACTORIES_LIKE = frozenset(
     new_empty_strided new_tensor histc
     """.split()
 )
-_WIDE = (torch.float32, torch.float64)
+WIDE_DTYPES = (torch.float32, torch.float64)
 _WIDE_TYPES = ("FloatTensor", "DoubleTensor")  # what a dtype was called before there were dtypes
 _HOME = str(Path(torch.__file__).parent)
 _MACHINERY = ("autograd", "distributed", "export", "fx", "func", "optim", "overrides.py", "utils")
@@ -72,7 +73,7 @@ def asks_for_float32(function: Callable[..., Any], name: str, args: tuple[Any, .
         if isinstance(kind, str):  # x.type() gives such a string too
             return kind.endswith(_WIDE_TYPES) and frame is not None and kind in frame.f_code.co_consts
         return getattr(kind, "__name__", "") in _WIDE_TYPES
-    if dtype not in _WIDE:
+    if dtype not in WIDE_DTYPES:
         return False
     return frame is not None and names_float32(frame, getattr(function, "__name__", name), _caller_of)
 

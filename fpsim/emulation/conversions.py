@@ -19,9 +19,9 @@ from fpsim.blocks import Element
 from fpsim.emulation.aliases import Alias, note_write
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import Action, Call
-from fpsim.emulation.casts import asks_for_float32, dtype_in, is_of_machinery
+from fpsim.emulation.casts import WIDE_DTYPES, asks_for_float32, dtype_in, is_of_machinery
 from fpsim.emulation.marks import WIDE, format_of, is_made_here, is_roundable, is_state, mark, unmark
-from fpsim.emulation.operands import WIDE_DTYPES, Rounds, leaves_float32
+from fpsim.emulation.operands import Rounds, leaves_float32
 from fpsim.launch import rounded
 from fpsim.spec import rounding_spec
 

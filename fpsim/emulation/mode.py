@@ -17,7 +17,14 @@ from fpsim.emulation import recurrent
 from fpsim.emulation.aliases import Alias, Aliases, note_write, view_from_outside, write_outside, written_outside
 from fpsim.emulation.arguments import are_integers, roundable_in, tensors_in, typed_in
 from fpsim.emulation.calls import FLOAT64, LOOK_UPS, NARROWING, REFUSE, Action, Call, call_of, in_order
-from fpsim.emulation.casts import asks_for_float32, autocast_depth, dtype_in, is_called_by_sharding, is_float32_island
+from fpsim.emulation.casts import (
+    WIDE_DTYPES,
+    asks_for_float32,
+    autocast_depth,
+    dtype_in,
+    is_called_by_sharding,
+    is_float32_island,
+)
 from fpsim.emulation.conversions import (
     Asked,
     cast,
@@ -39,7 +46,7 @@ from fpsim.emulation.marks import (
     mark,
     unmark,
 )
-from fpsim.emulation.operands import WIDE_DTYPES, Rounds, leaves_float32
+from fpsim.emulation.operands import Rounds, leaves_float32
 from fpsim.emulation.packing import packed_afterwards
 from fpsim.emulation.product_calls import CALLS, compute_products
 from fpsim.emulation.products import ProductCall, note_views_of_weights, weights_among

@@ -10,9 +10,7 @@ from torch import Tensor
 from fpsim.emulation.marks import WIDE, is_made_here
 from fpsim.policy import RoleSpecs
 
-__all__ = ["WIDE_DTYPES", "Rounds", "leaves_float32"]
-
-WIDE_DTYPES = (torch.float32, torch.float64)
+__all__ = ["Rounds", "leaves_float32"]
 
 
 class Rounds(Enum):

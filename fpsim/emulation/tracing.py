@@ -65,6 +65,17 @@ class Operation:
     def __repr__(self) -> str:
         return f"Operation({self.site!r})"
 
+    def all_behind(self) -> set[int]:
+        """The ids of this operation and of all that it follows from."""
+        known: set[int] = set()
+        waiting = [self]
+        while waiting:
+            found = waiting.pop()
+            if id(found) not in known:
+                known.add(id(found))
+                waiting += found.parents
+        return known
+
 
 class Visitor(Protocol):
     """Sees the operations of a trace."""

@@ -305,13 +305,7 @@ def _accumulated(model: nn.Module, gradients: dict[str, Glance], seen: Keeping, 
 
 def _chain(cause: Event, seen: Keeping) -> list[str]:
     loss, at = seen.loss(), cause.operation
-    leads: set[int] = set()
-    waiting = [] if loss is None else [loss]
-    while waiting:
-        found = waiting.pop()
-        if id(found) not in leads:
-            leads.add(id(found))
-            waiting += found.parents
+    leads = set() if loss is None else loss.all_behind()
     sites: list[str] = []
     while at is not None:
         if at.computes:
