@@ -95,6 +95,19 @@ _GROUPED: dict[str, Any] = {**_TEXT, "num_attention_heads": 4, "num_key_value_he
 _EXPERTS: dict[str, Any] = {**_GROUPED, "num_experts_per_tok": 2, "output_router_logits": False}
 _VISION: dict[str, Any] = {**_SIZE, "intermediate_size": 24, "image_size": IMAGE, "patch_size": 8}
 
+SPEECH: dict[str, Any] = {
+    **_IDS,
+    **_SIZE,
+    "intermediate_size": 24,
+    "conv_dim": (8, 8),
+    "conv_kernel": (10, 3),
+    "conv_stride": (5, 2),
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "mask_time_prob": 0.0,
+    "ctc_loss_reduction": "mean",
+}
+
 ZOO: dict[str, Kind] = {
     "gpt2": Kind(
         "GPT2LMHeadModel", "GPT2Config", {**_IDS, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}, causal
@@ -142,18 +155,7 @@ ZOO: dict[str, Kind] = {
     "wav2vec2": Kind(
         "Wav2Vec2ForCTC",
         "Wav2Vec2Config",
-        {
-            **_IDS,
-            **_SIZE,
-            "intermediate_size": 24,
-            "conv_dim": (8, 8),
-            "conv_kernel": (10, 3),
-            "conv_stride": (5, 2),
-            "num_conv_pos_embeddings": 4,
-            "num_conv_pos_embedding_groups": 2,
-            "mask_time_prob": 0.0,
-            "ctc_loss_reduction": "mean",
-        },
+        SPEECH,
         sound,
     ),
     "clip": Kind(

@@ -9,7 +9,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from zoo import _GROUPED, _IDS, _SIZE, _TEXT, _VISION, LENGTH, Inputs, Kind, causal, image, sound, tokens, translated
+from zoo import (
+    _GROUPED,
+    _IDS,
+    _SIZE,
+    _TEXT,
+    _VISION,
+    LENGTH,
+    SPEECH,
+    Inputs,
+    Kind,
+    causal,
+    image,
+    sound,
+    tokens,
+    translated,
+)
 
 _EXPERTS: dict[str, Any] = {**_GROUPED, "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
 _LOCAL: dict[str, Any] = {**_EXPERTS, "num_local_experts": 4}
@@ -224,18 +239,7 @@ OTHERS: dict[str, Kind] = {
     "wavlm": Kind(
         "WavLMForCTC",
         "WavLMConfig",
-        {
-            **_IDS,
-            **_SIZE,
-            "intermediate_size": 24,
-            "conv_dim": (8, 8),
-            "conv_kernel": (10, 3),
-            "conv_stride": (5, 2),
-            "num_conv_pos_embeddings": 4,
-            "num_conv_pos_embedding_groups": 2,
-            "mask_time_prob": 0.0,
-            "ctc_loss_reduction": "mean",
-        },
+        SPEECH,
         sound,
     ),
     "ast": Kind(
