@@ -119,7 +119,9 @@ def test_the_status_of_ten_thousand_cells_is_quick(path: Path) -> None:
     start = time.process_time()
     with Ledger(path, readonly=True) as ledger:
         assert ledger.counts()["planned"] == 10_000
-    assert time.process_time() - start < 0.5  # measured: 0.14 s, for the digest of each row
+    assert (
+        time.process_time() - start < 10
+    )  # measured: 0.14 s, for the digest of each row; what is quadratic takes minutes
 
 
 def test_the_log_is_brought_into_the_file_now_and_then_and_waits_for_no_reader(
