@@ -244,7 +244,16 @@ def round_memory_(
     if direct and x.dtype is container:
         launch(x, x, kernel, key, log2_scale)
     else:
-        x.detach().data.copy_(rounded(x, spec, key, log2_scale, keep_masks, keep_infinity))
+        memory = _each_once(x.detach().data)
+        memory.copy_(rounded(memory, spec, key, log2_scale, keep_masks, keep_infinity))
+
+
+def _each_once(x: Tensor) -> Tensor:
+    """`x` without the dimensions in which it was expanded, so that no number of its memory comes twice."""
+    for i, (step, size) in enumerate(zip(x.stride(), x.shape, strict=True)):
+        if step == 0 and size > 1:
+            x = x.narrow(i, 0, 1)
+    return x
 
 
 def round_fitting_(x: Tensor, spec: RoundingSpec, log2_scale: Tensor, ceiling: float) -> float | None:

@@ -22,6 +22,7 @@ from fpsim.emulation.calls import Call
 from fpsim.emulation.marks import (
     WIDE,
     format_of,
+    is_made_here,
     is_roundable,
     is_state,
     is_view_of_weight,
@@ -38,7 +39,15 @@ from fpsim.expressions import round_here_
 from fpsim.spec import RoundingSpec
 from fpsim.torch_internals import is_traced, share_storage
 
-__all__ = ["Alias", "Aliases", "note_write", "view_from_outside", "write_outside", "written_outside"]
+__all__ = [
+    "Alias",
+    "Aliases",
+    "note_write",
+    "spec_of_memory",
+    "view_from_outside",
+    "write_outside",
+    "written_outside",
+]
 
 
 class Alias:
@@ -116,6 +125,8 @@ def note_write(emulation: Any, x: Tensor) -> None:
         return
     aliases.note_write(x)
     alias = aliases.of(x)
+    if alias is not None and is_made_here(alias.base):  # whose memory others may have, and `.data` counts for itself
+        emulation.forget_operands()
     for copy, own in aliases.copies_of(x if alias is None else alias.base):
         _refresh(emulation, copy, own)
 
@@ -232,7 +243,7 @@ def write_outside(
         kwargs = {name: emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for name, y in kwargs.items()}
     if target is not x and torch.is_grad_enabled() and base.requires_grad and base.is_leaf:
         raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
-    spec = _spec_of_memory(emulation, x, base)
+    spec = spec_of_memory(emulation, x)
     if spec is not None:
         round_here_(target, spec, keep_masks=True)
     out = call(func, (target, *args[1:]), kwargs)
@@ -244,15 +255,16 @@ def write_outside(
 
 def written_outside(emulation: Any, x: Tensor) -> None:
     """Settle what a call with `out=x` has written."""
-    alias = emulation.aliases.of(x)
-    spec = _spec_of_memory(emulation, x, x if alias is None else alias.base)
+    spec = spec_of_memory(emulation, x)
     if spec is not None:
         round_here_(x, spec, keep_masks=True)
     note_write(emulation, x)
 
 
-def _spec_of_memory(emulation: Any, x: Tensor, base: Tensor) -> RoundingSpec | None:
+def spec_of_memory(emulation: Any, x: Tensor) -> RoundingSpec | None:
     """How numbers are rounded that are written to `x`; None for parameters and buffers, which take them as they are."""
+    alias = emulation.aliases.of(x)
+    base = x if alias is None else alias.base
     return None if is_state(x) or _is_weight(emulation, base) else emulation.scope.specs.activation
 
 

@@ -197,6 +197,7 @@ class Call:
     is_view: whether its result may lie in the memory of its first argument.
     is_comparison: whether it compares numbers.
     converts: whether it makes a tensor, or decides what a tensor's dtype is.
+    narrows: whether its operands are brought into the format although they are float32 on purpose.
     chooses_inside: whether its backward pass looks for its result among what it chose it from.
     takes_dtype: whether a dtype may be given by its place among the arguments.
     only_compared: positions and names of the arguments that promote nothing.
@@ -206,7 +207,7 @@ class Call:
 
     __slots__ = (
         "action", "chooses_inside", "converts", "has_pole", "in_place", "is_comparison", "is_quotient", "is_view",
-        "name", "only_compared", "shape_alone_of_others", "skip_names", "skip_positions", "takes_dtype",
+        "name", "narrows", "only_compared", "shape_alone_of_others", "skip_names", "skip_positions", "takes_dtype",
     )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -227,6 +228,7 @@ class Call:
         self.shape_alone_of_others = name in ("view_as", "expand_as", "reshape_as")
         self.only_compared = ONLY_COMPARED.get(function)
         self.name = name.strip("_") if name.startswith("__") else name
+        self.narrows = self.name in NARROWING or self.action is Action.SET_ITEM
         self.has_pole, self.is_quotient = self.name in POLES, self.name in QUOTIENTS
         inner = name[2:] if name.startswith("__i") and name.endswith("__") else ""
         is_augmented = inner != "" and name not in ("__invert__", "__index__", "__int__", "__iter__")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.spec import FLOATING, RoundingSpec
-from fpsim.torch_internals import version_of
+from fpsim.torch_internals import base_of, version_of
 
 __all__ = [
     "OF_A_WEIGHT",
@@ -47,8 +47,9 @@ WIDE = "wide"
 
 # A mark is a plain tuple, for torch.save writes it with the tensor and torch.load(weights_only=True) takes no class. It
 # holds while the tensor is not written to: the rounding's text, the writes to the tensor until then, the scale of a
-# gradient (None for 1), and whether the tensor required a gradient; one that does so later has no place yet where its
-# gradient is rounded. The mark WIDE stands for a dtype, not for values, and no write changes it.
+# gradient (None for 1), and whether the tensor was computed with a gradient; a leaf, and one that requires a gradient
+# later, has no place yet where its gradient is rounded. The mark WIDE stands for a dtype, not for values, and no write
+# changes it.
 Mark = tuple[str, int | None, Tensor | None, bool]
 
 
@@ -126,7 +127,9 @@ def writes_to(x: Tensor) -> int:
 
 def mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
     """Note that `x` was rounded as `text` says, at this scale."""
-    made = (text, writes_to(x), log2_scale, x.requires_grad)
+    # of some views whose base was written to, torch refuses to say whether they are leaves: they are none
+    has_place = x.requires_grad and (base_of(x) is not None or not x.is_leaf)
+    made = (text, writes_to(x), log2_scale, has_place)
     x._fpsim = made if log2_scale is None else _MarkAtScale(made)  # type: ignore[attr-defined]
 
 

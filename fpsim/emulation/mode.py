@@ -146,7 +146,7 @@ class Emulation(Roundings, TorchFunctionMode):
     ) -> Any:
         """The call, as what it does is to be treated."""
         action, first = call.action, args[0] if args else None
-        if call.in_place and isinstance(first, Tensor) and self._is_stored(first):
+        if call.in_place and isinstance(first, Tensor) and self.is_stored(first):
             return write_outside(self, func, call, args, kwargs)
         if call.is_view and isinstance(first, Tensor) and (not is_made_here(first) or self.aliases.of(first)):
             found = view_from_outside(self, func, call, args, kwargs)
@@ -190,7 +190,7 @@ class Emulation(Roundings, TorchFunctionMode):
         kwargs = {name: self.prepared(x, rounds, []) for name, x in kwargs.items()} if kwargs else kwargs
         return call(func, self._scalars_in_format(call, args, is_wide), kwargs)
 
-    def _is_stored(self, x: Tensor) -> bool:
+    def is_stored(self, x: Tensor) -> bool:
         """Whether `x` is a parameter or a buffer, or lies in the memory of something from outside."""
         is_master = is_state(x) or isinstance(x, nn.Parameter) or id(x) in self.scope.weights
         return (is_master or self.aliases.of(x) is not None) and format_of(x) != WIDE
@@ -205,7 +205,7 @@ class Emulation(Roundings, TorchFunctionMode):
         target = kwargs.get("out", args[0] if keeps_first and args else None)
         moves = call.action is Action.MOVE
         is_wide = self._is_wide_call(func, call, args, kwargs, target, asked)
-        is_narrowed = moves or call.name in NARROWING or asked is Asked.NARROW
+        is_narrowed = moves or call.narrows or asked is Asked.NARROW
         rounds = Rounds.ALL if is_narrowed else Rounds.ALL_BUT_WIDE
         if is_wide:
             rounds = Rounds.ALL_BUT_WIDE
@@ -228,7 +228,7 @@ class Emulation(Roundings, TorchFunctionMode):
             return self._set_item(func, call, new_args, new_kwargs, is_wide)
         operands = (*new_args, *in_order(new_kwargs)) if new_kwargs else new_args
         first = args[0] if keeps_first and args else None
-        known_base = None if first is None else self._format_of_base(first)
+        known_base = self._format_of_base(target) if isinstance(target, Tensor) else None
         if isinstance(first, Tensor) and not is_wide and not moves:
             self.prepare_target(first)
         was_marked = format_of(first) if isinstance(first, Tensor) else None
@@ -241,7 +241,7 @@ class Emulation(Roundings, TorchFunctionMode):
         else:
             out = call(func, new_args, new_kwargs)
         if isinstance(given := kwargs.get("out"), Tensor):
-            return self._given_out(given, out, call, operands, floats, is_wide)
+            return self._given_out(given, known_base, out, call, operands, floats, is_wide)
         if is_wide or (not floats and not isinstance(target, Tensor) and are_integers(args)):
             self._let_results_be_wide(out, call)
             return out
@@ -266,16 +266,16 @@ class Emulation(Roundings, TorchFunctionMode):
         return result
 
     def _given_out(
-        self, given: Tensor, out: Any, call: Call, operands: tuple[Any, ...], floats: list[Tensor], is_wide: bool
-    ) -> Any:
+        self, given: Tensor, known_base: str | None, out: Any, call: Call, operands: tuple[Any, ...],
+        floats: list[Tensor], is_wide: bool,
+    ) -> Any:  # fmt: skip
         """The result of a call with `out=`: computed in the operands' dtype, then stored in that of what was given."""
-        if self._is_stored(given):
+        if self.is_stored(given):
             written_outside(self, given)
             return out
         was_wide = format_of(given) == WIDE
         if was_wide and is_wide:
             return out
-        known_base = self._format_of_base(given)
         result = self.round_results(out, call, operands, floats, given)
         if was_wide:
             self.mark_wide(given)
