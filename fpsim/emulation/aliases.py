@@ -127,15 +127,19 @@ def note_write(emulation: Any, x: Tensor) -> None:
     alias = aliases.of(x)
     if alias is not None and is_made_here(alias.base):  # whose memory others may have, and `.data` counts for itself
         emulation.forget_operands()
-    for copy, own in aliases.copies_of(x if alias is None else alias.base):
-        _refresh(emulation, copy, own)
+    base = x if alias is None else alias.base
+    specs, has_role = emulation.scope.specs, _is_weight(emulation, base)
+    for copy, own in aliases.copies_of(base):
+        _refresh(copy, own, specs.weight if has_role else specs.activation, keep_masks=not has_role)
 
 
-def _refresh(emulation: Any, copy: Tensor, own: Tensor) -> None:
+def _refresh(copy: Tensor, own: Tensor, spec: RoundingSpec | None, keep_masks: bool) -> None:
     """Round the memory again, into a copy that somebody holds."""
     known = format_of(copy)
     with torch.no_grad():
-        copy.data.copy_(emulation.operand(own, Rounds.ALL))
+        copy.data.copy_(own)
+        if spec is not None:
+            round_here_(copy, spec, keep_masks=keep_masks)
     if known is not None:
         mark(copy, known)
 

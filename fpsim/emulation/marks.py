@@ -31,7 +31,6 @@ __all__ = [
     "mark_of",
     "mark_rounded",
     "mark_wide",
-    "mark_with_place",
     "note_inference_write",
     "unmark",
     "was_any_made_wide",
@@ -149,21 +148,16 @@ def was_any_made_wide() -> bool:
 
 
 def mark_like(x: Tensor, known: str) -> None:
-    """Note of `x` what was known of another tensor with the same values."""
+    """Note of `x` what was known of a tensor with the same values, whose gradient is rounded there and not here."""
     if known == WIDE:
         mark_wide(x)
     else:
-        mark(x, known)
+        x._fpsim = (known, writes_to(x), None, True)  # type: ignore[attr-defined]
 
 
 def unmark(x: Tensor) -> None:
     """Forget what was known of `x`, but for that an emulated call gave it."""
     x._fpsim = ("", None, None, True)  # type: ignore[attr-defined]
-
-
-def mark_with_place(x: Tensor, text: str) -> None:
-    """Note that `x` is in this format, and that its gradient is rounded elsewhere, should it require one."""
-    x._fpsim = (text, writes_to(x), None, True)  # type: ignore[attr-defined]
 
 
 def mark_of(x: Tensor) -> Mark | None:
