@@ -145,19 +145,23 @@ class Emulation(Roundings, TorchFunctionMode):
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Any:
         """The call, as what it does is to be treated."""
-        action, first = call.action, args[0] if args else None
-        if call.in_place and isinstance(first, Tensor) and self.is_stored(first):
+        first = args[0] if args else None
+        written = first if call.in_place and isinstance(first, Tensor) else None
+        if written is not None and self.is_stored(written):
             return write_outside(self, func, call, args, kwargs)
         if call.is_view and isinstance(first, Tensor) and (not is_made_here(first) or self.aliases.of(first)):
             found = view_from_outside(self, func, call, args, kwargs)
             if found is not NotImplemented:
                 return found
         if call.converts:
-            return self._converted(func, call, args, kwargs, asked)
-        if action is Action.READ:
+            out = self._converted(func, call, args, kwargs, asked)
+        elif call.action is Action.READ:
             return self._read(func, call, args, kwargs, asked)
-        out = self.compute(func, call, args, kwargs, asked)
-        if call.is_view and call.name == "data" and isinstance(first, Tensor) and out is not first:
+        else:
+            out = self.compute(func, call, args, kwargs, asked)
+        if written is not None:
+            note_write(self, written)
+        elif call.is_view and call.name == "data" and isinstance(first, Tensor) and out is not first:
             self.aliases.add(out, Alias(first))
         return out
 
@@ -262,7 +266,6 @@ class Emulation(Roundings, TorchFunctionMode):
         result = self.round_results(out, call, operands, floats, target, product)
         if isinstance(first, Tensor):
             self._know_again(base_of(first), known_base, call)
-            note_write(self, first)
         return result
 
     def _given_out(
