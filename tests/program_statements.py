@@ -286,6 +286,7 @@ def write(w: Writer) -> list[str]:
     ]
     forms += [f"{target}.masked_fill_({target} > 0.25, 0.3)", f"torch._foreach_mul_([{target}], 1.01)"]
     forms += [f"torch._foreach_add_([{target}], [{full}])", f"{target}.div_(3.0)", f"F.relu({target}, inplace=True)"]
+    forms += [f"F.relu({target}, True)"]
     forms += [f"{target}[...] *= 1.1", f"{target}[...] += {b}", f"{target}.sub_({b})", f"{target}.neg_()"]
     text = w.choose(forms)
     if not w.has_gradients:

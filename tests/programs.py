@@ -160,7 +160,7 @@ class Outcome:
 
 def run(module: nn.Module, inputs: list[Tensor], program: Program, native: Outcome | None = None) -> Outcome:
     """One run of a program: the native one, or the other one, whose backward pass begins where the `native` one did."""
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     x, y = (x.clone().requires_grad_(program.has_gradients) for x in inputs)
     with torch.set_grad_enabled(program.has_gradients):
         found, shown = module(x, y)
@@ -194,7 +194,8 @@ def compare(native: Outcome, emulated: Outcome, program: Program, format: str) -
     found = [n for n, v in native.variables.items() if differs(v, emulated.variables[n], format, n in program.stays)]
     found += [f"{n} computing on" for n, v in native.shown.items() if differs(v, emulated.shown[n], format, False)]
     found += [f"{n} afterwards" for n, v in native.stays.items() if differs(v, emulated.stays[n], format, True)]
-    bound = 0.0 if program.is_tree else FAN_OUT_ULPS * torch.finfo(NATIVE[format]).eps * native.largest
+    info = torch.finfo(NATIVE[format])
+    bound = 0.0 if program.is_tree else FAN_OUT_ULPS * info.eps * max(native.largest, info.smallest_normal)
     for name, gradient in native.gradients.items():
         other = emulated.gradients[name]
         if (gradient is None) != (other is None):
@@ -228,7 +229,7 @@ def execute(program: Program, format: str) -> Result:
     """Run a program natively and emulated."""
     space, dtype = space_of(program.source()), NATIVE[format]
     file = space["__name__"]
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     module = space["Program"]().to(dtype)
     inputs = [torch.randn(4, 4).to(dtype) for _ in range(2)]
     masters = copy.deepcopy(module).float()

@@ -26,6 +26,7 @@ from fpsim.launch import rounded
 from fpsim.spec import rounding_spec
 
 __all__ = [
+    "DTYPE_OF",
     "Asked",
     "cast",
     "dtype_of",
@@ -57,21 +58,21 @@ class Asked(Enum):
 # What a dtype is said to be
 
 
-def dtype_of(
-    emulation: Any, frame: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+DTYPE_OF: Any = Tensor.dtype.__get__  # type: ignore[attr-defined]  # what a mode is told of `x.dtype`
+
+
+def dtype_of(emulation: Any, frame: Any, x: Tensor) -> torch.dtype:
     """`x.dtype`: torch's name of the format for a tensor that is not float32 on purpose.
 
     frame: of the mode; behind it is whoever reads the attribute.
     """
-    found = func(*args)
-    name = emulation.scope.dtype
-    if name is None or found is not torch.float32 or not emulation.has_names or format_of(args[0]) == WIDE:
+    found, name = x.dtype, emulation.scope.dtype
+    if name is None or found is not torch.float32 or not emulation.has_names or format_of(x) == WIDE:
         return found
     if frame is not None and frame.f_back is not None and is_of_machinery(frame.f_back.f_code.co_filename):
         return found
     emulation.names.add(name)
-    return name
+    return name  # type: ignore[no-any-return]
 
 
 def named_dtype(
@@ -110,9 +111,7 @@ def _dtype_of_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype
     return known.get(word)
 
 
-def result_type(
-    emulation: Any, frame: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def result_type(emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.result_type`, of tensors in the format by its name."""
 
     def standing_for(x: Any) -> Any:

@@ -15,6 +15,7 @@ __all__ = [
     "OF_A_WEIGHT",
     "WIDE",
     "format_of",
+    "is_leaf",
     "is_made_here",
     "is_roundable",
     "is_rounded_at",
@@ -74,7 +75,8 @@ def mark_as_weight(x: Tensor) -> None:
 
 def is_weight(x: Tensor) -> bool:
     """Whether `x` has the role of a weight: a parameter, or what was marked so."""
-    return isinstance(x, nn.Parameter) or getattr(x, "_fpsim_weight", False)
+    is_parameter = type(x) is not Tensor and isinstance(x, nn.Parameter)
+    return is_parameter or getattr(x, "_fpsim_weight", False)
 
 
 def mark_as_view_of_weight(x: Tensor) -> None:
@@ -121,14 +123,20 @@ def note_inference_write() -> None:
 
 def writes_to(x: Tensor) -> int:
     """A number that changes whenever `x` is written to."""
-    return _inference_version if x.is_inference() else version_of(x)
+    try:
+        return version_of(x)
+    except RuntimeError:  # an inference tensor
+        return _inference_version
+
+
+def is_leaf(x: Tensor) -> bool:
+    """Whether `x`, which requires a gradient, is no result. torch refuses to say so of views whose base changed."""
+    return base_of(x) is None and x.is_leaf
 
 
 def mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
     """Note that `x` was rounded as `text` says, at this scale."""
-    # of some views whose base was written to, torch refuses to say whether they are leaves: they are none
-    has_place = x.requires_grad and (base_of(x) is not None or not x.is_leaf)
-    made = (text, writes_to(x), log2_scale, has_place)
+    made = (text, writes_to(x), log2_scale, x.requires_grad and not is_leaf(x))
     x._fpsim = made if log2_scale is None else _MarkAtScale(made)  # type: ignore[attr-defined]
 
 
@@ -173,8 +181,12 @@ def format_of(x: Tensor) -> str | None:
 
     What was rounded at a scale may lie between the format's values.
     """
-    found = mark_of(x)
-    return found[0] if found is not None and found[2] is None else None
+    found = getattr(x, "_fpsim", None)
+    if found is None or found[2] is not None:
+        return None
+    if found[0] == WIDE:
+        return WIDE
+    return found[0] if found[1] == writes_to(x) and found[3] >= x.requires_grad else None
 
 
 def is_made_here(x: Tensor) -> bool:

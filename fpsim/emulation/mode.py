@@ -26,6 +26,7 @@ from fpsim.emulation.casts import (
     is_float32_island,
 )
 from fpsim.emulation.conversions import (
+    DTYPE_OF,
     Asked,
     cast,
     dtype_of,
@@ -94,12 +95,13 @@ class Emulation(Roundings, TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func == DTYPE_OF:
+            return dtype_of(self, inspect.currentframe(), args[0])  # no variable: a frame in itself is a cycle
         kwargs = kwargs or {}
         call = call_of(func)
         action, scope = call.action, self.scope
         if action is Action.DTYPE:
-            answer = result_type if call.name == "result_type" else dtype_of
-            return answer(self, inspect.currentframe(), func, args, kwargs)  # no variable: a frame in itself is a cycle
+            return result_type(self, func, args, kwargs)
         if (self.step is not None and self.step.is_running(scope)) or (types and _has_lazy(types)):
             return call(func, args, kwargs)
         asked = Asked.NOTHING
@@ -137,7 +139,7 @@ class Emulation(Roundings, TorchFunctionMode):
     def _pass(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as it is."""
         out = call(func, args, kwargs)
-        if call.in_place and args and isinstance(args[0], Tensor):
+        if args and isinstance(args[0], Tensor) and call.writes_to_first(args, kwargs):
             note_write(self, args[0])
         return out
 
@@ -146,7 +148,7 @@ class Emulation(Roundings, TorchFunctionMode):
     ) -> Any:
         """The call, as what it does is to be treated."""
         first = args[0] if args else None
-        written = first if call.in_place and isinstance(first, Tensor) else None
+        written = first if isinstance(first, Tensor) and call.writes_to_first(args, kwargs) else None
         if written is not None and self.is_stored(written):
             return write_outside(self, func, call, args, kwargs)
         if call.is_view and isinstance(first, Tensor) and (not is_made_here(first) or self.aliases.of(first)):
@@ -205,7 +207,7 @@ class Emulation(Roundings, TorchFunctionMode):
         """Any other call: its operands are brought into their formats, and its results are rounded."""
         if call.name.startswith("embedding") and kwargs.get("max_norm") is not None:
             kwargs = _renormalised(args, kwargs)
-        keeps_first = call.in_place or kwargs.get("inplace") is True
+        keeps_first = call.writes_to_first(args, kwargs)
         target = kwargs.get("out", args[0] if keeps_first and args else None)
         moves = call.action is Action.MOVE
         is_wide = self._is_wide_call(func, call, args, kwargs, target, asked)
@@ -220,14 +222,16 @@ class Emulation(Roundings, TorchFunctionMode):
             rounds = Rounds.NOTHING if is_wide else rounds
         floats: list[Tensor] = []
 
-        new_args = tuple(
+        found = [
             x if (i == 0 and keeps_first) or i in call.skip_positions else self.prepared(x, rounds, floats)
             for i, x in enumerate(args)
-        )
-        new_kwargs = {
-            name: x if name in call.skip_names or name == "out" else self.prepared(x, rounds, floats)
-            for name, x in kwargs.items()
-        }
+        ]
+        new_args, new_kwargs = tuple(found), kwargs
+        if kwargs:
+            new_kwargs = {
+                name: x if name in call.skip_names or name == "out" else self.prepared(x, rounds, floats)
+                for name, x in kwargs.items()
+            }
         if call.action is Action.SET_ITEM:
             return self._set_item(func, call, new_args, new_kwargs, is_wide)
         operands = (*new_args, *in_order(new_kwargs)) if new_kwargs else new_args
