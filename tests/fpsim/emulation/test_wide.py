@@ -7,6 +7,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -682,3 +683,15 @@ def test_jagged_tensors_are_refused_and_pass_in_float32() -> None:
 def test_strided_nested_tensors_are_emulated() -> None:
     x, model = nested(torch.strided), quantize(nn.Linear(4, 4), "e4m3fn")
     assert all(torch.equal(y, model(part)) for y, part in zip(model(x).unbind(), x.unbind(), strict=True))
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "e4m3fn"])
+def test_a_package_whose_name_begins_with_torch_is_no_part_of_torch(fmt: str) -> None:
+    code = "def forward(x):\n    y = x * 1.1\n    return y.dtype, y.to(torch.float32) * 1.0001\n"
+    file = f"{Path(torch.__file__).parent}_geometric/nn/conv.py"
+    space: dict[str, Any] = {"torch": torch}
+    exec(compile(code, file, "exec"), space)
+    with fpsim.emulate(fmt):
+        dtype, wide = space["forward"](torch.tensor([1.0, 2.0]).clone())
+    assert dtype is (torch.bfloat16 if fmt == "bf16" else torch.float32)
+    assert not torch.equal(wide, fpsim.round_to(wide, fmt))
