@@ -618,7 +618,9 @@ def test_a_real_tensor_of_the_formats_dtype_meets_the_container() -> None:
     out = y(x.float())
     out.sum().backward()
     assert out.dtype is torch.float32
-    assert (out - native.float()).norm() <= 2.0**-6 * native.float().norm()  # sums of products in another order
+    # sums of products in another order differ before they are rounded, by 2^-9 at most each: z, two products, their
+    # sum, its sum over all, the second layer, the result
+    assert (out - native.float()).norm() <= 7 * 2.0**-9 * native.float().norm()
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "e4m3fn"])
