@@ -171,6 +171,8 @@ def _in_each_form(names: str) -> frozenset[str]:
 
 
 QUOTIENTS = _in_each_form(_QUOTIENTS)
+# Products and quotients, which scale a tensor where the other operand is a number.
+SCALINGS = _in_each_form("mul multiply div divide true_divide truediv") | {"rmul"}
 POLES = _in_each_form(_POLES) | QUOTIENTS
 
 # Operands that may be given by name, in the order in which any operation has those that it takes.
@@ -201,6 +203,7 @@ class Call:
     chooses_inside: whether its backward pass looks for its result among what it chose it from.
     takes_dtype: whether a dtype may be given by its place among the arguments.
     only_compared: positions and names of the arguments that promote nothing.
+    scales: whether it multiplies or divides a tensor by a number, if it is given one.
     shape_alone_of_others: whether all arguments but the first give a shape alone.
     inplace_at: the position of the argument `inplace`; None where there is none.
     skip_positions, skip_names: arguments that are no operands, or that the function writes to: a copy would not do.
@@ -208,8 +211,8 @@ class Call:
 
     __slots__ = (
         "action", "chooses_inside", "converts", "has_pole", "in_place", "inplace_at", "is_comparison", "is_quotient",
-        "is_view", "name", "narrows", "only_compared", "shape_alone_of_others", "skip_names", "skip_positions",
-        "takes_dtype",
+        "is_view", "name", "narrows", "only_compared", "scales", "shape_alone_of_others", "skip_names",
+        "skip_positions", "takes_dtype",
     )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -230,6 +233,7 @@ class Call:
         self.shape_alone_of_others = name in ("view_as", "expand_as", "reshape_as")
         self.only_compared = ONLY_COMPARED.get(function)
         self.name = name.strip("_") if name.startswith("__") else name
+        self.scales = self.name in SCALINGS
         self.narrows = self.name in NARROWING or self.action is Action.SET_ITEM
         self.has_pole, self.is_quotient = self.name in POLES, self.name in QUOTIENTS
         inner = name[2:] if name.startswith("__i") and name.endswith("__") else ""

@@ -47,6 +47,7 @@ from fpsim.emulation.marks import (
     mark,
     unmark,
 )
+from fpsim.emulation.masks import keep_masks, masks_to_scale
 from fpsim.emulation.operands import Rounds, leaves_float32
 from fpsim.emulation.packing import packed_afterwards
 from fpsim.emulation.product_calls import CALLS, compute_products
@@ -247,7 +248,8 @@ class Emulation(Roundings, TorchFunctionMode):
             product = ProductCall(self.scope, call.name, operands, weights_among(self.scope, originals, prepared))
             out = compute_products(product, partial(call, func), new_args, new_kwargs, target)
         else:
-            out = call(func, new_args, new_kwargs)
+            masks = None if is_wide or not call.scales else masks_to_scale(self.scope.specs.activation, operands)
+            out = keep_masks(call(func, new_args, new_kwargs), masks)
         if isinstance(given := kwargs.get("out"), Tensor):
             return self._given_out(given, known_base, out, call, operands, floats, is_wide)
         if is_wide or (not floats and not isinstance(target, Tensor) and are_integers(args)):

@@ -319,6 +319,34 @@ def test_a_mask_hides_and_a_fully_masked_row_is_uniform(fmt: str, rounding: str)
         assert (weights[3] == round_to(torch.tensor(0.25), fmt)).all()
 
 
+WAYS_TO_SCALE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "quotient": lambda x, mask: (x + mask) / 8,
+    "product before": lambda x, mask: x + mask * 0.5,
+    "product of a number": lambda x, mask: 0.3 * (mask + x),
+    "in place": lambda x, mask: (x + mask).mul_(0.125),
+    "in place, twice": lambda x, mask: x.add(mask).div_(3.0).mul_(0.7),
+}
+
+
+@pytest.mark.parametrize("fmt", LOW)
+@pytest.mark.parametrize("way", WAYS_TO_SCALE)
+def test_a_mask_that_is_scaled_hides_and_a_fully_masked_row_is_uniform(fmt: str, way: str) -> None:
+    scores, hidden = torch.randn(4, 4), torch.ones(4, 4, dtype=torch.bool).triu(1)
+    hidden[3] = True
+    with emulate(fmt):
+        x = scores + 0.0
+        mask = torch.zeros(4, 4, dtype=x.dtype).masked_fill(hidden, torch.finfo(x.dtype).min)
+        weights = torch.softmax(WAYS_TO_SCALE[way](x, mask), -1)
+    assert (weights[:3].triu(1) == 0).all()
+    assert (weights[3] == round_to(torch.tensor(0.25), fmt)).all()
+
+
+def test_a_number_that_overflows_is_no_mask() -> None:
+    x = torch.tensor([1.0, -2.0])
+    with emulate("e5m2"):
+        assert ((x + 0.0) * 1e30).tolist() == [torch.inf, -torch.inf]
+
+
 @pytest.mark.parametrize("fmt", LOW)
 def test_every_way_to_mask_keeps_the_mask(fmt: str) -> None:
     scores, hidden = torch.randn(3, 3), torch.ones(3, 3, dtype=torch.bool).triu(1)
