@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from planted_apart import APART
 from planted_cases import CAUSES, cases
 from planted_controls import CONTROLS, controls
+from planted_forum import FORTY
 from planted_models import Planted
 from planted_remedies import is_cured
+from planted_step import Planted as Told
 from torch import nn
 
 import fpsim
@@ -70,6 +73,14 @@ def test_where_nothing_is_wrong_nothing_is_named(name: str, model: str, fmt: str
 def test_where_nothing_is_wrong_nothing_is_named_in_any_model_and_format(name: str, model: str, fmt: str) -> None:
     found = Planted(model, fmt, CONTROLS[name][0]).why()
     assert found.cause is None, str(found)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("plant", FORTY)
+def test_what_people_tell_in_forums_is_named(plant: Callable[[], Told]) -> None:
+    planted = plant()
+    found = fpsim.why(planted.model, planted.step, planted.optimizer)
+    assert planted.is_named_by(found), str(found)
 
 
 def two(first: str, second: str) -> Planted:
