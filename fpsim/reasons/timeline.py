@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.blocks import BlockFormat
-from fpsim.diagnose import FILLS, overflow_of
 from fpsim.emulation.tracing import Operation, Trace
+from fpsim.masks import masked_in, number_in
 from fpsim.reasons.event import Event
-from fpsim.reasons.explaining import explain_forward, number_in, source_name
-from fpsim.reasons.masks import leak, masked_in
+from fpsim.reasons.explaining import explain_forward, source_name
+from fpsim.reasons.masks import leak
 from fpsim.reasons.numbers import Ends, Glance, first_index, glance, is_mask_like
 from fpsim.reasons.slopes import explain_gradient
+from fpsim.seen import FILLS, overflow_of
 from fpsim.shared_scales import Cut
 from fpsim.spec import Spec
 
@@ -77,7 +78,7 @@ class Timeline:
                 new = set()
             if new:
                 self._add(explain_forward(operation, operands, self.trace.arguments, result, new, ends))
-        if operation.name in ("softmax", "log_softmax") and not found.kinds:
+        if not found.kinds:
             event = leak(operation, operands, result, ends)
             if event is not None:
                 self._add(event)
