@@ -50,6 +50,7 @@ FLOORS = (
     "fpsim.forwards",
     "fpsim.model fpsim.summary fpsim.seen",
     "fpsim.scaling_state fpsim.recording fpsim.scaling fpsim.compare fpsim.diagnose",
+    "fpsim.suggesting",
     "fpsim.watch fpsim.sensitivity",
     "fpsim.reasons fpsim.reasons.kept fpsim.reasons.widening fpsim.reasons.event fpsim.reasons.numbers",
     "fpsim.reasons.explaining fpsim.reasons.slopes fpsim.reasons.updates",
