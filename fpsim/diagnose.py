@@ -8,18 +8,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fpsim.border import require_module
-from fpsim.checks import require_callable, shown
+from fpsim.checks import shown
 from fpsim.emulation.scope import Listeners, Observer
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.forwards import emulated_forwards
 from fpsim.model import listeners
-from fpsim.noise import keep_random_numbers
 from fpsim.ranges import Range
 from fpsim.rows import Rows, number
 from fpsim.seen import AFTER, CAME_IN, FILLS, Seen, is_backward
+from fpsim.stepping import as_step, preserve
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
@@ -96,7 +96,13 @@ def _shortened(rows: Rows) -> Rows:
 
 
 @keeps_grad_mode
-def diagnose(model: nn.Module, step: Callable[[], object], *, scaler: torch.amp.GradScaler | None = None) -> Diagnosis:
+def diagnose(
+    model: nn.Module,
+    step: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Diagnosis:
     """Run a step, and name where inf, NaN or saturation first appears, what was read there, and the way to the loss.
 
     A step is a forward and a backward pass, `lambda: loss(model(x), y).backward()`, without the optimizer's. It may be
@@ -113,10 +119,11 @@ def diagnose(model: nn.Module, step: Callable[[], object], *, scaler: torch.amp.
     step.
 
     model: whose step it is.
-    step: what runs it.
+    step: what runs it: a function without arguments; or a batch, where the output has a `.loss` or with `loss`.
+    loss: from the model's output to a scalar, for a batch.
     scaler: a torch.amp.GradScaler that `step` uses, if it keeps skipping: the step is run at other scales too, and the
         scale at which no gradient overflows is looked for. Its state is put back.
-    Raises TypeError for a scaler that is no torch.amp.GradScaler.
+    Raises TypeError for a scaler that is no torch.amp.GradScaler, and for a step of another kind.
 
     >>> model = nn.ReLU6()
     >>> found = diagnose(model, lambda: model(torch.ones(2)) * 3e38 * 3e38)
@@ -124,7 +131,7 @@ def diagnose(model: nn.Module, step: Callable[[], object], *, scaler: torch.amp.
     (':mul_1', 'inf', 2)
     """
     require_module(model)
-    require_callable("step", step, "lambda: loss(model(x), y).backward()")
+    step = as_step(model, step, loss, "diagnose")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(
             f"scaler is {shown(scaler)}, of type {type(scaler).__name__}. Possible: a torch.amp.GradScaler, or None."
@@ -209,7 +216,7 @@ def _run(model: nn.Module, step: Callable[[], object]) -> Seen:
             raise ValueError("This model is being recorded. Leave the `with fpsim.record(...)` block first.")
         undo.by(partial(_observe, registered, None))
         _observe(registered, seen)
-        _preserve(model, undo)
+        preserve(model, undo)
         trace.run(step)
         if not seen.events:
             seen.afterwards(model)
@@ -221,30 +228,6 @@ def _run(model: nn.Module, step: Callable[[], object]) -> Seen:
 def _observe(registered: list[Listeners], observer: Observer | None) -> None:
     for listener in registered:
         listener.observer = observer
-
-
-def _preserve(model: nn.Module, undo: Undo) -> None:
-    """Put back parameters, buffers, gradients, delayed scaling and random numbers."""
-    tensors = [*model.parameters(), *model.buffers()]
-    values = [t.detach().clone() for t in tensors]
-    gradients = [p.grad for p in model.parameters()]
-    kept = [None if g is None else g.clone() for g in gradients]
-    histories = [listener.histories for listener in listeners(model)] if any(emulated_forwards(model)) else []
-    states = [h.state_dict() for h in histories]
-
-    def put_back() -> None:
-        for t, value in zip(tensors, values, strict=True):
-            if not torch.equal(t, value):
-                t.detach().copy_(value)
-        for p, gradient, saved in zip(model.parameters(), gradients, kept, strict=True):
-            if gradient is not None and saved is not None:
-                gradient.detach().copy_(saved)
-            p.grad = gradient
-        for h, state in zip(histories, states, strict=True):
-            h.load_state_dict(state)
-
-    undo.by(put_back)
-    keep_random_numbers(undo)
 
 
 # The scale of a GradScaler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,11 @@ from fpsim.policy import ROLES, Policy
 from fpsim.rows import Rows
 from fpsim.shared_scales import Cut, rounded_blocks
 from fpsim.spec import BlockSpec, Spec, any_spec, holds_numbers
+from fpsim.stepping import as_step, preserve
 from fpsim.suggesting import Called, Limits, Suggestion, does, output_tensors, planned, suggested, worst_of
 from fpsim.tally import Accumulator, Tally
 from fpsim.torch_internals import is_compiled_wrapper
+from fpsim.undoing import Undo, undone
 
 __all__ = ["Watch", "watch"]
 
@@ -38,8 +40,10 @@ Key = tuple[int, str, str, Spec]
 
 def watch(
     model: nn.Module,
+    step: Any = None,
     formats: Iterable[str | Format] = FORMATS,
     *,
+    loss: Callable[[Any], Tensor] | None = None,
     every: int = EVERY,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Watch:
@@ -53,11 +57,18 @@ def watch(
     that calls first is watched. Copies of the model are not. The watch ends when the result is lost, too. Watch a model
     after `model.compile()`; calls of torch's own containers under `torch.compile` are not seen.
 
+    Two forms: `with watch(model, formats) as watching:` around a training, and `watch(model, step)`, which runs the
+    step once, puts back what it changed, and watches no longer.
+
     model: not quantised; a quantised one is recorded by `fpsim.record`.
+    step: a function without arguments, or a batch where the output has a `.loss` or with `loss`. The formats may come
+        in its place.
+    loss: from the model's output to a scalar, for a batch.
     formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last axis.
     every: watched are the calls 1, 1 + every, and so on.
     optimizer: whose states and updates are watched.
-    Raises ValueError for a model that is quantised or compiled, and for impossible numbers and formats.
+    Raises ValueError for a model that is quantised or compiled, for a step of a model in eval mode, and for impossible
+    numbers and formats.
 
     >>> model = nn.Linear(2, 1)
     >>> with watch(model, ["e4m3fn"], every=1) as watching:
@@ -65,7 +76,29 @@ def watch(
     >>> [row["underflow"] for row in watching.rows() if row["role"] == "error"]
     [1.0]
     """
-    return Watch(model, formats, every, optimizer)
+    if step is None or isinstance(step, str | Format) or _are_formats(step):
+        return Watch(model, formats if step is None else step, every, optimizer)
+    watching = Watch(model, formats, 1, optimizer)
+    with watching:
+        run = as_step(model, step, loss, "watch")
+        if not model.training:
+            raise ValueError(
+                f"Got a step of {type(model).__name__} in eval mode. watch sees calls in training: model.train()."
+            )
+
+        def once(undo: Undo) -> None:
+            preserve(model, undo)
+            run()
+
+        undone(once)
+    return watching
+
+
+def _are_formats(value: object) -> bool:
+    """Whether a value that may be a step or a batch is the formats."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(isinstance(item, str | Format) for item in value)
+    return not callable(value) and not isinstance(value, Tensor | Mapping)
 
 
 class Watch:

@@ -49,6 +49,7 @@ FLOORS = (
     "fpsim.emulation fpsim.computed_weights fpsim.opened fpsim.masks",
     "fpsim.forwards",
     "fpsim.model fpsim.summary fpsim.seen",
+    "fpsim.stepping",
     "fpsim.scaling_state fpsim.recording fpsim.scaling fpsim.compare fpsim.diagnose",
     "fpsim.suggesting",
     "fpsim.watch fpsim.sensitivity",
