@@ -72,7 +72,7 @@ FLOORS = (
     "ada_loss.rules ada_loss.record ada_loss.scalers.gradients",
     "ada_loss.scalers.verbs ada_loss.transforms",
     "ada_loss.scalers.grad_scaler ada_loss.layerwise.scale_kernels ada_loss.layerwise.product_moments "
-    "ada_loss.layerwise.options",
+    "ada_loss.layerwise.options ada_loss.layerwise.dead",
     "ada_loss.scalers.updater ada_loss.layerwise.sites ada_loss.layerwise.constants",
     "ada_loss.scalers ada_loss.layerwise.graph ada_loss.layerwise.schedule ada_loss.layerwise.chooser",
     "ada_loss.layerwise.forks ada_loss.integrations.huggingface ada_loss.integrations.lightning",
