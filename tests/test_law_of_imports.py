@@ -102,6 +102,7 @@ FLOORS = (
     "ada_loss.lab.results.pictures",
     "ada_loss.lab.results.report",
     "ada_loss.lab.results",
+    "ada_loss.lab.sweep.explained",
     "ada_loss.lab.sweep.driver",
     "ada_loss.lab.sweep.config ada_loss.lab.sweep ada_loss.lab.studies.depth ada_loss.lab.studies.describe "
     "ada_loss.lab.studies.search",
