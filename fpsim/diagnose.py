@@ -38,18 +38,20 @@ class Diagnosis(Rows):
     chain: rows of the operations from there to the loss, with their results and gradients.
     run: rows of all operations: finite amax, and the share that is not finite, of the result and of its gradient.
     layers: rows of the largest scales at which the gradients fit, the least first; of a step with a scaler.
+    checked: what was looked at, in words.
     scale: the scaler's scale, and the largest power of two at which no gradient overflows; None without a scaler.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.cause: dict[str, Any] | None = None
+        self.checked = ""
         self.operands, self.chain, self.run, self.layers = Rows(), Rows(), Rows(), Rows()
         self.scale: tuple[float, float | None] | None = None
 
     def __str__(self) -> str:
         if self.cause is None:
-            return f"Nothing is inf, NaN or saturated. {ELSEWHERE}"
+            return f"Nothing is inf, NaN or saturated. {ELSEWHERE}\n{self.checked}"
         c = self.cause
         if c["role"] in CAME_IN:
             lines = [f"{c['kind']} came in with {c['role']} {c['site']}: {c['count']} of {c['of']}"]
@@ -145,6 +147,7 @@ def diagnose(
         if operation is not None:
             read = _read_backward if is_backward(result.cause["role"]) else _read_forward
             result.operands, result.chain = read(operation), _chain(operation, seen.loss())
+    result.checked = _looked_at(model, seen)
     result.run.extend(_numbers(operation) for operation in seen.operations if operation.computes)
     if scaler is not None and scaler.is_enabled():
         state = scaler.state_dict()
@@ -155,6 +158,15 @@ def diagnose(
 
         undone(at_other_scales)
     return result
+
+
+def _looked_at(model: nn.Module, seen: Seen) -> str:
+    arrived = {operation.site for operation in seen.gradients if operation.name == "parameter"}
+    results = len(seen.gradients) - len(arrived)
+    return (
+        f"Looked at: {len(seen.operations)} results, {results} gradients of results, those of {len(arrived)} of "
+        f"{sum(1 for _ in model.parameters())} parameters; parameters, buffers and .grad afterwards."
+    )
 
 
 def _read_forward(operation: Operation) -> Rows:

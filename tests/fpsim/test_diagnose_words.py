@@ -151,3 +151,13 @@ def test_buffers_that_are_read_are_named() -> None:
     model[0].running_var.fill_(-1.0)
     found = fpsim.diagnose(model, lambda: model(X).sum())
     assert [row["what"] for row in found.operands][1:3] == ["0.running_mean", "0.running_var"]
+
+
+def test_where_nothing_breaks_what_was_looked_at_is_told() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    lines = str(fpsim.diagnose(model, lambda: model(X).sum().backward())).splitlines()
+    assert lines[0].startswith("Nothing is inf, NaN or saturated.")
+    assert lines[1] == (
+        "Looked at: 3 results, 3 gradients of results, those of 4 of 4 parameters; parameters, buffers and .grad "
+        "afterwards."
+    )

@@ -288,3 +288,11 @@ def test_a_cause_that_it_was_not_built_on_is_named(name: str) -> None:
     assert found.cause is not None
     assert found.cause["place"].endswith(place), str(found)
     assert (found.cause["role"], found.cause["kind"]) == (role, kind), str(found)
+
+
+def test_gradients_that_a_constant_in_the_loss_makes_too_small_are_lost_and_no_noise() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half(), torch.ones(2, 4).half()
+    found = fpsim.why(model, lambda: (model(x).float() * 1e-12).sum().backward())
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["role"], found.cause["kind"]) == ("1:linear", "error", "gradient lost")
