@@ -120,7 +120,7 @@ class Why(Rows):
             largest = event.ends.largest if event.ends is not None else math.inf
             cause = {"site": site, "call": call, "kind": event.kind, "largest": largest}
         picture = plot_ranges(self.run, cause)
-        picture.suptitle(str(self).splitlines()[0], fontsize=9)
+        picture.axes[0].set_title(str(self).splitlines()[0].replace("$", r"\$"), fontsize=9)
         return picture
 
     def _repr_png_(self) -> bytes | None:

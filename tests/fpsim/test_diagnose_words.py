@@ -161,3 +161,37 @@ def test_where_nothing_breaks_what_was_looked_at_is_told() -> None:
         "Looked at: 3 results, 3 gradients of results, those of 4 of 4 parameters; parameters, buffers and .grad "
         "afterwards."
     )
+
+
+def labels_of(figure: object) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].get_yticklabels()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("place", [0, 41, 46, 119])
+def test_a_picture_of_many_operations_labels_the_cause(place: int) -> None:
+    class Exp(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + 100).exp()
+
+    model = nn.Sequential(*(Exp() if i == place else nn.Tanh() for i in range(120)))
+    found = fpsim.diagnose(model, lambda: model(X))
+    assert found.cause is not None
+    figure = found.plot()
+    assert found.cause["site"] in labels_of(figure)
+    assert len(labels_of(figure)) < 70
+    assert figure.axes[0].get_title() == f"inf first appears at {found.cause['site']}"
+    assert fpsim.why(model, lambda: model(X).sum()).cause["place"] in labels_of(
+        fpsim.why(model, lambda: model(X).sum()).plot()
+    )
+
+
+def test_a_picture_of_a_watch_labels_the_site_of_which_most_is_lost() -> None:
+    class Small(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 1e-9
+
+    model = nn.Sequential(*(Small() if i == 61 else nn.Identity() if i == 62 else nn.ReLU() for i in range(120)))
+    model = nn.Sequential(*model[:62], *(nn.Softplus() for _ in range(58)))
+    with fpsim.watch(model, ["e4m3fn"], every=1) as watching:
+        model(X.abs())
+    assert "61:mul" in labels_of(watching.plot("activation", "underflow"))
