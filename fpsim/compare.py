@@ -10,7 +10,6 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from fpsim.blocks import Format
 from fpsim.border import MOST_SEED, require_module, require_seed
 from fpsim.checks import require_callable, require_number, require_whole, shown
 from fpsim.emulation.arguments import tensors_in
@@ -18,7 +17,7 @@ from fpsim.emulation.tracing import Operation, Trace
 from fpsim.forwards import emulated_forwards
 from fpsim.model import dequantize, quantize
 from fpsim.noise import seed_here
-from fpsim.policy import FormatLike, Policy
+from fpsim.policy import FormatLike
 from fpsim.recipes import as_policy_of
 from fpsim.rows import Rows, number, text_table
 from fpsim.stepping import as_step, called, is_function, loss_of, preserve, switching
@@ -180,7 +179,7 @@ def compare(
     [('0:linear', 'activation'), ('1:tanh', 'activation')]
     """
     require_module(model)
-    if not _is_format(a):  # the form of the other tools: model, step, a, b
+    if _is_step(a) and not _is_step(batch):  # the form of the other tools: model, step, a, b
         a, b, batch = b, batch, a
     require_whole("draws", draws, 1, MOST_DRAWS)
     require_seed(seed)
@@ -213,8 +212,9 @@ def compare(
     return result
 
 
-def _is_format(value: object) -> bool:
-    return value is None or isinstance(value, str | Format | Policy)
+def _is_step(value: object) -> bool:
+    """Whether a value is a step or a batch, and no format: those of NumPy are classes, which are callable too."""
+    return isinstance(value, Tensor | tuple | list | Mapping) or (is_function(value) and not isinstance(value, type))
 
 
 Run = Callable[[FormatLike, int, int, Any], tuple[Tensor | None, float | None]]

@@ -54,7 +54,9 @@ def as_step(
                 f"Expected {wanted}: {example}."
             )
         if loss is not None:
-            raise TypeError(f"Got loss= beside a step that is a function. It belongs to a batch; omit it: {example}.")
+            raise TypeError(
+                f"Got loss={shown(loss)} beside a step that is a function. Expected it with a batch: {example}."
+            )
         return step  # type: ignore[no-any-return]
     if not isinstance(step, Tensor | tuple | list | Mapping):
         raise TypeError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -77,6 +78,15 @@ def test_a_comparison_of_a_step_is_that_of_its_batch() -> None:
     assert list(fpsim.compare(model, (X, Y), None, "e4m3fn")) == list(old)
 
 
+def test_dtypes_are_formats_and_no_steps() -> None:
+    model = Classifier()
+    by_name = fpsim.compare(model, None, "bf16", (X, Y))
+    assert list(fpsim.compare(model, torch.float32, torch.bfloat16, (X, Y))) == list(by_name)
+    assert list(fpsim.compare(model, step_of(model), np.float32, torch.bfloat16)) == list(by_name)
+    with pytest.raises(TypeError, match="A format is wanted, not"):
+        fpsim.compare(model, lambda: None, "bf16", X)
+
+
 @pytest.mark.parametrize("name", ["why", "diagnose", "watch"])
 def test_a_batch_takes_a_loss_for_a_model_that_has_none(name: str) -> None:
     model = nn.Sequential(nn.Linear(6, 3))
@@ -102,7 +112,7 @@ def test_a_wrong_form_is_refused_in_a_line_that_shows_the_right_one(name: str) -
         with pytest.raises(TypeError, match=r"has no `loss`\. Expected loss=lambda output"):
             TOOLS[name](model, X)
     if name in ("why", "diagnose", "watch"):
-        with pytest.raises(TypeError, match=r"Got loss= beside a step"):
+        with pytest.raises(TypeError, match=r"Got loss=<function .* beside a step"):
             TOOLS[name](model, lambda: model(X).sum(), loss=lambda out: out.sum())
 
 
