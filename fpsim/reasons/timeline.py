@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -42,6 +44,7 @@ class Timeline:
         self.trace: Trace | None = None
         self.is_in_optimizer = False
         self.arrived: dict[str, list[Glance]] = {}  # the gradients of parameters, by name
+        self.at_first_gradient: Callable[[], object] | None = None  # called once, before anything is accumulated
         self.calls: dict[str, int] = {}
         self.names = {id(b): name for name, b in model.named_buffers()}
         self.inputs: dict[int, str] = {}
@@ -158,6 +161,8 @@ class Timeline:
         return event
 
     def backward(self, operation: Operation, gradient: Tensor) -> None:
+        if self.at_first_gradient is not None and not self.gradients:
+            self.at_first_gradient()
         found = glance(gradient)
         is_parameter = operation.name == "parameter"
         role = "weight_grad" if is_parameter else "error"

@@ -296,3 +296,23 @@ def test_gradients_that_a_constant_in_the_loss_makes_too_small_are_lost_and_no_n
     found = fpsim.why(model, lambda: (model(x).float() * 1e-12).sum().backward())
     assert found.cause is not None
     assert (found.cause["place"], found.cause["role"], found.cause["kind"]) == ("1:linear", "error", "gradient lost")
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_the_step_clears_first_are_not_blamed(to_none: bool) -> None:
+    """The usual moment to ask: the step was taken, and `.grad` is NaN."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half()
+    x = torch.full((2, 4), 6e4).half()
+    with torch.no_grad():
+        model[0].weight.fill_(2.0)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=to_none)
+        model(x).float().square().mean().backward()
+
+    step()
+    assert model[0].weight.grad.isnan().any()
+    found = fpsim.why(model, step)
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"]) == ("0:linear", "overflow"), str(found)
