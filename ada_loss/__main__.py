@@ -93,6 +93,7 @@ def sweep(
     no_baseline: Annotated[bool, typer.Option("--no-baseline", help="Do not train float32 for comparison.")] = False,
     minimize: Minimize = None,
     maximize: Maximize = None,
+    why: Annotated[bool, typer.Option("--why", help="Say why cells diverge or fall short: train one again.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train every combination of formats, scaling methods and seeds of a file, and report the results.
@@ -105,7 +106,7 @@ def sweep(
 
         folder = None if out is None else str(out)
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
-        chosen = {"retry_failed": retry_failed or None, "baseline": False if no_baseline else None}
+        chosen = {"retry_failed": retry_failed or None, "baseline": False if no_baseline else None, "why": why or None}
         given = _given(**execution, **chosen, seeds=seeds, out=folder, minimize=minimize, maximize=maximize)
         arguments = with_settings(read_sweep(config), settings or [])
         _add_current_folder()

@@ -30,6 +30,7 @@ class Label(NamedTuple):
 SCALES = ("unbound", "bound", "log2_power_of_two", "log2_wanted", "log2_scale")  # the order in which they come
 SHARES = ("zeros", "underflow", "underflow_unscaled", "overflow")
 COLUMNS = (*Label._fields, *SCALES, "limited", *SHARES)
+SHOWN = 12  # sites of a printed Recorder
 CURVES = ("log2_scale", "underflow", "underflow_unscaled", "overflow")
 
 
@@ -103,6 +104,34 @@ class Recorder:
 
     def __len__(self) -> int:
         return len(self._labels)
+
+    def __str__(self) -> str:
+        """The sites of which most is lost, each at its worst."""
+        rows = self.rows()
+        if not rows:
+            return f"Recorder(every={self.every}), without rows so far: `scaled.observer = recorder` records."
+        worst: dict[tuple[str, str], dict[str, Any]] = {}
+        for row in rows:
+            key = row["site"], row["role"]
+            if key not in worst or max(row["underflow"], row["overflow"]) > max(
+                worst[key]["underflow"], worst[key]["overflow"]
+            ):
+                worst[key] = row
+        found = sorted(worst.values(), key=lambda row: -max(row["underflow"], row["overflow"]))[:SHOWN]
+        wide = max(len(row["site"]) for row in (*found, {"site": "site"}))
+        lines = [
+            f"Recorder(every={self.every}): {len(rows)} rows of steps {rows[0]['step']} to {rows[-1]['step']}, "
+            f"{len(worst)} sites; those of which most was lost, at their worst:",
+            f"{'site':<{wide}}  {'role':<11}  step  log2_scale  underflow  overflow",
+        ]
+        lines += [
+            f"{row['site']:<{wide}}  {row['role']:<11}  {row['step']:>4}  {row['log2_scale']:>10.0f}  "
+            f"{row['underflow']:>9.3g}  {row['overflow']:>8.3g}"
+            for row in found
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
 
     def clear(self) -> None:
         """Forget the rows."""

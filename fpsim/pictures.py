@@ -31,12 +31,16 @@ class Picture(Figure):
         return content.getvalue()
 
 
-def _name_sites(axes: Any, sites: Sequence[str]) -> None:
-    """Name the sites along the vertical axis, from the top; only some of very many."""
+def _name_sites(axes: Any, sites: Sequence[str], marked: int | None = None) -> None:
+    """Name the sites along the vertical axis, from the top; only some of very many, and the marked one always."""
     every = -(-len(sites) // LABELS)
-    places = [*range(0, len(sites), every)]
+    places = [i for i in range(0, len(sites), every) if marked is None or i == marked or abs(i - marked) >= every]
+    if marked is not None and marked not in places:
+        places = sorted([*places, marked])
     axes.set_yticks(places, [sites[i].replace("$", r"\$") for i in places], fontsize=6.5)
     axes.set_ylim(len(sites) - 0.4, -0.6)
+    if marked is not None:
+        axes.get_yticklabels()[places.index(marked)].set(color=RED, fontweight="bold")
 
 
 def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
@@ -78,24 +82,27 @@ def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | No
         if points:
             axes.plot(*np.array(points).T, marker, color=colour, markersize=4, label=words)
     axes.set_xscale("log")
+    marked = None
     if cause is not None:
+        axes.set_title(f"{cause['kind']} first appears at {cause['site']}".replace("$", r"\$"), fontsize=9)
         if math.isfinite(cause["largest"]) and cause["largest"] < 1e30:
             axes.axvline(cause["largest"], color="0.5", linewidth=0.8, label="the format ends")
         for i, row in enumerate(rows):
             if (row["site"], row["call"]) == (cause["site"], cause["call"]):
+                marked = i
                 axes.axhspan(i - 0.5, i + 0.5, color=RED, alpha=0.15, label=f"{cause['kind']} first appears")
-    right = axes.get_xlim()[1]
     lost = [(name, i) for i, row in enumerate(rows) for name in ("", "gradient_") if row[f"{name}nonfinite"]]
     for name, words, offset in (("", "result not finite", -0.18), ("gradient_", "gradient not finite", 0.18)):
         places = [i + offset for n, i in lost if n == name]
         if places:
             colour = ORANGE if name else BLUE
-            axes.plot([right * 3] * len(places), places, "x", color=colour, markersize=5, label=words)
-    _name_sites(axes, [row["site"] for row in rows])
+            edge: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "clip_on": False}  # at no magnitude
+            axes.plot([1.015] * len(places), places, "x", color=colour, markersize=5, label=words, **edge)
+    _name_sites(axes, [row["site"] for row in rows], marked)
     axes.grid(axis="x", linewidth=0.4, alpha=0.6)
     axes.set_xlabel("largest finite magnitude")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.03, 1.0))
     return picture
 
 
@@ -116,10 +123,11 @@ def plot_watch(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
         values[values == 0] = np.nan
         limits["norm"] = "log"
     axes.set_facecolor("0.85")
+    hottest = int(np.nanargmax(np.nanmax(np.nan_to_num(values, nan=-np.inf), axis=1))) if len(sites) > LABELS else None
     drawn = axes.imshow(values, aspect="auto", cmap="cividis", interpolation="nearest", **limits)
     every = -(-len(steps) // 10)
     axes.set_xticks([*range(0, len(steps), every)], [str(step) for step in steps[::every]], fontsize=8)
-    _name_sites(axes, sites)
+    _name_sites(axes, sites, hottest)
     axes.set_xlabel("step")
     axes.set_title(title, fontsize=9)
     picture.colorbar(drawn, ax=axes, pad=0.02).set_label("share" if is_share else value)

@@ -13,6 +13,7 @@ from fpsim.checks import require_mapping, require_whole, shown
 from fpsim.emulation.entering import take_off_leftovers
 from fpsim.emulation.scope import Listeners
 from fpsim.model import listeners
+from fpsim.rows import Rows
 from fpsim.shared_scales import Cut
 from fpsim.spec import Spec, any_spec, holds_numbers
 from fpsim.statistics import TALLY_COUNTS
@@ -133,6 +134,23 @@ class Recording:
             row.update({name: getattr(t, name) for name in (*TALLY_COUNTS, "amax", "sqnr_db", "log2_scale_spread")})
             rows.append(row)
         return rows
+
+    def to_frame(self) -> Any:
+        """The rows as a pandas.DataFrame."""
+        return Rows(self.rows()).to_frame()
+
+    def __str__(self) -> str:
+        """The rows as a table, as shares of the numbers that were tallied: what was lost, and the amax."""
+        shown_rows = Rows()
+        for row in self.rows():
+            count = max(row["count"], 1)
+            shares = {"underflow": row["underflow"] / max(row["nonzero"], 1)}
+            shares |= {name: row[name] / count for name in ("overflow", "nonfinite")}
+            names = {name: row[name] for name in ("site", "role", "format", "calls")}
+            shown_rows.append({**names, **shares, "amax": row["amax"], "sqnr_db": row["sqnr_db"]})
+        return str(shown_rows)
+
+    __repr__ = __str__
 
 
 @contextmanager

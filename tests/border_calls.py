@@ -81,7 +81,7 @@ def _why() -> Made:
 
 
 def _watch(model: Any, formats: Any = ("fp16",), every: Any = 1000, optimizer: Any = None) -> None:
-    fpsim.watch(model, formats, every=every, optimizer=optimizer).detach()
+    fpsim.watch(model, formats=formats, every=every, optimizer=optimizer).detach()
 
 
 def _watching() -> fpsim.Watch:
@@ -246,6 +246,7 @@ CALLS = [
     Call("watch", lambda: (_watch, {"model": model()})),
     Call("Watch.table", _method(_watching, "table")),
     Call("Watch.policy", _method(_watching, "policy", underflow=1.0, overflow=1.0, sqnr_db=-100.0)),
+    Call("Watch.suggest", _method(_watching, "suggest", underflow=1.0, overflow=1.0, sqnr_db=-100.0)),
     Call("Watch.plot", _method(_watching, "plot")),
     Call("compare", _compare),
     Call("Comparison.begins", lambda: (fpsim.compare(**_compare()[1]).begins, {})),

@@ -58,10 +58,13 @@ WORDS = {
 LISTED: dict[tuple[str, str], tuple[tuple[type[Exception], ...], str]] = {
     ("compare", "batch"): ((Exception,), "the model is called with it, and says itself what it cannot take"),
     ("compare", "loss"): ((TypeError, ValueError), "a function of the user's, which is called, may raise anything"),
-    ("sensitivity", "loss"): ((TypeError,), "a function of the user's, which is called, may raise anything"),
-    ("why", "step"): ((TypeError,), "a function of the user's, which is called, may raise anything"),
+    ("sensitivity", "loss"): (
+        (Exception,),
+        "a batch: the model is called with it, and says itself what it cannot take",
+    ),
+    ("why", "step"): ((Exception,), "a batch: the model is called with it, and says itself what it cannot take"),
     ("why", "batches"): ((TypeError,), "the step is called with the batch's number, and this one takes none"),
-    ("diagnose", "step"): ((TypeError,), "a function of the user's, which is called, may raise anything"),
+    ("diagnose", "step"): ((Exception,), "a batch: the model is called with it, and says itself what it cannot take"),
     ("hadamard", "axis"): ((IndexError,), "documented, as Python has it for an axis that is not there"),
     ("hadamard", "x"): ((IndexError,), "a tensor of no dimension has no axis: documented"),
     ("Results", "out"): ((FileNotFoundError, OSError), "documented: a path that leads to no ledger"),

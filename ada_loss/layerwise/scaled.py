@@ -28,7 +28,9 @@ class AdaLossScaled:
 
     The method is that of Zhao, Vogel, Ahmed, Luk, IJCAI 2020. At a matrix product the incoming gradient, rounded at
     scale S, and the other operand give the power of two by which the outgoing gradient is scaled: few of its elements
-    underflow and none overflows. Other operations pass S on, and parameters' gradients are rounded at S. In every step
+    underflow and none overflows. Other operations pass S on, and parameters' gradients are rounded at S. So a branch
+    behind a gate of 1e-6 is scaled by `rule="current"` or an `init_scale`, not by the default; where every gradient of
+    a result underflows in the first step, a warning says so. In every step
     a scale at which a gradient would overflow is lowered until it fits. A gradient that holds inf or NaN is passed
     through at scale 1; guard the step with a scaler (`GradScaler("static", ...)`) where that may happen.
 

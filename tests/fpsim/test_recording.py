@@ -113,3 +113,15 @@ def test_a_recording_goes_on_from_a_file_of_tensors_numbers_and_strings(tmp_path
             run(model), run(model)
     assert second.rows() == whole.rows()
     assert second.tallies() == whole.tallies()
+
+
+def test_a_recording_prints_as_a_table_of_shares() -> None:
+    model = fpsim.quantize(nn.Linear(3, 1, bias=False), "fp16")
+    with fpsim.record(model) as recording:
+        (model(torch.ones(2, 3)) * 1e-8).sum().backward()
+    lines = str(recording).splitlines()
+    assert lines[0].split() == "site role format calls underflow overflow nonfinite amax sqnr_db".split()
+    cells = next(line for line in lines if " error " in line).split()
+    assert cells[:5] == [":linear", "error", "fp16", "1", "1"]  # both of two underflow
+    assert len(lines) == 2 + len(recording.rows())
+    assert list(recording.to_frame()["site"]) == [row["site"] for row in recording.rows()]

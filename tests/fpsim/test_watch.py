@@ -130,7 +130,7 @@ def test_the_suggested_policy_has_for_each_role_the_smallest_format_that_does_an
     assert str(policy.overrides["9"].activation) == "bf16"
     assert set(policy.overrides) == {"9"}
     fpsim.quantize(model, policy)  # its patterns fit
-    assert "Suggested: " in str(watching)
+    assert "Suggested, tried on step 1 (once)" in str(watching)
 
 
 def test_only_calls_in_training_are_steps_and_nothing_stays_behind() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,9 @@ from ada_loss.lab.sweep.missing import read_snapshot
 from ada_loss.lab.sweep.telemetry import read_telemetry
 from fpsim.checks import require_flag, require_mapping, shown
 
-__all__ = ["StoredResults", "settings_of", "telling_axes"]
+__all__ = ["REASONS", "StoredResults", "read_reasons", "settings_of", "telling_axes"]
 
+REASONS = "reasons.json"  # why cells diverged or fell short, by id; beside the ledger, whose rows stay
 OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row beside its settings and metrics
 
 
@@ -55,6 +58,7 @@ class StoredResults:
             columns = {"id", *AXES, *cell["config"]["options"], "diverged", *OF_A_CELL}
             cell["metrics"] = {_column(name, columns): value for name, value in cell["metrics"].items()}
         self.counts = counted(self.cells)
+        self.reasons = read_reasons(self.out)
 
     def __repr__(self) -> str:
         counts = {**self.counts, "missing": len(self.missing.cells)}
@@ -62,12 +66,16 @@ class StoredResults:
         return f"Results({str(self.out)!r}: {words or 'no cells'})"
 
     def rows(self) -> list[dict[str, Any]]:
-        """A flat row for each cell that is done: configuration, metrics, diverged, skipped, underflow, seconds."""
+        """A flat row for each cell that is done: configuration, metrics, diverged, skipped, underflow, seconds.
+
+        Where a sweep asked for them (`why=True`), "reason" is why the cell diverged or fell short, "" for the others.
+        """
         found = []
         for cell in self.cells:
             if cell["state"] == "done":
                 row = {**settings_of(cell), **cell["metrics"], "diverged": bool(cell["diverged"])}
-                found.append(row | {name: cell[name] for name in OF_A_CELL})
+                row |= {name: cell[name] for name in OF_A_CELL}
+                found.append(row | ({"reason": self.reasons.get(cell["id"], "")} if self.reasons else {}))
         return found
 
     def chosen_rows(self, where: Mapping[str, Any] | None) -> list[dict[str, Any]]:
@@ -212,6 +220,17 @@ class StoredResults:
             return self.telemetry(cell)
         except ValueError:
             return {}
+
+
+def read_reasons(out: Path) -> dict[str, str]:
+    """Why cells diverged or fell short, by id; {} where nobody asked. Raises ValueError for a damaged file."""
+    try:
+        found = json.loads((out / REASONS).read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{out / REASONS} is damaged: {error}. Delete it; `--why` writes it again.") from None
+    return {str(cell): str(reason) for cell, reason in found.items()}
 
 
 def _count(rows: list[dict[str, Any]], axes: list[str]) -> int:

@@ -47,6 +47,7 @@ class Combination:
     judgement: of the test, with differences that are positive where the setting is better; None where it is not tested.
     collapsed, failed: the seeds that did.
     cells: the ids of its cells.
+    why: what `fpsim.why` says of one of them, where the sweep asked.
     """
 
     fmt: str
@@ -59,6 +60,7 @@ class Combination:
     collapsed: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
     cells: tuple[str, ...] = ()
+    why: str = ""
 
     @property
     def name(self) -> str:
@@ -70,7 +72,8 @@ class Combination:
         """What its trainings lost, in words; "" where that is nothing."""
         diverged = self.comparison.diverged
         words = [f"{diverged} of {self.seeds} diverged"] if diverged else []
-        return ", ".join([*words, *self.losses])
+        found = ", ".join([*words, *self.losses])
+        return f"{found}{': ' if found and self.why else ''}{self.why}"
 
     @property
     def losses(self) -> list[str]:
@@ -269,7 +272,8 @@ class Verdict:
             parts.append(f"over {len(one.comparison.differences)} of {one.asked} seeds")
         if one.failed and one.outcome != "failed":
             parts.append(f"{_seeds(one.failed)} failed")
-        return ", ".join(filter(None, parts))
+        words = ", ".join(filter(None, parts))
+        return f"{words}: {one.why}" if one.why else words
 
     def _counted(self, one: Combination) -> str:
         """How many seeds diverged or collapsed, and what the others are."""

@@ -100,7 +100,11 @@ def _verdict(
     if sign and len(baseline) >= LEAST_SEEDS:
         combinations = _tested(combinations, tolerance, level, sign, equivalence)
     combinations = [
-        replace(one, shares=_shares(results, [row for row in rows if row["id"] in one.cells and "diverged" in row]))
+        replace(
+            one,
+            shares=_shares(results, [row for row in rows if row["id"] in one.cells and "diverged" in row]),
+            why=next((results.reasons[cell] for cell in one.cells if cell in results.reasons), ""),
+        )
         if one.outcome in SECTIONS["short"]
         else one
         for one in combinations

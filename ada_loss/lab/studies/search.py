@@ -152,7 +152,11 @@ def search(
     the widest formats do not keep the metric; ImportError without Optuna.
     """
     is_ranking = isinstance(modules, fpsim.Sensitivity)
-    names = [row["module"] for row in modules] if isinstance(modules, fpsim.Sensitivity) else modules
+    names: Sequence[str] = (
+        [row["module"] for row in modules if not row["own"]]  # an override of a module reaches all that is inside of it
+        if isinstance(modules, fpsim.Sensitivity)
+        else modules
+    )
     space = Space(roles, exponent_bits, mantissa_bits, names, is_ranking)
     _check(tolerance, trials)
     require_flag("show_progress", show_progress)

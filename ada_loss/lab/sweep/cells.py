@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
@@ -192,7 +193,21 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
         added = [c for c in _planned({**one, "formats": [BASELINE]}) if c.id not in known] if baseline else []
         known |= {cell.id for cell in added}
         found += added + cells
+    _warn_of_idle_scaling(grids, found)
     return found
+
+
+def _warn_of_idle_scaling(grids: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> None:
+    """Warn where a scaling was asked for, and every cell has none."""
+    asked = [method for grid in grids for method in grid["scaling"] if _method(method) != "none"]
+    if asked and all(cell.config["scaling"] == "none" for cell in cells):
+        formats = [fmt for grid in grids for fmt in grid["formats"]]
+        warnings.warn(
+            f"No format of this sweep takes a scaling of gradients, so that scaling={shown(asked)} trains nothing of "
+            f"its own: all cells have 'none'. Formats: {shown(formats)}. Use one whose gradients are rounded at a "
+            f"scale, such as 'fp16' or 'e5m2', or omit scaling.",
+            stacklevel=3,
+        )
 
 
 def _planned(grid: Mapping[str, Any]) -> list[Cell]:

@@ -25,6 +25,7 @@ from ada_loss.lab.sweep.branches import Branches
 from ada_loss.lab.sweep.cells import OPTIONS, Cell, plan_all, stored_cell
 from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.sweep.execution import Execution
+from ada_loss.lab.sweep.explained import explain
 from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, path_of
 from ada_loss.lab.sweep.ledger import CannotWrite, Ledger
 from ada_loss.lab.sweep.limits import GRACE
@@ -78,6 +79,7 @@ def sweep(
     track: Sequence[str | Tracker] = (),
     minimize: Sequence[str] = (),
     maximize: Sequence[str] = (),
+    why: bool = False,
     show_progress: bool = True,
 ) -> Results:
     """Train the task once for each format, scaling method, rounding and seed, and give the results.
@@ -98,17 +100,23 @@ def sweep(
     track: who else is told of finished cells: "tensorboard" and "mlflow", which write to the folder, or trackers.
     minimize, maximize: the metrics of which a smaller, or a larger, value is better, where their names do not tell;
         kept in `out`. They go before `Task.goal`.
+    why: whether the cells that diverged, and one of each setting that falls short of float32, are trained again up to
+        the step that fails, in this process, where `fpsim.why` says why: the column "reason" of rows, and the verdict.
     show_progress: whether a progress bar is shown.
     Raises ValueError and TypeError for invalid arguments before any work, SweepStopped where it cannot go on.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)
+    require_flag("why", why)
     folder, said = folder_at(out), stated(minimize, maximize)
     grid = {"task": task, "formats": formats, "scaling": scaling, "roundings": roundings, "seeds": seeds}
     cells = plan_all({**grid, "task_options": task_options, "train": train}, also, baseline)
     given = task if train is None else train
     function = None if isinstance(given, str) else given
-    return run_cells(cells, folder, execution, function, track=track, show_progress=show_progress, goals=said)
+    results = run_cells(cells, folder, execution, function, track=track, show_progress=show_progress, goals=said)
+    if why and explain(folder, execution.device, function):
+        return Results(folder)
+    return results
 
 
 @known_arguments(_an_option)

@@ -27,7 +27,7 @@ from ada_loss.lab.training.loop import Training
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.run import Run, Stopped, underflow_share
 
-__all__ = ["WorkOrder", "run_cell", "said", "work"]
+__all__ = ["WorkOrder", "run_cell", "said", "training_of", "work"]
 
 ONE_AT_A_TIME = threading.Lock()  # torch's thread count and random numbers belong to the process, not to a thread
 
@@ -116,7 +116,7 @@ def run_cell(
         else:
             with kept_generators([device] if device.startswith("cuda") else []):
                 seed_generators(config["seed"])  # for a task that does not seed itself
-                training = _training(config, function, device)
+                training = training_of(config, function, device)
                 goals = training.task.goals
                 if steps is not None:
                     steps.total = training.total
@@ -131,7 +131,7 @@ def run_cell(
     return {**result, "goals": goals}, content
 
 
-def _training(config: Mapping[str, Any], make_task: MakeTask, device: str) -> Training:
+def training_of(config: Mapping[str, Any], make_task: MakeTask, device: str) -> Training:
     """The training of a task. Raises TypeError where the function gives no Task."""
     task = make_task(config["seed"])
     if not is_dataclass(task):

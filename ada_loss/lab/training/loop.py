@@ -186,6 +186,7 @@ class Training:
         self.checkpoints: Checkpoints | None = None
         self.branches: dict[int, Checkpoints] = {}
         self.progress: Callable[[int], object] = lambda _: None
+        self.before_step: Callable[[Tensor, Tensor], object] = lambda x, y: None
         self._since = 0.0
 
     def run(
@@ -265,6 +266,7 @@ class Training:
         self.formats.enter(done, self.total)
         for group in self.optimizer.param_groups:  # by hand: torch's schedules warn where the first step is skipped
             group["lr"] = learning_rate_at(options, done, self.total)
+        self.before_step(x, y)
         state.scales.append(self.scaler.get_scale())
         self.optimizer.zero_grad()
         loss = backward(self.task, self.model, self.scaler, x, y, options.micro_batches)

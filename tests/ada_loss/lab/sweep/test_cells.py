@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -409,3 +410,17 @@ def test_the_ids_of_cells_stay_what_they_were() -> None:
     }
     for (fmt, method), found in known.items():
         assert ids("digits", [fmt], [method]) == [found]
+
+
+def test_a_scaling_that_no_format_takes_warns() -> None:
+    def grid(*formats: str, scaling: str = "torch") -> dict[str, Any]:
+        return {"task": "digits", "formats": [*formats], "scaling": [scaling], "task_options": None}
+
+    with pytest.warns(UserWarning, match="No format of this sweep takes a scaling of gradients, so that scaling="):
+        cells = plan_all(grid("fp32", "mxfp8_e4m3"))
+    assert {cell.config["scaling"] for cell in cells} == {"none"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan_all(grid("fp32", "fp16"))
+        plan_all(grid("fp32", "mxfp8_e4m3", scaling="none"))
+        plan_all(grid("mxfp8_e4m3"), [{"formats": ["e5m2"]}])
