@@ -34,7 +34,7 @@ FLOORS = (
     "fpsim.block_autograd",
     "fpsim.products",
     "fpsim.ops fpsim.warm fpsim.policy fpsim.emulation.recurrent fpsim.emulation.casts fpsim.emulation.marks "
-    "fpsim.emulation.masks",
+    "fpsim.emulation.scaled_masks",
     "fpsim.recipes",
     "fpsim.codes fpsim.emulation.arguments fpsim.emulation.operands fpsim.emulation.scope fpsim.emulation.forms "
     "fpsim.emulation.einsum",

@@ -47,12 +47,12 @@ from fpsim.emulation.marks import (
     mark,
     unmark,
 )
-from fpsim.emulation.masks import keep_masks, masks_to_scale
 from fpsim.emulation.operands import Rounds, leaves_float32
 from fpsim.emulation.packing import packed_afterwards
 from fpsim.emulation.product_calls import CALLS, compute_products
 from fpsim.emulation.products import ProductCall, note_views_of_weights, weights_among
 from fpsim.emulation.roundings import Roundings
+from fpsim.emulation.scaled_masks import keep_masks, masks_to_scale
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.emulation.steps import Step
 from fpsim.spec import rounding_spec
