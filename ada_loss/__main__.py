@@ -154,6 +154,8 @@ def _finish(results: Any, as_json: bool) -> None:
     else:
         for table in results.tables():
             print(f"{table.title}\n{table}")
+        for name, words in results.legend.items():
+            print(f"{printable(name)}: {printable(words)}")
         for cell in results.failures():
             print(f"failed: {cell['id']}: {printable(cell['error'])}")
         for words in verdicts:

@@ -199,7 +199,7 @@ def test_delayed_scaling_shows_what_its_first_scale_loses() -> None:
         for _ in range(2):  # a scale of 1 in the first step, of 448 / 1000 in the second
             model(torch.tensor([[1000.0, 1.0]])).sum().backward()
     (row,) = (row for row in recording.rows() if row["role"] == "fprop.x")
-    assert (row["calls"], row["blocks"], row["overflow"]) == (2, 2, 1)
+    assert (row["calls"], row["blocks"], row["overflow_count"]) == (2, 2, 1)
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ def test_a_recording_tallies_the_tensors_of_each_site_and_role() -> None:
     rows = {(row["site"], row["role"]): row for row in recording.rows()}
     weights = fpsim.tally(model[0].weight.detach(), "e5m2")
     row = rows["0:weight", "weight"]
-    assert (row["calls"], row["count"], row["underflow"]) == (2, 2 * 30, 2 * weights.underflow)
-    assert row["exact"] == 2 * weights.exact
+    assert (row["calls"], row["count"], row["underflow_count"]) == (2, 2 * 30, 2 * weights.underflow)
+    assert row["exact_count"] == 2 * weights.exact
     # by hand: the first layer's product before it is rounded
     x, w, b = (fpsim.round_to(t.detach(), "e5m2") for t in (INPUT, *model[0].parameters()))
     product = fpsim.tally(nn.functional.linear(x, w, b), "e5m2")
@@ -62,7 +62,7 @@ def test_the_underflow_of_errors_is_that_of_the_gradient_before_it_is_rounded() 
     with fpsim.record(model) as recording:
         model(torch.ones(1, 2)).backward(torch.tensor([[1e-9, 1.0]]))
     (row,) = (row for row in recording.rows() if row["role"] == "error" and row["site"] == ":linear")
-    assert (row["nonzero"], row["underflow"]) == (2, 1)
+    assert (row["nonzero"], row["underflow_count"], row["underflow"]) == (2, 1, 0.5)
 
 
 def test_every_nth_call_is_tallied() -> None:

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ada_loss.lab.results.results import StoredResults, telling_axes
+from ada_loss.lab.sweep.telemetry import curves_of
 from fpsim.checks import did_you_mean, is_whole, shown
 
 __all__ = ["Curve", "curves"]
 
-NAMES = {"loss": "losses", "scale": "scales"}  # the arrays of every training
 POINTS = 200
 
 
@@ -70,15 +70,15 @@ def curves(
     groups: dict[tuple[str, ...], dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]]] = {}
     known: dict[str, None] = {}
     for row in rows:
-        arrays = results.readable_telemetry(row["id"])
-        known |= dict.fromkeys(_names(arrays))
-        found = _series(arrays, name)
+        there = curves_of(results.readable_telemetry(row["id"]))
+        known |= dict.fromkeys(there)
+        found = there.get(name)
         if found is not None:
             groups.setdefault(tuple(str(row.get(axis)) for axis in axes), {})[row["seed"]] = found
     if not groups:
         hint = did_you_mean(name, known)
-        there = f"Known: {', '.join(known)}." if known else "No training left a curve: no cell is done."
-        raise ValueError(f"No cell has a curve {shown(name)}.{hint} {there}")
+        others = f"Known: {', '.join(known)}." if known else "No training left a curve: no cell is done."
+        raise ValueError(f"No cell has a curve {shown(name)}.{hint} {others}")
     return [_curve(dict(zip(axes, group)), series, points) for group, series in groups.items()]
 
 
@@ -96,26 +96,3 @@ def _curve(
             if len(part) and np.isfinite(part).all():
                 values[i, k] = part.mean()
     return Curve(settings, seeds, np.array([longest[stretch].mean() for stretch in stretches]), values)
-
-
-def _names(arrays: Mapping[str, NDArray[Any]]) -> list[str]:
-    found = [word for word, array in NAMES.items() if array in arrays]
-    found += [key.partition(".")[2] for key in arrays if key.startswith("evaluations.") and key != "evaluations.steps"]
-    found += [key.partition(".")[2] for key in arrays if key.startswith("curves.")]
-    return [*dict.fromkeys(found)]
-
-
-def _series(arrays: Mapping[str, NDArray[Any]], name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-    """The steps and the values of a curve; None where a training has none, or arrays of another kind."""
-    key = NAMES.get(name, f"evaluations.{name}")
-    logged = arrays.get(f"curves.{name}")
-    if logged is not None and logged.ndim == 2 and len(logged) == 2 and logged.dtype.kind == "f":
-        return logged[0], logged[1]
-    if key not in arrays or name == "steps":
-        return None
-    values = np.asarray(arrays[key])
-    steps = np.asarray(arrays["evaluations.steps"]) if key.startswith("evaluations.") else np.arange(len(values))
-    is_curve = values.ndim == 1 == steps.ndim and len(values) == len(steps) > 0
-    if not is_curve or not all(np.issubdtype(part.dtype, np.number) for part in (values, steps)):
-        return None
-    return steps.astype(float), values.astype(float)

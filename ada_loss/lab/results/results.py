@@ -17,10 +17,11 @@ from ada_loss.lab.sweep.cell_formats import label
 from ada_loss.lab.sweep.cells import AXES, is_configuration
 from ada_loss.lab.sweep.ledger import DAMAGED, Ledger, counted
 from ada_loss.lab.sweep.missing import read_snapshot
+from ada_loss.lab.sweep.names import names_of, read_names
 from ada_loss.lab.sweep.telemetry import read_telemetry
 from fpsim.checks import require_flag, require_mapping, shown
 
-__all__ = ["StoredResults", "settings_of", "telling_axes"]
+__all__ = ["StoredResults", "telling_axes"]
 
 OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row beside its settings and metrics
 
@@ -29,6 +30,8 @@ class StoredResults:
     """The cells of a sweep's folder as they are now; opening it changes nothing.
 
     A metric with the name of another column, such as "format", is the column "metric.format".
+
+    A format has the name that the sweep gave it, or a short one; `names` has the name of each description.
 
     `missing` tells what the folder has lost, such as cells that were planned and have no row. Where it has, opening it
     warns.
@@ -55,6 +58,7 @@ class StoredResults:
             columns = {"id", *AXES, *cell["config"]["options"], "diverged", *OF_A_CELL}
             cell["metrics"] = {_column(name, columns): value for name, value in cell["metrics"].items()}
         self.counts = counted(self.cells)
+        self.names = names_of((cell["config"]["format"] for cell in self.cells), read_names(self.out))
 
     def __repr__(self) -> str:
         counts = {**self.counts, "missing": len(self.missing.cells)}
@@ -66,9 +70,21 @@ class StoredResults:
         found = []
         for cell in self.cells:
             if cell["state"] == "done":
-                row = {**settings_of(cell), **cell["metrics"], "diverged": bool(cell["diverged"])}
+                row = {**self.settings_of(cell), **cell["metrics"], "diverged": bool(cell["diverged"])}
                 found.append(row | {name: cell[name] for name in OF_A_CELL})
         return found
+
+    def settings_of(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+        """A cell's id and its configuration, flat: the names of formats and methods, the seed, the options."""
+        config = cell["config"]
+        words = {axis: label(config[axis]) for axis in AXES if axis != "seed"}
+        words["format"] = self.names[words["format"]]
+        return {"id": cell["id"], **words, "seed": config["seed"], **config["options"]}
+
+    @property
+    def legend(self) -> dict[str, str]:
+        """What the names of formats stand for, {name: description}, of those that are not their own description."""
+        return {name: words for words, name in self.names.items() if name != words}
 
     def chosen_rows(self, where: Mapping[str, Any] | None) -> list[dict[str, Any]]:
         """The rows with these values, {column: value}; None for all. Raises ValueError for a value that no row has."""
@@ -76,12 +92,20 @@ class StoredResults:
             require_mapping("where", where, "{'format': 'fp16'}")
         found = self.rows()
         for name, value in (where or {}).items():
+            value = self._named_format(value) if name == "format" else value
             rows, found = found, [row for row in found if name in row and _word(row[name]) == _word(value)]
             if rows and not found:
                 known = ", ".join(dict.fromkeys(str(row[name]) for row in rows if name in row))
                 known = f"Its values: {known}" if known else f"Known columns: {', '.join(rows[0])}"
                 raise ValueError(f"No cell that is done has {shown(name)}={shown(label(value))}. {known}.")
         return found
+
+    def _named_format(self, value: Any) -> Any:
+        """The name of a format that is described, or named in other letters."""
+        words = label(value)
+        if words in self.names.values():
+            return words
+        return self.names.get(words) or next((n for n in self.names.values() if n.lower() == words.lower()), words)
 
     @property
     def settings(self) -> list[str]:
@@ -217,13 +241,6 @@ class StoredResults:
 def _count(rows: list[dict[str, Any]], axes: list[str]) -> int:
     """How many combinations of values the rows have in some columns."""
     return len({tuple(str(row.get(axis)) for axis in axes) for row in rows})
-
-
-def settings_of(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """A cell's id and its configuration, flat: the words of formats and methods, the seed, the options."""
-    config = cell["config"]
-    words = {axis: label(config[axis]) for axis in AXES if axis != "seed"}
-    return {"id": cell["id"], **words, "seed": config["seed"], **config["options"]}
 
 
 def telling_axes(axes: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from ada_loss.lab.results import comparison as pairs
 from ada_loss.lab.results.comparison import LEVEL, Comparison, require_level
 from ada_loss.lab.results.judgement import LEAST_SEEDS, collapsed_seeds, judge
-from ada_loss.lab.results.results import StoredResults, settings_of, telling_axes
+from ada_loss.lab.results.results import StoredResults, telling_axes
 from ada_loss.lab.results.statements import SECTIONS, Combination, Verdict
 from ada_loss.lab.results.table import SHARES
 from ada_loss.lab.sweep.cell_formats import BASELINE
@@ -39,7 +39,9 @@ def verdicts(
     if metric is not None:
         results.named(metric)
     done = {row["id"]: row for row in results.rows()}
-    rows = [done.get(cell["id"], settings_of(cell)) for cell in results.cells if cell["state"] in ("done", "failed")]
+    rows = [
+        done.get(cell["id"], results.settings_of(cell)) for cell in results.cells if cell["state"] in ("done", "failed")
+    ]
     metrics = {cell["id"]: [*cell["metrics"]] for cell in results.cells}
     axes = [axis for axis in telling_axes(results.settings, rows) if axis not in ("format", "rounding", "scaling")]
     found = []

@@ -42,8 +42,8 @@ class Description:
             {
                 **{name: str(row[name]) for name in ("site", "role", "format")},
                 "elements": str(row["count"]),
-                "underflow": f"{row['underflow'] / max(row['nonzero'], 1):.2%}",
-                "overflow": f"{row['overflow'] / max(row['count'], 1):.2%}",
+                "underflow": f"{row['underflow']:.2%}",
+                "overflow": f"{row['overflow']:.2%}",
             }
             for row in self.sites
         ]

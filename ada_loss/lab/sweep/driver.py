@@ -20,8 +20,10 @@ from ada_loss.lab.directions import keep_directions, stated
 from ada_loss.lab.environment import environment
 from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
-from ada_loss.lab.results.trackers import Notifier, Tracker, make_trackers
+from ada_loss.lab.results.notifier import Notifier
+from ada_loss.lab.results.trackers import Tracker, make_trackers
 from ada_loss.lab.sweep.branches import Branches
+from ada_loss.lab.sweep.cell_formats import label
 from ada_loss.lab.sweep.cells import OPTIONS, Cell, plan_all, stored_cell
 from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.sweep.execution import Execution
@@ -29,6 +31,7 @@ from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, path_of
 from ada_loss.lab.sweep.ledger import CannotWrite, Ledger
 from ada_loss.lab.sweep.limits import GRACE
 from ada_loss.lab.sweep.lock import lock_path
+from ada_loss.lab.sweep.names import keep_names
 from ada_loss.lab.sweep.prepare import prepare
 from ada_loss.lab.sweep.progress import Progress, say
 from ada_loss.lab.sweep.telemetry import telemetry_digest, telemetry_path
@@ -95,7 +98,8 @@ def sweep(
     workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed, keep_states: see
         `Execution`.
     out: the folder that keeps everything.
-    track: who else is told of finished cells: "tensorboard" and "mlflow", which write to the folder, or trackers.
+    track: who else is told of the cells, while they train: "tensorboard", "mlflow" and "wandb", which write to the
+        folder, or trackers.
     minimize, maximize: the metrics of which a smaller, or a larger, value is better, where their names do not tell;
         kept in `out`. They go before `Task.goal`.
     show_progress: whether a progress bar is shown.
@@ -198,6 +202,7 @@ def run_cells(
         raise _cannot_be_written(out, error) from error
     try:
         keep_directions(out, goals)
+        keep_names(out, {label(cell.config["format"]): cell.name for cell in cells if cell.name})
         with Ledger(out / "ledger.sqlite") as ledger:
             todo = prepare(ledger, out, cells, execution.retry_failed)
             notifier = Notifier(trackers, out)
@@ -207,7 +212,7 @@ def run_cells(
                 progress.begin(execution.words)
                 with open_engine(execution) as engine:
                     ledger.add_session({**environment(), "engine": engine.name})
-                    order = _order(cells, make_task, execution, engine)
+                    order = _order(cells, make_task, execution, engine, notifier.is_live)
                     branches = Branches(todo, (out / "checkpoints").absolute(), execution.keep_states)
                     _Driver(ledger, out, engine, order, notifier, progress, branches).run(todo)
     except (OSError, CannotWrite) as error:
@@ -239,14 +244,18 @@ def _say_failures(results: Results, cells: Sequence[Cell]) -> None:
 
 
 def _order(
-    cells: Sequence[Cell], make_task: MakeTask | TrainFunction | None, execution: Execution, engine: Engine
+    cells: Sequence[Cell],
+    make_task: MakeTask | TrainFunction | None,
+    execution: Execution,
+    engine: Engine,
+    is_live: bool,
 ) -> WorkOrder:
     """What workers are told: a task by its name, if they can import it."""
     names = dict.fromkeys(cell.config["task"] for cell in cells)
     is_importable = not any("@" in name for name in names)
     folders = dict.fromkeys(folder for name in names if is_importable and (folder := folder_of(path_of(name))))
     function = None if is_importable else make_task
-    return WorkOrder(function, execution.device, execution.time_limit, engine.own_processes, tuple(folders))
+    return WorkOrder(function, execution.device, execution.time_limit, engine.own_processes, tuple(folders), is_live)
 
 
 def _cannot_be_written(out: Path, error: Exception) -> SweepStopped:
@@ -296,6 +305,7 @@ class _Driver:
                         is_over = self._settle(cell, future, time.monotonic() - started)
                         self.progress.settle(cell.id, is_over)
                         if is_over:
+                            self.notifier.stop(cell.id)
                             self.branches.finish(cell.id, (left.id for left in [*waiting, *self._cells()]))
                         else:
                             waiting.appendleft(cell)
@@ -303,6 +313,7 @@ class _Driver:
                 for future in self.running:
                     future.cancel()
                 self._try_to_release()
+                self.notifier.close()
 
     def _next(self, waiting: deque[Cell]) -> Cell | None:
         """Take the first cell that need not wait for one that runs; None where all of them do."""
@@ -319,6 +330,7 @@ class _Driver:
     def _submit(self, cell: Cell) -> None:
         self.ledger.start(cell.id)
         self.progress.start(cell.id)
+        self.notifier.start(cell.id, cell.config)
         try:
             submit: Callable[..., Future[Any]] = self.engine.executor.submit
             checkpoint = (self.out / "checkpoints" / f"{cell.id}.pt").absolute()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Run", "Stopped", "is_of_role", "underflow_share"]
+__all__ = ["Run", "Stopped", "is_of_role", "tallied", "underflow_share"]
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,19 @@ def underflow_share(rows: Sequence[dict[str, Any]], role: str = "error") -> floa
     role: "weight", "activation", "error" or "weight_grad", or an operand such as "fprop.x". "error" has the operands
         "dgrad.dy" and "wgrad.dy" in it.
 
-    >>> underflow_share([{"role": "error", "nonzero": 8, "underflow": 2}, {"role": "wgrad.x", "nonzero": 8}])
+    >>> rows = [{"role": "error", "nonzero": 8, "underflow_count": 2}, {"role": "wgrad.x", "nonzero": 8}]
+    >>> underflow_share(rows)
     0.25
     """
     chosen = [row for row in rows if is_of_role(row["role"], role)]
     nonzero = sum(row["nonzero"] for row in chosen)
-    return sum(row["underflow"] for row in chosen) / nonzero if nonzero else 0.0
+    return sum(tallied(row, "underflow") for row in chosen) / nonzero if nonzero else 0.0
+
+
+def tallied(row: Mapping[str, Any], name: str) -> int:
+    """A count of a recording's row. Rows in checkpoints of earlier versions have it without "_count".
+
+    >>> tallied({"underflow": 0.5, "underflow_count": 2}, "underflow"), tallied({"underflow": 2}, "underflow")
+    (2, 2)
+    """
+    return int(row.get(f"{name}_count", row.get(name, 0)))

@@ -167,8 +167,8 @@ def test_where_most_formats_have_one_method_all_go_into_one_panel(tmp_path: Path
     cells |= {("nvfp4", "none"): (0.875,)}
     figure = written(tmp_path, cells).plot_accuracy()
     (panel,) = figure.axes
-    long = "e2m1fn per tensor fp32 or another long name"
-    names = ["e5m2, none", "e5m2, 2^10", "e5m2, torch", "mxfp4", long, "nvfp4"]
+    spoken = "FP4, a scale per tensor (or another long name)"
+    names = ["e5m2, none", "e5m2, 2^10", "e5m2, torch", "MXFP4", spoken, "NVFP4"]
     assert [text.get_text() for text in panel.get_yticklabels()] == names
     drawn = {tuple(line.get_xydata().tolist()[0]) for line in panel.lines if line.get_marker() == "D"}
     assert {(round(x, 9), y) for x, y in drawn} == set(zip((50.0, 60.0, 70.0, 80.0, 85.0, 87.5), range(6)))
