@@ -81,8 +81,9 @@ FLOORS = (
     "ada_loss.lab.training.format_schedule "
     "ada_loss.lab.training.generators ada_loss.lab.sweep.limits "
     "ada_loss.lab.sweep.lock ada_loss.lab.sweep.execution ada_loss.lab.sweep.progress "
-    "ada_loss.lab.results.figures ada_loss.lab.results.table ada_loss.lab.results.judgement",
-    "ada_loss.lab.results.heat ada_loss.lab.training.checkpoints ada_loss.lab.sweep.missing ada_loss.lab.studies.space",
+    "ada_loss.lab.results.figures ada_loss.lab.results.judgement",
+    "ada_loss.lab.results.table ada_loss.lab.results.heat ada_loss.lab.results.charts "
+    "ada_loss.lab.training.checkpoints ada_loss.lab.sweep.missing ada_loss.lab.studies.space",
     "ada_loss.lab.studies.study",
     "ada_loss.lab.sweep.ledger",
     "ada_loss.lab.tasks.digits ada_loss.lab.tasks.chars ada_loss.lab.tasks.pictures ada_loss.lab.training.options "
@@ -183,7 +184,7 @@ def rank(imported: str) -> int:
     return max(((len(name), RANKS[name]) for name in RANKS if is_within(imported, name)), default=(0, -2))[1]
 
 
-OPEN = ("fpsim.scaling", "fpsim.checks", "fpsim.pictures")
+OPEN = ("fpsim.scaling", "fpsim.checks", "fpsim.pictures", "fpsim.rows")
 
 
 def is_open_to_ada_loss(imported: str) -> bool:

@@ -185,7 +185,7 @@ def test_operands_of_products_are_recorded_with_their_scales() -> None:
     rows = {row["role"]: row for row in recording.rows()}
     row = rows["dgrad.dy"]
     # 7.5 has a scale of 1 and saturates at 6, 1.0 one of 1/4; half of the blocks hold nothing
-    assert [row[n] for n in ("blocks", "zero_blocks", "overflow", "log2_scale_spread")] == [12, 6, 64, 2.0]
+    assert [row[n] for n in ("blocks", "zero_blocks", "overflow_count", "log2_scale_spread")] == [12, 6, 64, 2.0]
     assert rows["fprop.x"]["blocks"] == rows["fprop.x"]["log2_scale_spread"] == 0
     assert rows["wgrad.dy"]["blocks"] == 2 * 40  # tokens are summed over
     again = fpsim.Recording()

@@ -134,7 +134,7 @@ def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] |
     cell has such a curve of two points.
     """
     try:
-        found = curves(results, name, points=POINTS)
+        found = [*curves(results, name, points=POINTS)]
     except ValueError:
         return None
     found = [curve for curve in found if len(curve.steps) > 1 and np.isfinite(curve.mean).any()]

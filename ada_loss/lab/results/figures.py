@@ -23,7 +23,10 @@ except ImportError as error:
     raise ImportError(f"A figure needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
 __all__ = [
+    "COLOURS",
+    "DASHES",
     "LETTERS_AN_INCH",
+    "colour",
     "figure_bytes",
     "in_the_dark",
     "ink",
@@ -31,7 +34,6 @@ __all__ = [
     "method_words",
     "plain",
     "plot_depth",
-    "plot_front",
     "plot_methods",
     "plot_rescue",
     "plot_scales",
@@ -68,7 +70,7 @@ def in_the_dark() -> Iterator[None]:
         yield
 
 
-def _colour(i: int) -> str:
+def colour(i: int) -> str:
     """The hue of the i-th of several lines; each seventh has the ink."""
     return (*COLOURS, ink())[i % (len(COLOURS) + 1)]
 
@@ -113,7 +115,7 @@ def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
     axes = figure.subplots()
     for i, name in enumerate(formats):
         values = [v for v in _elements(name).values() if abs(v) <= largest]
-        axes.plot(values, [-i] * len(values), "|", markersize=16, color=_colour(i))
+        axes.plot(values, [-i] * len(values), "|", markersize=16, color=colour(i))
     axes.set_yticks([-i for i in range(len(formats))], formats)
     axes.set_ylim(0.6 - len(formats), 0.6)
     axes.set_xlabel("value")
@@ -131,8 +133,8 @@ def plot_spacing(formats: Sequence[str]) -> Figure:
         low = int(np.floor(np.log2(fmt.smallest)))
         exponents = np.arange(low, int(np.floor(np.log2(fmt.largest))) + 1)
         ulp = np.maximum(exponents, fmt.min_exponent) - fmt.mantissa_bits
-        axes.step(exponents, ulp - exponents, where="post", color=_colour(i), label=name, linewidth=1.6)
-        axes.plot(exponents[[0, -1]], (ulp - exponents)[[0, -1]], "o", markersize=4, color=_colour(i))
+        axes.step(exponents, ulp - exponents, where="post", color=colour(i), label=name, linewidth=1.6)
+        axes.plot(exponents[[0, -1]], (ulp - exponents)[[0, -1]], "o", markersize=4, color=colour(i))
     axes.set_xlabel("log2 of the magnitude")
     axes.set_ylabel("log2 of spacing / magnitude")
     axes.legend(ncols=2, fontsize=8)
@@ -171,7 +173,7 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
         for i, method in enumerate(methods):
             found = {r["gain"]: r["error"] for r in rows if (r["format"], r["method"]) == (fmt, method)}
             errors = [min(found[g], 3.0) if math.isfinite(found[g]) else 3.0 for g in gains]
-            style = {"color": _colour(i), "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.3}
+            style = {"color": colour(i), "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.3}
             dashes = "-" if i <= len(COLOURS) else "--"
             axes.plot(range(len(gains)), errors, dashes, markersize=5, label=method_words(method), **style)
         axes.set_xticks(range(len(gains)), [f"{g:g}" for g in gains])
@@ -246,7 +248,7 @@ def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] 
     axes = figure.subplots()
     for i, (name, values) in enumerate(scales.items()):
         marks = {"marker": MARKERS[i % len(MARKERS)], "markersize": 4.5, "markevery": (0.04 + 0.011 * i, 0.15)}
-        style = {"color": _colour(i), "linestyle": DASHES[i % len(DASHES)], **marks}
+        style = {"color": colour(i), "linestyle": DASHES[i % len(DASHES)], **marks}
         axes.step(
             range(len(values)), values, where="post", label=textwrap.fill(plain(name), LETTERS), linewidth=1.3, **style
         )
@@ -278,41 +280,6 @@ def plot_rescue(rows: Sequence[dict[str, Any]]) -> Figure:
     axes.set_xlabel("where, from input to output")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def plot_front(
-    rows: Sequence[Mapping[str, Any]],
-    front: Sequence[Mapping[str, Any]],
-    baseline: float,
-    bits: float,
-    title: str,
-    factor: float = 1.0,
-) -> Figure:
-    """The metric by bits of what a search tried: a dot each, a line through those that no other beats, float32 dashed.
-
-    rows, front: of a `SearchResult`.
-    baseline: float32's metric.
-    bits: of the answer, which is marked.
-    title: of the metric, with its unit.
-    factor: 100 for values shown in %.
-    """
-    figure = new_picture(7.2, 4.0)
-    axes = figure.subplots()
-    for chosen, style in (
-        (rows, {"marker": "o", "markersize": 4, "linestyle": "", "color": COLOURS[4], "label": "tried"}),
-        (front, {"marker": "o", "drawstyle": "steps-post", "color": COLOURS[0], "label": "front"}),
-    ):
-        known = [row for row in chosen if math.isfinite(row["accuracy"])]
-        axes.plot([row["bits"] for row in known], [factor * row["accuracy"] for row in known], **style)
-    axes.axhline(factor * baseline, color=ink(), linewidth=0.8, linestyle=(0, (4, 2)), label="float32")
-    axes.axvline(bits, color=COLOURS[5], linewidth=0.8, linestyle=":", label="smallest found")
-    axes.set_xlabel("bits")
-    axes.set_ylabel(plain(title))
-    axes.set_title("what was tried, and what no other beats in both", fontsize=9)
-    axes.grid(linewidth=0.4, alpha=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
     return figure
 
 

@@ -65,7 +65,7 @@ def picture_scales(results: StoredResults, where: Mapping[str, Any] | None = Non
             first[name] = arrays["scales"]
     scaled = {name: scales for name, scales in first.items() if len(scales) and (scales != 1).any()}
     if not scaled:
-        raise NothingToShow(f"No cell of {results!r} scaled its loss. Give the sweep a method that does: 'torch'.")
+        raise NothingToShow(f"No cell of {results.words} scaled its loss. Give the sweep a method that does: 'torch'.")
     return figures.plot_scales(scaled)
 
 
@@ -80,7 +80,7 @@ def picture_layer_scales(results: StoredResults, where: Mapping[str, Any] | None
             steps, scales = arrays["layers.steps"].tolist(), arrays["layers.log2_scale"]
             return plot_heat(steps, sites, scales, _words(row), "log2 of the scale")
     raise NothingToShow(
-        f"No recorded cell of {results!r} scaled layer by layer. Give the sweep the method 'adaptive', and "
+        f"No recorded cell of {results.words} scaled layer by layer. Give the sweep the method 'adaptive', and "
         f"task_options={{'record_every': 4}}."
     )
 

@@ -56,7 +56,7 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
     Raises ValueError where the ledger holds no cell.
     """
     if not results.cells:
-        raise ValueError(f"{results!r} has nothing to report. Run the sweep first.")
+        raise ValueError(f"{results.words} has nothing to report. Run the sweep first.")
     environment = Environment(
         loader=PackageLoader("ada_loss.lab.results", "."),
         autoescape=True,

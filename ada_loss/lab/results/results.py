@@ -20,6 +20,7 @@ from ada_loss.lab.sweep.missing import read_snapshot
 from ada_loss.lab.sweep.names import names_of, read_names
 from ada_loss.lab.sweep.telemetry import read_telemetry
 from fpsim.checks import require_flag, require_mapping, shown
+from fpsim.rows import Rows
 
 __all__ = ["StoredResults", "telling_axes"]
 
@@ -60,14 +61,27 @@ class StoredResults:
         self.counts = counted(self.cells)
         self.names = names_of((cell["config"]["format"] for cell in self.cells), read_names(self.out))
 
-    def __repr__(self) -> str:
+    @property
+    def words(self) -> str:
+        """The folder, and how many cells are in which state."""
         counts = {**self.counts, "missing": len(self.missing.cells)}
         words = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
         return f"Results({str(self.out)!r}: {words or 'no cells'})"
 
-    def rows(self) -> list[dict[str, Any]]:
+    def __str__(self) -> str:
+        return "\n".join([self.words, *(f"{table.title}\n{table}" for table in self.tables())]).rstrip()
+
+    __repr__ = __str__
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def rows(self) -> Rows:
         """A flat row for each cell that is done: configuration, metrics, diverged, skipped, underflow, seconds."""
-        found = []
+        found = Rows()
         for cell in self.cells:
             if cell["state"] == "done":
                 row = {**self.settings_of(cell), **cell["metrics"], "diverged": bool(cell["diverged"])}
@@ -86,14 +100,14 @@ class StoredResults:
         """What the names of formats stand for, {name: description}, of those that are not their own description."""
         return {name: words for words, name in self.names.items() if name != words}
 
-    def chosen_rows(self, where: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    def chosen_rows(self, where: Mapping[str, Any] | None) -> Rows:
         """The rows with these values, {column: value}; None for all. Raises ValueError for a value that no row has."""
         if where is not None:
             require_mapping("where", where, "{'format': 'fp16'}")
         found = self.rows()
         for name, value in (where or {}).items():
             value = self._named_format(value) if name == "format" else value
-            rows, found = found, [row for row in found if name in row and _word(row[name]) == _word(value)]
+            rows, found = found, Rows(row for row in found if name in row and _word(row[name]) == _word(value))
             if rows and not found:
                 known = ", ".join(dict.fromkeys(str(row[name]) for row in rows if name in row))
                 known = f"Its values: {known}" if known else f"Known columns: {', '.join(rows[0])}"
@@ -126,7 +140,9 @@ class StoredResults:
         for cell in self.cells:
             if cell["metrics"]:
                 return next(iter(cell["metrics"]))
-        raise ValueError(f"{self!r} holds no metric: no training came to its end. Run more cells, or mend the task.")
+        raise ValueError(
+            f"{self.words} holds no metric: no training came to its end. Run more cells, or mend the task."
+        )
 
     def named(self, metric: str | None) -> str:
         """The metric that is named; the first of the task for None. Raises TypeError for what is not a name."""
@@ -146,7 +162,9 @@ class StoredResults:
         name = self.named(metric)
         rows = [row for row in self.rows() if not math.isnan(_number(row, name))]
         if not rows:
-            raise ValueError(f"No cell of {self!r} has a number for the metric {shown(name)}. Known: {self.metric}.")
+            raise ValueError(
+                f"No cell of {self.words} has a number for the metric {shown(name)}. Known: {self.metric}."
+            )
         sign = self.directions.sign(name) if largest is None else (1 if largest else -1)
         if not sign:
             raise ValueError(f"Nothing tells whether a larger or a smaller {name} is better. {hint_for(name)}")

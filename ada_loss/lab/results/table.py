@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ada_loss.files import csv_bytes, strict_json
+from ada_loss.files import csv_bytes, data_frame, strict_json
 from ada_loss.lab.directions import Directions
 
 __all__ = ["SHARES", "Table", "heading", "mean_and_deviation"]
@@ -94,6 +94,24 @@ class Table:
 
     def __str__(self) -> str:
         return self.to_markdown()
+
+    __repr__ = __str__
+
+    def __len__(self) -> int:
+        return len(self.down)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def to_frame(self) -> Any:
+        """`lines` as a pandas.DataFrame."""
+        return data_frame(self.lines())
+
+    def plot(self) -> Any:
+        """A figure: each value a dot, mean and standard deviation; needs matplotlib."""
+        from ada_loss.lab.results.figures import plot_table
+
+        return plot_table(self.places, self.title, 100.0 if self.is_share else 1.0)
 
     def to_markdown(self) -> str:
         """A Markdown table."""

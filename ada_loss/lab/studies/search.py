@@ -93,6 +93,12 @@ class SearchResult:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return str(self)
+
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
@@ -102,7 +108,7 @@ class SearchResult:
 
     def plot(self) -> Any:
         """A figure: the metric of what was tried by its bits, with the front and float32; needs matplotlib."""
-        from ada_loss.lab.results.figures import plot_front
+        from ada_loss.lab.results.charts import plot_front
 
         factor = 100.0 if self.metric in SHARES else 1.0
         title = heading(self.metric) + (", lower is better" if self.sign < 0 else "")

@@ -43,7 +43,7 @@ class StoredStudy:
             study_name=folder.absolute().name,
             directions=["minimize", "maximize" if sign > 0 else "minimize"],
         )
-        self.study.set_metric_names(["bits", metric])
+        self.study.set_user_attr("values", ["bits", metric])
 
     def add(self, point: Point, row: Mapping[str, Any]) -> None:
         """Keep a policy that was tried with all seeds; one without a number has failed.
