@@ -34,7 +34,8 @@ LARGER = (
     "score quality silhouette completeness homogeneity likelihood psnr ssim snr sdr pesq stoi mos intelligibility "
     "signal_noise_ratio signal_distortion_ratio inception_score intersection_over_union io_u preserved top_1 top_5 "
     "true_positive true_negative tpr tnr positive_likelihood_ratio v_measure mutual_info rand critical_success_index "
-    "dunn fowlkes_mallows_index visual_information_fidelity tschuprow throughput d_2_log_loss d_2_absolute_error d_2_brier d_2_pinball d_2_tweedie"
+    "dunn fowlkes_mallows_index visual_information_fidelity tschuprow "
+    "throughput d_2_log_loss d_2_absolute_error d_2_brier d_2_pinball d_2_tweedie"
 ).split()
 SMALLER = (
     "loss losses nll ppl perplexity error err mse rmse mae mape smape msle rmsle mase wer cer ter eer bits bpc bpb bpd "

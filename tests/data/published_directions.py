@@ -1,8 +1,8 @@
 """Names of metrics with their direction as the libraries themselves publish it, written by a program.
 
 torchmetrics 1.9.0: classes that state `higher_is_better`. scikit-learn 1.9.1: `get_scorer_names()`, of which
-a larger value is better, and the functions behind them with the sign that `get_scorer` gives them. Keras 3.15.1: losses,
-and the metrics that keras-tuner 1.4.8 lists as those to maximise.
+a larger value is better, and the functions behind them with the sign that `get_scorer` gives them. Keras 3.15.1:
+losses, and the metrics that keras-tuner 1.4.8 lists as those to maximise.
 
 "+" is for names of which larger is better, "-" for smaller. Each third name was not looked at while the rules were
 written: see `HELD_OUT`.

@@ -10,7 +10,7 @@ from typing import Any
 
 from ada_loss.files import data_frame
 from ada_loss.lab.results.results import StoredResults
-from ada_loss.lab.results.table import SHARES
+from ada_loss.lab.results.table import is_share
 from ada_loss.lab.sweep.cell_formats import label
 from fpsim.checks import is_number, pip_install, shown
 
@@ -97,7 +97,7 @@ class Comparison:
 
         row = {"name": self.a, "differences": [*self.differences.values()], "interval": self.interval}
         words = f"{self.metric}: difference from {self.b}" + (f", {self.note}" if self.note else "")
-        return plot_differences([row], words, 0.0, 100.0 if self.metric in SHARES else 1.0)
+        return plot_differences([row], words, 0.0, 100.0 if is_share(self.metric) else 1.0)
 
     def __repr__(self) -> str:
         return str(self)
@@ -120,7 +120,7 @@ def in_units(metric: str, value: float, unit: bool = True) -> str:
     >>> in_units("accuracy", -0.015), in_units("accuracy", -0.0002), in_units("loss", 0.0213)
     ('-1.5 points', '0.0 points', '0.0213')
     """
-    if metric in SHARES:
+    if is_share(metric):
         return f"{100 * value:z.1f}{' points' * unit}"  # z: no "-0.0"
     return f"{value:z.3g}"
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ada_loss.lab.results.comparison import in_units
 from ada_loss.lab.results.curves import Curve, curves
 from ada_loss.lab.results.results import StoredResults
-from ada_loss.lab.results.table import SHARES, heading
+from ada_loss.lab.results.table import heading, is_share
 from ada_loss.lab.results.verdict import Combination, Verdict
 from ada_loss.lab.sweep.cell_formats import BASELINE
 
@@ -103,7 +103,7 @@ def _bent(tolerances: float) -> float:
 
 
 def _tick(verdict: Verdict, value: float) -> str:
-    words = f"{100 * value:+.3g}" if verdict.metric in SHARES else f"{value:+.2g}"
+    words = f"{100 * value:+.3g}" if is_share(verdict.metric) else f"{value:+.2g}"
     return words if value else "0"
 
 

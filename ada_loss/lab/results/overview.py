@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ada_loss.lab.results.comparison import in_units, per_cent
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.statements import SECTIONS, Combination, Verdict
-from ada_loss.lab.results.table import SHARES, mean_and_deviation
+from ada_loss.lab.results.table import is_share, mean_and_deviation
 from ada_loss.lab.sweep.cell_formats import BASELINE
 from fpsim.checks import is_number
 
@@ -90,4 +90,4 @@ def _metric(name: str, values: Sequence[float]) -> str:
         return "-"
     is_finite = len(values) > 1 and all(map(math.isfinite, values))
     words = mean_and_deviation(name, statistics.fmean(values), statistics.stdev(values) if is_finite else math.nan)
-    return f"{words} %" if name in SHARES else words
+    return f"{words} %" if is_share(name) else words

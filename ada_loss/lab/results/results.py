@@ -12,14 +12,14 @@ import numpy as np
 
 from ada_loss.files import data_frame, folder_at
 from ada_loss.lab.directions import Directions, hint_for, read_directions, stated
-from ada_loss.lab.results.table import Table
+from ada_loss.lab.results.table import Share, Table, is_share_by_name
 from ada_loss.lab.sweep.cell_formats import label
 from ada_loss.lab.sweep.cells import AXES, is_configuration
 from ada_loss.lab.sweep.ledger import DAMAGED, Ledger, counted
 from ada_loss.lab.sweep.missing import read_snapshot
 from ada_loss.lab.sweep.names import names_of, read_names
 from ada_loss.lab.sweep.telemetry import read_telemetry
-from fpsim.checks import require_flag, require_mapping, shown
+from fpsim.checks import is_finite_number, require_flag, require_mapping, shown
 from fpsim.rows import Rows
 
 __all__ = ["StoredResults", "telling_axes"]
@@ -139,7 +139,7 @@ class StoredResults:
         """The first metric of the task, which tables show unless another is named."""
         for cell in self.cells:
             if cell["metrics"]:
-                return next(iter(cell["metrics"]))
+                return self.shown(next(iter(cell["metrics"])))
         raise ValueError(
             f"{self.words} holds no metric: no training came to its end. Run more cells, or mend the task."
         )
@@ -148,7 +148,14 @@ class StoredResults:
         """The metric that is named; the first of the task for None. Raises TypeError for what is not a name."""
         if metric is not None and not isinstance(metric, str):
             raise TypeError(f"metric={shown(metric)} is not a string. Expected: the name of a metric, or None.")
-        return self.metric if metric is None else metric
+        return self.metric if metric is None else self.shown(metric)
+
+    def shown(self, metric: str) -> str:
+        """A metric's name, which says whether it is shown in %: those of accuracies are whose values are shares."""
+        if not is_share_by_name(metric):
+            return metric
+        values = [v for cell in self.cells if is_finite_number(v := cell["metrics"].get(metric))]
+        return Share(metric) if values and all(0 <= v <= 1 for v in values) else metric
 
     def best(self, metric: str | None = None, *, largest: bool | None = None) -> dict[str, Any]:
         """The row with the best value of a metric; NaN is never best.

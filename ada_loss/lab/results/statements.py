@@ -20,7 +20,7 @@ from ada_loss.lab.results.judgement import (
     largest_rate_unseen,
 )
 from ada_loss.lab.results.sections import Section, as_html, as_latex, as_text
-from ada_loss.lab.results.table import SHARES, heading, mean_and_deviation
+from ada_loss.lab.results.table import heading, is_share, mean_and_deviation
 
 __all__ = ["SECTIONS", "Combination", "Verdict"]
 
@@ -141,7 +141,7 @@ class Verdict:
             values = [*self.baseline.values()]
             mean = mean_and_deviation(self.metric, statistics.fmean(values), statistics.stdev(values))
             better = ", lower is better" * (self.sign < 0)
-            words = f"float32 gives {self.metric} {mean}{' %' * (self.metric in SHARES)}{better}."
+            words = f"float32 gives {self.metric} {mean}{' %' * (is_share(self.metric))}{better}."
         if self.lost:
             words += f" float32 itself gave none with {_seeds(self.lost)}, and nothing is compared there."
         return f"{self.subject}{': ' * bool(self.subject)}{words}"
@@ -211,7 +211,7 @@ class Verdict:
             ends = sorted(self.sign * bound for bound in interval)
             rows.append({"name": one.name, "differences": [*one.comparison.differences.values()], "interval": ends})
         words = f"{heading(self.metric)}: difference from float32" + ", lower is better" * (self.sign < 0)
-        return plot_differences(rows, words, self.tolerance, 100.0 if self.metric in SHARES else 1.0)
+        return plot_differences(rows, words, self.tolerance, 100.0 if is_share(self.metric) else 1.0)
 
     def __repr__(self) -> str:
         return str(self)

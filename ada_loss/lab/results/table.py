@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +11,33 @@ from typing import Any
 from ada_loss.files import csv_bytes, data_frame, strict_json
 from ada_loss.lab.directions import Directions
 
-__all__ = ["SHARES", "Table", "heading", "mean_and_deviation"]
+__all__ = ["Share", "Table", "heading", "is_share", "is_share_by_name", "mean_and_deviation"]
 
 SHARES = ("accuracy", "underflow")  # metrics that are shown in %
+SHARE_WORDS = {"acc", "accuracy"}  # in the names of metrics that are shown in % where all values are between 0 and 1
+
+
+class Share(str):
+    """The name of a metric that is a share and is shown in %."""
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric is shown in %.
+
+    >>> is_share("accuracy"), is_share("acc"), is_share(Share("acc"))
+    (True, False, True)
+    """
+    return isinstance(metric, Share) or metric in SHARES
+
+
+def is_share_by_name(metric: str) -> bool:
+    """Whether a metric may be a share by its name: its values tell.
+
+    >>> [name for name in ("val_acc", "testAccuracy", "top5_acc", "accelerate", "loss") if is_share_by_name(name)]
+    ['val_acc', 'testAccuracy', 'top5_acc']
+    """
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", metric)
+    return any(word.lower() in SHARE_WORDS for word in words)
 
 
 class Table:
@@ -60,7 +85,7 @@ class Table:
     @property
     def is_share(self) -> bool:
         """Whether the metric is shown in %."""
-        return self.metric in SHARES
+        return is_share(self.metric)
 
     @property
     def title(self) -> str:
@@ -143,7 +168,7 @@ def heading(metric: str) -> str:
     >>> heading("accuracy"), heading("loss")
     ('accuracy in %', 'loss')
     """
-    return f"{metric} in %" if metric in SHARES else metric
+    return f"{metric} in %" if is_share(metric) else metric
 
 
 def mean_and_deviation(metric: str, mean: float, deviation: float = math.nan, plus_minus: str = " ± ") -> str:
@@ -152,7 +177,7 @@ def mean_and_deviation(metric: str, mean: float, deviation: float = math.nan, pl
     >>> mean_and_deviation("accuracy", 0.975, 0.004), mean_and_deviation("loss", 0.975)
     ('97.5 ± 0.4', '0.9750')
     """
-    factor, digits = (100, 1) if metric in SHARES else (1, 4)
+    factor, digits = (100, 1) if is_share(metric) else (1, 4)
     words = f"{factor * mean:z.{digits}f}" if math.isfinite(mean) else str(mean)
     return words if math.isnan(deviation) else f"{words}{plus_minus}{factor * deviation:.{digits}f}"
 

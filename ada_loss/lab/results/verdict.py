@@ -13,7 +13,7 @@ from ada_loss.lab.results.comparison import LEVEL, Comparison, require_level
 from ada_loss.lab.results.judgement import LEAST_SEEDS, collapsed_seeds, judge
 from ada_loss.lab.results.results import StoredResults, telling_axes
 from ada_loss.lab.results.statements import SECTIONS, Combination, Verdict
-from ada_loss.lab.results.table import SHARES
+from ada_loss.lab.results.table import is_share
 from ada_loss.lab.sweep.cell_formats import BASELINE
 from fpsim.checks import is_finite_number, is_number, shown
 
@@ -50,7 +50,7 @@ def verdicts(
         name = metric or next((key for row in chosen for key in metrics[row["id"]]), None)
         if name is not None:
             subject = ", ".join(value if axis == "task" else f"{axis} {value}" for axis, value in choice)
-            found.append(_verdict(results, chosen, name, tolerance, level, subject, equivalence))
+            found.append(_verdict(results, chosen, results.shown(name), tolerance, level, subject, equivalence))
     return found
 
 
@@ -86,7 +86,7 @@ def _verdict(
     baseline = {seed: value for seed, value in values.items() if math.isfinite(value)}
     if tolerance is None:
         mean = statistics.fmean(baseline.values()) if baseline else 0.0
-        tolerance = TOLERANCE if metric in SHARES else TOLERANCE * abs(mean)
+        tolerance = TOLERANCE if is_share(metric) else TOLERANCE * abs(mean)
     sign = results.directions.sign(metric)
     varying = [axis for axis in ("rounding", "scaling") if len({row[axis] for row in rows}) > 1]
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}

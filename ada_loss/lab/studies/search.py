@@ -16,7 +16,7 @@ import fpsim
 from ada_loss.files import data_frame, folder_at
 from ada_loss.lab.directions import Directions, hint_for, stated
 from ada_loss.lab.results import Results
-from ada_loss.lab.results.table import SHARES, heading, mean_and_deviation
+from ada_loss.lab.results.table import heading, is_share, mean_and_deviation
 from ada_loss.lab.studies.space import Point, Space
 from ada_loss.lab.studies.study import StoredStudy, require_optuna
 from ada_loss.lab.sweep.cells import OPTIONS, plan
@@ -69,7 +69,7 @@ class SearchResult:
             lines.append(f"| {row['bits']:g} | {words} | {value} |")
         formats = ", ".join(f"{role} {name}" for role, name in self.formats.items())
         formats += f", with {', '.join(self.wide)} in float32" if self.wide else ""
-        unit = " %" if self.metric in SHARES else ""
+        unit = " %" if is_share(self.metric) else ""
         here, there = (mean_and_deviation(self.metric, value) + unit for value in (self.accuracy, self.baseline))
         lines.append(f"Smallest found: {formats}. {self.bits:g} bits, {self.metric} {here}; float32's is {there}.")
         return "\n".join(lines)
@@ -110,7 +110,7 @@ class SearchResult:
         """A figure: the metric of what was tried by its bits, with the front and float32; needs matplotlib."""
         from ada_loss.lab.results.charts import plot_front
 
-        factor = 100.0 if self.metric in SHARES else 1.0
+        factor = 100.0 if is_share(self.metric) else 1.0
         title = heading(self.metric) + (", lower is better" if self.sign < 0 else "")
         return plot_front(self.rows, self.front(), self.baseline, self.bits, title, factor)
 

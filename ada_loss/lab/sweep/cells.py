@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -220,9 +221,22 @@ def _task_and_options(
                 f"as train=, and not both."
             )
         return own_training(train), _own_options(options)
+    if callable(task):
+        _require_task(task)
     name = task_of(task)  # type: ignore[arg-type]  # which refuses None
     function = find_task(task) if isinstance(task, str) else task
     return name, _options({**getattr(function, "options", {}), **options})
+
+
+def _require_task(function: Any) -> None:
+    """Raise TypeError for a training function in the place of a task's: its first parameter is a job."""
+    try:
+        first = next(iter(inspect.signature(function).parameters.values()), None)
+    except (TypeError, ValueError):
+        return
+    if first is not None and (first.name == "job" or str(first.annotation).rpartition(".")[2].rstrip("'>") == "Job"):
+        name = getattr(function, "__name__", "f")
+        raise TypeError(f"{name} takes a job: it is a training function. Give it as train={name}, and no task.")
 
 
 def _own_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from ada_loss.lab.sweep.names import keep_names
 from ada_loss.lab.sweep.prepare import prepare
 from ada_loss.lab.sweep.progress import Progress, say
 from ada_loss.lab.sweep.telemetry import telemetry_digest, telemetry_path
+from ada_loss.lab.sweep.trust import is_trusted, remember
 from ada_loss.lab.sweep.work import WorkOrder, said, work
 from ada_loss.lab.tasks import TASKS, find_task, folder_of
 from fpsim.checks import known_arguments, pip_install, require_flag
@@ -136,7 +137,7 @@ def resume(
 
     out: the folder of the sweep.
     trust: whether a task that is no task of this library is imported and run because the ledger names it. Without, it
-        is refused: whoever wrote the file would choose what runs here.
+        is refused unless you have run it into this folder: whoever wrote the file would choose what runs here.
     The other arguments are those of `sweep`.
     Raises ValueError for a cell that is none, for a task that is not trusted, and where a task is a function that was
     passed to `sweep`: only that call knows it.
@@ -153,11 +154,11 @@ def resume(
                 f"The task {name!r} is a function of a notebook or a script. A ledger knows it by name only. "
                 f"Call sweep(...) again with the same arguments."
             )
-        if name not in TASKS and not trust:
+        if name not in TASKS and not trust and not is_trusted(folder, name):
             raise ValueError(
                 f"The ledger names the task {name!r}, which is code from outside of this library, and resuming would "
-                f"run it. If you know it and trust {folder}, give trust=True (--trust), or call sweep(...) again, "
-                f"which names the task itself."
+                f"run it; you have not run it into this folder yourself. If you know it and trust {folder}, give "
+                f"trust=True (--trust), or call sweep(...) again, which names the task itself."
             )
         find_task(path_of(name))
     return run_cells(cells, folder, execution, track=track, show_progress=show_progress)
@@ -202,6 +203,7 @@ def run_cells(
         raise _cannot_be_written(out, error) from error
     try:
         keep_directions(out, goals)
+        remember(out, (name for cell in cells if (name := cell.config["task"]) not in TASKS))
         keep_names(out, {label(cell.config["format"]): cell.name for cell in cells if cell.name})
         with Ledger(out / "ledger.sqlite") as ledger:
             todo = prepare(ledger, out, cells, execution.retry_failed)
