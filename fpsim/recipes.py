@@ -135,7 +135,7 @@ def as_policy_of(fmt: FormatLike, model: nn.Module | None = None) -> Policy:
         if isinstance(fmt, str) and fmt in _RECIPES:
             raise ValueError(f"{fmt!r} is a recipe, no format. Write '{RECIPE_PREFIX}{fmt}'.") from error
         known = [name for name in _RECIPES if name not in CATALOGUE]
-        begin = [name for name in known if name in MOST_USED and isinstance(fmt, str) and name.startswith(f"{fmt}_")]
+        begin = [name for name in MOST_USED if isinstance(fmt, str) and name.startswith(f"{fmt}_")]
         near = begin or nearest(fmt, known, cutoff=0.7)
         if not near:
             raise

@@ -361,3 +361,30 @@ def test_loss_scales_are_drawn_in_the_report_where_one_moves(tmp_path: Path) -> 
             arrays = npz(losses=np.ones(2), scales=np.array(scales))
             write_atomically(tmp_path / name / "telemetry" / f"{row['id']}.npz", arrays)
         assert ("Loss scales in fp16" in results.report().read_text()) == (name == "moving")
+
+
+@pytest.mark.parametrize(
+    ("metric", "factor", "shown"),
+    [
+        ("acc", 1.0, "90.0 ± 0.0"),
+        ("val_acc", 1.0, "90.0 ± 0.0"),
+        ("acc", 100.0, "90.0000 ± 0.0000"),
+        ("f1", 1.0, "0.9000"),
+    ],
+)
+def test_an_accuracy_is_shown_in_per_cent_where_it_is_a_share(
+    tmp_path: Path, metric: str, factor: float, shown: str
+) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        for fmt, value in (("fp32", 0.9), ("e5m2", 0.8)):
+            for seed in range(3):
+                config = {"task": "t", "format": fmt, "rounding": "up", "scaling": "none", "seed": seed, "options": {}}
+                ledger.add([(f"{fmt}{seed}", config)])
+                ledger.start(f"{fmt}{seed}")
+                ledger.finish(f"{fmt}{seed}", {"metrics": {metric: factor * value}, "diverged": False})
+    results = Results(tmp_path)
+    assert results.table().text("fp32", "none").startswith(shown)
+    is_share = shown == "90.0 ± 0.0"
+    (verdict,) = results.verdicts()
+    assert results.table().title == (f"{metric} in %" if is_share else metric)
+    assert ("1 point" in str(verdict)) == is_share

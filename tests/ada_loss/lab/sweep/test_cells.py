@@ -119,7 +119,7 @@ def test_ten_thousand_cells_have_as_many_ids() -> None:
     ("change", "words"),
     [
         ({"task": "digts"}, "Unknown task 'digts'. Did you mean digits?"),
-        ({"task": "sweep_tasks:tony"}, "cannot be imported"),
+        ({"task": "sweep_tasks:tony"}, "Did you mean tiny?"),
         ({"task": "no_such_module:f"}, "cannot be imported"),
         ({"task": "sweep_tasks:math"}, "is a module. It must be a function"),
         ({"formats": ["fp61"]}, "Unknown format 'fp61'"),

@@ -542,6 +542,7 @@ def test_a_script_without_a_main_guard_is_told_what_to_do(tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(), timeout=120)
     assert done.returncode == 1
     assert "A worker that is starting came to sweep()" in done.stderr
+    assert len(done.stderr.splitlines()) < 40
     assert "below `if __name__ == '__main__':`; from standard input, give workers=1." in done.stderr.splitlines()[-1]
 
 
