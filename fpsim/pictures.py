@@ -77,13 +77,16 @@ def apart_from_pyplot() -> Iterator[None]:
         _is_apart.reset(token)
 
 
-def _name_sites(axes: Any, sites: Sequence[str], always: Sequence[int] = ()) -> None:
-    """Name the sites along the vertical axis, from the top; only some of very many, and `always` these."""
-    every = max(-(-len(sites) // LABELS), 1)
-    near = {place + offset for place in always for offset in range(1 - every, every)}
-    places = sorted({*always, *(place for place in range(0, len(sites), every) if place not in near)})
+def _name_sites(axes: Any, sites: Sequence[str], marked: int | None = None) -> None:
+    """Name the sites along the vertical axis, from the top; only some of very many, and the marked one always."""
+    every = -(-len(sites) // LABELS)
+    places = [i for i in range(0, len(sites), every) if marked is None or i == marked or abs(i - marked) >= every]
+    if marked is not None and marked not in places:
+        places = sorted([*places, marked])
     axes.set_yticks(places, [sites[i].replace("$", r"\$") for i in places], fontsize=6.5)
     axes.set_ylim(len(sites) - 0.4, -0.6)
+    if marked is not None:
+        axes.get_yticklabels()[places.index(marked)].set(color=RED, fontweight="bold")
 
 
 def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
@@ -105,9 +108,9 @@ def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
         right = axes.get_xlim()[1]
         axes.plot([right] * len(lost), lost, ">", color=RED, markersize=6, label="not finite", clip_on=False)
     axes.set_xscale("log")
-    worst = max((v, s) for values in found.values() for s, v in values.items() if s in sites) if sites else (0.0, "")
-    _name_sites(axes, sites, [sites.index(worst[1])] if sites and worst[1] in sites else [])
-    axes.set_title(f"largest error at {worst[1]}" if sites else "", fontsize=9)
+    worst = max(((v, s) for values in found.values() for s, v in values.items() if s in sites), default=(0.0, ""))[1]
+    _name_sites(axes, sites, sites.index(worst) if len(sites) > LABELS else None)
+    axes.set_title(f"largest error at {worst}".replace("$", r"\$") if worst else "", fontsize=9)
     axes.grid(axis="x", linewidth=0.4, alpha=0.6)
     axes.set_xlabel("relative error of b against a")
     axes.spines[["top", "right"]].set_visible(False)
@@ -127,27 +130,27 @@ def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | No
         if points:
             axes.plot(*np.array(points).T, marker, color=colour, markersize=4, label=words)
     axes.set_xscale("log")
+    marked = None
     if cause is not None:
+        axes.set_title(f"{cause['kind']} first appears at {cause['site']}".replace("$", r"\$"), fontsize=9)
         if math.isfinite(cause["largest"]) and cause["largest"] < 1e30:
             axes.axvline(cause["largest"], color="0.5", linewidth=0.8, label="the format ends")
         for i, row in enumerate(rows):
             if (row["site"], row["call"]) == (cause["site"], cause["call"]):
+                marked = i
                 axes.axhspan(i - 0.5, i + 0.5, color=RED, alpha=0.15, label=f"{cause['kind']} first appears")
-    right = axes.get_xlim()[1]
     lost = [(name, i) for i, row in enumerate(rows) for name in ("", "gradient_") if row[f"{name}nonfinite"]]
     for name, words, offset in (("", "result not finite", -0.18), ("gradient_", "gradient not finite", 0.18)):
         places = [i + offset for n, i in lost if n == name]
         if places:
             colour = ORANGE if name else BLUE
-            axes.plot([right * 3] * len(places), places, "x", color=colour, markersize=5, label=words)
-    is_cause = [cause is not None and (row["site"], row["call"]) == (cause["site"], cause["call"]) for row in rows]
-    _name_sites(axes, [row["site"] for row in rows], [i for i, found in enumerate(is_cause) if found])
-    title = "" if cause is None else f"{cause['kind']} first appears at {cause['site']}"
-    axes.set_title(title, fontsize=9)
+            edge: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "clip_on": False}  # at no magnitude
+            axes.plot([1.015] * len(places), places, "x", color=colour, markersize=5, label=words, **edge)
+    _name_sites(axes, [row["site"] for row in rows], marked)
     axes.grid(axis="x", linewidth=0.4, alpha=0.6)
-    axes.set_xlabel("largest finite magnitude; crosses: not all finite")
+    axes.set_xlabel("largest finite magnitude")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.03, 1.0))
     return picture
 
 
@@ -168,11 +171,11 @@ def plot_watch(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
         values[values == 0] = np.nan
         limits["norm"] = "log"
     axes.set_facecolor("0.85")
+    hottest = int(np.nanargmax(np.nanmax(np.nan_to_num(values, nan=-np.inf), axis=1))) if len(sites) > LABELS else None
     drawn = axes.imshow(values, aspect="auto", cmap="cividis", interpolation="nearest", **limits)
     every = -(-len(steps) // 10)
     axes.set_xticks([*range(0, len(steps), every)], [str(step) for step in steps[::every]], fontsize=8)
-    hottest = np.nan_to_num(values, nan=-np.inf).max(axis=1)
-    _name_sites(axes, sites, [int(hottest.argmax())])
+    _name_sites(axes, sites, hottest)
     axes.set_xlabel("step")
     axes.set_title(title, fontsize=9)
     picture.colorbar(drawn, ax=axes, pad=0.02).set_label("share" if is_share else value)
