@@ -15,7 +15,8 @@ heads.forEach((head, column) => head.firstElementChild.addEventListener("click",
 }));
 const find = id => document.getElementById(id);
 const filter = find("filter"), matching = find("matching");
-const data = JSON.parse(find("data").textContent);
+const data = JSON.parse(find("data").textContent), lower = JSON.parse(find("data").dataset.lower);
+const title = curve => lower.includes(curve) ? `${curve}, lower is better` : curve;
 const rows = [...body.rows].map(row => [row, find(`cell-${row.dataset.cells}`)]);
 const drawn = [...document.querySelectorAll("main [data-cells]")].filter(part => part.closest("table") !== table);
 const panels = [...document.querySelectorAll(".panel")];
@@ -71,7 +72,7 @@ function draw() {
   if (overlay.hidden) return;
   const colours = chosen.map((_, i) => `c${i % 7}`);
   plot(overlay, chosen.map(([row], i) => [...data[row.dataset.cells][name()], colours[i]]));
-  overlay.querySelector("h2").textContent = `Chosen cells: ${name()}`;
+  overlay.querySelector("h2").textContent = `Chosen cells: ${title(name())}`;
   overlay.querySelector(".legend").replaceChildren(...chosen.map(([row, cell], i) => {
     const key = document.createElement("span");
     key.className = "key";
@@ -94,7 +95,7 @@ document.querySelectorAll(".curves[data-cell]").forEach(place => {
       const figure = document.createElement("figure");
       figure.append(...[...overlay.querySelectorAll(".plot, .ends")].map(part => part.cloneNode(true)));
       const words = document.createElement("figcaption");
-      words.textContent = curve;
+      words.textContent = title(curve);
       figure.prepend(words);
       figure.querySelector("svg").setAttribute("aria-label", curve);
       plot(figure, [[x, y, "own"]]);

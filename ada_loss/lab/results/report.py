@@ -81,6 +81,7 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
         legend=results.legend,
         curves=_curves(results, cells),
         data=Markup(_data(cells)),
+        lower=strict_json([name for name in _names(cells) if results.directions.words(name.split("/")[0])]),
         counts=results.counts,
         diverged=sum(row["diverged"] for row in rows.values()),
         seconds=sum(row["seconds"] or 0 for row in rows.values()),
@@ -227,9 +228,14 @@ def _data(cells: Sequence[dict[str, Any]]) -> str:
     return strict_json(found).replace("<", "\\u003c")
 
 
+def _names(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """The names of the curves that cells have."""
+    return [*dict.fromkeys(name for cell in cells for name in cell["points"])]
+
+
 def _curves(results: StoredResults, cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The panels of each curve that a cell has, the loss first."""
-    names = [*dict.fromkeys(name for cell in cells for name in cell["points"])]
+    names = _names(cells)
     names.sort(key=lambda name: name != "loss")
     wanted = (names or ["loss"])[:MOST_NAMES]
     return [panels for name in wanted if (panels := curve_panels(results, name)) is not None]

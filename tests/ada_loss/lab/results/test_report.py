@@ -393,6 +393,7 @@ def test_any_curve_can_be_drawn_and_those_of_chosen_cells_together(browser: Any,
     for cell in ("anone0", "btorch2"):
         browser.find_element("css selector", f"tr[data-cells={cell}] input").click()
     assert overlay.is_displayed()
+    assert overlay.find_element("tag name", "h2").text == "Chosen cells: loss, lower is better"
     assert len(overlay.find_elements("css selector", ".lines path")) == 2
     assert [key.text for key in overlay.find_elements("class name", "key")] == [
         "4. a, up, none, seed 0",
@@ -431,6 +432,7 @@ def test_a_cell_shows_its_curves_with_axes_and_where_it_lost_gradients(browser: 
     cell = browser.find_element("id", f"cell-{row['id']}")
     losses = results.telemetry(row["id"])["losses"]
     first = cell.find_element("css selector", ".curves figure")
+    assert first.find_element("tag name", "figcaption").text == "loss, lower is better"
     assert [first.find_element("class name", end).text for end in ("high", "low", "last")] == [
         f"{max(losses):.3g}",
         f"{min(losses):.3g}",
