@@ -134,7 +134,7 @@ def _of_operands(products: Mapping[str, str]) -> str:
 def names_of(formats: Iterable[Any], given: Mapping[str, str] = {}) -> dict[str, str]:
     """The name of each format of a sweep, by its `label`: as given, else short, else the label itself.
 
-    Where two formats would share a short name, both keep their labels.
+    A name that is also the name or the label of another format is not used: both keep their labels.
 
     >>> names_of(["recipe:fp16", "mxfp4"], {"mxfp4": "mine"})
     {'recipe:fp16': 'fp16', 'mxfp4': 'mine'}
@@ -143,10 +143,8 @@ def names_of(formats: Iterable[Any], given: Mapping[str, str] = {}) -> dict[str,
     """
     found = {label(fmt): short_name(fmt) for fmt in formats}
     found |= {words: name for words, name in given.items() if words in found}
-    shared = Counter(name.lower() for name in found.values())
-    return {
-        words: name if shared[name.lower()] == 1 or given.get(words) == name else words for words, name in found.items()
-    }
+    used = Counter(word for words, name in found.items() for word in {words.lower(), name.lower()})
+    return {words: name if used[name.lower()] == 1 else words for words, name in found.items()}
 
 
 def read_names(folder: Path) -> dict[str, str]:

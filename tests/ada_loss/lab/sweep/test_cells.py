@@ -458,6 +458,21 @@ def test_a_name_changes_no_cell() -> None:
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        {"e5m2": "fp16"},
+        {"e5m2": "mine", "fp16": "mine"},
+        {"e5m2": "recipe:fp16"},
+        {"e5m2": "FP16", "recipe:fp16": "e5m2"},
+        {"mxfp4": "recipe:fp16"},
+    ],
+)
+def test_no_two_formats_of_a_sweep_have_one_name(given: dict[str, str]) -> None:
+    names = names_of(["fp16", "recipe:fp16", "e5m2", "mxfp4"], given)  # as a changed names.json may have them
+    assert len({name.lower() for name in names.values()}) == 4
+
+
+@pytest.mark.parametrize(
     ("formats", "words"),
     [
         ([{"name": "", "format": "fp16"}], "Got the name '' of a format. Use text of 1 to 60 letters, in one line."),
