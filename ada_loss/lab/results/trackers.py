@@ -303,14 +303,14 @@ class WandB(TrackerOfRuns):
     sent: `wandb sync FOLDER/offline-run-*` uploads what is there.
 
     folder: of the runs.
-    sweep: the name of the sweep, which is the type of the job.
+    group: the name of the sweep, which is the type of the jobs.
     project: the name of the project.
     mode: "offline", or "online", which sends each number at once and needs a login.
     Raises ImportError without the package, ValueError for another mode.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], sweep: str = "sweep", project: str = "fpsim", mode: str = "offline"
+        self, folder: str | os.PathLike[str], group: str = "sweep", project: str = "fpsim", mode: str = "offline"
     ) -> None:
         try:
             import wandb
@@ -318,7 +318,7 @@ class WandB(TrackerOfRuns):
             raise ImportError(f"Weights & Biases is not installed: {pip_install('wandb')}.") from None
         if mode not in ("offline", "online"):
             raise ValueError(f"Got mode={shown(mode)}. Use 'offline' or 'online'.")
-        self.folder, self.sweep, self.project, self.mode, self._wandb = Path(folder), sweep, project, mode, wandb
+        self.folder, self.group, self.project, self.mode, self._wandb = Path(folder), group, project, mode, wandb
         self._open: dict[str, tuple[Any, About]] = {}
         self._seen: dict[str, set[str]] = {}  # the curves of each cell
 
@@ -344,7 +344,7 @@ class WandB(TrackerOfRuns):
         run = self._wandb.init(
             project=self.project,
             group=about.group,
-            job_type=about.sweep if about.sweep != "sweep" else self.sweep,
+            job_type=about.sweep if about.sweep != "sweep" else self.group,
             name=about.name,
             id=cell,
             tags=[word[:LONGEST_TAG] for word in filter(None, (about.format, about.scaling, about.rounding))],
