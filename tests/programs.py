@@ -1,6 +1,6 @@
 """Random forwards, run natively in a low precision and emulated in float32: where do the two differ?
 
-    python tests/programs.py --count 600 --format bf16 --seed 0 --show 20
+    python tests/programs.py --count 600 --format bf16 --seed 0 --show 20 [--compiled]
 
 prints how many of 600 programs differ, which kinds of statements the shortest ones need, and 20 of them.
 
@@ -16,6 +16,9 @@ It runs as `module.to(torch.bfloat16)` and as `fpsim.quantize(module, "bf16")`, 
   gradient that native code meets.
 
 A program that native code refuses is left out.
+
+With --compiled the emulated program is compared with itself under torch.compile(fullgraph=True), bit for bit but for
+gradients of what is used twice; programs that torch does not compile are left out.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import argparse
 import copy
 import itertools
 import linecache
+import logging
 import math
 import random
 import sys
@@ -207,6 +211,35 @@ def compare(native: Outcome, emulated: Outcome, program: Program, format: str) -
     return found
 
 
+class Compiled(nn.Module):
+    """A model whose forward is compiled as one program; its parameters and buffers have the names of before."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._parameters, self._buffers = model._parameters, model._buffers
+        self._compiled = (torch.compile(model, backend="aot_eager", fullgraph=True),)  # in a tuple: no module inside
+
+    def forward(self, *args: Tensor) -> Any:
+        return self._compiled[0](*args)
+
+
+def compare_compiled(eager: Outcome, compiled: Outcome, program: Program) -> list[str]:
+    """What differs, by name. A compiled program gives zeros to what no gradient comes to."""
+    found = [n for n, v in eager.variables.items() if not equal(v, compiled.variables[n])]
+    found += [f"{n} computing on" for n, v in eager.shown.items() if not equal(v, compiled.shown[n])]
+    found += [f"{n} afterwards" for n, v in eager.stays.items() if not equal(v, compiled.stays[n])]
+    for name, x in eager.stays.items() if program.is_tree else ():
+        both = (outcome.gradients[name] for outcome in (eager, compiled))
+        gradients = (torch.zeros_like(x) if gradient is None else gradient for gradient in both)
+        if not equal(*gradients):
+            found.append(f"{name}.grad")
+    return found
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype is b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
 @dataclass
 class Result:
     """What two interpreters made of a program. Without `native` it was refused."""
@@ -225,8 +258,8 @@ class Result:
         return "\n".join(text)
 
 
-def execute(program: Program, format: str) -> Result:
-    """Run a program natively and emulated."""
+def execute(program: Program, format: str, is_compiled: bool = False) -> Result:
+    """Run a program natively and emulated, or emulated and compiled."""
     space, dtype = space_of(program.source()), NATIVE[format]
     file = space["__name__"]
     torch.default_generator.manual_seed(0)
@@ -241,8 +274,18 @@ def execute(program: Program, format: str) -> Result:
             linecache.cache.pop(file, None)
             return Result(program)
         try:
-            emulated = run(fpsim.quantize(masters, format), [x.float() for x in inputs], program, native)
+            model, inputs = fpsim.quantize(masters, format), [x.float() for x in inputs]
+            emulated = run(model, inputs, program, native)
+            compiled = None
+            if is_compiled:
+                torch._dynamo.reset()
+                try:
+                    compiled = run(Compiled(fpsim.quantize(masters, format)), inputs, program, native)
+                except torch._dynamo.exc.BackendCompilerFailed:  # it differentiates what the program does not
+                    return Result(program)
             with torch.no_grad():  # with gradients, torch refuses to look at some views whose base was written to
+                if compiled is not None:
+                    return Result(program, emulated, compiled, tuple(compare_compiled(emulated, compiled, program)))
                 found = compare(native, emulated, program, format)
         except Exception as error:
             return Result(program, native, None, (f"{type(error).__name__}: {str(error)[:300]}",))
@@ -299,20 +342,22 @@ def main() -> None:
     parser.add_argument("--show", type=int, default=5, help="how many of the shortest differing programs are printed")
     parser.add_argument("--no-shrink", action="store_true", help="print the rate alone")
     parser.add_argument("--without", nargs="*", default=[], help="kinds of statements to leave out, as printed")
+    parser.add_argument("--compiled", action="store_true", help="compare with torch.compile of the emulated program")
     options = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # what torch says of programs that it does not compile
     without = frozenset(options.without)
     ran, found, refused, seed = 0, [], 0, options.seed
     while ran < options.count:
-        result = execute(draw(random_genes(seed), options.format, without), options.format)
+        result = execute(draw(random_genes(seed), options.format, without), options.format, options.compiled)
         seed += 1
         refused += result.native is None
         ran += result.native is not None
         if result.differences:
             found.append((seed - 1, result))
             print(f"seed {seed - 1} of {options.format} differs: {', '.join(result.differences)}", file=sys.stderr)
-    print(f"{len(found)} of {ran} programs differ in {options.format}; native code refuses {refused} more")
-    if options.no_shrink:
-        return
+    print(f"{len(found)} of {ran} programs differ in {options.format}; torch refuses {refused} more")
+    if options.no_shrink or options.compiled:
+        sys.exit(bool(found))
     groups: dict[str, list[tuple[int, Result]]] = {}
     for number, result in found:
         small = shrink(result, options.format)

@@ -24,6 +24,7 @@ from fpsim.emulation.marks import WIDE, format_of, is_made_here, is_roundable, i
 from fpsim.emulation.operands import Rounds, leaves_float32
 from fpsim.launch import rounded
 from fpsim.spec import rounding_spec
+from fpsim.torch_internals import base_of
 
 __all__ = [
     "DTYPE_OF",
@@ -304,9 +305,11 @@ def _in_place(
     if is_stored:
         write_outside(emulation, write, call, (x, *others), kwargs)
         return
+    known_base = emulation.format_of_base(x)
     call(write, (x, *others), kwargs)
     if is_rounded:
         emulation.round_result(x, call, (x,), [], x)
+        emulation.know_again(base_of(x), known_base, call)
     note_write(emulation, x)
 
 

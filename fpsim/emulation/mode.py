@@ -236,7 +236,7 @@ class Emulation(Roundings, TorchFunctionMode):
             return self._set_item(func, call, new_args, new_kwargs, is_wide)
         operands = (*new_args, *in_order(new_kwargs)) if new_kwargs else new_args
         first = args[0] if keeps_first and args else None
-        known_base = self._format_of_base(target) if isinstance(target, Tensor) else None
+        known_base = self.format_of_base(target) if isinstance(target, Tensor) else None
         if isinstance(first, Tensor) and not is_wide and not moves:
             self.prepare_target(first)
         was_marked = format_of(first) if isinstance(first, Tensor) else None
@@ -269,7 +269,7 @@ class Emulation(Roundings, TorchFunctionMode):
                 return out
         result = self.round_results(out, call, operands, floats, target, product)
         if isinstance(first, Tensor):
-            self._know_again(base_of(first), known_base, call)
+            self.know_again(base_of(first), known_base, call)
         return result
 
     def _given_out(
@@ -286,7 +286,7 @@ class Emulation(Roundings, TorchFunctionMode):
         result = self.round_results(out, call, operands, floats, given)
         if was_wide:
             self.mark_wide(given)
-        self._know_again(base_of(given), known_base, call)
+        self.know_again(base_of(given), known_base, call)
         return result
 
     def _set_item(
@@ -294,17 +294,17 @@ class Emulation(Roundings, TorchFunctionMode):
     ) -> Any:
         """Write values, which are in the target's format, into a part of it."""
         target = args[0]
-        known, known_base = format_of(target), self._format_of_base(target)
+        known, known_base = format_of(target), self.format_of_base(target)
         call(func, self._scalars_in_format(call, args, is_wide), kwargs)
-        self._know_again(target, known, call)
-        self._know_again(base_of(target), known_base, call)
+        self.know_again(target, known, call)
+        self.know_again(base_of(target), known_base, call)
 
-    def _format_of_base(self, x: Any) -> str | None:
+    def format_of_base(self, x: Any) -> str | None:
         """The format of the tensor that `x` is a view of."""
         base = base_of(x) if isinstance(x, Tensor) else None
         return None if base is None else format_of(base)
 
-    def _know_again(self, x: Tensor | None, known: str | None, call: Call) -> None:
+    def know_again(self, x: Tensor | None, known: str | None, call: Call) -> None:
         """Note that what was written to a part of `x` is in the format that it was in."""
         if x is not None and known is not None and known != WIDE:
             mark(x, known)
