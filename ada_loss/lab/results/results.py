@@ -212,7 +212,7 @@ class StoredResults:
             places.setdefault((str(row[rows]), str(row[columns])), []).append(_number(row, name))
         down, across = ([*dict.fromkeys(place[i] for place in places)] for i in (0, 1))
         chosen = {k: label(v) for k, v in (where or {}).items()}
-        return Table(rows, columns, name, down, across, places, chosen, self.directions)
+        return Table(rows, columns, name, down, across, places, chosen, self.directions, self.names)
 
     def tables(self, metric: str | None = None) -> list[Table]:
         """A `table` of formats and scaling methods for each combination of the other columns in which the cells differ.

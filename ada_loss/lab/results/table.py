@@ -49,6 +49,7 @@ class Table:
     places: {(row, column): the values of its cells}.
     where: what the cells were chosen by, for the title.
     directions: which tell whether larger or smaller is better; by the metric's name unless given.
+    names: {description: name} of formats, so that a place is found by either.
     """
 
     def __init__(
@@ -61,24 +62,31 @@ class Table:
         places: dict[tuple[str, str], list[float]],
         where: Mapping[str, str] | None = None,
         directions: Directions | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
+        self._names = dict(names or {})
         self.directions = directions or Directions()
         self.rows, self.columns, self.metric, self.where = rows, columns, metric, dict(where or {})
         self.down, self.across, self.places = list(down), list(across), places
 
     def mean(self, row: str, column: str) -> float:
         """The mean of a place; NaN where a value is NaN, or where there is none."""
-        values = self.places.get((row, column))
+        values = self.places.get(self._place(row, column))
         return statistics.fmean(values) if values else math.nan
+
+    def _place(self, row: str, column: str) -> tuple[str, str]:
+        """The place of a row and a column, formats by their names or descriptions."""
+        known = row in self.down, column in self.across
+        return row if known[0] else self._names.get(row, row), column if known[1] else self._names.get(column, column)
 
     def deviation(self, row: str, column: str) -> float:
         """The standard deviation of the sample; NaN for less than two values, and where one is not finite."""
-        values = self.places.get((row, column), [])
+        values = self.places.get(self._place(row, column), [])
         return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
     def text(self, row: str, column: str, plus_minus: str = " ± ") -> str:
         """A place as text: mean and deviation in the unit of `heading`; "-" where there is no cell."""
-        if (row, column) not in self.places:
+        if self._place(row, column) not in self.places:
             return "-"
         return mean_and_deviation(self.metric, self.mean(row, column), self.deviation(row, column), plus_minus)
 

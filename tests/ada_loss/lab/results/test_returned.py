@@ -152,6 +152,9 @@ def test_the_names_of_a_sweep_stand_everywhere(results: Results, tmp_path: Path)
     assert results.legend["my fp8"] == "e4m3fn per tensor fp32"
     assert {row["format"] for row in results.rows()} == {"fp32", "fp16", "my fp8", "e5m2"}
     assert "my fp8" in str(results.verdicts()[0])
+    table = results.table()
+    assert table.mean("e4m3fn per tensor fp32", "none") == table.mean("my fp8", "none") > 0
+    assert table.text("e4m3fn per tensor fp32", "none") == table.text("my fp8", "none")
     figure = results.plot()
     words = [text for axes in figure.axes for text in (axes.get_title(), *map(Text.get_text, axes.get_yticklabels()))]
     assert any("my fp8" in text for text in words)
