@@ -132,6 +132,24 @@ def _in_folder(function: Callable[..., Any], /, **valid: Any) -> Callable[[], Ma
     return lambda: (function, {**valid, "out": Folder.path})
 
 
+def _recorded() -> fpsim.Recording:
+    """A recording of one step."""
+    found = quantised()
+    with fpsim.record(found) as recording:
+        found(batch()).sum().backward()
+    return recording
+
+
+def _recorded_scales() -> ada_loss.Recorder:
+    """The scales of one step."""
+    found = quantised()
+    scaled = ada_loss.AdaLossScaled(found)
+    scaled.observer = recorder = ada_loss.Recorder()
+    found(batch()).sum().backward()
+    scaled.detach()
+    return recorder
+
+
 def _job() -> Any:
     return ada_loss.Job("fp16")
 
@@ -278,6 +296,8 @@ CALLS = [
     Call("loss_rule", _constructor(ada_loss.loss_rule, system="torch", init_scale=8.0, growth_factor=2.0, growth_interval=2)),
     Call("trajectory", lambda: (ada_loss.trajectory, {"rule": ada_loss.loss_rule("torch"), "oks": [True]})),
     Call("Recorder", _constructor(ada_loss.Recorder)),
+    Call("Recorder.plot", _method(_recorded_scales, "plot")),
+    Call("Recording.plot", _method(_recorded, "plot")),
     Call("Job", _constructor(ada_loss.Job, fmt="fp16", rounding="stochastic", scaling="torch", device="cpu")),
     Call("Job.quantize", lambda: (_job().quantize, {"model": model()})),
     Call("Job.scaler", lambda: (_quantised_job().scaler, {})),

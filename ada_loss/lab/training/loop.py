@@ -229,6 +229,11 @@ class Training:
             self.checkpoints.remove()
         return self.state.result(metrics)
 
+    def so_far(self) -> Run:
+        """The training as it is now."""
+        evaluations = self.state.evaluations
+        return self.state.result(dict(evaluations[-1][1]) if evaluations else {})
+
     def _run_epoch(self) -> None:
         """What is left of an epoch and of the steps."""
         state, every = self.state, self.options.evaluate_every
