@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpsim.border import MOST_SEED, require_module, require_seed
+from fpsim.border import MOST_SEED, require_memory, require_module, require_seed
 from fpsim.checks import require_callable, require_number, require_whole, shown
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.tracing import Operation, Trace
@@ -146,6 +146,7 @@ def compare(
     [('0:linear', 'activation'), ('1:tanh', 'activation')]
     """
     require_module(model)
+    require_memory(model)
     require_whole("draws", draws, 1, MOST_DRAWS)
     require_seed(seed)
     if seed + draws > MOST_SEED:

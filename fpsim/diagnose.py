@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.blocks import BlockFormat
-from fpsim.border import require_module
+from fpsim.border import require_memory, require_module
 from fpsim.checks import require_callable, shown
 from fpsim.emulation.scope import Listeners, Observer
 from fpsim.emulation.tracing import Operation, Trace
@@ -130,6 +130,7 @@ def diagnose(model: nn.Module, step: Callable[[], object], *, scaler: torch.amp.
     (':mul_1', 'inf', 2)
     """
     require_module(model)
+    require_memory(model)
     require_callable("step", step, "lambda: loss(model(x), y).backward()")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(

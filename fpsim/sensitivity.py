@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpsim.border import require_module, require_seed
+from fpsim.border import require_memory, require_module, require_seed
 from fpsim.checks import number_of, require_callable, require_whole, shown
 from fpsim.forwards import emulated_forwards
 from fpsim.model import dequantize, quantize, set_policy
@@ -85,6 +85,7 @@ def sensitivity(
     ('1', inf, ['1'])
     """
     require_module(model)
+    require_memory(model)
     require_callable("loss", loss, "lambda model: model(x).mean()")
     require_seed(seed)
     plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model

@@ -23,6 +23,7 @@ from fpsim.shared_scales import Cut, rounded_blocks
 from fpsim.spec import BlockSpec, Spec, any_spec, holds_numbers
 from fpsim.tally import Accumulator, Tally
 from fpsim.torch_internals import is_compiled_wrapper
+from fpsim.undoing import Exit
 
 __all__ = ["Watch", "watch"]
 
@@ -87,6 +88,7 @@ class Watch:
             require_optimizer(optimizer)
         self.every, self.steps, self._watched = every, 0, 0  # calls in training, and the last that was watched
         self._is_watching = False
+        self.is_inside = False  # of a block
         self._rows = Rows()
         self._sums: dict[Key, Accumulator] = {}
         self._names = {id(p): name for name, p in model.named_parameters()}
@@ -123,9 +125,13 @@ class Watch:
         )
 
     def __enter__(self) -> Watch:
+        self.is_inside = True
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    __exit__ = Exit()
+
+    def leave(self) -> None:
+        """The end of its block."""
         self.detach()
 
     # What is told

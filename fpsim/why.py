@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fpsim.border import require_memory
 from fpsim.emulation.tracing import Operation
 from fpsim.policy import Policy
 from fpsim.reasons.event import Event
@@ -216,6 +217,7 @@ def why(
 def _require(model: object, step: object, optimizer: object, batches: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"Got {type(model).__name__} as the model. Expected a torch.nn.Module: why(model, step).")
+    require_memory(model)
     if not callable(step) or isinstance(step, torch.Tensor):
         raise TypeError(
             f"Got {type(step).__name__} as the step. Expected a function without arguments that runs the step: "
