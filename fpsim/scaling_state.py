@@ -41,6 +41,8 @@ def scaling_state(model: nn.Module) -> dict[str, Any]:
 def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Go on with delayed scaling from what `scaling_state` gave; what the model remembers is dropped.
 
+    An empty state begins again. One that lacks some of what the model remembers is loaded with a warning.
+
     All of it is checked first: a state that is refused leaves everything as it was.
 
     Raises TypeError for what is not a mapping; ValueError for a model that is not quantised, for what is no such state,
@@ -59,7 +61,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     fresh = {place: loaded(part) for place, part in parts.items()}  # which checks: nothing is half loaded
     _require_wanted(model, parts)
     lacking = [name for name in scaling_state(model) if name not in state]
-    if lacking:
+    if state and lacking:
         warnings.warn(
             f"The state lacks {_few(lacking)}, which the model remembers. The scaling of these operands begins again.",
             stacklevel=2,

@@ -211,7 +211,10 @@ def test_a_state_of_a_recording_of_no_sense_is_refused_and_nothing_is_loaded(kin
 def test_a_scaling_state_that_lacks_what_the_model_remembers_is_said() -> None:
     model = delayed("a")
     state = fpsim.scaling_state(model)
+    name = next(iter(state))
     with pytest.warns(UserWarning, match=r"The state lacks 'a:linear [\w.]+'.*begins again"):
-        fpsim.load_scaling_state(model, {})
-    fpsim.load_scaling_state(model, state)  # nothing is remembered any longer, and nothing is lacking
+        fpsim.load_scaling_state(model, {name: state[name]})
+    fpsim.load_scaling_state(model, state)  # of what is no longer remembered nothing is lacking
     assert plain(fpsim.scaling_state(model)) == plain(state)
+    fpsim.load_scaling_state(model, {})  # is asked for
+    assert fpsim.scaling_state(model) == {}
