@@ -91,10 +91,10 @@ class Watch:
         self.is_inside = False  # of a block
         self._rows = Rows()
         self._sums: dict[Key, Accumulator] = {}
-        self._names = {id(p): name for name, p in model.named_parameters()}
         self._parameters = dict(model.named_parameters())
         self._before: dict[str, Tensor] = {}
         self._handles: list[Any] = []
+        self._versions = self._all_versions()
         eye = _Eye(self)
         self._trace = Trace(model, eye, emulated=False, verb="watch", is_due=eye.begin_step)
         try:
@@ -134,6 +134,10 @@ class Watch:
         """The end of its block."""
         self.detach()
 
+    def _all_versions(self) -> int:
+        """How often the parameters have been written to."""
+        return sum(p._version for p in self._parameters.values() if not p.is_inference())
+
     # What is told
 
     def _begin_step(self) -> bool:
@@ -145,6 +149,7 @@ class Watch:
         self.steps += 1
         if self._is_watching:
             self._rows, self._sums, self._watched = self.rows(), {}, self.steps
+            self._parameters = dict(self._trace.model.named_parameters())  # some may have been replaced
             for name, parameter in self._parameters.items():
                 self._add(name, "weight", parameter)
         return self._is_watching
@@ -202,6 +207,13 @@ class Watch:
             warnings.warn(
                 "model.compile() was called after fpsim.watch(model), whose calls are not seen since. Watch the model "
                 "after it.",
+                stacklevel=2,
+            )
+        if not self.steps and self._all_versions() != self._versions:
+            warnings.warn(
+                "The parameters have been written to since fpsim.watch(model), and no call of the model in training "
+                "was seen. If it was trained: calls of torch's own containers under torch.compile are not seen, nor "
+                "are those of a copy. Watch it without torch.compile, or inside of a module with its own forward.",
                 stacklevel=2,
             )
         return Rows([*self._rows, *(_row(*key, sums.result()) for key, sums in [*self._sums.items()])])

@@ -229,6 +229,7 @@ class Trace:
         def traced(undo: Undo) -> Any:
             undo.by(partial(self._end_call, self._frames[:1]))
             self._begin_inner()
+            self._names = {id(p): name for name, p in self.model.named_parameters()}  # some may have been replaced
             self.inside, self._frames = 1, [*self._frames, ("", {})]
             mode = _Inside(self)
             undo.by(mode.end)
