@@ -179,7 +179,10 @@ def _run_whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _dtype_of_model(module: nn.Module) -> torch.dtype | None:
     """The dtype of the first floating-point parameter, as transformers' models say it."""
-    return next((p.dtype for m in module.modules() for p in direct_parameters(m) if p.is_floating_point()), None)
+    for p in direct_parameters(module):
+        if p.is_floating_point():
+            return p.dtype
+    return next((found for child in module.children() if (found := _dtype_of_model(child)) is not None), None)
 
 
 def _in_format(emulation: Any, out: Any, given: tuple[Any, ...]) -> Any:

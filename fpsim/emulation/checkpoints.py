@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fpsim.emulation.marks import WIDE, format_of, is_view_of_weight, mark_as_view_of_weight, mark_like, mark_with_place
+from fpsim.emulation.marks import format_of, is_view_of_weight, mark_as_view_of_weight, mark_like
 from fpsim.emulation.scope import active
 from fpsim.noise import noise_state, replay_noise
 from fpsim.torch_internals import wrap_checkpoints
@@ -54,8 +54,8 @@ def _settle(outputs: Any) -> None:
     if active.emulation is None:
         return
     for x in outputs if isinstance(outputs, tuple | list) else (outputs,):
-        if isinstance(x, Tensor) and (known := format_of(x)) not in (None, WIDE):
-            mark_with_place(x, known)
+        if isinstance(x, Tensor) and (known := format_of(x)) is not None:
+            mark_like(x, known)
 
 
 @cache
