@@ -22,7 +22,7 @@ from fpsim.rows import Rows
 from fpsim.shared_scales import Cut, rounded_blocks
 from fpsim.spec import BlockSpec, Spec, any_spec, holds_numbers
 from fpsim.tally import Accumulator, Tally
-from fpsim.torch_internals import is_compiled_wrapper
+from fpsim.torch_internals import is_compiled_wrapper, version_of
 from fpsim.undoing import Exit
 
 __all__ = ["Watch", "watch"]
@@ -86,6 +86,8 @@ class Watch:
             raise ValueError(f"formats={shown(formats)} names none. Expected: at least one format, such as ['fp16'].")
         if optimizer is not None:
             require_optimizer(optimizer)
+            while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+                optimizer = inner  # of accelerate's, which passes no hooks on
         self.every, self.steps, self._watched = every, 0, 0  # calls in training, and the last that was watched
         self._is_watching = False
         self.is_inside = False  # of a block
@@ -136,7 +138,7 @@ class Watch:
 
     def _all_versions(self) -> int:
         """How often the parameters have been written to."""
-        return sum(p._version for p in self._parameters.values() if not p.is_inference())
+        return sum(version_of(p) for p in self._parameters.values() if not p.is_inference())
 
     # What is told
 

@@ -237,3 +237,22 @@ def test_parameters_that_are_replaced_are_watched() -> None:
     found = {(row["site"], row["role"]): row["amax"] for row in watching.rows()}
     assert found["0.weight", "weight"] == 3.0
     assert found["0.weight", "weight_grad"] == 1.0
+
+
+class Wraps(torch.optim.Optimizer):
+    """An optimizer around another one, as accelerate's: it has no hooks, and is an Optimizer all the same."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+
+def test_of_an_optimizer_around_another_the_inner_one_is_watched() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = Wraps(torch.optim.SGD(model.parameters(), lr=0.1))
+    with fpsim.watch(model, ["fp16"], every=1, optimizer=optimizer) as watching:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert "update" in {row["role"] for row in watching.rows()}
