@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from fpsim.border import MOST_SEED, require_module, require_seed
+from fpsim.border import MOST_SEED, require_memory, require_module, require_seed
 from fpsim.checks import require_callable, require_number, require_whole, shown
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.tracing import Operation, Trace
@@ -181,6 +181,7 @@ def compare(
     require_module(model)
     if _is_step(a) and not _is_step(batch):  # the form of the other tools: model, step, a, b
         a, b, batch = b, batch, a
+    require_memory(model)
     require_whole("draws", draws, 1, MOST_DRAWS)
     require_seed(seed)
     if seed + draws > MOST_SEED:

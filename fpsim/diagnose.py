@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpsim.border import require_module
+from fpsim.border import require_memory, require_module
 from fpsim.checks import shown
 from fpsim.emulation.scope import Listeners, Observer
 from fpsim.emulation.tracing import Operation, Trace
@@ -133,6 +133,7 @@ def diagnose(
     (':mul_1', 'inf', 2)
     """
     require_module(model)
+    require_memory(model)
     step = as_step(model, step, loss, "diagnose")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fpsim.border import require_module
 from fpsim.computed_weights import adopt, release
-from fpsim.emulation.entering import entered, run_entered
+from fpsim.emulation.entering import run_entered
 from fpsim.emulation.marks import is_made_here, is_roundable, is_seen_from_outside, is_state, mark_as_state
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.scope import Listeners, Scope, active, make_scope
@@ -202,8 +202,7 @@ def _driven(generator: Generator[Any, Any, Any], scope: Scope, has_names: bool) 
     send, value = generator.send, None
     while True:
         try:
-            with entered(scope, has_names):
-                given = send(value)
+            given = run_entered(scope, send, (value,), {}, has_names)
         except StopIteration as end:
             return end.value
         try:

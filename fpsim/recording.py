@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from fpsim.shared_scales import Cut
 from fpsim.spec import Spec, any_spec, holds_numbers
 from fpsim.statistics import TALLY_COUNTS
 from fpsim.tally import Accumulator, Tally
+from fpsim.undoing import Block, Undo
 
 __all__ = ["Recording", "record"]
 
@@ -71,6 +73,8 @@ def _loaded(
                     f"The state has {name} of shape {tuple(its.shape)} and {its.dtype} at {shown(saved['site'])}. "
                     f"Expected: shape {tuple(mine.shape)} and {mine.dtype}."
                 )
+            if name != "sums" and bool((its < 0).any()):
+                raise ValueError(f"The state has numbers below 0 among its {name} at {shown(saved['site'])}.")
             mine.copy_(its)
         sums[saved["site"], saved["role"], spec] = found
     return state["every"], seen, sums
@@ -205,8 +209,7 @@ class Recording:
     __repr__ = __str__
 
 
-@contextmanager
-def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> Iterator[Recording]:
+def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> AbstractContextManager[Recording]:
     """Tally what rounding does at every site of a quantised model, while the block runs it forward and backward.
 
     A site is a module's name and the operation in it ("layer1.conv1:conv2d"); a role is "weight", "activation", "error"
@@ -226,6 +229,10 @@ def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> I
     >>> [(row["site"], row["underflow"], row["underflow_count"]) for row in recording.rows() if row["role"] == "error"]
     [(':linear', 1.0, 2)]
     """
+    return Block(partial(_record, model, every, into))
+
+
+def _record(model: nn.Module, every: int, into: Recording | None, undo: Undo) -> Recording:
     require_whole("every", every, 1)
     if into is not None and not isinstance(into, Recording):
         raise TypeError(f"into is {shown(into)}. Expected: a fpsim.Recording that goes on, or None for a new one.")
@@ -235,15 +242,10 @@ def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> I
     busy = [listener for listener in registered if listener.observer is not None]
     if busy:
         raise ValueError("This model is being recorded already. Leave the other `with fpsim.record(...)` block first.")
-    try:
-        for listener in registered:
-            listener.observer = recording
-        yield recording
-    finally:
-        try:
-            _leave(registered, recording)
-        finally:
-            _leave(registered, recording)  # a signal may come before the first, or within it
+    undo.by(partial(_leave, registered, recording))
+    for listener in registered:
+        listener.observer = recording
+    return recording
 
 
 def _leave(registered: list[Listeners], recording: Recording) -> None:

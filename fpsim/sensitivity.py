@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpsim.border import require_module, require_seed
+from fpsim.border import require_memory, require_module, require_seed
 from fpsim.checks import number_of, require_whole, shown
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.forwards import emulated_forwards
@@ -114,6 +114,7 @@ def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 
     ('1', inf, ['1'])
     """
     require_module(model)
+    require_memory(model)
     require_seed(seed)
     plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model
     wanted = as_policy_of(policy, plain)

@@ -25,8 +25,8 @@ from fpsim.spec import BlockSpec, Spec, any_spec, holds_numbers
 from fpsim.stepping import as_step, preserve
 from fpsim.suggesting import Called, Limits, Suggestion, does, output_tensors, planned, suggested, worst_of
 from fpsim.tally import Accumulator, Tally
-from fpsim.torch_internals import is_compiled_wrapper
-from fpsim.undoing import Undo, undone
+from fpsim.torch_internals import is_compiled_wrapper, version_of
+from fpsim.undoing import Exit, Undo, undone
 
 __all__ = ["Watch", "watch"]
 
@@ -120,16 +120,19 @@ class Watch:
             raise ValueError(f"formats={shown(formats)} names none. Expected: at least one format, such as ['fp16'].")
         if optimizer is not None:
             require_optimizer(optimizer)
+            while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+                optimizer = inner  # of accelerate's, which passes no hooks on
         self.every, self.steps, self._watched = every, 0, 0  # calls in training, and the last that was watched
         self._is_watching = False
+        self.is_inside = False  # of a block
         self._rows = Rows()
         self._sums: dict[Key, Accumulator] = {}
-        self._names = {id(p): name for name, p in model.named_parameters()}
         self._parameters = dict(model.named_parameters())
         self._before: dict[str, Tensor] = {}
         self._lost: dict[Key, tuple[int, int]] = {}  # of the updates, how many would change nothing, of how many
         self._called: Called | None = None  # the last call that was watched
         self._handles: list[Any] = []
+        self._versions = self._all_versions()
         eye = _Eye(self)
         self._trace = Trace(model, eye, emulated=False, verb="watch", is_due=eye.begin_step, on_call=eye.called)
         try:
@@ -160,10 +163,18 @@ class Watch:
         )
 
     def __enter__(self) -> Watch:
+        self.is_inside = True
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    __exit__ = Exit()
+
+    def leave(self) -> None:
+        """The end of its block."""
         self.detach()
+
+    def _all_versions(self) -> int:
+        """How often the parameters have been written to."""
+        return sum(version_of(p) for p in self._parameters.values() if not p.is_inference())
 
     # What is told
 
@@ -176,6 +187,7 @@ class Watch:
         self.steps += 1
         if self._is_watching:
             self._rows, self._sums, self._lost, self._watched = self.rows(), {}, {}, self.steps
+            self._parameters = dict(self._trace.model.named_parameters())  # some may have been replaced
             for name, parameter in self._parameters.items():
                 self._add(name, "weight", parameter)
         return self._is_watching
@@ -254,6 +266,13 @@ class Watch:
             warnings.warn(
                 "model.compile() was called after fpsim.watch(model), whose calls are not seen since. Watch the model "
                 "after it.",
+                stacklevel=2,
+            )
+        if not self.steps and self._all_versions() != self._versions:
+            warnings.warn(
+                "The parameters have been written to since fpsim.watch(model), and no call of the model in training "
+                "was seen. If it was trained: calls of torch's own containers under torch.compile are not seen, nor "
+                "are those of a copy. Watch it without torch.compile, or inside of a module with its own forward.",
                 stacklevel=2,
             )
         return Rows(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpsim.border import require_memory
 from fpsim.emulation.tracing import Operation
 from fpsim.policy import Policy
 from fpsim.reasons.event import Event
@@ -222,6 +223,7 @@ def why(
 def _require(model: object, optimizer: object, batches: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"Got {type(model).__name__} as the model. Expected a torch.nn.Module: why(model, step).")
+    require_memory(model)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"Got {type(optimizer).__name__} as the optimizer. Expected a torch.optim.Optimizer, or None.")
     if batches is not None and (not isinstance(batches, int) or isinstance(batches, bool) or batches < 1):

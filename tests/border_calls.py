@@ -275,6 +275,7 @@ CALLS = [
     Call("Sensitivity", lambda: (fpsim.Sensitivity, {"policy": _policy()})),
     Call("Sensitivity.policy", _method(_sensitivity, "policy", k=1)),
     Call("AdaLossScaled", lambda: (_scaled, {"model": quantised()})),
+    Call("AdaLossScaled.detach_from", lambda: (ada_loss.AdaLossScaled.detach_from, {"model": quantised()})),
     Call("AdaLossScaled.last_log2_scale", _method(scaled_after_a_step, "last_log2_scale", site="0:linear")),
     Call("AdaLossScaled.log2_scales", _method(scaled_after_a_step, "log2_scales")),
     Call("AdaLossScaled.load_state_dict", lambda: (scaled_after_a_step().load_state_dict, {"state": scaled_after_a_step().state_dict()})),

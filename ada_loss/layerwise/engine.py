@@ -92,9 +92,11 @@ class Engine:
     """Decides at which scale each gradient of a model is rounded.
 
     options: the settings.
+    owner: gives who attached it to the model, None once that is lost.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, owner: Callable[[], object]) -> None:
+        self.owner = owner
         rule = self._rule = options.rule
         self._options, self._modules = options, options.modules
         self._predicts, self._holds_scales = options.predicts, options.holds_scales

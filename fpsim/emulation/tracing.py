@@ -228,10 +228,10 @@ class Trace:
         return self._traced(call, args, kwargs)
 
     def _traced(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        undo = Undo()
-        try:
-            undo.by(self._end_inner)
+        def traced(undo: Undo) -> Any:
+            undo.by(partial(self._end_call, self._frames[:1]))
             self._begin_inner()
+            self._names = {id(p): name for name, p in self.model.named_parameters()}  # some may have been replaced
             self.inside, self._frames = 1, [*self._frames, ("", {})]
             mode = _Inside(self)
             undo.by(mode.end)
@@ -241,12 +241,12 @@ class Trace:
                 with without_torch_function():
                     self.on_call(args, kwargs, out)
             return out
-        finally:
-            self.inside, self._frames = 0, self._frames[:1]
-            try:
-                undo()
-            finally:
-                undo()
+
+        return undone(traced)
+
+    def _end_call(self, frames: list[tuple[str, dict[str, int]]]) -> None:
+        self.inside, self._frames = 0, frames
+        self._end_inner()
 
     def _begin_inner(self) -> None:
         for name, inner in self.model.named_modules():  # a call that is not traced runs nothing around them
