@@ -16,7 +16,18 @@ from fpsim.model import quantize, set_policy
 from fpsim.policy import ROLES, Policy
 from fpsim.spec import Spec
 
-__all__ = ["Called", "Limits", "Plan", "Suggestion", "does", "output_tensors", "planned", "suggested", "worst_of"]
+__all__ = [
+    "Called",
+    "Limits",
+    "Plan",
+    "Suggestion",
+    "does",
+    "in_lines",
+    "output_tensors",
+    "planned",
+    "suggested",
+    "worst_of",
+]
 
 ENOUGH_SITES = 0.9  # of the sites of a role, for its format in a planned policy
 UPDATES_LOST = 0.5  # the share of updates that may change nothing in parameters of a format
@@ -230,3 +241,18 @@ def _widened(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _widened(v) for key, v in value.items()}
     return type(value)(map(_widened, value)) if type(value) in (tuple, list) else value
+
+
+def in_lines(policy: Policy) -> list[str]:
+    """A policy in a line for each set of formats, with the names of its modules."""
+    names: dict[str, list[str]] = {}
+    for pattern, inner in policy.overrides.items():
+        formats = {role: fmt for role in ROLES if (fmt := getattr(inner, role)) is not None}
+        words = ", ".join(f"{role}={fmt}" for role, fmt in formats.items()) or "float32"
+        names.setdefault(words, []).append(str(pattern))
+    base = ", ".join(f"{role}={getattr(policy, role) or 'float32'}" for role in ROLES)
+    lines = [f"  {base}"]
+    for words, modules in names.items():
+        more = f" and {len(modules) - SHOWN} more" if len(modules) > SHOWN else ""
+        lines.append(f"  {words}: {', '.join(modules[:SHOWN])}{more}")
+    return lines

@@ -18,12 +18,12 @@ from fpsim.emulation.tracing import Operation, Trace
 from fpsim.forwards import emulated_forwards
 from fpsim.launch import rounded
 from fpsim.masks import masked_in
-from fpsim.policy import ROLES, Policy
+from fpsim.policy import Policy
 from fpsim.rows import Rows
 from fpsim.shared_scales import Cut, rounded_blocks
 from fpsim.spec import BlockSpec, Spec, any_spec, holds_numbers
 from fpsim.stepping import as_step, preserve
-from fpsim.suggesting import Called, Limits, Suggestion, does, output_tensors, planned, suggested, worst_of
+from fpsim.suggesting import Called, Limits, Suggestion, does, in_lines, output_tensors, planned, suggested, worst_of
 from fpsim.tally import Accumulator, Tally
 from fpsim.torch_internals import is_compiled_wrapper, version_of
 from fpsim.undoing import Exit, Undo, undone
@@ -34,7 +34,6 @@ FORMATS = ("e4m3fn", "e5m2", "fp16", "bf16")
 EVERY = 1000  # a watched step takes up to 18 plain ones, see `benchmarks/report.py --only watching`
 # When a format would do: shares of the numbers, and a ratio in dB. In range e5m2 has 25 dB, e4m3fn 31 dB.
 UNDERFLOW, OVERFLOW, SQNR_DB = 0.01, 0.0, 20.0
-SHOWN = 4  # names of modules in a line
 Key = tuple[int, str, str, Spec]
 
 
@@ -351,7 +350,7 @@ class Watch:
 
     def __str__(self) -> str:
         found = self.suggest()
-        lines = [str(self.table()), "", *self._breaks(), f"Suggested, {found.words}:", *_in_lines(found.policy)]
+        lines = [str(self.table()), "", *self._breaks(), f"Suggested, {found.words}:", *in_lines(found.policy)]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -407,21 +406,6 @@ def _limits(underflow: float, overflow: float, sqnr_db: float) -> Limits:
     require_number("overflow", overflow)
     require_number("sqnr_db", sqnr_db)
     return Limits(underflow, overflow, sqnr_db)
-
-
-def _in_lines(policy: Policy) -> list[str]:
-    """A policy in a line for each set of formats, with the names of its modules."""
-    names: dict[str, list[str]] = {}
-    for pattern, inner in policy.overrides.items():
-        formats = {role: fmt for role in ROLES if (fmt := getattr(inner, role)) is not None}
-        words = ", ".join(f"{role}={fmt}" for role, fmt in formats.items()) or "float32"
-        names.setdefault(words, []).append(str(pattern))
-    base = ", ".join(f"{role}={getattr(policy, role) or 'float32'}" for role in ROLES)
-    lines = [f"  {base}"]
-    for words, modules in names.items():
-        more = f" and {len(modules) - SHOWN} more" if len(modules) > SHOWN else ""
-        lines.append(f"  {words}: {', '.join(modules[:SHOWN])}{more}")
-    return lines
 
 
 def _rounded(x: Tensor, spec: Spec) -> Tensor:
