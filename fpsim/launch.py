@@ -25,8 +25,9 @@ from fpsim.kernels.round import (
     cuda_loop,
     elements_of_block,
 )
+from fpsim.kernels.threefry import NOISE_BLOCK
 from fpsim.noise import new_key, new_key_for
-from fpsim.rounding import BINARY32, BINARY64, NOISE_BLOCK, Plan, make_plan
+from fpsim.rounding import BINARY32, BINARY64, Plan, make_plan
 from fpsim.spec import CONTAINERS, RoundingSpec, address_of, container_width, no_memory
 from fpsim.torch_internals import current_stream_handle, has_no_holes
 

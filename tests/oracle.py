@@ -190,7 +190,7 @@ def threefry(counter: tuple[int, ...], key: tuple[int, ...], rounds: int) -> tup
 
 
 def noise_word(element: int, key: int) -> int:
-    """The 32 random bits of an element, as rounding.NOISE_BLOCK's comment lays them out."""
+    """The 32 random bits of an element, as threefry.NOISE_BLOCK's comment lays them out."""
     block, place = divmod(element, 128)
     group, lane = divmod(place, 16)
     counter = 16 * block + lane

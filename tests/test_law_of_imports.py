@@ -20,7 +20,7 @@ FLOORS = (
     "fpsim.formats",
     "fpsim.fixed_point fpsim.foreign",
     "fpsim.blocks fpsim.rounding fpsim.kernels fpsim.kernels.sources fpsim.reference",
-    "fpsim.accumulators fpsim.kernels.compile fpsim.kernels.kept",
+    "fpsim.accumulators fpsim.kernels.threefry fpsim.kernels.compile fpsim.kernels.kept",
     "fpsim.kernels.card fpsim.kernels.native fpsim.kernels.blocks",
     "fpsim.kernels.containers",
     "fpsim.kernels.round fpsim.kernels.tally fpsim.kernels.moments fpsim.kernels.sums fpsim.spec fpsim.noise",

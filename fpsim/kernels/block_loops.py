@@ -27,7 +27,8 @@ from fpsim.kernels.blocks import (
 from fpsim.kernels.compile import pointer, stack_array
 from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.round import exchange_halves, fill_noise, noise_words
-from fpsim.rounding import NOISE_BLOCK, NOISE_LANES, STOCHASTIC
+from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES
+from fpsim.rounding import STOCHASTIC
 
 LANES = 256  # neighbours in memory that are rounded side by side; fewer where a block is long, to stay in the cache
 LONG_BLOCK, LANES_OF_LONG = 128, 64
@@ -57,7 +58,7 @@ def place_of(unit, outer, rows, middle, columns, inner, r, c):  # type: ignore[n
 
 @njit(inline="always")
 def element_noise(index, key0, key1):  # type: ignore[no-untyped-def]
-    """The noise word of one element, see rounding.NOISE_BLOCK."""
+    """The noise word of one element, see threefry.NOISE_BLOCK."""
     block, place = index // NOISE_BLOCK, index % NOISE_BLOCK
     part, lane = place // NOISE_LANES, place % NOISE_LANES
     w0, w1, w2, w3 = noise_words(block * NOISE_LANES + lane, key0, key1)

@@ -13,16 +13,8 @@ from fpsim.deferred import carray, njit
 from fpsim.kernels.compile import CUDA_THREADS, cuda_module, integers, pointer, stack_array
 from fpsim.kernels.containers import make_limit, make_value
 from fpsim.kernels.native import Loop, compiled_loop
-from fpsim.rounding import (
-    NOISE_BLOCK,
-    NOISE_LANES,
-    NOISE_ROUNDS,
-    STOCHASTIC,
-    make_at_scale,
-    make_round,
-    rotate_left,
-    threefry,
-)
+from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, NOISE_ROUNDS, threefry
+from fpsim.rounding import STOCHASTIC, make_at_scale, make_round, rotate_left
 
 if TYPE_CHECKING:
     from fpsim.kernels.card import CudaKernel
@@ -51,7 +43,7 @@ def exchange_halves(word):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def noise_words(counter, key0, key1):  # type: ignore[no-untyped-def]
-    """The four noise words of one counter, see rounding.NOISE_BLOCK."""
+    """The four noise words of one counter, see threefry.NOISE_BLOCK."""
     low = np.uint32(np.uint64(counter) & np.uint64(0xFFFFFFFF))
     high = np.uint32(np.uint64(counter) >> np.uint64(32))
     return threefry(low, high, np.uint32(key0), np.uint32(key1), NOISE_ROUNDS)

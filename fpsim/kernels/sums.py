@@ -29,7 +29,8 @@ import numpy as np
 from fpsim.deferred import njit
 from fpsim.kernels.compile import float64_bits, float64_of_bits
 from fpsim.kernels.containers import narrowed, widened
-from fpsim.rounding import NOISE_ROUNDS, ROUNDINGS, STOCHASTIC, make_round, shift_left, threefry
+from fpsim.kernels.threefry import NOISE_ROUNDS, threefry
+from fpsim.rounding import ROUNDINGS, STOCHASTIC, make_round, shift_left
 
 EXACT = len(ROUNDINGS)  # in the place of a rule: no rounding
 

@@ -22,10 +22,11 @@ from fpsim.kernels import accumulate as products
 from fpsim.kernels import block_teams, hadamard, moments, round
 from fpsim.kernels.card import scalar_kernel
 from fpsim.kernels.round import NO_MASKS, Masks, cuda_loop
+from fpsim.kernels.threefry import NOISE_BLOCK
 from fpsim.launch import kernel_for, masks_of, rounded
 from fpsim.moments import binades, moments_of, on_device
 from fpsim.reference import noise_of, rounded_in_float64
-from fpsim.rounding import NOISE_BLOCK, ROUNDINGS
+from fpsim.rounding import ROUNDINGS
 from fpsim.shared_scales import (
     Cut,
     block_axes,
