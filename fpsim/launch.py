@@ -64,7 +64,7 @@ class Kernel:
 @cache
 def kernel_for(spec: RoundingSpec, width: int, masks: Masks = NO_MASKS) -> Kernel:
     """The kernel that rounds numbers in a container of `width` bits."""
-    return Kernel(make_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width), masks)
+    return Kernel(make_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width, spec.variant), masks)
 
 
 def masks_of(spec: RoundingSpec, dtype: torch.dtype, width: int, keep_infinity: bool = True) -> Masks:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # The floors of the house, the ground first: a file may import files of lower floors only. A new file gets a place here.
 FLOORS = (
     "fpsim.checks fpsim.statistics fpsim.torch_modes fpsim.deferred fpsim.undoing",
-    "fpsim.rows fpsim.pictures fpsim.border fpsim.torch_internals",
+    "fpsim.rows fpsim.pictures fpsim.border fpsim.torch_internals fpsim.variants",
     "fpsim.ranges",
     "fpsim.formats",
     "fpsim.fixed_point fpsim.foreign",
@@ -27,9 +27,8 @@ FLOORS = (
     "fpsim.kernels.hadamard fpsim.kernels.block_loops fpsim.kernels.accumulate fpsim.launch",
     "fpsim.kernels.block_tally",
     "fpsim.kernels.block_teams",
-    "fpsim.shared_scales fpsim.autograd fpsim.expressions fpsim.gemm fpsim.moments fpsim.emulation.callers "
-    "fpsim.emulation.module_calls",
-    "fpsim.block_tally fpsim.verify",
+    "fpsim.shared_scales fpsim.autograd fpsim.gemm fpsim.moments fpsim.emulation.callers fpsim.emulation.module_calls",
+    "fpsim.block_tally fpsim.verify fpsim.expressions",
     "fpsim.hadamard fpsim.delayed fpsim.tally",
     "fpsim.block_autograd",
     "fpsim.products",
