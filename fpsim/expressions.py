@@ -101,12 +101,14 @@ class Patterns:
         bits = noise & c(used)
         if rule == STOCHASTIC:
             return bits
-        last = -used
-        odd = (bits & c(last)) != c(0)
-        bits = m.where(odd, bits + c(last), bits) if rule == STOCHASTIC_C_TO_ODD else bits + c(last >> 1)
+        last, half = -used, -used >> 1
         if rule == STOCHASTIC_B:
-            return bits
-        return m.where(odd, *((bits, bits - c(1)) if rule == STOCHASTIC_C_TIES_TO_ODD else (bits - c(1), bits)))
+            return bits | c(half)
+        odd = (bits & c(_signed(last))) != c(0)
+        if rule == STOCHASTIC_C_TO_ODD:
+            return m.where(odd, bits | c(last - 1), bits)
+        of_odd, of_even = (half, half - 1) if rule == STOCHASTIC_C_TIES_TO_ODD else (half - 1, half)
+        return bits | m.where(odd, c(of_odd), c(of_even))
 
     def _limited(
         self, r: Any, a: Any, negative: Any, rule: int, shape: int, largest: int, overflow: int, last: int

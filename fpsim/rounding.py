@@ -274,11 +274,11 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         odd = uint(bits & last) != zero
         half = uint(last >> one)
         if rule == STOCHASTIC_B:
-            return uint(bits + half), zero
+            return uint(bits | half), zero
         if rule == STOCHASTIC_C_TO_ODD:
-            return (uint(uint(bits + last) - one), one) if odd else (bits, zero)
+            return (uint(bits | uint(last - one)), one) if odd else (bits, zero)
         stays = one if odd != (rule == STOCHASTIC_C_TIES_TO_ODD) else zero
-        return uint(uint(bits + half) - stays), stays
+        return uint(bits | uint(half - stays)), stays
 
     @njit(inline="always")
     def addend(ulp, odd, negative, noise):  # type: ignore[no-untyped-def]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -13,12 +14,14 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from accumulator_oracle import Summing
 from format_cases import GFLOAT, oracle_format
 
 import fpsim
 from fpsim import Accumulator, FloatFormat, Operand, Policy, Products, as_accumulator, as_format, round_to
 from fpsim.expressions import round_traced
 from fpsim.fixed_point import FixedPoint
+from fpsim.gemm import accumulate
 from fpsim.launch import rounded
 from fpsim.reference import rounded_in_float64
 from fpsim.rounding import make_plan, make_round
@@ -485,7 +488,50 @@ def test_what_makes_no_sense_is_refused_with_the_remedy(call: Callable[[], objec
         call()
 
 
-# Sums
+# Sums, and numbers with a fixed point
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sums_are_exact_and_rounded_once_by_the_variant(variant: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(1, 3, 11, generator=generator), torch.randn(1, 11, 3, generator=generator)
+    for accumulator in (
+        Accumulator("fp16", "stochastic", random_bits=2, variant=variant),
+        Accumulator("e4m3fn", "stochastic", random_bits=3, variant=variant, chunk=4, outer="bf16"),
+        Accumulator("fp32", "stochastic", random_bits=27, variant=variant),
+        Accumulator("bf16", product="e4m3fn", product_rounding="stochastic", random_bits=1, variant=variant),
+        Accumulator("bf16", "stochastic", random_bits=1, variant=variant, group=4, group_bits=9),
+    ):
+        found = accumulate(a, b, accumulator, None, torch.tensor(KEY))
+        for element, (i, j) in enumerate(itertools.product(range(3), range(3))):
+            wanted = Summing(accumulator, element, KEY).total(a[0, i].tolist(), b[0, :, j].tolist())
+            assert float(found[0, i, j]) == wanted, (accumulator, i, j)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_sum_beside_a_tie_by_less_than_a_float64_shows_is_no_tie(variant: str) -> None:
+    """1 + 1/4 of the spacing, which one random bit has no half for; a little less, exactly, and a little more."""
+    eps, near, columns = 2.0**-10, 2.0**-22, 40
+    a = torch.tensor([[[1.0, eps / 4 * (1 + near)], [1.0, eps / 4], [1 + eps, -0.75 * eps * (1 + near)]]])
+    b = torch.ones(1, 2, columns)
+    accumulator = Accumulator("fp16", "stochastic", random_bits=1, variant=variant)
+    ups = []
+    for row, last in enumerate((1 - near, 1.0, 1 - near)):
+        b[0, 1] = last
+        found = accumulate(a[:, row : row + 1], b, accumulator, None, torch.tensor(KEY)).flatten().tolist()
+        terms = a[0, row].tolist()
+        assert float(np.float64(terms[0]) + np.float64(terms[1]) * last) == 1 + eps / 4  # in float64 they are one
+        sums = [Summing(accumulator, element, KEY).total(terms, [1.0, last]) for element in range(columns)]
+        assert found == sums
+        ups.append(any(value > 1 for value in found))
+    never, half = False, True
+    wanted = {
+        "A": [never] * 3,
+        "B": [never, half, half],
+        "C": [never, never, half],
+        "C_ties_to_odd": [never, half, half],
+    }
+    assert ups == wanted.get(variant, [half] * 3)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
