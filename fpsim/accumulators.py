@@ -10,6 +10,7 @@ from functools import cache
 from fpsim.checks import did_you_mean, is_whole, shown
 from fpsim.formats import CATALOGUE, FloatFormat, as_float_format
 from fpsim.rounding import ROUNDINGS
+from fpsim.variants import MOST_BITS, require_variant
 
 __all__ = ["ACCUMULATORS", "Accumulator", "as_accumulator"]
 
@@ -39,6 +40,7 @@ class Accumulator:
         those of its factors. None means that terms are added one by one.
     group_bits: see group; a number at the largest exponent keeps as many.
     order: "ascending", term by term; "torch" leaves the product to torch, in float32 and its order.
+    variant: of stochastic rounding with random_bits, wherever it is asked for, as in `round_to`.
 
     Accumulators are values: equal fields make equal, hashable ones, and `as_accumulator(repr(a)) == a`.
     Raises ValueError for fields that do not go together, among them an accumulator that cannot hold one product.
@@ -61,6 +63,7 @@ class Accumulator:
     group: int | None = None
     group_bits: int | None = None
     order: str = "ascending"
+    variant: str = "A"
 
     def __post_init__(self) -> None:
         for name in ("format", "product", "outer"):
@@ -190,7 +193,7 @@ def _require_order(a: Accumulator) -> None:
     if not isinstance(a.order, str) or a.order not in ORDERS:
         raise ValueError(f"Unknown order {shown(a.order)}.{did_you_mean(a.order, ORDERS)} Known: {', '.join(ORDERS)}.")
     if a.order == "torch":
-        for field in fields(a)[:-1]:
+        for field in (f for f in fields(a) if f.name != "order"):
             value, wanted = getattr(a, field.name), CATALOGUE["fp32"] if field.name == "format" else field.default
             if value != wanted:
                 raise ValueError(
@@ -200,14 +203,16 @@ def _require_order(a: Accumulator) -> None:
 
 
 def _require_random_bits(a: Accumulator) -> None:
+    formats = [as_float_format(f) for f in (a.format, a.outer) if f is not None]
+    most = min(32, *(EXACT_BITS - 1 - f.precision for f in formats))
+    # a variant looks at one bit more: below it, the last bit of a sum that was rounded to odd says what was cut off
+    require_variant(a.variant, a.is_stochastic, a.random_bits, min(most - 1, MOST_BITS))
     if a.random_bits is None:
         return
     if not a.is_stochastic:
         raise ValueError(
             f"random_bits={shown(a.random_bits)} came without a 'stochastic' rounding, which alone uses them."
         )
-    formats = [as_float_format(f) for f in (a.format, a.outer) if f is not None]
-    most = min(32, *(EXACT_BITS - 1 - f.precision for f in formats))
     if not is_whole(a.random_bits, 1) or a.random_bits > most:
         raise ValueError(
             f"random_bits={shown(a.random_bits)} is impossible. Possible: 1 to {most}, or None for as many as there "

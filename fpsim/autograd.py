@@ -17,42 +17,63 @@ from fpsim.torch_internals import constant_under_compile, is_watched, is_zero_te
 SMALL = 1 << 15
 
 
+OperatorWords = tuple[str, str, str, int, str]  # format, rounding, overflow, random bits, variant
+
+
+def words_of(spec: RoundingSpec) -> OperatorWords:
+    """A rounding as arguments of the operator."""
+    return spec.format_text, spec.rounding, spec.overflow, spec.random_bits or 0, spec.variant
+
+
 @constant_under_compile
 def operator_words(
-    fmt: str | Format, rounding: str, overflow: str | None, random_bits: int | None
-) -> tuple[str, str, str, int]:
+    fmt: str | Format, rounding: str, overflow: str | None, random_bits: int | None, variant: str
+) -> OperatorWords:
     """The operator's arguments, as constants of a compiled graph: torch.compile cannot trace how they are found."""
-    spec = rounding_spec(fmt, rounding, overflow, random_bits)  # type: ignore[arg-type]
-    return spec.format_text, spec.rounding, spec.overflow, spec.random_bits or 0
+    return words_of(rounding_spec(fmt, rounding, overflow, random_bits, variant))  # type: ignore[arg-type]
+
+
+def apply_operator(x: Tensor, words: OperatorWords, key: Tensor | None) -> Tensor:
+    """Round by the operator. key: of stochastic rounding; None draws one."""
+    if key is None and words[1] == "stochastic":
+        key = new_traceable_key(x)
+    return torch.ops.fpsim.round(x, *words[:-1], key, words[-1])  # type: ignore[no-any-return]
 
 
 # The operator that torch.compile, FakeTensorMode and functorch see.
 
 
 @torch.library.custom_op("fpsim::round", mutates_args=())
-def _round_op(x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, key: Tensor | None) -> Tensor:
-    return rounded(x, rounding_spec(fmt, rounding, overflow, random_bits or None), key)
+def _round_op(
+    x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, key: Tensor | None, variant: str = "A"
+) -> Tensor:
+    return rounded(x, rounding_spec(fmt, rounding, overflow, random_bits or None, variant), key)
 
 
 @_round_op.register_fake
-def _(x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, key: Tensor | None) -> Tensor:
-    container_width(rounding_spec(fmt, rounding, overflow, random_bits or None), x.dtype)
+def _(
+    x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, key: Tensor | None, variant: str = "A"
+) -> Tensor:
+    container_width(rounding_spec(fmt, rounding, overflow, random_bits or None, variant), x.dtype)
     return torch.empty_like(x)
 
 
 @_round_op.register_vmap
-def _(info: Any, in_dims: Any, x: Tensor, *rest: Any) -> tuple[Tensor, int | None]:
-    *words, key = rest
-    dim, key_dim = in_dims[0], in_dims[-1]
+def _(
+    info: Any, in_dims: Any, x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, key: Tensor | None,
+    variant: str = "A",
+) -> tuple[Tensor, int | None]:  # fmt: skip
+    words = fmt, rounding, overflow, random_bits, variant
+    dim, key_dim = in_dims[0], in_dims[5]
     if key is None:
-        return torch.ops.fpsim.round(x, *words, None), dim
+        return apply_operator(x, words, None), dim
     if key_dim is not None:  # randomness="different": one key serves, an element's index tells the samples apart
         key = key.select(key_dim, 0)
         if dim is None:
             x, dim = x.expand(info.batch_size, *x.shape), 0
     elif dim is not None:  # randomness="same": every sample starts from the same noise
-        return torch.stack([torch.ops.fpsim.round(sample, *words, key) for sample in x.unbind(dim)]), 0
-    return torch.ops.fpsim.round(x, *words, key), dim
+        return torch.stack([apply_operator(sample, words, key) for sample in x.unbind(dim)]), 0
+    return apply_operator(x, words, key), dim
 
 
 def _setup_op(ctx: Any, inputs: Any, output: Any) -> None:
@@ -60,7 +81,7 @@ def _setup_op(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward_op(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return gradient, None, None, None, None, None
+    return gradient, *[None] * 6
 
 
 _round_op.register_autograd(_backward_op, setup_context=_setup_op)
@@ -80,9 +101,7 @@ def is_plain(x: Tensor) -> bool:
 def _forward(x: Tensor, spec: RoundingSpec, key: Tensor | None) -> Tensor:
     if is_plain(x):
         return rounded(x, spec, key)
-    if key is None and spec.rounding == "stochastic":
-        key = new_traceable_key(x)
-    return torch.ops.fpsim.round(x, spec.format_text, spec.rounding, spec.overflow, spec.random_bits or 0, key)  # type: ignore[no-any-return]
+    return apply_operator(x, words_of(spec), key)
 
 
 class StraightThrough(torch.autograd.Function):

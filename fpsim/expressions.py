@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpsim.autograd import apply_operator, words_of
 from fpsim.launch import masks_of, round_memory_
-from fpsim.noise import new_traceable_key
 from fpsim.rounding import (
     BINARY32,
     CARRYING,
@@ -28,9 +28,13 @@ from fpsim.rounding import (
     NEAREST_AWAY,
     NEAREST_EVEN,
     STOCHASTIC,
+    STOCHASTIC_B,
+    STOCHASTIC_C_TIES_TO_ODD,
+    STOCHASTIC_C_TO_ODD,
     TO_ODD,
     UNSIGNED_ZERO_GRID,
     UP,
+    draws_noise,
     make_plan,
 )
 from fpsim.spec import RoundingSpec, container_width
@@ -62,7 +66,7 @@ class Patterns:
     def rounded(self, u: Any, noise: Any, rule: int, shape: int, parameters: list[int], masks: tuple[int, bool]) -> Any:
         """The rounded patterns.
 
-        u: patterns; noise: as many random patterns for STOCHASTIC, else None.
+        u: patterns; noise: as many random patterns for a stochastic rule, else None.
         rule, shape, parameters: of a Plan of 32 bits.
         masks: a magnitude that stays as it is, 0 for none, and whether minus infinity stays.
         """
@@ -71,8 +75,8 @@ class Patterns:
         magnitude = u & c(~_SIGN)
         negative = u < c(0)
         a = m.minimum(magnitude, c(_INFINITY))  # a NaN is put back below; no sum overflows
-        if rule == STOCHASTIC:
-            noise = noise & c(noise_mask)
+        if draws_noise(rule):
+            noise = self._drawn(noise, rule, noise_mask)
         if rule == NEAREST_EVEN and shape in (GRID, UNSIGNED_ZERO_GRID):
             subnormal = a < c(origin + (ulp_shift << 23))
             flat = self._flat(a, negative, None, rule, ulp_shift, ulp_shift == 31 - 23)
@@ -92,6 +96,20 @@ class Patterns:
             r = m.where(magnitude == c(masks[0]), u, r)
         return m.where(u == c(_signed(BINARY32.bits(-torch.inf))), u, r) if masks[1] else r
 
+    def _drawn(self, noise: Any, rule: int, used: int) -> Any:
+        m, c = self.m, self.constant
+        bits = noise & c(used)
+        if rule == STOCHASTIC:
+            return bits
+        last, half = -used, -used >> 1
+        if rule == STOCHASTIC_B:
+            return bits | c(half)
+        odd = (bits & c(_signed(last))) != c(0)
+        if rule == STOCHASTIC_C_TO_ODD:
+            return m.where(odd, bits | c(last - 1), bits)
+        of_odd, of_even = (half, half - 1) if rule == STOCHASTIC_C_TIES_TO_ODD else (half - 1, half)
+        return bits | m.where(odd, c(of_odd), c(of_even))
+
     def _limited(
         self, r: Any, a: Any, negative: Any, rule: int, shape: int, largest: int, overflow: int, last: int
     ) -> Any:
@@ -100,7 +118,7 @@ class Patterns:
         if shape == FIXED:
             return m.minimum(r, m.where(negative, c(last), c(largest)))
         beyond = c(overflow)
-        if rule not in (NEAREST_EVEN, NEAREST_AWAY, STOCHASTIC) and overflow != largest:
+        if rule not in (NEAREST_EVEN, NEAREST_AWAY) and not draws_noise(rule) and overflow != largest:
             away = a >= c(_INFINITY)
             if rule in (UP, DOWN):
                 away = m.logical_or(away, negative if rule == DOWN else m.logical_not(negative))
@@ -121,7 +139,7 @@ class Patterns:
     def _flat(self, a: Any, negative: Any, noise: Any, rule: int, ulp_shift: int, always_odd: int) -> Any:
         m, c = self.m, self.constant
         ulp = 1 << (31 - ulp_shift)
-        if rule == STOCHASTIC:
+        if draws_noise(rule):
             added = m.bitwise_right_shift(noise, c(ulp_shift + 1)) & c(ulp - 1)
         else:
             odd = c(1) == c(1) if always_odd else (a & c(ulp)) != c(0)
@@ -163,10 +181,13 @@ class Patterns:
             kept = (significand + self._addend(ulp, odd, negative, rule)) & (c(0) - ulp)
             return m.where(kept == c(0), c(0), a + (kept - significand))
         low = significand & (ulp - c(1))
-        if rule == STOCHASTIC:
+        if draws_noise(rule):
             left = m.minimum(m.maximum(c(32) - discarded, c(0)), c(31))
             right = m.minimum(m.maximum(discarded - c(32), c(0)), c(31))
             fraction = m.bitwise_right_shift(m.bitwise_left_shift(significand, left), right)
+            if rule != STOCHASTIC:  # what was cut off decides about ties
+                cut = m.bitwise_left_shift(m.bitwise_right_shift(significand, right), right) != significand
+                fraction = fraction | m.where(m.logical_and(cut, a != c(0)), c(1), c(0))
             up = (noise ^ c(_SIGN)) > (fraction ^ c(~_SIGN))  # unsigned: noise > ~fraction
         else:
             up = m.logical_and(self._addend(ulp, odd, negative, rule) != c(0), low != c(0))
@@ -243,8 +264,8 @@ def round_traced(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_i
     if width == 0:
         return x.clone()
     masks = masks_of(spec, x.dtype, 32, keep_infinity) if keep_masks else None
-    plan = make_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width)
-    is_stochastic = plan.rule == STOCHASTIC
+    plan = make_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width, spec.variant)
+    is_stochastic = draws_noise(plan.rule)
     if (
         width != 32
         or plan.shape not in (FLAT, GRID, UNSIGNED_ZERO_GRID, FIXED, GAP)
@@ -260,9 +281,7 @@ def round_traced(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_i
 
 
 def _by_kernel(x: Tensor, spec: RoundingSpec, keep_masks: bool, keep_infinity: bool) -> Tensor:
-    key = new_traceable_key(x) if spec.rounding == "stochastic" else None
-    words = spec.format_text, spec.rounding, spec.overflow, spec.random_bits or 0
-    rounded: Tensor = torch.ops.fpsim.round(x, *words, key)
+    rounded = apply_operator(x, words_of(spec), None)
     if not keep_masks or x.dtype not in (torch.float32, torch.float64):
         return rounded
     is_mask = x.abs() == torch.finfo(x.dtype).max

@@ -34,13 +34,17 @@ class Summation:
     def __init__(self, accumulator: Accumulator) -> None:
         f, outer = as_float_format(accumulator.format), as_float_format(accumulator.outer or accumulator.format)
         rounding, product_rounding, outer_rounding = accumulator.roundings
-        p = make_plan(f, rounding, accumulator.overflow, _random_bits(accumulator, f, rounding), 64)
+        p = make_plan(f, rounding, accumulator.overflow, *_noise(accumulator, f, rounding))
         overflow = accumulator.overflow if outer == f else None
-        o = make_plan(outer, outer_rounding, overflow, _random_bits(accumulator, outer, outer_rounding), 64)
+        o = make_plan(outer, outer_rounding, overflow, *_noise(accumulator, outer, outer_rounding))
         q = Plan(EXACT, 0, 64, p.parameters)
         if accumulator.product is not None and product_rounding is not None:
-            bits = accumulator.random_bits if product_rounding == "stochastic" else None
-            q = make_plan(as_float_format(accumulator.product), product_rounding, None, bits, 64)
+            q = make_plan(
+                as_float_format(accumulator.product),
+                product_rounding,
+                None,
+                *_noise(accumulator, None, product_rounding),
+            )
         self.code = Code(p.rule, p.shape, q.rule, q.shape, o.rule, o.shape, int(accumulator.group is not None))
         self.plans = p.parameters, q.parameters, o.parameters
         self.ends = accumulator.chunk or 0, accumulator.group or 0, accumulator.group_bits or 0
@@ -51,8 +55,12 @@ class Summation:
         return cpu_loop(self.code).native
 
 
-def _random_bits(accumulator: Accumulator, fmt: FloatFormat, rounding: str) -> int | None:
-    return accumulator.random_bits_of(fmt) if rounding == "stochastic" else None
+def _noise(accumulator: Accumulator, fmt: FloatFormat | None, rounding: str) -> tuple[int | None, int, str]:
+    """Random bits, width and variant of a Plan. fmt: of a sum; None for products, which offer all bits."""
+    if rounding != "stochastic":
+        return None, 64, "A"
+    bits = accumulator.random_bits if fmt is None else accumulator.random_bits_of(fmt)
+    return bits, 64, accumulator.variant
 
 
 @cache

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fpsim.autograd import is_plain, operator_words, round_differentiably, straight_through
+from fpsim.autograd import apply_operator, is_plain, operator_words, round_differentiably, straight_through
 from fpsim.block_autograd import apply_block_operator, block_words, round_blocks_differentiably
 from fpsim.blocks import BlockFormat, Element, Format, as_format
 from fpsim.launch import kernel_for, launch, round_memory_, rounded
-from fpsim.noise import new_key_for, new_traceable_key
+from fpsim.noise import new_key_for
 from fpsim.shared_scales import axis_pair, require_no_axis, rounded_blocks
 from fpsim.spec import (
     CONTAINERS,
@@ -68,6 +68,7 @@ def round_to(
     random_bits: int | None = ...,
     out: Tensor | None = ...,
     axis: int | tuple[int, int] | None = ...,
+    variant: str = ...,
 ) -> Tensor: ...
 @overload
 def round_to(
@@ -78,6 +79,7 @@ def round_to(
     random_bits: int | None = ...,
     out: np.ndarray[Any, Any] | None = ...,
     axis: int | tuple[int, int] | None = ...,
+    variant: str = ...,
 ) -> np.ndarray[Any, Any]: ...
 def round_to(
     x: Any,
@@ -87,6 +89,7 @@ def round_to(
     random_bits: int | None = None,
     out: Any = None,
     axis: int | tuple[int, int] | None = None,
+    variant: str = "A",
 ) -> Any:
     """Round every element of `x` to a value of `fmt`, kept in the dtype of `x`.
 
@@ -98,10 +101,14 @@ def round_to(
     rounding: "nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd" or "stochastic".
     overflow: what lies beyond the largest value gives: "inf", "nan" or "saturate". None means inf in formats that have
         one, and the largest value in others and in block formats.
-    random_bits: for "stochastic", how many random bits decide (1 to 32); None uses every discarded bit up to 32.
+    random_bits: for "stochastic", how many random bits r decide (1 to 32); None uses every discarded bit up to 32.
     out: a contiguous tensor of the same shape, dtype and device to write to; no gradient then.
     axis: in block formats, the axis along which elements share a scale, the last one by default; (across, axis) gives
         a tile's rows their axis too. Of a product, blocks run along the contraction axis. `x` is a float32 then.
+    variant: with random_bits, how the distance to the lower neighbour is rounded to r bits, which are the probability
+        to go up: "A" cuts it off, so that results are too close to zero by 2^-(r+1) of the spacing on average; "B"
+        rounds it to nearest, ties away, "C" to nearest even, both without that bias; "C_ties_to_odd", "C_to_odd" as
+        their names say. A, B and C are IEEE P3109's.
     Returns the same shape, dtype and device.
     Raises ValueError for unknown words, TypeError for tensors that cannot be rounded, among them a dtype that cannot
     hold every value of the format.
@@ -117,16 +124,14 @@ def round_to(
     if _shares_scales(fmt):
         if torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
             require_float32(x)
-            words = block_words(fmt, rounding, overflow, random_bits)
+            words = block_words(fmt, rounding, overflow, random_bits, variant)
             return apply_block_operator(x, words, *axis_pair(axis))
-        return _round_blocks(x, any_spec(fmt, rounding, overflow, random_bits), out, axis)
+        return _round_blocks(x, any_spec(fmt, rounding, overflow, random_bits, variant), out, axis)
     require_no_axis(axis, fmt)
     if torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
         require_floating(x)
-        words = operator_words(fmt, rounding, overflow, random_bits)
-        key = new_traceable_key(x) if rounding == "stochastic" else None
-        return torch.ops.fpsim.round(x, *words, key)
-    spec = rounding_spec(fmt, rounding, overflow, random_bits)  # type: ignore[arg-type]
+        return apply_operator(x, operator_words(fmt, rounding, overflow, random_bits, variant), None)
+    spec = rounding_spec(fmt, rounding, overflow, random_bits, variant)  # type: ignore[arg-type]
     if type(x) is Tensor and x.dtype is torch.float32 and out is None and not x.requires_grad and is_plain(x):
         if x.layout is torch.strided:
             return rounded(x, spec)
@@ -216,6 +221,7 @@ def round_to_(
     rounding: str = "nearest_even",
     overflow: str | None = None,
     random_bits: int | None = None,
+    variant: str = "A",
 ) -> Tensor:
     """Round `x` in place and return it: `round_to` without a second copy, any strides.
 
@@ -228,7 +234,7 @@ def round_to_(
     tensor([[1.0000, 2.0000],
             [3.5000, 4.0000]])
     """
-    spec = rounding_spec(fmt, rounding, overflow, random_bits)
+    spec = rounding_spec(fmt, rounding, overflow, random_bits, variant)
     require_floating(x)
     base = base_of(x)
     if torch.is_grad_enabled() and x.requires_grad and (x if base is None else base).is_leaf:

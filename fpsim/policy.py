@@ -17,6 +17,7 @@ from fpsim.checks import did_you_mean, known_arguments, nearest, shown
 from fpsim.products import Products
 from fpsim.spec import RoundingSpec, rounding_spec
 from fpsim.torch_internals import operation_homes
+from fpsim.variants import require_variant
 
 __all__ = ["ROLES", "FormatLike", "Policy", "RoleSpecs", "as_policy", "describe"]
 
@@ -61,6 +62,7 @@ class Policy:
         operands are not quantised.
     products: how the operands of matrix products are quantised, beside the roles: what a role has rounded enters a
         product in the operand's format. None leaves products alone.
+    variant: as in `round_to`; one for all roles, or a mapping from role to variant. Only stochastic roles use it.
     Raises ValueError for unknown roles, names and impossible roundings, TypeError for what is no pattern.
 
     >>> p = Policy(weight="e4m3fn", activation="e4m3fn", error="e5m2", overrides={"head": None})
@@ -80,10 +82,11 @@ class Policy:
     overrides: Mapping[str | type[nn.Module], FormatLike] = field(default_factory=dict)
     float32: tuple[str, ...] = ()
     products: Products | None = None
+    variant: str | Mapping[str, str] = "A"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "float32", _operation_names(self.float32))
-        for name in ("rounding", "overflow", "random_bits"):
+        for name in ("rounding", "overflow", "random_bits", "variant"):
             value = getattr(self, name)
             unknown = [role for role in value if role not in ROLES] if isinstance(value, Mapping) else []
             if unknown:
@@ -144,8 +147,11 @@ class Policy:
             fmt, rounding = getattr(self, role), of(self.rounding, role, "nearest_even")
             is_stochastic = isinstance(rounding, str) and rounding == "stochastic"
             bits = of(self.random_bits, role, None) if is_stochastic else None
+            variant = of(self.variant, role, "A")
+            require_variant(variant, True, 1)  # a word that exists, used or not
+            variant = variant if is_stochastic else "A"
             overflow = of(self.overflow, role, None) if fmt is not None else None
-            spec = rounding_spec("fp32" if fmt is None else fmt, rounding, overflow, bits)
+            spec = rounding_spec("fp32" if fmt is None else fmt, rounding, overflow, bits, variant)
             found.append(None if fmt is None else spec)
         return RoleSpecs(*found)
 
@@ -157,7 +163,8 @@ class Policy:
         if found.products is not None:
             return found.with_rounding(self.rounding) if isinstance(self.rounding, str) else found
         overflow = None  # the format's own: what one format's overflow gives, another may not have
-        return replace(found, rounding=self.rounding, random_bits=self.random_bits, overflow=overflow)
+        bits, variant = self.random_bits, self.variant
+        return replace(found, rounding=self.rounding, random_bits=bits, variant=variant, overflow=overflow)
 
     def with_rounding(self, rounding: str | Mapping[str, str]) -> Policy:
         """This policy with another rounding of its roles; without any role, of all operands of its products.

@@ -28,7 +28,7 @@ class Operand:
     """How one operand of a product is quantised.
 
     fmt: a format of single numbers or of blocks, or its name.
-    rounding, overflow, random_bits: as in `round_to`.
+    rounding, overflow, random_bits, variant: as in `round_to`.
     hadamard: how it is transformed before, along the axis that the product sums over; the other operand of the product
         alike. An axis whose length the size does not divide is padded with zeros, which adds nothing to the product.
     Raises as `round_to` does, TypeError for what is no `Hadamard`.
@@ -44,6 +44,7 @@ class Operand:
     overflow: str | None = None
     random_bits: int | None = None
     hadamard: Hadamard | None = None
+    variant: str = "A"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fmt", as_format(self.fmt))
@@ -63,7 +64,7 @@ class Operand:
 
     @cached_property
     def _spec(self) -> Spec:  # looked up in every product: hashing a block format takes as long as a small one
-        return any_spec(self.fmt, self.rounding, self.overflow, self.random_bits)
+        return any_spec(self.fmt, self.rounding, self.overflow, self.random_bits, self.variant)
 
     def spec(self) -> Spec:
         """The checked rounding."""
@@ -135,17 +136,19 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         rounding: str = "nearest_even",
         overflow: str | None = None,
         random_bits: int | None = None,
+        variant: str = "A",
         **rest: Any,
     ) -> Products:
         """All operands of all products in one format.
 
-        fmt, rounding, overflow, random_bits: as in `Operand`.
+        fmt, rounding, overflow, random_bits, variant: as in `Operand`.
         rest: `output`, `accumulator`, `attention`, and products that differ.
 
         >>> Products.all("mxfp4", wgrad=(None, None)).dgrad[0].rounding
         'nearest_even'
         """
-        one = fmt if isinstance(fmt, Operand | None) else Operand(fmt, rounding, overflow, random_bits)  # type: ignore[arg-type]
+        is_whole = isinstance(fmt, Operand | None)
+        one = fmt if is_whole else Operand(fmt, rounding, overflow, random_bits, None, variant)  # type: ignore[arg-type]
         return cls(**{**dict.fromkeys(PRODUCTS, (one, one)), **rest})
 
     @classmethod
@@ -183,7 +186,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         """The same products, with another rounding of every operand."""
 
         def changed(operand: Operand | None) -> Operand | None:
-            return operand and replace(operand, rounding=rounding, random_bits=None)
+            return operand and replace(operand, rounding=rounding, random_bits=None, variant="A")
 
         fprop, dgrad, wgrad = ((changed(a), changed(b)) for a, b in self.specs[:3])
         return replace(self, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
@@ -210,7 +213,7 @@ def _require_equal_transforms(products: Products) -> None:
 
 
 def _words(operand: Operand) -> tuple[Any, ...]:
-    return operand.fmt, operand.rounding, operand.overflow, operand.random_bits
+    return operand.fmt, operand.rounding, operand.overflow, operand.random_bits, operand.variant
 
 
 def _operand(name: str, value: object) -> Operand:

@@ -62,7 +62,9 @@ def _loaded(
     sums: dict[tuple[str, str, Spec], Accumulator] = {}
     for saved in state["sums"]:
         _require_words(saved["site"], saved["role"])
-        spec = any_spec(saved["format"], saved["rounding"], saved["overflow"], saved["random_bits"])
+        spec = any_spec(
+            saved["format"], saved["rounding"], saved["overflow"], saved["random_bits"], saved.get("variant", "A")
+        )
         found = Accumulator(spec, saved["counts"].device)
         require_whole("state['sums'][...]['calls']", saved["calls"], 0)
         found.calls = int(saved["calls"])
@@ -119,7 +121,8 @@ class Recording:
         sums = [
             {
                 **{"site": site, "role": role, "format": repr(spec.fmt), "rounding": spec.rounding},
-                **{"overflow": spec.overflow, "random_bits": spec.random_bits, "calls": found.calls},
+                **{"overflow": spec.overflow, "random_bits": spec.random_bits, "variant": spec.variant},
+                "calls": found.calls,
                 **{name: getattr(found, name) for name in SUMS},
             }
             for (site, role, spec), found in self._sums.items()

@@ -16,24 +16,35 @@ __all__ = ["noise_of", "rounded_in_float64"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _WORD = 2.0**32
+Few = tuple[int, str] | None  # random bits and variant, where they are given
 
 
-def rounded_in_float64(x: Array, fmt: FloatFormat, rounding: str, noise: Array | None = None) -> Array:
-    """What `fpsim.round_to(x, fmt, rounding)` has to give, as float64. NaN has no payload here.
+def rounded_in_float64(
+    x: Array,
+    fmt: FloatFormat,
+    rounding: str,
+    noise: Array | None = None,
+    random_bits: int | None = None,
+    variant: str = "A",
+) -> Array:
+    """What `fpsim.round_to(x, fmt, rounding, None, random_bits, variant=variant)` has to give, as float64.
+
+    NaN has no payload here.
 
     x: float32, any shape.
     noise: uint32 of the same shape for "stochastic", see `noise_of`.
     """
+    few = None if random_bits is None else (random_bits, variant)
     with np.errstate(invalid="ignore", over="ignore"):
         wide = x.astype(np.float64)
         a, negative = np.abs(wide), np.signbit(wide)
         finite = np.where(np.isfinite(a), a, 0.0)
         exponent = np.maximum(np.frexp(finite)[1] - 1, fmt.min_exponent)
         unit = np.ldexp(1.0, exponent - fmt.mantissa_bits)
-        r = _whole(finite / unit, negative, rounding, noise) * unit
+        r = _whole(finite / unit, negative, rounding, noise, few) * unit
         if not fmt.subnormals:
             gap = finite < fmt.smallest
-            r = np.where(gap, _beside_a_gap(finite, fmt.smallest, negative, rounding, noise), r)
+            r = np.where(gap, _beside_a_gap(finite, fmt.smallest, negative, rounding, noise, few), r)
         if not fmt.has_zero:
             r = np.maximum(r, fmt.smallest)
         r = np.where(np.isinf(a), np.inf, r)
@@ -45,7 +56,7 @@ def rounded_in_float64(x: Array, fmt: FloatFormat, rounding: str, noise: Array |
     return np.where(is_nan, np.nan, r)
 
 
-def _whole(k: Array, negative: Array, rounding: str, noise: Array | None) -> Array:
+def _whole(k: Array, negative: Array, rounding: str, noise: Array | None, few: Few) -> Array:
     """k, a magnitude in units of the last place, rounded to whole units."""
     low = np.floor(k)
     rest = k - low
@@ -60,10 +71,33 @@ def _whole(k: Array, negative: Array, rounding: str, noise: Array | None) -> Arr
     if rounding == "to_odd":
         return low + ((rest > 0) & (low % 2 == 0))
     assert noise is not None
+    if few is not None:
+        return low + _goes_up(rest, 1.0, noise, *few)
     return low + (np.floor(rest * _WORD) + noise >= _WORD)
 
 
-def _beside_a_gap(a: Array, smallest: float, negative: Array, rounding: str, noise: Array | None) -> Array:
+def _goes_up(part: Array, whole: float, noise: Array, random_bits: int, variant: str) -> Array:
+    """Whether `part`, of what lies between two neighbours, `whole`, goes up: by the formulas of IEEE P3109, 4.7.4.
+
+    Exact: products with powers of two, a remainder, and a quotient that is an integer below 2**32.
+    """
+    random, top = (noise >> np.uint32(32 - random_bits)).astype(np.float64), 2.0**random_bits
+    if variant == "B":
+        random, top = 2 * random + 1, 2 * top
+    rest = np.fmod(part * top, whole)
+    low = (part * top - rest) / whole
+    odd = low % 2 == 1
+    up = {
+        "A": rest < 0,
+        "B": rest < 0,
+        "C": (2 * rest > whole) | ((2 * rest == whole) & odd),
+        "C_ties_to_odd": (2 * rest > whole) | ((2 * rest == whole) & ~odd),
+        "C_to_odd": (rest > 0) & ~odd,
+    }[variant]
+    return low + up + random >= top
+
+
+def _beside_a_gap(a: Array, smallest: float, negative: Array, rounding: str, noise: Array | None, few: Few) -> Array:
     """Zero or the smallest value, where nothing lies between."""
     if rounding == "nearest_even":
         up = a > smallest / 2
@@ -71,6 +105,8 @@ def _beside_a_gap(a: Array, smallest: float, negative: Array, rounding: str, noi
         up = a >= smallest / 2
     elif rounding == "stochastic":
         assert noise is not None
+        if few is not None:
+            return np.where(_goes_up(np.minimum(a, smallest), smallest, noise, *few), smallest, 0.0)
         up = a * _WORD >= smallest * (_WORD - noise.astype(np.float64))
     elif rounding == "toward_zero":
         up = np.zeros(a.shape, bool)

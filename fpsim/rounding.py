@@ -1,4 +1,4 @@
-"""What rounding means: integer functions of one bit pattern, and the random bits of stochastic rounding.
+"""What rounding means: integer functions of one bit pattern.
 
 One definition serves the CPU and CUDA. No function here touches a floating-point number, so two targets cannot
 differ. `uint32 + uint32` is `uint64` in Numba: every step is cast back, or the loops vectorise at half width.
@@ -15,9 +15,13 @@ import numpy as np
 from fpsim.deferred import intrinsic, njit
 from fpsim.fixed_point import FixedPoint
 from fpsim.formats import FloatFormat
+from fpsim.variants import VARIANTS
 
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd", "stochastic")
 NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO, UP, DOWN, TO_ODD, STOCHASTIC = range(7)
+
+# STOCHASTIC is variant A of stochastic rounding; the others in the order of VARIANTS.
+STOCHASTIC_B, STOCHASTIC_C, STOCHASTIC_C_TIES_TO_ODD, STOCHASTIC_C_TO_ODD = range(STOCHASTIC + 1, STOCHASTIC + 5)
 
 CARRYING = (NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO)  # rules that add at most half a spacing
 
@@ -84,12 +88,22 @@ def _is_flat(fmt: FloatFormat | FixedPoint, container: Container) -> bool:
     return same_exponents and fmt.mantissa_bits > 0 and fmt.has_negative_zero
 
 
+def draws_noise(rule: int) -> bool:
+    """Whether a rule is stochastic, in any variant."""
+    return rule >= STOCHASTIC
+
+
 def make_plan(
-    fmt: FloatFormat | FixedPoint, rounding: str, overflow: str | None, random_bits: int | None, width: int
+    fmt: FloatFormat | FixedPoint,
+    rounding: str,
+    overflow: str | None,
+    random_bits: int | None,
+    width: int,
+    variant: str = "A",
 ) -> Plan:
     """Resolve names to the integers of a kernel for a container of `width` bits."""
     container = BINARY32 if width == 32 else BINARY64
-    rule = ROUNDINGS.index(rounding)
+    rule = ROUNDINGS.index(rounding) + VARIANTS.index(variant)
     if fmt.specials == "scale":
         shape = SCALE
     elif has_lone_lowest(fmt):
@@ -220,66 +234,11 @@ def rotate_left(typingctx: Any, value: Any, amount: Any) -> Any:
     return types.uint32(types.uint32, amount), generate
 
 
-# Threefry-4x32: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-# Additions, rotations and exclusive ors of 32 bits: what every vector unit has. Its 12 rounds pass BigCrush (ibid.).
-NOISE_ROUNDS = 12
-_PARITY = np.uint32(0x1BD11BDA)
-
-
-@njit(inline="always")
-def _mix(a, b, rotation):  # type: ignore[no-untyped-def]
-    a = np.uint32(a + b)
-    return a, np.uint32(rotate_left(b, rotation) ^ a)
-
-
-@njit(inline="always")
-def _four_rounds(x0, x1, x2, x3, r00, r01, r10, r11, r20, r21, r30, r31):  # type: ignore[no-untyped-def]
-    x0, x1 = _mix(x0, x1, r00)
-    x2, x3 = _mix(x2, x3, r01)
-    x0, x3 = _mix(x0, x3, r10)
-    x2, x1 = _mix(x2, x1, r11)
-    x0, x1 = _mix(x0, x1, r20)
-    x2, x3 = _mix(x2, x3, r21)
-    x0, x3 = _mix(x0, x3, r30)
-    x2, x1 = _mix(x2, x1, r31)
-    return x0, x1, x2, x3
-
-
-@njit(inline="always")
-def threefry(c0, c1, k0, k1, rounds):  # type: ignore[no-untyped-def]
-    """Four random words of Threefry-4x32 for the counter (c0, c1, 0, 0) and the key (k0, k1, 0, 0).
-
-    Everything is uint32; `rounds` is 12, or 20 as in the paper's recommendation.
-    """
-    u32 = np.uint32
-    k4 = u32(u32(_PARITY ^ k0) ^ k1)
-    x0, x1, x2, x3 = u32(c0 + k0), u32(c1 + k1), u32(0), u32(0)
-    x0, x1, x2, x3 = _four_rounds(x0, x1, x2, x3, 10, 26, 11, 21, 13, 27, 23, 5)
-    x0, x3 = u32(x0 + k1), u32(u32(x3 + k4) + u32(1))
-    x0, x1, x2, x3 = _four_rounds(x0, x1, x2, x3, 6, 20, 17, 11, 25, 10, 18, 20)
-    x1, x2, x3 = x1, u32(x2 + k4), u32(u32(x3 + k0) + u32(2))
-    x0, x1, x2, x3 = _four_rounds(x0, x1, x2, x3, 10, 26, 11, 21, 13, 27, 23, 5)
-    x1, x2, x3 = u32(x1 + k4), u32(x2 + k0), u32(u32(x3 + k1) + u32(3))
-    if rounds > 12:
-        x0, x1, x2, x3 = _four_rounds(x0, x1, x2, x3, 6, 20, 17, 11, 25, 10, 18, 20)
-        x0, x1, x2, x3 = u32(x0 + k4), u32(x1 + k0), u32(x2 + k1), u32(x3 + u32(4))
-        x0, x1, x2, x3 = _four_rounds(x0, x1, x2, x3, 10, 26, 11, 21, 13, 27, 23, 5)
-        x0, x1, x3 = u32(x0 + k0), u32(x1 + k1), u32(x3 + u32(5))
-    return x0, x1, x2, x3
-
-
-# Noise comes in blocks of 128 words from 16 counters, so that 16 lanes work side by side. Counter 16 b + l gives
-# four words; word w is the noise of element 128 b + 32 w + l and, with its halves exchanged, of element
-# 128 b + 32 w + 16 + l. Each element sees 32 uniform bits; the two share none of their leading 16.
-NOISE_BLOCK = 128
-NOISE_LANES = 16
-
-
 def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     """The rounding of one bit pattern, as a compiled function of (bits, noise, *parameters of a Plan).
 
     `rule`, `shape` and `width` are compiled in; the format's numbers stay arguments, so that one compilation
-    serves every format of a shape. `noise` holds 32 uniform bits at the top of the word, used by STOCHASTIC alone.
+    serves every format of a shape. `noise` holds 32 uniform bits at the top of the word, for stochastic rules alone.
     """
     container = BINARY32 if width == 32 else BINARY64
     uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
@@ -295,9 +254,31 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     to_24_bits = uint(container.mantissa_bits - 23)
     # as constants: `in` over a tuple is a loop at run time in CUDA
     is_carrying, is_grid = rule in CARRYING, shape in (GRID, UNSIGNED_ZERO_GRID, FIXED)
-    is_nearest_or_stochastic = rule in (NEAREST_EVEN, NEAREST_AWAY, STOCHASTIC)
+    is_stochastic, is_variant = draws_noise(rule), rule > STOCHASTIC
+    is_nearest_or_stochastic = rule in (NEAREST_EVEN, NEAREST_AWAY) or is_stochastic
     goes_beyond = is_nearest_or_stochastic or rule == UP
     may_lose_sign = shape in (GAP, UNSIGNED_ZERO_GRID, FIXED)
+
+    @njit(inline="always")
+    def drawn(noise, used):  # type: ignore[no-untyped-def]
+        """The random bits R, with what lets a distance that goes up carry; and 1 where the bound itself stays, else 0.
+
+        In units of 2**-r, a distance goes up if it rounds to T = 2**r - R or beyond. These begin at T in A, at T - 1/2
+        in B and C; in C, T - 1/2 itself is one of them where T, and so R, is even. To odd they begin above T - 1 where
+        T is odd, else at T.
+        """
+        bits = uint(noise & used)
+        if not is_variant:
+            return bits, zero
+        last = uint(zero - used)  # the last of the random bits
+        odd = uint(bits & last) != zero
+        half = uint(last >> one)
+        if rule == STOCHASTIC_B:
+            return uint(bits | half), zero
+        if rule == STOCHASTIC_C_TO_ODD:
+            return (uint(bits | uint(last - one)), one) if odd else (bits, zero)
+        stays = one if odd != (rule == STOCHASTIC_C_TIES_TO_ODD) else zero
+        return uint(bits | uint(half - stays)), stays
 
     @njit(inline="always")
     def addend(ulp, odd, negative, noise):  # type: ignore[no-untyped-def]
@@ -313,7 +294,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
             return mask if negative else zero
         if rule == TO_ODD:
             return zero if odd else mask
-        if rule == STOCHASTIC:
+        if is_stochastic:
             return noise
         return zero  # TOWARD_ZERO
 
@@ -335,10 +316,14 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
             return uint(a + uint(kept - significand)) if kept != zero else zero
         mask = uint(ulp - one)
         low = uint(significand & mask)
-        if rule == STOCHASTIC:
+        if is_stochastic:
             left = sint(s + sint(1))  # of the distance to the lower neighbour, in units of the spacing, `width` bits
-            fraction = shift_left(significand, uint(left)) | shift_right(significand, uint(sint(0) - left))
-            up = noise > uint(~uint(fraction))  # fraction + noise carries
+            right = uint(sint(0) - left)
+            fraction = uint(shift_left(significand, uint(left)) | shift_right(significand, right))
+            if is_variant and left < sint(0) and a != zero:  # what was cut off decides about ties
+                cut = shift_left(fraction, right) != significand
+                fraction = uint(fraction | (one if cut else zero))
+            up = noise > uint(~fraction)  # fraction + noise carries
         else:
             up = addend(ulp, odd, negative, noise) > uint(mask & uint(~low))  # low + addend carries
             up = up and a != zero  # zero has no leading bit
@@ -348,7 +333,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         return uint(base + (step if up else zero))
 
     @njit(inline="always")
-    def round_gap(a, negative, noise, smallest):  # type: ignore[no-untyped-def]
+    def round_gap(a, negative, noise, stays, smallest):  # type: ignore[no-untyped-def]
         """Zero or `smallest` for a magnitude below `smallest`."""
         if rule == NEAREST_EVEN:
             up = a > uint(smallest - implicit)  # half of it: a tie goes to zero
@@ -360,17 +345,21 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
             up = a != zero and negative
         elif rule == TO_ODD:
             up = a != zero
-        elif rule == STOCHASTIC:
+        elif is_stochastic:
             # a / smallest >= 1 - noise / 2**32, multiplied out: 24 bits times 32 fit into 64
             bound = np.uint64(uint(uint(smallest & uint(implicit - one)) | implicit) >> to_24_bits)
-            bound = np.uint64(bound * np.uint64(np.uint64(1 << 32) - np.uint64(noise >> uint(width - 32))))
+            rest = np.uint64(np.uint64(1 << 32) - np.uint64(noise >> uint(width - 32)))
+            bound = np.uint64(bound * np.uint64(rest - np.uint64(stays)))
             distance = sint(gap_shift + sint(sint(a >> mantissa_bits) - sint(smallest >> mantissa_bits)))
-            value = np.uint64(uint(a & uint(implicit - one)) | implicit)
+            whole = np.uint64(uint(a & uint(implicit - one)) | implicit)
             if distance >= sint(0):
-                value = np.uint64(value << np.uint64(distance))
+                value = np.uint64(whole << np.uint64(distance))
             else:
-                value = shift_right(value, np.uint64(-distance))
+                value = shift_right(whole, np.uint64(-distance))
             up = value >= bound
+            if is_variant and stays != zero:
+                cut = distance < sint(0) and shift_left(value, np.uint64(-distance)) != whole
+                up = a != zero and (value > bound or (value == bound and cut))
         else:
             up = False
         return smallest if up else zero
@@ -380,17 +369,17 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         a = uint(u & uint(top - one))
         sign = uint(u & top)
         negative = sign != zero
-        noise = uint(noise & noise_mask)
+        noise, stays = drawn(noise, noise_mask)
         if is_grid:
             r = round_grid(a, negative, noise, ulp_shift, origin, smallest)
         else:
             ulp = uint(top >> uint(ulp_shift))
-            if rule == STOCHASTIC:
+            if is_stochastic:
                 r = round_flat(a, negative, shift_right(noise, uint(ulp_shift + sint(1))), ulp, always_odd)
             else:
                 r = round_flat(a, negative, noise, ulp, always_odd)
             if shape == GAP:
-                r = round_gap(a, negative, noise, smallest) if a < smallest else r
+                r = round_gap(a, negative, noise, stays, smallest) if a < smallest else r
         if is_nearest_or_stochastic:
             beyond = overflow
         else:  # a directed rounding moves a finite value to infinity only on its own side
@@ -414,7 +403,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         base = smallest if subnormal else uint(a & uint(~uint(implicit - one)))
         ulp = smallest if subnormal else implicit
         low = uint(a - base) if a >= base else zero
-        noise = uint(noise & noise_mask) >> (below_leading + one if subnormal else below_leading)
+        noise = drawn(noise, noise_mask)[0] >> (below_leading + one if subnormal else below_leading)
         up = addend(ulp, True, False, uint(noise)) > uint(uint(ulp - one) & uint(~low))
         r = uint(base + (ulp if up else zero))
         r = max(r, smallest)

@@ -15,7 +15,7 @@ from fpsim.checks import shown
 from fpsim.kernels import block_loops, block_teams, blocks
 from fpsim.launch import key_arguments, parts_of, run_on_card, run_parts
 from fpsim.noise import new_key_for
-from fpsim.rounding import BINARY32, STOCHASTIC, make_plan, scale_limits
+from fpsim.rounding import BINARY32, draws_noise, make_plan, scale_limits
 from fpsim.spec import BlockSpec, address_of
 
 __all__ = ["BlockAxes", "Cut", "block_scales", "rounded_blocks"]
@@ -27,7 +27,8 @@ _RULES = {"floor": blocks.FLOOR, "ceil": blocks.CEIL, "even": blocks.EVEN, "near
 def block_plan(spec: BlockSpec) -> blocks.BlockPlan:
     """The integers that a kernel takes, see the indices in kernels/blocks.py."""
     f, element = spec.fmt, spec.element
-    plans = [make_plan(element.fmt, element.rounding, element.overflow, element.random_bits, w) for w in (32, 64)]
+    words = element.fmt, element.rounding, element.overflow, element.random_bits
+    plans = [make_plan(*words, width, element.variant) for width in (32, 64)]
     scale = make_plan(f.scale, "nearest_even", "saturate", None, 32)
     largest = BINARY32.bits(f.element.largest)
     emax = math.frexp(f.element.largest)[1] - 1
@@ -240,7 +241,7 @@ def _run(
             axes = in_parts(axes, x.is_cuda)
         if wants_scales:
             scales = torch.empty(axes.blocks, device=x.device)
-        if plan.rule == STOCHASTIC and key is None:
+        if draws_noise(plan.rule) and key is None:
             key = new_key_for(x)
         run = _run_on_card if source.is_cuda else _run_on_cpu
         run(plan, axes, key, source, out, shared, scales)

@@ -14,6 +14,7 @@ from fpsim.blocks import BlockFormat, Element, Format, as_element, as_format
 from fpsim.checks import is_whole, shown
 from fpsim.formats import CATALOGUE
 from fpsim.rounding import ROUNDINGS, needs_wider_container, scale_limits
+from fpsim.variants import require_variant
 
 CONTAINERS = {32: torch.float32, 64: torch.float64}  # by width
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -27,6 +28,7 @@ class RoundingSpec:
     rounding: str = "nearest_even"
     overflow: str = "inf"
     random_bits: int | None = None
+    variant: str = "A"  # of variants.VARIANTS
     text: str = field(init=False, compare=False, repr=False)
     format_text: str = field(init=False, compare=False, repr=False)
     is_float32: bool = field(init=False, compare=False, repr=False)  # nothing is rounded
@@ -39,6 +41,8 @@ class RoundingSpec:
             words.append(self.overflow)
         if self.random_bits:
             words.append(f"{self.random_bits} random bits")
+        if self.variant != "A":
+            words.append(f"variant {self.variant}")
         object.__setattr__(self, "text", " ".join(words))  # equal for equal specifications
         object.__setattr__(self, "format_text", repr(self.fmt))
         object.__setattr__(self, "is_float32", self.fmt == CATALOGUE["fp32"] and self.overflow == "inf")
@@ -82,6 +86,11 @@ class BlockSpec:
         """The random bits of an element."""
         return self.element.random_bits
 
+    @property
+    def variant(self) -> str:
+        """How few random bits decide about an element."""
+        return self.element.variant
+
     def __str__(self) -> str:
         return self.text
 
@@ -93,14 +102,18 @@ Spec = RoundingSpec | BlockSpec
 
 
 def any_spec(
-    fmt: str | Format, rounding: str = "nearest_even", overflow: str | None = None, random_bits: int | None = None
+    fmt: str | Format,
+    rounding: str = "nearest_even",
+    overflow: str | None = None,
+    random_bits: int | None = None,
+    variant: str = "A",
 ) -> Spec:
     """Check and complete the words of `round_to`, for a format of single numbers or of blocks."""
     f = as_format(fmt)
     if isinstance(f, BlockFormat):
         overflow = "saturate" if overflow is None else overflow  # elements do by default: OCP MX v1.0, 6.3
-        return _block_spec(f, rounding_spec(f.element, rounding, overflow, random_bits))
-    return rounding_spec(f, rounding, overflow, random_bits)
+        return _block_spec(f, rounding_spec(f.element, rounding, overflow, random_bits, variant))
+    return rounding_spec(f, rounding, overflow, random_bits, variant)
 
 
 @cache
@@ -113,16 +126,19 @@ def rounding_spec(
     rounding: str = "nearest_even",
     overflow: str | None = None,
     random_bits: int | None = None,
+    variant: str = "A",
 ) -> RoundingSpec:
     """Check and complete the words of `round_to`."""
     try:
-        return _known_spec(fmt, rounding, overflow, random_bits)
+        return _known_spec(fmt, rounding, overflow, random_bits, variant)
     except TypeError:
         pass  # a word without a hash, too: what is wrong with it is found without looking it up
-    return _new_spec(fmt, rounding, overflow, random_bits)
+    return _new_spec(fmt, rounding, overflow, random_bits, variant)
 
 
-def _new_spec(fmt: str | Element, rounding: str, overflow: str | None, random_bits: int | None) -> RoundingSpec:
+def _new_spec(
+    fmt: str | Element, rounding: str, overflow: str | None, random_bits: int | None, variant: str
+) -> RoundingSpec:
     f = as_element(fmt)
     if not isinstance(rounding, str) or rounding not in ROUNDINGS:
         raise ValueError(f"Unknown rounding {shown(rounding)}. Known: {', '.join(ROUNDINGS)}.")
@@ -133,7 +149,8 @@ def _new_spec(fmt: str | Element, rounding: str, overflow: str | None, random_bi
         if not is_whole(random_bits, 1) or random_bits > 32:
             raise ValueError(f"random_bits={came} is impossible. Possible: 1 to 32, or None for 32.")
         random_bits = int(random_bits)
-    return RoundingSpec(f, rounding, f.resolve_overflow(overflow), random_bits)
+    require_variant(variant, rounding == "stochastic", random_bits)
+    return RoundingSpec(f, rounding, f.resolve_overflow(overflow), random_bits, variant)
 
 
 _known_spec = lru_cache(maxsize=None, typed=True)(_new_spec)  # typed: True is no number of bits

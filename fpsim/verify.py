@@ -23,12 +23,14 @@ from fpsim.moments import moments_of
 from fpsim.reference import noise_of, rounded_in_float64
 from fpsim.rounding import ROUNDINGS
 from fpsim.shared_scales import rounded_blocks
-from fpsim.spec import BlockSpec, any_spec, rounding_spec
+from fpsim.spec import BlockSpec, RoundingSpec, any_spec, rounding_spec
+from fpsim.variants import VARIANTS
 
 __all__ = ["FULL_FORMATS", "Row", "on_card", "patterns", "verify"]
 
 FULL_FORMATS = ("fp16", "bf16", "tf32", "e4m3fn", "e5m2", "dlfloat16")  # one of each shape of the kernels and more
 KEY = 0x9E3779B97F4A7C15 >> 1  # of the noise; a key has 63 bits
+FEW_BITS = 4  # of the variants
 _CHUNK = 1 << 22
 
 
@@ -57,12 +59,13 @@ def all_patterns() -> Iterator[Tensor]:
         yield torch.arange(start, start + _CHUNK, dtype=torch.int64).int().view(torch.float32)
 
 
-def mismatches(x: Tensor, fmt: FloatFormat, rounding: str, device: str) -> tuple[int, str]:
+def mismatches(x: Tensor, spec: RoundingSpec, device: str) -> tuple[int, str]:
     """How many elements a device rounds otherwise than the reference, and the first of them."""
-    noise = noise_of(x.numel(), KEY) if rounding == "stochastic" else None
-    expected = rounded_in_float64(x.numpy(), fmt, rounding, noise)
+    assert isinstance(spec.fmt, FloatFormat)
+    noise = noise_of(x.numel(), KEY) if spec.rounding == "stochastic" else None
+    expected = rounded_in_float64(x.numpy(), spec.fmt, spec.rounding, noise, spec.random_bits, spec.variant)
     key = torch.tensor(KEY) if noise is not None else None
-    found = rounded(x.to(device), rounding_spec(fmt, rounding), key).cpu().double().numpy()
+    found = rounded(x.to(device), spec, key).cpu().double().numpy()
     both_nan = np.isnan(expected) & np.isnan(found)
     wrong = ~(both_nan | ((expected == found) & (np.signbit(expected) == np.signbit(found))))
     if not wrong.any():
@@ -71,13 +74,19 @@ def mismatches(x: Tensor, fmt: FloatFormat, rounding: str, device: str) -> tuple
     return int(wrong.sum()), f"{float(x[i])!r} gives {float(found[i])!r}, not {float(expected[i])!r}"
 
 
-def _compare(fmt: str, rounding: str, device: str, parts: Iterable[Tensor]) -> Row:
+def _compare(spec: RoundingSpec, device: str, parts: Iterable[Tensor]) -> Row:
     count, wrong, first = 0, 0, ""
     for x in parts:
-        n, example = mismatches(x, CATALOGUE[fmt], rounding, device)
+        n, example = mismatches(x, spec, device)
         count, wrong, first = count + x.numel(), wrong + n, first or example
     detail = f"{wrong} of {count:,} numbers differ: {first}" if wrong else f"{count:,} numbers"
-    return Row(f"{fmt} {rounding}", not wrong, detail)
+    return Row(str(spec), not wrong, detail)
+
+
+def _specs(fmt: str) -> list[RoundingSpec]:
+    """Each rounding of a format, and each variant of a few random bits."""
+    few = [rounding_spec(CATALOGUE[fmt], "stochastic", None, FEW_BITS, variant) for variant in VARIANTS]
+    return [*(rounding_spec(CATALOGUE[fmt], rounding) for rounding in ROUNDINGS), *few]
 
 
 def verify(device: str, full: bool) -> Iterator[Row]:
@@ -88,12 +97,12 @@ def verify(device: str, full: bool) -> Iterator[Row]:
     """
     x = patterns()
     for fmt in CATALOGUE:
-        for rounding in ROUNDINGS:
-            yield _compare(fmt, rounding, device, [x])
+        for spec in _specs(fmt):
+            yield _compare(spec, device, [x])
     if full:
         for fmt in FULL_FORMATS:
-            for rounding in ROUNDINGS:
-                yield _compare(fmt, rounding, device, all_patterns())
+            for spec in _specs(fmt):
+                yield _compare(spec, device, all_patterns())
     if device == "cuda":
         yield from on_card()
 

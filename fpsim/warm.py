@@ -12,12 +12,16 @@ from fpsim.launch import rounded
 from fpsim.moments import amax_of, binades, moments_of
 from fpsim.shared_scales import rounded_blocks
 from fpsim.spec import BlockSpec, any_spec
+from fpsim.variants import require_variant
 
 __all__ = ["warm_up"]
 
 
 def warm_up(
-    device: str | torch.device, formats: Iterable[str | Format], roundings: Iterable[str] = ("nearest_even",)
+    device: str | torch.device,
+    formats: Iterable[str | Format],
+    roundings: Iterable[str] = ("nearest_even",),
+    variants: Iterable[str] = ("A",),
 ) -> None:
     """Make ready, on a device, what rounds tensors of up to 32 bits to these formats, and gathers their statistics.
 
@@ -30,6 +34,7 @@ def warm_up(
     device: a CUDA device, or the CPU, whose loops are compiled at their first call too.
     formats: formats or their names.
     roundings: rounding rules, each for every format.
+    variants: of stochastic rounding, as in `round_to`; each has kernels of its own, for any number of random bits.
     Raises ValueError for unknown words.
 
     >>> warm_up("cpu", ["e4m3fn", "mxfp8_e4m3"], ["nearest_even", "stochastic"])
@@ -42,8 +47,16 @@ def warm_up(
         raise ValueError(f"device={shown(device)} has no kernels. Expected: 'cpu', 'cuda' or 'cuda:1'.")
     formats = require_iterable("formats", formats, "['fp16']")
     roundings = require_iterable("roundings", roundings, "['nearest_even']")
+    variants = require_iterable("variants", variants, "['A']")
+    for variant in variants:
+        require_variant(variant, True, 1)  # a word that exists, used or not
     x, key = torch.zeros(1, device=device), torch.zeros((), dtype=torch.int64)
-    specs = [any_spec(fmt, rounding) for fmt in formats for rounding in roundings]
+    specs = [
+        any_spec(fmt, rounding, None, None if variant == "A" else 8, variant)
+        for fmt in formats
+        for rounding in roundings
+        for variant in (variants if rounding == "stochastic" else ("A",))
+    ]
     for spec in specs:
         if isinstance(spec, BlockSpec):
             rounded_blocks(x, spec, -1, None, key)

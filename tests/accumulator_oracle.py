@@ -20,7 +20,9 @@ def noise_word(element: int, kind: int, number: int, key: int) -> int:
     return oracle.threefry(counter, (key % 2**32, (key >> 32) ^ (element >> 32), 0, 0), 12)[number % 4]
 
 
-def rounded(x: Fraction | float, f: FloatFormat, rounding: str, overflow: str | None, bits: int, noise: int) -> float:
+def rounded(
+    x: Fraction | float, f: FloatFormat, rounding: str, overflow: str | None, bits: int, noise: int, variant: str = "A"
+) -> float:
     """A fraction, or a float that is zero or not finite, rounded to a format."""
     fmt = oracle_format(f)
     if x == 0:
@@ -32,8 +34,7 @@ def rounded(x: Fraction | float, f: FloatFormat, rounding: str, overflow: str | 
     if abs(x) >= fmt.next_magnitude:
         return oracle.round_to(fmt, x, "nearest_even", f.resolve_overflow(overflow))  # type: ignore[arg-type]
     below, above, _ = fmt.neighbours(abs(x))
-    share = math.floor((abs(x) - below) / (above - below) * 2**bits)
-    result = above if share + (noise >> (32 - bits)) >= 2**bits else below
+    result = above if oracle.goes_up(oracle.distance(fmt, x), bits, noise >> (32 - bits), variant) else below
     if result > fmt.largest:
         return oracle.round_to(fmt, math.copysign(math.inf, x), "nearest_even", f.resolve_overflow(overflow))
     if result == 0 and not fmt.has_negative_zero:
@@ -72,20 +73,22 @@ class Summing:
 
     def to_sum(self, x: Fraction | float, number: int) -> float:
         a = self.accumulator
-        return rounded(x, self.format, a.rounding, a.overflow, self.bits(self.format), self.noise(SUMS, number))
+        return rounded(
+            x, self.format, a.rounding, a.overflow, self.bits(self.format), self.noise(SUMS, number), a.variant
+        )
 
     def to_outer(self, x: Fraction | float, kind: int, number: int) -> float:
         a = self.accumulator
         overflow = a.overflow if a.outer is None else None
         rounding = a.outer_rounding or a.rounding
-        return rounded(x, self.outer, rounding, overflow, self.bits(self.outer), self.noise(kind, number))
+        return rounded(x, self.outer, rounding, overflow, self.bits(self.outer), self.noise(kind, number), a.variant)
 
     def to_product(self, x: Fraction | float, number: int) -> Fraction | float:
         a = self.accumulator
         if a.product is None:
             return x
         noise = self.noise(PRODUCTS, number)
-        return rounded(x, as_format(a.product), a.product_rounding, None, self.bits(None), noise)
+        return rounded(x, as_format(a.product), a.product_rounding, None, self.bits(None), noise, a.variant)
 
     def chunks(self, terms: int) -> Iterator[range]:
         length = self.accumulator.chunk or max(terms, 1)

@@ -221,7 +221,7 @@ CALLS = [
     Call("hadamard", lambda: (fpsim.hadamard, {"x": torch.ones(2, 4), "transform": fpsim.Hadamard(4)})),
     Call("matmul", lambda: (fpsim.matmul, {"a": batch(), "b": batch(), "accumulator": "fp16"})),
     Call("manual_seed", _constructor(fpsim.manual_seed, seed=1)),
-    Call("warm_up", _constructor(fpsim.warm_up, device="cpu", formats=["fp16"], roundings=["nearest_even"])),
+    Call("warm_up", _constructor(fpsim.warm_up, device="cpu", formats=["fp16"], roundings=["nearest_even"], variants=["A"])),
     Call("recipe", _constructor(fpsim.recipe, name="nvfp4")),
     Call("Accumulator", _constructor(fpsim.Accumulator, format="fp32")),
     Call(

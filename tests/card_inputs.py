@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fpsim import FloatFormat
-from fpsim.rounding import NOISE_BLOCK
+from fpsim.kernels.threefry import NOISE_BLOCK
 
 
 def words_of(width: int) -> type:

@@ -160,11 +160,32 @@ def round_to(fmt: Format, x: float, rounding: str, overflow: str) -> float:
     return math.copysign(rounded, x)
 
 
+def distance(fmt: Format, x: float | Fraction) -> Fraction:
+    """From the lower neighbour of the magnitude of x, over the gap between its neighbours."""
+    below, above, _ = fmt.neighbours(abs(Fraction(x)))
+    return (abs(Fraction(x)) - below) / (above - below)
+
+
 def round_up_probability(fmt: Format, x: float, random_bits: int) -> Fraction:
     """Under stochastic rounding: the distance to the lower neighbour over the gap, cut to `random_bits` bits."""
-    below, above, _ = fmt.neighbours(abs(Fraction(x)))
-    share = (abs(Fraction(x)) - below) / (above - below)
-    return Fraction(math.floor(share * 2**random_bits), 2**random_bits)
+    return Fraction(math.floor(distance(fmt, x) * 2**random_bits), 2**random_bits)
+
+
+def goes_up(share: Fraction, r: int, random: int, variant: str) -> bool:
+    """Stochastic rounding with r random bits: IEEE P3109, 4.7.4, StochasticA, B and C, and C with another rounding."""
+    scaled = share * 2**r
+    low, rest, half = math.floor(scaled), scaled - math.floor(scaled), Fraction(1, 2)
+    if variant == "A":
+        return low + random >= 2**r
+    if variant == "B":
+        return math.floor(share * 2 ** (r + 1)) + 2 * random + 1 >= 2 ** (r + 1)
+    if variant == "C":
+        rounded = round(scaled)  # Python rounds fractions to nearest even
+    elif variant == "C_ties_to_odd":
+        rounded = low + (rest > half or (rest == half and low % 2 == 0))
+    else:
+        rounded = low + (rest > 0 and low % 2 == 0)
+    return rounded + random >= 2**r
 
 
 # Threefry-4x32 as the paper's table 2 and figure 1 have it: Salmon et al., SC 2011.
@@ -190,7 +211,7 @@ def threefry(counter: tuple[int, ...], key: tuple[int, ...], rounds: int) -> tup
 
 
 def noise_word(element: int, key: int) -> int:
-    """The 32 random bits of an element, as rounding.NOISE_BLOCK's comment lays them out."""
+    """The 32 random bits of an element, as threefry.NOISE_BLOCK's comment lays them out."""
     block, place = divmod(element, 128)
     group, lane = divmod(place, 16)
     counter = 16 * block + lane

@@ -26,7 +26,7 @@ from fpsim.kernels.sums import (
     sum_noise,
     widen,
 )
-from fpsim.rounding import STOCHASTIC
+from fpsim.rounding import draws_noise
 
 if TYPE_CHECKING:
     from fpsim.kernels.card import CudaKernel
@@ -131,7 +131,7 @@ def _make_block(code: Code) -> Callable[..., Any]:
     number: of the first rounding of the block, for the noise. element, row_step, step: of the tile in the result.
     """
     add, round_product = make_add(code.rule, code.shape), make_round_value(code.product_rule, code.product_shape)
-    is_stochastic, is_product_stochastic = code.rule == STOCHASTIC, code.product_rule == STOCHASTIC
+    is_stochastic, is_product_stochastic = draws_noise(code.rule), draws_noise(code.product_rule)
 
     @njit
     def add_terms(sums, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work):  # type: ignore[no-untyped-def]
@@ -153,7 +153,7 @@ def _make_block(code: Code) -> Callable[..., Any]:
 
 def _make_grouped_block(code: Code) -> Callable[..., Any]:
     """The same group by group, each aligned to the largest exponent in it, see Accumulator. Gives their number."""
-    round_value, is_stochastic = make_round_value(code.rule, code.shape), code.rule == STOCHASTIC
+    round_value, is_stochastic = make_round_value(code.rule, code.shape), draws_noise(code.rule)
 
     @njit
     def add_groups(sums, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work):  # type: ignore[no-untyped-def]
@@ -186,15 +186,15 @@ def _make_grouped_block(code: Code) -> Callable[..., Any]:
 @cache
 def _make_fold(rule: int, shape: int) -> Callable[..., Any]:
     """Add one tile to another with one rounding, number `number` of this kind of noise."""
-    add = make_add(rule, shape)
+    add, is_stochastic = make_add(rule, shape), draws_noise(rule)
 
     @njit
     def fold(outer, inner, rows, width, kind, number, element, row_step, step, p, noise, key):  # type: ignore[no-untyped-def]
         for r in range(rows):
-            if rule == STOCHASTIC:
+            if is_stochastic:
                 _fill(noise[:4], width, element + r * row_step, step, kind, number, key)
             for j in range(width):
-                word = noise[number % 4, j] if rule == STOCHASTIC else np.uint32(0)
+                word = noise[number % 4, j] if is_stochastic else np.uint32(0)
                 outer[r, j] = add(outer[r, j], inner[r, j], word, p)
 
     return fold  # type: ignore[no-any-return]
@@ -277,7 +277,8 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
     cuda = cuda_module()
     add, round_value = make_add(code.rule, code.shape), make_round_value(code.rule, code.shape)
     fold, round_product = make_add(code.outer_rule, code.outer_shape), make_round_value(*code[2:4])
-    rule, product_rule, outer_rule, is_grouped = code.rule, code.product_rule, code.outer_rule, code.grouped == 1
+    is_stochastic, is_product_stochastic = draws_noise(code.rule), draws_noise(code.product_rule)
+    is_outer_stochastic, is_grouped = draws_noise(code.outer_rule), code.grouped == 1
     none = np.uint32(0)
 
     def kernel(a, b, bias, out, sizes, p, q, o, key, has_key, key_word):  # type: ignore[no-untyped-def]
@@ -301,20 +302,20 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
                         total = cut_off(inner, top, bits)
                         for t in range(start, stop):
                             total += cut_off(widen(a[x + t * a_term]) * widen(b[y + t * b_term]), top, bits)
-                        if rule == STOCHASTIC:
+                        if is_stochastic:
                             word = _noise_of(element, SUM_NOISE, number, key0, key1)
                         inner = round_value(total, word, p)
                         number += 1
                 else:
                     for t in range(begin, end):
-                        if product_rule == STOCHASTIC:
+                        if is_product_stochastic:
                             word = _noise_of(element, PRODUCT_NOISE, t, key0, key1)
                         term = round_product(widen(a[x + t * a_term]) * widen(b[y + t * b_term]), word, q)
-                        if rule == STOCHASTIC:
+                        if is_stochastic:
                             word = _noise_of(element, SUM_NOISE, t, key0, key1)
                         inner = add(inner, term, word, p)
                 if chunk > 0:
-                    if outer_rule == STOCHASTIC:
+                    if is_outer_stochastic:
                         word = _noise_of(element, OUTER_NOISE, folds, key0, key1)
                     outer = fold(outer, inner, word, o)
                     folds += 1
@@ -322,7 +323,7 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
                 begin = end
             result = outer if chunk > 0 else inner
             if has_bias:
-                if outer_rule == STOCHASTIC:
+                if is_outer_stochastic:
                     word = _noise_of(element, BIAS_NOISE, 0, key0, key1)
                 result = fold(result, widen(bias[batch * c_batch + row * c_row + column * c_column]), word, o)
             out[element] = narrow(result)

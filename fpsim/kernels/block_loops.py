@@ -27,7 +27,8 @@ from fpsim.kernels.blocks import (
 from fpsim.kernels.compile import pointer, stack_array
 from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.round import exchange_halves, fill_noise, noise_words
-from fpsim.rounding import NOISE_BLOCK, NOISE_LANES, STOCHASTIC
+from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES
+from fpsim.rounding import draws_noise
 
 LANES = 256  # neighbours in memory that are rounded side by side; fewer where a block is long, to stay in the cache
 LONG_BLOCK, LANES_OF_LONG = 128, 64
@@ -57,7 +58,7 @@ def place_of(unit, outer, rows, middle, columns, inner, r, c):  # type: ignore[n
 
 @njit(inline="always")
 def element_noise(index, key0, key1):  # type: ignore[no-untyped-def]
-    """The noise word of one element, see rounding.NOISE_BLOCK."""
+    """The noise word of one element, see threefry.NOISE_BLOCK."""
     block, place = index // NOISE_BLOCK, index % NOISE_BLOCK
     part, lane = place // NOISE_LANES, place % NOISE_LANES
     w0, w1, w2, w3 = noise_words(block * NOISE_LANES + lane, key0, key1)
@@ -113,20 +114,20 @@ def _memory_of(count: int) -> tuple[Callable[[], Any], ...]:
 @cache
 def _run_along(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     """Round neighbours in memory that share a scale. Gives the number of the noise block that is at hand."""
-    apply = make_apply(rule, shape, kind)
+    apply, is_stochastic = make_apply(rule, shape, kind), draws_noise(rule)
     u32, i32 = np.uint32, np.int32
 
     @njit(inline="always")
     def plain(xs, ys, count, words, p, origin, largest, overflow, smallest, by, back, whole):  # type: ignore[no-untyped-def]
         shift, sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
         for i in range(count):
-            noise = words[i] if rule == STOCHASTIC else u32(0)
+            noise = words[i] if is_stochastic else u32(0)
             ys[i] = apply(xs[i], noise, shift, sign, used, odd, origin, largest, overflow, smallest, by, back, whole)
 
     @njit(inline="always")
     def run(xs, ys, start, noise, have, k, p, origin, largest, overflow, smallest, by, back, whole):  # type: ignore[no-untyped-def]
         count = len(xs)
-        if rule != STOCHASTIC:
+        if not is_stochastic:
             plain(xs, ys, count, xs, p, origin, largest, overflow, smallest, by, back, whole)
             return have
         done = 0
@@ -157,7 +158,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
     """
     fill, run = _numbers_of(scale_shape, kind), _run_along(rule, shape, kind)
     tensor_scale, apply_far = make_tensor_scale(kind), make_apply_far(rule, shape, kind)
-    u32, i64 = np.uint32, np.int64
+    u32, i64, is_stochastic = np.uint32, np.int64, draws_noise(rule)
     new_noise, new_words, new_integers, new_floats = _memory_of(BATCH)
 
     @compiled_loop(rule, shape, scale_shape, kind, error_model="numpy")
@@ -195,7 +196,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
                     xs, ys = x[start : start + length], y[start : start + length]
                     if far:
                         for k in range(length):
-                            bits = element_noise(start + k, keys[0], keys[1]) if rule == STOCHASTIC else u32(0)
+                            bits = element_noise(start + k, keys[0], keys[1]) if is_stochastic else u32(0)
                             ys[k] = apply_far(xs[k], bits, exponents[b], p)
                     else:
                         have = run(
@@ -210,7 +211,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
 @cache
 def _run_across(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     """Round neighbours in memory that have a scale each. Gives the number of the noise block that is at hand."""
-    apply = make_apply(rule, shape, kind)
+    apply, is_stochastic = make_apply(rule, shape, kind), draws_noise(rule)
     u32, i32 = np.uint32, np.int32
 
     @njit(inline="always")
@@ -219,7 +220,7 @@ def _run_across(rule: int, shape: int, kind: int) -> Callable[..., Any]:
         done, count = 0, len(xs)
         while done < count:
             length, words = count - done, noise
-            if rule == STOCHASTIC:
+            if is_stochastic:
                 block, place = (start + done) // NOISE_BLOCK, (start + done) % NOISE_BLOCK
                 if block != have:
                     fill_noise(noise, block, k[0], k[1])
@@ -231,7 +232,7 @@ def _run_across(rule: int, shape: int, kind: int) -> Callable[..., Any]:
             vs, ss = overflows[done : done + length], smallests[done : done + length]
             bs, ks = by[done : done + length], back[done : done + length]
             for i in range(length):
-                word = words[i] if rule == STOCHASTIC else u32(0)
+                word = words[i] if is_stochastic else u32(0)
                 yp[i] = apply(xp[i], word, shift, sign, used, odd, os[i], ls[i], vs[i], ss[i], bs[i], ks[i], whole)
             done += length
         return have
@@ -247,7 +248,7 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
     """
     fill, run = _numbers_of(scale_shape, kind), _run_across(rule, shape, kind)
     tensor_scale, apply_far = make_tensor_scale(kind), make_apply_far(rule, shape, kind)
-    u32, i64 = np.uint32, np.int64
+    u32, i64, is_stochastic = np.uint32, np.int64, draws_noise(rule)
     new_noise, new_words, new_integers, new_floats = _memory_of(LANES)
 
     @compiled_loop(rule, shape, scale_shape, kind, error_model="numpy")
@@ -288,7 +289,7 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
                 have = run(xs, ys, start, noise, have, k, p, origins, largests, overflows, smallests, by, back, whole)
                 for i in range(width if far else 0):
                     if not is_near(exponents[i], p):
-                        bits = element_noise(start + i, k[0], k[1]) if rule == STOCHASTIC else u32(0)
+                        bits = element_noise(start + i, k[0], k[1]) if is_stochastic else u32(0)
                         ys[i] = apply_far(xs[i], bits, exponents[i], p)
 
     return loop

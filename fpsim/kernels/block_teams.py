@@ -27,7 +27,7 @@ from fpsim.kernels.blocks import (
 )
 from fpsim.kernels.compile import CUDA_THREADS, cuda_module
 from fpsim.kernels.round import key_words
-from fpsim.rounding import STOCHASTIC
+from fpsim.rounding import draws_noise
 from fpsim.statistics import (
     BLOCK_FIELDS,
     BLOCK_SATURATED,
@@ -114,7 +114,7 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int) -> Calla
 
     tensor_scale, numbers = make_tensor_scale(kind), make_numbers(scale_shape, kind)
     apply, apply_far = make_apply(rule, shape, kind), make_apply_far(rule, shape, kind)
-    u32, i32 = np.uint32, np.int32
+    u32, i32, is_stochastic = np.uint32, np.int32, draws_noise(rule)
 
     def kernel(  # type: ignore[no-untyped-def]
         x, y, outer, rows, middle, columns, inner, r, c, p, given, scales, has_scales, key, has_key, word, team
@@ -136,7 +136,7 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int) -> Calla
         while j < height:
             index = base + j * step + k * inner
             number, bits = x[index], u32(0)
-            if rule == STOCHASTIC:
+            if is_stochastic:
                 bits = element_noise(index, key0, key1)
             if near:
                 y[index] = apply(

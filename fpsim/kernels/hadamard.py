@@ -12,7 +12,7 @@ from fpsim.deferred import carray, njit
 from fpsim.kernels.compile import CUDA_THREADS, cuda_module, pointer, stack_array
 from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.round import key_words
-from fpsim.rounding import NOISE_ROUNDS, threefry
+from fpsim.kernels.threefry import NOISE_ROUNDS, threefry
 
 if TYPE_CHECKING:
     from fpsim.kernels.card import CudaKernel

@@ -13,16 +13,8 @@ from fpsim.deferred import carray, njit
 from fpsim.kernels.compile import CUDA_THREADS, cuda_module, integers, pointer, stack_array
 from fpsim.kernels.containers import make_limit, make_value
 from fpsim.kernels.native import Loop, compiled_loop
-from fpsim.rounding import (
-    NOISE_BLOCK,
-    NOISE_LANES,
-    NOISE_ROUNDS,
-    STOCHASTIC,
-    make_at_scale,
-    make_round,
-    rotate_left,
-    threefry,
-)
+from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, NOISE_ROUNDS, threefry
+from fpsim.rounding import draws_noise, make_at_scale, make_round, rotate_left
 
 if TYPE_CHECKING:
     from fpsim.kernels.card import CudaKernel
@@ -51,7 +43,7 @@ def exchange_halves(word):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def noise_words(counter, key0, key1):  # type: ignore[no-untyped-def]
-    """The four noise words of one counter, see rounding.NOISE_BLOCK."""
+    """The four noise words of one counter, see threefry.NOISE_BLOCK."""
     low = np.uint32(np.uint64(counter) & np.uint64(0xFFFFFFFF))
     high = np.uint32(np.uint64(counter) >> np.uint64(32))
     return threefry(low, high, np.uint32(key0), np.uint32(key1), NOISE_ROUNDS)
@@ -98,7 +90,7 @@ def _cpu_body(
     masks: the patterns that stay as they are.
     """
     round_bits, at_scale, is_mask = make_round(rule, shape, width), make_at_scale(width), _make_is_mask(width, masks)
-    uint, sint = integers(width)
+    uint, sint, is_stochastic = *integers(width), draws_noise(rule)
     to_top, magnitude_mask = uint(width - 32), uint((1 << (width - 1)) - 1)
     new_noise = stack_array(NOISE_BLOCK, np.uint32)
 
@@ -107,7 +99,7 @@ def _cpu_body(
         shift, zero_sign, used, odd = sint(p[0]), uint(p[5]), uint(p[6] << (width - 32)), uint(p[7])
         origin, largest, overflow, smallest = at_scale(p[1], p[2], p[3], p[4], log2_scale)
         amax = uint(0)
-        if rule == STOCHASTIC:
+        if is_stochastic:
             noise = new_noise()
             for start in range(0, n, NOISE_BLOCK):
                 fill_noise(noise, block, key[0], key[1])
@@ -205,15 +197,15 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
     ALIGNED in `flags`: x and y begin at multiples of 16 bytes.
     The rest are the integers of a Plan. masks: the patterns that stay as they are.
 
-    A thread rounds 16 bytes of neighbours, which it loads and stores at once if they are aligned and all exist. Under
-    STOCHASTIC it rounds the eight patterns whose noise comes from one counter, 16 apart: a warp reads whole sectors.
+    A thread rounds 16 bytes of neighbours, which it loads and stores at once if they are aligned and all exist. A
+    stochastic one rounds the eight patterns whose noise comes from one counter, 16 apart: a warp reads whole sectors.
     """
     from fpsim.kernels.card import vector_access
 
     global cuda
     cuda = cuda_module()
     round_bits, at_scale, is_mask = make_round(rule, shape, width), make_at_scale(width), _make_is_mask(width, masks)
-    uint, sint = integers(width)
+    uint, sint, is_stochastic = *integers(width), draws_noise(rule)
     to_top, lanes = uint(width - 32), 128 // width
     load, store = vector_access(width)
 
@@ -236,7 +228,7 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
         origin, largest, overflow, smallest = at_scale(origin, largest, overflow, smallest, scale)
         used = uint(uint(used) << to_top)
         p = sint(shift), sint(origin), uint(largest), uint(overflow), uint(smallest), uint(zero), used, uint(odd)
-        if rule == STOCHASTIC:
+        if is_stochastic:
             key0, key1 = key_words(key[0] if flags & HAS_KEY else word)
             w0, w1, w2, w3 = noise_words(thread, key0, key1)
             i = (thread >> 4) * NOISE_BLOCK + (thread & 15)
@@ -277,4 +269,4 @@ def cuda_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Cud
 
 def elements_of_block(rule: int, width: int) -> int:
     """How many patterns a block of CUDA_THREADS rounds."""
-    return CUDA_THREADS * (NOISE_BLOCK // NOISE_LANES if rule == STOCHASTIC else 128 // width)
+    return CUDA_THREADS * (NOISE_BLOCK // NOISE_LANES if draws_noise(rule) else 128 // width)

@@ -29,9 +29,10 @@ import numpy as np
 from fpsim.deferred import njit
 from fpsim.kernels.compile import float64_bits, float64_of_bits
 from fpsim.kernels.containers import narrowed, widened
-from fpsim.rounding import NOISE_ROUNDS, ROUNDINGS, STOCHASTIC, make_round, shift_left, threefry
+from fpsim.kernels.threefry import NOISE_ROUNDS, threefry
+from fpsim.rounding import draws_noise, make_round, shift_left
 
-EXACT = len(ROUNDINGS)  # in the place of a rule: no rounding
+EXACT = -1  # in the place of a rule: no rounding
 
 # Whose noise it is: the second word of a counter holds it above the number of the rounding, four to a counter.
 SUM_NOISE, PRODUCT_NOISE, OUTER_NOISE, BIAS_NOISE = range(4)
@@ -58,12 +59,12 @@ def narrow(x):  # type: ignore[no-untyped-def]
 
 def _inlined(rule: int) -> dict[str, Any]:
     """Inlined by LLVM, which halves the time of compiling; but it vectorises a stochastic step only if Numba did it."""
-    return {"inline": "always"} if rule == STOCHASTIC else {"forceinline": True}
+    return {"inline": "always"} if draws_noise(rule) else {"forceinline": True}
 
 
 @cache
 def make_round_value(rule: int, shape: int) -> Callable[..., Any]:
-    """The rounding of one float64: (x, noise, eight integers of a Plan). noise: 32 bits, used by STOCHASTIC alone."""
+    """The rounding of one float64: (x, noise, eight integers of a Plan). noise: 32 bits, for stochastic rules alone."""
     if rule == EXACT:
 
         @njit(forceinline=True)

@@ -18,8 +18,9 @@ from numba import njit
 import fpsim
 from fpsim import FloatFormat, as_format, round_to
 from fpsim.kernels.round import fill_noise, noise_words
+from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, threefry
 from fpsim.noise import noise_state, replayed_noise
-from fpsim.rounding import NOISE_BLOCK, NOISE_LANES, STOCHASTIC, make_plan, make_round, threefry
+from fpsim.rounding import STOCHASTIC, make_plan, make_round
 
 FORMATS = ["fp16", "bf16", "cb16", "e4m3fn", "e5m2", "e2m1fn", "e4m3fnuz", "p3109_p3", "dlfloat16", "tf32"]
 CUSTOM = [

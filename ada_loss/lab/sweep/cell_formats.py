@@ -94,7 +94,7 @@ def _canonical_policy(fmt: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("A format came with 'rounding' in it. The sweep varies it: give roundings=[...].")
     try:
         _policy(fmt)
-        found = {k: _canonical(k, v) for k, v in fmt.items() if v is not None}
+        found = {k: _canonical(k, v) for k, v in fmt.items() if v is not None and (k, v) != ("variant", "A")}
         json.dumps(found)
     except TypeError as error:
         raise ValueError(
@@ -162,6 +162,8 @@ def policy_of(fmt: Any, rounding: str) -> FormatSchedule:
 
 def _policy_of(fmt: Any, rounding: str) -> Any:
     policy = _policy(fmt) if isinstance(fmt, Mapping) else fmt
+    if isinstance(policy, Policy):
+        policy.with_rounding(rounding)  # random bits and variants that the rounding cannot use are an error now
     is_name = isinstance(fmt, str) and not _is_recipe(fmt)
     fpsim.quantize(torch.nn.Linear(1, 1, device="meta"), policy if is_name else None, rounding=rounding)
     return policy

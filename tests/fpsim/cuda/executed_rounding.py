@@ -117,6 +117,26 @@ def test_every_format_and_rule_has_the_bits_of_the_cpu(kernel: tuple[int, int, i
             check(on_card(part, spec, flags=HAS_KEY), on_cpu(part, spec), part, spec)
 
 
+@pytest.mark.parametrize(
+    ("variant", "name", "width"),
+    [
+        ("B", "bf16", 32), ("B", "e8m0fnu", 64), ("C", "fp16", 32), ("C", "dlfloat16", 32), ("C", "e4m3fnuz", 64),
+        ("C_ties_to_odd", "bf16", 32), ("C_ties_to_odd", "dlfloat16", 64), ("C_to_odd", "fp16", 32),
+        ("C_to_odd", "e8m0fnu", 32), ("C_to_odd", "dlfloat16", 32),
+    ],
+)  # fmt: skip
+def test_every_variant_has_the_bits_of_the_cpu(variant: str, name: str, width: int) -> None:
+    random = np.random.default_rng(len(name))
+    for r in (1, 4, 30):
+        spec = rounding_spec(name, "stochastic", None, r, variant)
+        assert isinstance(spec.fmt, FloatFormat)
+        edges = everywhere(borders(spec.fmt, width))
+        x = np.concatenate([edges, patterns(spec.fmt, width, PATTERNS // 10, random)])
+        check(on_card(x, spec), on_cpu(x, spec), x, spec)
+        for part in ends(edges)[:3]:
+            check(on_card(part, spec, flags=HAS_KEY), on_cpu(part, spec), part, spec)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS, ids=of_kernel)
 def test_a_thousand_million_patterns_have_the_bits_of_the_cpu(kernel: tuple[int, int, int]) -> None:

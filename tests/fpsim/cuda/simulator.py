@@ -22,10 +22,11 @@ from fpsim.kernels import accumulate as products
 from fpsim.kernels import block_teams, hadamard, moments, round
 from fpsim.kernels.card import scalar_kernel
 from fpsim.kernels.round import NO_MASKS, Masks, cuda_loop
+from fpsim.kernels.threefry import NOISE_BLOCK
 from fpsim.launch import kernel_for, masks_of, rounded
 from fpsim.moments import binades, moments_of, on_device
 from fpsim.reference import noise_of, rounded_in_float64
-from fpsim.rounding import NOISE_BLOCK, ROUNDINGS
+from fpsim.rounding import ROUNDINGS
 from fpsim.shared_scales import (
     Cut,
     block_axes,
@@ -51,13 +52,14 @@ def simulated(
     log2_scale: int = 0,
     extra: int = 3,
     masks: Masks = NO_MASKS,
+    few: tuple[int | None, str] = (None, "A"),
 ) -> torch.Tensor:
     """Round through the kernel; `extra` guard elements behind the end must stay.
 
     Element by element and 16 bytes at once, with the key as a number and in memory: all the same.
     """
     width = 64 if x.dtype is torch.float64 else 32
-    plan = kernel_for(rounding_spec(fmt, rounding), width).plan
+    plan = kernel_for(rounding_spec(fmt, rounding, None, *few), width).plan
     integer = np.uint64 if width == 64 else np.uint32
     source = np.concatenate([x.numpy().view(integer), np.full(extra, 78, integer)])
     scale, address = (cuda.to_device(np.array([number])) for number in (log2_scale, key))
@@ -146,6 +148,23 @@ def test_the_kernel_gives_the_bits_of_the_cpu(
     spec, key = rounding_spec(FORMATS[name], rounding), 0x123456789ABCDEF
     expected = rounded(x, spec, torch.tensor(key))
     assert same(simulated(x, FORMATS[name], rounding, key), expected)
+
+
+@pytest.mark.usefixtures("in_turn")
+@pytest.mark.parametrize(
+    ("variant", "name", "dtype"),
+    [("B", "e4m3fn", torch.float32), ("C", "odd", torch.float32), ("C_to_odd", "e5m2fnuz", torch.float64)],
+    ids=str,
+)
+def test_the_kernel_of_a_variant_gives_what_verify_expects(
+    variant: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round, "CUDA_THREADS", 32)
+    fmt, key = FORMATS[name], 0x12345678_9ABCDEF0
+    x = torch.cat([borders(fmt, torch.float32), sample(NOISE_BLOCK + 21, torch.float32)])
+    expected = rounded_in_float64(x.numpy(), fmt, "stochastic", noise_of(len(x), key), 3, variant)
+    found = simulated(x.to(dtype), fmt, "stochastic", key, few=(3, variant)).double().numpy()
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.usefixtures("in_turn")

@@ -50,6 +50,9 @@ def test_equal_trainings_are_one_cell_and_any_change_makes_another() -> None:
     assert one == [Cell(json.loads(json.dumps(plan("digits", ["fp16"], [1024])[0].config))).id]
     policy = ids("digits", [{"error": "fp16", "weight": "bf16"}], ["none"])
     assert policy == ids("digits", [{"weight": "bfloat16", "error": "half", "activation": None}], ["none"])
+    few = {"error": "fp16", "random_bits": 4}
+    assert ids("digits", [few], ["none"]) == ids("digits", [{**few, "variant": "A"}], ["none"])
+    assert ids("digits", [few], ["none"]) != ids("digits", [{**few, "variant": "C"}], ["none"])
     others = [
         ids("deep_digits", ["fp16"], [1024]),
         ids("digits", ["bf16"], [1024]),
@@ -133,6 +136,12 @@ def test_ten_thousand_cells_have_as_many_ids() -> None:
         ({"scaling": [-1.0]}, "-1.0"),
         ({"scaling": []}, "scaling is empty"),
         ({"roundings": ["neerest"]}, "neerest"),
+        ({"formats": [{"error": "fp16", "variant": "D"}]}, "Unknown variant 'D'. Known: A, B, C"),
+        (
+            {"formats": [{"error": "fp16", "variant": "C"}], "roundings": ["stochastic"]},
+            "variant='C' without random_bits",
+        ),
+        ({"formats": [{"error": "fp16", "random_bits": 99}], "roundings": ["stochastic"]}, "random_bits=99"),
         ({"scaling": ["1024"]}, "Unknown scaling method '1024'. Write 1024 without quotes."),
         ({"seeds": 0}, "seeds is empty"),
         ({"seeds": -1}, "seeds=-1 is no number of seeds. Expected: 1 or more, or a list of integers."),
