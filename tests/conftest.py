@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -59,5 +60,7 @@ def _own_randomness() -> Iterator[None]:
     torch.manual_seed(0)
     fpsim.manual_seed(None)
     yield
+    if (pyplot := sys.modules.get("matplotlib.pyplot")) is not None:
+        pyplot.close("all")  # what a test has plotted stays with pyplot otherwise
     fpsim.manual_seed(None)
     torch.set_num_threads(threads)

@@ -32,11 +32,10 @@ FLOORS = (
     "fpsim.hadamard fpsim.delayed fpsim.tally",
     "fpsim.block_autograd",
     "fpsim.products",
-    "fpsim.ops fpsim.warm fpsim.policy fpsim.emulation.recurrent fpsim.emulation.casts fpsim.emulation.marks "
-    "fpsim.emulation.scaled_masks",
+    "fpsim.ops fpsim.warm fpsim.policy fpsim.emulation.recurrent fpsim.emulation.casts fpsim.emulation.marks",
     "fpsim.recipes",
     "fpsim.codes fpsim.emulation.arguments fpsim.emulation.operands fpsim.emulation.scope fpsim.emulation.forms "
-    "fpsim.emulation.einsum",
+    "fpsim.emulation.einsum fpsim.emulation.scaled_masks",
     "fpsim.emulation.accumulated",
     "fpsim.emulation.checkpoints fpsim.emulation.calls fpsim.emulation.backward fpsim.emulation.packing "
     "fpsim.emulation.steps",

@@ -182,7 +182,7 @@ def format_of(x: Tensor) -> str | None:
     What was rounded at a scale may lie between the format's values.
     """
     found = getattr(x, "_fpsim", None)
-    if found is None or found[2] is not None:
+    if not found or found[2] is not None:  # empty: of a gradient at a scale that was copied
         return None
     if found[0] == WIDE:
         return WIDE

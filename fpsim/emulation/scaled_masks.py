@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from fpsim.autograd import is_plain
+from fpsim.emulation.casts import WIDE_DTYPES
+from fpsim.emulation.marks import is_roundable
 from fpsim.moments import amax_of
 from fpsim.spec import RoundingSpec
 from fpsim.statistics import AMAX
@@ -25,7 +27,7 @@ def masks_to_scale(spec: RoundingSpec | None, args: tuple[Any, ...]) -> Tensor |
     if spec is None or spec.dtype is not None or float(spec.fmt.largest) > 2.0**100:
         return None
     tensors = [x for x in args if isinstance(x, Tensor)]
-    if len(tensors) != 1 or tensors[0].dtype not in (torch.float32, torch.float64):
+    if len(tensors) != 1 or not is_roundable(tensors[0]) or tensors[0].dtype not in WIDE_DTYPES:
         return None
     x = tensors[0].detach()
     largest, is_now = torch.finfo(x.dtype).max, is_plain(x)
@@ -41,7 +43,7 @@ def keep_masks(out: Any, masks: Tensor | None) -> Any:
 
     `(scores + mask) / 8` has a row of equal masks then, where native code has a row of equal numbers.
     """
-    if masks is not None and out.shape == masks.shape:
+    if masks is not None and out.dtype in WIDE_DTYPES and out.shape == masks.shape:
         with torch.no_grad():
             largest = torch.finfo(out.dtype).max
             out.data.copy_(torch.where(masks & out.isfinite(), out.sign() * largest, out))

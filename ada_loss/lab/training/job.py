@@ -220,7 +220,7 @@ class Job:
         done = self._last + 1
         if self.history and self.history[-1][0] == done:
             del self.history[-1], self.layer_scales[-1:]
-        self.history.append((done, self._recording.rows()))
+        self.history.append((done, [*self._recording.rows()]))
         if self._adaptive is not None:
             self.layer_scales.append((done, self._adaptive.log2_scales()))
 

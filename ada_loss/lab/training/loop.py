@@ -293,7 +293,7 @@ class Training:
         """Add a point to the history, and the scales of the layers, where one is due."""
         state = self.state
         if self.recording is not None and (state.steps % self.point_every == 0 or state.steps == self.total):
-            state.history.append((state.steps, self.recording.rows()))
+            state.history.append((state.steps, [*self.recording.rows()]))
             if self.adaptive is not None:
                 state.layer_scales.append((state.steps, self.adaptive.log2_scales()))
 
@@ -311,7 +311,7 @@ class Training:
 
     def _stopped(self, error: FloatingPointError) -> Stopped:
         if self.recording is not None:
-            self.state.history.append((self.state.steps, self.recording.rows()))
+            self.state.history.append((self.state.steps, [*self.recording.rows()]))
         self._add_seconds()
         if self.checkpoints is not None:
             self.checkpoints.remove()

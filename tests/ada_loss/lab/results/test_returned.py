@@ -66,7 +66,7 @@ THINGS: dict[str, tuple[Callable[[Results, Path], Any], str]] = {
     "comparison": (lambda r, _: r.compare("my fp8", "fp32"), "my fp8 against fp32: accuracy"),
     "curves": (lambda r, _: r.curves("loss"), "loss, lower is better\nformat"),
     "recording": (lambda *_: trained()[0], "site      role   format  rounding"),
-    "recorder": (lambda *_: trained()[1], "site      role   format"),
+    "recorder": (lambda *_: trained()[1], "those of which most was lost, at their worst"),
     "run": (lambda *_: train(digits(), "bf16", steps=2), "accuracy  steps  skipped"),
     "search": (found, "Smallest found: activation"),
 }
