@@ -45,6 +45,31 @@ RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Run the faile
 Seconds = Annotated[float | None, typer.Option(help="Seconds that one cell may take.", show_default="no limit")]
 
 
+def _files_of(folder: str, kind: str, incomplete: str) -> list[str]:
+    """The names of the files of a kind in a folder of this package that begin so, without importing anything."""
+    return [
+        path.stem for path in sorted((Path(__file__).parent / folder).glob(kind)) if path.stem.startswith(incomplete)
+    ]
+
+
+def _sweeps(incomplete: str) -> list[str]:
+    here = [str(path) for kind in ("*.yaml", "*.yml") for path in Path().glob(kind)]
+    return [*_files_of("lab/sweep", "*.yaml", incomplete), *(name for name in here if name.startswith(incomplete))]
+
+
+def _tasks(incomplete: str) -> list[str]:
+    from ada_loss.lab.tasks import TASKS
+
+    return [name for name in TASKS if name.startswith(incomplete)]
+
+
+def _formats(incomplete: str) -> list[str]:
+    import fpsim
+
+    recipes = [f"{fpsim.RECIPE_PREFIX}{row.name}" for row in fpsim.recipes()]
+    return [name for name in (*fpsim.CATALOGUE, *fpsim.BLOCKS, *recipes) if name.startswith(incomplete)]
+
+
 @contextmanager
 def _errors_as_exit_codes(hint: str = "") -> Iterator[None]:
     """Report an error as one line on stderr and an exit code; a traceback is left for errors of this library itself.
@@ -78,7 +103,10 @@ def _given(**options: Any) -> dict[str, Any]:
 @app.command()
 def sweep(
     config: Annotated[
-        str, typer.Argument(help="A YAML file, or the name of a sweep that comes with the library (digits).")
+        str,
+        typer.Argument(
+            help="A YAML file, or the name of a sweep that comes with the library (digits).", autocompletion=_sweeps
+        ),
     ],
     out: Annotated[Path | None, typer.Option(help="The folder to keep everything in.")] = None,
     workers: Workers = None,
@@ -93,6 +121,7 @@ def sweep(
     no_baseline: Annotated[bool, typer.Option("--no-baseline", help="Do not train float32 for comparison.")] = False,
     minimize: Minimize = None,
     maximize: Maximize = None,
+    why: Annotated[bool, typer.Option("--why", help="Say why cells diverge or fall short: train one again.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train every combination of formats, scaling methods and seeds of a file, and report the results.
@@ -105,7 +134,7 @@ def sweep(
 
         folder = None if out is None else str(out)
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
-        chosen = {"retry_failed": retry_failed or None, "baseline": False if no_baseline else None}
+        chosen = {"retry_failed": retry_failed or None, "baseline": False if no_baseline else None, "why": why or None}
         given = _given(**execution, **chosen, seeds=seeds, out=folder, minimize=minimize, maximize=maximize)
         arguments = with_settings(read_sweep(config), settings or [])
         _add_current_folder()
@@ -154,6 +183,8 @@ def _finish(results: Any, as_json: bool) -> None:
     else:
         for table in results.tables():
             print(f"{table.title}\n{table}")
+        for name, words in results.legend.items():
+            print(f"{printable(name)}: {printable(words)}")
         for cell in results.failures():
             print(f"failed: {cell['id']}: {printable(cell['error'])}")
         for words in verdicts:
@@ -165,7 +196,9 @@ def _finish(results: Any, as_json: bool) -> None:
 
 @app.command()
 def search(
-    task: Annotated[str, typer.Argument(help="A task's name, or 'module:function' that makes one.")],
+    task: Annotated[
+        str, typer.Argument(help="A task's name, or 'module:function' that makes one.", autocompletion=_tasks)
+    ],
     roles: Annotated[
         list[str], typer.Option(help="Roles that get small formats, with commas between; the others stay in float32.")
     ] = ["weight,activation,error,weight_grad"],  # noqa: B006
@@ -325,8 +358,10 @@ def formats(as_json: AsJson = False) -> None:
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(help="A task's name, or 'module:function' of a model or a task.")],
-    fmt: Annotated[str, typer.Option("--format", help="The format for all roles.")] = "fp16",
+    model: Annotated[
+        str, typer.Argument(help="A task's name, or 'module:function' of a model or a task.", autocompletion=_tasks)
+    ],
+    fmt: Annotated[str, typer.Option("--format", help="The format for all roles.", autocompletion=_formats)] = "fp16",
     as_json: AsJson = False,
 ) -> None:
     """Show the formats of a model: of its modules, and for a task of every site of one training step."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ada_loss.files import csv_bytes, data_frame, write_atomically
-from fpsim.checks import is_whole, shown
+from fpsim.checks import did_you_mean, is_whole, shown
+from fpsim.rows import Rows
 from fpsim.scaling import RoundingSpec, lost_between, rounded
 
 __all__ = ["COLUMNS", "Recorder"]
@@ -30,6 +31,7 @@ class Label(NamedTuple):
 SCALES = ("unbound", "bound", "log2_power_of_two", "log2_wanted", "log2_scale")  # the order in which they come
 SHARES = ("zeros", "underflow", "underflow_unscaled", "overflow")
 COLUMNS = (*Label._fields, *SCALES, "limited", *SHARES)
+SHOWN = 12  # sites of a printed Recorder
 CURVES = ("log2_scale", "underflow", "underflow_unscaled", "overflow")
 
 
@@ -104,15 +106,43 @@ class Recorder:
     def __len__(self) -> int:
         return len(self._labels)
 
+    def __str__(self) -> str:
+        """The sites of which most is lost, each at its worst."""
+        rows = self.rows()
+        if not rows:
+            return f"Recorder(every={self.every}), without rows so far: `scaled.observer = recorder` records."
+        worst: dict[tuple[str, str], dict[str, Any]] = {}
+        for row in rows:
+            key = row["site"], row["role"]
+            if key not in worst or max(row["underflow"], row["overflow"]) > max(
+                worst[key]["underflow"], worst[key]["overflow"]
+            ):
+                worst[key] = row
+        found = sorted(worst.values(), key=lambda row: -max(row["underflow"], row["overflow"]))[:SHOWN]
+        wide = max(len(row["site"]) for row in (*found, {"site": "site"}))
+        lines = [
+            f"Recorder(every={self.every}): {len(rows)} rows of steps {rows[0]['step']} to {rows[-1]['step']}, "
+            f"{len(worst)} sites; those of which most was lost, at their worst:",
+            f"{'site':<{wide}}  {'role':<11}  step  log2_scale  underflow  overflow",
+        ]
+        lines += [
+            f"{row['site']:<{wide}}  {row['role']:<11}  {row['step']:>4}  {row['log2_scale']:>10.0f}  "
+            f"{row['underflow']:>9.3g}  {row['overflow']:>8.3g}"
+            for row in found
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
     def clear(self) -> None:
         """Forget the rows."""
         self._labels.clear()
         self._numbers.clear()
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Rows:
         """The rows as dictionaries of `COLUMNS`, in the order of the backward passes. Copies them to the host."""
         numbers = torch.stack([n.cpu() for n in self._numbers]).tolist() if self._numbers else []
-        found = []
+        found = Rows()
         for label, values in zip(self._labels, numbers, strict=True):
             row = label._asdict() | dict(zip((*SCALES, *SHARES), values, strict=True))
             row["limited"] = row["log2_scale"] < row["log2_wanted"]
@@ -122,6 +152,42 @@ class Recorder:
     def to_frame(self) -> Any:
         """The rows as a pandas.DataFrame."""
         return data_frame(self.rows(), COLUMNS)
+
+    def table(self) -> Rows:
+        """A row for each site and role: how often it was sampled, its last scale, and the means of the shares."""
+        places: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+        for row in self.rows():
+            places.setdefault((row["site"], row["role"], row["format"]), []).append(row)
+        found = Rows()
+        for (site, role, fmt), rows in places.items():
+            means = {name: sum(row[name] for row in rows) / len(rows) for name in CURVES[1:]}
+            words = {"site": site, "role": role, "format": fmt, "steps": len(rows)}
+            found.append({**words, "log2_scale": rows[-1]["log2_scale"], **means})
+        return found
+
+    def __bool__(self) -> bool:
+        return True  # one that has seen nothing yet is a recorder too
+
+    def plot(self, role: str = "error", value: str = "log2_scale") -> Any:
+        """A figure: a value of the rows by site and step, as colours; needs matplotlib.
+
+        role: "error" or "weight_grad".
+        value: a column of numbers.
+        Raises ValueError where no row has the role or the column.
+        """
+        found = self.rows()
+        rows = [row for row in found if row["role"] == role]
+        if not rows:
+            known = ", ".join(dict.fromkeys(row["role"] for row in found)) or "none yet"
+            raise ValueError(f"No row has the role {shown(role)}. Known: {known}.")
+        numbers = [name for name, known in rows[0].items() if not isinstance(known, str)]
+        if value not in numbers:
+            raise ValueError(
+                f"Unknown column {shown(value)}.{did_you_mean(value, numbers)} Known: {', '.join(numbers)}."
+            )
+        from fpsim.pictures import plot_watch
+
+        return plot_watch(rows[::-1], value, f"{value}, role {role}")
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the rows to a CSV file, whole or not at all. Folders that are missing are made."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from fpsim.checks import is_whole, shown
 
-__all__ = ["require_module", "require_optimizer", "require_seed"]
+__all__ = ["require_memory", "require_module", "require_optimizer", "require_seed"]
 
 MOST_SEED = 2**64 - 1
 
@@ -26,6 +26,21 @@ def require_module(model: Any, name: str = "model", remedy: str = "") -> None:
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise TypeError(f"{name} is {shown(model)}, of type {kind}. Expected: a torch.nn.Module.{remedy}")
+
+
+def require_memory(model: nn.Module) -> None:
+    """Raise TypeError for a model with a parameter or a buffer on device meta, where tensors hold no numbers.
+
+    >>> require_memory(nn.Linear(2, 2, device="meta"))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    TypeError: weight of the model is on device meta, where tensors hold no numbers. Expected: a model on cpu or cuda...
+    """
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if x.is_meta:
+            raise TypeError(
+                f"{name} of the model is on device meta, where tensors hold no numbers. Expected: a model on cpu or "
+                f"cuda. Give it memory with model.to_empty(device='cpu'), and load its numbers."
+            )
 
 
 def require_seed(seed: Any, name: str = "seed") -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+from functools import cache, wraps
 from numbers import Integral, Real
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 __all__ = [
     "DISTRIBUTION",
@@ -37,10 +39,31 @@ DISTRIBUTION = "ada-loss"  # the name on the package index, where `fpsim` is ano
 def pip_install(extra: str, *others: str) -> str:
     """The command that installs an extra of this library, for an error; `others` are extras that would do as well.
 
-    >>> pip_install("lab"), pip_install("cuda12", "cuda13")
-    ("pip install 'ada-loss[lab]'", "pip install 'ada-loss[cuda12]' or 'ada-loss[cuda13]'")
+    It names the checkout or the file that the library was installed from, and the package where it came from an index:
+    "pip install -e '/home/me/ada-loss[lab]'", "pip install 'ada-loss[lab]'".
     """
-    return "pip install " + " or ".join(f"'{DISTRIBUTION}[{name}]'" for name in (extra, *others))
+    form = _installed_from()
+    return f"pip install {'-e ' * form.startswith('/')}" + " or ".join(
+        f"'{form.replace('{extra}', name)}'" for name in (extra, *others)
+    )
+
+
+@cache
+def _installed_from() -> str:
+    """What pip takes for this library with an extra, as it was installed (PEP 610), with "{extra}" in it."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        record = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+        url, is_editable = record.get("url", ""), record.get("dir_info", {}).get("editable", False)
+    except (PackageNotFoundError, OSError, ValueError, AttributeError):
+        url, is_editable = "", False
+    words = f"{DISTRIBUTION}[{{extra}}]"
+    if is_editable and url.startswith("file:///"):
+        return f"{unquote(url.removeprefix('file://'))}[{{extra}}]"
+    if url and "vcs_info" in record:
+        return f"{words} @ {record['vcs_info'].get('vcs', 'git')}+{url}"
+    return f"{words} @ {url}" if url else words
 
 
 LONGEST_WORD = 1000  # that is looked at for near ones

@@ -14,7 +14,7 @@ from fpsim.blocks import as_format
 from fpsim.formats import FloatFormat
 from fpsim.ops import round_to
 from fpsim.rounding import BINARY32, BINARY64
-from fpsim.spec import require_floating
+from fpsim.spec import require_floating, require_numbers
 
 __all__ = ["decode", "encode"]
 
@@ -33,8 +33,7 @@ def encode(x: Tensor, fmt: str | FloatFormat, rounding: str = "nearest_even", ov
     """
     f = _codable(fmt)
     require_floating(x)
-    if x.device.type == "meta":
-        raise TypeError("x is on device meta, where tensors hold no numbers to encode. Possible: cpu, cuda.")
+    require_numbers(x)
     x = x.detach()
     rounded = round_to(x if x.dtype is torch.float64 else x.float(), f, rounding, overflow)
     is_nan = rounded.isnan()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from fpsim.border import MOST_SEED, require_module, require_seed
+from fpsim.border import MOST_SEED, require_memory, require_module, require_seed
 from fpsim.checks import require_callable, require_number, require_whole, shown
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.tracing import Operation, Trace
@@ -20,6 +20,7 @@ from fpsim.noise import seed_here
 from fpsim.policy import FormatLike
 from fpsim.recipes import as_policy_of
 from fpsim.rows import Rows, number, text_table
+from fpsim.stepping import as_step, called, is_function, loss_of, preserve, switching
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
@@ -91,6 +92,7 @@ class Comparison(Rows):
                 lines.append(f"{words}: it first grows by {GROWTH:g} at {grown['site']} ({change})")
         grown_most = sorted(range(len(self)), key=lambda i: -_growth_of(self[i]))[:SHOWN]
         cells = [[number(self[i][name]) for name in COLUMNS] for i in sorted(grown_most)]
+        lines.append("fpsim.sensitivity says which modules cost most; fpsim.why, what makes a step fail.")
         return "\n".join([*lines, text_table(COLUMNS, cells)])
 
     __repr__ = __str__
@@ -106,10 +108,36 @@ def _growth_of(row: Mapping[str, Any]) -> float:
     return -1.0 if row["growth"] is None else row["growth"]
 
 
-@keeps_grad_mode
+@overload
 def compare(
     model: nn.Module,
     a: FormatLike,
+    b: FormatLike,
+    batch: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    draws: int = 1,
+    seed: int = 0,
+) -> Comparison: ...
+
+
+@overload
+def compare(
+    model: nn.Module,
+    a: Any,
+    b: FormatLike,
+    batch: FormatLike,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    draws: int = 1,
+    seed: int = 0,
+) -> Comparison: ...
+
+
+@keeps_grad_mode
+def compare(
+    model: nn.Module,
+    a: Any,
     b: FormatLike,
     batch: Any,
     *,
@@ -130,8 +158,13 @@ def compare(
     - entering: the largest relative error of what the operation read; of a gradient, of the gradients it is made of.
     - growth: relative / entering; None where nothing wrong entered.
 
-    `model` stays as it is: both run on copies, with the same dropout. All results and gradients of `a` are kept until
-    the end. Views and copies of a result have no rows. A fused operation, such as an LSTM, is one.
+    Two forms: `compare(model, a, b, batch)`, and `compare(model, step, a, b)` as of the other tools, where the step is
+    a function without arguments that runs `model`, or a batch too.
+
+    `model` stays as it is: both run on copies, with the same dropout. A step runs the model itself, whose formats,
+    parameters, buffers and gradients are put back; its loss is what it returns, if it returns one. All results and
+    gradients of `a` are kept until the end. Views and copies of a result have no rows. A fused operation, such as an
+    LSTM, is one.
 
     model: any module, quantised or not.
     a, b: what `quantize` takes; None is float32.
@@ -146,6 +179,9 @@ def compare(
     [('0:linear', 'activation'), ('1:tanh', 'activation')]
     """
     require_module(model)
+    if _is_step(a) and not _is_step(batch):  # the form of the other tools: model, step, a, b
+        a, b, batch = b, batch, a
+    require_memory(model)
     require_whole("draws", draws, 1, MOST_DRAWS)
     require_seed(seed)
     if seed + draws > MOST_SEED:
@@ -154,15 +190,15 @@ def compare(
         require_callable("loss", loss, "lambda output: output.mean()")
     for fmt in (a, b):
         as_policy_of(fmt, model)  # which raises for what is no format
-    plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model
+    run = _run_of(model, batch, loss)
     result = Comparison(("float32" if a is None else str(a), "float32" if b is None else str(b)))
     kept = _Kept()
-    output, loss_a = _run(plain, a, batch, loss, seed, seed, kept)
+    output, loss_a = run(a, seed, seed, kept)
     errors = _Errors(kept.tensors, draws)
     outputs, losses = [], []
     for draw in range(draws):
         errors.order, errors.operations = [], {}
-        other, loss_b = _run(plain, b, batch, loss, seed, seed + draw, errors)
+        other, loss_b = run(b, seed, seed + draw, errors)
         outputs.append(_divergence(output, other))
         losses.append(loss_b)
     if loss_a is not None and not math.isfinite(loss_a) and not any(map(math.isfinite, losses)):  # type: ignore[arg-type]
@@ -177,16 +213,49 @@ def compare(
     return result
 
 
-def _run(
+def _is_step(value: object) -> bool:
+    """Whether a value is a step or a batch, and no format: those of NumPy are classes, which are callable too."""
+    return isinstance(value, Tensor | tuple | list | Mapping) or (is_function(value) and not isinstance(value, type))
+
+
+Run = Callable[[FormatLike, int, int, Any], tuple[Tensor | None, float | None]]
+
+
+def _run_of(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> Run:
+    """What runs the model in a format, seeded, under a visitor, and gives the outputs and the loss."""
+    if is_function(batch):
+        return partial(_run_step, model, as_step(model, batch, loss, "compare"))
+    plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model
+    return partial(_run_batch, plain, batch, loss)
+
+
+def _run_step(
+    model: nn.Module, step: Callable[[], Any], fmt: FormatLike, seed: int, noise: int, visitor: Any
+) -> tuple[None, float | None]:
+    """One run of a step that closes over the model: the model itself changes its formats meanwhile."""
+    found: list[Any] = []
+
+    def run(undo: Undo) -> None:
+        preserve(model, undo)
+        switching(model, undo)(fmt)
+        _traced(model, visitor, lambda: found.append(step()), seed, noise, undo)
+
+    undone(run)
+    loss = found[0].detach() if isinstance(found[0], Tensor) else found[0]
+    is_loss = isinstance(loss, int | float) or (isinstance(loss, Tensor) and loss.numel() == 1)
+    return None, float(loss) if is_loss else None
+
+
+def _run_batch(
     model: nn.Module,
-    fmt: FormatLike,
     batch: Any,
     loss: Callable[[Any], Tensor] | None,
+    fmt: FormatLike,
     seed: int,
     noise: int,
     visitor: Any,
 ) -> tuple[Tensor | None, float | None]:
-    """One forward pass, and a backward pass if there is a loss. Gives the outputs and the loss."""
+    """One forward pass of a copy, and a backward pass if there is a loss. Gives the outputs and the loss."""
     copy = quantize(model, fmt)
     copy.zero_grad()
     out: Any = None
@@ -194,32 +263,25 @@ def _run(
 
     def step() -> None:
         nonlocal out, total
-        out = _called(copy, batch)
-        total = loss(out) if loss is not None else getattr(out, "loss", None)
+        out = called(copy, batch)
+        total = loss_of(out, loss)
         if total is not None:
-            if not isinstance(total, Tensor) or total.numel() != 1:
-                raise TypeError(f"loss returned {shown(total)}. Expected: a tensor of one element.")
             total.backward()
 
-    def run(undo: Undo) -> None:
-        trace = Trace(copy, visitor, emulated=True, verb="compare")
-        undo.by(trace.remove)
-        trace.install_alone()
-        seed_here(undo, seed, noise)
-        undo.by(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
-        torch.set_grad_enabled(True)
-        trace.run(step)
-
-    undone(run)
+    undone(partial(_traced, copy, visitor, step, seed, noise))
     logits = getattr(out, "logits", None)
     found = logits if isinstance(logits, Tensor) else next((x for x in tensors_in(out) if x.is_floating_point()), None)
     return None if found is None else found.detach(), None if total is None else float(total.detach())
 
 
-def _called(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+def _traced(model: nn.Module, visitor: Any, step: Callable[[], object], seed: int, noise: int, undo: Undo) -> None:
+    trace = Trace(model, visitor, emulated=True, verb="compare")
+    undo.by(trace.remove)
+    trace.install_alone()
+    seed_here(undo, seed, noise)
+    undo.by(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+    torch.set_grad_enabled(True)
+    trace.run(step)
 
 
 def _divergence(a: Tensor | None, b: Tensor | None) -> float | None:

@@ -10,28 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpsim.blocks import BlockFormat
-from fpsim.border import require_module
-from fpsim.checks import require_callable, shown
+from fpsim.border import require_memory, require_module
+from fpsim.checks import shown
 from fpsim.emulation.scope import Listeners, Observer
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.forwards import emulated_forwards
 from fpsim.model import listeners
-from fpsim.noise import keep_random_numbers
-from fpsim.ranges import Range, range_of
+from fpsim.ranges import Range
 from fpsim.rows import Rows, number
-from fpsim.shared_scales import Cut
-from fpsim.spec import Spec
-from fpsim.tally import Accumulator
+from fpsim.seen import AFTER, CAME_IN, FILLS, Seen, is_backward
+from fpsim.stepping import as_step, preserve
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
-__all__ = ["FILLS", "Diagnosis", "diagnose", "overflow_of"]
+__all__ = ["Diagnosis", "diagnose"]
 
-# What puts an infinity in its result on purpose.
-FILLS = frozenset("masked_fill masked_fill_ index_fill index_fill_ full full_like new_full fill where tensor".split())
-CAME_IN = ("input", "parameter", "buffer")  # roles of what was not finite before anything was computed
-AFTER = ("the parameter", "the buffer", "the gradient that is kept in")  # and of what is not finite afterwards
 ELSEWHERE = "fpsim.why(model, step) looks at optimizers, lost gradients and lost updates too."
 SHOWN = 12  # rows of a printed table
 LEAST_SCALE, MOST_SCALE = -60, 60  # log2, between which a scale is looked for
@@ -45,28 +38,33 @@ class Diagnosis(Rows):
     chain: rows of the operations from there to the loss, with their results and gradients.
     run: rows of all operations: finite amax, and the share that is not finite, of the result and of its gradient.
     layers: rows of the largest scales at which the gradients fit, the least first; of a step with a scaler.
+    checked: what was looked at, in words.
     scale: the scaler's scale, and the largest power of two at which no gradient overflows; None without a scaler.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.cause: dict[str, Any] | None = None
+        self.checked = ""
         self.operands, self.chain, self.run, self.layers = Rows(), Rows(), Rows(), Rows()
         self.scale: tuple[float, float | None] | None = None
 
     def __str__(self) -> str:
         if self.cause is None:
-            return f"Nothing is inf, NaN or saturated. {ELSEWHERE}"
+            return f"Nothing is inf, NaN or saturated. {ELSEWHERE}\n{self.checked}"
         c = self.cause
         if c["role"] in CAME_IN:
             lines = [f"{c['kind']} came in with {c['role']} {c['site']}: {c['count']} of {c['of']}"]
             return "\n".join([*lines, "", "From there to the loss:", str(_shortened(self.chain))])
         if c["role"] in AFTER:
             return f"{c['kind']} is in {c['role']} {c['site']}, {c['count']} of {c['of']}, after the step. {ELSEWHERE}"
-        where = "backward" if _is_backward(c["role"]) else "forward"
+        where = "backward" if is_backward(c["role"]) else "forward"
+        at = f", call {c['call'] + 1} of {c['calls']}" if c["calls"] > 1 else ""
+        at += f", called by {c['caller']}" if c["caller"] else ""
+        amax = f"finite amax {number(c['amax'])}" if c["count"] < c["of"] or c["amax"] else "no number is finite"
         lines = [
-            f"{c['kind']} first appears {where} at {c['site']}, {c['role']}: {c['count']} of {c['of']} "
-            f"({100 * c['count'] / c['of']:.3g} %); finite amax {number(c['amax'])}, end of the format {c['largest']:g}"
+            f"{c['kind']} first appears {where} at {c['site']}, {c['role']}{at}: {c['count']} of {c['of']} "
+            f"({100 * c['count'] / c['of']:.3g} %){c['note']}; {amax}, end of the format {c['largest']:g}"
         ]
         if self.operands:
             lines += ["", "What was read:", str(self.operands)]
@@ -92,10 +90,6 @@ class Diagnosis(Rows):
         return plot_ranges(self.run, self.cause)
 
 
-def _is_backward(role: str) -> bool:
-    return role in ("error", "weight_grad") or role.startswith(("dgrad", "wgrad"))
-
-
 def _shortened(rows: Rows) -> Rows:
     if len(rows) <= SHOWN:
         return rows
@@ -104,7 +98,13 @@ def _shortened(rows: Rows) -> Rows:
 
 
 @keeps_grad_mode
-def diagnose(model: nn.Module, step: Callable[[], object], *, scaler: torch.amp.GradScaler | None = None) -> Diagnosis:
+def diagnose(
+    model: nn.Module,
+    step: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Diagnosis:
     """Run a step, and name where inf, NaN or saturation first appears, what was read there, and the way to the loss.
 
     A step is a forward and a backward pass, `lambda: loss(model(x), y).backward()`, without the optimizer's. It may be
@@ -114,15 +114,18 @@ def diagnose(model: nn.Module, step: Callable[[], object], *, scaler: torch.amp.
     Each row has `site` and `call` (the n-th of a site), the `role` ("activation", "error" for its gradient,
     "weight_grad", the operand of a product; "input", "parameter" or "buffer" of what came in), `kind` ("inf", "-inf",
     "NaN" or "saturation"), `count` of so many numbers, the finite `amax` before rounding, and `largest`, where the
-    format ends. Saturation is seen in formats of single numbers and of one scale for a tensor. What a checkpoint runs
-    again, custom autograd functions and compiled code are not seen inside. Where nothing breaks, parameters, buffers
-    and gradients are looked at after the step.
+    format ends; `calls` of the site in all, the `caller` of a module that others call too, and a `note`. A finite
+    constant that masks scores, such as -1e9, is none either, unless softmax gives weight to it. Saturation is seen in
+    formats of single numbers and of one scale for a tensor. What a checkpoint runs again, custom autograd functions and
+    compiled code are not seen inside. Where nothing breaks, parameters, buffers and gradients are looked at after the
+    step.
 
     model: whose step it is.
-    step: what runs it.
+    step: what runs it: a function without arguments; or a batch, where the output has a `.loss` or with `loss`.
+    loss: from the model's output to a scalar, for a batch.
     scaler: a torch.amp.GradScaler that `step` uses, if it keeps skipping: the step is run at other scales too, and the
         scale at which no gradient overflows is looked for. Its state is put back.
-    Raises TypeError for a scaler that is no torch.amp.GradScaler.
+    Raises TypeError for a scaler that is no torch.amp.GradScaler, and for a step of another kind.
 
     >>> model = nn.ReLU6()
     >>> found = diagnose(model, lambda: model(torch.ones(2)) * 3e38 * 3e38)
@@ -130,20 +133,22 @@ def diagnose(model: nn.Module, step: Callable[[], object], *, scaler: torch.amp.
     (':mul_1', 'inf', 2)
     """
     require_module(model)
-    require_callable("step", step, "lambda: loss(model(x), y).backward()")
+    require_memory(model)
+    step = as_step(model, step, loss, "diagnose")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(
             f"scaler is {shown(scaler)}, of type {type(scaler).__name__}. Possible: a torch.amp.GradScaler, or None."
         )
     seen = _run(model, step)
     result = Diagnosis()
-    result.extend(event for event, _ in seen.events)
+    result.extend(seen.told(event, operation) for event, operation in seen.events)
     of_cause = next((pair for pair in seen.events if pair[0]["kind"] != "saturation"), next(iter(seen.events), None))
     if of_cause is not None:
-        result.cause, operation = of_cause
+        result.cause, operation = seen.told(*of_cause), of_cause[1]
         if operation is not None:
-            read = _read_backward if _is_backward(result.cause["role"]) else _read_forward
+            read = _read_backward if is_backward(result.cause["role"]) else _read_forward
             result.operands, result.chain = read(operation), _chain(operation, seen.loss())
+    result.checked = _looked_at(model, seen)
     result.run.extend(_numbers(operation) for operation in seen.operations if operation.computes)
     if scaler is not None and scaler.is_enabled():
         state = scaler.state_dict()
@@ -156,11 +161,21 @@ def diagnose(model: nn.Module, step: Callable[[], object], *, scaler: torch.amp.
     return result
 
 
+def _looked_at(model: nn.Module, seen: Seen) -> str:
+    arrived = {operation.site for operation in seen.gradients if operation.name == "parameter"}
+    results = len(seen.gradients) - len(arrived)
+    return (
+        f"Looked at: {len(seen.operations)} results, {results} gradients of results, those of {len(arrived)} of "
+        f"{sum(1 for _ in model.parameters())} parameters; parameters, buffers and .grad afterwards."
+    )
+
+
 def _read_forward(operation: Operation) -> Rows:
     rows, ranges = Rows(), operation.notes.get("operands", ())
     names = operation.notes.get("names", ["(from outside)"] * len(operation.sources))
     for source, name, found in zip(operation.sources, names, ranges, strict=False):
         rows.append({"what": name if source is None else source.site, "range": str(found)})
+    rows.extend({"what": what, "range": text} for what, text in operation.notes.get("integers", ()))
     return rows
 
 
@@ -181,7 +196,8 @@ def _numbers(operation: Operation) -> dict[str, Any]:
     for name, words in (("result", ""), ("gradient", "gradient_")):
         found: Range | None = operation.notes.get(name)
         row[f"{words}amax"] = None if found is None else found.amax
-        masks = found.minus if found is not None and name == "result" and operation.name in FILLS else 0
+        is_mask = operation.name in FILLS or operation.notes.get("masked") is not None
+        masks = found.minus if found is not None and name == "result" and is_mask else 0
         row[f"{words}nonfinite"] = None if found is None else (found.nonfinite - masks) / max(found.count, 1)
     return row
 
@@ -200,138 +216,11 @@ def _chain(operation: Operation, loss: Operation | None) -> Rows:
         at = max(further, key=lambda o: bool(o.notes["result"].kinds))
 
 
-class _Seen:
-    """The visitor, and the observer of a quantised model: notes ranges, and where they stop being ones of numbers."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = {id(buffer): name for name, buffer in model.named_buffers()}
-        self._outside: set[int] = set()  # the tensors from outside that were looked at
-        self.events: list[tuple[dict[str, Any], Operation | None]] = []
-        self.operations: list[Operation] = []
-        self.gradients: list[Operation] = []
-        self.limits: dict[str, float] = {}  # of the formats that gradients are rounded to, by site
-        self.unrounded: dict[tuple[str, str], float] = {}  # the amax of gradients before they are rounded
-        self._waiting: list[dict[str, Any]] = []  # of roundings of the operation that runs
-        self._sites: list[str] = []
-        self._by_site: dict[str, Operation] = {}
-
-    def loss(self) -> Operation | None:
-        """What the backward pass began at, or the last operation."""
-        return next(iter(self.gradients), self.operations[-1] if self.operations else None)
-
-    def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
-        known = [None if source is None else source.notes.get("result") for source in operation.sources]
-        ranges = [k or range_of(x) for k, x in zip(known, operands, strict=True)]
-        operation.notes.update(operands=ranges, result=range_of(result))
-        self.operations.append(operation)
-        self._by_site.update(dict.fromkeys((operation.site, *self._sites), operation))
-        operation.notes["names"] = [self._buffers.get(id(x), "(from outside)") for x in operands]
-        if operation.name not in FILLS:
-            for source, x, found in zip(operation.sources, operands, ranges, strict=True):
-                self._note_outside(operation, source, x, found)
-        rounded = {event["kind"] for event in self._waiting}
-        for event in self._waiting:
-            self.events.append(({**event, "call": operation.call}, operation))
-        self._waiting, self._sites = [], []
-        if operation.name not in FILLS and "inf" not in rounded:
-            self._note(operation, "activation", operation.notes["result"], ranges)
-
-    def _note_outside(self, operation: Operation, source: Operation | None, x: Tensor, found: Range) -> None:
-        """Note what came in: NaN and inf; minus infinity in a parameter only, for elsewhere it may be a mask."""
-        is_parameter = source is not None and source.name == "parameter"
-        if not (source is None or is_parameter) or id(x) in self._outside:
-            return
-        self._outside.add(id(x))
-        kinds = found.kinds if is_parameter else found.kinds - {"-inf"}
-        name = self._buffers.get(id(x))
-        site = source.site if source is not None else name or f"(from outside), read by {operation.site}"
-        role = "parameter" if is_parameter else "input" if name is None else "buffer"
-        counts = {"NaN": found.nan, "inf": found.plus, "-inf": found.minus}
-        for kind in sorted(kinds, reverse=True):
-            event = {"site": site, "call": 0, "role": role, "kind": kind}
-            end = {"count": counts[kind], "of": found.count, "amax": found.amax, "largest": found.largest}
-            self.events.append(({**event, **end}, operation))
-
-    def afterwards(self, model: nn.Module) -> None:
-        """Note what is not finite at the end of a step in which nothing else was found."""
-        kept: list[tuple[str, str, Tensor]] = [(AFTER[0], n, p) for n, p in model.named_parameters()]
-        kept += [(AFTER[2], n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
-        kept += [(AFTER[1], n, b) for n, b in model.named_buffers() if b.is_floating_point()]
-        for role, name, x in kept:
-            found = range_of(x.coalesce().values() if x.layout is torch.sparse_coo else x)
-            kind = "NaN" if found.nan else "inf" if found.plus else "-inf"
-            if found.nan or found.plus or (found.minus and role != AFTER[1]):
-                event = {"site": name, "call": 0, "role": role, "kind": kind, "count": found.nonfinite}
-                end = {"of": found.count, "amax": found.amax, "largest": found.largest}
-                self.events.append(({**event, **end}, None))
-
-    def backward(self, operation: Operation, gradient: Tensor) -> None:
-        role, found = "weight_grad" if operation.name == "parameter" else "error", range_of(gradient)
-        operation.notes["gradient"] = found
-        self.gradients.append(operation)
-        after = [child.notes["gradient"] for child in operation.children if "gradient" in child.notes]
-        while not operation.computes and len(operation.parents) == 1 and operation.parents[0].name != "parameter":
-            operation = operation.parents[0]  # of a view: what gave the values is to be named
-        if not any(event["site"] == operation.site and event["role"] == role for event, _ in self.events):
-            self._note(operation, role, found, after)
-
-    def _note(self, operation: Operation, role: str, found: Range, before: list[Range]) -> None:
-        """Note what is not finite in a tensor, and is in none of those that it was computed from."""
-        counts = {"NaN": found.nan, "inf": found.plus, "-inf": found.minus}
-        for kind in sorted(found.kinds.difference(*(b.kinds for b in before)), reverse=True):
-            event = {"site": operation.site, "call": operation.call, "role": role, "kind": kind}
-            end = {"count": counts[kind], "of": found.count, "amax": found.amax, "largest": found.largest}
-            self.events.append(({**event, **end}, operation))
-
-    # As the observer of the emulation
-
-    def wants(self, site: str, role: str) -> bool:
-        return True
-
-    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
-        largest, count = overflow_of(before, after, spec)
-        finite = before[before.isfinite()]
-        amax = float(finite.abs().max()) if finite.numel() else 0.0
-        if _is_backward(role):
-            self.limits[site], self.unrounded[site, role] = largest, amax
-        else:
-            self._sites.append(site)
-        if not count:
-            return
-        kind = "saturation" if bool(after.isfinite().all()) else ("NaN" if bool(after.isnan().any()) else "inf")
-        event = {"site": site, "call": 0, "role": role, "kind": kind, "count": count, "of": before.numel()}
-        event |= {"amax": amax, "largest": largest}
-        if _is_backward(role):
-            self.events.append((event, self._by_site.get(site)))
-        else:
-            self._waiting.append(event)
-
-
-def overflow_of(before: Tensor, after: Tensor, spec: Spec) -> tuple[float, int]:
-    """The largest value that a rounding can give, and how many finite numbers became inf, NaN or that, and were not."""
-    fmt = spec.fmt
-    if not isinstance(fmt, BlockFormat):
-        sums = Accumulator(spec, before.device)
-        sums.add(before, after)
-        return fmt.largest, sums.result().overflow
-    if fmt.block != "tensor" or not after.numel():
-        return math.inf, int((before.isfinite() & ~after.isfinite()).sum())
-    # The scale is not told. Beyond half an ulp of any value above the largest result something was cut off, and that
-    # result is the format's largest value at this scale, whose own half an ulp then decides.
-    top, magnitudes = float(after.abs().max()), torch.where(before.isfinite(), before.abs(), 0.0)
-    mantissa_bits = getattr(fmt.element, "mantissa_bits", 0)
-    if float(magnitudes.max()) <= top * (1 + math.ldexp(1.0, -1 - mantissa_bits)):
-        return top, 0
-    binade = math.frexp(fmt.element.largest)[1] - 1
-    half_ulp = math.ldexp(0.5, binade - mantissa_bits) if mantissa_bits else 0.5
-    return top, int((magnitudes > top * (1 + half_ulp / fmt.element.largest)).sum())
-
-
-def _run(model: nn.Module, step: Callable[[], object]) -> _Seen:
-    seen = _Seen(model)
+def _run(model: nn.Module, step: Callable[[], object]) -> Seen:
+    seen = Seen(model)
     emulated = any(True for _ in emulated_forwards(model))
     registered = listeners(model) if emulated else []
-    trace = Trace(model, seen, emulated, verb="diagnose")
+    seen.trace = trace = Trace(model, seen, emulated, verb="diagnose")
 
     def run(undo: Undo) -> None:
         undo.by(trace.remove)
@@ -340,7 +229,7 @@ def _run(model: nn.Module, step: Callable[[], object]) -> _Seen:
             raise ValueError("This model is being recorded. Leave the `with fpsim.record(...)` block first.")
         undo.by(partial(_observe, registered, None))
         _observe(registered, seen)
-        _preserve(model, undo)
+        preserve(model, undo)
         trace.run(step)
         if not seen.events:
             seen.afterwards(model)
@@ -354,30 +243,6 @@ def _observe(registered: list[Listeners], observer: Observer | None) -> None:
         listener.observer = observer
 
 
-def _preserve(model: nn.Module, undo: Undo) -> None:
-    """Put back parameters, buffers, gradients, delayed scaling and random numbers."""
-    tensors = [*model.parameters(), *model.buffers()]
-    values = [t.detach().clone() for t in tensors]
-    gradients = [p.grad for p in model.parameters()]
-    kept = [None if g is None else g.clone() for g in gradients]
-    histories = [listener.histories for listener in listeners(model)] if any(emulated_forwards(model)) else []
-    states = [h.state_dict() for h in histories]
-
-    def put_back() -> None:
-        for t, value in zip(tensors, values, strict=True):
-            if not torch.equal(t, value):
-                t.detach().copy_(value)
-        for p, gradient, saved in zip(model.parameters(), gradients, kept, strict=True):
-            if gradient is not None and saved is not None:
-                gradient.detach().copy_(saved)
-            p.grad = gradient
-        for h, state in zip(histories, states, strict=True):
-            h.load_state_dict(state)
-
-    undo.by(put_back)
-    keep_random_numbers(undo)
-
-
 # The scale of a GradScaler
 
 
@@ -386,7 +251,7 @@ def _scales(
 ) -> tuple[tuple[float, float | None], Rows]:
     """The scale and the largest power of two that fits; and the largest that fits each gradient, the least first."""
 
-    def at(log2_scale: int) -> _Seen:
+    def at(log2_scale: int) -> Seen:
         scaler.load_state_dict({**state, "scale": math.ldexp(1.0, log2_scale)})
         return _run(model, step)
 
@@ -418,6 +283,6 @@ def _scales(
     return (now, math.ldexp(1.0, log2_scale)), rows
 
 
-def _overflows(seen: _Seen) -> bool:
+def _overflows(seen: Seen) -> bool:
     """Whether any gradient is not finite."""
     return any(operation.notes["gradient"].kinds for operation in seen.gradients)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fpsim.border import require_module
 from fpsim.computed_weights import adopt, release
-from fpsim.emulation.entering import entered, run_entered
+from fpsim.emulation.entering import run_entered
 from fpsim.emulation.marks import is_made_here, is_roundable, is_seen_from_outside, is_state, mark_as_state
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.scope import Listeners, Scope, active, make_scope
@@ -179,7 +179,10 @@ def _run_whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _dtype_of_model(module: nn.Module) -> torch.dtype | None:
     """The dtype of the first floating-point parameter, as transformers' models say it."""
-    return next((p.dtype for m in module.modules() for p in direct_parameters(m) if p.is_floating_point()), None)
+    for p in direct_parameters(module):
+        if p.is_floating_point():
+            return p.dtype
+    return next((found for child in module.children() if (found := _dtype_of_model(child)) is not None), None)
 
 
 def _in_format(emulation: Any, out: Any, given: tuple[Any, ...]) -> Any:
@@ -199,8 +202,7 @@ def _driven(generator: Generator[Any, Any, Any], scope: Scope, has_names: bool) 
     send, value = generator.send, None
     while True:
         try:
-            with entered(scope, has_names):
-                given = send(value)
+            given = run_entered(scope, send, (value,), {}, has_names)
         except StopIteration as end:
             return end.value
         try:

@@ -81,16 +81,21 @@ def masks_of(spec: RoundingSpec, dtype: torch.dtype, width: int, keep_infinity: 
     return Masks(container.bits(torch.finfo(dtype).max), keep_infinity and spec.saturates)
 
 
-@cache
+_known: dict[tuple[str, torch.dtype, bool, bool], tuple[Kernel | None, torch.dtype]] = {}
+
+
 def _kernel_and_container(
     spec: RoundingSpec, dtype: torch.dtype, keep_masks: bool, keep_infinity: bool
 ) -> tuple[Kernel | None, torch.dtype]:
     """What rounds tensors of a dtype, and in which dtype; no kernel where there is nothing to do."""
+    key = (spec.text, dtype, keep_masks, keep_infinity)  # a string keeps its hash, and this is asked in every call
+    found = _known.get(key)
+    if found is not None:
+        return found
     width = container_width(spec, dtype)
-    if width == 0:
-        return None, dtype
-    masks = masks_of(spec, dtype, width, keep_infinity) if keep_masks else NO_MASKS
-    return kernel_for(spec, width, masks), CONTAINERS[width]
+    masks = masks_of(spec, dtype, width, keep_infinity) if keep_masks and width else NO_MASKS
+    kernel = kernel_for(spec, width, masks) if width else None
+    return _known.setdefault(key, (kernel, CONTAINERS.get(width, dtype)))
 
 
 _IS_ROCM = torch.version.hip is not None
@@ -245,7 +250,16 @@ def round_memory_(
     if direct and x.dtype is container:
         launch(x, x, kernel, key, log2_scale)
     else:
-        x.detach().data.copy_(rounded(x, spec, key, log2_scale, keep_masks, keep_infinity))
+        memory = _each_once(x.detach().data)
+        memory.copy_(rounded(memory, spec, key, log2_scale, keep_masks, keep_infinity))
+
+
+def _each_once(x: Tensor) -> Tensor:
+    """`x` without the dimensions in which it was expanded, so that no number of its memory comes twice."""
+    for i, (step, size) in enumerate(zip(x.stride(), x.shape, strict=True)):
+        if step == 0 and size > 1:
+            x = x.narrow(i, 0, 1)
+    return x
 
 
 def round_fitting_(x: Tensor, spec: RoundingSpec, log2_scale: Tensor, ceiling: float) -> float | None:

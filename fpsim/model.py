@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -12,13 +13,13 @@ from torch import Tensor, nn
 
 from fpsim.blocks import BlockFormat, Delayed
 from fpsim.border import require_module
-from fpsim.checks import known_arguments, require_flag
+from fpsim.checks import known_arguments, require_flag, shown
 from fpsim.computed_weights import modules_that_compute, sources
 from fpsim.emulation.entering import take_off_leftovers
 from fpsim.emulation.scope import NO_SPECS, Listeners
 from fpsim.forwards import bound_elsewhere, emulated_forward, emulated_forwards, install, uninstall
 from fpsim.launch import round_memory_
-from fpsim.policy import FormatLike, Policy
+from fpsim.policy import ROLES, FormatLike, Policy
 from fpsim.products import PRODUCTS
 from fpsim.recipes import as_policy_of
 from fpsim.torch_internals import is_compiled_wrapper
@@ -115,7 +116,25 @@ def _policies(model: nn.Module, fmt: FormatLike, rounding: str | Mapping[str, st
     """The policy of every module by name."""
     take_off_leftovers()
     policy = as_policy_of(fmt, model)
-    return (policy if rounding is None else policy.with_rounding(rounding)).for_modules(model)
+    policy = policy if rounding is None else policy.with_rounding(rounding)
+    found = policy.for_modules(model)
+    _warn_of_idle_bits(policy, found.values())
+    return found
+
+
+def _warn_of_idle_bits(policy: Policy, policies: Iterable[Policy]) -> None:
+    """Warn where a number of random bits was given that no rounding uses."""
+    given = policy.random_bits
+    roles = [role for role, bits in given.items() if bits is not None] if isinstance(given, Mapping) else list(ROLES)
+    if given is None or not roles:
+        return
+    used = [spec for p in policies for spec in p.specs() if spec is not None]
+    if not any(spec.rounding == "stochastic" for spec in used):
+        warnings.warn(
+            f"random_bits={shown(given)} changes nothing: stochastic rounding alone uses random bits, and no role has "
+            f"it. Use rounding='stochastic', or omit random_bits.",
+            stacklevel=4,
+        )
 
 
 def _install_all(model: nn.Module, policies: Mapping[str, Policy], listeners: Listeners) -> None:
@@ -229,6 +248,7 @@ def round_parameters_(model: nn.Module) -> None:
 
     As hardware without a float32 master copy keeps them: an update below half an ulp is lost. Parameters that are used
     in float32, or to compute a weight, stay; one that several modules share is rounded as the first of them uses it.
+    Warns where all of them stay, and something else is rounded.
 
     >>> model = quantize(nn.Linear(1, 1, bias=False), "e5m2")
     >>> with torch.no_grad():
@@ -247,6 +267,13 @@ def round_parameters_(model: nn.Module) -> None:
                 done.add(id(parameter))
                 round_memory_(parameter.detach(), forward.specs.weight)
                 torch.autograd.graph.increment_version(parameter)
+    rounds = any(any(forward.specs) or forward.products is not None for _, forward in emulated_forwards(model))
+    if not done and rounds and any(True for _ in model.parameters()):
+        warnings.warn(
+            f"round_parameters_ changed nothing: no parameter of {type(model).__name__} is used in a format, for the "
+            f"policy has none for weights. Use one that has, such as fpsim.Policy(weight='bf16').",
+            stacklevel=2,
+        )
 
 
 def listeners(model: nn.Module) -> list[Listeners]:

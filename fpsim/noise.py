@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fpsim.border import require_seed
-from fpsim.undoing import Undo
+from fpsim.undoing import Block, Undo
 
 # Noise keys. By default they are drawn from torch's own CPU generator, so that torch.manual_seed, fork_rng,
 # get_rng_state and activation checkpointing reach the noise as they reach dropout.
@@ -70,28 +69,25 @@ def manual_seed(seed: int | None) -> None:
     _generator = None if seed is None else torch.Generator().manual_seed(seed)
 
 
-@contextmanager
-def noise_of_torch() -> Iterator[None]:
+def noise_of_torch() -> AbstractContextManager[None]:
     """Inside, noise follows `torch.manual_seed`; the stream of `manual_seed`, if there is one, goes on afterwards.
 
     This holds for the process while any of its threads is inside: a backward pass rounds in threads of autograd's own.
     A call of `manual_seed` inside has no effect: the stream that goes on is the one from before.
     """
-    global _generator
+    return Block(_follow_torch)
+
+
+def _follow_torch(undo: Undo) -> None:
     block, source, before = _Block(), _Source(None), _generator
-    try:
-        _inside.append(block)
-        _here.streams.append(source)
-        yield
-    finally:
-        _generator = before
-        try:
-            _leave(block, source)
-        finally:
-            _leave(block, source)  # a signal may come before the first, or within it
+    undo.by(partial(_leave, block, source, before))
+    _inside.append(block)
+    _here.streams.append(source)
 
 
-def _leave(block: _Block, source: _Source) -> None:
+def _leave(block: _Block, source: _Source, before: torch.Generator | None) -> None:
+    global _generator
+    _generator = before
     _forget(_inside, block)
     _forget(_here.streams, source)
 
@@ -123,21 +119,19 @@ def noise_state() -> Tensor | None:
     return None if stream is None else stream.get_state()
 
 
-@contextmanager
-def replayed_noise(state: Tensor | None) -> Iterator[None]:
+def replayed_noise(state: Tensor | None) -> AbstractContextManager[None]:
     """Inside, this thread draws again what it drew from `state` on; the stream of `manual_seed` stays where it is.
 
     state: from `noise_state`; None draws from torch's stream, which whoever runs something again has to replay.
     """
+    return Block(partial(replay_noise, state))
+
+
+def replay_noise(state: Tensor | None, undo: Undo) -> None:
+    """As `replayed_noise`, until it is undone."""
     source = _source_at(state)
-    try:
-        _here.streams.append(source)
-        yield
-    finally:
-        try:
-            _forget(_here.streams, source)
-        finally:
-            _forget(_here.streams, source)
+    undo.by(partial(_forget, _here.streams, source))
+    _here.streams.append(source)
 
 
 def _source_at(state: Tensor | None) -> _Source:

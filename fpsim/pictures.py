@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -16,27 +20,73 @@ try:
 except ImportError as error:
     raise ImportError(f"A picture needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
-__all__ = ["plot_costs", "plot_errors", "plot_ranges", "plot_watch"]
+__all__ = [
+    "Picture",
+    "apart_from_pyplot",
+    "new_picture",
+    "plot_costs",
+    "plot_errors",
+    "plot_ranges",
+    "plot_sites",
+    "plot_watch",
+]
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"  # Okabe and Ito 2008
 LABELS = 72  # sites that are named on an axis
 
 
+_is_apart = ContextVar("_is_apart", default=False)
+
+
 class Picture(Figure):
-    """A figure that a notebook shows."""
+    """A figure that a notebook shows, once."""
 
     def _repr_png_(self) -> bytes:
         content = io.BytesIO()
         self.savefig(content, format="png", dpi=150)
         return content.getvalue()
 
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
 
-def _name_sites(axes: Any, sites: Sequence[str]) -> None:
-    """Name the sites along the vertical axis, from the top; only some of very many."""
+        display({"image/png": base64.b64encode(self._repr_png_()).decode(), "text/plain": repr(self)}, raw=True)
+        pyplot = sys.modules.get("matplotlib.pyplot")
+        if pyplot is not None and "inline" in pyplot.get_backend():
+            pyplot.close(self)  # or the notebook would show it again at the end of the cell
+
+
+def new_picture(width: float, height: float) -> Picture:
+    """An empty figure. Where pyplot is in use it is pyplot's current one, which `plt.show` and `plt.savefig` take.
+
+    width, height: in inches.
+    """
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is None or _is_apart.get():
+        return Picture(figsize=(width, height), layout="constrained")
+    found: Picture = pyplot.figure(FigureClass=Picture, figsize=(width, height), layout="constrained")
+    return found
+
+
+@contextmanager
+def apart_from_pyplot() -> Iterator[None]:
+    """Figures of this block are not pyplot's: nobody but the caller is to see them."""
+    token = _is_apart.set(True)
+    try:
+        yield
+    finally:
+        _is_apart.reset(token)
+
+
+def _name_sites(axes: Any, sites: Sequence[str], marked: int | None = None) -> None:
+    """Name the sites along the vertical axis, from the top; only some of very many, and the marked one always."""
     every = -(-len(sites) // LABELS)
-    places = [*range(0, len(sites), every)]
+    places = [i for i in range(0, len(sites), every) if marked is None or i == marked or abs(i - marked) >= every]
+    if marked is not None and marked not in places:
+        places = sorted([*places, marked])
     axes.set_yticks(places, [sites[i].replace("$", r"\$") for i in places], fontsize=6.5)
     axes.set_ylim(len(sites) - 0.4, -0.6)
+    if marked is not None:
+        axes.get_yticklabels()[places.index(marked)].set(color=RED, fontweight="bold")
 
 
 def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
@@ -47,7 +97,7 @@ def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
             label = f"{row['site']} #{row['call']}" if row["call"] else row["site"]
             found[row["role"]][label] = row["relative"]
     sites = [*found["activation"]]
-    picture = Picture(figsize=(7.2, 1.3 + 0.13 * min(len(sites), LABELS)), layout="constrained")
+    picture = new_picture(7.2, 1.3 + 0.13 * min(len(sites), LABELS))
     axes = picture.subplots()
     for role, colour, marker, words in (("activation", BLUE, "o", "result"), ("error", ORANGE, "s", "its gradient")):
         points = [(v, sites.index(s)) for s, v in found[role].items() if s in sites and 0 < v < math.inf]
@@ -58,7 +108,9 @@ def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
         right = axes.get_xlim()[1]
         axes.plot([right] * len(lost), lost, ">", color=RED, markersize=6, label="not finite", clip_on=False)
     axes.set_xscale("log")
-    _name_sites(axes, sites)
+    worst = max(((v, s) for values in found.values() for s, v in values.items() if s in sites), default=(0.0, ""))[1]
+    _name_sites(axes, sites, sites.index(worst) if len(sites) > LABELS else None)
+    axes.set_title(f"largest error at {worst}".replace("$", r"\$") if worst else "", fontsize=9)
     axes.grid(axis="x", linewidth=0.4, alpha=0.6)
     axes.set_xlabel("relative error of b against a")
     axes.spines[["top", "right"]].set_visible(False)
@@ -71,31 +123,34 @@ def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | No
 
     cause: its line is marked, and the end of its format; None where nothing broke.
     """
-    picture = Picture(figsize=(7.2, 1.3 + 0.13 * min(len(rows), LABELS)), layout="constrained")
+    picture = new_picture(7.2, 1.3 + 0.13 * min(len(rows), LABELS))
     axes = picture.subplots()
     for name, colour, marker, words in (("", BLUE, "o", "result"), ("gradient_", ORANGE, "s", "its gradient")):
         points = [(row[f"{name}amax"], i) for i, row in enumerate(rows) if row[f"{name}amax"]]
         if points:
             axes.plot(*np.array(points).T, marker, color=colour, markersize=4, label=words)
     axes.set_xscale("log")
+    marked = None
     if cause is not None:
+        axes.set_title(f"{cause['kind']} first appears at {cause['site']}".replace("$", r"\$"), fontsize=9)
         if math.isfinite(cause["largest"]) and cause["largest"] < 1e30:
             axes.axvline(cause["largest"], color="0.5", linewidth=0.8, label="the format ends")
         for i, row in enumerate(rows):
             if (row["site"], row["call"]) == (cause["site"], cause["call"]):
+                marked = i
                 axes.axhspan(i - 0.5, i + 0.5, color=RED, alpha=0.15, label=f"{cause['kind']} first appears")
-    right = axes.get_xlim()[1]
     lost = [(name, i) for i, row in enumerate(rows) for name in ("", "gradient_") if row[f"{name}nonfinite"]]
     for name, words, offset in (("", "result not finite", -0.18), ("gradient_", "gradient not finite", 0.18)):
         places = [i + offset for n, i in lost if n == name]
         if places:
             colour = ORANGE if name else BLUE
-            axes.plot([right * 3] * len(places), places, "x", color=colour, markersize=5, label=words)
-    _name_sites(axes, [row["site"] for row in rows])
+            edge: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "clip_on": False}  # at no magnitude
+            axes.plot([1.015] * len(places), places, "x", color=colour, markersize=5, label=words, **edge)
+    _name_sites(axes, [row["site"] for row in rows], marked)
     axes.grid(axis="x", linewidth=0.4, alpha=0.6)
     axes.set_xlabel("largest finite magnitude")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.03, 1.0))
     return picture
 
 
@@ -108,7 +163,7 @@ def plot_watch(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
     values = np.full((len(sites), len(steps)), np.nan)
     for row in rows:
         values[sites.index(row["site"]), steps.index(row["step"])] = np.nan if row[value] is None else row[value]
-    picture = Picture(figsize=(7.2, 1.3 + 0.13 * min(len(sites), LABELS)), layout="constrained")
+    picture = new_picture(7.2, 1.3 + 0.13 * min(len(sites), LABELS))
     axes = picture.subplots()
     is_share = value in ("underflow", "overflow", "nonfinite")
     limits: dict[str, Any] = {"vmin": 0.0, "vmax": 1.0} if is_share else {}
@@ -116,10 +171,11 @@ def plot_watch(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
         values[values == 0] = np.nan
         limits["norm"] = "log"
     axes.set_facecolor("0.85")
+    hottest = int(np.nanargmax(np.nanmax(np.nan_to_num(values, nan=-np.inf), axis=1))) if len(sites) > LABELS else None
     drawn = axes.imshow(values, aspect="auto", cmap="cividis", interpolation="nearest", **limits)
     every = -(-len(steps) // 10)
     axes.set_xticks([*range(0, len(steps), every)], [str(step) for step in steps[::every]], fontsize=8)
-    _name_sites(axes, sites)
+    _name_sites(axes, sites, hottest)
     axes.set_xlabel("step")
     axes.set_title(title, fontsize=9)
     picture.colorbar(drawn, ax=axes, pad=0.02).set_label("share" if is_share else value)
@@ -131,7 +187,7 @@ def plot_costs(rows: Sequence[Mapping[str, Any]], whole: float) -> Figure:
 
     whole: what all of them add; a line marks it where it is finite.
     """
-    picture = Picture(figsize=(7.2, 1.6 + 0.17 * min(len(rows), LABELS)), layout="constrained")
+    picture = new_picture(7.2, 1.6 + 0.17 * min(len(rows), LABELS))
     axes = picture.subplots()
     axes.axvline(0, color="0.5", linewidth=0.8)
     if math.isfinite(whole):
@@ -154,6 +210,25 @@ def plot_costs(rows: Sequence[Mapping[str, Any]], whole: float) -> Figure:
     _name_sites(axes, [row["module"] for row in rows])
     axes.grid(axis="x", linewidth=0.4, alpha=0.6)
     axes.set_xlabel("what the module adds to the loss")
+    axes.set_title("what each module costs", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     picture.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8, frameon=False)
+    return picture
+
+
+def plot_sites(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Figure:
+    """A value of a `Recording` by site, as bars, from the top.
+
+    rows: of one role, from input to output.
+    """
+    is_share = all(isinstance(row[value], float) and 0 <= row[value] <= 1 for row in rows) and value != "amax"
+    picture = new_picture(7.2, 1.1 + 0.17 * min(len(rows), LABELS))
+    axes = picture.subplots()
+    values = [row[value] if row[value] is not None and math.isfinite(row[value]) else 0.0 for row in rows]
+    axes.barh(range(len(rows)), [100 * v if is_share else v for v in values], color=BLUE)
+    several = len({row["role"] for row in rows}) > 1
+    _name_sites(axes, [f"{row['site']} {row['role']}" if several else row["site"] for row in rows])
+    axes.set_xlabel(f"{value.replace('_', ' ')}{' in %' * is_share}")
+    axes.set_title(title, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
     return picture

@@ -94,6 +94,8 @@ class Policy:
                 raise ValueError(
                     f"{name} names {shown(unknown[0])}, which is no role. Roles: {', '.join(ROLES)}.{hint}"
                 )
+        for bits in self.random_bits.values() if isinstance(self.random_bits, Mapping) else (self.random_bits,):
+            rounding_spec("fp32", "stochastic", None, bits)  # checked where nothing is stochastic, too
         self._require_products()
         self.specs()
         if not isinstance(self.overrides, Mapping):

@@ -43,7 +43,7 @@ class Range:
         return {name for name, n in (("NaN", self.nan), ("inf", self.plus), ("-inf", self.minus)) if n}
 
     def __str__(self) -> str:
-        words = [f"{number(self.low)} to {number(self.high)}"]
+        words = [f"{number(self.low)} to {number(self.high)}"] if self.nonfinite < self.count or not self.count else []
         found = ((self.plus, "inf"), (self.minus, "-inf"), (self.nan, "NaN"))
         return ", ".join([*words, *(f"{n} of {self.count} {name}" for n, name in found if n)])
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fpsim.blocks import as_format
+from fpsim.blocks import Delayed, as_format
 from fpsim.border import require_module
 from fpsim.checks import did_you_mean, nearest, shown
 from fpsim.formats import CATALOGUE
@@ -18,6 +18,7 @@ from fpsim.products import Operand, Products
 
 __all__ = ["RECIPE_PREFIX", "RecipeRow", "as_policy_of", "recipe", "recipes"]
 
+MOST_USED = ("fp8_current", "fp8_delayed")  # named first where a name is cut short
 RECIPE_PREFIX = "recipe:"  # before a recipe's name where a format may stand
 
 
@@ -70,7 +71,7 @@ def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
     e4m3fn per tensor fp32 nearest_even | e5m2 nearest_even | bf16
     """
     if not isinstance(name, str) or name not in _RECIPES:
-        hint = did_you_mean(shown(name).lower(), _RECIPES, 3)
+        hint = _hint(name)
         raise ValueError(f"Unknown recipe {shown(name)}.{hint} Known: {', '.join(_RECIPES)}.")
     if model is not None:
         require_module(model)
@@ -83,6 +84,11 @@ def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
     for field in changes:
         if field not in of_policy | of_products:
             hint = did_you_mean(field, of_policy | of_products, 3)
+            if field in {f.name for f in fields(Delayed)}:
+                hint = (
+                    f" It is one of delayed scaling: use fprop=(fmt, fmt) and so on, with "
+                    f"fmt = fpsim.BlockFormat('e4m3fn', 'tensor', 'fp32', fpsim.Delayed({field}=...))."
+                )
             raise ValueError(
                 f"{shown(field)} is no field of a recipe.{hint} Fields of its policy: {', '.join(sorted(of_policy))}; "
                 f"of its products: {', '.join(sorted(of_products))}."
@@ -92,6 +98,16 @@ def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
     overrides = {**kept, **around.pop("overrides", {})}
     policy = replace(policy, **around, overrides=overrides)
     return replace(policy, products=replace(policy.products or Products(), **inside)) if inside else policy
+
+
+def _hint(name: object) -> str:
+    """The recipes near to a name; the most used first of those that begin with it.
+
+    >>> _hint("fp8")
+    ' Did you mean fp8_current or fp8_delayed?'
+    """
+    begin = [known for known in MOST_USED if isinstance(name, str) and known.startswith(f"{name.lower()}_")]
+    return f" Did you mean {' or '.join(begin)}?" if begin else did_you_mean(shown(name).lower(), _RECIPES, 3)
 
 
 def recipes() -> list[RecipeRow]:
@@ -118,7 +134,9 @@ def as_policy_of(fmt: FormatLike, model: nn.Module | None = None) -> Policy:
     except ValueError as error:
         if isinstance(fmt, str) and fmt in _RECIPES:
             raise ValueError(f"{fmt!r} is a recipe, no format. Write '{RECIPE_PREFIX}{fmt}'.") from error
-        near = nearest(fmt, [name for name in _RECIPES if name not in CATALOGUE], cutoff=0.7)
+        known = [name for name in _RECIPES if name not in CATALOGUE]
+        begin = [name for name in MOST_USED if isinstance(fmt, str) and name.startswith(f"{fmt}_")]
+        near = begin or nearest(fmt, known, cutoff=0.7)
         if not near:
             raise
         raise ValueError(f"{error} Near it is a recipe, '{RECIPE_PREFIX}{near[0]}'.") from None

@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from fpsim.checks import require_mapping, require_whole, shown
+from fpsim.checks import require_mapping, require_whole, require_word, shown
 from fpsim.emulation.entering import take_off_leftovers
 from fpsim.emulation.scope import Listeners
 from fpsim.model import listeners
+from fpsim.rows import Rows
 from fpsim.shared_scales import Cut
 from fpsim.spec import Spec, any_spec, holds_numbers
 from fpsim.statistics import TALLY_COUNTS
 from fpsim.tally import Accumulator, Tally
+from fpsim.undoing import Block, Undo
 
 __all__ = ["Recording", "record"]
 
+WHOLES = {  # what each count is a share of
+    "underflow": "nonzero",
+    **dict.fromkeys(("subnormal", "overflow", "nonfinite", "exact"), "count"),
+    **dict.fromkeys(("scale_underflow", "scale_overflow"), "blocks"),
+}
+SHOWN = (
+    "site",
+    "role",
+    "format",
+    "rounding",
+    "calls",
+    "count",
+    "underflow",
+    "overflow",
+    "nonfinite",
+    "sqnr_db",
+    "amax",
+)
 SUMS = ("counts", "sums", "exponents")  # the tensors of an Accumulator
+
+
+def is_of_role(name: str, role: str) -> bool:
+    """Whether a row is one of a role's tensors. Those of "error" are gradients of activations as operands, too."""
+    return name == role or (role == "error" and name.endswith(".dy"))
 
 
 def _loaded(
@@ -49,6 +75,8 @@ def _loaded(
                     f"The state has {name} of shape {tuple(its.shape)} and {its.dtype} at {shown(saved['site'])}. "
                     f"Expected: shape {tuple(mine.shape)} and {mine.dtype}."
                 )
+            if name != "sums" and bool((its < 0).any()):
+                raise ValueError(f"The state has numbers below 0 among its {name} at {shown(saved['site'])}.")
             mine.copy_(its)
         sums[saved["site"], saved["role"], spec] = found
     return state["every"], seen, sums
@@ -60,7 +88,7 @@ def _require_words(site: object, role: object) -> None:
 
 
 class Recording:
-    """Tallies per site and role of a model that runs; see `record`."""
+    """Tallies per site and role of a model that runs; see `record`. It prints as a table, and becomes a DataFrame."""
 
     def __init__(self, every: int = 1) -> None:
         require_whole("every", every, 1)
@@ -126,26 +154,71 @@ class Recording:
         """{(site, role, rounding): Tally}, in the order in which the sites were first met."""
         return {(site, role, str(spec)): sums.result() for (site, role, spec), sums in self._sums.items()}
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per site and role, ready for a DataFrame; here the numbers come to the host."""
-        rows = []
+    def rows(self) -> Rows:
+        """A row for each site and role, which print as a table; here the numbers come to the host.
+
+        count, nonzero, blocks, zero_blocks: counts of numbers, and of blocks that share a scale.
+        underflow: share of the non-zero numbers that became zero. subnormal, overflow, nonfinite, exact: share of all
+        numbers. scale_underflow, scale_overflow: share of all blocks. Each has its count beside it: underflow_count.
+        amax, sqnr_db, log2_scale_spread: as in a `Tally`.
+        """
+        rows = Rows()
         for (site, role, spec), sums in self._sums.items():
             t = sums.result()
             row: dict[str, Any] = {"site": site, "role": role, "format": str(spec.fmt), "rounding": spec.rounding}
             row["calls"] = sums.calls
-            row.update({name: getattr(t, name) for name in (*TALLY_COUNTS, "amax", "sqnr_db", "log2_scale_spread")})
+            for name in TALLY_COUNTS:
+                value = getattr(t, name)
+                whole = WHOLES.get(name)
+                if whole is not None:
+                    row[name] = value / max(getattr(t, whole), 1)
+                row[name if whole is None else f"{name}_count"] = value
+            row.update({name: getattr(t, name) for name in ("amax", "sqnr_db", "log2_scale_spread")})
             rows.append(row)
         return rows
 
+    def __len__(self) -> int:
+        return len(self._sums)
 
-@contextmanager
-def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> Iterator[Recording]:
+    def __bool__(self) -> bool:
+        return True  # one that has seen nothing yet is a recording too
+
+    def to_frame(self) -> Any:
+        """The rows as a pandas.DataFrame."""
+        return self.rows().to_frame()
+
+    def plot(self, role: str = "error", value: str = "underflow") -> Any:
+        """A figure: a value of the rows by site, from input to output; needs matplotlib.
+
+        role, value: of the rows.
+        Raises ValueError where no row has the role or the value.
+        """
+        if not isinstance(role, str):
+            raise TypeError(f"role={shown(role)} is not a string. Expected: the role of a row, such as 'error'.")
+        rows = [row for row in self.rows() if is_of_role(row["role"], role)]
+        if not rows:
+            known = ", ".join(dict.fromkeys(row["role"] for row in self.rows())) or "none yet"
+            raise ValueError(f"No row has the role {shown(role)}. Known: {known}.")
+        require_word("value", value, [name for name, found in rows[0].items() if not isinstance(found, str)])
+        from fpsim.pictures import plot_sites
+
+        if role in ("error", "weight_grad"):  # they come from output to input
+            rows.reverse()
+        return plot_sites(rows, value, f"{value}, role {role}")
+
+    def __str__(self) -> str:
+        return str(Rows({name: row[name] for name in SHOWN} for row in self.rows()))
+
+    __repr__ = __str__
+
+
+def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> AbstractContextManager[Recording]:
     """Tally what rounding does at every site of a quantised model, while the block runs it forward and backward.
 
     A site is a module's name and the operation in it ("layer1.conv1:conv2d"); a role is "weight", "activation", "error"
     or "weight_grad", or an operand of a product: "fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x",
-    and "output" for its result. Rows have the fields of a `Tally`; of a format whose numbers share scales also what
-    became of the scales. Recording changes no result.
+    and "output" for its result. Rows have the fields of a `Tally`, counts as shares too; of a format whose numbers
+    share scales also what became of the scales. Recording changes no result.
 
     model: from `fpsim.quantize`.
     every: tally each n-th call of a site.
@@ -156,9 +229,13 @@ def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> I
     >>> model = fpsim.quantize(nn.Linear(3, 1, bias=False), "fp16")
     >>> with record(model) as recording:
     ...     (model(torch.ones(2, 3)) * 1e-8).sum().backward()
-    >>> [(row["site"], row["underflow"]) for row in recording.rows() if row["role"] == "error"]
-    [(':linear', 2)]
+    >>> [(row["site"], row["underflow"], row["underflow_count"]) for row in recording.rows() if row["role"] == "error"]
+    [(':linear', 1.0, 2)]
     """
+    return Block(partial(_record, model, every, into))
+
+
+def _record(model: nn.Module, every: int, into: Recording | None, undo: Undo) -> Recording:
     require_whole("every", every, 1)
     if into is not None and not isinstance(into, Recording):
         raise TypeError(f"into is {shown(into)}. Expected: a fpsim.Recording that goes on, or None for a new one.")
@@ -168,15 +245,10 @@ def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> I
     busy = [listener for listener in registered if listener.observer is not None]
     if busy:
         raise ValueError("This model is being recorded already. Leave the other `with fpsim.record(...)` block first.")
-    try:
-        for listener in registered:
-            listener.observer = recording
-        yield recording
-    finally:
-        try:
-            _leave(registered, recording)
-        finally:
-            _leave(registered, recording)  # a signal may come before the first, or within it
+    undo.by(partial(_leave, registered, recording))
+    for listener in registered:
+        listener.observer = recording
+    return recording
 
 
 def _leave(registered: list[Listeners], recording: Recording) -> None:

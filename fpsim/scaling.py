@@ -30,6 +30,7 @@ from fpsim.statistics import (
 )
 from fpsim.tally import lost_between
 from fpsim.torch_internals import current_graph_task
+from fpsim.undoing import Exit
 
 __all__ = [
     "AMAX",
@@ -42,6 +43,7 @@ __all__ = [
     "MEAN_SQUARE",
     "MINIMUM",
     "NONZERO",
+    "Exit",
     "Moments",
     "RoundingSpec",
     "Scaling",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +41,8 @@ def scaling_state(model: nn.Module) -> dict[str, Any]:
 def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Go on with delayed scaling from what `scaling_state` gave; what the model remembers is dropped.
 
+    An empty state begins again. One that lacks some of what the model remembers is loaded with a warning.
+
     All of it is checked first: a state that is refused leaves everything as it was.
 
     Raises TypeError for what is not a mapping; ValueError for a model that is not quantised, for what is no such state,
@@ -57,6 +60,12 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
         parts[place][name.removeprefix(place)] = entry
     fresh = {place: loaded(part) for place, part in parts.items()}  # which checks: nothing is half loaded
     _require_wanted(model, parts)
+    lacking = [name for name in scaling_state(model) if name not in state]
+    if state and lacking:
+        warnings.warn(
+            f"The state lacks {_few(lacking)}, which the model remembers. The scaling of these operands begins again.",
+            stacklevel=2,
+        )
     for place, histories in found.items():
         histories.take(fresh[place])
 
@@ -70,12 +79,15 @@ def _require_wanted(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) ->
     by_place = {place: policies[id(histories)] for place, histories in _histories(model).items()}
     strange = [n for place, part in parts.items() for n, e in part.items() if not keeps_history(n, e, by_place[place])]
     if strange:
-        more = f" and {len(strange) - MOST_NAMED} more" if len(strange) > MOST_NAMED else ""
         raise ValueError(
-            f"The state is of another model or policy: no product asks for "
-            f"{', '.join(map(shown, strange[:MOST_NAMED]))}{more}. Load the state of a model with the same names and "
-            f"policy."
+            f"The state is of another model or policy: no product asks for {_few(strange)}. Load the state of a model "
+            f"with the same names and policy."
         )
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(map(shown, names[:MOST_NAMED]))}{more}"
 
 
 def set_scaling_group(model: nn.Module, group: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -14,7 +14,7 @@ from fpsim.emulation.scope import NO_SPECS
 from fpsim.forwards import emulated_forward
 from fpsim.policy import RoleSpecs
 from fpsim.products import Products
-from fpsim.rows import text_table
+from fpsim.rows import Rows, text_table
 from fpsim.torch_internals import is_compiled_wrapper
 
 __all__ = ["Summary", "SummaryRow", "summary"]
@@ -35,6 +35,10 @@ class SummaryRow(NamedTuple):
 
 class Summary(list[SummaryRow]):
     """Rows of what is rounded where; prints as a table."""
+
+    def to_frame(self) -> Any:
+        """A pandas.DataFrame. Raises ImportError without pandas."""
+        return Rows(row._asdict() for row in self).to_frame()
 
     def __str__(self) -> str:
         heads = tuple("float32 on purpose" if name == "wide" else name for name in SummaryRow._fields)

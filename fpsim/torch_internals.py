@@ -11,6 +11,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ __all__ = [
     "direct_buffers",
     "direct_parameters",
     "fuse_in_inductor",
+    "has_history",
     "has_no_holes",
     "is_compiled_wrapper",
     "is_held_by_autograd_alone",
@@ -63,24 +65,24 @@ current_stream_handle: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None
 # What torch knows of a tensor
 
 
-def version_of(x: Tensor) -> int:
-    """How often the memory of `x` was written to, by torch and through any of its views. Not for inference tensors."""
-    return x._version
+# Asked several times in each call of an emulated model: functions of C, without a frame of Python around them.
+
+# How often the memory of a tensor was written to, by torch and through any of its views. Not for inference tensors.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+# The tensor that another one is a view of, as autograd sees it; None for a tensor that is no view.
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+# Whether a tensor is a zero that autograd made without memory.
+is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor  # type: ignore[assignment]
+# Whether two tensors lie in one storage, wherever in it.
+share_storage: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
-def base_of(x: Tensor) -> Tensor | None:
-    """The tensor that `x` is a view of, as autograd sees it; None for a tensor that is no view."""
-    return x._base
-
-
-def is_zero_tensor(x: Tensor) -> bool:
-    """Whether `x` is a zero that autograd made without memory."""
-    return x._is_zerotensor()  # type: ignore[operator, no-any-return]
-
-
-def share_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors lie in one storage, wherever in it."""
-    return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined, no-any-return]
+def has_history(x: Tensor) -> bool:
+    """Whether autograd knows how `x` was made. It refuses to say so of some views whose base was written to."""
+    try:
+        return x.grad_fn is not None
+    except RuntimeError:
+        return False
 
 
 def has_no_holes(x: Tensor) -> bool:

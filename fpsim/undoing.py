@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
-__all__ = ["Undo", "undone"]
+__all__ = ["Block", "Exit", "Undo", "undone"]
 
-Given = ParamSpec("Given")
 Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Undo:
@@ -46,3 +48,75 @@ def undone(function: Callable[[Undo], Result]) -> Result:
             undo()
         finally:
             undo()
+
+
+# Blocks: `with` statements that are left wherever Ctrl-C comes
+#
+# Python handles a signal at the first instruction of an `__exit__` too, before any of its lines. The object lives on
+# with the traceback, which a notebook keeps. What a `with` statement is to call at its end, it alone holds, and drops,
+# whatever is raised: then the block is left, if it has not been.
+
+
+class Exit:
+    """`__exit__` of a class: runs its method `leave`, which may be run again where it was interrupted.
+
+    The class has a flag `is_inside`, which its `__enter__` sets.
+    """
+
+    def __get__(self, block: Any, owner: Any = None) -> Any:
+        if block is None:
+            return _leave
+        leave = functools.partial(_leave, block)
+        if not block.is_inside:  # a `with` statement asks, which enters next
+            block.held = weakref.ref(leave, functools.partial(_lost, weakref.ref(block)))
+        return leave
+
+
+def _leave(block: Any, *_: object) -> None:
+    block.leave()
+    block.is_inside = False
+
+
+def _lost(block: Callable[[], Any], _: object) -> None:
+    found = block()
+    if found is not None and found.is_inside:
+        _leave(found)
+
+
+class Block(Generic[Result]):
+    """A `with` block: `begin(undo)` at its begin, and at its end what was named there is undone. Decorates too.
+
+    begin: returns what the block is given.
+    """
+
+    def __init__(self, begin: Callable[[Undo], Result]) -> None:
+        self._begin, self._undo, self.is_inside = begin, Undo(), False
+
+    def __enter__(self) -> Result:
+        if self.is_inside:
+            raise RuntimeError("This block is running already. Make another one for a block inside of it.")
+        try:
+            self.is_inside = True
+            return self._begin(self._undo)
+        except BaseException:
+            _leave(self)
+            raise
+
+    __exit__ = Exit()
+
+    def leave(self) -> None:
+        """Undo what the block has begun."""
+        try:
+            self._undo()
+        finally:
+            self._undo()
+
+    def __call__(self, function: Function) -> Function:
+        """The function, run in a block of its own each time."""
+
+        @functools.wraps(function)
+        def within(*args: Any, **kwargs: Any) -> Any:
+            with Block(self._begin):
+                return function(*args, **kwargs)
+
+        return within  # type: ignore[return-value]

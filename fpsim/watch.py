@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fpsim.blocks import BlockFormat, Format
+from fpsim.blocks import Format
 from fpsim.border import require_module, require_optimizer
 from fpsim.checks import require_iterable, require_number, require_whole, require_word, shown
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.forwards import emulated_forwards
 from fpsim.launch import rounded
-from fpsim.policy import ROLES, Policy
+from fpsim.masks import masked_in
+from fpsim.policy import Policy
 from fpsim.rows import Rows
 from fpsim.shared_scales import Cut, rounded_blocks
 from fpsim.spec import BlockSpec, Spec, any_spec, holds_numbers
+from fpsim.stepping import as_step, preserve
+from fpsim.suggesting import Called, Limits, Suggestion, does, in_lines, output_tensors, planned, suggested, worst_of
 from fpsim.tally import Accumulator, Tally
-from fpsim.torch_internals import is_compiled_wrapper
+from fpsim.torch_internals import is_compiled_wrapper, version_of
+from fpsim.undoing import Exit, Undo, undone
 
 __all__ = ["Watch", "watch"]
 
@@ -30,14 +34,15 @@ FORMATS = ("e4m3fn", "e5m2", "fp16", "bf16")
 EVERY = 1000  # a watched step takes up to 18 plain ones, see `benchmarks/report.py --only watching`
 # When a format would do: shares of the numbers, and a ratio in dB. In range e5m2 has 25 dB, e4m3fn 31 dB.
 UNDERFLOW, OVERFLOW, SQNR_DB = 0.01, 0.0, 20.0
-ENOUGH_SITES = 0.9  # of the sites of a role, for its format in a suggested policy
 Key = tuple[int, str, str, Spec]
 
 
 def watch(
     model: nn.Module,
+    step: Any = None,
     formats: Iterable[str | Format] = FORMATS,
     *,
+    loss: Callable[[Any], Tensor] | None = None,
     every: int = EVERY,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Watch:
@@ -51,11 +56,18 @@ def watch(
     that calls first is watched. Copies of the model are not. The watch ends when the result is lost, too. Watch a model
     after `model.compile()`; calls of torch's own containers under `torch.compile` are not seen.
 
+    Two forms: `with watch(model, formats) as watching:` around a training, and `watch(model, step)`, which runs the
+    step once, puts back what it changed, and watches no longer.
+
     model: not quantised; a quantised one is recorded by `fpsim.record`.
+    step: a function without arguments, or a batch where the output has a `.loss` or with `loss`. The formats may come
+        in its place.
+    loss: from the model's output to a scalar, for a batch.
     formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last axis.
     every: watched are the calls 1, 1 + every, and so on.
     optimizer: whose states and updates are watched.
-    Raises ValueError for a model that is quantised or compiled, and for impossible numbers and formats.
+    Raises ValueError for a model that is quantised or compiled, for a step of a model in eval mode, and for impossible
+    numbers and formats.
 
     >>> model = nn.Linear(2, 1)
     >>> with watch(model, ["e4m3fn"], every=1) as watching:
@@ -63,7 +75,29 @@ def watch(
     >>> [row["underflow"] for row in watching.rows() if row["role"] == "error"]
     [1.0]
     """
-    return Watch(model, formats, every, optimizer)
+    if step is None or isinstance(step, str | Format) or _are_formats(step):
+        return Watch(model, formats if step is None else step, every, optimizer)
+    watching = Watch(model, formats, 1, optimizer)
+    with watching:
+        run = as_step(model, step, loss, "watch")
+        if not model.training:
+            raise ValueError(
+                f"Got a step of {type(model).__name__} in eval mode. watch sees calls in training: model.train()."
+            )
+
+        def once(undo: Undo) -> None:
+            preserve(model, undo)
+            run()
+
+        undone(once)
+    return watching
+
+
+def _are_formats(value: object) -> bool:
+    """Whether a value that may be a step or a batch is the formats."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(isinstance(item, str | Format) for item in value)
+    return not callable(value) and not isinstance(value, Tensor | Mapping)
 
 
 class Watch:
@@ -85,16 +119,21 @@ class Watch:
             raise ValueError(f"formats={shown(formats)} names none. Expected: at least one format, such as ['fp16'].")
         if optimizer is not None:
             require_optimizer(optimizer)
+            while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+                optimizer = inner  # of accelerate's, which passes no hooks on
         self.every, self.steps, self._watched = every, 0, 0  # calls in training, and the last that was watched
         self._is_watching = False
+        self.is_inside = False  # of a block
         self._rows = Rows()
         self._sums: dict[Key, Accumulator] = {}
-        self._names = {id(p): name for name, p in model.named_parameters()}
         self._parameters = dict(model.named_parameters())
         self._before: dict[str, Tensor] = {}
+        self._lost: dict[Key, tuple[int, int]] = {}  # of the updates, how many would change nothing, of how many
+        self._called: Called | None = None  # the last call that was watched
         self._handles: list[Any] = []
+        self._versions = self._all_versions()
         eye = _Eye(self)
-        self._trace = Trace(model, eye, emulated=False, verb="watch", is_due=eye.begin_step)
+        self._trace = Trace(model, eye, emulated=False, verb="watch", is_due=eye.begin_step, on_call=eye.called)
         try:
             self._trace.install()
             if optimizer is not None:
@@ -123,10 +162,18 @@ class Watch:
         )
 
     def __enter__(self) -> Watch:
+        self.is_inside = True
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    __exit__ = Exit()
+
+    def leave(self) -> None:
+        """The end of its block."""
         self.detach()
+
+    def _all_versions(self) -> int:
+        """How often the parameters have been written to."""
+        return sum(version_of(p) for p in self._parameters.values() if not p.is_inference())
 
     # What is told
 
@@ -138,14 +185,24 @@ class Watch:
         self._is_watching = self.steps % self.every == 0
         self.steps += 1
         if self._is_watching:
-            self._rows, self._sums, self._watched = self.rows(), {}, self.steps
+            self._rows, self._sums, self._lost, self._watched = self.rows(), {}, {}, self.steps
+            self._parameters = dict(self._trace.model.named_parameters())  # some may have been replaced
             for name, parameter in self._parameters.items():
                 self._add(name, "weight", parameter)
         return self._is_watching
 
-    def _forward(self, operation: Operation, result: Tensor) -> None:
+    def _keep_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Keep what came in and, when they come, the gradients of what went out: a policy is tried on them."""
+        self._called = called = Called(self.steps, _detached(args), _detached(kwargs))
+        for i, x in enumerate(output_tensors(out)):
+            if x.requires_grad:
+                x.register_hook(partial(called.came, i))
+
+    def _forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
+        values, options = self._trace.arguments
+        operation.notes["masked"] = masked = masked_in(operation, operands, (*values, *options.values()), result)
         if operation.computes:
-            self._add(operation.site, "activation", result)
+            self._add(operation.site, "activation", result if masked is None else result.masked_fill(masked, 0.0))
 
     def _backward(self, operation: Operation, gradient: Tensor) -> None:
         if operation.name == "parameter":
@@ -163,6 +220,7 @@ class Watch:
         for name, before in self._before.items():
             parameter = self._parameters[name]
             self._add(name, "update", parameter.detach() - before)
+            self._add_lost(name, before, parameter.detach())
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
                     self._add(f"{name} {key}", "state", value)
@@ -179,8 +237,19 @@ class Watch:
             key = self._watched, site, role, spec
             if key not in self._sums:
                 self._sums[key] = Accumulator(spec, x.device)
-            after = rounded_blocks(x, spec, -1) if isinstance(spec, BlockSpec) else rounded(x, spec)
-            self._sums[key].add(x, after, Cut() if isinstance(spec, BlockSpec) else None)
+            self._sums[key].add(x, _rounded(x, spec), Cut() if isinstance(spec, BlockSpec) else None)
+
+    def _add_lost(self, name: str, before: Tensor, after: Tensor) -> None:
+        """Count the updates that would change nothing in parameters of each format."""
+        if not holds_numbers(before):
+            return
+        wanted = (before != after).sum()
+        for spec in self.specs:
+            old, new = (_rounded(x.float(), spec) for x in (before, after))
+            lost = ((old == new) & (before != after)).sum()
+            key = self._watched, name, "update", spec
+            known = self._lost.get(key, (0, 0))
+            self._lost[key] = known[0] + int(lost), known[1] + int(wanted)
 
     # What was found
 
@@ -189,8 +258,8 @@ class Watch:
 
         underflow: share of the non-zero numbers that would become zero. overflow: share of all that would saturate or
         become inf. sqnr_db: signal to quantisation noise. amax: the largest finite magnitude. spread: the binades that
-        hold 99 % of the non-zero numbers. nonfinite: share of inf and NaN. A mask of minus infinity counts there;
-        one of the dtype's least value is left out.
+        hold 99 % of the non-zero numbers. nonfinite: share of inf and NaN; what masks is left out. lost: of an update,
+        the share that would change nothing in parameters of the format.
         """
         if self._trace.is_replaced:
             warnings.warn(
@@ -198,7 +267,16 @@ class Watch:
                 "after it.",
                 stacklevel=2,
             )
-        return Rows([*self._rows, *(_row(*key, sums.result()) for key, sums in [*self._sums.items()])])
+        if not self.steps and self._all_versions() != self._versions:
+            warnings.warn(
+                "The parameters have been written to since fpsim.watch(model), and no call of the model in training "
+                "was seen. If it was trained: calls of torch's own containers under torch.compile are not seen, nor "
+                "are those of a copy. Watch it without torch.compile, or inside of a module with its own forward.",
+                stacklevel=2,
+            )
+        return Rows(
+            [*self._rows, *(_row(*key, sums.result(), self._lost.get(key)) for key, sums in [*self._sums.items()])]
+        )
 
     def to_frame(self) -> Any:
         """The rows as a pandas.DataFrame."""
@@ -207,24 +285,26 @@ class Watch:
     def table(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Rows:
         """Which format would do? A row for each role and format, with the worst of all steps and sites.
 
-        do: at how many of the `sites` the format would do in every watched step.
+        do: at how many of the `sites` the format would do in every watched step. It does not where numbers are not
+            finite, nor where more than half of the updates would change nothing (`lost`).
         underflow, overflow: the largest share that is allowed. sqnr_db: the least signal to noise.
         """
-        _require_limits(underflow, overflow, sqnr_db)
-        worst, found = _worst(self.rows()), Rows()
+        limits = _limits(underflow, overflow, sqnr_db)
+        worst, found = worst_of(self.rows()), Rows()
         for role in dict.fromkeys(role for _, role, _ in worst):
             for spec in self.specs:
                 rows = [row for (_, r, fmt), row in worst.items() if (r, fmt) == (role, str(spec.fmt))]
-                does = [_does(row, underflow, overflow, sqnr_db) for row in rows]
                 found.append(
                     {
                         "role": role,
                         "format": str(spec.fmt),
                         "sites": len(rows),
-                        "do": sum(does),
+                        "do": sum(does(row, limits) for row in rows),
                         "underflow": max(row["underflow"] for row in rows),
                         "overflow": max(row["overflow"] for row in rows),
                         "sqnr_db": min((row["sqnr_db"] for row in rows if row["sqnr_db"] is not None), default=None),
+                        "lost": max((row["lost"] for row in rows if row["lost"] is not None), default=None),
+                        "nonfinite": max(row["nonfinite"] for row in rows),
                     }
                 )
         return found
@@ -234,33 +314,21 @@ class Watch:
 
         A role has the first of the formats that would do at 90 % of its sites, or float32; a module where that would
         not do at each of its sites has the first that would. The formats are taken from the smallest; those whose
-        numbers share scales are left out, for no role has one.
+        numbers share scales are left out, for no role has one. The policy is then tried on the last watched call, with
+        what came in and the gradients that came, in the parameters of now; what is inf, NaN or saturates there is left
+        in float32. `suggest` says what was tried. Warns where nothing could be.
         underflow, overflow, sqnr_db: as in `table`.
         """
-        _require_limits(underflow, overflow, sqnr_db)
-        worst = _worst(self.rows())
-        formats = [spec.fmt for spec in self.specs if not isinstance(spec.fmt, BlockFormat)]
-        formats.sort(key=_bits)  # stable: the user's order among equals
-        did: dict[str, dict[str, dict[str, list[bool]]]] = {}  # by module, role and format, at each site
-        for (site, role, fmt), row in worst.items():
-            if role in ROLES:
-                module = site.rpartition("." if role.startswith("weight") else ":")[0]
-                by_format = did.setdefault(module, {}).setdefault(role, {})
-                by_format.setdefault(fmt, []).append(_does(row, underflow, overflow, sqnr_db))
-        base: dict[str, Any] = {}
-        for role in ROLES:
-            all_sites = {
-                str(f): [d for roles in did.values() for d in roles.get(role, {}).get(str(f), [])] for f in formats
-            }
-            base[role] = next((f for f in formats if _share(all_sites[str(f)]) >= ENOUGH_SITES), None)
-        overrides: dict[str | type[nn.Module], Any] = {}
-        for module in sorted(did, key=lambda name: name.count(".")):
-            wanted = {role: _first(did[module].get(role), base[role], formats) for role in ROLES}
-            inside = [name for name in overrides if isinstance(name, str) and module.startswith(f"{name}.")]
-            around = _formats_of(overrides[inside[-1]]) if inside else base
-            if module and wanted != around:
-                overrides[module] = Policy(**wanted)
-        return Policy(**base, overrides=overrides)
+        found = self.suggest(underflow, overflow, sqnr_db)
+        if not found.is_tried:
+            warnings.warn(f"This policy was {found.words}.", stacklevel=2)
+        return found.policy
+
+    def suggest(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Suggestion:
+        """The policy of `policy()`, whether it was tried, and in words on what; copies the model."""
+        limits = _limits(underflow, overflow, sqnr_db)
+        plan = planned(worst_of(self.rows()), self.specs, limits)
+        return suggested(self._trace.model, plan, self._called)
 
     def plot(self, role: str = "error", value: str = "underflow", fmt: str | Format | None = None) -> Any:
         """A figure: a value of the rows by site and step; needs matplotlib.
@@ -281,9 +349,26 @@ class Watch:
         return plot_watch(rows, value, f"{value} in {spec.fmt}, role {role}")
 
     def __str__(self) -> str:
-        return f"{self.table()}\n\nSuggested: {self.policy()}"
+        found = self.suggest()
+        lines = [str(self.table()), "", *self._breaks(), f"Suggested, {found.words}:", *in_lines(found.policy)]
+        return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _breaks(self) -> list[str]:
+        """For each format the first operation that it would break, and what was not finite without any format."""
+        lines, rows = [], self.rows()
+        for fmt in dict.fromkeys(row["format"] for row in rows):
+            first = next((r for r in rows if r["format"] == fmt and r["role"] == "activation" and r["overflow"]), None)
+            if first is not None:
+                lines.append(f"{fmt} would overflow from step {first['step']} on, first at {first['site']}.")
+        bad = next((row for row in rows if row["nonfinite"] and row["role"] not in ("error", "weight_grad")), None)
+        if bad is not None:
+            lines.append(
+                f"Step {bad['step']} is not finite without any format, at {bad['site']} ({bad['role']}): "
+                f"fpsim.why(model, step) says why."
+            )
+        return [*lines, ""] if lines else []
 
 
 class _Eye:
@@ -297,7 +382,11 @@ class _Eye:
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         if (watching := self._watching()) is not None:
-            watching._forward(operation, result)
+            watching._forward(operation, operands, result)
+
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if (watching := self._watching()) is not None:
+            watching._keep_call(args, kwargs, out)
 
     def backward(self, operation: Operation, gradient: Tensor) -> None:
         if (watching := self._watching()) is not None:
@@ -312,13 +401,26 @@ class _Eye:
             watching._after_step(optimizer)
 
 
-def _require_limits(underflow: float, overflow: float, sqnr_db: float) -> None:
+def _limits(underflow: float, overflow: float, sqnr_db: float) -> Limits:
     require_number("underflow", underflow)
     require_number("overflow", overflow)
     require_number("sqnr_db", sqnr_db)
+    return Limits(underflow, overflow, sqnr_db)
 
 
-def _row(step: int, site: str, role: str, spec: Spec, t: Tally) -> dict[str, Any]:
+def _rounded(x: Tensor, spec: Spec) -> Tensor:
+    return rounded_blocks(x, spec, -1) if isinstance(spec, BlockSpec) else rounded(x, spec)
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _detached(v) for key, v in value.items()}
+    return type(value)(map(_detached, value)) if type(value) in (tuple, list) else value
+
+
+def _row(step: int, site: str, role: str, spec: Spec, t: Tally, lost: tuple[int, int] | None) -> dict[str, Any]:
     return {
         "step": step,
         "site": site,
@@ -330,6 +432,7 @@ def _row(step: int, site: str, role: str, spec: Spec, t: Tally) -> dict[str, Any
         "amax": t.amax,
         "spread": _spread(t.exponents),
         "nonfinite": t.nonfinite / t.count,
+        "lost": lost[0] / lost[1] if lost is not None and lost[1] else None,
     }
 
 
@@ -341,41 +444,3 @@ def _spread(exponents: Mapping[int, int]) -> int:
         if seen > 0.005 * total and before < 0.995 * total:
             inside.append(exponent)
     return inside[-1] - inside[0] + 1 if inside else 0
-
-
-def _worst(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """The worst of all steps, by site, role and format."""
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for row in rows:
-        key = row["site"], row["role"], row["format"]
-        known = found.setdefault(key, dict(row))
-        for name in ("underflow", "overflow"):
-            known[name] = max(known[name], row[name])
-        ratios = [r["sqnr_db"] for r in (known, row) if r["sqnr_db"] is not None]
-        known["sqnr_db"] = min(ratios, default=None)
-    return found
-
-
-def _does(row: Mapping[str, Any], underflow: float, overflow: float, sqnr_db: float) -> bool:
-    """Whether the format would do; where all numbers are zero any would."""
-    is_clear = row["sqnr_db"] is None or row["sqnr_db"] >= sqnr_db
-    return row["underflow"] <= underflow and row["overflow"] <= overflow and is_clear
-
-
-def _bits(fmt: Any) -> int:
-    return fmt.bits  # type: ignore[no-any-return]
-
-
-def _share(does: list[bool]) -> float:
-    return sum(does) / len(does) if does else 0.0
-
-
-def _first(by_format: Mapping[str, list[bool]] | None, base: Any, formats: list[Any]) -> Any:
-    """The format of a role in a module: that of the role, if it would do there, or the first that would."""
-    if by_format is None or (base is not None and all(by_format[str(base)])):
-        return base
-    return next((fmt for fmt in formats if all(by_format[str(fmt)])), None)
-
-
-def _formats_of(policy: Policy) -> dict[str, Any]:
-    return {f.name: getattr(policy, f.name) for f in fields(Policy) if f.name in ROLES}

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fpsim.border import require_memory
 from fpsim.emulation.tracing import Operation
 from fpsim.policy import Policy
 from fpsim.reasons.event import Event
 from fpsim.reasons.finding import Finding, find
 from fpsim.reasons.remedies import Remedy
 from fpsim.rows import Rows
+from fpsim.stepping import as_step
 
 __all__ = ["Why", "why"]
 
@@ -119,7 +121,7 @@ class Why(Rows):
             largest = event.ends.largest if event.ends is not None else math.inf
             cause = {"site": site, "call": call, "kind": event.kind, "largest": largest}
         picture = plot_ranges(self.run, cause)
-        picture.suptitle(str(self).splitlines()[0], fontsize=9)
+        picture.axes[0].set_title(str(self).splitlines()[0].replace("$", r"\$"), fontsize=9)
         return picture
 
     def _repr_png_(self) -> bytes | None:
@@ -171,10 +173,12 @@ def _advice(event: Event, float32: float | None) -> str:
 
 def why(
     model: nn.Module,
-    step: Callable[..., object],
+    step: Any,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Any = None,
     batches: int | None = None,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
 ) -> Why:
     """Say what makes a step fail: the place, the role and the kind, the numbers, and a remedy that was tried on it.
 
@@ -188,10 +192,12 @@ def why(
 
     Args:
         model: whose step it is.
-        step: runs forward and backward, and the optimizer's step where it belongs to it. Called without arguments.
+        step: runs forward and backward, and the optimizer's step where it belongs to it. Called without arguments. Or a
+            batch, where the model's output has a `.loss` or with `loss`.
         optimizer: whose step follows, where `step` does not take it; its states are looked at.
         scaler: the GradScaler that `step` uses.
         batches: how many batches there are; `step(i)` is then called for each i below it.
+        loss: from the model's output to a scalar, for a batch.
 
     Returns:
         A `Why`: prints at most fifteen lines; rows, `to_frame()`, `plot()`, `policy()` where a remedy is a policy.
@@ -207,20 +213,17 @@ def why(
     >>> found.cause["place"], found.cause["role"], found.cause["kind"]
     ('1.weight', 'parameter', 'NaN came in')
     """
-    _require(model, step, optimizer, batches)
+    _require(model, optimizer, batches)
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("scale", "step", "update")):
         raise TypeError(f"Got {type(scaler).__name__} as the scaler. Expected a GradScaler that `step` uses, or None.")
-    return Why(find(model, step, optimizer, scaler, batches))
+    run = as_step(model, step, loss, "why", 0 if batches is None else 1)
+    return Why(find(model, run, optimizer, scaler, batches))
 
 
-def _require(model: object, step: object, optimizer: object, batches: object) -> None:
+def _require(model: object, optimizer: object, batches: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"Got {type(model).__name__} as the model. Expected a torch.nn.Module: why(model, step).")
-    if not callable(step) or isinstance(step, torch.Tensor):
-        raise TypeError(
-            f"Got {type(step).__name__} as the step. Expected a function without arguments that runs the step: "
-            f"why(model, lambda: loss(model(x)).backward())."
-        )
+    require_memory(model)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"Got {type(optimizer).__name__} as the optimizer. Expected a torch.optim.Optimizer, or None.")
     if batches is not None and (not isinstance(batches, int) or isinstance(batches, bool) or batches < 1):

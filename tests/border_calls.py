@@ -81,7 +81,7 @@ def _why() -> Made:
 
 
 def _watch(model: Any, formats: Any = ("fp16",), every: Any = 1000, optimizer: Any = None) -> None:
-    fpsim.watch(model, formats, every=every, optimizer=optimizer).detach()
+    fpsim.watch(model, formats=formats, every=every, optimizer=optimizer).detach()
 
 
 def _watching() -> fpsim.Watch:
@@ -130,6 +130,24 @@ class Folder:
 
 def _in_folder(function: Callable[..., Any], /, **valid: Any) -> Callable[[], Made]:
     return lambda: (function, {**valid, "out": Folder.path})
+
+
+def _recorded() -> fpsim.Recording:
+    """A recording of one step."""
+    found = quantised()
+    with fpsim.record(found) as recording:
+        found(batch()).sum().backward()
+    return recording
+
+
+def _recorded_scales() -> ada_loss.Recorder:
+    """The scales of one step."""
+    found = quantised()
+    scaled = ada_loss.AdaLossScaled(found)
+    scaled.observer = recorder = ada_loss.Recorder()
+    found(batch()).sum().backward()
+    scaled.detach()
+    return recorder
 
 
 def _job() -> Any:
@@ -246,6 +264,7 @@ CALLS = [
     Call("watch", lambda: (_watch, {"model": model()})),
     Call("Watch.table", _method(_watching, "table")),
     Call("Watch.policy", _method(_watching, "policy", underflow=1.0, overflow=1.0, sqnr_db=-100.0)),
+    Call("Watch.suggest", _method(_watching, "suggest", underflow=1.0, overflow=1.0, sqnr_db=-100.0)),
     Call("Watch.plot", _method(_watching, "plot")),
     Call("compare", _compare),
     Call("Comparison.begins", lambda: (fpsim.compare(**_compare()[1]).begins, {})),
@@ -256,6 +275,7 @@ CALLS = [
     Call("Sensitivity", lambda: (fpsim.Sensitivity, {"policy": _policy()})),
     Call("Sensitivity.policy", _method(_sensitivity, "policy", k=1)),
     Call("AdaLossScaled", lambda: (_scaled, {"model": quantised()})),
+    Call("AdaLossScaled.detach_from", lambda: (ada_loss.AdaLossScaled.detach_from, {"model": quantised()})),
     Call("AdaLossScaled.last_log2_scale", _method(scaled_after_a_step, "last_log2_scale", site="0:linear")),
     Call("AdaLossScaled.log2_scales", _method(scaled_after_a_step, "log2_scales")),
     Call("AdaLossScaled.load_state_dict", lambda: (scaled_after_a_step().load_state_dict, {"state": scaled_after_a_step().state_dict()})),
@@ -277,6 +297,8 @@ CALLS = [
     Call("loss_rule", _constructor(ada_loss.loss_rule, system="torch", init_scale=8.0, growth_factor=2.0, growth_interval=2)),
     Call("trajectory", lambda: (ada_loss.trajectory, {"rule": ada_loss.loss_rule("torch"), "oks": [True]})),
     Call("Recorder", _constructor(ada_loss.Recorder)),
+    Call("Recorder.plot", _method(_recorded_scales, "plot")),
+    Call("Recording.plot", _method(_recorded, "plot")),
     Call("Job", _constructor(ada_loss.Job, fmt="fp16", rounding="stochastic", scaling="torch", device="cpu")),
     Call("Job.quantize", lambda: (_job().quantize, {"model": model()})),
     Call("Job.scaler", lambda: (_quantised_job().scaler, {})),

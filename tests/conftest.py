@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 # Processes that tests start have one thread too: with as many as there are cores, those of two workers spin against one
 # another, and a notebook takes six minutes instead of twenty seconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")  # what `resume` trusts is kept there
 
 import pytest
 import torch

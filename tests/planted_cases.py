@@ -16,7 +16,9 @@ ALL = ("gpt", "conv", "encoder", "decoder")
 ATTENDING = ("gpt", "encoder", "decoder")
 FP16 = ("half", "autocast", "fp16")
 NARROW = ("half", "fp16")
-ANY = ("float32", "half", "fp16", "bf16")
+ANY = ("float32", "half", "fp16", "bf16", "mxfp4")
+NOT_IN = {("sum overflows", "resnet")}  # whose last axis is three pixels long
+LIBRARY = ("bert", "llama", "resnet")  # in which what an operation computes is planted too
 POINT = "blocks.1.point:"
 
 
@@ -290,6 +292,20 @@ def logits_grow(planted: Planted) -> None:
         planted.model.blocks[1].attention.key.weight.mul_(2e3)
 
 
+@cause(("bert",), FP16, "blocks.1.attention.self:matmul", "activation", "overflow")
+def logits_of_bert_grow(planted: Planted) -> None:
+    with torch.no_grad():
+        for layer in (planted.model.blocks[1].attention.self.query, planted.model.blocks[1].attention.self.key):
+            layer.weight.mul_(3e4)
+
+
+@cause(("llama",), FP16, "blocks.1.self_attn:matmul", "activation", "overflow")
+def logits_of_llama_grow(planted: Planted) -> None:
+    with torch.no_grad():
+        for layer in (planted.model.blocks[1].self_attn.q_proj, planted.model.blocks[1].self_attn.k_proj):
+            layer.weight.mul_(3e4)
+
+
 @cause(ALL, ("fp16", "e5m2"), "blocks.1.up.weight", "weight", "overflow")
 def weight_too_large(planted: Planted) -> None:
     with torch.no_grad():
@@ -400,6 +416,8 @@ def count_of_targets_is_zero(planted: Planted) -> None:
 def cases() -> Iterator[tuple[str, str, str]]:
     """Name, model and format of each case."""
     for name, found in CAUSES.items():
-        for model in found.models:
-            for fmt in found.formats:
+        is_operation = found.models == ALL and found.place.startswith(POINT)
+        library = [model for model in LIBRARY if is_operation and (name, model) not in NOT_IN]
+        for model in (*found.models, *library):
+            for fmt in found.formats[: 2 if model in LIBRARY else None]:
                 yield name, model, fmt

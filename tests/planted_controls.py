@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from planted_cases import ALL, ATTENDING
+from planted_cases import ALL, ATTENDING, LIBRARY
 from planted_models import Planted
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -21,7 +21,7 @@ def control(models: tuple[str, ...], formats: tuple[str, ...]) -> Callable[[Call
     return registered
 
 
-@control(ALL, PLAIN)
+@control((*ALL, *LIBRARY), (*PLAIN, "mxfp4"))
 def nothing(planted: Planted) -> None: ...
 
 

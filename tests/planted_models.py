@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from planted_library import LIBRARY
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -142,15 +143,15 @@ class Planted:
     def __init__(self, model: str, fmt: str, plant: Callable[[Planted], None] | None = None) -> None:
         torch.manual_seed(0)
         self.name, self.fmt = model, fmt
-        self.model: Any = MODELS[model]()
+        self.model: Any = MODELS[model]() if model in MODELS else LIBRARY[model](Point)
         generator = torch.Generator().manual_seed(1)
-        if model in ("gpt", "decoder"):
+        if model in ("gpt", "decoder", "bert", "llama"):
             self.x = torch.randint(0, CLASSES, (2, 8), generator=generator)
         elif model == "encoder":
             self.x = torch.randn(2, 8, WIDTH, generator=generator)
         else:
             self.x = torch.randn(4, 3, 6, 6, generator=generator)
-        n = 1 if model == "conv" else 8
+        n = 1 if model in ("conv", "resnet") else 8
         self.y = torch.randint(0, CLASSES, (len(self.x), n), generator=generator)
         self.loss: Callable[[Tensor, Tensor], Tensor] = lambda out, y: F.cross_entropy(
             out.float().flatten(0, 1), y.flatten()

@@ -87,7 +87,8 @@ def is_cured(planted: Planted, found: fpsim.Why, which: int = 0) -> bool:
     if planted.fmt not in ("half", "bfloat16", "autocast", "float32") and remedy["remedy"] == "float32":
         fpsim.set_policy(planted.model, found.policy())
         return _runs(planted, remedy)
-    change = _changes(found, remedy)
+    is_rounded = planted.fmt not in ("half", "bfloat16", "autocast", "float32", "mxfp4")
+    change = _changes(found, remedy, planted.fmt if is_rounded else "fp32")
     wide = remedy["sites"] if remedy["remedy"] == "float32" else []
     with AtSites(planted.model, wide, change):
         return _runs(planted, remedy)
@@ -115,10 +116,14 @@ def _is_finite(model: nn.Module) -> bool:
     return all(bool(x.isfinite().all()) for x in (*model.parameters(), *gradients))
 
 
-def _changes(found: fpsim.Why, remedy: dict[str, Any]) -> dict[str, Any]:
+def _changes(found: fpsim.Why, remedy: dict[str, Any], fmt: str) -> dict[str, Any]:
+    """What becomes of the arguments at each site; what is computed here is in the format, as in the model's code."""
     value, kind = remedy["value"], remedy["remedy"]
     if kind == "float32":
         return {}
+
+    def in_format(x: Tensor) -> Tensor:
+        return x if fmt == "fp32" else fpsim.round_to(x, fmt)
 
     def changed(given: Any) -> Any:
         args, kwargs = given
@@ -128,11 +133,11 @@ def _changes(found: fpsim.Why, remedy: dict[str, Any]) -> dict[str, Any]:
             kwargs = {**kwargs, "eps": value} if "normalize" in remedy["sites"][0] else kwargs
         elif kind == "clamp":
             is_divisor = "div" in remedy["sites"][0]
-            args = (first, args[1].clamp(min=1)) if is_divisor else (first.clamp(min=value), *args[1:])
+            args = (first, args[1].clamp(min=1)) if is_divisor else (in_format(first.clamp(min=value)), *args[1:])
         elif kind == "mask":
             args = (torch.where((first == -torch.inf).all(-1, keepdim=True), 0.0, first).to(first.dtype), *args[1:])
         elif kind == "slope":
-            args = (first + value, *args[1:])
+            args = (in_format(first + value), *args[1:])
         return args, kwargs
 
     return dict.fromkeys(remedy["sites"], changed)

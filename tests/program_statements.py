@@ -122,9 +122,9 @@ class Writer:
         self.is_tree = self.is_tree and a.shape == b.shape
         return b
 
-    def source(self, shape: Shape) -> Variable:
-        """Numbers to write into what has this shape."""
-        return self.operand(lambda v: broadcast(v.shape, shape) == shape)
+    def source(self, shape: Shape, target: Memory) -> Variable:
+        """Numbers to write into what has this shape, from other memory: else the order of torch's loop is seen."""
+        return self.operand(lambda v: broadcast(v.shape, shape) == shape and v.memory.first is not target.first)
 
     def cast_of(self, a: Variable, text: str) -> str:
         """A cast, which may be its operand itself."""
@@ -272,8 +272,8 @@ def write(w: Writer) -> list[str]:
     if w.has_gradients and a.memory.uses:
         ways = [x for x in ways if ".data" not in x[0]]  # saved for the backward pass, and no counter would tell
     target, shape = w.choose(ways)
-    source = w.source(shape)
-    w.is_tree = w.is_tree and source.shape == shape and source.memory.first is not a.memory.first
+    source = w.source(shape, a.memory)
+    w.is_tree = w.is_tree and source.shape == shape
     b = source.name
     full = b if source.shape == shape else f"{b}.expand({', '.join(map(str, shape))})"
     forms = [f"{target}.mul_({w.choose(SCALES)})", f"{target}.add_({b})", f"{target}.copy_({b})"]
@@ -286,6 +286,7 @@ def write(w: Writer) -> list[str]:
     ]
     forms += [f"{target}.masked_fill_({target} > 0.25, 0.3)", f"torch._foreach_mul_([{target}], 1.01)"]
     forms += [f"torch._foreach_add_([{target}], [{full}])", f"{target}.div_(3.0)", f"F.relu({target}, inplace=True)"]
+    forms += [f"F.relu({target}, True)"]
     forms += [f"{target}[...] *= 1.1", f"{target}[...] += {b}", f"{target}.sub_({b})", f"{target}.neg_()"]
     text = w.choose(forms)
     if not w.has_gradients:
@@ -303,9 +304,12 @@ def write_to_memory_that_stays(w: Writer) -> list[str]:
 
     a = w.operand(fits, is_used=False)
     target, shape = w.choose([(a.name, a.shape), *views_of(a.name, a.shape)])
-    source = w.source(shape).name
-    forms = [target + form for form in COMMUTING]
-    forms += [f"{target}.copy_({source})", f"{target}[...] = {source}", f"torch._foreach_mul_([{target}], 0.5)"]
+    forms = [target + form for form in COMMUTING] + [f"torch._foreach_mul_([{target}], 0.5)"]
+    if a.memory.owner == "self.b":  # is stored as it was computed, and a cast to float32 reads all of it
+        forms.remove(f"{target}.fill_(0.3)")
+    else:
+        source = w.source(shape, a.memory).name
+        forms += [f"{target}.copy_({source})", f"{target}[...] = {source}"]
     return ["with torch.no_grad():", f"    {w.choose(forms)}"]
 
 

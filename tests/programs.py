@@ -1,6 +1,6 @@
 """Random forwards, run natively in a low precision and emulated in float32: where do the two differ?
 
-    python tests/programs.py --count 600 --format bf16 --seed 0 --show 20
+    python tests/programs.py --count 600 --format bf16 --seed 0 --show 20 [--compiled]
 
 prints how many of 600 programs differ, which kinds of statements the shortest ones need, and 20 of them.
 
@@ -16,6 +16,9 @@ It runs as `module.to(torch.bfloat16)` and as `fpsim.quantize(module, "bf16")`, 
   gradient that native code meets.
 
 A program that native code refuses is left out.
+
+With --compiled the emulated program is compared with itself under torch.compile(fullgraph=True), bit for bit but for
+gradients of what is used twice; programs that torch does not compile are left out.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import argparse
 import copy
 import itertools
 import linecache
+import logging
 import math
 import random
 import sys
@@ -142,7 +146,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.is_floating_point() and out.numel():
-            self.found = max(self.found, out.abs().max().item())
+            self.found = max(self.found, out.abs().nan_to_num(0.0, math.inf).max().item())
         return out
 
 
@@ -160,7 +164,7 @@ class Outcome:
 
 def run(module: nn.Module, inputs: list[Tensor], program: Program, native: Outcome | None = None) -> Outcome:
     """One run of a program: the native one, or the other one, whose backward pass begins where the `native` one did."""
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     x, y = (x.clone().requires_grad_(program.has_gradients) for x in inputs)
     with torch.set_grad_enabled(program.has_gradients):
         found, shown = module(x, y)
@@ -194,16 +198,46 @@ def compare(native: Outcome, emulated: Outcome, program: Program, format: str) -
     found = [n for n, v in native.variables.items() if differs(v, emulated.variables[n], format, n in program.stays)]
     found += [f"{n} computing on" for n, v in native.shown.items() if differs(v, emulated.shown[n], format, False)]
     found += [f"{n} afterwards" for n, v in native.stays.items() if differs(v, emulated.stays[n], format, True)]
-    bound = 0.0 if program.is_tree else FAN_OUT_ULPS * torch.finfo(NATIVE[format]).eps * native.largest
+    info = torch.finfo(NATIVE[format])
+    bound = 0.0 if program.is_tree else FAN_OUT_ULPS * info.eps * max(native.largest, info.smallest_normal)
     for name, gradient in native.gradients.items():
         other = emulated.gradients[name]
         if (gradient is None) != (other is None):
             found.append(f"{name}.grad is None")
         elif gradient is not None and other is not None and differs(gradient, other, format, False):
-            is_near = bound == math.inf or bool(((gradient.double() - other.double()).abs() <= bound).all())
+            is_near = bound == math.inf or bool(torch.isclose(other.double(), gradient.double(), 0, bound, True).all())
             if program.is_tree or not is_near:
                 found.append(f"{name}.grad")
     return found
+
+
+class Compiled(nn.Module):
+    """A model whose forward is compiled as one program; its parameters and buffers have the names of before."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._parameters, self._buffers = model._parameters, model._buffers
+        self._compiled = (torch.compile(model, backend="aot_eager", fullgraph=True),)  # in a tuple: no module inside
+
+    def forward(self, *args: Tensor) -> Any:
+        return self._compiled[0](*args)
+
+
+def compare_compiled(eager: Outcome, compiled: Outcome, program: Program) -> list[str]:
+    """What differs, by name. A compiled program gives zeros to what no gradient comes to."""
+    found = [n for n, v in eager.variables.items() if not equal(v, compiled.variables[n])]
+    found += [f"{n} computing on" for n, v in eager.shown.items() if not equal(v, compiled.shown[n])]
+    found += [f"{n} afterwards" for n, v in eager.stays.items() if not equal(v, compiled.stays[n])]
+    for name, x in eager.stays.items() if program.is_tree else ():
+        both = (outcome.gradients[name] for outcome in (eager, compiled))
+        gradients = (torch.zeros_like(x) if gradient is None else gradient for gradient in both)
+        if not equal(*gradients):
+            found.append(f"{name}.grad")
+    return found
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype is b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 @dataclass
@@ -224,11 +258,11 @@ class Result:
         return "\n".join(text)
 
 
-def execute(program: Program, format: str) -> Result:
-    """Run a program natively and emulated."""
+def execute(program: Program, format: str, is_compiled: bool = False) -> Result:
+    """Run a program natively and emulated, or emulated and compiled."""
     space, dtype = space_of(program.source()), NATIVE[format]
     file = space["__name__"]
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     module = space["Program"]().to(dtype)
     inputs = [torch.randn(4, 4).to(dtype) for _ in range(2)]
     masters = copy.deepcopy(module).float()
@@ -240,8 +274,18 @@ def execute(program: Program, format: str) -> Result:
             linecache.cache.pop(file, None)
             return Result(program)
         try:
-            emulated = run(fpsim.quantize(masters, format), [x.float() for x in inputs], program, native)
+            model, inputs = fpsim.quantize(masters, format), [x.float() for x in inputs]
+            emulated = run(model, inputs, program, native)
+            compiled = None
+            if is_compiled:
+                torch._dynamo.reset()
+                try:
+                    compiled = run(Compiled(fpsim.quantize(masters, format)), inputs, program, native)
+                except torch._dynamo.exc.BackendCompilerFailed:  # it differentiates what the program does not
+                    return Result(program)
             with torch.no_grad():  # with gradients, torch refuses to look at some views whose base was written to
+                if compiled is not None:
+                    return Result(program, emulated, compiled, tuple(compare_compiled(emulated, compiled, program)))
                 found = compare(native, emulated, program, format)
         except Exception as error:
             return Result(program, native, None, (f"{type(error).__name__}: {str(error)[:300]}",))
@@ -262,7 +306,8 @@ def shorter(program: Program) -> Iterator[Program]:
             is_changed = [after != before for after, before in zip(lines, rest, strict=True)]
             if stand_in in ("x", "y", *program.stays) and not {*itertools.compress(kinds, is_changed)} <= NEW_MEMORY:
                 continue  # what stays is written to by `COMMUTING` alone, and its variables are known by name
-            yield Program(tuple(lines), kinds, names, program.stays, program.has_gradients, program.is_tree)
+            is_tree = program.is_tree and not any(is_changed)  # the stand-in may be used elsewhere, too
+            yield Program(tuple(lines), kinds, names, program.stays, program.has_gradients, is_tree)
 
 
 def _made_by(line: str) -> list[str]:
@@ -297,19 +342,22 @@ def main() -> None:
     parser.add_argument("--show", type=int, default=5, help="how many of the shortest differing programs are printed")
     parser.add_argument("--no-shrink", action="store_true", help="print the rate alone")
     parser.add_argument("--without", nargs="*", default=[], help="kinds of statements to leave out, as printed")
+    parser.add_argument("--compiled", action="store_true", help="compare with torch.compile of the emulated program")
     options = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # what torch says of programs that it does not compile
     without = frozenset(options.without)
     ran, found, refused, seed = 0, [], 0, options.seed
     while ran < options.count:
-        result = execute(draw(random_genes(seed), options.format, without), options.format)
+        result = execute(draw(random_genes(seed), options.format, without), options.format, options.compiled)
         seed += 1
         refused += result.native is None
         ran += result.native is not None
         if result.differences:
             found.append((seed - 1, result))
-    print(f"{len(found)} of {ran} programs differ in {options.format}; native code refuses {refused} more")
-    if options.no_shrink:
-        return
+            print(f"seed {seed - 1} of {options.format} differs: {', '.join(result.differences)}", file=sys.stderr)
+    print(f"{len(found)} of {ran} programs differ in {options.format}; torch refuses {refused} more")
+    if options.no_shrink or options.compiled:
+        sys.exit(bool(found))
     groups: dict[str, list[tuple[int, Result]]] = {}
     for number, result in found:
         small = shrink(result, options.format)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
 import venv
 from importlib.metadata import distribution
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
-from fpsim.checks import DISTRIBUTION, pip_install
+from fpsim.checks import DISTRIBUTION, _installed_from, pip_install
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -42,7 +45,38 @@ def test_a_hint_names_extras_that_there_are() -> None:
     }
     assert asked >= {"lab", "search", "tensorboard", "mlflow", "cuda12", "cuda13"}
     assert asked <= PROJECT["optional-dependencies"].keys()
-    assert pip_install("lab") == "pip install 'ada-loss[lab]'"
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (None, "pip install 'ada-loss[cuda12]' or 'ada-loss[cuda13]'"),
+        (
+            {"url": "file:///home/me/my%20code", "dir_info": {"editable": True}},
+            "pip install -e '/home/me/my code[cuda12]' or '/home/me/my code[cuda13]'",
+        ),
+        (
+            {"url": "file:///tmp/a.whl", "archive_info": {}},
+            "pip install 'ada-loss[cuda12] @ file:///tmp/a.whl' or 'ada-loss[cuda13] @ file:///tmp/a.whl'",
+        ),
+        (
+            {"url": "https://example.org/a.git", "vcs_info": {"vcs": "git"}},
+            "pip install 'ada-loss[cuda12] @ git+https://example.org/a.git' or "
+            "'ada-loss[cuda13] @ git+https://example.org/a.git'",
+        ),
+    ],
+    ids=["index", "checkout", "wheel", "git"],
+)
+def test_a_hint_names_what_the_library_was_installed_from(
+    record: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = None if record is None else json.dumps(record)  # PEP 610
+    monkeypatch.setattr("importlib.metadata.distribution", lambda _: SimpleNamespace(read_text=lambda _: text))
+    _installed_from.cache_clear()
+    try:
+        assert pip_install("cuda12", "cuda13") == words
+    finally:
+        _installed_from.cache_clear()
 
 
 # The wheel
@@ -107,11 +141,15 @@ except ImportError as error: print(error)
 """
     lines = run(python, code, tmp_path).splitlines()
     assert len(lines) > 6
-    assert {line.split(": ")[-1] for line in lines} == {"pip install 'ada-loss[lab]'."}
+    (words,) = {line.split(": ")[-1].removesuffix(".") for line in lines}
+    assert re.fullmatch(r"pip install 'ada-loss\[lab\] @ file:///.*\.whl'", words)
+    tried = [sys.executable, "-m", "pip", "--python", python, *shlex.split(words)[1:]]
+    offline = subprocess.run([*tried, "--dry-run", "--no-deps", "--no-index"], capture_output=True, text=True)
+    assert offline.returncode == 0, offline.stderr
     done = subprocess.run([python.with_name("ada-loss")], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (
         1,
-        "The command line needs more than the library: pip install 'ada-loss[lab]'.\n",
+        f"The command line needs more than the library: {words}.\n",
     )
 
 

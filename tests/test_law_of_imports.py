@@ -32,7 +32,8 @@ FLOORS = (
     "fpsim.hadamard fpsim.delayed fpsim.tally",
     "fpsim.block_autograd",
     "fpsim.products",
-    "fpsim.ops fpsim.warm fpsim.policy fpsim.emulation.recurrent fpsim.emulation.casts fpsim.emulation.marks",
+    "fpsim.ops fpsim.warm fpsim.policy fpsim.emulation.recurrent fpsim.emulation.casts fpsim.emulation.marks "
+    "fpsim.emulation.scaled_masks",
     "fpsim.recipes",
     "fpsim.codes fpsim.emulation.arguments fpsim.emulation.operands fpsim.emulation.scope fpsim.emulation.forms "
     "fpsim.emulation.einsum",
@@ -45,10 +46,13 @@ FLOORS = (
     "fpsim.emulation.mode",
     "fpsim.emulation.entering",
     "fpsim.emulation.tracing",
-    "fpsim.emulation fpsim.computed_weights fpsim.opened",
+    "fpsim.emulation fpsim.computed_weights fpsim.opened fpsim.masks",
     "fpsim.forwards",
-    "fpsim.model fpsim.summary",
-    "fpsim.scaling_state fpsim.recording fpsim.scaling fpsim.compare fpsim.diagnose fpsim.watch fpsim.sensitivity",
+    "fpsim.model fpsim.summary fpsim.seen",
+    "fpsim.stepping",
+    "fpsim.scaling_state fpsim.recording fpsim.scaling fpsim.compare fpsim.diagnose",
+    "fpsim.suggesting",
+    "fpsim.watch fpsim.sensitivity",
     "fpsim.reasons fpsim.reasons.kept fpsim.reasons.widening fpsim.reasons.event fpsim.reasons.numbers",
     "fpsim.reasons.explaining fpsim.reasons.slopes fpsim.reasons.updates",
     "fpsim.reasons.masks",
@@ -68,7 +72,7 @@ FLOORS = (
     "ada_loss.rules ada_loss.record ada_loss.scalers.gradients",
     "ada_loss.scalers.verbs ada_loss.transforms",
     "ada_loss.scalers.grad_scaler ada_loss.layerwise.scale_kernels ada_loss.layerwise.product_moments "
-    "ada_loss.layerwise.options",
+    "ada_loss.layerwise.options ada_loss.layerwise.dead",
     "ada_loss.scalers.updater ada_loss.layerwise.sites ada_loss.layerwise.constants",
     "ada_loss.scalers ada_loss.layerwise.graph ada_loss.layerwise.schedule ada_loss.layerwise.chooser",
     "ada_loss.layerwise.forks ada_loss.integrations.huggingface ada_loss.integrations.lightning",
@@ -76,28 +80,34 @@ FLOORS = (
     "ada_loss.layerwise.scaled",
     "ada_loss.layerwise",
     "ada_loss.lab.errors ada_loss.lab.environment ada_loss.lab.devices ada_loss.lab.directions",
-    "ada_loss.lab.studies.space ada_loss.lab.tasks.task ada_loss.lab.training.run ada_loss.lab.training.methods "
+    "ada_loss.lab.tasks.task ada_loss.lab.training.run ada_loss.lab.training.methods "
     "ada_loss.lab.training.format_schedule "
     "ada_loss.lab.training.generators ada_loss.lab.sweep.limits "
-    "ada_loss.lab.sweep.lock ada_loss.lab.sweep.execution ada_loss.lab.sweep.progress "
-    "ada_loss.lab.results.figures ada_loss.lab.results.table ada_loss.lab.results.judgement",
-    "ada_loss.lab.training.checkpoints ada_loss.lab.sweep.missing",
+    "ada_loss.lab.sweep.lock ada_loss.lab.sweep.trust ada_loss.lab.sweep.execution ada_loss.lab.sweep.progress "
+    "ada_loss.lab.results.figures ada_loss.lab.results.judgement",
+    "ada_loss.lab.results.table ada_loss.lab.results.heat ada_loss.lab.results.charts "
+    "ada_loss.lab.training.checkpoints ada_loss.lab.sweep.missing ada_loss.lab.studies.space",
+    "ada_loss.lab.studies.study",
     "ada_loss.lab.sweep.ledger",
     "ada_loss.lab.tasks.digits ada_loss.lab.tasks.chars ada_loss.lab.tasks.pictures ada_loss.lab.training.options "
     "ada_loss.lab.training.job ada_loss.lab.training.batches ada_loss.lab.sweep.engines",
     "ada_loss.lab.tasks",
     "ada_loss.lab.training.steps ada_loss.lab.sweep.identity ada_loss.lab.sweep.telemetry "
     "ada_loss.lab.sweep.cell_formats",
+    "ada_loss.lab.sweep.names ada_loss.lab.sweep.live",
+    "ada_loss.lab.results.trackers",
     "ada_loss.lab.training.loop ada_loss.lab.sweep.cells",
     "ada_loss.lab.training ada_loss.lab.sweep.branches ada_loss.lab.sweep.work ada_loss.lab.sweep.prepare "
-    "ada_loss.lab.results.results ada_loss.lab.results.trackers",
-    "ada_loss.lab.results.comparison ada_loss.lab.results.curves ada_loss.lab.results.sections",
+    "ada_loss.lab.results.results ada_loss.lab.results.notifier",
+    "ada_loss.lab.results.comparison ada_loss.lab.results.curves ada_loss.lab.results.sections "
+    "ada_loss.lab.results.cell_pages",
     "ada_loss.lab.results.statements",
     "ada_loss.lab.results.verdict",
-    "ada_loss.lab.results.drawings",
+    "ada_loss.lab.results.drawings ada_loss.lab.results.overview",
     "ada_loss.lab.results.pictures",
     "ada_loss.lab.results.report",
     "ada_loss.lab.results",
+    "ada_loss.lab.sweep.explained",
     "ada_loss.lab.sweep.driver",
     "ada_loss.lab.sweep.config ada_loss.lab.sweep ada_loss.lab.studies.depth ada_loss.lab.studies.describe "
     "ada_loss.lab.studies.search",
@@ -115,14 +125,14 @@ ENTERS = {
     "cuda": {"fpsim.kernels.card"},
     "numba.cuda": {"fpsim.kernels.compile"},
     "numba_cuda": {"fpsim.kernels.compile"},
-    "matplotlib": {"ada_loss.lab.results.figures", "fpsim.pictures"},
+    "matplotlib": {"ada_loss.lab.results.figures", "ada_loss.lab.results.heat", "fpsim.pictures"},
     "scipy": {"ada_loss.lab.results.comparison", "ada_loss.lab.results.judgement"},
     "sklearn": {"ada_loss.lab.tasks.digits", "ada_loss.lab.tasks.pictures"},
     "sqlite3": {"ada_loss.lab.sweep.ledger"},
     "distributed": {"ada_loss.lab.sweep.engines"},
     "jinja2": {"ada_loss.lab.results.report"},
     "mlflow": {"ada_loss.lab.results.trackers"},
-    "optuna": {"ada_loss.lab.studies.search"},
+    "optuna": {"ada_loss.lab.studies.study"},
     "ruamel": {"ada_loss.lab.sweep.config"},
     "tqdm": {"ada_loss.lab.sweep.progress", "ada_loss.__main__"},
     "accelerate": {"ada_loss.integrations.huggingface"},
@@ -178,7 +188,7 @@ def rank(imported: str) -> int:
     return max(((len(name), RANKS[name]) for name in RANKS if is_within(imported, name)), default=(0, -2))[1]
 
 
-OPEN = ("fpsim.scaling", "fpsim.checks")
+OPEN = ("fpsim.scaling", "fpsim.checks", "fpsim.pictures", "fpsim.rows")
 
 
 def is_open_to_ada_loss(imported: str) -> bool:

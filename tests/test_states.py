@@ -160,7 +160,7 @@ def test_a_scaler_state_of_no_sense_is_refused_and_nothing_is_loaded(scale: Any)
     assert scaler.state_dict() == GradScaler(init_scale=8.0).state_dict()
 
 
-@pytest.mark.parametrize("scale", [0.0, INF])
+@pytest.mark.parametrize("scale", [0.0, INF, 1e-46, 1e39])  # the last two are 0 and inf as float32
 def test_a_scaler_state_whose_scale_ends_the_training_is_said(scale: float) -> None:
     scaler = GradScaler()
     with pytest.warns(RuntimeWarning, match=r"Call update\(new_scale=\.\.\.\) with a finite number"):
@@ -187,6 +187,10 @@ RECORDING: dict[str, tuple[Change, str]] = {
     ),
     "calls a word": (lambda s: s["sums"][0].update(calls="x"), r"\['calls'\]='x' is not an integer"),
     "calls below 0": (lambda s: s["sums"][0].update(calls=-1), r"\['calls'\]=-1 is out of range"),
+    "a tally below 0": (
+        lambda s: s["sums"][0].update(counts=-1 - s["sums"][0]["counts"]),
+        "numbers below 0 among its counts",
+    ),
     "a count below 0": (lambda s: s.update(seen=[("a", "error", -1)]), "=-1 is out of range"),
     "an unknown format": (lambda s: s["sums"][0].update(format="fp9"), "Unknown format 'fp9'"),
     "no format": (lambda s: s["sums"][0].pop("format"), "KeyError: 'format'"),
@@ -202,3 +206,15 @@ def test_a_state_of_a_recording_of_no_sense_is_refused_and_nothing_is_loaded(kin
     with pytest.raises(ValueError, match=words):
         recording.load_state_dict(other)
     assert plain(recording.state_dict()) == plain(before)
+
+
+def test_a_scaling_state_that_lacks_what_the_model_remembers_is_said() -> None:
+    model = delayed("a")
+    state = fpsim.scaling_state(model)
+    name = next(iter(state))
+    with pytest.warns(UserWarning, match=r"The state lacks 'a:linear [\w.]+'.*begins again"):
+        fpsim.load_scaling_state(model, {name: state[name]})
+    fpsim.load_scaling_state(model, state)  # of what is no longer remembered nothing is lacking
+    assert plain(fpsim.scaling_state(model)) == plain(state)
+    fpsim.load_scaling_state(model, {})  # is asked for
+    assert fpsim.scaling_state(model) == {}

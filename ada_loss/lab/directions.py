@@ -34,6 +34,7 @@ LARGER = (
     "score quality silhouette completeness homogeneity likelihood psnr ssim snr sdr pesq stoi mos intelligibility "
     "signal_noise_ratio signal_distortion_ratio inception_score intersection_over_union io_u preserved top_1 top_5 "
     "true_positive true_negative tpr tnr positive_likelihood_ratio v_measure mutual_info rand critical_success_index "
+    "dunn fowlkes_mallows_index visual_information_fidelity tschuprow "
     "throughput d_2_log_loss d_2_absolute_error d_2_brier d_2_pinball d_2_tweedie"
 ).split()
 SMALLER = (
@@ -41,8 +42,10 @@ SMALLER = (
     "bpw entropy crossentropy xent ce bce kl kld divergence deviance distance hinge brier poisson fid kid lpips "
     "fpr fnr false_positive false_negative fall_out edit_rate word_info_lost error_rate brier_score deviance_score "
     "tweedie_deviance_score davies_bouldin_score davies_bouldin spectral_angle ergas perceptual_image_patch_similarity "
+    "deep_image_structure_and_texture_similarity dists "
     "negative_likelihood_ratio misclassification regret cost underflow overflow skipped seconds "
-    "latency"
+    "latency continuous_ranked_probability_score crps disparity huber tversky log_cosh ctc total_variation "
+    "spatial_distortion_index"
 ).split()
 # These make a setting or a count of what stands beside them: a loss scale is no loss.
 OTHERS = set(

@@ -24,6 +24,7 @@ from torch import Tensor
 from ada_loss.layerwise import graph
 from ada_loss.layerwise.chooser import ScaleChooser
 from ada_loss.layerwise.constants import Constants
+from ada_loss.layerwise.dead import Dead
 from ada_loss.layerwise.forks import round_branches
 from ada_loss.layerwise.options import Options
 from ada_loss.layerwise.product_moments import product_moments
@@ -91,9 +92,11 @@ class Engine:
     """Decides at which scale each gradient of a model is rounded.
 
     options: the settings.
+    owner: gives who attached it to the model, None once that is lost.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, owner: Callable[[], object]) -> None:
+        self.owner = owner
         rule = self._rule = options.rule
         self._options, self._modules = options, options.modules
         self._predicts, self._holds_scales = options.predicts, options.holds_scales
@@ -101,6 +104,7 @@ class Engine:
         self._product_rule = rule if isinstance(rule, ElementWiseRange) else None
         self._is_fixed = isinstance(rule, Fixed)
         self._skips_amax = self._predicts and not (self._holds_scales or self._is_fixed or self._product_rule)
+        self._dead = Dead(self._predicts and not isinstance(rule, Fixed))
         self.observer: Observed | None = None
         self._told: Observed | None = None  # the observer in a step that it wants to see, else None
         self.states: defaultdict[tuple[str, str], SiteState] = defaultdict(SiteState)  # by name and role
@@ -184,6 +188,7 @@ class Engine:
                 _require_no_capture()
             observer = self.observer
             self._told = observer if observer is not None and observer.wants(schedule.step) else None
+            self._dead.begin(schedule.step)
         key, state = self._state_of(site)
         if state.moments.device != gradient.device:
             state.move_to(gradient.device)
@@ -193,11 +198,14 @@ class Engine:
         seen = None if self._told is None else gradient.detach()
         if seen is not None and may_round:
             seen = seen.clone()  # the observer sees it before it is rounded
+        something = gradient.any() if self._dead.wants(key[1]) else None
         if site.is_linked or state.held_log2_scale is None:
             log2_scale = self._choose_scale(site, graph_task, gradient, state, may_round)
         else:
             log2_scale = self._hold_scale(site, gradient, state, state.held_log2_scale, may_round)
         state.log2_scale = log2_scale
+        if something is not None:
+            self._dead.note(key[0], something, gradient, site.spec, log2_scale)
         if self._told is not None and seen is not None:
             self._told(schedule.step, *key, site.spec, seen, log2_scale, state.chosen.clone())
         return log2_scale

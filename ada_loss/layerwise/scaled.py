@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,7 +16,7 @@ from ada_loss.layerwise.saved import check_progress, check_sites
 from ada_loss.rules.layer import LayerRule, as_layer_rule
 from ada_loss.transforms import AdaLossTransform, AdaLossTransformCast
 from fpsim.checks import require_iterable, require_mapping, require_word, shown
-from fpsim.scaling import listeners
+from fpsim.scaling import Exit, listeners
 
 __all__ = ["AdaLossScaled"]
 
@@ -28,7 +30,9 @@ class AdaLossScaled:
 
     The method is that of Zhao, Vogel, Ahmed, Luk, IJCAI 2020. At a matrix product the incoming gradient, rounded at
     scale S, and the other operand give the power of two by which the outgoing gradient is scaled: few of its elements
-    underflow and none overflows. Other operations pass S on, and parameters' gradients are rounded at S. In every step
+    underflow and none overflows. Other operations pass S on, and parameters' gradients are rounded at S. So a branch
+    behind a gate of 1e-6 is scaled by `rule="current"` or an `init_scale`, not by the default; where every gradient of
+    a result underflows in the first step, a warning says so. In every step
     a scale at which a gradient would overflow is lowered until it fits. A gradient that holds inf or NaN is passed
     through at scale 1; guard the step with a scaler (`GradScaler("static", ...)`) where that may happen.
 
@@ -95,8 +99,7 @@ class AdaLossScaled:
                 f"{type(model).__name__} is not quantised, and float32 has nothing to scale. "
                 f"Call fpsim.quantize(model, fmt) first and scale what it returns."
             ) from None
-        if any(found.scaling is not None for found in self._listeners):
-            raise ValueError("This model is scaled already. Call detach() on the other AdaLossScaled first.")
+        _require_unscaled(self._listeners)
         self._options = Options(
             as_layer_rule(rule),
             init_scale,
@@ -108,9 +111,14 @@ class AdaLossScaled:
             *_selected(model, transforms),
         )
         self.model = model
-        self._engine = Engine(self._options)
-        for found in self._listeners:
-            found.scaling = self._engine.make_site
+        self._engine = Engine(self._options, weakref.ref(self))
+        self.is_inside = False  # of a block
+        try:
+            for found in self._listeners:
+                found.scaling = self._engine.make_site
+        except BaseException:
+            self.detach()
+            raise
 
     @property
     def rule(self) -> LayerRule:
@@ -166,9 +174,13 @@ class AdaLossScaled:
         return self.model(*args, **kwargs)
 
     def __enter__(self) -> AdaLossScaled:
+        self.is_inside = True
         return self
 
-    def __exit__(self, *_: object) -> None:
+    __exit__ = Exit()
+
+    def leave(self) -> None:
+        """The end of its block."""
         self.detach()
 
     def __reduce__(self) -> Any:
@@ -187,6 +199,18 @@ class AdaLossScaled:
             if found.scaling == self._engine.make_site:
                 found.scaling = None
         return self.model
+
+    @staticmethod
+    def detach_from(model: nn.Module) -> None:
+        """Leave a model as it was before the AdaLossScaled that is attached to it, for one that is out of reach.
+
+        Ctrl-C between its construction and the `with` leaves one that only a traceback holds.
+
+        Raises TypeError for what is not a module, ValueError for a model that is not quantised.
+        """
+        for found in listeners(model):
+            if _engine_of(found) is not None:
+                found.scaling = None
 
     def last_log2_scale(self, site: str, role: str = "error") -> int:
         """log2 of the scale at which a site's gradient was rounded last; copies it to the host.
@@ -258,6 +282,30 @@ class AdaLossScaled:
         length = getattr(self.rule, "length", None)
         check_sites(state["sites"], state["step"], modules, length)
         self._engine.load(int(state["step"]), int(state["updated"]), state["sites"])
+
+
+def _engine_of(listener: Any) -> Engine | None:
+    """The engine that scales a model's gradients, if one of ours does."""
+    engine = getattr(listener.scaling, "__self__", None)
+    return engine if isinstance(engine, Engine) else None
+
+
+def _require_unscaled(registered: list[Any]) -> None:
+    """Raise ValueError where the model is scaled; take off with a warning what a lost AdaLossScaled has left."""
+    busy = [found for found in registered if found.scaling is not None]
+    engines = [_engine_of(found) for found in busy]
+    if any(engine is None or engine.owner() is not None for engine in engines):
+        raise ValueError(
+            "This model is scaled already. Call detach() on the other AdaLossScaled first, or "
+            "AdaLossScaled.detach_from(model) where that is out of reach, as after Ctrl-C."
+        )
+    for found in busy:
+        found.scaling = None
+    if busy:
+        warnings.warn(
+            "This model was scaled by an AdaLossScaled that nothing holds any longer, as after Ctrl-C. It is detached.",
+            stacklevel=3,
+        )
 
 
 def _short(setting: Any) -> str:

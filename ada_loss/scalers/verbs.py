@@ -217,10 +217,11 @@ class Scaling:
         scaler.max_gradient_norm = norm
         self.progress = {}
         self._adopt(rule)
-        if not POSITIVE.allows(scale):  # a rule can reach 0 and inf, and its state goes on from there
+        if not POSITIVE.allows(float32(scale)):  # a rule can reach 0 and inf, and its state goes on from there
             warnings.warn(
-                f"The state has scale={shown(scale)}: with 0 the parameters become NaN, and with inf each step is "
-                f"skipped. Call update(new_scale=...) with a finite number above 0 before the next step.",
+                f"The state has scale={shown(scale)}, {float32(scale)} as float32: with 0 the parameters become NaN, "
+                f"and with inf each step is skipped. Call update(new_scale=...) with a finite number above 0 before "
+                f"the next step.",
                 RuntimeWarning,
                 stacklevel=3,
             )

@@ -22,6 +22,7 @@ from fpsim.emulation.calls import Call
 from fpsim.emulation.marks import (
     WIDE,
     format_of,
+    is_made_here,
     is_roundable,
     is_state,
     is_view_of_weight,
@@ -38,7 +39,15 @@ from fpsim.expressions import round_here_
 from fpsim.spec import RoundingSpec
 from fpsim.torch_internals import is_traced, share_storage
 
-__all__ = ["Alias", "Aliases", "note_write", "view_from_outside", "write_outside", "written_outside"]
+__all__ = [
+    "Alias",
+    "Aliases",
+    "note_write",
+    "spec_of_memory",
+    "view_from_outside",
+    "write_outside",
+    "written_outside",
+]
 
 
 class Alias:
@@ -91,6 +100,11 @@ class Aliases:
         """Know this tensor."""
         self._known[x] = alias
 
+    def seen(self, x: Tensor) -> tuple[Alias | None, Any]:
+        """`of` and `state_of`, for whoever asks both in each call."""
+        is_known = self._known.data or self._writes.data
+        return (self.of(x), self.state_of(x)) if is_known else (None, writes_to(x))
+
     def state_of(self, x: Tensor) -> Any:
         """What changes whenever the memory of a tensor is written to, through whichever alias."""
         alias = self.of(x)
@@ -116,15 +130,21 @@ def note_write(emulation: Any, x: Tensor) -> None:
         return
     aliases.note_write(x)
     alias = aliases.of(x)
-    for copy, own in aliases.copies_of(x if alias is None else alias.base):
-        _refresh(emulation, copy, own)
+    if alias is not None and is_made_here(alias.base):  # whose memory others may have, and `.data` counts for itself
+        emulation.forget_operands()
+    base = x if alias is None else alias.base
+    specs, has_role = emulation.scope.specs, _is_weight(emulation, base)
+    for copy, own in aliases.copies_of(base):
+        _refresh(copy, own, specs.weight if has_role else specs.activation, keep_masks=not has_role)
 
 
-def _refresh(emulation: Any, copy: Tensor, own: Tensor) -> None:
+def _refresh(copy: Tensor, own: Tensor, spec: RoundingSpec | None, keep_masks: bool) -> None:
     """Round the memory again, into a copy that somebody holds."""
     known = format_of(copy)
     with torch.no_grad():
-        copy.data.copy_(emulation.operand(own, Rounds.ALL))
+        copy.data.copy_(own)
+        if spec is not None:
+            round_here_(copy, spec, keep_masks=keep_masks)
     if known is not None:
         mark(copy, known)
 
@@ -232,7 +252,7 @@ def write_outside(
         kwargs = {name: emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for name, y in kwargs.items()}
     if target is not x and torch.is_grad_enabled() and base.requires_grad and base.is_leaf:
         raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
-    spec = _spec_of_memory(emulation, x, base)
+    spec = spec_of_memory(emulation, x)
     if spec is not None:
         round_here_(target, spec, keep_masks=True)
     out = call(func, (target, *args[1:]), kwargs)
@@ -244,15 +264,16 @@ def write_outside(
 
 def written_outside(emulation: Any, x: Tensor) -> None:
     """Settle what a call with `out=x` has written."""
-    alias = emulation.aliases.of(x)
-    spec = _spec_of_memory(emulation, x, x if alias is None else alias.base)
+    spec = spec_of_memory(emulation, x)
     if spec is not None:
         round_here_(x, spec, keep_masks=True)
     note_write(emulation, x)
 
 
-def _spec_of_memory(emulation: Any, x: Tensor, base: Tensor) -> RoundingSpec | None:
+def spec_of_memory(emulation: Any, x: Tensor) -> RoundingSpec | None:
     """How numbers are rounded that are written to `x`; None for parameters and buffers, which take them as they are."""
+    alias = emulation.aliases.of(x)
+    base = x if alias is None else alias.base
     return None if is_state(x) or _is_weight(emulation, base) else emulation.scope.specs.activation
 
 

@@ -171,6 +171,8 @@ def _in_each_form(names: str) -> frozenset[str]:
 
 
 QUOTIENTS = _in_each_form(_QUOTIENTS)
+# Products and quotients, which scale a tensor where the other operand is a number.
+SCALINGS = _in_each_form("mul multiply div divide true_divide truediv") | {"rmul"}
 POLES = _in_each_form(_POLES) | QUOTIENTS
 
 # Operands that may be given by name, in the order in which any operation has those that it takes.
@@ -197,16 +199,20 @@ class Call:
     is_view: whether its result may lie in the memory of its first argument.
     is_comparison: whether it compares numbers.
     converts: whether it makes a tensor, or decides what a tensor's dtype is.
+    narrows: whether its operands are brought into the format although they are float32 on purpose.
     chooses_inside: whether its backward pass looks for its result among what it chose it from.
     takes_dtype: whether a dtype may be given by its place among the arguments.
     only_compared: positions and names of the arguments that promote nothing.
+    scales: whether it multiplies or divides a tensor by a number, if it is given one.
     shape_alone_of_others: whether all arguments but the first give a shape alone.
+    inplace_at: the position of the argument `inplace`; None where there is none.
     skip_positions, skip_names: arguments that are no operands, or that the function writes to: a copy would not do.
     """
 
     __slots__ = (
-        "action", "chooses_inside", "converts", "has_pole", "in_place", "is_comparison", "is_quotient", "is_view",
-        "name", "only_compared", "shape_alone_of_others", "skip_names", "skip_positions", "takes_dtype",
+        "action", "chooses_inside", "converts", "has_pole", "in_place", "inplace_at", "is_comparison", "is_quotient",
+        "is_view", "name", "narrows", "only_compared", "scales", "shape_alone_of_others", "skip_names",
+        "skip_positions", "takes_dtype",
     )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -227,17 +233,27 @@ class Call:
         self.shape_alone_of_others = name in ("view_as", "expand_as", "reshape_as")
         self.only_compared = ONLY_COMPARED.get(function)
         self.name = name.strip("_") if name.startswith("__") else name
+        self.scales = self.name in SCALINGS
+        self.narrows = self.name in NARROWING or self.action is Action.SET_ITEM
         self.has_pole, self.is_quotient = self.name in POLES, self.name in QUOTIENTS
         inner = name[2:] if name.startswith("__i") and name.endswith("__") else ""
         is_augmented = inner != "" and name not in ("__invert__", "__index__", "__int__", "__iter__")
         self.in_place = is_augmented or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        code = getattr(function, "__code__", None)
+        names = code.co_varnames[: code.co_argcount] if code is not None else ()
+        self.inplace_at = names.index("inplace") if "inplace" in names else None
         skips = NOT_OPERANDS.get(function) or NOT_OPERANDS.get(name, ((), ()))
         written = written_arguments(function)
         self.skip_positions, self.skip_names = written[0].union(skips[0]), written[1].union(skips[1])
 
+    def writes_to_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call with these arguments writes to the first one."""
+        at = self.inplace_at
+        return self.in_place or (at is not None and bool(args[at] if at < len(args) else kwargs.get("inplace")))
+
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function itself."""
-        if (self.in_place or "out" in kwargs or "inplace" in kwargs) and torch.is_inference_mode_enabled():
+        if (self.in_place or "out" in kwargs or self.inplace_at is not None) and torch.is_inference_mode_enabled():
             note_inference_write()
         return function(*args, **kwargs)
 

@@ -7,6 +7,7 @@ the format or not. Both calls give torch the same argument; only the code that c
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -47,9 +48,9 @@ FACTORIES_LIKE = frozenset(
 )
 WIDE_DTYPES = (torch.float32, torch.float64)
 _WIDE_TYPES = ("FloatTensor", "DoubleTensor")  # what a dtype was called before there were dtypes
-_HOME = str(Path(torch.__file__).parent)
+_HOME = os.path.join(Path(torch.__file__).parent, "")  # not torchvision's, nor torch_geometric's
 _MACHINERY = ("autograd", "distributed", "export", "fx", "func", "optim", "overrides.py", "utils")
-_SHARDING = str(Path(_HOME, "distributed"))
+_SHARDING = os.path.join(_HOME, "distributed", "")
 
 
 def dtype_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:

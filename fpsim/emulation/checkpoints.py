@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-from fpsim.emulation.marks import WIDE, format_of, is_view_of_weight, mark_as_view_of_weight, mark_like, mark_with_place
+from fpsim.emulation.marks import format_of, is_view_of_weight, mark_as_view_of_weight, mark_like
 from fpsim.emulation.scope import active
-from fpsim.noise import noise_state, replayed_noise
+from fpsim.noise import noise_state, replay_noise
 from fpsim.torch_internals import wrap_checkpoints
+from fpsim.undoing import Undo, undone
 
 __all__ = ["watch_checkpoints"]
 
@@ -22,7 +22,7 @@ class _Replay:
 
     function: what the checkpoint runs.
     args: what it is given: of each tensor the mark is kept, for the tensors that come again are others.
-    start: where the forward pass is; it has a context `entered()`.
+    start: where the forward pass is; it has `enter(undo)`.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], start: Any) -> None:
@@ -40,10 +40,13 @@ class _Replay:
         for x, known_weight in zip(args, self.weights, strict=False):
             if known_weight:
                 mark_as_view_of_weight(x)
-        with ExitStack() as stack:
-            stack.enter_context(replayed_noise(self.noise))
-            stack.enter_context(self.start.entered())
+
+        def again(undo: Undo) -> Any:
+            replay_noise(self.noise, undo)
+            self.start.enter(undo)
             return self.function(*args, **kwargs)
+
+        return undone(again)
 
 
 def _settle(outputs: Any) -> None:
@@ -51,8 +54,8 @@ def _settle(outputs: Any) -> None:
     if active.emulation is None:
         return
     for x in outputs if isinstance(outputs, tuple | list) else (outputs,):
-        if isinstance(x, Tensor) and (known := format_of(x)) not in (None, WIDE):
-            mark_with_place(x, known)
+        if isinstance(x, Tensor) and (known := format_of(x)) is not None:
+            mark_like(x, known)
 
 
 @cache

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.blocks import Element
-from fpsim.emulation.aliases import Alias, note_write
+from fpsim.emulation.aliases import Alias, note_write, spec_of_memory, write_outside
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import Action, Call
 from fpsim.emulation.casts import WIDE_DTYPES, asks_for_float32, dtype_in, is_of_machinery
@@ -24,8 +24,10 @@ from fpsim.emulation.marks import WIDE, format_of, is_made_here, is_roundable, i
 from fpsim.emulation.operands import Rounds, leaves_float32
 from fpsim.launch import rounded
 from fpsim.spec import rounding_spec
+from fpsim.torch_internals import base_of
 
 __all__ = [
+    "DTYPE_OF",
     "Asked",
     "cast",
     "dtype_of",
@@ -57,21 +59,21 @@ class Asked(Enum):
 # What a dtype is said to be
 
 
-def dtype_of(
-    emulation: Any, frame: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+DTYPE_OF: Any = Tensor.dtype.__get__  # type: ignore[attr-defined]  # what a mode is told of `x.dtype`
+
+
+def dtype_of(emulation: Any, frame: Any, x: Tensor) -> torch.dtype:
     """`x.dtype`: torch's name of the format for a tensor that is not float32 on purpose.
 
     frame: of the mode; behind it is whoever reads the attribute.
     """
-    found = func(*args)
-    name = emulation.scope.dtype
-    if name is None or found is not torch.float32 or not emulation.has_names or format_of(args[0]) == WIDE:
+    found, name = x.dtype, emulation.scope.dtype
+    if name is None or found is not torch.float32 or not emulation.has_names or format_of(x) == WIDE:
         return found
     if frame is not None and frame.f_back is not None and is_of_machinery(frame.f_back.f_code.co_filename):
         return found
     emulation.names.add(name)
-    return name
+    return name  # type: ignore[no-any-return]
 
 
 def named_dtype(
@@ -110,9 +112,7 @@ def _dtype_of_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype
     return known.get(word)
 
 
-def result_type(
-    emulation: Any, frame: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def result_type(emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.result_type`, of tensors in the format by its name."""
 
     def standing_for(x: Any) -> Any:
@@ -253,18 +253,18 @@ def for_each(
     Optimizers work so on parameters, their states and gradients, which come from outside.
     """
     first = args[0] if args and isinstance(args[0], list | tuple) else ()
+    if call.in_place and len(first) > 1:
+        for i in range(len(first)):
+            for_each(emulation, func, call, *_of_one(i, args, kwargs))
+        return [*first]
     known = [(x, is_made_here(x) and is_roundable(x), format_of(x) == WIDE) for x in first]
-    spec = emulation.scope.specs.activation
-    if call.name == "_foreach_mul_" and spec is not None and all(ours and not wide for _, ours, wide in known):
-        # the one of them that takes a number in the tensor's own dtype
-        args = (first, *(number_in_format(y, spec.fmt) if type(y) is float else y for y in args[1:]))
+    if all(is_ours for _, is_ours, _ in known):
+        args = (first, *(emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for y in args[1:]))
+        kwargs = {name: emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for name, y in kwargs.items()}
+    if call.in_place and first:
+        _in_place(emulation, func, call, first[0], args[1:], kwargs)
+        return [*first]
     out = call(func, args, kwargs)
-    if call.in_place:
-        for x, is_ours, is_wide in known:
-            if is_ours and not is_wide:
-                emulation.round_result(x, call, (x,), [], x)
-            note_write(emulation, x)
-        return out
     if not any(is_ours for _, is_ours, _ in known) or not isinstance(out, list | tuple):
         return out
     results = []
@@ -274,6 +274,43 @@ def for_each(
         is_rounded = is_ours and not is_wide and isinstance(y, Tensor)
         results.append(emulation.round_result(y, call, (x,), [], None) if is_rounded else y)
     return type(out)(results)
+
+
+def _of_one(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the i-th tensor of a list."""
+
+    def pick(y: Any) -> Any:
+        return [y[i]] if isinstance(y, list | tuple) else y
+
+    return tuple(map(pick, args)), {name: pick(y) for name, y in kwargs.items()}
+
+
+def _in_place(
+    emulation: Any, func: Callable[..., Any], call: Call, x: Tensor, others: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """What is written to one tensor of a list."""
+
+    is_wide, is_stored = format_of(x) == WIDE, emulation.is_stored(x)
+    spec = spec_of_memory(emulation, x) if is_stored else emulation.scope.specs.activation
+    is_rounded = not is_wide and spec is not None and (is_stored or (is_made_here(x) and is_roundable(x)))
+    takes_number = is_rounded and call.name == "_foreach_mul_" and type(others[0]) is float
+
+    def write(target: Tensor, *rest: Any, **named: Any) -> None:
+        # the one of them that takes a number in the tensor's own dtype; its gradient is that of the number itself
+        product = target.detach() * number_in_format(rest[0], spec.fmt) if takes_number and spec else None
+        func([target], *rest, **named)
+        if product is not None:
+            target.data.copy_(product)
+
+    if is_stored:
+        write_outside(emulation, write, call, (x, *others), kwargs)
+        return
+    known_base = emulation.format_of_base(x)
+    call(write, (x, *others), kwargs)
+    if is_rounded:
+        emulation.round_result(x, call, (x,), [], x)
+        emulation.know_again(base_of(x), known_base, call)
+    note_write(emulation, x)
 
 
 @lru_cache(1 << 12)

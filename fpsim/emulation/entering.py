@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,32 +21,25 @@ from fpsim.policy import FormatLike
 from fpsim.recipes import as_policy_of
 from fpsim.torch_internals import current_graph_task
 from fpsim.torch_modes import keeps_grad_mode, modes, push_mode, take_off
+from fpsim.undoing import Block, Undo
 
-__all__ = ["Position", "computing_a_weight", "emulate", "entered", "run_entered", "take_off_leftovers"]
+__all__ = ["Position", "computing_a_weight", "emulate", "run_entered", "take_off_leftovers"]
 
 
-@contextmanager
-def entered(scope: Scope, has_names: bool = True) -> Iterator[Emulation]:
-    """Run a block under `scope`: in the mode that is active in this thread, or in a new one.
-
-    has_names: whether torch's name of the format may stand for it, in a new one.
-
-    A signal that is handled between the block and the code around it leaves the block's generator suspended, which
-    ends with the traceback that holds it. `run_entered` leaves nothing.
-    """
+def _enter(scope: Scope, undo: Undo) -> None:
+    """Run what follows under `scope`: in the mode that is active in this thread, or in a new one."""
     _begin_step(scope)
     emulation: Emulation | None = active.emulation
     if emulation is None:
-        with _activated(_new_emulation(scope, has_names)) as emulation:
-            yield emulation
+        _activate(_new_emulation(scope, True), undo)
         return
-    previous = emulation.scope
-    try:
-        emulation.scope = scope
-        yield emulation
-    finally:
-        if emulation.scope is scope:  # else it ends late
-            emulation.scope = previous
+    undo.by(partial(_go_back, emulation, scope, emulation.scope))
+    emulation.scope = scope
+
+
+def _go_back(emulation: Emulation, scope: Scope, previous: Scope) -> None:
+    if emulation.scope is scope:  # else it ends late
+        emulation.scope = previous
 
 
 def run_entered(
@@ -105,20 +99,17 @@ def _new_emulation(scope: Scope, has_names: bool) -> Emulation:
     return Emulation(scope, has_names=has_names)
 
 
-@contextmanager
-def _activated(emulation: Emulation) -> Iterator[Emulation]:
-    try:
-        active.emulation = emulation
-        push_mode(emulation)
-        yield emulation
-    finally:
-        if active.emulation is emulation:
-            active.emulation = None
-        emulation.scope, emulation.has_names = _NOTHING, False
-        try:
-            take_off(emulation)
-        finally:
-            take_off(emulation)
+def _activate(emulation: Emulation, undo: Undo) -> None:
+    undo.by(partial(_end, emulation))
+    active.emulation = emulation
+    push_mode(emulation)
+
+
+def _end(emulation: Emulation) -> None:
+    if active.emulation is emulation:
+        active.emulation = None
+    emulation.scope, emulation.has_names = _NOTHING, False
+    take_off(emulation)
 
 
 def take_off_leftovers() -> None:
@@ -164,17 +155,15 @@ class Position:
             for x, copies in emulation.rounded_operands()
         }
 
-    @contextmanager
-    def entered(self) -> Iterator[Emulation]:
-        """Run from here on as the first time."""
+    def enter(self, undo: Undo) -> None:
+        """Run from here on as the first time, until it is undone."""
         self.scope.counts = dict(self.counts)
         emulation = Emulation(self.scope, self.aliases, self.has_names)
         emulation.names |= self.names
         emulation.take_over(self.operands)
         watch_checkpoints(Position)
         note_inference_write()
-        with _activated(emulation):
-            yield emulation
+        _activate(emulation, undo)
 
 
 @contextmanager
@@ -194,8 +183,7 @@ def computing_a_weight() -> Iterator[None]:
             emulation.scope = around
 
 
-@contextmanager
-def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) -> Iterator[None]:
+def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) -> AbstractContextManager[None]:
     """Compute every torch call of the block as hardware with format `fmt` would, forward and backward.
 
     The twin of `torch.autocast`: put the forward pass and the loss inside, the backward pass and the optimizer's step
@@ -209,6 +197,10 @@ def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) ->
     >>> y
     tensor([0.3438, 0.6875, 1.0000])
     """
+    return Block(partial(_emulate, fmt, rounding))
+
+
+def _emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None, undo: Undo) -> None:
     policy = as_policy_of(fmt)
     if policy.overrides:
         raise ValueError("emulate() knows no modules, and the policy has overrides. Use quantize(model, policy).")
@@ -220,5 +212,4 @@ def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) ->
     if rounding is not None:
         policy = policy.with_rounding(rounding)
     take_off_leftovers()
-    with entered(make_scope("", policy, Listeners())):
-        yield
+    _enter(make_scope("", policy, Listeners()), undo)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.spec import FLOATING, RoundingSpec
-from fpsim.torch_internals import version_of
+from fpsim.torch_internals import base_of, version_of
 
 __all__ = [
     "OF_A_WEIGHT",
     "WIDE",
     "format_of",
+    "is_leaf",
     "is_made_here",
     "is_roundable",
     "is_rounded_at",
@@ -31,7 +32,6 @@ __all__ = [
     "mark_of",
     "mark_rounded",
     "mark_wide",
-    "mark_with_place",
     "note_inference_write",
     "unmark",
     "was_any_made_wide",
@@ -47,8 +47,9 @@ WIDE = "wide"
 
 # A mark is a plain tuple, for torch.save writes it with the tensor and torch.load(weights_only=True) takes no class. It
 # holds while the tensor is not written to: the rounding's text, the writes to the tensor until then, the scale of a
-# gradient (None for 1), and whether the tensor required a gradient; one that does so later has no place yet where its
-# gradient is rounded. The mark WIDE stands for a dtype, not for values, and no write changes it.
+# gradient (None for 1), and whether the tensor was computed with a gradient; a leaf, and one that requires a gradient
+# later, has no place yet where its gradient is rounded. The mark WIDE stands for a dtype, not for values, and no write
+# changes it.
 Mark = tuple[str, int | None, Tensor | None, bool]
 
 
@@ -74,7 +75,8 @@ def mark_as_weight(x: Tensor) -> None:
 
 def is_weight(x: Tensor) -> bool:
     """Whether `x` has the role of a weight: a parameter, or what was marked so."""
-    return isinstance(x, nn.Parameter) or getattr(x, "_fpsim_weight", False)
+    is_parameter = type(x) is not Tensor and isinstance(x, nn.Parameter)
+    return is_parameter or getattr(x, "_fpsim_weight", False)
 
 
 def mark_as_view_of_weight(x: Tensor) -> None:
@@ -121,12 +123,20 @@ def note_inference_write() -> None:
 
 def writes_to(x: Tensor) -> int:
     """A number that changes whenever `x` is written to."""
-    return _inference_version if x.is_inference() else version_of(x)
+    try:
+        return version_of(x)
+    except RuntimeError:  # an inference tensor
+        return _inference_version
+
+
+def is_leaf(x: Tensor) -> bool:
+    """Whether `x`, which requires a gradient, is no result. torch refuses to say so of views whose base changed."""
+    return base_of(x) is None and x.is_leaf
 
 
 def mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
     """Note that `x` was rounded as `text` says, at this scale."""
-    made = (text, writes_to(x), log2_scale, x.requires_grad)
+    made = (text, writes_to(x), log2_scale, x.requires_grad and not is_leaf(x))
     x._fpsim = made if log2_scale is None else _MarkAtScale(made)  # type: ignore[attr-defined]
 
 
@@ -146,21 +156,16 @@ def was_any_made_wide() -> bool:
 
 
 def mark_like(x: Tensor, known: str) -> None:
-    """Note of `x` what was known of another tensor with the same values."""
+    """Note of `x` what was known of a tensor with the same values, whose gradient is rounded there and not here."""
     if known == WIDE:
         mark_wide(x)
     else:
-        mark(x, known)
+        x._fpsim = (known, writes_to(x), None, True)  # type: ignore[attr-defined]
 
 
 def unmark(x: Tensor) -> None:
     """Forget what was known of `x`, but for that an emulated call gave it."""
     x._fpsim = ("", None, None, True)  # type: ignore[attr-defined]
-
-
-def mark_with_place(x: Tensor, text: str) -> None:
-    """Note that `x` is in this format, and that its gradient is rounded elsewhere, should it require one."""
-    x._fpsim = (text, writes_to(x), None, True)  # type: ignore[attr-defined]
 
 
 def mark_of(x: Tensor) -> Mark | None:
@@ -176,8 +181,12 @@ def format_of(x: Tensor) -> str | None:
 
     What was rounded at a scale may lie between the format's values.
     """
-    found = mark_of(x)
-    return found[0] if found is not None and found[2] is None else None
+    found = getattr(x, "_fpsim", None)
+    if found is None or found[2] is not None:
+        return None
+    if found[0] == WIDE:
+        return WIDE
+    return found[0] if found[1] == writes_to(x) and found[3] >= x.requires_grad else None
 
 
 def is_made_here(x: Tensor) -> bool:

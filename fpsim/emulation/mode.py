@@ -26,6 +26,7 @@ from fpsim.emulation.casts import (
     is_float32_island,
 )
 from fpsim.emulation.conversions import (
+    DTYPE_OF,
     Asked,
     cast,
     dtype_of,
@@ -51,6 +52,7 @@ from fpsim.emulation.packing import packed_afterwards
 from fpsim.emulation.product_calls import CALLS, compute_products
 from fpsim.emulation.products import ProductCall, note_views_of_weights, weights_among
 from fpsim.emulation.roundings import Roundings
+from fpsim.emulation.scaled_masks import keep_masks, masks_to_scale
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.emulation.steps import Step
 from fpsim.spec import rounding_spec
@@ -94,12 +96,13 @@ class Emulation(Roundings, TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func == DTYPE_OF:
+            return dtype_of(self, inspect.currentframe(), args[0])  # no variable: a frame in itself is a cycle
         kwargs = kwargs or {}
         call = call_of(func)
         action, scope = call.action, self.scope
         if action is Action.DTYPE:
-            answer = result_type if call.name == "result_type" else dtype_of
-            return answer(self, inspect.currentframe(), func, args, kwargs)  # no variable: a frame in itself is a cycle
+            return result_type(self, func, args, kwargs)
         if (self.step is not None and self.step.is_running(scope)) or (types and _has_lazy(types)):
             return call(func, args, kwargs)
         asked = Asked.NOTHING
@@ -137,7 +140,7 @@ class Emulation(Roundings, TorchFunctionMode):
     def _pass(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as it is."""
         out = call(func, args, kwargs)
-        if call.in_place and args and isinstance(args[0], Tensor):
+        if args and isinstance(args[0], Tensor) and call.writes_to_first(args, kwargs):
             note_write(self, args[0])
         return out
 
@@ -145,19 +148,23 @@ class Emulation(Roundings, TorchFunctionMode):
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Any:
         """The call, as what it does is to be treated."""
-        action, first = call.action, args[0] if args else None
-        if call.in_place and isinstance(first, Tensor) and self._is_stored(first):
+        first = args[0] if args else None
+        written = first if isinstance(first, Tensor) and call.writes_to_first(args, kwargs) else None
+        if written is not None and self.is_stored(written):
             return write_outside(self, func, call, args, kwargs)
         if call.is_view and isinstance(first, Tensor) and (not is_made_here(first) or self.aliases.of(first)):
             found = view_from_outside(self, func, call, args, kwargs)
             if found is not NotImplemented:
                 return found
         if call.converts:
-            return self._converted(func, call, args, kwargs, asked)
-        if action is Action.READ:
+            out = self._converted(func, call, args, kwargs, asked)
+        elif call.action is Action.READ:
             return self._read(func, call, args, kwargs, asked)
-        out = self.compute(func, call, args, kwargs, asked)
-        if call.is_view and call.name == "data" and isinstance(first, Tensor) and out is not first:
+        else:
+            out = self.compute(func, call, args, kwargs, asked)
+        if written is not None:
+            note_write(self, written)
+        elif call.is_view and call.name == "data" and isinstance(first, Tensor) and out is not first:
             self.aliases.add(out, Alias(first))
         return out
 
@@ -190,7 +197,7 @@ class Emulation(Roundings, TorchFunctionMode):
         kwargs = {name: self.prepared(x, rounds, []) for name, x in kwargs.items()} if kwargs else kwargs
         return call(func, self._scalars_in_format(call, args, is_wide), kwargs)
 
-    def _is_stored(self, x: Tensor) -> bool:
+    def is_stored(self, x: Tensor) -> bool:
         """Whether `x` is a parameter or a buffer, or lies in the memory of something from outside."""
         is_master = is_state(x) or isinstance(x, nn.Parameter) or id(x) in self.scope.weights
         return (is_master or self.aliases.of(x) is not None) and format_of(x) != WIDE
@@ -201,11 +208,11 @@ class Emulation(Roundings, TorchFunctionMode):
         """Any other call: its operands are brought into their formats, and its results are rounded."""
         if call.name.startswith("embedding") and kwargs.get("max_norm") is not None:
             kwargs = _renormalised(args, kwargs)
-        keeps_first = call.in_place or kwargs.get("inplace") is True
+        keeps_first = call.writes_to_first(args, kwargs)
         target = kwargs.get("out", args[0] if keeps_first and args else None)
         moves = call.action is Action.MOVE
         is_wide = self._is_wide_call(func, call, args, kwargs, target, asked)
-        is_narrowed = moves or call.name in NARROWING or asked is Asked.NARROW
+        is_narrowed = moves or call.narrows or asked is Asked.NARROW
         rounds = Rounds.ALL if is_narrowed else Rounds.ALL_BUT_WIDE
         if is_wide:
             rounds = Rounds.ALL_BUT_WIDE
@@ -216,19 +223,21 @@ class Emulation(Roundings, TorchFunctionMode):
             rounds = Rounds.NOTHING if is_wide else rounds
         floats: list[Tensor] = []
 
-        new_args = tuple(
+        found = [
             x if (i == 0 and keeps_first) or i in call.skip_positions else self.prepared(x, rounds, floats)
             for i, x in enumerate(args)
-        )
-        new_kwargs = {
-            name: x if name in call.skip_names or name == "out" else self.prepared(x, rounds, floats)
-            for name, x in kwargs.items()
-        }
+        ]
+        new_args, new_kwargs = tuple(found), kwargs
+        if kwargs:
+            new_kwargs = {
+                name: x if name in call.skip_names or name == "out" else self.prepared(x, rounds, floats)
+                for name, x in kwargs.items()
+            }
         if call.action is Action.SET_ITEM:
             return self._set_item(func, call, new_args, new_kwargs, is_wide)
         operands = (*new_args, *in_order(new_kwargs)) if new_kwargs else new_args
         first = args[0] if keeps_first and args else None
-        known_base = None if first is None else self._format_of_base(first)
+        known_base = self.format_of_base(target) if isinstance(target, Tensor) else None
         if isinstance(first, Tensor) and not is_wide and not moves:
             self.prepare_target(first)
         was_marked = format_of(first) if isinstance(first, Tensor) else None
@@ -239,9 +248,10 @@ class Emulation(Roundings, TorchFunctionMode):
             product = ProductCall(self.scope, call.name, operands, weights_among(self.scope, originals, prepared))
             out = compute_products(product, partial(call, func), new_args, new_kwargs, target)
         else:
-            out = call(func, new_args, new_kwargs)
+            masks = None if is_wide or not call.scales else masks_to_scale(self.scope.specs.activation, operands)
+            out = keep_masks(call(func, new_args, new_kwargs), masks)
         if isinstance(given := kwargs.get("out"), Tensor):
-            return self._given_out(given, out, call, operands, floats, is_wide)
+            return self._given_out(given, known_base, out, call, operands, floats, is_wide)
         if is_wide or (not floats and not isinstance(target, Tensor) and are_integers(args)):
             self._let_results_be_wide(out, call)
             return out
@@ -261,25 +271,24 @@ class Emulation(Roundings, TorchFunctionMode):
                 return out
         result = self.round_results(out, call, operands, floats, target, product)
         if isinstance(first, Tensor):
-            self._know_again(base_of(first), known_base, call)
-            note_write(self, first)
+            self.know_again(base_of(first), known_base, call)
         return result
 
     def _given_out(
-        self, given: Tensor, out: Any, call: Call, operands: tuple[Any, ...], floats: list[Tensor], is_wide: bool
-    ) -> Any:
+        self, given: Tensor, known_base: str | None, out: Any, call: Call, operands: tuple[Any, ...],
+        floats: list[Tensor], is_wide: bool,
+    ) -> Any:  # fmt: skip
         """The result of a call with `out=`: computed in the operands' dtype, then stored in that of what was given."""
-        if self._is_stored(given):
+        if self.is_stored(given):
             written_outside(self, given)
             return out
         was_wide = format_of(given) == WIDE
         if was_wide and is_wide:
             return out
-        known_base = self._format_of_base(given)
         result = self.round_results(out, call, operands, floats, given)
         if was_wide:
             self.mark_wide(given)
-        self._know_again(base_of(given), known_base, call)
+        self.know_again(base_of(given), known_base, call)
         return result
 
     def _set_item(
@@ -287,17 +296,17 @@ class Emulation(Roundings, TorchFunctionMode):
     ) -> Any:
         """Write values, which are in the target's format, into a part of it."""
         target = args[0]
-        known, known_base = format_of(target), self._format_of_base(target)
+        known, known_base = format_of(target), self.format_of_base(target)
         call(func, self._scalars_in_format(call, args, is_wide), kwargs)
-        self._know_again(target, known, call)
-        self._know_again(base_of(target), known_base, call)
+        self.know_again(target, known, call)
+        self.know_again(base_of(target), known_base, call)
 
-    def _format_of_base(self, x: Any) -> str | None:
+    def format_of_base(self, x: Any) -> str | None:
         """The format of the tensor that `x` is a view of."""
         base = base_of(x) if isinstance(x, Tensor) else None
         return None if base is None else format_of(base)
 
-    def _know_again(self, x: Tensor | None, known: str | None, call: Call) -> None:
+    def know_again(self, x: Tensor | None, known: str | None, call: Call) -> None:
         """Note that what was written to a part of `x` is in the format that it was in."""
         if x is not None and known is not None and known != WIDE:
             mark(x, known)

@@ -18,6 +18,7 @@ from fpsim.emulation.marks import (
     OF_A_WEIGHT,
     WIDE,
     format_of,
+    is_leaf,
     is_roundable,
     is_weight,
     mark,
@@ -30,7 +31,7 @@ from fpsim.emulation.scope import Scope
 from fpsim.expressions import round_here_
 from fpsim.launch import round_memory_
 from fpsim.spec import RoundingSpec
-from fpsim.torch_internals import calibrate_holders, is_traced, share_storage
+from fpsim.torch_internals import base_of, calibrate_holders, has_history, is_traced, share_storage
 from fpsim.torch_modes import has_transform, memory_behind
 
 __all__ = ["Roundings"]
@@ -91,7 +92,7 @@ class Roundings:
 
     def prepare_target(self, x: Tensor) -> None:
         """What a call changes in place is an operand too, and is brought into its format where it is."""
-        if not self._is_in_format(format_of(x), self.scope.specs.activation) and not (x.is_leaf and x.requires_grad):
+        if not self._is_in_format(format_of(x), self.scope.specs.activation) and not (x.requires_grad and is_leaf(x)):
             self.round_result(x, WRITTEN_TO, (x,), [], x)
 
     def _is_in_format(self, found: str | None, spec: RoundingSpec | None) -> bool:
@@ -102,20 +103,21 @@ class Roundings:
 
     def operand(self, x: Tensor, rounds: Rounds) -> Tensor:
         """`x` in its format: a parameter in the weights', anything else in the activations'."""
-        specs = self.scope.specs
-        has_weights_role = is_weight(x) or id(x) in self.scope.weights
+        scope, known = self.scope, format_of(x)
+        specs = scope.specs
+        has_weights_role = is_weight(x) or id(x) in scope.weights
+        if not has_weights_role and known is not None and known == scope.activation and x.dtype is torch.float32:
+            return x
         if x.dtype is self.scope.dtype and self.has_names and rounds is Rounds.ALL:
-            x = x.float()  # of autocast, or a parameter: beside the container it would be another dtype
+            x, known = x.float(), None  # of autocast, or a parameter: beside the container it would be another dtype
         spec, backward = (specs.weight, specs.weight_grad) if has_weights_role else (specs.activation, specs.error)
         if (spec is None and backward is None) or rounds is Rounds.NOTHING:
             return x
-        known = format_of(x)
         if not has_weights_role and rounds.leaves(x, known):
             return x
         if self._is_in_format(known, spec) or self._rounds_no(x, spec, backward):
             return x
-        alias = self.aliases.of(x)
-        state = self.aliases.state_of(x)
+        alias, state = self.aliases.seen(x)
         if alias is not None and alias.rounded is not None and alias.state == state:
             return alias.rounded
         copies: dict[Any, tuple[Any, Tensor]] = self._operands.setdefault(x, {})
@@ -127,11 +129,14 @@ class Roundings:
         return rounded
 
     def new_operand(self, x: Tensor) -> Tensor:
-        """`x` in the activations' format, as a tensor of its own that nobody else is given."""
-        specs = self.scope.specs
+        """`x`, float32 on purpose, in the activations' format: a tensor of its own that nobody else is given.
+
+        float32's extremes are numbers there, not masks, if the format has a name of which code could ask the extremes.
+        """
+        specs, is_named = self.scope.specs, self.has_names and self.scope.dtype is not None
         if specs.activation is None and specs.error is None:
             return x
-        return self._rounded_operand(x, specs.activation, specs.error, "activation")
+        return self._rounded_operand(x, specs.activation, specs.error, "activation", keep_masks=not is_named)
 
     def _rounds_no(self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None) -> bool:
         """Whether the formats are float32's and nobody looks: a copy would change the order of gradients' sums."""
@@ -141,14 +146,15 @@ class Roundings:
         return is_float32 and not is_seen and x.dtype is torch.float32
 
     def _rounded_operand(
-        self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None, role: str
+        self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None, role: str, keep_masks: bool = True
     ) -> Tensor:
-        site = self.scope.site(role)
-        if not (is_plain(x) or is_traced(x)):
-            return self._straight_through(x, spec, backward, keep_masks=role == "activation")
+        site, keep_masks = self.scope.site(role), keep_masks and role == "activation"
+        is_now = is_plain(x)
+        if not (is_now or is_traced(x)):
+            return self._straight_through(x, spec, backward, keep_masks=keep_masks)
         rounded = x.clone()
         if spec is not None:
-            round_here_(rounded, spec, keep_masks=role == "activation")
+            (round_memory_ if is_now else round_here_)(rounded, spec, keep_masks=keep_masks)
             activation = self.scope.specs.activation
             is_activation = role == "activation" or (activation is not None and activation.text == spec.text)
             mark(rounded, spec.text if is_activation else spec.text + OF_A_WEIGHT)
@@ -242,13 +248,18 @@ class Roundings:
                     f"Policy(overrides={{name: None}})."
                 )
             return out
-        plain, is_target = is_plain(out) or is_traced(out), any(out is x for x in tensors_in(target))
-        is_same = share_storage if plain else operator.is_
-        if not is_target and any(is_same(out, x) for x in floats):
-            self.carry_marks(out, floats, None, None)
-            return out  # it moved: dropout in evaluation gives back its input, einsum may give a view of it
+        is_now = is_plain(out)
+        plain = is_now or is_traced(out)
+        is_target = target is not None and (out is target or any(out is x for x in tensors_in(target)))
+        if not is_target:
+            is_same = share_storage if plain else operator.is_
+            for x in floats:
+                if is_same(out, x):  # it moved: dropout in evaluation gives back its input, einsum may give a view
+                    self.carry_marks(out, floats, None, None)
+                    return out
         if call.chooses_inside and not is_target:
             out = out.clone()
+        listeners = self.scope.listeners
         site = self.scope.site(call.name) if product is None else product.site
         spec, error, role, operation = specs.activation, specs.error, "activation", call.name
         if spec is None and product is not None and (spec := product.output) is not None:
@@ -263,10 +274,10 @@ class Roundings:
             # its gradient is rounded here, and then as an operand: two places in the graph, two sites
             out, operands, site, operation = out.view_as(out), (out,), f"{site}.output", "output"
         if spec is not None:
-            observer = self.scope.listeners.watching(site, role)
+            observer = None if listeners.observer is None else listeners.watching(site, role)
             before = None if observer is None else out.detach().clone()
             # below autograd: what the operation saved for its backward is the rounded value, as on hardware
-            round_here_(out, spec, keep_masks=True, keep_infinity=keep_infinity)
+            (round_memory_ if is_now else round_here_)(out, spec, keep_masks=True, keep_infinity=keep_infinity)
             if observer is not None and before is not None:
                 observer(site, role, before, out.detach(), spec)
             mark(out, spec.text)
@@ -279,7 +290,7 @@ class Roundings:
     def hook(self, out: Tensor, site: str, operation: str, operands: tuple[Any, ...]) -> None:
         """Have the gradient of a result rounded where it arrives."""
         error = self.scope.specs.error
-        if error is not None:
+        if error is not None and (base_of(out) is None or has_history(out)):
             self._register(out, site, "error", error, operation, operands)
 
     def _register(

@@ -95,9 +95,12 @@ class Scope:
     wide: gathers the operations whose results were float32 on purpose, in the order they came.
     products: how operands of products are quantised; None where they are not.
     dtype: torch's name of the activations' format, if it has one.
+    activation: the mark of a tensor in the activations' format; None where they have none.
     """
 
-    __slots__ = ("counts", "dtype", "float32", "listeners", "name", "products", "specs", "weights", "wide")
+    __slots__ = (
+        "activation", "counts", "dtype", "float32", "listeners", "name", "products", "specs", "weights", "wide",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -113,6 +116,7 @@ class Scope:
         self.wide: dict[str, None] = {} if wide is None else wide
         self.products = products
         self.dtype = None if specs.activation is None else specs.activation.dtype
+        self.activation = None if specs.activation is None else specs.activation.text
         self.counts: dict[str, int] = {}
 
     def site(self, operation: str) -> str:

@@ -99,6 +99,7 @@ class Trace:
     verb: the public function that traces, in what users are told.
     is_due: asked at each call of the model, whether to trace it. None traces each that comes from one thread.
     edit: runs each torch function in the place of the trace, to try what another argument or dtype would change.
+    on_call: is given what went into each traced call of the model, and what came out.
     arguments: of the call that the visitor is being told of.
     """
 
@@ -110,10 +111,11 @@ class Trace:
         verb: str,
         is_due: Callable[[], bool] | None = None,
         edit: Edit | None = None,
+        on_call: Callable[[tuple[Any, ...], dict[str, Any], Any], None] | None = None,
     ) -> None:
         self.model, self.visitor, self.emulated, self.verb = model, visitor, emulated, verb
         self.is_due = self.claim if is_due is None else is_due
-        self.edit = edit
+        self.edit, self.on_call = edit, on_call
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._index = -1
         self.operations: list[Operation] = []
@@ -226,21 +228,25 @@ class Trace:
         return self._traced(call, args, kwargs)
 
     def _traced(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        undo = Undo()
-        try:
-            undo.by(self._end_inner)
+        def traced(undo: Undo) -> Any:
+            undo.by(partial(self._end_call, self._frames[:1]))
             self._begin_inner()
+            self._names = {id(p): name for name, p in self.model.named_parameters()}  # some may have been replaced
             self.inside, self._frames = 1, [*self._frames, ("", {})]
             mode = _Inside(self)
             undo.by(mode.end)
             push_mode(mode)
-            return call(*args, **kwargs)
-        finally:
-            self.inside, self._frames = 0, self._frames[:1]
-            try:
-                undo()
-            finally:
-                undo()
+            out = call(*args, **kwargs)
+            if self.on_call is not None and self.is_installed:
+                with without_torch_function():
+                    self.on_call(args, kwargs, out)
+            return out
+
+        return undone(traced)
+
+    def _end_call(self, frames: list[tuple[str, dict[str, int]]]) -> None:
+        self.inside, self._frames = 0, frames
+        self._end_inner()
 
     def _begin_inner(self) -> None:
         for name, inner in self.model.named_modules():  # a call that is not traced runs nothing around them

@@ -19,6 +19,7 @@ LOST = 0.99  # the share of the gradients that are zero and should not be
 NOISE = 1e-4  # of the gradient that is summed: a sum below that is what cancels
 GONE = 0.9  # a relative error from which on nothing is left
 GROWN, LARGE = 8.0, 0.1  # the growth, and the error, from which on growth is told of
+_SCALINGS = frozenset("mul rmul imul div truediv itruediv float half bfloat16 to type sum mean".split())
 Key = tuple[str, int, int]
 
 
@@ -100,6 +101,8 @@ def _is_noise(operation: Operation, true: Glance, reference: Keeping) -> bool:
     if true.amax < 1e-36:
         return True
     if operation.name != "parameter":
+        if all(reader.name in _SCALINGS for reader in _readers(operation)):
+            return False  # a product with one number cancels nothing
         around = [reference.by_key.get((c.site, c.call, c.notes.get("batch") or 0)) for c in _readers(operation)]
         came = max((o.notes["gradient"].amax for o in around if o is not None and "gradient" in o.notes), default=0.0)
         return true.amax < 1e-12 * came

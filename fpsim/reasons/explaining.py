@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from fpsim.emulation.tracing import Operation
+from fpsim.masks import number_in
 from fpsim.reasons.event import Event
 from fpsim.reasons.numbers import Ends, Glance, first_index, glance
 
-__all__ = ["explain_forward", "number_in", "source_name"]
+__all__ = ["explain_forward", "source_name"]
 
 _DIVISIONS = frozenset(
     "div divide true_divide truediv floor_divide floordiv itruediv div_ addcdiv fmod remainder".split()
@@ -78,11 +79,6 @@ def _pairs(operation: Operation, operands: list[Tensor]) -> Iterator[tuple[Opera
 
 def source_name(source: Operation | None, position: int) -> str:
     return f"operand {position + 1} (from outside)" if source is None else source.site
-
-
-def number_in(arguments: tuple[Any, ...]) -> list[float]:
-    """The numbers of Python among the arguments of a call, and of tensors of one number from outside."""
-    return [float(a) for a in arguments if isinstance(a, int | float) and not isinstance(a, bool)]
 
 
 def _of_division(

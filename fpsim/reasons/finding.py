@@ -50,6 +50,12 @@ def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: 
     _require_same(first, second)
     seen, updates = Keeping(model), Updates(model)
     gradients: dict[str, Glance] = {}
+    held = {event.place for event in before if event.role == "gradient"}  # a step may clear them before it adds
+
+    def note_cleared() -> None:
+        held.intersection_update(n for n, p in model.named_parameters() if p.grad is not None and glance(p.grad).kinds)
+
+    seen.at_first_gradient = note_cleared
 
     def note_gradients(_: Any = None) -> None:
         for name, p in model.named_parameters():
@@ -70,6 +76,7 @@ def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: 
     buffers, result.events = result.events, []
     result.loss, result.operations, result.calls = was.loss, seen.operations, seen.calls
     result.checked = _checked(model, trials, seen, updates, buffers)
+    before = [event for event in before if event.role != "gradient" or event.place in held]
     result.events = _events(model, trials, before, was, seen, updates, gradients, buffers, result)
     result.loss = was.loss
     if result.events:

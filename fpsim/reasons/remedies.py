@@ -46,6 +46,17 @@ class Remedy:
         return {"remedy": self.name, "what": self.what, "value": self.value, "sites": self.sites, "loss": self.loss}
 
 
+class _Unbroken(Timeline):
+    """Ends a run with the first event: a look at a whole step takes ten steps' time."""
+
+    def _add(self, event: Event) -> None:
+        raise _StillThereError(event.kind)
+
+
+class _StillThereError(Exception):
+    """Something breaks under the change that is tried."""
+
+
 class _Attempts:
     """Tries changes, and knows whether the event is gone."""
 
@@ -55,7 +66,7 @@ class _Attempts:
 
     def works(self, change: Change, gone: Callable[[Timeline], bool] | None = None) -> Outcome | None:
         """What a run under the change gave; None where it fails, or the event is still there."""
-        seen = Timeline(self.trials.model)
+        seen = _Unbroken(self.trials.model)
         try:
             if self.is_visible and gone is None and not change.policies:
                 outcome = self.trials.run(change)

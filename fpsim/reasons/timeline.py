@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from fpsim.blocks import BlockFormat
-from fpsim.diagnose import FILLS, overflow_of
 from fpsim.emulation.tracing import Operation, Trace
+from fpsim.masks import masked_in, number_in
 from fpsim.reasons.event import Event
-from fpsim.reasons.explaining import explain_forward, number_in, source_name
-from fpsim.reasons.masks import leak, masked_in
+from fpsim.reasons.explaining import explain_forward, source_name
+from fpsim.reasons.masks import leak
 from fpsim.reasons.numbers import Ends, Glance, first_index, glance, is_mask_like
 from fpsim.reasons.slopes import explain_gradient
+from fpsim.seen import FILLS, overflow_of
 from fpsim.shared_scales import Cut
 from fpsim.spec import Spec
 
@@ -41,6 +44,7 @@ class Timeline:
         self.trace: Trace | None = None
         self.is_in_optimizer = False
         self.arrived: dict[str, list[Glance]] = {}  # the gradients of parameters, by name
+        self.at_first_gradient: Callable[[], object] | None = None  # called once, before anything is accumulated
         self.calls: dict[str, int] = {}
         self.names = {id(b): name for name, b in model.named_buffers()}
         self.inputs: dict[int, str] = {}
@@ -77,7 +81,7 @@ class Timeline:
                 new = set()
             if new:
                 self._add(explain_forward(operation, operands, self.trace.arguments, result, new, ends))
-        if operation.name in ("softmax", "log_softmax") and not found.kinds:
+        if not found.kinds:
             event = leak(operation, operands, result, ends)
             if event is not None:
                 self._add(event)
@@ -157,6 +161,8 @@ class Timeline:
         return event
 
     def backward(self, operation: Operation, gradient: Tensor) -> None:
+        if self.at_first_gradient is not None and not self.gradients:
+            self.at_first_gradient()
         found = glance(gradient)
         is_parameter = operation.name == "parameter"
         role = "weight_grad" if is_parameter else "error"

@@ -17,6 +17,7 @@ from fpsim.reasons.numbers import Ends, first_index, glance
 __all__ = ["Updates"]
 
 MOVED = 0.1  # the share of the wanted updates, below which they count as lost
+STILL = 0.5  # the share of the numbers in tensors of which none moved, from which on they count as lost
 
 
 class Updates:
@@ -158,11 +159,12 @@ class Updates:
             self.rows.append(row)
 
     def lost(self) -> Event | None:
-        """The event of updates nearly all of which changed nothing."""
+        """The event of updates nearly all of which changed nothing, or that left most numbers in tensors unmoved."""
         wanted, moved = sum(r["wanted"] for r in self.rows), sum(r["moved"] for r in self.rows)
-        if not wanted or moved >= MOVED * wanted:
-            return None
         still = [r for r in self.rows if r["wanted"] and not r["moved"]]
+        in_still = sum(r["wanted"] for r in still)
+        if not wanted or (moved >= MOVED * wanted and in_still < STILL * wanted):
+            return None
         worst = max(self.rows, key=lambda r: r["wanted"] - r["moved"])
         half_ulp = 0.5 * worst["epsilon"] * 2.0 ** math.floor(math.log2(worst["median"])) if worst["median"] else 0.0
         event = Event("optimizer", "update lost", worst["parameter"], "update", wanted - moved, wanted)

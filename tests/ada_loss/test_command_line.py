@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,10 +98,34 @@ def test_failed_cells_are_an_exit_code_of_their_own(out: Path) -> None:
     assert "RuntimeError: seed 1 is not to be had" in done.stdout
 
 
-def test_a_task_from_elsewhere_is_run_on_resume_only_where_it_is_trusted(out: Path) -> None:
-    said = ada_loss("resume", out, code=2).stderr
+def test_a_task_from_elsewhere_is_run_on_resume_only_where_it_is_trusted(out: Path, tmp_path: Path) -> None:
+    shutil.copytree(out, tmp_path / "of someone else")
+    said = ada_loss("resume", tmp_path / "of someone else", code=2).stderr
     assert "The ledger names the task 'sweep_tasks:raises', which is code from outside of this library" in said
     assert "give trust=True (--trust)" in said
+
+
+def test_what_a_user_has_run_into_a_folder_is_resumed_without_a_word(out: Path) -> None:
+    assert "RuntimeError: seed 1 is not to be had" in ada_loss("resume", out, code=1).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["sweep", "oper"], ["operands"]),
+        (["search", "dig"], ["digits"]),
+        (["inspect", "digits", "--format", "mxfp8_e4"], ["mxfp8_e4m3"]),
+        (["inspect", "digits", "--format", "recipe:nv"], ["recipe:nvfp4"]),
+    ],
+    ids=["sweep", "task", "format", "recipe"],
+)
+def test_sweeps_tasks_and_formats_are_completed(words: list[str], offered: list[str]) -> None:
+    context = {"_ADA_LOSS_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(["ada-loss", *words])}
+    context["COMP_CWORD"] = str(len(words))
+    code = "import sys; sys.argv = ['ada-loss']; from ada_loss.__main__ import main; main()"
+    environment = {**os.environ, **context}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == offered, done.stderr
 
 
 MODULE = """import sweep_tasks
@@ -209,8 +234,10 @@ def test_a_search_that_is_stopped_names_the_command_that_goes_on(tmp_path: Path)
         assert process.poll() is None
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the driver and to its workers
-    last = process.communicate(timeout=240)[1].splitlines()[-1]
+    said = process.communicate(timeout=240)[1]
+    last = said.splitlines()[-1]
     assert process.returncode == 130
+    assert "Traceback" not in said  # of the workers, which the terminal's signal reaches too
     assert last.startswith("Interrupted.")
     assert last.endswith(f"Go on with: {shlex.join(['ada-loss', *map(str, words)])}")
     with Ledger(ledger, readonly=True) as opened:
@@ -293,6 +320,10 @@ def test_inspect_shows_modules_and_sites() -> None:
     ("words", "said"),
     [
         (["sweep", "nowhere.yaml"], "There is no file 'nowhere.yaml'"),
+        (
+            ["sweep", "my_task:my_task"],
+            "is a task or a training function, not a file. Write a YAML file with `task: my_",
+        ),
         (["resume", "nowhere"], "There is no ledger at"),
         (["status", "nowhere"], "There is no ledger at"),
         (["table", "nowhere"], "There is no ledger at"),

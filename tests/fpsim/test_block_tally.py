@@ -185,7 +185,7 @@ def test_operands_of_products_are_recorded_with_their_scales() -> None:
     rows = {row["role"]: row for row in recording.rows()}
     row = rows["dgrad.dy"]
     # 7.5 has a scale of 1 and saturates at 6, 1.0 one of 1/4; half of the blocks hold nothing
-    assert [row[n] for n in ("blocks", "zero_blocks", "overflow", "log2_scale_spread")] == [12, 6, 64, 2.0]
+    assert [row[n] for n in ("blocks", "zero_blocks", "overflow_count", "log2_scale_spread")] == [12, 6, 64, 2.0]
     assert rows["fprop.x"]["blocks"] == rows["fprop.x"]["log2_scale_spread"] == 0
     assert rows["wgrad.dy"]["blocks"] == 2 * 40  # tokens are summed over
     again = fpsim.Recording()
@@ -199,7 +199,7 @@ def test_delayed_scaling_shows_what_its_first_scale_loses() -> None:
         for _ in range(2):  # a scale of 1 in the first step, of 448 / 1000 in the second
             model(torch.tensor([[1000.0, 1.0]])).sum().backward()
     (row,) = (row for row in recording.rows() if row["role"] == "fprop.x")
-    assert (row["calls"], row["blocks"], row["overflow"]) == (2, 2, 1)
+    assert (row["calls"], row["blocks"], row["overflow_count"]) == (2, 2, 1)
 
 
 @pytest.mark.parametrize(

@@ -343,3 +343,9 @@ def test_a_scripted_module_is_refused() -> None:
 def test_a_trace_is_refused(net: Net, x: Tensor) -> None:
     with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace came to emulated code"):
         torch.jit.trace(quantize(net, "fp16"), (x,))
+
+
+@pytest.mark.parametrize("bits", ["8", 0, 33, 1.5, {"error": "8"}])
+def test_random_bits_are_checked_where_nothing_is_stochastic_too(bits: object) -> None:
+    with pytest.raises(ValueError, match=r"random_bits=.*Possible: 1 to 32"):
+        Policy("fp16", random_bits=bits)  # type: ignore[arg-type]

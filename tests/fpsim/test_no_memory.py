@@ -122,3 +122,17 @@ def test_a_quantised_model_without_memory_can_be_recorded_and_has_no_rows() -> N
     with fpsim.record(model) as recording:
         assert model(meta()).shape == (4, 2)
     assert recording.rows() == []
+
+
+@pytest.mark.parametrize("name", ["diagnose", "why", "compare", "sensitivity"])
+def test_a_model_without_memory_is_refused_by_what_looks_at_its_numbers(name: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(32, 2), nn.Linear(2, 2))
+    calls: dict[str, Callable[[], object]] = {
+        "diagnose": lambda: fpsim.diagnose(model, lambda: model(meta())),
+        "why": lambda: fpsim.why(model, lambda: model(meta())),
+        "compare": lambda: fpsim.compare(model, None, "fp16", meta()),
+        "sensitivity": lambda: fpsim.sensitivity(model, lambda m: m(meta()).sum(), "fp16"),
+    }
+    with pytest.raises(TypeError, match=r"^0\.weight of the model is on device meta, where tensors hold no numbers"):
+        calls[name]()

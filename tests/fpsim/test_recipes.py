@@ -189,6 +189,12 @@ def test_what_is_no_recipe_is_refused_with_near_matches() -> None:
         quantize(nn.Linear(2, 2), "fp8_curent")
     with pytest.raises(ValueError, match="Unknown recipe 'mx'"):
         quantize(nn.Linear(2, 2), "recipe:mx")
+    with pytest.raises(ValueError, match=r"Unknown recipe 'fp8'\. Did you mean fp8_current or fp8_delayed\?"):
+        recipe("fp8")
+    with pytest.raises(ValueError, match="Near it is a recipe, 'recipe:fp8_current'"):
+        quantize(nn.Linear(2, 2), "fp8")
+    with pytest.raises(ValueError, match=r"It is one of delayed scaling: use fprop=.*fpsim\.Delayed\(history=\.\.\.\)"):
+        recipe("fp8_delayed", history=16)
 
 
 # In use

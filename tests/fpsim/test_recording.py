@@ -46,8 +46,8 @@ def test_a_recording_tallies_the_tensors_of_each_site_and_role() -> None:
     rows = {(row["site"], row["role"]): row for row in recording.rows()}
     weights = fpsim.tally(model[0].weight.detach(), "e5m2")
     row = rows["0:weight", "weight"]
-    assert (row["calls"], row["count"], row["underflow"]) == (2, 2 * 30, 2 * weights.underflow)
-    assert row["exact"] == 2 * weights.exact
+    assert (row["calls"], row["count"], row["underflow_count"]) == (2, 2 * 30, 2 * weights.underflow)
+    assert row["exact_count"] == 2 * weights.exact
     # by hand: the first layer's product before it is rounded
     x, w, b = (fpsim.round_to(t.detach(), "e5m2") for t in (INPUT, *model[0].parameters()))
     product = fpsim.tally(nn.functional.linear(x, w, b), "e5m2")
@@ -62,7 +62,7 @@ def test_the_underflow_of_errors_is_that_of_the_gradient_before_it_is_rounded() 
     with fpsim.record(model) as recording:
         model(torch.ones(1, 2)).backward(torch.tensor([[1e-9, 1.0]]))
     (row,) = (row for row in recording.rows() if row["role"] == "error" and row["site"] == ":linear")
-    assert (row["nonzero"], row["underflow"]) == (2, 1)
+    assert (row["nonzero"], row["underflow_count"], row["underflow"]) == (2, 1, 0.5)
 
 
 def test_every_nth_call_is_tallied() -> None:
@@ -113,3 +113,16 @@ def test_a_recording_goes_on_from_a_file_of_tensors_numbers_and_strings(tmp_path
             run(model), run(model)
     assert second.rows() == whole.rows()
     assert second.tallies() == whole.tallies()
+
+
+def test_a_recording_prints_as_a_table_of_shares() -> None:
+    model = fpsim.quantize(nn.Linear(3, 1, bias=False), "fp16")
+    with fpsim.record(model) as recording:
+        (model(torch.ones(2, 3)) * 1e-8).sum().backward()
+    lines = str(recording).splitlines()
+    head = "site role format rounding calls count underflow overflow nonfinite sqnr_db amax"
+    assert lines[0].split() == head.split()
+    cells = next(line for line in lines if " error " in line).split()
+    assert cells[:7] == [":linear", "error", "fp16", "nearest_even", "1", "2", "1"]  # both of two underflow
+    assert len(lines) == 2 + len(recording.rows())
+    assert list(recording.to_frame()["site"]) == [row["site"] for row in recording.rows()]

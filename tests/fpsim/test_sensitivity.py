@@ -123,3 +123,80 @@ def test_a_model_without_layers_is_refused() -> None:
 def test_a_loss_that_is_not_finite_in_float32_ranks_nothing() -> None:
     with pytest.raises(ValueError, match="loss of Sequential is nan in float32"):
         fpsim.sensitivity(nn.Sequential(nn.Linear(2, 2)), lambda m: m(torch.ones(1, 2)).sum() * math.nan, "fp16")
+
+
+class Attention(nn.Module):
+    """The product of queries and keys is the module's own operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((self.query(x) @ self.key(x).mT / 1e3).softmax(-1) @ x)
+
+
+def growing(n: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), *(Attention() for _ in range(n)), nn.Linear(6, 2))
+    with torch.no_grad():
+        for block in model[1:-1]:
+            block.query.weight *= 2e3
+            block.key.weight *= 2e3
+    return model
+
+
+def test_a_containers_own_operations_have_a_row_and_the_policy_leaves_its_children_in_the_format() -> None:
+    model = growing(1)
+    found = fpsim.sensitivity(model, loss, "fp16")
+    assert not math.isfinite(found.quantised)
+    first = found[0]
+    assert (first["module"], first["type"], first["own"]) == ("1", "Attention", True)
+    assert (first["alone"], first["without"]) == (math.inf, math.inf)
+    policies = found.policy(1).for_modules(model)
+    assert policies["1"].activation is None
+    assert str(policies["1.query"].activation) == str(policies["2"].activation) == "fp16"
+    assert math.isfinite(loss(fpsim.quantize(model, found.policy(1))).item())
+    others = {row["module"]: row["without"] for row in found[1:]}
+    assert all(math.isnan(x) for x in others.values())  # NaN minus NaN: no other repairs it
+    assert "fpsim.why(model, step) names the operation" in str(found)
+
+
+def test_where_no_module_repairs_the_loss_alone_a_pair_that_does_is_found() -> None:
+    model = growing(2)
+    found = fpsim.sensitivity(model, loss, "fp16")
+    assert not any(math.isfinite(row["loss_without"]) for row in found)
+    assert set(found.pair or ()) == {"1", "2"}
+    assert {row["module"] for row in found[:2]} == {"1", "2"}
+    assert math.isfinite(loss(fpsim.quantize(model, found.policy(2))).item())
+    assert "No module repairs it alone; " in str(found)
+
+
+def test_a_module_without_parameters_that_breaks_is_found() -> None:
+    class Exp(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp() * 1e-6
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Exp(), nn.Linear(6, 2))
+    nn.init.constant_(model[0].bias, 14.0)
+    found = fpsim.sensitivity(model, loss, "fp16")
+    assert [row["module"] for row in found if math.isfinite(row["loss_without"])] == ["1"]
+
+
+def test_a_step_runs_the_model_itself_and_leaves_it_as_it_was() -> None:
+    model = three()
+    model[0].weight.grad = torch.ones(6, 6)
+
+    def step() -> Tensor:
+        total = loss(model)
+        total.backward()
+        return total
+
+    old, found = fpsim.sensitivity(model, loss, "bf16"), fpsim.sensitivity(model, step, "bf16")
+    assert list(found) == list(old)
+    assert model[0].weight.grad.equal(torch.ones(6, 6))
+    assert model[1].weight.grad is None
+    assert "forward" not in vars(model)
+    with pytest.raises(ValueError, match="is not quantised"):
+        fpsim.summary(model)

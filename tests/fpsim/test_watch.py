@@ -130,7 +130,7 @@ def test_the_suggested_policy_has_for_each_role_the_smallest_format_that_does_an
     assert str(policy.overrides["9"].activation) == "bf16"
     assert set(policy.overrides) == {"9"}
     fpsim.quantize(model, policy)  # its patterns fit
-    assert "Suggested: " in str(watching)
+    assert "Suggested, tried on step 1 (once)" in str(watching)
 
 
 def test_only_calls_in_training_are_steps_and_nothing_stays_behind() -> None:
@@ -214,3 +214,45 @@ def test_what_cannot_be_watched_is_refused() -> None:
         fpsim.watch(torch.ones(1))
     with pytest.raises(ValueError, match="fp9"):
         fpsim.watch(network(), ["fp9"])
+
+
+def test_a_watch_that_has_seen_no_call_while_the_model_was_trained_says_so() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    watching = fpsim.watch(model, ["fp16"], every=1)
+    assert watching.rows() == []  # nothing was trained, and nothing is said
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.compile(model, backend="eager")(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match="no call of the model in training was seen"):
+        assert watching.rows() == []
+    watching.detach()
+
+
+def test_parameters_that_are_replaced_are_watched() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with fpsim.watch(model, ["fp16"], every=1) as watching:
+        state = {name: torch.full_like(x, 3.0) for name, x in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        model(torch.ones(1, 2)).sum().backward()
+    found = {(row["site"], row["role"]): row["amax"] for row in watching.rows()}
+    assert found["0.weight", "weight"] == 3.0
+    assert found["0.weight", "weight_grad"] == 1.0
+
+
+class Wraps(torch.optim.Optimizer):
+    """An optimizer around another one, as accelerate's: it has no hooks, and is an Optimizer all the same."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+
+def test_of_an_optimizer_around_another_the_inner_one_is_watched() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = Wraps(torch.optim.SGD(model.parameters(), lr=0.1))
+    with fpsim.watch(model, ["fp16"], every=1, optimizer=optimizer) as watching:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert "update" in {row["role"] for row in watching.rows()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from planted_apart import APART
 from planted_cases import CAUSES, cases
 from planted_controls import CONTROLS, controls
+from planted_forum import FORTY
 from planted_models import Planted
 from planted_remedies import is_cured
+from planted_step import Planted as Told
 from torch import nn
 
 import fpsim
@@ -70,6 +73,14 @@ def test_where_nothing_is_wrong_nothing_is_named(name: str, model: str, fmt: str
 def test_where_nothing_is_wrong_nothing_is_named_in_any_model_and_format(name: str, model: str, fmt: str) -> None:
     found = Planted(model, fmt, CONTROLS[name][0]).why()
     assert found.cause is None, str(found)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("plant", FORTY)
+def test_what_people_tell_in_forums_is_named(plant: Callable[[], Told]) -> None:
+    planted = plant()
+    found = fpsim.why(planted.model, planted.step, planted.optimizer)
+    assert planted.is_named_by(found), str(found)
 
 
 def two(first: str, second: str) -> Planted:
@@ -206,7 +217,8 @@ def test_a_shared_module_is_named_with_its_call_and_its_caller() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((nn.Linear(1, 1), torch.ones(1)), "Got Tensor as the step"),
+        ((nn.Linear(1, 1), torch.ones(1)), "Got a batch, and what Linear gives for it has no `loss`"),
+        ((nn.Linear(1, 1), 3), "Got 3, of type int, as the step"),
         ((lambda: None, lambda: None), "Got function as the model"),
         ((nn.Linear(1, 1), lambda: None, 3), "Got int as the optimizer"),
     ],
@@ -276,3 +288,31 @@ def test_a_cause_that_it_was_not_built_on_is_named(name: str) -> None:
     assert found.cause is not None
     assert found.cause["place"].endswith(place), str(found)
     assert (found.cause["role"], found.cause["kind"]) == (role, kind), str(found)
+
+
+def test_gradients_that_a_constant_in_the_loss_makes_too_small_are_lost_and_no_noise() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half(), torch.ones(2, 4).half()
+    found = fpsim.why(model, lambda: (model(x).float() * 1e-12).sum().backward())
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["role"], found.cause["kind"]) == ("1:linear", "error", "gradient lost")
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_the_step_clears_first_are_not_blamed(to_none: bool) -> None:
+    """The usual moment to ask: the step was taken, and `.grad` is NaN."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half()
+    x = torch.full((2, 4), 6e4).half()
+    with torch.no_grad():
+        model[0].weight.fill_(2.0)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=to_none)
+        model(x).float().square().mean().backward()
+
+    step()
+    assert model[0].weight.grad.isnan().any()
+    found = fpsim.why(model, step)
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"]) == ("0:linear", "overflow"), str(found)

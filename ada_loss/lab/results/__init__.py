@@ -12,7 +12,7 @@ from fpsim.checks import require_flag
 
 if TYPE_CHECKING:
     from ada_loss.lab.results.comparison import Comparison
-    from ada_loss.lab.results.curves import Curve
+    from ada_loss.lab.results.curves import Curves
     from ada_loss.lab.results.verdict import Verdict
 
 __all__ = ["Results"]
@@ -46,7 +46,7 @@ class Results(StoredResults):
 
         return compare(self, a, b, metric, level)
 
-    def curves(self, name: str = "loss", where: Mapping[str, Any] | None = None, points: int = 200) -> list[Curve]:
+    def curves(self, name: str = "loss", where: Mapping[str, Any] | None = None, points: int = 200) -> Curves:
         """A number over the steps: a `Curve` for each combination, with the values of every seed, mean and deviation.
 
         name: "loss", "scale", a metric that was computed on the way (task_options={"evaluate_every": 1}), or what the
@@ -80,6 +80,10 @@ class Results(StoredResults):
 
         require_flag("equivalence", equivalence)
         return verdicts(self, metric, tolerance, level, equivalence)
+
+    def plot(self, metric: str | None = None, where: Mapping[str, Any] | None = None) -> Any:
+        """A metric by format and scaling method; see `plot_accuracy`."""
+        return self.plot_accuracy(metric, where)
 
     def plot_accuracy(self, metric: str | None = None, where: Mapping[str, Any] | None = None) -> Any:
         """A metric by format and scaling method: each seed, mean and standard deviation.

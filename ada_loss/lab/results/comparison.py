@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ada_loss.files import data_frame
 from ada_loss.lab.results.results import StoredResults
-from ada_loss.lab.results.table import SHARES
+from ada_loss.lab.results.table import is_share
 from ada_loss.lab.sweep.cell_formats import label
 from fpsim.checks import is_number, pip_install, shown
 
@@ -80,6 +81,27 @@ class Comparison:
             return 0.0 if self.mean else 1.0
         return 2 * float(stdtr(len(self.differences) - 1, -abs(self.mean / self.error)))
 
+    def __len__(self) -> int:
+        return len(self.differences)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def to_frame(self) -> Any:
+        """A pandas.DataFrame with a row for each seed."""
+        return data_frame([{"seed": seed, "difference": value} for seed, value in self.differences.items()])
+
+    def plot(self) -> Any:
+        """A figure: the difference of each seed, their mean and its interval; needs matplotlib."""
+        from ada_loss.lab.results.charts import plot_differences
+
+        row = {"name": self.a, "differences": [*self.differences.values()], "interval": self.interval}
+        words = f"{self.metric}: difference from {self.b}" + (f", {self.note}" if self.note else "")
+        return plot_differences([row], words, 0.0, 100.0 if is_share(self.metric) else 1.0)
+
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         count = len(self.differences)
         words = f"{self.a} against {self.b}: {self.metric} {in_units(self.metric, self.mean)}"
@@ -98,7 +120,7 @@ def in_units(metric: str, value: float, unit: bool = True) -> str:
     >>> in_units("accuracy", -0.015), in_units("accuracy", -0.0002), in_units("loss", 0.0213)
     ('-1.5 points', '0.0 points', '0.0213')
     """
-    if metric in SHARES:
+    if is_share(metric):
         return f"{100 * value:z.1f}{' points' * unit}"  # z: no "-0.0"
     return f"{value:z.3g}"
 

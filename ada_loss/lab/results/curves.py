@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ada_loss.files import data_frame
 from ada_loss.lab.results.results import StoredResults, telling_axes
+from ada_loss.lab.sweep.telemetry import curves_of
 from fpsim.checks import did_you_mean, is_whole, shown
+from fpsim.rows import Rows
 
-__all__ = ["Curve", "curves"]
+__all__ = ["Curve", "Curves", "curves"]
 
-NAMES = {"loss": "losses", "scale": "scales"}  # the arrays of every training
 POINTS = 200
 
 
@@ -51,6 +53,46 @@ class Curve:
         return np.where(enough, _over_seeds(lambda x, axis: np.nanstd(x, axis=axis, ddof=1), self.values), np.nan)
 
 
+class Curves(list[Curve]):
+    """The curves of a sweep, one for each combination; see `Results.curves`.
+
+    name: what they show.
+    note: "lower is better", where it is.
+    """
+
+    def __init__(self, curves: Iterable[Curve], name: str, note: str = "") -> None:
+        super().__init__(curves)
+        self.curve, self.note = name, note
+
+    def table(self) -> Rows:
+        """A row for each combination: its settings, how many seeds, and its first and last mean."""
+        ends = [{"seeds": len(one.seeds), "first": float(one.mean[0]), "last": float(one.mean[-1])} for one in self]
+        return Rows({**one.settings, **row} for one, row in zip(self, ends))
+
+    def __str__(self) -> str:
+        return f"{self.curve}{f', {self.note}' * bool(self.note)}\n{self.table()}"
+
+    __repr__ = __str__
+
+    def to_frame(self) -> Any:
+        """A pandas.DataFrame with a row for each combination, seed and point."""
+        return data_frame(
+            [
+                {**one.settings, "seed": seed, "step": float(step), self.curve: float(value)}
+                for one in self
+                for seed, values in zip(one.seeds, one.values)
+                for step, value in zip(one.steps, values)
+            ]
+        )
+
+    def plot(self) -> Any:
+        """A figure: mean and standard deviation over the seeds, a line for each combination; needs matplotlib."""
+        from ada_loss.lab.results.charts import plot_curves
+
+        lines = [(one.name, one.steps, one.mean, one.deviation) for one in self]
+        return plot_curves(lines, ", ".join(filter(None, (self.curve, self.note))))
+
+
 def _over_seeds(reduce: Any, values: NDArray[np.float64]) -> NDArray[np.float64]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a point where no seed has a number
@@ -59,7 +101,7 @@ def _over_seeds(reduce: Any, values: NDArray[np.float64]) -> NDArray[np.float64]
 
 def curves(
     results: StoredResults, name: str = "loss", where: Mapping[str, Any] | None = None, points: int = POINTS
-) -> list[Curve]:
+) -> Curves:
     """See `Results.curves`."""
     if not is_whole(points, least=1):
         raise ValueError(f"points={shown(points)} is impossible. Possible: 1 or more.")
@@ -70,16 +112,17 @@ def curves(
     groups: dict[tuple[str, ...], dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]]] = {}
     known: dict[str, None] = {}
     for row in rows:
-        arrays = results.readable_telemetry(row["id"])
-        known |= dict.fromkeys(_names(arrays))
-        found = _series(arrays, name)
+        there = curves_of(results.readable_telemetry(row["id"]))
+        known |= dict.fromkeys(there)
+        found = there.get(name)
         if found is not None:
             groups.setdefault(tuple(str(row.get(axis)) for axis in axes), {})[row["seed"]] = found
     if not groups:
         hint = did_you_mean(name, known)
-        there = f"Known: {', '.join(known)}." if known else "No training left a curve: no cell is done."
-        raise ValueError(f"No cell has a curve {shown(name)}.{hint} {there}")
-    return [_curve(dict(zip(axes, group)), series, points) for group, series in groups.items()]
+        others = f"Known: {', '.join(known)}." if known else "No training left a curve: no cell is done."
+        raise ValueError(f"No cell has a curve {shown(name)}.{hint} {others}")
+    curves = (_curve(dict(zip(axes, group)), series, points) for group, series in groups.items())
+    return Curves(curves, name, results.directions.words(name.split("/")[0]))
 
 
 def _curve(
@@ -96,26 +139,3 @@ def _curve(
             if len(part) and np.isfinite(part).all():
                 values[i, k] = part.mean()
     return Curve(settings, seeds, np.array([longest[stretch].mean() for stretch in stretches]), values)
-
-
-def _names(arrays: Mapping[str, NDArray[Any]]) -> list[str]:
-    found = [word for word, array in NAMES.items() if array in arrays]
-    found += [key.partition(".")[2] for key in arrays if key.startswith("evaluations.") and key != "evaluations.steps"]
-    found += [key.partition(".")[2] for key in arrays if key.startswith("curves.")]
-    return [*dict.fromkeys(found)]
-
-
-def _series(arrays: Mapping[str, NDArray[Any]], name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-    """The steps and the values of a curve; None where a training has none, or arrays of another kind."""
-    key = NAMES.get(name, f"evaluations.{name}")
-    logged = arrays.get(f"curves.{name}")
-    if logged is not None and logged.ndim == 2 and len(logged) == 2 and logged.dtype.kind == "f":
-        return logged[0], logged[1]
-    if key not in arrays or name == "steps":
-        return None
-    values = np.asarray(arrays[key])
-    steps = np.asarray(arrays["evaluations.steps"]) if key.startswith("evaluations.") else np.arange(len(values))
-    is_curve = values.ndim == 1 == steps.ndim and len(values) == len(steps) > 0
-    if not is_curve or not all(np.issubdtype(part.dtype, np.number) for part in (values, steps)):
-        return None
-    return steps.astype(float), values.astype(float)

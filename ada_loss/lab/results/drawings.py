@@ -6,7 +6,7 @@ The page scales them to its width and draws its own words, so that they can be r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,16 @@ from numpy.typing import NDArray
 from ada_loss.lab.results.comparison import in_units
 from ada_loss.lab.results.curves import Curve, curves
 from ada_loss.lab.results.results import StoredResults
-from ada_loss.lab.results.table import SHARES, heading
+from ada_loss.lab.results.table import heading, is_share
 from ada_loss.lab.results.verdict import Combination, Verdict
 from ada_loss.lab.sweep.cell_formats import BASELINE
 
 __all__ = ["curve_panels", "difference_panels"]
 
-BELOW, ABOVE = 6.0, 3.0  # tolerances that the axis of differences reaches to the worse and to the better
+EVEN = 2.0  # tolerances on both sides of float32 up to which the axis of differences is even; beyond, logarithmic
+LEAST = 3.0  # tolerances that it reaches, at least
+MARGIN = 0.5  # of its ends, in its own units
+APART = 11.0  # per cent of the width between two numbers of the axis
 POINTS = 80
 MOST_LINES = 7
 MOST_PANELS = 24
@@ -32,83 +35,106 @@ STRIPE = 7  # pixels of each of the curves that are drawn as one
 def difference_panels(verdict: Verdict) -> dict[str, Any] | None:
     """A panel for each format, a line for each other setting: its differences from float32, with their interval.
 
-    Formats that have one setting only share a panel, with a line for each. What lies beyond the axis stands at its
-    edge, with its number. None where there is nothing to compare.
+    Formats that have one setting only share a panel, with a line for each. None where there is nothing to compare.
     """
     if not verdict.baseline or not verdict.combinations or not verdict.tolerance > 0 or not verdict.sign:
         return None
-    sign = verdict.sign
+    axis = _Axis(verdict)
     panels: dict[str, list[dict[str, Any]]] = {}
     for one in verdict.combinations[:500]:
-        panels.setdefault(one.fmt, []).append(_line(one, verdict.tolerance, sign))
+        panels.setdefault(one.fmt, []).append(_line(one, axis))
     alone = [fmt for fmt, lines in panels.items() if len(lines) == 1]
     shown = [{"name": fmt, "lines": lines, "of": "settings"} for fmt, lines in panels.items() if fmt not in alone]
     if alone:
         words = "formats with one setting" if shown else ""
         lines = [{**panels[fmt][0], "name": fmt} for fmt in alone]
         shown.insert(0, {"name": words, "lines": lines, "of": "formats"})
-    ticks = [-4, -2, 0, 2] if sign > 0 else [-2, 0, 2, 4]
     return {
         "subject": verdict.subject,
-        "title": f"{heading(verdict.metric)}{', lower is better' * (sign < 0)}: difference from float32",
+        "title": f"{heading(verdict.metric)}{', lower is better' * (verdict.sign < 0)}: difference from float32",
         "panels": shown,
-        "ticks": [
-            (_place(sign * k * verdict.tolerance, verdict.tolerance, sign), _tick(verdict, k * verdict.tolerance))
-            for k in ticks
-            if -BELOW < sign * k < ABOVE
-        ],
-        "band": sorted(_place(k * verdict.tolerance, verdict.tolerance, sign) for k in (-1, 1)),
-        "zero": _place(0.0, verdict.tolerance, sign),
+        "ticks": axis.ticks,
+        "band": sorted(axis.place(k * verdict.tolerance) for k in (-1, 1)),
+        "zero": axis.place(0.0),
     }
 
 
+class _Axis:
+    """The axis of differences from float32: places from 0 to 100 from left to right, of smaller to larger values.
+
+    It is even up to `EVEN` tolerances on both sides, and beyond that a factor of two is as long as a tolerance. It
+    reaches from the smallest to the largest difference of a seed, so that none stands at its edge.
+    """
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.tolerance, self.verdict = verdict.tolerance, verdict
+        found = [v / self.tolerance for one in verdict.combinations for v in one.comparison.differences.values()]
+        found = [value for value in found if math.isfinite(value)]
+        self.low = _bent(min([*found, -LEAST])) - MARGIN
+        self.high = _bent(max([*found, LEAST])) + MARGIN
+
+    def place(self, difference: float) -> float:
+        """Where a difference in the units of the metric stands; within the axis."""
+        place = 100 * (_bent(difference / self.tolerance) - self.low) / (self.high - self.low)
+        return round(min(max(place, 0.0), 100.0), 2)
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        """Numbers and their places: 0, the tolerance, and 2, 5, 10, 20, 50 ... tolerances where there is room."""
+        sizes = [1.0, *(k * 10.0**n for n in range(6) for k in (2, 5, 10))]
+        values = [0.0, *(sign * size for size in sizes for sign in (-1, 1))]
+        found: list[tuple[float, str]] = []
+        for value in values:
+            if self.low + MARGIN / 2 <= _bent(value) <= self.high - MARGIN / 2:
+                place = self.place(value * self.tolerance)
+                if all(abs(place - other) >= APART for other, _ in found):
+                    found.append((place, _tick(self.verdict, value * self.tolerance)))
+        return sorted(found)
+
+
+def _bent(tolerances: float) -> float:
+    """A difference in tolerances as a length of the axis.
+
+    >>> _bent(-1.5), _bent(2.0), _bent(4.0), _bent(-16.0)
+    (-1.5, 2.0, 3.0, -5.0)
+    """
+    size = abs(tolerances)
+    return math.copysign(size if size <= EVEN else EVEN + math.log2(size / EVEN), tolerances)
+
+
 def _tick(verdict: Verdict, value: float) -> str:
-    words = f"{100 * value:+.3g}" if verdict.metric in SHARES else f"{value:+.2g}"
+    words = f"{100 * value:+.3g}" if is_share(verdict.metric) else f"{value:+.2g}"
     return words if value else "0"
 
 
-def _place(worth: float, tolerance: float, sign: int) -> float:
-    """Where a difference stands, 0 to 100 from left to right; the better side is that of larger values.
-
-    worth: the difference, positive where it is better.
-    """
-    place = 100 * (worth / tolerance + BELOW) / (BELOW + ABOVE)
-    return round(place if sign > 0 else 100 - place, 2)
-
-
-def _line(one: Combination, tolerance: float, sign: int) -> dict[str, Any]:
-    found = one.comparison
-    low, high = (math.nan, math.nan) if one.judgement is None else (sign * b for b in one.judgement.interval)
-
-    def at(value: float) -> float:
-        return min(max(_place(sign * value, tolerance, sign), 0.0), 100.0)
-
-    place = _place(sign * found.mean, tolerance, sign) if math.isfinite(found.mean) else None
-    words = in_units(found.metric, found.mean, unit=False) if place is not None else one.outcome
+def _line(one: Combination, axis: _Axis) -> dict[str, Any]:
+    found, sign = one.comparison, axis.verdict.sign
+    low, high = (math.nan, math.nan) if one.judgement is None else sorted(sign * b for b in one.judgement.interval)
+    words = in_units(found.metric, found.mean, unit=False) if math.isfinite(found.mean) else one.outcome
     if found.diverged:
         words = f"{found.diverged} of {one.seeds} diverged"
     if one.collapsed:
         words = f"{len(one.collapsed)} of {one.seeds} collapsed"
-    inside = [at(v) for v in found.differences.values() if math.isfinite(v)]
     return {
         "name": one.rest or one.fmt,
         "outcome": one.outcome,
-        "dots": [x for x in inside if 0 < x < 100],
-        "mean": place if place is not None and 0 <= place <= 100 else None,
-        "edge": None if place is None or 0 <= place <= 100 else ("left" if place < 0 else "right"),
-        "interval": None if math.isnan(low) else (at(low), at(high)),
+        "dots": [axis.place(v) for v in found.differences.values() if math.isfinite(v)],
+        "mean": axis.place(found.mean) if math.isfinite(found.mean) else None,
+        "interval": None if math.isnan(low) else (axis.place(low), axis.place(high)),
         "words": words,
         "reasons": one.reasons,
+        "cells": " ".join(one.cells),
     }
 
 
 def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] | None:
     """A panel for each format, a line for each other setting: mean and deviation over the seeds, beside float32's.
 
-    Curves that cover one another are drawn as the stripes of one line, and named: "torch = adaptive".
+    Curves that cover one another are drawn as the stripes of one line, and named: "torch = adaptive". None where no
+    cell has such a curve of two points.
     """
     try:
-        found = curves(results, name, points=POINTS)
+        found = [*curves(results, name, points=POINTS)]
     except ValueError:
         return None
     found = [curve for curve in found if len(curve.steps) > 1 and np.isfinite(curve.mean).any()]
@@ -121,18 +147,20 @@ def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] |
     float32 = [curve for curve in found if curve.settings.get("format") == BASELINE][:1]
     last = max(float(curve.steps[-1]) for curve in found)
     panels: dict[str, list[dict[str, Any]]] = {}
+    cells = _cells(results)
     for curve in found:
         if curve not in float32:
             panels.setdefault(curve.settings.get("format", ""), []).append(
                 {
                     "name": _rest(curve) or curve.settings.get("format", ""),
                     "colour": f"c{methods.index(_rest(curve)) % MOST_LINES}",
+                    "cells": " ".join(cells(curve)),
                     **_paths(curve, low, high, last, is_log),
                 }
             )
     panels = panels or {BASELINE: []}
     lines = [
-        {"name": "float32", "colour": "float32", **_paths(curve, low, high, last, is_log), "band": ""}
+        {"name": "float32", "colour": "float32", "cells": "", **_paths(curve, low, high, last, is_log), "band": ""}
         for curve in float32
     ]
     shown = [
@@ -140,7 +168,8 @@ def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] |
         for fmt, found in [*panels.items()][:MOST_PANELS]
     ]
     return {
-        "title": f"{name}: mean over the seeds, and standard deviation",
+        "name": name,
+        "title": f"{', '.join(filter(None, (name, _direction(results, name))))}: mean over the seeds, and deviation",
         "panels": shown,
         "legend": [(i, word or "all") for i, word in enumerate(methods[:MOST_LINES])],
         "float32": bool(float32),
@@ -149,6 +178,23 @@ def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] |
         "last": f"{last:.0f}",
         "is_log": is_log,
     }
+
+
+def _direction(results: StoredResults, name: str) -> str:
+    """What stands beside the name of a curve of which lower is better; "" for others."""
+    return results.directions.words(name.split("/")[0])
+
+
+def _cells(results: StoredResults) -> Callable[[Curve], list[str]]:
+    """Finds the ids of the cells of a curve."""
+    rows = results.rows()
+    axes = [*results.settings]
+
+    def cells(curve: Curve) -> list[str]:
+        chosen = {axis: value for axis, value in curve.settings.items() if axis in axes}
+        return [row["id"] for row in rows if all(str(row.get(axis)) == value for axis, value in chosen.items())]
+
+    return cells
 
 
 def _rest(curve: Curve) -> str:

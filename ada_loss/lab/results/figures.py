@@ -14,6 +14,7 @@ import numpy as np
 
 import fpsim
 from fpsim.checks import pip_install
+from fpsim.pictures import apart_from_pyplot, new_picture
 
 try:
     from matplotlib import rc_context, rcParams
@@ -22,12 +23,17 @@ except ImportError as error:
     raise ImportError(f"A figure needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
 __all__ = [
+    "COLOURS",
+    "DASHES",
+    "LETTERS_AN_INCH",
+    "colour",
     "figure_bytes",
     "in_the_dark",
+    "ink",
     "is_constant",
     "method_words",
+    "plain",
     "plot_depth",
-    "plot_heat",
     "plot_methods",
     "plot_rescue",
     "plot_scales",
@@ -42,7 +48,6 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # 
 MARKERS = "osD^vP*X<>h"
 DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))  # each line can be told from the others in print
 PANELS_A_ROW = 4
-SHOWN_SITES = 60
 LETTERS_AN_INCH = 13  # of the labels of plot_table
 SHORT = 18  # letters of a name for which one panel has room
 LETTERS = 28  # of a line in a legend
@@ -53,7 +58,7 @@ DARK = {
 }
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """A text of a user, drawn as it is: in matplotlib's texts a dollar sign begins a formula."""
     return text.replace("$", r"\$")
 
@@ -61,25 +66,18 @@ def _plain(text: str) -> str:
 @contextmanager
 def in_the_dark() -> Iterator[None]:
     """What is drawn and saved in this block stands on a dark page: light words, the same hues, no ground of its own."""
-    with rc_context(DARK):
+    with rc_context(DARK), apart_from_pyplot():
         yield
 
 
-def _colour(i: int) -> str:
+def colour(i: int) -> str:
     """The hue of the i-th of several lines; each seventh has the ink."""
-    return (*COLOURS, _ink())[i % (len(COLOURS) + 1)]
+    return (*COLOURS, ink())[i % (len(COLOURS) + 1)]
 
 
-def _ink() -> str:
+def ink() -> str:
     """The colour of lines that have no hue."""
     return str(rcParams["text.color"])
-
-
-class Picture(Figure):
-    """A figure that a notebook shows, without pyplot and its global state."""
-
-    def _repr_png_(self) -> bytes:
-        return figure_bytes(self)
 
 
 def figure_bytes(figure: Figure, kind: str = "png") -> bytes:
@@ -102,7 +100,7 @@ def _layers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         if row["role"] == "error":
             layer = row["site"].split(":")[0] or "(model)"
             nonzero[layer] = nonzero.get(layer, 0) + row["nonzero"]
-            underflow[layer] = underflow.get(layer, 0) + row["underflow"]
+            underflow[layer] = underflow.get(layer, 0) + row["underflow_count"]
     return {layer: underflow[layer] / n if n else math.nan for layer, n in nonzero.items() if layer in underflow}
 
 
@@ -113,11 +111,11 @@ def _elements(name: str) -> fpsim.FloatFormat | fpsim.FixedPoint:
 
 def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
     """Every value of small formats between -largest and largest, a line for each format."""
-    figure = Picture(figsize=(9, 0.55 * len(formats) + 0.9), layout="constrained")
+    figure = new_picture(9, 0.55 * len(formats) + 0.9)
     axes = figure.subplots()
     for i, name in enumerate(formats):
         values = [v for v in _elements(name).values() if abs(v) <= largest]
-        axes.plot(values, [-i] * len(values), "|", markersize=16, color=_colour(i))
+        axes.plot(values, [-i] * len(values), "|", markersize=16, color=colour(i))
     axes.set_yticks([-i for i in range(len(formats))], formats)
     axes.set_ylim(0.6 - len(formats), 0.6)
     axes.set_xlabel("value")
@@ -128,15 +126,15 @@ def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
 
 def plot_spacing(formats: Sequence[str]) -> Figure:
     """The relative spacing of the values of each format over its range."""
-    figure = Picture(figsize=(9, 3.6), layout="constrained")
+    figure = new_picture(9, 3.6)
     axes = figure.subplots()
     for i, name in enumerate(formats):
         fmt = _elements(name)
         low = int(np.floor(np.log2(fmt.smallest)))
         exponents = np.arange(low, int(np.floor(np.log2(fmt.largest))) + 1)
         ulp = np.maximum(exponents, fmt.min_exponent) - fmt.mantissa_bits
-        axes.step(exponents, ulp - exponents, where="post", color=_colour(i), label=name, linewidth=1.6)
-        axes.plot(exponents[[0, -1]], (ulp - exponents)[[0, -1]], "o", markersize=4, color=_colour(i))
+        axes.step(exponents, ulp - exponents, where="post", color=colour(i), label=name, linewidth=1.6)
+        axes.plot(exponents[[0, -1]], (ulp - exponents)[[0, -1]], "o", markersize=4, color=colour(i))
     axes.set_xlabel("log2 of the magnitude")
     axes.set_ylabel("log2 of spacing / magnitude")
     axes.legend(ncols=2, fontsize=8)
@@ -148,10 +146,10 @@ def plot_spacing(formats: Sequence[str]) -> Figure:
 def plot_underflow(rows: Sequence[dict[str, Any]]) -> Figure:
     """Activation gradients lost to underflow, by layer; one that none reaches says so. rows: of a recording."""
     shares = _layers(rows)
-    figure = Picture(figsize=(8, 3.2), layout="constrained")
+    figure = new_picture(8, 3.2)
     axes = figure.subplots()
     reached = {layer: 0.0 if math.isnan(v) else 100 * v for layer, v in shares.items()}
-    bars = axes.bar([*map(_plain, shares)], [*reached.values()], color=COLOURS[0])
+    bars = axes.bar([*map(plain, shares)], [*reached.values()], color=COLOURS[0])
     axes.bar_label(bars, ["none" if math.isnan(v) else f"{100 * v:.3g}" for v in shares.values()], fontsize=8)
     axes.tick_params(axis="x", rotation=35)
     axes.set_ylabel("gradients lost in %")
@@ -169,20 +167,20 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
     formats = list(dict.fromkeys(row["format"] for row in rows))
     gains = list(dict.fromkeys(row["gain"] for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    figure = Picture(figsize=(3.6 * len(formats), 4.6), layout="constrained")
+    figure = new_picture(3.6 * len(formats), 4.6)
     panels = figure.subplots(1, len(formats), sharey=True, squeeze=False)[0]
     for fmt, axes in zip(formats, panels, strict=True):
         for i, method in enumerate(methods):
             found = {r["gain"]: r["error"] for r in rows if (r["format"], r["method"]) == (fmt, method)}
             errors = [min(found[g], 3.0) if math.isfinite(found[g]) else 3.0 for g in gains]
-            style = {"color": _colour(i), "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.3}
+            style = {"color": colour(i), "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.3}
             dashes = "-" if i <= len(COLOURS) else "--"
             axes.plot(range(len(gains)), errors, dashes, markersize=5, label=method_words(method), **style)
         axes.set_xticks(range(len(gains)), [f"{g:g}" for g in gains])
         axes.set_xlabel("gain of a layer: gradients grow | shrink")
         axes.set_title(fmt, fontsize=10)
         axes.set_yscale("log")
-        axes.axhline(1, color=_ink(), linewidth=0.6, linestyle=":")
+        axes.axhline(1, color=ink(), linewidth=0.6, linestyle=":")
         axes.grid(axis="y", linewidth=0.4, alpha=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("error of the first layer's gradient; 1: all lost, top: inf")
@@ -200,7 +198,7 @@ def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, 
     factor: 100 for values shown in %.
     """
     formats = [fmt for fmt in dict.fromkeys(fmt for fmt, _ in places) if fmt != "fp32"]
-    figure = Picture(figsize=(4.2 * len(formats), 4.0), layout="constrained")
+    figure = new_picture(4.2 * len(formats), 4.0)
     panels = figure.subplots(1, len(formats), sharey=True, squeeze=False)[0]
 
     def spread(fmt: str, method: str) -> tuple[float, float]:
@@ -222,21 +220,21 @@ def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, 
                 axes.errorbar(x, means, deviations, **style)
         if ("fp32", "none") in places:
             mean, deviation = spread("fp32", "none")
-            axes.axhspan(mean - deviation, mean + deviation, color=_ink(), alpha=0.12, linewidth=0)
-            axes.axhline(mean, color=_ink(), linewidth=0.8)
+            axes.axhspan(mean - deviation, mean + deviation, color=ink(), alpha=0.12, linewidth=0)
+            axes.axhline(mean, color=ink(), linewidth=0.8)
         ticks = [k for k in constant if k % 4 == 0]
         axes.set_xticks(
             [*ticks, *positions],
-            [*(f"$2^{{{k}}}$" for k in ticks), *map(_plain, chosen)],
+            [*(f"$2^{{{k}}}$" for k in ticks), *map(plain, chosen)],
             rotation=60,
             ha="right",
             fontsize=8,
         )
-        axes.set_title(_plain(fmt), fontsize=10)
+        axes.set_title(plain(fmt), fontsize=10)
         axes.grid(axis="y", linewidth=0.4, alpha=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
-    panels[0].set_ylabel(_plain(title) + ("; the band is float32" if ("fp32", "none") in places else ""))
+    panels[0].set_ylabel(plain(title) + ("; the band is float32" if ("fp32", "none") in places else ""))
     return figure
 
 
@@ -246,16 +244,16 @@ def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] 
     scales: {name: the scale of each step}.
     overflows: steps to mark.
     """
-    figure = Picture(figsize=(9, 4), layout="constrained")
+    figure = new_picture(9, 4)
     axes = figure.subplots()
     for i, (name, values) in enumerate(scales.items()):
         marks = {"marker": MARKERS[i % len(MARKERS)], "markersize": 4.5, "markevery": (0.04 + 0.011 * i, 0.15)}
-        style = {"color": _colour(i), "linestyle": DASHES[i % len(DASHES)], **marks}
+        style = {"color": colour(i), "linestyle": DASHES[i % len(DASHES)], **marks}
         axes.step(
-            range(len(values)), values, where="post", label=textwrap.fill(_plain(name), LETTERS), linewidth=1.3, **style
+            range(len(values)), values, where="post", label=textwrap.fill(plain(name), LETTERS), linewidth=1.3, **style
         )
     for step in overflows:
-        axes.axvline(step, color=_ink(), linewidth=0.5, linestyle=":")
+        axes.axvline(step, color=ink(), linewidth=0.5, linestyle=":")
     axes.set_yscale("log", base=2)
     axes.set_xlabel("step" + ("; dotted: a gradient overflowed" if overflows else ""))
     axes.set_ylabel("scale")
@@ -269,7 +267,7 @@ def plot_rescue(rows: Sequence[dict[str, Any]]) -> Figure:
     """The underflow of each activation's gradient at scale 1 and at the scale it got. rows: those of a `Recorder`."""
     chosen = [row for row in rows if row["role"] == "error"]
     sites = list(dict.fromkeys(row["site"] for row in chosen))[::-1]  # a backward pass starts at the output
-    figure = Picture(figsize=(9, 3.6), layout="constrained")
+    figure = new_picture(9, 3.6)
     axes = figure.subplots()
     for i, (column, words) in enumerate((("underflow_unscaled", "without scaling"), ("underflow", "at its scale"))):
         shares = [100 * statistics.mean(r[column] for r in chosen if r["site"] == site) for site in sites]
@@ -277,7 +275,7 @@ def plot_rescue(rows: Sequence[dict[str, Any]]) -> Figure:
         axes.bar(
             places, shares, 0.38, color=COLOURS[i], label=words, hatch="///" * i, edgecolor=rcParams["axes.facecolor"]
         )
-    axes.set_xticks(range(len(sites)), [*map(_plain, sites)], rotation=45, ha="right", fontsize=8)
+    axes.set_xticks(range(len(sites)), [*map(plain, sites)], rotation=45, ha="right", fontsize=8)
     axes.set_ylabel("gradients lost in %")
     axes.set_xlabel("where, from input to output")
     axes.legend(frameon=False)
@@ -334,7 +332,7 @@ def plot_table(
     longest = max(map(len, methods)) if columns == 1 else 0
     width = 1.4 + 2.1 * columns + 0.6 * (columns == 1) + max(longest - SHORT, 0) / LETTERS_AN_INCH
     size = (width, (0.75 + 0.3 * len(methods)) * rows + 0.35)
-    figure = Picture(figsize=size, layout="constrained")
+    figure = new_picture(*size)
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     finite = [v for values in places.values() for v in _spread(values)]
     lowest, highest = (min(finite), max(finite)) if finite else (0.0, 1.0)
@@ -344,10 +342,10 @@ def plot_table(
             axes.set_visible(False)
             continue
         if baseline:
-            axes.axvline(factor * statistics.fmean(baseline), color=_ink(), linewidth=0.8, linestyle=(0, (4, 2)))
+            axes.axvline(factor * statistics.fmean(baseline), color=ink(), linewidth=0.8, linestyle=(0, (4, 2)))
         for y, method in enumerate(methods):
             _draw(axes, y, places.get((formats[i], method), []), lowest - margin / 2)
-        axes.set_title(_plain(formats[i]) if len(formats) > 1 else "", fontsize=9)
+        axes.set_title(plain(formats[i]) if len(formats) > 1 else "", fontsize=9)
         axes.set_yticks(range(len(methods)), [_words(method) for method in methods], fontsize=8)
         axes.tick_params(axis="x", labelsize=8)
         axes.grid(axis="x", linewidth=0.4, alpha=0.6)
@@ -357,7 +355,7 @@ def plot_table(
     panels[0, 0].set_ylim(len(methods) - 0.5, -0.5)
     panels[0, 0].set_xlim(lowest - margin, highest + margin)
     words = title + ("; dashed: float32" if baseline else "")
-    figure.supxlabel(textwrap.fill(_plain(words), round(LETTERS_AN_INCH * size[0])), fontsize=9)
+    figure.supxlabel(textwrap.fill(plain(words), round(LETTERS_AN_INCH * size[0])), fontsize=9)
     return figure
 
 
@@ -379,7 +377,7 @@ def _draw(axes: object, y: int, values: Sequence[float], edge: float) -> None:
 
 def _words(method: str) -> str:
     words = method_words(method)
-    return f"${words[:2]}{{{words[2:]}}}$" if words.startswith("2^") else _plain(words)
+    return f"${words[:2]}{{{words[2:]}}}$" if words.startswith("2^") else plain(words)
 
 
 def _spread(values: Sequence[float]) -> list[float]:
@@ -389,44 +387,3 @@ def _spread(values: Sequence[float]) -> list[float]:
         return finite
     mean, deviation = statistics.fmean(finite), statistics.stdev(finite)
     return [*finite, mean - deviation, mean + deviation]
-
-
-def plot_heat(
-    steps: Sequence[int],
-    sites: Sequence[str],
-    values: np.ndarray,  # type: ignore[type-arg]
-    title: str,
-    words: str,
-    limits: tuple[float | None, float | None] = (None, None),
-) -> Figure:
-    """A number by site and step, as colours.
-
-    steps: the steps at which a column ends.
-    sites: from input to output.
-    values: (steps, sites), NaN where there is none: hatched.
-    title: of the figure.
-    words: what the values are, for the colour bar.
-    limits: the values of the first and the last colour.
-    """
-    if len(sites) > SHOWN_SITES:
-        title += f"; {SHOWN_SITES} of {len(sites)} sites"
-        chosen = np.linspace(0, len(sites) - 1, SHOWN_SITES).round().astype(int)
-        sites, values = [sites[i] for i in chosen], values[:, chosen]
-    figure = Picture(figsize=(7.2, 1.1 + 0.19 * len(sites)), layout="constrained")
-    axes = figure.subplots()
-    edges = [0, *steps]
-    low, high = limits
-    mesh = axes.pcolormesh(edges, range(len(sites) + 1), values.T, cmap="cividis", vmin=low, vmax=high)
-    mesh.set(edgecolor="face", linewidth=0.2)  # no hairlines between the cells of a vector picture
-    axes.set_facecolor("0.85" if _ink() == "black" else "0.3")
-    is_empty = bool(np.isnan(values).any())
-    axes.patch.set(hatch="////" if is_empty else None, edgecolor=_ink())
-    axes.set_yticks([i + 0.5 for i in range(len(sites))], [*map(_plain, sites)], fontsize=7)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("step (hatched: nothing arrives here)" if is_empty else "step", fontsize=9)
-    axes.set_title(textwrap.fill(_plain(title), round(LETTERS_AN_INCH * figure.get_figwidth())), fontsize=9)
-    bar = figure.colorbar(mesh, ax=axes, pad=0.02)
-    bar.set_label(words, fontsize=9)
-    bar.ax.tick_params(labelsize=8)
-    return figure

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ada_loss.lab.results import figures
+from ada_loss.lab.results.cell_pages import lost_by_site
+from ada_loss.lab.results.heat import plot_heat
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.sweep.cell_formats import BASELINE
 from ada_loss.lab.training.methods import scales_by_layer
-from ada_loss.lab.training.run import is_of_role
 
 __all__ = ["NothingToShow", "picture_layer_scales", "picture_metric", "picture_scales", "picture_underflow"]
 
@@ -43,20 +41,11 @@ def picture_underflow(results: StoredResults, cell: str | None = None, role: str
     if cell not in known:
         raise NothingToShow(f"There is no cell {cell!r}. Known: {', '.join(known) or 'none yet'}.")
     arrays = results.telemetry(cell)
-    if "history.steps" not in arrays:
+    found = lost_by_site(arrays, role)
+    if found is None:
         raise NothingToShow(f"The cell {cell} recorded no sites. Give the sweep task_options={{'record_every': 4}}.")
-    roles = [str(name) for name in arrays["sites.role"]]
-    chosen = np.array([i for i, name in enumerate(roles) if is_of_role(name, role)], dtype=int)
-    if role in ("error", "weight_grad"):
-        chosen = chosen[::-1]  # gradients are recorded from the output to the input
-    lost, nonzero = (
-        np.diff(arrays[f"history.{name}"][:, chosen], axis=0, prepend=0) for name in ("underflow", "nonzero")
-    )
-    with np.errstate(invalid="ignore"):
-        shares: NDArray[np.float64] = np.where(nonzero > 0, lost / nonzero, np.nan)
-    sites = [f"{arrays['sites.site'][i]} {roles[i] if roles[i] != role else ''}".rstrip() for i in chosen]
-    steps = arrays["history.steps"].tolist()
-    return figures.plot_heat(steps, sites, 100 * shares, _words(known[cell]), "gradients lost in %", (0, 100))
+    steps, sites, shares = found
+    return plot_heat(steps, sites, 100 * shares, _words(known[cell]), "gradients lost in %", (0, 100))
 
 
 def _lossiest(results: StoredResults, known: Mapping[str, Mapping[str, Any]]) -> str:
@@ -76,7 +65,7 @@ def picture_scales(results: StoredResults, where: Mapping[str, Any] | None = Non
             first[name] = arrays["scales"]
     scaled = {name: scales for name, scales in first.items() if len(scales) and (scales != 1).any()}
     if not scaled:
-        raise NothingToShow(f"No cell of {results!r} scaled its loss. Give the sweep a method that does: 'torch'.")
+        raise NothingToShow(f"No cell of {results.words} scaled its loss. Give the sweep a method that does: 'torch'.")
     return figures.plot_scales(scaled)
 
 
@@ -89,9 +78,9 @@ def picture_layer_scales(results: StoredResults, where: Mapping[str, Any] | None
         if "layers.steps" in arrays:
             sites = [str(site) for site in arrays["layers.site"]]
             steps, scales = arrays["layers.steps"].tolist(), arrays["layers.log2_scale"]
-            return figures.plot_heat(steps, sites, scales, _words(row), "log2 of the scale")
+            return plot_heat(steps, sites, scales, _words(row), "log2 of the scale")
     raise NothingToShow(
-        f"No recorded cell of {results!r} scaled layer by layer. Give the sweep the method 'adaptive', and "
+        f"No recorded cell of {results.words} scaled layer by layer. Give the sweep the method 'adaptive', and "
         f"task_options={{'record_every': 4}}."
     )
 

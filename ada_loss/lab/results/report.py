@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import math
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -14,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from ada_loss.files import write_atomically
+from ada_loss.files import strict_json, write_atomically
+from ada_loss.lab.results.cell_pages import cell_page
 from ada_loss.lab.results.drawings import curve_panels, difference_panels
 from ada_loss.lab.results.figures import figure_bytes, in_the_dark
+from ada_loss.lab.results.overview import overview
 from ada_loss.lab.results.pictures import (
     NothingToShow,
     picture_layer_scales,
@@ -27,8 +28,9 @@ from ada_loss.lab.results.pictures import (
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.table import Table
 from ada_loss.lab.results.verdict import verdicts
-from ada_loss.lab.sweep.cell_formats import label
+from ada_loss.lab.sweep.cells import AXES
 from fpsim.checks import pip_install
+from fpsim.pictures import apart_from_pyplot
 
 try:
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -39,8 +41,8 @@ except ImportError as error:
 __all__ = ["write_report"]
 
 MOST_CURVES = 500  # cells whose curves are drawn: a curve takes 2 kB
-POINTS = 120
-WIDTH, HEIGHT = 300, 84
+MOST_NAMES = 8  # curves of different names that are drawn
+MANY = 5  # formats that the question does not name
 PHONE = 4.4  # inches of a figure that is read on a phone
 PARTS = {"style": "css", "script": "js"}  # files beside the template
 
@@ -54,7 +56,7 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
     Raises ValueError where the ledger holds no cell.
     """
     if not results.cells:
-        raise ValueError(f"{results!r} has nothing to report. Run the sweep first.")
+        raise ValueError(f"{results.words} has nothing to report. Run the sweep first.")
     environment = Environment(
         loader=PackageLoader("ada_loss.lab.results", "."),
         autoescape=True,
@@ -63,18 +65,23 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
         lstrip_blocks=True,
     )
     rows = {row["id"]: row for row in results.rows()}
-    cells = [_cell(results, cell, rows.get(cell["id"]), i < MOST_CURVES) for i, cell in enumerate(results.cells)]
+    cells = [cell_page(results, cell, rows.get(cell["id"]), i < MOST_CURVES) for i, cell in enumerate(results.cells)]
     answers = verdicts(results)
     differences = [panels for panels in map(difference_panels, answers) if panels is not None]
     parts = {name: (Path(__file__).parent / f"report.{kind}").read_text() for name, kind in PARTS.items()}
     content = environment.get_template("report.html.j2").render(
         **{name: Markup(text) for name, text in parts.items()},
         security=_security(**parts),
-        title=f"Sweep of {', '.join(dict.fromkeys(cell['config']['task'] for cell in results.cells))}",
+        title=results.out.resolve().name,
+        tasks=", ".join(dict.fromkeys(str(cell["config"]["task"]) for cell in results.cells)),
         question=question or _question(results),
         verdicts=[Markup(found.to_html()) for found in answers],
         differences=differences,
-        curves=curve_panels(results),
+        overviews=[(found, overview(results, found)) for found in answers if found.combinations],
+        legend=results.legend,
+        curves=_curves(results, cells),
+        data=Markup(_data(cells)),
+        lower=strict_json([name for name in _names(cells) if results.directions.words(name.split("/")[0])]),
         counts=results.counts,
         diverged=sum(row["diverged"] for row in rows.values()),
         seconds=sum(row["seconds"] or 0 for row in rows.values()),
@@ -105,15 +112,18 @@ def _security(style: str, script: str) -> str:
 
 def _question(results: StoredResults) -> str:
     """The question that the configurations answer, in words."""
-    configs = [cell["config"] for cell in results.cells]
-    found = {
-        axis: [*dict.fromkeys(label(config[axis]) for config in configs)] for axis in configs[0] if axis != "options"
-    }
-    words = f"What do the formats {_list(found['format'])} do to the training of {_list(found['task'])}"
+    rows = [results.settings_of(cell) for cell in results.cells]
+    found = {axis: [*dict.fromkeys(str(row[axis]) for row in rows)] for axis in AXES}
+    words = f"What do {_counted(found['format'], 'format')} do to the training of {_list(found['task'])}"
     if found["scaling"] != ["none"]:
-        words += f" under the scaling methods {_list(found['scaling'])}"
+        words += f" under {_counted(found['scaling'], 'scaling method')}"
     words += f"? Rounded {_list([r.replace('_', ' ') for r in found['rounding']])}; "
-    return words + f"{len(configs)} trainings with {len(found['seed'])} seed{'s' * (len(found['seed']) > 1)}."
+    return words + f"{len(rows)} trainings with {len(found['seed'])} seed{'s' * (len(found['seed']) > 1)}."
+
+
+def _counted(words: Sequence[str], kind: str) -> str:
+    """A few things by their names, many by their number: the lists above have the names."""
+    return f"the {kind}s {_list(words)}" if len(words) < MANY else f"{len(words)} {kind}s"
 
 
 def _list(words: Sequence[str]) -> str:
@@ -194,7 +204,8 @@ def _has_a_moving_scale(results: StoredResults, fmt: str) -> bool:
 
 def _addresses(plot: Callable[[], Any]) -> tuple[str, str]:
     """A figure as data URLs, wide and narrow."""
-    figure = plot()
+    with apart_from_pyplot():
+        figure = plot()
     return _address(figure, None), _address(figure, PHONE)
 
 
@@ -207,9 +218,27 @@ def _address(figure: Any, width: float | None) -> str:
 
 def _shared(results: StoredResults) -> dict[str, str]:
     """The settings that all trainings share."""
-    configs = [{**cell["config"], **cell["config"]["options"]} for cell in results.cells]
-    common = {name: value for name, value in configs[0].items() if all(c.get(name) == value for c in configs)}
-    return {name: label(value) for name, value in common.items() if name != "options"}
+    rows = [{k: v for k, v in results.settings_of(cell).items() if k != "id"} for cell in results.cells]
+    return {name: str(value) for name, value in rows[0].items() if all(row.get(name) == value for row in rows)}
+
+
+def _data(cells: Sequence[dict[str, Any]]) -> str:
+    """The curves of the cells for the page's script, as JSON that ends no element."""
+    found = {cell["id"]: cell["points"] for cell in cells if cell["points"]}
+    return strict_json(found).replace("<", "\\u003c")
+
+
+def _names(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """The names of the curves that cells have."""
+    return [*dict.fromkeys(name for cell in cells for name in cell["points"])]
+
+
+def _curves(results: StoredResults, cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The panels of each curve that a cell has, the loss first."""
+    names = _names(cells)
+    names.sort(key=lambda name: name != "loss")
+    wanted = (names or ["loss"])[:MOST_NAMES]
+    return [panels for name in wanted if (panels := curve_panels(results, name)) is not None]
 
 
 def _failures(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -235,70 +264,6 @@ def _columns(rows: Any) -> list[str]:
     names = [*dict.fromkeys(name for row in rows for name in row)]
     varying = {name for name in names if len({str(row.get(name)) for row in rows}) > 1}
     return [name for name in names if (name in varying and name != "id") or name in ("format", "scaling", "seed")]
-
-
-def _cell(
-    results: StoredResults, cell: dict[str, Any], row: dict[str, Any] | None, with_curves: bool
-) -> dict[str, Any]:
-    config = cell["config"]
-    shown: dict[str, Any] = {axis: label(config[axis]) for axis in ("task", "format", "rounding", "scaling")}
-    shown |= {"seed": config["seed"], **config["options"]}
-    curves: list[dict[str, str]] = []
-    damage = ""
-    if row is not None and with_curves:
-        try:
-            arrays = results.telemetry(cell["id"])
-            curves = [c for name in ("losses", "scales") if name in arrays and (c := _curve(name, arrays[name]))]
-        except Exception as error:  # arrays of another kind than a training gives
-            damage = str(error)
-    return {
-        "id": cell["id"],
-        "state": "diverged" if row is not None and row["diverged"] else cell["state"],
-        "values": {name: _value(value) for name, value in {**shown, **(row or {})}.items() if name != "id"},
-        "config": json.dumps(config, indent=1),
-        "error": cell["error"],
-        "traceback": cell["traceback"],
-        "attempts": cell["attempts"],
-        "curves": curves,
-        "damage": damage,
-    }
-
-
-def _value(value: Any) -> tuple[str, str]:
-    """The text that is shown, and the key that the page sorts by: "" comes last."""
-    if isinstance(value, bool):
-        return ("yes" if value else "no"), str(int(value))
-    if isinstance(value, int | float):
-        if not math.isfinite(value):
-            return str(value), ""
-        return (str(value) if isinstance(value, int) else f"{value:.4g}"), repr(float(value))
-    return ("-", "") if value is None else (str(value), str(value))
-
-
-def _curve(name: str, values: np.ndarray[Any, Any]) -> dict[str, str] | None:
-    """A curve as the path of an SVG of WIDTH x HEIGHT, through the means of POINTS stretches; scales as log2."""
-    values = values.astype(float)
-    if name == "scales":
-        if len(values) and (values == values[0]).all():
-            return None
-        values = np.log2(values)
-    finite = values[np.isfinite(values)]
-    if len(values) < 2 or not len(finite):
-        return None
-    low, high = float(finite.min()), float(finite.max())
-    stretches = np.array_split(values, min(POINTS, len(values)))
-    points, pen = [], "M"
-    for i, stretch in enumerate(stretches):
-        known = stretch[np.isfinite(stretch)]
-        if not len(known):
-            pen = "M"
-            continue
-        x = WIDTH * i / max(len(stretches) - 1, 1)
-        y = HEIGHT * (1 - (float(known.mean()) - low) / ((high - low) or 1))
-        points.append(f"{pen}{x:.0f} {y:.1f}")
-        pen = "L"
-    words = {"losses": "loss", "scales": "log2 of the loss scale"}[name]
-    return {"words": f"{words}, {low:.4g} to {high:.4g}, {len(values)} steps", "path": " ".join(points)}
 
 
 def _session(session: dict[str, Any]) -> dict[str, str]:

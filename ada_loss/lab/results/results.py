@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ada_loss.files import data_frame, folder_at
 from ada_loss.lab.directions import Directions, hint_for, read_directions, stated
-from ada_loss.lab.results.table import Table
+from ada_loss.lab.results.table import Share, Table, is_share_by_name
 from ada_loss.lab.sweep.cell_formats import label
 from ada_loss.lab.sweep.cells import AXES, is_configuration
 from ada_loss.lab.sweep.ledger import DAMAGED, Ledger, counted
 from ada_loss.lab.sweep.missing import read_snapshot
+from ada_loss.lab.sweep.names import names_of, read_names
 from ada_loss.lab.sweep.telemetry import read_telemetry
-from fpsim.checks import require_flag, require_mapping, shown
+from fpsim.checks import is_finite_number, require_flag, require_mapping, shown
+from fpsim.rows import Rows
 
-__all__ = ["StoredResults", "settings_of", "telling_axes"]
+__all__ = ["REASONS", "StoredResults", "read_reasons", "telling_axes"]
 
+REASONS = "reasons.json"  # why cells diverged or fell short, by id; beside the ledger, whose rows stay
 OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row beside its settings and metrics
 
 
@@ -29,6 +34,8 @@ class StoredResults:
     """The cells of a sweep's folder as they are now; opening it changes nothing.
 
     A metric with the name of another column, such as "format", is the column "metric.format".
+
+    A format has the name that the sweep gave it, or a short one; `names` has the name of each description.
 
     `missing` tells what the folder has lost, such as cells that were planned and have no row. Where it has, opening it
     warns.
@@ -55,33 +62,72 @@ class StoredResults:
             columns = {"id", *AXES, *cell["config"]["options"], "diverged", *OF_A_CELL}
             cell["metrics"] = {_column(name, columns): value for name, value in cell["metrics"].items()}
         self.counts = counted(self.cells)
+        self.reasons = read_reasons(self.out)
+        self.names = names_of((cell["config"]["format"] for cell in self.cells), read_names(self.out))
 
-    def __repr__(self) -> str:
+    @property
+    def words(self) -> str:
+        """The folder, and how many cells are in which state."""
         counts = {**self.counts, "missing": len(self.missing.cells)}
         words = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
         return f"Results({str(self.out)!r}: {words or 'no cells'})"
 
-    def rows(self) -> list[dict[str, Any]]:
-        """A flat row for each cell that is done: configuration, metrics, diverged, skipped, underflow, seconds."""
-        found = []
+    def __str__(self) -> str:
+        return "\n".join([self.words, *(f"{table.title}\n{table}" for table in self.tables())]).rstrip()
+
+    __repr__ = __str__
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def rows(self) -> Rows:
+        """A flat row for each cell that is done: configuration, metrics, diverged, skipped, underflow, seconds.
+
+        Where a sweep asked for them (`why=True`), "reason" is why the cell diverged or fell short, "" for the others.
+        """
+        found = Rows()
         for cell in self.cells:
             if cell["state"] == "done":
-                row = {**settings_of(cell), **cell["metrics"], "diverged": bool(cell["diverged"])}
-                found.append(row | {name: cell[name] for name in OF_A_CELL})
+                row = {**self.settings_of(cell), **cell["metrics"], "diverged": bool(cell["diverged"])}
+                row |= {name: cell[name] for name in OF_A_CELL}
+                found.append(row | ({"reason": self.reasons.get(cell["id"], "")} if self.reasons else {}))
         return found
 
-    def chosen_rows(self, where: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    def settings_of(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+        """A cell's id and its configuration, flat: the names of formats and methods, the seed, the options."""
+        config = cell["config"]
+        words = {axis: label(config[axis]) for axis in AXES if axis != "seed"}
+        words["format"] = self.names[words["format"]]
+        return {"id": cell["id"], **words, "seed": config["seed"], **config["options"]}
+
+    @property
+    def legend(self) -> dict[str, str]:
+        """What the names of formats stand for, {name: description}, of those that are not their own description."""
+        return {name: words for words, name in self.names.items() if name != words}
+
+    def chosen_rows(self, where: Mapping[str, Any] | None) -> Rows:
         """The rows with these values, {column: value}; None for all. Raises ValueError for a value that no row has."""
         if where is not None:
             require_mapping("where", where, "{'format': 'fp16'}")
         found = self.rows()
         for name, value in (where or {}).items():
-            rows, found = found, [row for row in found if name in row and _word(row[name]) == _word(value)]
+            value = self._named_format(value) if name == "format" else value
+            rows, found = found, Rows(row for row in found if name in row and _word(row[name]) == _word(value))
             if rows and not found:
                 known = ", ".join(dict.fromkeys(str(row[name]) for row in rows if name in row))
                 known = f"Its values: {known}" if known else f"Known columns: {', '.join(rows[0])}"
                 raise ValueError(f"No cell that is done has {shown(name)}={shown(label(value))}. {known}.")
         return found
+
+    def _named_format(self, value: Any) -> Any:
+        """The name of a format that is described, or named in other letters."""
+        words = label(value)
+        if words in self.names.values():
+            return words
+        return self.names.get(words) or next((n for n in self.names.values() if n.lower() == words.lower()), words)
 
     @property
     def settings(self) -> list[str]:
@@ -101,14 +147,23 @@ class StoredResults:
         """The first metric of the task, which tables show unless another is named."""
         for cell in self.cells:
             if cell["metrics"]:
-                return next(iter(cell["metrics"]))
-        raise ValueError(f"{self!r} holds no metric: no training came to its end. Run more cells, or mend the task.")
+                return self.shown(next(iter(cell["metrics"])))
+        raise ValueError(
+            f"{self.words} holds no metric: no training came to its end. Run more cells, or mend the task."
+        )
 
     def named(self, metric: str | None) -> str:
         """The metric that is named; the first of the task for None. Raises TypeError for what is not a name."""
         if metric is not None and not isinstance(metric, str):
             raise TypeError(f"metric={shown(metric)} is not a string. Expected: the name of a metric, or None.")
-        return self.metric if metric is None else metric
+        return self.metric if metric is None else self.shown(metric)
+
+    def shown(self, metric: str) -> str:
+        """A metric's name, which says whether it is shown in %: those of accuracies are whose values are shares."""
+        if not is_share_by_name(metric):
+            return metric
+        values = [v for cell in self.cells if is_finite_number(v := cell["metrics"].get(metric))]
+        return Share(metric) if values and all(0 <= v <= 1 for v in values) else metric
 
     def best(self, metric: str | None = None, *, largest: bool | None = None) -> dict[str, Any]:
         """The row with the best value of a metric; NaN is never best.
@@ -122,7 +177,9 @@ class StoredResults:
         name = self.named(metric)
         rows = [row for row in self.rows() if not math.isnan(_number(row, name))]
         if not rows:
-            raise ValueError(f"No cell of {self!r} has a number for the metric {shown(name)}. Known: {self.metric}.")
+            raise ValueError(
+                f"No cell of {self.words} has a number for the metric {shown(name)}. Known: {self.metric}."
+            )
         sign = self.directions.sign(name) if largest is None else (1 if largest else -1)
         if not sign:
             raise ValueError(f"Nothing tells whether a larger or a smaller {name} is better. {hint_for(name)}")
@@ -163,7 +220,7 @@ class StoredResults:
             places.setdefault((str(row[rows]), str(row[columns])), []).append(_number(row, name))
         down, across = ([*dict.fromkeys(place[i] for place in places)] for i in (0, 1))
         chosen = {k: label(v) for k, v in (where or {}).items()}
-        return Table(rows, columns, name, down, across, places, chosen, self.directions)
+        return Table(rows, columns, name, down, across, places, chosen, self.directions, self.names)
 
     def tables(self, metric: str | None = None) -> list[Table]:
         """A `table` of formats and scaling methods for each combination of the other columns in which the cells differ.
@@ -214,16 +271,20 @@ class StoredResults:
             return {}
 
 
+def read_reasons(out: Path) -> dict[str, str]:
+    """Why cells diverged or fell short, by id; {} where nobody asked. Raises ValueError for a damaged file."""
+    try:
+        found = json.loads((out / REASONS).read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{out / REASONS} is damaged: {error}. Delete it; `--why` writes it again.") from None
+    return {str(cell): str(reason) for cell, reason in found.items()}
+
+
 def _count(rows: list[dict[str, Any]], axes: list[str]) -> int:
     """How many combinations of values the rows have in some columns."""
     return len({tuple(str(row.get(axis)) for axis in axes) for row in rows})
-
-
-def settings_of(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """A cell's id and its configuration, flat: the words of formats and methods, the seed, the options."""
-    config = cell["config"]
-    words = {axis: label(config[axis]) for axis in AXES if axis != "seed"}
-    return {"id": cell["id"], **words, "seed": config["seed"], **config["options"]}
 
 
 def telling_axes(axes: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -13,6 +13,7 @@ __all__ = ["Section", "as_html", "as_latex", "as_text"]
 
 WIDTH = 110
 WIDEST_LABEL = 44
+APART = " · "  # between names, which have commas of their own
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def as_text(head: str, sections: Sequence[Section], foot: str) -> str:
         lines.append(f"{section.title}:")
         if section.listed:
             lines += textwrap.wrap(
-                ", ".join(section.listed), WIDTH, initial_indent="  ", subsequent_indent="  ", break_long_words=False
+                APART.join(section.listed), WIDTH, initial_indent="  ", subsequent_indent="  ", break_long_words=False
             )
         width = min(max((len(label) for label, _ in section.named), default=0), WIDEST_LABEL)
         for label, words in section.named:
@@ -63,11 +64,11 @@ def as_html(head: str, sections: Sequence[Section], foot: str) -> str:
     for section in sections:
         parts.append(f'<div class="{section.kind}"><b>{html.escape(section.title)}</b><ul>')
         if section.listed:
-            parts.append(f"<li>{', '.join(map(html.escape, section.listed))}</li>")
+            parts.append(f"<li>{APART.join(map(html.escape, section.listed))}</li>")
         for label, words in section.named:
-            first, *others = words.splitlines()
-            said = [f"{label}: {first}"] if not others else [label, first, *others]
-            parts.append(f"<li>{'<br>'.join(map(html.escape, said))}</li>")
+            name, lines = f"<b>{html.escape(label)}</b>", [html.escape(line) for line in words.splitlines()]
+            said = [f"{name} {lines[0]}"] if len(lines) == 1 else [name, *lines]
+            parts.append(f"<li>{'<br>'.join(said)}</li>")
         parts.append("</ul></div>")
     parts += [f"<p><small>{html.escape(foot)}</small></p>"] if foot else []
     return f'<div class="verdict">{"".join(parts)}</div>'
@@ -77,7 +78,7 @@ def as_latex(head: str, sections: Sequence[Section], foot: str) -> str:
     """A description list, with a newline in the end."""
     lines = [latex(head), r"\begin{description}"]
     for section in sections:
-        said = [latex(", ".join(section.listed))] if section.listed else []
+        said = [latex("; ".join(section.listed))] if section.listed else []
         said += [f"{latex(label)}: {latex('; '.join(words.splitlines()))}" for label, words in section.named]
         lines.append(rf"\item[{latex(section.title)}] {'; '.join(said)}.")
     return "\n".join([*lines, r"\end{description}", latex(foot)]) + "\n"

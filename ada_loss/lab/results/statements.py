@@ -6,7 +6,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from ada_loss.files import data_frame
 from ada_loss.lab.directions import hint_for
 from ada_loss.lab.results.comparison import LEVEL, Comparison, in_units, per_cent
 from ada_loss.lab.results.judgement import (
@@ -18,7 +20,7 @@ from ada_loss.lab.results.judgement import (
     largest_rate_unseen,
 )
 from ada_loss.lab.results.sections import Section, as_html, as_latex, as_text
-from ada_loss.lab.results.table import SHARES, mean_and_deviation
+from ada_loss.lab.results.table import heading, is_share, mean_and_deviation
 
 __all__ = ["SECTIONS", "Combination", "Verdict"]
 
@@ -47,6 +49,7 @@ class Combination:
     judgement: of the test, with differences that are positive where the setting is better; None where it is not tested.
     collapsed, failed: the seeds that did.
     cells: the ids of its cells.
+    why: what `fpsim.why` says of one of them, where the sweep asked.
     """
 
     fmt: str
@@ -59,6 +62,7 @@ class Combination:
     collapsed: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
     cells: tuple[str, ...] = ()
+    why: str = ""
 
     @property
     def name(self) -> str:
@@ -70,7 +74,8 @@ class Combination:
         """What its trainings lost, in words; "" where that is nothing."""
         diverged = self.comparison.diverged
         words = [f"{diverged} of {self.seeds} diverged"] if diverged else []
-        return ", ".join([*words, *self.losses])
+        found = ", ".join([*words, *self.losses])
+        return f"{found}{': ' if found and self.why else ''}{self.why}"
 
     @property
     def losses(self) -> list[str]:
@@ -139,7 +144,7 @@ class Verdict:
             values = [*self.baseline.values()]
             mean = mean_and_deviation(self.metric, statistics.fmean(values), statistics.stdev(values))
             better = ", lower is better" * (self.sign < 0)
-            words = f"float32 gives {self.metric} {mean}{' %' * (self.metric in SHARES)}{better}."
+            words = f"float32 gives {self.metric} {mean}{' %' * (is_share(self.metric))}{better}."
         if self.lost:
             words += f" float32 itself gave none with {_seeds(self.lost)}, and nothing is compared there."
         return f"{self.subject}{': ' * bool(self.subject)}{words}"
@@ -181,6 +186,38 @@ class Verdict:
                 f" With so many seeds a setting that equals float32 is likely found from a tolerance of {amount} on."
             )
         return words
+
+    def __len__(self) -> int:
+        return len(self.combinations)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def to_frame(self) -> Any:
+        """A pandas.DataFrame with a row for each setting."""
+        rows = []
+        for one in self.combinations:
+            low, high = (math.nan, math.nan) if one.judgement is None else one.judgement.interval
+            low, high = sorted((self.sign * low, self.sign * high))
+            words = {"format": one.fmt, "rest": one.rest, "outcome": one.outcome, "seeds": one.seeds}
+            numbers = {"difference": one.comparison.mean, "low": low, "high": high, "diverged": one.comparison.diverged}
+            rows.append({**words, **numbers, **one.shares})
+        return data_frame(rows)
+
+    def plot(self) -> Any:
+        """A figure: the differences from float32, with their intervals and the tolerance; needs matplotlib."""
+        from ada_loss.lab.results.charts import plot_differences
+
+        rows = []
+        for one in self.combinations:
+            interval = (math.nan, math.nan) if one.judgement is None else one.judgement.interval
+            ends = sorted(self.sign * bound for bound in interval)
+            rows.append({"name": one.name, "differences": [*one.comparison.differences.values()], "interval": ends})
+        words = f"{heading(self.metric)}: difference from float32" + ", lower is better" * (self.sign < 0)
+        return plot_differences(rows, words, self.tolerance, 100.0 if is_share(self.metric) else 1.0)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         return as_text(self.head, self.sections, self.foot)
@@ -269,7 +306,8 @@ class Verdict:
             parts.append(f"over {len(one.comparison.differences)} of {one.asked} seeds")
         if one.failed and one.outcome != "failed":
             parts.append(f"{_seeds(one.failed)} failed")
-        return ", ".join(filter(None, parts))
+        words = ", ".join(filter(None, parts))
+        return f"{words}: {one.why}" if one.why else words
 
     def _counted(self, one: Combination) -> str:
         """How many seeds diverged or collapsed, and what the others are."""

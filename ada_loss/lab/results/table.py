@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ada_loss.files import csv_bytes, strict_json
+from ada_loss.files import csv_bytes, data_frame, strict_json
 from ada_loss.lab.directions import Directions
 
-__all__ = ["SHARES", "Table", "heading", "mean_and_deviation"]
+__all__ = ["Share", "Table", "heading", "is_share", "is_share_by_name", "mean_and_deviation"]
 
 SHARES = ("accuracy", "underflow")  # metrics that are shown in %
+SHARE_WORDS = {"acc", "accuracy"}  # in the names of metrics that are shown in % where all values are between 0 and 1
+
+
+class Share(str):
+    """The name of a metric that is a share and is shown in %."""
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric is shown in %.
+
+    >>> is_share("accuracy"), is_share("acc"), is_share(Share("acc"))
+    (True, False, True)
+    """
+    return isinstance(metric, Share) or metric in SHARES
+
+
+def is_share_by_name(metric: str) -> bool:
+    """Whether a metric may be a share by its name: its values tell.
+
+    >>> [name for name in ("val_acc", "testAccuracy", "top5_acc", "accelerate", "loss") if is_share_by_name(name)]
+    ['val_acc', 'testAccuracy', 'top5_acc']
+    """
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", metric)
+    return any(word.lower() in SHARE_WORDS for word in words)
 
 
 class Table:
@@ -24,6 +49,7 @@ class Table:
     places: {(row, column): the values of its cells}.
     where: what the cells were chosen by, for the title.
     directions: which tell whether larger or smaller is better; by the metric's name unless given.
+    names: {description: name} of formats, so that a place is found by either.
     """
 
     def __init__(
@@ -36,31 +62,38 @@ class Table:
         places: dict[tuple[str, str], list[float]],
         where: Mapping[str, str] | None = None,
         directions: Directions | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
+        self._names = dict(names or {})
         self.directions = directions or Directions()
         self.rows, self.columns, self.metric, self.where = rows, columns, metric, dict(where or {})
         self.down, self.across, self.places = list(down), list(across), places
 
     def mean(self, row: str, column: str) -> float:
         """The mean of a place; NaN where a value is NaN, or where there is none."""
-        values = self.places.get((row, column))
+        values = self.places.get(self._place(row, column))
         return statistics.fmean(values) if values else math.nan
+
+    def _place(self, row: str, column: str) -> tuple[str, str]:
+        """The place of a row and a column, formats by their names or descriptions."""
+        known = row in self.down, column in self.across
+        return row if known[0] else self._names.get(row, row), column if known[1] else self._names.get(column, column)
 
     def deviation(self, row: str, column: str) -> float:
         """The standard deviation of the sample; NaN for less than two values, and where one is not finite."""
-        values = self.places.get((row, column), [])
+        values = self.places.get(self._place(row, column), [])
         return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
     def text(self, row: str, column: str, plus_minus: str = " ± ") -> str:
         """A place as text: mean and deviation in the unit of `heading`; "-" where there is no cell."""
-        if (row, column) not in self.places:
+        if self._place(row, column) not in self.places:
             return "-"
         return mean_and_deviation(self.metric, self.mean(row, column), self.deviation(row, column), plus_minus)
 
     @property
     def is_share(self) -> bool:
         """Whether the metric is shown in %."""
-        return self.metric in SHARES
+        return is_share(self.metric)
 
     @property
     def title(self) -> str:
@@ -95,6 +128,24 @@ class Table:
     def __str__(self) -> str:
         return self.to_markdown()
 
+    __repr__ = __str__
+
+    def __len__(self) -> int:
+        return len(self.down)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def to_frame(self) -> Any:
+        """`lines` as a pandas.DataFrame."""
+        return data_frame(self.lines())
+
+    def plot(self) -> Any:
+        """A figure: each value a dot, mean and standard deviation; needs matplotlib."""
+        from ada_loss.lab.results.figures import plot_table
+
+        return plot_table(self.places, self.title, 100.0 if self.is_share else 1.0)
+
     def to_markdown(self) -> str:
         """A Markdown table."""
         lines = [f"| {self.rows} \\ {self.columns} | " + " | ".join(self.across) + " |"]
@@ -125,7 +176,7 @@ def heading(metric: str) -> str:
     >>> heading("accuracy"), heading("loss")
     ('accuracy in %', 'loss')
     """
-    return f"{metric} in %" if metric in SHARES else metric
+    return f"{metric} in %" if is_share(metric) else metric
 
 
 def mean_and_deviation(metric: str, mean: float, deviation: float = math.nan, plus_minus: str = " ± ") -> str:
@@ -134,7 +185,7 @@ def mean_and_deviation(metric: str, mean: float, deviation: float = math.nan, pl
     >>> mean_and_deviation("accuracy", 0.975, 0.004), mean_and_deviation("loss", 0.975)
     ('97.5 ± 0.4', '0.9750')
     """
-    factor, digits = (100, 1) if metric in SHARES else (1, 4)
+    factor, digits = (100, 1) if is_share(metric) else (1, 4)
     words = f"{factor * mean:z.{digits}f}" if math.isfinite(mean) else str(mean)
     return words if math.isnan(deviation) else f"{words}{plus_minus}{factor * deviation:.{digits}f}"
 

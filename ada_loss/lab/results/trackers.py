@@ -1,29 +1,38 @@
-"""Trackers: they are told of finished cells. TensorBoard, MLflow and Weights & Biases are optional extras."""
+"""Trackers: they are told of cells, while these train. TensorBoard, MLflow and Weights & Biases are optional extras."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import re
 import shutil
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from ada_loss.lab.directions import MINIMIZE, Directions
 from ada_loss.lab.sweep.cell_formats import label
-from ada_loss.lab.sweep.ledger import Ledger
-from ada_loss.lab.sweep.telemetry import telemetry_path
+from ada_loss.lab.sweep.names import file_name, short_name
+from ada_loss.lab.sweep.telemetry import Curves, curves_of
 from fpsim.checks import did_you_mean, pip_install, shown
 
-__all__ = ["TRACKERS", "MLflow", "Notifier", "TensorBoard", "Tracker", "WandB", "make_trackers"]
+__all__ = ["TRACKERS", "About", "MLflow", "TensorBoard", "Tracker", "TrackerOfRuns", "WandB", "make_trackers"]
+
+AT_ONCE = 1000  # numbers that MLflow takes in a call
+LONGEST_TAG = 64  # letters, of Weights & Biases
+LOWER = "lower is better"
 
 
 class Tracker(Protocol):
-    """The driver tells it of each cell that is done, once the ledger has the cell."""
+    """The driver tells it of each cell that is done, once the ledger has the cell.
+
+    One with the methods of `TrackerOfRuns` is told of cells while they train, too.
+    """
 
     def known(self) -> set[str]:
         """The ids of the cells that it was told of, in earlier runs too."""
@@ -40,9 +49,58 @@ class Tracker(Protocol):
         ...
 
 
-def _parameters(config: Mapping[str, Any]) -> dict[str, str]:
-    axes = {name: label(value) for name, value in config.items() if name != "options"}
-    return axes | {name: str(value) for name, value in config["options"].items()}
+@dataclass(frozen=True)
+class About:
+    """A cell in words, for lists of runs.
+
+    format, scaling, seed: of the cell; the format by its name.
+    rounding: where it is not to the nearest, "" otherwise.
+    description: of the format, in full.
+    sweep: the name of the sweep.
+    directions: of metrics.
+    """
+
+    format: str
+    scaling: str
+    seed: int
+    rounding: str = ""
+    description: str = ""
+    sweep: str = "sweep"
+    directions: Directions = field(default_factory=Directions)
+
+    @classmethod
+    def of(
+        cls,
+        config: Mapping[str, Any],
+        names: Mapping[str, str] = {},
+        sweep: str = "sweep",
+        directions: Directions | None = None,
+    ) -> About:
+        """A cell by its configuration. names: of formats, by their labels; short ones unless given."""
+        words, rounding = label(config["format"]), str(config["rounding"])
+        name = names.get(words) or short_name(config["format"])
+        shown_rounding = "" if rounding == "nearest_even" else rounding.replace("_", " ")
+        scaling, known = label(config["scaling"]), directions or Directions()
+        return cls(name, scaling, config["seed"], shown_rounding, words, sweep, known)
+
+    @property
+    def group(self) -> str:
+        """What the cells of all seeds have in common: "e4m3fn torch"."""
+        return " ".join(filter(None, (self.format, self.rounding, self.scaling)))
+
+    @property
+    def name(self) -> str:
+        """The cell: "e4m3fn torch seed 0"."""
+        return f"{self.group} seed {self.seed}"
+
+    def lower(self, names: Sequence[str]) -> list[str]:
+        """Those of some metrics and curves of which lower is better."""
+        return [name for name in dict.fromkeys(names) if self.directions.of(name.split("/")[0]) == MINIMIZE]
+
+
+def _parameters(config: Mapping[str, Any], about: About) -> dict[str, str]:
+    axes = {name: label(value) for name, value in config.items() if name != "options"} | {"format": about.format}
+    return axes | {"description": about.description} | {name: str(value) for name, value in config["options"].items()}
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
@@ -50,45 +108,106 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-class TensorBoard:
-    """A run for each cell: loss and loss scale over the steps, underflow by role, and the hyperparameters.
+class TrackerOfRuns:
+    """A tracker that has a run for each cell, and takes in its curves while it trains: begin, add, and end.
 
-    folder: of the runs.
+    A run that was begun and not finished is begun again the next time.
+    """
+
+    def known(self) -> set[str]:
+        """The ids of the cells whose runs are finished."""
+        raise NotImplementedError
+
+    def begin(self, cell: str, config: Mapping[str, Any], about: About) -> None:
+        """A cell trains."""
+        raise NotImplementedError
+
+    def add(self, cell: str, curves: Curves) -> None:
+        """Take in what the curves of a cell have gained, {name: (steps, values)}."""
+        raise NotImplementedError
+
+    def finish(self, cell: str, row: Mapping[str, Any], telemetry: Path) -> None:
+        """A cell is done, and its curves are complete; the arguments are those of `log`."""
+        raise NotImplementedError
+
+    def abandon(self, cell: str) -> None:
+        """A cell that was begun has failed, or was interrupted."""
+        raise NotImplementedError
+
+    def log(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any], telemetry: Path) -> None:
+        """Take in a cell that is done, as a whole."""
+        with np.load(telemetry) as arrays:
+            curves = curves_of(dict(arrays))
+        self.begin(cell, config, About.of(config))
+        self.add(cell, curves)
+        self.finish(cell, row, telemetry)
+
+
+class TensorBoard(TrackerOfRuns):
+    """A run for each cell: every curve, underflow by role, and the hyperparameters. Of what is lower better it says so.
+
+    folder: of the runs. A run is a folder with the cell's name; the file "cell" in it has the id, once it is finished.
     Raises ImportError without the package.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import FileWriter
         except ImportError:
             raise ImportError(f"TensorBoard is not installed: {pip_install('tensorboard')}.") from None
-        self.folder, self._writer = Path(folder), SummaryWriter
+        self.folder, self._writer = Path(folder), FileWriter
+        self._open: dict[str, tuple[Path, Any, Mapping[str, Any], About]] = {}
 
     def known(self) -> set[str]:
-        return {path.name for path in self.folder.glob("*") if not path.name.startswith(".")}
+        finished = {path.read_text().strip() for path in self.folder.glob("*/cell")}
+        earlier = {path.name for path in self.folder.glob("*") if re.fullmatch("[0-9a-f]{16}", path.name)}
+        return finished | earlier  # earlier versions named the folders by ids
 
-    def log(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any], telemetry: Path) -> None:
-        unfinished = self.folder / f".{cell}.{os.getpid()}"
-        with self._writer(str(unfinished)) as writer:
-            with np.load(telemetry) as arrays:
-                for name, word in (("losses", "loss"), ("scales", "scale")):
-                    for step, value in enumerate(arrays.get(name, ())):
-                        writer.add_scalar(word, value, step)
-                if "history.steps" in arrays:
-                    for role in dict.fromkeys(arrays["sites.role"].tolist()):
-                        chosen = arrays["sites.role"] == role
-                        lost, nonzero = (arrays[f"history.{n}"][:, chosen].sum(1) for n in ("underflow", "nonzero"))
-                        for step, share in zip(arrays["history.steps"], lost / np.maximum(nonzero, 1)):
-                            writer.add_scalar(f"underflow/{role}", share, int(step))
-            metrics = {f"final/{name}": value for name, value in _numbers(row).items()}
-            writer.add_hparams(_parameters(config), metrics, run_name=".")
-        unfinished.rename(self.folder / cell)  # whole or not at all
+    def begin(self, cell: str, config: Mapping[str, Any], about: About) -> None:
+        for begun in self.folder.glob("*/begun"):
+            if begun.read_text().strip() == cell:
+                shutil.rmtree(begun.parent)
+        name = file_name(about.name)
+        folder = self.folder / (f"{name} {cell[:6]}" if (self.folder / name).exists() else name)
+        folder.mkdir(parents=True)
+        (folder / "begun").write_text(cell)
+        self._open[cell] = folder, self._writer(str(folder)), config, about
+
+    def add(self, cell: str, curves: Curves) -> None:
+        from torch.utils.tensorboard.summary import scalar
+
+        _, writer, _, about = self._open[cell]
+        lower = about.lower([*curves])
+        for name, (steps, values) in curves.items():
+            for step, value in zip(steps, values):
+                summary = scalar(name, value)
+                if name in lower:
+                    summary.value[0].metadata.summary_description = LOWER
+                    summary.value[0].metadata.plugin_data.plugin_name = "scalars"
+                writer.add_summary(summary, int(step))
+        writer.flush()
+
+    def finish(self, cell: str, row: Mapping[str, Any], telemetry: Path) -> None:
+        from torch.utils.tensorboard.summary import hparams, scalar
+
+        folder, writer, config, about = self._open.pop(cell)
+        metrics = {f"final/{name}": value for name, value in _numbers(row).items()}
+        for summary in hparams(_parameters(config, about), metrics):
+            writer.add_summary(summary)
+        for name, value in metrics.items():
+            writer.add_summary(scalar(name, value), 0)
+        writer.close()
+        (folder / "begun").rename(folder / "cell")
+
+    def abandon(self, cell: str) -> None:
+        _, writer, _, _ = self._open.pop(cell)
+        writer.close()
 
 
-class MLflow:
-    """A run for each cell: parameters, final metrics, and the telemetry file as an artifact; the cell's id is a tag.
+class MLflow(TrackerOfRuns):
+    """A run for each cell: parameters, every curve, underflow by role, and the telemetry file; the cell's id is a tag.
 
-    It has no curves: a row in MLflow's store for each step takes longer than the training.
+    There is no curve for each layer: a row in MLflow's store takes long. `Results.telemetry` has them.
 
     uri: of the tracking store.
     experiment: the name of the experiment, made if need be.
@@ -107,75 +226,164 @@ class MLflow:
         self._experiment = (
             found.experiment_id if found else self._client.create_experiment(experiment, artifact_location=artifacts)
         )
+        self._open: dict[str, tuple[str, About]] = {}
+        self._last: dict[str, dict[str, float]] = {}  # of each curve of a cell the last step
 
     def known(self) -> set[str]:
-        found: set[str] = set()
+        return {cell for cell, _ in self._runs("attributes.status = 'FINISHED'")}
+
+    def _runs(self, condition: str) -> list[tuple[str, str]]:
+        """The cells and the ids of the runs that fulfil a condition."""
+        found: list[tuple[str, str]] = []
         token = None
         while True:
-            page = self._client.search_runs([self._experiment], "attributes.status = 'FINISHED'", page_token=token)
-            found |= {run.data.tags.get("cell", "") for run in page}
+            page = self._client.search_runs([self._experiment], condition, page_token=token)
+            found += [(run.data.tags.get("cell", ""), run.info.run_id) for run in page]
             token = page.token
             if not token:
                 return found
 
-    def log(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any], telemetry: Path) -> None:
-        from mlflow.entities import Metric, Param, RunTag
+    def begin(self, cell: str, config: Mapping[str, Any], about: About) -> None:
+        from mlflow.entities import Param
 
-        run = self._client.create_run(self._experiment, run_name=cell).info.run_id
+        for _, left in self._runs(f"attributes.status != 'FINISHED' and tags.cell = '{cell}'"):
+            self._client.delete_run(left)
+        tags = {"cell": cell, "configuration": json.dumps(config), "format": about.format, "scaling": about.scaling}
+        tags |= {"group": about.group, "seed": str(about.seed), "sweep": about.sweep}
+        run = self._client.create_run(self._experiment, run_name=about.name, tags=tags).info.run_id
+        parameters = [Param(name, value) for name, value in _parameters(config, about).items()]
+        self._client.log_batch(run, [], parameters)
+        self._open[cell], self._last[cell] = (run, about), {}
+
+    def add(self, cell: str, curves: Curves) -> None:
+        from mlflow.entities import Metric
+
+        run, _ = self._open[cell]
         now = int(1000 * time.time())
-        metrics = [Metric(name, value, now, 0) for name, value in _numbers(row).items()]
-        parameters = [Param(name, value) for name, value in _parameters(config).items()]
-        tags = [RunTag("cell", cell), RunTag("configuration", json.dumps(config))]
-        self._client.log_batch(run, metrics, parameters, tags)
+        points = []
+        for name, (steps, values) in curves.items():
+            points += [Metric(_key(name), float(v), now, int(step)) for step, v in zip(steps, values)]
+            self._last[cell][name] = float(steps.max())
+        for first in range(0, len(points), AT_ONCE):
+            self._client.log_batch(run, points[first : first + AT_ONCE])
+
+    def finish(self, cell: str, row: Mapping[str, Any], telemetry: Path) -> None:
+        from mlflow.entities import Metric, RunTag
+
+        (run, about), last = self._open.pop(cell), self._last.pop(cell)
+        now, numbers = int(1000 * time.time()), _numbers(row)
+        end = int(max(last.values(), default=0))
+        # behind the points of a curve with the same name: what is shown of a run is its last number
+        metrics = [Metric(_key(name), value, now, max(end, int(last.get(name, 0)))) for name, value in numbers.items()]
+        lower = about.lower([*numbers, *last])
+        note = [RunTag("mlflow.note.content", f"{LOWER.capitalize()}: {', '.join(lower)}.")] if lower else []
+        self._client.log_batch(run, metrics, [], note)
         self._client.log_artifact(run, str(telemetry))
         self._client.set_terminated(run)
 
+    def abandon(self, cell: str) -> None:
+        run, _ = self._open.pop(cell)
+        del self._last[cell]
+        self._client.set_terminated(run, "KILLED")
 
-class WandB:
-    """An offline run of Weights & Biases for each cell: curves, final metrics and parameters; the sweep is their group.
 
-    Nothing is sent: `wandb sync FOLDER/*` uploads what is there.
+def _key(name: str) -> str:
+    """A name as MLflow takes it.
+
+    >>> _key("hits@10"), _key("underflow/error")
+    ('hits_10', 'underflow/error')
+    """
+    return re.sub(r"[^\w. :/-]", "_", name).replace("..", "__").strip("/ ")[:250] or "_"
+
+
+class WandB(TrackerOfRuns):
+    """A run of Weights & Biases for each cell: every curve, underflow by role, final metrics and parameters.
+
+    The cells of all seeds are a group, "e4m3fn torch"; the format and the scaling method are tags. As it is, nothing is
+    sent: `wandb sync FOLDER/offline-run-*` uploads what is there.
 
     folder: of the runs.
-    group: the name of the sweep.
+    group: the name of the sweep, which is the type of the jobs.
     project: the name of the project.
-    Raises ImportError without the package.
+    mode: "offline", or "online", which sends each number at once and needs a login.
+    Raises ImportError without the package, ValueError for another mode.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], group: str, project: str = "fpsim") -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], group: str = "sweep", project: str = "fpsim", mode: str = "offline"
+    ) -> None:
         try:
             import wandb
         except ImportError:
             raise ImportError(f"Weights & Biases is not installed: {pip_install('wandb')}.") from None
-        self.folder, self.group, self.project, self._wandb = Path(folder), group, project, wandb
+        if mode not in ("offline", "online"):
+            raise ValueError(f"Got mode={shown(mode)}. Use 'offline' or 'online'.")
+        self.folder, self.group, self.project, self.mode, self._wandb = Path(folder), group, project, mode, wandb
+        self._open: dict[str, tuple[Any, About]] = {}
+        self._seen: dict[str, set[str]] = {}  # the curves of each cell
 
     def known(self) -> set[str]:
-        return {path.name.rpartition("-")[2] for path in self.folder.glob("offline-run-*")}
+        return {self._cell(path) for path in self._folders()} - {path.name[1:] for path in self.folder.glob(".*")}
 
-    def log(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any], telemetry: Path) -> None:
-        unfinished = self.folder / f".{cell}.{os.getpid()}"
-        unfinished.mkdir(parents=True, exist_ok=True)
-        settings = self._wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True)
+    def _folders(self) -> list[Path]:
+        return [path for path in self.folder.glob("*run-*") if path.is_dir()]
+
+    def _cell(self, folder: Path) -> str:
+        return folder.name.rpartition("-")[2]
+
+    def begin(self, cell: str, config: Mapping[str, Any], about: About) -> None:
+        begun = self.folder / f".{cell}"  # there as long as the run is not finished
+        for path in self._folders() if begun.exists() else ():
+            if self._cell(path) == cell:
+                shutil.rmtree(path)
+        begun.parent.mkdir(parents=True, exist_ok=True)
+        begun.touch()
+        settings = {"silent": True, "console": "off", "disable_git": True, "x_disable_stats": True}
+        # the library adds "wandb" to the folder that it is given
+        home = self.folder.parent if self.folder.name == "wandb" else self.folder
         run = self._wandb.init(
             project=self.project,
-            group=self.group,
-            name=cell,
+            group=about.group,
+            job_type=about.sweep if about.sweep != "sweep" else self.group,
+            name=about.name,
             id=cell,
-            mode="offline",
-            dir=str(unfinished),
-            config=_parameters(config),
-            settings=settings,
+            tags=[word[:LONGEST_TAG] for word in filter(None, (about.format, about.scaling, about.rounding))],
+            mode=self.mode,  # type: ignore[arg-type]
+            dir=str(home),
+            config=_parameters(config, about),
+            settings=self._wandb.Settings(**settings),
             reinit="create_new",
         )
-        with np.load(telemetry) as arrays:
-            curves = {word: arrays[name] for name, word in (("losses", "loss"), ("scales", "scale")) if name in arrays}
-            for step in range(max(map(len, curves.values()), default=0)):
-                run.log({word: float(values[step]) for word, values in curves.items() if step < len(values)}, step=step)
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        self._open[cell], self._seen[cell] = (run, about), set()
+
+    def add(self, cell: str, curves: Curves) -> None:
+        run, _ = self._open[cell]
+        self._seen[cell] |= curves.keys()
+        # a column "step" of its own: the library drops what comes with a smaller step than what came before
+        rows: dict[tuple[float, int], dict[str, float]] = {}
+        for name, (steps, values) in curves.items():
+            times: dict[float, int] = {}
+            for step, value in zip(steps.tolist(), values.tolist()):
+                times[step] = times.get(step, -1) + 1
+                rows.setdefault((step, times[step]), {})[name] = value
+        for (step, _), numbers in sorted(rows.items()):
+            run.log({"step": int(step), **numbers})
+
+    def finish(self, cell: str, row: Mapping[str, Any], telemetry: Path) -> None:
+        run, about = self._open.pop(cell)
+        lower = about.lower([*row["metrics"], *sorted(self._seen.pop(cell))])
+        if lower:
+            run.notes = f"{LOWER.capitalize()}: {', '.join(lower)}."
         run.summary.update({f"final/{name}": value for name, value in _numbers(row).items()})
         run.finish()
-        for found in unfinished.glob("wandb/offline-run-*"):
-            found.rename(self.folder / found.name)  # whole or not at all
-        shutil.rmtree(unfinished)
+        (self.folder / f".{cell}").unlink(missing_ok=True)
+
+    def abandon(self, cell: str) -> None:
+        run, _ = self._open.pop(cell)
+        del self._seen[cell]
+        run.finish(exit_code=1)
 
 
 TRACKERS = ("tensorboard", "mlflow", "wandb")
@@ -210,46 +418,3 @@ def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
         else:
             made.append(tracker)
     return made
-
-
-class Notifier:
-    """Tells trackers of each cell that is done, once. A tracker that fails is dropped: no result is lost for it.
-
-    trackers: who is told.
-    out: the folder of the sweep.
-    """
-
-    def __init__(self, trackers: Sequence[Tracker], out: Path) -> None:
-        self.trackers, self.out = [*trackers], out
-        self._known: dict[int, set[str]] = {}  # by tracker: a cell whose file was damaged runs again, and is known
-
-    def catch_up(self, ledger: Ledger) -> None:
-        """Tell of the cells that were done before: by another run, or just before a crash."""
-        for tracker in [*self.trackers]:
-            self._known[id(tracker)] = self._try(tracker, tracker.known) or set()
-            for row in ledger.rows("done"):
-                self._log(tracker, row["id"], row["config"], row)
-
-    def tell(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """Tell of a cell that is done; the arguments are those of `Tracker.log`."""
-        for tracker in [*self.trackers]:
-            self._log(tracker, cell, config, row)
-
-    def _log(self, tracker: Tracker, cell: str, config: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        if tracker not in self.trackers or cell in self._known[id(tracker)]:
-            return
-        self._known[id(tracker)].add(cell)
-        complete = {**dict.fromkeys(("seconds", "skipped", "underflow", "diverged")), **row}
-        self._try(tracker, lambda: tracker.log(cell, config, complete, telemetry_path(self.out, cell)))
-
-    def _try(self, tracker: Tracker, work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except Exception as error:  # a store may raise anything; the ledger has the cell
-            self.trackers.remove(tracker)
-            warnings.warn(
-                f"{type(tracker).__name__} failed ({type(error).__name__}: {error}) and is told no more. The results "
-                f"are in {self.out}. Repair it and run the same again: it is told of what it missed.",
-                stacklevel=2,
-            )
-            return None

@@ -11,9 +11,9 @@ from typing import Any
 from ada_loss.lab.results import comparison as pairs
 from ada_loss.lab.results.comparison import LEVEL, Comparison, require_level
 from ada_loss.lab.results.judgement import LEAST_SEEDS, collapsed_seeds, judge
-from ada_loss.lab.results.results import StoredResults, settings_of, telling_axes
+from ada_loss.lab.results.results import StoredResults, telling_axes
 from ada_loss.lab.results.statements import SECTIONS, Combination, Verdict
-from ada_loss.lab.results.table import SHARES
+from ada_loss.lab.results.table import is_share
 from ada_loss.lab.sweep.cell_formats import BASELINE
 from fpsim.checks import is_finite_number, is_number, shown
 
@@ -39,7 +39,9 @@ def verdicts(
     if metric is not None:
         results.named(metric)
     done = {row["id"]: row for row in results.rows()}
-    rows = [done.get(cell["id"], settings_of(cell)) for cell in results.cells if cell["state"] in ("done", "failed")]
+    rows = [
+        done.get(cell["id"], results.settings_of(cell)) for cell in results.cells if cell["state"] in ("done", "failed")
+    ]
     metrics = {cell["id"]: [*cell["metrics"]] for cell in results.cells}
     axes = [axis for axis in telling_axes(results.settings, rows) if axis not in ("format", "rounding", "scaling")]
     found = []
@@ -48,7 +50,7 @@ def verdicts(
         name = metric or next((key for row in chosen for key in metrics[row["id"]]), None)
         if name is not None:
             subject = ", ".join(value if axis == "task" else f"{axis} {value}" for axis, value in choice)
-            found.append(_verdict(results, chosen, name, tolerance, level, subject, equivalence))
+            found.append(_verdict(results, chosen, results.shown(name), tolerance, level, subject, equivalence))
     return found
 
 
@@ -84,7 +86,7 @@ def _verdict(
     baseline = {seed: value for seed, value in values.items() if math.isfinite(value)}
     if tolerance is None:
         mean = statistics.fmean(baseline.values()) if baseline else 0.0
-        tolerance = TOLERANCE if metric in SHARES else TOLERANCE * abs(mean)
+        tolerance = TOLERANCE if is_share(metric) else TOLERANCE * abs(mean)
     sign = results.directions.sign(metric)
     varying = [axis for axis in ("rounding", "scaling") if len({row[axis] for row in rows}) > 1]
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -100,7 +102,11 @@ def _verdict(
     if sign and len(baseline) >= LEAST_SEEDS:
         combinations = _tested(combinations, tolerance, level, sign, equivalence)
     combinations = [
-        replace(one, shares=_shares(results, [row for row in rows if row["id"] in one.cells and "diverged" in row]))
+        replace(
+            one,
+            shares=_shares(results, [row for row in rows if row["id"] in one.cells and "diverged" in row]),
+            why=next((results.reasons[cell] for cell in one.cells if cell in results.reasons), ""),
+        )
         if one.outcome in SECTIONS["short"]
         else one
         for one in combinations

@@ -123,7 +123,7 @@ def _run(model: nn.Sequential, method: str | float, x: Tensor, gradient: Tensor,
     rows = recording.rows()
     return {
         "underflow": underflow_share(rows),
-        "overflow": sum(row["overflow"] for row in rows if row["role"] == "error"),
+        "overflow": sum(row["overflow_count"] for row in rows if row["role"] == "error"),
         "error": float((weight_gradient - reference).norm() / reference.norm()),
         "log2_scale": log2_scale,
     }

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fpsim
+from ada_loss.files import data_frame
 from ada_loss.lab.tasks import TASKS, Task, find_task
 from ada_loss.lab.tasks.task import is_pair
 from fpsim import FormatLike
@@ -34,6 +35,19 @@ class Description:
         """For JSON."""
         return {"modules": self.modules, "sites": self.sites}
 
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def to_frame(self) -> Any:
+        """The sites as a pandas.DataFrame, or the modules where there are none."""
+        return data_frame(self.sites or self.modules)
+
     def __str__(self) -> str:
         words = _columns(self.modules, list(self.modules[0]))
         if not self.sites:
@@ -42,8 +56,8 @@ class Description:
             {
                 **{name: str(row[name]) for name in ("site", "role", "format")},
                 "elements": str(row["count"]),
-                "underflow": f"{row['underflow'] / max(row['nonzero'], 1):.2%}",
-                "overflow": f"{row['overflow'] / max(row['count'], 1):.2%}",
+                "underflow": f"{row['underflow']:.2%}",
+                "overflow": f"{row['overflow']:.2%}",
             }
             for row in self.sites
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import os
 import statistics
@@ -15,16 +16,17 @@ import fpsim
 from ada_loss.files import data_frame, folder_at
 from ada_loss.lab.directions import Directions, hint_for, stated
 from ada_loss.lab.results import Results
-from ada_loss.lab.results.table import SHARES, heading, mean_and_deviation
+from ada_loss.lab.results.table import heading, is_share, mean_and_deviation
 from ada_loss.lab.studies.space import Point, Space
+from ada_loss.lab.studies.study import StoredStudy, require_optuna
 from ada_loss.lab.sweep.cells import OPTIONS, plan
 from ada_loss.lab.sweep.driver import run_cells
 from ada_loss.lab.sweep.engines import open_engine
 from ada_loss.lab.sweep.execution import Execution
-from ada_loss.lab.sweep.identity import MakeTask
+from ada_loss.lab.sweep.identity import MakeTask, TrainFunction
 from ada_loss.lab.tasks import find_task
 from fpsim import ROLES, Policy
-from fpsim.checks import did_you_mean, is_number, is_whole, pip_install, require_flag, require_whole, shown
+from fpsim.checks import did_you_mean, is_number, is_whole, require_flag, require_whole, shown
 
 __all__ = ["SearchResult", "search"]
 
@@ -67,7 +69,7 @@ class SearchResult:
             lines.append(f"| {row['bits']:g} | {words} | {value} |")
         formats = ", ".join(f"{role} {name}" for role, name in self.formats.items())
         formats += f", with {', '.join(self.wide)} in float32" if self.wide else ""
-        unit = " %" if self.metric in SHARES else ""
+        unit = " %" if is_share(self.metric) else ""
         here, there = (mean_and_deviation(self.metric, value) + unit for value in (self.accuracy, self.baseline))
         lines.append(f"Smallest found: {formats}. {self.bits:g} bits, {self.metric} {here}; float32's is {there}.")
         return "\n".join(lines)
@@ -88,14 +90,35 @@ class SearchResult:
                 found.append(row)
         return found
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def to_frame(self) -> Any:
         """`rows` as a pandas.DataFrame."""
         return data_frame(self.rows)
 
+    def plot(self) -> Any:
+        """A figure: the metric of what was tried by its bits, with the front and float32; needs matplotlib."""
+        from ada_loss.lab.results.charts import plot_front
+
+        factor = 100.0 if is_share(self.metric) else 1.0
+        title = heading(self.metric) + (", lower is better" if self.sign < 0 else "")
+        return plot_front(self.rows, self.front(), self.baseline, self.bits, title, factor)
+
 
 def search(
-    task: str | MakeTask,
+    task: str | MakeTask | None = None,
     *,
+    train: str | TrainFunction | None = None,
     roles: Sequence[str] = ROLES,
     exponent_bits: tuple[int, int] = (2, 8),
     mantissa_bits: tuple[int, int] = (0, 10),
@@ -134,7 +157,9 @@ def search(
     2, 4 and so on). It proposes these or fewer, and takes back the one that costs least, the others only where that
     does not keep the metric. The answer is a local minimum in either case: each module of it was tried in the formats.
 
-    task, task_options, engine, out, show_progress: as in `sweep`.
+    What was tried is a study of Optuna in `out` too: `optuna-dashboard sqlite:///runs/search/optuna.db` shows it.
+
+    task, train, task_options, engine, out, show_progress: as in `sweep`.
     roles: those that are searched; the others stay in float32.
     exponent_bits, mantissa_bits: the least and the largest number.
     modules: those that may stay in float32: their names, or patterns as in `fpsim.Policy`; or what
@@ -151,8 +176,7 @@ def search(
     Raises ValueError for an impossible search, where nothing tells whether a larger metric is better, and where even
     the widest formats do not keep the metric; ImportError without Optuna.
     """
-    is_ranking = isinstance(modules, fpsim.Sensitivity)
-    names = [row["module"] for row in modules] if isinstance(modules, fpsim.Sensitivity) else modules
+    is_ranking, names = isinstance(modules, fpsim.Sensitivity), _names_in(modules)
     space = Space(roles, exponent_bits, mantissa_bits, names, is_ranking)
     _check(tolerance, trials)
     require_flag("show_progress", show_progress)
@@ -161,12 +185,14 @@ def search(
     if metric is not None and not isinstance(metric, str):
         raise TypeError(f"metric={shown(metric)} is not a string. Expected: the name of a metric, or None.")
     said = stated(minimize, maximize)
-    optuna = _optuna()
-    grid: dict[str, Any] = {"roundings": [rounding], "options": task_options}
+    optuna = require_optuna()
+    grid: dict[str, Any] = {"roundings": [rounding], "options": task_options, "train": train}
     formats = [space.fields(point) for point in space.widest()]
     (first, *_) = plan(task, formats, [scaling], seeds=seeds, **grid)  # invalid cells are rejected before any work
     if names:
-        space.require_modules((find_task(task) if isinstance(task, str) else task)(first.config["seed"]).model)
+        if train is not None:
+            raise ValueError("Got modules with train=. They are those of a task's model: use a task, or no modules.")
+        space.require_modules(_task_of(task)(first.config["seed"]).model)
     track = options.pop("track", ())
     _require_options(options)
     execution = Execution(workers=workers, engine=engine, **options)
@@ -177,7 +203,8 @@ def search(
         ) -> list[list[dict[str, float]]]:
             """The metrics of each format with each seed; empty where a training failed."""
             cells = plan(task, formats, [method], seeds=[*chosen], **grid)
-            function = None if isinstance(task, str) else task
+            given = task if train is None else train
+            function = None if isinstance(given, str) else given
             words = {"track": track, "show_progress": show_progress, "title": title, "goals": said}
             done = run_cells(cells, folder, opened, function, **words)
             metrics = {cell["id"]: cell["metrics"] for cell in done.cells if cell["state"] == "done"}
@@ -186,12 +213,19 @@ def search(
 
         chosen = range(seeds) if isinstance(seeds, int) else seeds
         trials_done = _Trials(run, space, scaling, chosen, metric, tolerance, lambda: Results(out).directions)
+        trials_done.stored = StoredStudy(folder, space, trials_done.metric, trials_done.sign)
         most = len(trials_done.widest().wide) if is_ranking else len(names)
         _sample(optuna, trials_done, most, trials, workers, seed)
         best = trials_done.descend(trials_done.smallest())
     rows = [trials_done.row(point) for point in trials_done.tried]
     answer = space.formats(best), space.size(best), trials_done.mean(best), trials_done.baseline
     return SearchResult(*answer, rows, Results(folder), trials_done.metric, best.wide, trials_done.sign)
+
+
+def _names_in(modules: Sequence[str] | fpsim.Sensitivity) -> Sequence[str]:
+    if isinstance(modules, fpsim.Sensitivity):  # an override of a module reaches all that is inside of it
+        return [row["module"] for row in modules if not row["own"]]
+    return modules
 
 
 def _require_options(options: Mapping[str, Any]) -> None:
@@ -205,12 +239,8 @@ def _require_options(options: Mapping[str, Any]) -> None:
             )
 
 
-def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise ImportError(f"A search needs Optuna, which is not installed: {pip_install('search')}.") from None
-    return optuna
+def _task_of(task: str | MakeTask | None) -> Any:
+    return find_task(task) if isinstance(task, str) else task
 
 
 def _sample(optuna: Any, trials_done: _Trials, most_wide: int, count: int, at_once: int, seed: int) -> None:
@@ -266,6 +296,7 @@ class _Trials:
         self.run, self.space, self.scaling, self.seeds, self.tolerance = run, space, scaling, [*seeds], tolerance
         self.phase = "float32"  # what is going on, in words
         self.tried: dict[Point, list[float]] = {}
+        self.stored: StoredStudy | None = None
         (found,) = run(["fp32"], "none", self.seeds, self.phase)
         if not found[0]:
             raise ValueError("float32 itself gives no metric: its training failed or was stopped. Mend the task first.")
@@ -316,6 +347,8 @@ class _Trials:
         hopeful = [p for p in new if self.violation(p) <= (HOPELESS - 1) * self.tolerance + 1e-12]
         if len(self.seeds) > 1:
             self._train(hopeful, self.seeds)
+        for point in new if self.stored is not None else ():
+            self.stored.add(point, self.row(point))  # type: ignore[union-attr]
 
     def smallest(self) -> Point:
         """The smallest policy that keeps the metric, of those that were tried and, where none does, of the widest."""

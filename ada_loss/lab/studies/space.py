@@ -87,6 +87,17 @@ class Space:
     def formats(self, point: Point) -> dict[str, str]:
         return {role: f"e{e}m{m}" for role, (e, m) in zip(self.roles, point.bits)}
 
+    def numbers(self, point: Point) -> dict[str, int]:
+        """A point as named numbers: the bits of each role, and which modules are in float32."""
+        found = {f"{role} exponent": e for role, (e, _) in zip(self.roles, point.bits)}
+        found |= {f"{role} mantissa": m for role, (_, m) in zip(self.roles, point.bits)}
+        return found | {f"{name} in float32": int(name in point.wide) for name in self.modules}
+
+    def spans(self, point: Point) -> dict[str, tuple[int, int]]:
+        """The least and the largest value of each of `numbers`."""
+        spans = {"exponent": self.exponent_bits, "mantissa": self.mantissa_bits}
+        return {name: tuple(spans.get(name.rpartition(" ")[2], (0, 1))) for name in self.numbers(point)}  # type: ignore[misc]
+
     def fields(self, point: Point) -> dict[str, Any]:
         """Those of the `fpsim.Policy` that a point is."""
         overrides = {"overrides": dict.fromkeys(point.wide)} if point.wide else {}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -20,6 +22,7 @@ from ada_loss.lab.sweep.cell_formats import (
     policy_of,
 )
 from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, own_training, task_of
+from ada_loss.lab.sweep.names import require_different, short_name, unnamed
 from ada_loss.lab.sweep.progress import say
 from ada_loss.lab.tasks import find_task
 from ada_loss.lab.training.format_schedule import as_schedule
@@ -58,6 +61,7 @@ class Cell:
 
     config: the complete configuration in canonical form: equal trainings have equal ones, however they were written.
         It holds "task", "format", "rounding", "scaling", "seed" and "options", the options of `train`.
+    name: of the format, as the sweep states it; no part of the configuration.
 
     >>> a, b = plan("digits", ["fp16"], [1024]), plan("digits", ["half"], [2.0**10], options={"epochs": 12})
     >>> a[0].id == b[0].id
@@ -65,6 +69,7 @@ class Cell:
     """
 
     config: dict[str, Any]
+    name: str = field(default="", compare=False)
 
     @cached_property
     def id(self) -> str:
@@ -72,7 +77,8 @@ class Cell:
         return digest(self.config)
 
     def __str__(self) -> str:
-        words = (label(self.config["format"]), self.config["rounding"], label(self.config["scaling"]))
+        name = self.name or short_name(self.config["format"])
+        words = (name, self.config["rounding"], label(self.config["scaling"]))
         return f"{' '.join(words)} seed {self.config['seed']}"
 
 
@@ -94,7 +100,8 @@ def plan(
 
     task: a name, "module:function", or a function from a seed to a Task.
     formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`, of which "products" is a
-        mapping too: of "x", "w" and "dy" to the formats of operands, or of the fields of `fpsim.Products`. Several in
+        mapping too: of "x", "w" and "dy" to the formats of operands, or of the fields of `fpsim.Products`. With "name"
+        in a mapping that is what the format is called: {"name": "mine", "format": "mxfp4"}. Several in
         turn are {"schedule": {start: format}}, where a start is 0, and either a fraction of all steps, 0.8, or a step,
         500. Trainings that begin alike are trained once until their formats part.
     scaling: the scaling methods; see `make_scaling`.
@@ -124,7 +131,10 @@ def plan(
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(f"task_options came as {shown(options)}. Possible: a mapping, {{'epochs': 3}} for instance.")
     task_name, full = _task_and_options(task, train, options or {})
-    canonical = [canonical_format(fmt) for fmt in formats]
+    entries = [unnamed(entry) for entry in formats]
+    canonical = [canonical_format(fmt) for fmt, _ in entries]
+    names = {label(fmt): name for fmt, (_, name) in zip(canonical, entries, strict=True) if name}
+    require_different(names)
     for fmt in canonical:
         for rounding in roundings:
             policy_of(fmt, rounding)
@@ -145,7 +155,7 @@ def plan(
                 continue
             method = "none"
         words = {"task": task_name, "format": fmt, "rounding": rounding, "scaling": method, "seed": seed}
-        cells.append(Cell({**words, "options": full}))
+        cells.append(Cell({**words, "options": full}, names.get(label(fmt), "")))
     _require_different(cells)
     return cells
 
@@ -185,14 +195,30 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
     if not isinstance(baseline, bool):  # YAML 1.2 reads `no` as a word
         raise ValueError(f"baseline={shown(baseline)} is impossible. Possible: true or false.")
     asked = [_planned(one) for one in grids]
-    _require_different([cell for cells in asked for cell in cells])
+    planned = [cell for cells in asked for cell in cells]
+    _require_different(planned)
+    require_different({label(cell.config["format"]): cell.name for cell in planned if cell.name})
     known = {cell.id for cells in asked for cell in cells}
     found: list[Cell] = []
     for one, cells in zip(grids, asked, strict=True):
         added = [c for c in _planned({**one, "formats": [BASELINE]}) if c.id not in known] if baseline else []
         known |= {cell.id for cell in added}
         found += added + cells
+    _warn_of_idle_scaling(grids, found)
     return found
+
+
+def _warn_of_idle_scaling(grids: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> None:
+    """Warn where a scaling was asked for, and every cell has none."""
+    asked = [method for grid in grids for method in grid["scaling"] if _method(method) != "none"]
+    if asked and all(cell.config["scaling"] == "none" for cell in cells):
+        formats = [fmt for grid in grids for fmt in grid["formats"]]
+        warnings.warn(
+            f"No format of this sweep takes a scaling of gradients, so that scaling={shown(asked)} trains nothing of "
+            f"its own: all cells have 'none'. Formats: {shown(formats)}. Use one whose gradients are rounded at a "
+            f"scale, such as 'fp16' or 'e5m2', or omit scaling.",
+            stacklevel=3,
+        )
 
 
 def _planned(grid: Mapping[str, Any]) -> list[Cell]:
@@ -210,9 +236,22 @@ def _task_and_options(
                 f"as train=, and not both."
             )
         return own_training(train), _own_options(options)
+    if callable(task):
+        _require_task(task)
     name = task_of(task)  # type: ignore[arg-type]  # which refuses None
     function = find_task(task) if isinstance(task, str) else task
     return name, _options({**getattr(function, "options", {}), **options})
+
+
+def _require_task(function: Any) -> None:
+    """Raise TypeError for a training function in the place of a task's: its first parameter is a job."""
+    try:
+        first = next(iter(inspect.signature(function).parameters.values()), None)
+    except (TypeError, ValueError):
+        return
+    if first is not None and (first.name == "job" or str(first.annotation).rpartition(".")[2].rstrip("'>") == "Job"):
+        name = getattr(function, "__name__", "f")
+        raise TypeError(f"{name} takes a job: it is a training function. Give it as train={name}, and no task.")
 
 
 def _own_options(options: Mapping[str, Any]) -> dict[str, Any]:

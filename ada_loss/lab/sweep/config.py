@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
     """
     path = Path(name)
     if not path.is_file():
+        if re.fullmatch(r"[\w.]+:\w+", str(name)):
+            raise FileNotFoundError(
+                f"{str(name)!r} is a task or a training function, not a file. Write a YAML file with `task: {name}` "
+                f"(or `train: {name}`) and `formats: [...]` in it, and give its path."
+            )
         if str(name) not in SHIPPED:
             raise FileNotFoundError(
                 f"There is no file {str(name)!r}.{did_you_mean(name, SHIPPED)} Possible: the path of a YAML file, or "
@@ -62,9 +68,9 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} holds {_kind(content)}. It must hold `key: value` lines: {', '.join(KEYS)}.")
     for key in content:
         if key not in KEYS:
-            raise ValueError(
-                f"{path}: unknown key {str(key)[:SHOWN]}.{did_you_mean(key, KEYS)} Known: {', '.join(KEYS)}."
-            )
+            is_option = key in OPTIONS
+            hint = f" Did you mean task_options: {{{key}: ...}}?" if is_option else did_you_mean(key, KEYS)
+            raise ValueError(f"{path}: unknown key {str(key)[:SHOWN]}.{hint} Known: {', '.join(KEYS)}.")
     for keys in REQUIRED:
         if not any(key in content for key in keys):
             needed = " and ".join(" or ".join(keys) for keys in REQUIRED)

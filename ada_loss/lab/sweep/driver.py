@@ -20,18 +20,23 @@ from ada_loss.lab.directions import keep_directions, stated
 from ada_loss.lab.environment import environment
 from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
-from ada_loss.lab.results.trackers import Notifier, Tracker, make_trackers
+from ada_loss.lab.results.notifier import Notifier
+from ada_loss.lab.results.trackers import Tracker, make_trackers
 from ada_loss.lab.sweep.branches import Branches
+from ada_loss.lab.sweep.cell_formats import label
 from ada_loss.lab.sweep.cells import OPTIONS, Cell, plan_all, stored_cell
 from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.sweep.execution import Execution
+from ada_loss.lab.sweep.explained import explain
 from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, path_of
 from ada_loss.lab.sweep.ledger import CannotWrite, Ledger
 from ada_loss.lab.sweep.limits import GRACE
 from ada_loss.lab.sweep.lock import lock_path
+from ada_loss.lab.sweep.names import keep_names
 from ada_loss.lab.sweep.prepare import prepare
 from ada_loss.lab.sweep.progress import Progress, say
 from ada_loss.lab.sweep.telemetry import telemetry_digest, telemetry_path
+from ada_loss.lab.sweep.trust import is_trusted, remember
 from ada_loss.lab.sweep.work import WorkOrder, said, work
 from ada_loss.lab.tasks import TASKS, find_task, folder_of
 from fpsim.checks import known_arguments, pip_install, require_flag
@@ -78,6 +83,7 @@ def sweep(
     track: Sequence[str | Tracker] = (),
     minimize: Sequence[str] = (),
     maximize: Sequence[str] = (),
+    why: bool = False,
     show_progress: bool = True,
 ) -> Results:
     """Train the task once for each format, scaling method, rounding and seed, and give the results.
@@ -95,20 +101,27 @@ def sweep(
     workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed, keep_states: see
         `Execution`.
     out: the folder that keeps everything.
-    track: who else is told of finished cells: "tensorboard" and "mlflow", which write to the folder, or trackers.
+    track: who else is told of the cells, while they train: "tensorboard", "mlflow" and "wandb", which write to the
+        folder, or trackers.
     minimize, maximize: the metrics of which a smaller, or a larger, value is better, where their names do not tell;
         kept in `out`. They go before `Task.goal`.
+    why: whether the cells that diverged, and one of each setting that falls short of float32, are trained again up to
+        the step that fails, in this process, where `fpsim.why` says why: the column "reason" of rows, and the verdict.
     show_progress: whether a progress bar is shown.
     Raises ValueError and TypeError for invalid arguments before any work, SweepStopped where it cannot go on.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)
+    require_flag("why", why)
     folder, said = folder_at(out), stated(minimize, maximize)
     grid = {"task": task, "formats": formats, "scaling": scaling, "roundings": roundings, "seeds": seeds}
     cells = plan_all({**grid, "task_options": task_options, "train": train}, also, baseline)
     given = task if train is None else train
     function = None if isinstance(given, str) else given
-    return run_cells(cells, folder, execution, function, track=track, show_progress=show_progress, goals=said)
+    results = run_cells(cells, folder, execution, function, track=track, show_progress=show_progress, goals=said)
+    if why and explain(folder, execution.device, function):
+        return Results(folder)
+    return results
 
 
 @known_arguments(_an_option)
@@ -132,7 +145,7 @@ def resume(
 
     out: the folder of the sweep.
     trust: whether a task that is no task of this library is imported and run because the ledger names it. Without, it
-        is refused: whoever wrote the file would choose what runs here.
+        is refused unless you have run it into this folder: whoever wrote the file would choose what runs here.
     The other arguments are those of `sweep`.
     Raises ValueError for a cell that is none, for a task that is not trusted, and where a task is a function that was
     passed to `sweep`: only that call knows it.
@@ -149,11 +162,11 @@ def resume(
                 f"The task {name!r} is a function of a notebook or a script. A ledger knows it by name only. "
                 f"Call sweep(...) again with the same arguments."
             )
-        if name not in TASKS and not trust:
+        if name not in TASKS and not trust and not is_trusted(folder, name):
             raise ValueError(
                 f"The ledger names the task {name!r}, which is code from outside of this library, and resuming would "
-                f"run it. If you know it and trust {folder}, give trust=True (--trust), or call sweep(...) again, "
-                f"which names the task itself."
+                f"run it; you have not run it into this folder yourself. If you know it and trust {folder}, give "
+                f"trust=True (--trust), or call sweep(...) again, which names the task itself."
             )
         find_task(path_of(name))
     return run_cells(cells, folder, execution, track=track, show_progress=show_progress)
@@ -198,6 +211,8 @@ def run_cells(
         raise _cannot_be_written(out, error) from error
     try:
         keep_directions(out, goals)
+        remember(out, (name for cell in cells if (name := cell.config["task"]) not in TASKS))
+        keep_names(out, {label(cell.config["format"]): cell.name for cell in cells if cell.name})
         with Ledger(out / "ledger.sqlite") as ledger:
             todo = prepare(ledger, out, cells, execution.retry_failed)
             notifier = Notifier(trackers, out)
@@ -207,7 +222,7 @@ def run_cells(
                 progress.begin(execution.words)
                 with open_engine(execution) as engine:
                     ledger.add_session({**environment(), "engine": engine.name})
-                    order = _order(cells, make_task, execution, engine)
+                    order = _order(cells, make_task, execution, engine, notifier.is_live)
                     branches = Branches(todo, (out / "checkpoints").absolute(), execution.keep_states)
                     _Driver(ledger, out, engine, order, notifier, progress, branches).run(todo)
     except (OSError, CannotWrite) as error:
@@ -239,14 +254,18 @@ def _say_failures(results: Results, cells: Sequence[Cell]) -> None:
 
 
 def _order(
-    cells: Sequence[Cell], make_task: MakeTask | TrainFunction | None, execution: Execution, engine: Engine
+    cells: Sequence[Cell],
+    make_task: MakeTask | TrainFunction | None,
+    execution: Execution,
+    engine: Engine,
+    is_live: bool,
 ) -> WorkOrder:
     """What workers are told: a task by its name, if they can import it."""
     names = dict.fromkeys(cell.config["task"] for cell in cells)
     is_importable = not any("@" in name for name in names)
     folders = dict.fromkeys(folder for name in names if is_importable and (folder := folder_of(path_of(name))))
     function = None if is_importable else make_task
-    return WorkOrder(function, execution.device, execution.time_limit, engine.own_processes, tuple(folders))
+    return WorkOrder(function, execution.device, execution.time_limit, engine.own_processes, tuple(folders), is_live)
 
 
 def _cannot_be_written(out: Path, error: Exception) -> SweepStopped:
@@ -296,6 +315,7 @@ class _Driver:
                         is_over = self._settle(cell, future, time.monotonic() - started)
                         self.progress.settle(cell.id, is_over)
                         if is_over:
+                            self.notifier.stop(cell.id)
                             self.branches.finish(cell.id, (left.id for left in [*waiting, *self._cells()]))
                         else:
                             waiting.appendleft(cell)
@@ -303,6 +323,7 @@ class _Driver:
                 for future in self.running:
                     future.cancel()
                 self._try_to_release()
+                self.notifier.close()
 
     def _next(self, waiting: deque[Cell]) -> Cell | None:
         """Take the first cell that need not wait for one that runs; None where all of them do."""
@@ -319,6 +340,7 @@ class _Driver:
     def _submit(self, cell: Cell) -> None:
         self.ledger.start(cell.id)
         self.progress.start(cell.id)
+        self.notifier.start(cell.id, cell.config)
         try:
             submit: Callable[..., Future[Any]] = self.engine.executor.submit
             checkpoint = (self.out / "checkpoints" / f"{cell.id}.pt").absolute()

@@ -6,12 +6,14 @@ import asyncio
 import ctypes
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing import resource_tracker
 from typing import Any
 
 from ada_loss.lab.devices import device_problem
@@ -56,9 +58,9 @@ class Here(Executor):
 
 
 def refuse_in_a_starting_worker() -> None:
-    """Raise RuntimeError in a process that multiprocessing has started and that is still importing the main script."""
+    """End a process that multiprocessing has started and that is still importing the main script."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
-        raise RuntimeError(
+        raise SystemExit(  # a line, without a traceback
             "A worker that is starting came to sweep(), because it imports the script that calls it. "
             "Put the call below `if __name__ == '__main__':`."
         )
@@ -112,6 +114,24 @@ def _distributed() -> Any:
 
 
 @contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Threads and processes that are started in this block never see Ctrl-C; this thread gets it behind the block.
+
+    A terminal sends SIGINT to every process of the sweep, and each worker would print its traceback. A signal that is
+    blocked stays blocked in what is started. Does nothing on Windows.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # it would unblock the signal in the thread that starts the first process
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def _local_cluster(execution: Execution) -> Iterator[str]:
     """The address of a Dask cluster in processes of this machine.
 
@@ -143,18 +163,19 @@ def _local_cluster(execution: Execution) -> Iterator[str]:
     }
     with dask.config.set(settings):
         try:
-            cluster = distributed.LocalCluster(
-                n_workers=execution.workers,
-                threads_per_worker=1,
-                host="127.0.0.1",
-                protocol="tls://",
-                security=security,
-                dashboard_address="127.0.0.1:0",  # None means 8787, which another sweep may use
-                scheduler_kwargs={"dashboard": False},
-                memory_limit=execution.memory_limit,
-                resources=dict(execution.resources or {}),
-                silence_logs="CRITICAL",
-            )
+            with _interrupts_held():
+                cluster = distributed.LocalCluster(
+                    n_workers=execution.workers,
+                    threads_per_worker=1,
+                    host="127.0.0.1",
+                    protocol="tls://",
+                    security=security,
+                    dashboard_address="127.0.0.1:0",  # None means 8787, which another sweep may use
+                    scheduler_kwargs={"dashboard": False},
+                    memory_limit=execution.memory_limit,
+                    resources=dict(execution.resources or {}),
+                    silence_logs="CRITICAL",
+                )
         except RuntimeError as error:
             raise ConnectionError(
                 f"The workers did not start ({error}) They import the file that was started. In a script, call sweep() "

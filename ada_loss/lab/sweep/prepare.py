@@ -92,6 +92,6 @@ def _remove_leftovers(out: Path, states: Mapping[str, str]) -> None:
     leftovers = [path for folder in (".", "telemetry", "checkpoints") for path in out.glob(f"{folder}/.*.tmp")]
     leftovers += [path for path in out.glob("telemetry/*.npz") if states.get(path.stem, "done") != "done"]
     leftovers += [path for path in out.glob("checkpoints/*.pt") if states.get(path.stem) == "done"]
-    leftovers += [*out.glob("checkpoints/*.steps")]
+    leftovers += [*out.glob("checkpoints/*.steps"), *out.glob("checkpoints/*.live")]
     for path in leftovers:
         path.unlink(missing_ok=True)

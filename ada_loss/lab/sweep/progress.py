@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,9 @@ from ada_loss.lab.errors import printable
 from fpsim.checks import pip_install
 
 try:
-    from tqdm.auto import tqdm
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")  # without widgets a notebook gets a bar of letters
+        from tqdm.auto import tqdm
 except ImportError as error:
     raise ImportError(f"A sweep needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
@@ -26,7 +29,7 @@ __all__ = ["Progress", "StepFile", "say", "steps_path"]
 
 WRITTEN_EVERY = 0.5  # seconds
 READ_EVERY = 1.0
-LINE_EVERY = 10.0
+FIRST_LINE, LINE_EVERY = 2.0, 10.0  # seconds until the first line; the pause doubles up to the second
 MOST_SHOWN = 4  # cells whose steps are shown
 
 
@@ -83,7 +86,7 @@ class Progress:
         self.running: dict[str, None] = {}
         self.goals = dict(goals)
         self._best = math.nan
-        self._bar = None
+        self._bar, self._pause = None, FIRST_LINE
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -140,7 +143,8 @@ class Progress:
         while not self._over.wait(READ_EVERY):
             if self._bar is not None:
                 self._bar.set_postfix_str("; ".join(filter(None, (self._steps(), self.best))))
-            elif time.monotonic() - self._said >= LINE_EVERY:
+            elif time.monotonic() - self._said >= self._pause:
+                self._pause = min(2 * self._pause, LINE_EVERY)
                 self._say_line()
 
     def _say_line(self) -> None:

@@ -11,9 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from ada_loss.lab.training.run import Run
+from ada_loss.lab.training.run import Run, is_of_role, tallied
 
-__all__ = ["is_whole", "npz", "read_telemetry", "telemetry", "telemetry_digest", "telemetry_path"]
+__all__ = [
+    "Curves",
+    "Numbers",
+    "curves_of",
+    "is_whole",
+    "npz",
+    "read_telemetry",
+    "telemetry",
+    "telemetry_digest",
+    "telemetry_path",
+]
+
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
+Curves = dict[str, tuple[Numbers, Numbers]]  # {name: (steps, values)}
+NAMES = {"loss": "losses", "scale": "scales"}  # the arrays of every training
+ROLES = ("error", "weight_grad", "activation", "weight")
 
 
 def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
@@ -47,16 +62,60 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
         grid = [[scales.get(site, math.nan) for site in sites] for _, scales in run.layer_scales]
         arrays["layers.log2_scale"] = np.array(grid)
     if run.rows:
-        arrays |= {f"sites.{name}": np.array([row[name] for row in run.rows]) for name in run.rows[0]}
+        for name in run.rows[0]:  # counts under the names that they had in the first files; no shares
+            if not name.endswith("_count"):
+                is_count = f"{name}_count" in run.rows[0]
+                arrays[f"sites.{name}"] = np.array([tallied(r, name) if is_count else r[name] for r in run.rows])
         arrays["history.steps"] = np.array([step for step, _ in run.history])
         columns = {(row["site"], row["role"], row["rounding"], row["format"]): i for i, row in enumerate(run.rows)}
         for name in ("count", "nonzero", "underflow", "overflow"):
             counts = np.zeros((len(run.history), len(run.rows)), dtype=np.int64)
             for i, (_, rows) in enumerate(run.history):
                 for row in rows:
-                    counts[i, columns[row["site"], row["role"], row["rounding"], row["format"]]] = row[name]
+                    counts[i, columns[row["site"], row["role"], row["rounding"], row["format"]]] = tallied(row, name)
             arrays[f"history.{'elements' if name == 'count' else name}"] = counts
     return arrays
+
+
+def curves_of(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Curves:
+    """The curves of a training, each number at the step it belongs to, {name: (steps, values)}.
+
+    "loss" and "scale" of every step, counted from 0; what was logged, at the steps that were named ("loss" too, where
+    it was); metrics that were computed on the way; and "underflow/ROLE", the share of a role's numbers that were lost
+    up to a step, with those of "error" that enter products. Arrays of another kind are passed over.
+    """
+    found: Curves = {}
+    for name, key in NAMES.items():
+        _add(
+            found,
+            name,
+            np.arange(len(arrays[key])) if key in arrays and arrays[key].ndim == 1 else None,
+            arrays.get(key),
+        )
+    for key, values in arrays.items():
+        kind, _, name = key.partition(".")
+        if kind == "evaluations" and name != "steps":
+            _add(found, name, arrays.get("evaluations.steps"), values)
+    for key, values in arrays.items():
+        kind, _, name = key.partition(".")
+        if kind == "curves" and values.ndim == 2 and len(values) == 2:
+            _add(found, name, *values)
+    if {"history.steps", "history.underflow", "history.nonzero", "sites.role"} <= arrays.keys():
+        roles = [str(name) for name in arrays["sites.role"]]
+        for role in ROLES:
+            chosen = [i for i, name in enumerate(roles) if is_of_role(name, role)]
+            if chosen and arrays["history.underflow"].shape == arrays["history.nonzero"].shape:
+                lost, nonzero = (arrays[f"history.{name}"][:, chosen].sum(1) for name in ("underflow", "nonzero"))
+                _add(found, f"underflow/{role}", arrays["history.steps"], lost / np.maximum(nonzero, 1))
+    return found
+
+
+def _add(found: Curves, name: str, steps: Any, values: Any) -> None:
+    """Add a curve, unless its arrays are none of a curve; a later one of a name takes the place of the first."""
+    if steps is None or values is None or steps.ndim != 1 or steps.shape != values.shape or not len(steps):
+        return
+    if all(np.issubdtype(part.dtype, np.number) and part.dtype.kind != "c" for part in (steps, values)):
+        found[name] = steps.astype(float), values.astype(float)
 
 
 def npz(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from ada_loss.lab.sweep.cell_formats import policy_of
 from ada_loss.lab.sweep.engines import keep_freed_memory
 from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, path_of
 from ada_loss.lab.sweep.limits import TimeLimit, within_time
+from ada_loss.lab.sweep.live import LiveFile, live_path
 from ada_loss.lab.sweep.progress import StepFile, steps_path
 from ada_loss.lab.sweep.telemetry import npz, telemetry
 from ada_loss.lab.tasks import add_to_path, find_task
@@ -27,7 +28,7 @@ from ada_loss.lab.training.loop import Training
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.run import Run, Stopped, underflow_share
 
-__all__ = ["WorkOrder", "run_cell", "said", "work"]
+__all__ = ["WorkOrder", "run_cell", "said", "training_of", "work"]
 
 ONE_AT_A_TIME = threading.Lock()  # torch's thread count and random numbers belong to the process, not to a thread
 
@@ -41,6 +42,7 @@ class WorkOrder:
     time_limit: in seconds; None for no limit.
     ends_process: whether the worker may end its process to keep the time limit.
     folders: from which the driver imported tasks; the worker looks there too.
+    is_live: whether the worker writes how the curves of a cell go, for trackers.
     """
 
     make_task: MakeTask | TrainFunction | None
@@ -48,6 +50,7 @@ class WorkOrder:
     time_limit: float | None
     ends_process: bool
     folders: tuple[str, ...] = ()
+    is_live: bool = False
 
 
 def work(
@@ -65,7 +68,7 @@ def work(
         for folder in order.folders:
             add_to_path(folder)
         with ONE_AT_A_TIME:
-            train = partial(run_cell, config, order.make_task, order.device, checkpoint, branches)
+            train = partial(run_cell, config, order.make_task, order.device, checkpoint, branches, order.is_live)
             return (*within_time(order.time_limit, train, end_process=order.ends_process), "")
     except KeyboardInterrupt:
         raise
@@ -92,6 +95,7 @@ def run_cell(
     device: str = "cpu",
     checkpoint: Path | None = None,
     branches: Mapping[Start, Path] | None = None,
+    is_live: bool = False,
 ) -> tuple[dict[str, Any], bytes]:
     """Train a cell, and give its result for the ledger and its telemetry, the content of an .npz file.
 
@@ -102,6 +106,7 @@ def run_cell(
     device: where the cell computes.
     checkpoint: a file from which an interrupted training goes on; see `Training.run`.
     branches: files that this cell shares with others; see `Training.run`. A training function of the user's has none.
+    is_live: whether the curves are written beside the checkpoint while it trains.
     Raises TypeError where the task's function gives no Task.
     """
     threads = torch.get_num_threads()
@@ -111,16 +116,20 @@ def run_cell(
         function: Any = make_task or find_task(path_of(config["task"]))
         if checkpoint is not None:
             steps = StepFile(steps_path(checkpoint))
+        live = live_path(checkpoint) if checkpoint is not None and is_live else None
         if is_own(config["task"]):
-            run, error = _run_own(_job(config, device, checkpoint, steps), function)
+            run, error = _run_own(_job(config, device, checkpoint, steps, live), function)
         else:
             with kept_generators([device] if device.startswith("cuda") else []):
                 seed_generators(config["seed"])  # for a task that does not seed itself
-                training = _training(config, function, device)
+                training = training_of(config, function, device)
                 goals = training.task.goals
                 if steps is not None:
                     steps.total = training.total
-                run, error = training.run(checkpoint, progress=steps, branches=branches), None
+                run, error = (
+                    training.run(checkpoint, progress=_both(steps, live, training.so_far), branches=branches),
+                    None,
+                )
     except Stopped as stopped:
         run, error = stopped.run, str(stopped)
     finally:
@@ -131,7 +140,20 @@ def run_cell(
     return {**result, "goals": goals}, content
 
 
-def _training(config: Mapping[str, Any], make_task: MakeTask, device: str) -> Training:
+def _both(steps: StepFile | None, live: Path | None, run: Callable[[], Run]) -> Callable[[int], object] | None:
+    """What is called after steps: writes how many are done, and the curves so far."""
+    if steps is None or live is None:
+        return steps
+    file = LiveFile(live, run)
+
+    def progress(done: int) -> None:
+        steps(done)
+        file(done)
+
+    return progress
+
+
+def training_of(config: Mapping[str, Any], make_task: MakeTask, device: str) -> Training:
     """The training of a task. Raises TypeError where the function gives no Task."""
     task = make_task(config["seed"])
     if not is_dataclass(task):
@@ -153,12 +175,16 @@ def _run_own(job: Job, train: TrainFunction) -> tuple[Run, str | None]:
         raise
 
 
-def _job(config: Mapping[str, Any], device: str, checkpoint: Path | None, steps: StepFile | None) -> Job:
+def _job(
+    config: Mapping[str, Any], device: str, checkpoint: Path | None, steps: StepFile | None, live: Path | None
+) -> Job:
     """What a training function is given."""
     formats = policy_of(config["format"], config["rounding"])
     first, *others = formats.stages
     fmt, rounding = (formats, None) if others else (first.fmt, first.rounding)
-    return Job(fmt, rounding, config["scaling"], config["seed"], device, config["options"], checkpoint, steps)
+    job = Job(fmt, rounding, config["scaling"], config["seed"], device, config["options"], checkpoint)
+    job.progress = _both(steps, live, job.so_far)
+    return job
 
 
 def _result(run: Run, error: str | None) -> tuple[dict[str, Any], bytes]:

@@ -66,8 +66,10 @@ def find_task(name: str) -> Callable[[int], Task]:
     try:
         found = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
+        there = vars(sys.modules[module]) if module in sys.modules else {}
+        hint = did_you_mean(function, [word for word, value in there.items() if callable(value)])
         raise ValueError(
-            f"The task {shown(name)} cannot be imported: {error}. "
+            f"The task {shown(name)} cannot be imported: {error}.{hint} "
             f"Possible: 'module:function', of a module on Python's path."
         ) from None
     if not callable(found):

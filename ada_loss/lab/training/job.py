@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ class Job:
         self.curves: dict[str, list[tuple[int, float]]] = {}
         self.history: list[tuple[int, list[dict[str, Any]]]] = []
         self.layer_scales: list[tuple[int, dict[str, int]]] = []
-        self._path, self._progress, self._told = checkpoint, progress, 0
+        self._path, self.progress, self._told = checkpoint, progress, 0
         self._done, self._last = 0, 0  # the number of steps done, as `checkpoint` was told; the last step, from 0
         self._before, self._since = 0.0, time.perf_counter()  # seconds of the attempts before, and when this one began
         self._recording: Recording | None = None
@@ -208,8 +209,8 @@ class Job:
         # from the history alone, which a checkpoint keeps: a resumed training has the points of one in a stretch
         if done >= (math.ceil(POINT_FACTOR * self.history[-1][0]) if self.history else FIRST_POINT):
             self._record_point()
-        if self._progress is not None and done > self._told:
-            self._progress(done - self._told)
+        if self.progress is not None and done > self._told:
+            self.progress(done - self._told)
             self._told = done
 
     def _record_point(self) -> None:
@@ -305,11 +306,15 @@ class Job:
                 f"job.begin_step(step, steps) before each step."
             )
         self._record_point()
+        return replace(self.so_far(), metrics={n: _number(n, v) for n, v in metrics.items()}, seconds=seconds)
+
+    def so_far(self) -> Run:
+        """The training as it is now, without metrics."""
         return Run(
-            metrics={name: _number(name, value) for name, value in metrics.items()},
+            metrics={},
             losses=[value for _, value in self.curves.get("loss", [])],
             rows=self.history[-1][1] if self.history else [],
-            seconds=seconds,
+            seconds=self.seconds,
             scales=self.scales,
             skipped_steps=self.skipped,
             history=self.history,

@@ -186,6 +186,7 @@ class Training:
         self.checkpoints: Checkpoints | None = None
         self.branches: dict[int, Checkpoints] = {}
         self.progress: Callable[[int], object] = lambda _: None
+        self.before_step: Callable[[Tensor, Tensor], object] = lambda x, y: None
         self._since = 0.0
 
     def run(
@@ -228,6 +229,11 @@ class Training:
             self.checkpoints.remove()
         return self.state.result(metrics)
 
+    def so_far(self) -> Run:
+        """The training as it is now."""
+        evaluations = self.state.evaluations
+        return self.state.result(dict(evaluations[-1][1]) if evaluations else {})
+
     def _run_epoch(self) -> None:
         """What is left of an epoch and of the steps."""
         state, every = self.state, self.options.evaluate_every
@@ -265,6 +271,7 @@ class Training:
         self.formats.enter(done, self.total)
         for group in self.optimizer.param_groups:  # by hand: torch's schedules warn where the first step is skipped
             group["lr"] = learning_rate_at(options, done, self.total)
+        self.before_step(x, y)
         state.scales.append(self.scaler.get_scale())
         self.optimizer.zero_grad()
         loss = backward(self.task, self.model, self.scaler, x, y, options.micro_batches)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
-__all__ = ["Run", "Stopped", "is_of_role", "underflow_share"]
+from fpsim.rows import Rows
+
+__all__ = ["Run", "Stopped", "is_of_role", "tallied", "underflow_share"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,40 @@ class Run:
     layer_scales: list[tuple[int, dict[str, int]]] = field(default_factory=list)
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        numbers = {**self.metrics, "steps": len(self), "skipped": self.skipped, "seconds": self.seconds}
+        if self.losses:
+            numbers["last loss"] = self.losses[-1]
+        return str(Rows([numbers]))
+
+    def to_frame(self) -> Any:
+        """A pandas.DataFrame with the loss and the loss scale of each step."""
+        return Rows({"step": k, "loss": loss, "scale": scale} for k, (loss, scale) in self._steps()).to_frame()
+
+    def _steps(self) -> Iterator[tuple[int, tuple[float, float | None]]]:
+        return enumerate(zip_longest(self.losses, self.scales[: len(self.losses)]))
+
+    def plot(self) -> Any:
+        """A figure: the loss of every step; needs matplotlib."""
+        from fpsim.pictures import new_picture
+
+        picture = new_picture(7.2, 3.2)
+        axes = picture.subplots()
+        axes.plot(range(len(self)), self.losses, linewidth=1.2)
+        for step in self.skipped_steps:
+            axes.axvline(step, color="0.5", linewidth=0.5, linestyle=":")
+        axes.set_xlabel("step" + ("; dotted: skipped" if self.skipped_steps else ""))
+        axes.set_ylabel("loss, lower is better")
+        axes.set_title(", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items()), fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        return picture
 
     @property
     def skipped(self) -> int:
@@ -69,9 +106,19 @@ def underflow_share(rows: Sequence[dict[str, Any]], role: str = "error") -> floa
     role: "weight", "activation", "error" or "weight_grad", or an operand such as "fprop.x". "error" has the operands
         "dgrad.dy" and "wgrad.dy" in it.
 
-    >>> underflow_share([{"role": "error", "nonzero": 8, "underflow": 2}, {"role": "wgrad.x", "nonzero": 8}])
+    >>> rows = [{"role": "error", "nonzero": 8, "underflow_count": 2}, {"role": "wgrad.x", "nonzero": 8}]
+    >>> underflow_share(rows)
     0.25
     """
     chosen = [row for row in rows if is_of_role(row["role"], role)]
     nonzero = sum(row["nonzero"] for row in chosen)
-    return sum(row["underflow"] for row in chosen) / nonzero if nonzero else 0.0
+    return sum(tallied(row, "underflow") for row in chosen) / nonzero if nonzero else 0.0
+
+
+def tallied(row: Mapping[str, Any], name: str) -> int:
+    """A count of a recording's row. Rows in checkpoints of earlier versions have it without "_count".
+
+    >>> tallied({"underflow": 0.5, "underflow_count": 2}, "underflow"), tallied({"underflow": 2}, "underflow")
+    (2, 2)
+    """
+    return int(row.get(f"{name}_count", row.get(name, 0)))

@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
+from instants import interrupted
 from torch import Tensor, nn
 
 from ada_loss import AdaLossScaled, AdaLossTransformConv2d, layer_rule
 from fpsim import quantize
+from fpsim.scaling import listeners
 
 
 def test_the_settings_can_be_read_and_not_set() -> None:
@@ -79,3 +81,40 @@ def test_bad_input_is_refused_with_what_to_do() -> None:
 class Product(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x @ x
+
+
+def test_what_a_lost_adaptive_scaling_has_left_is_taken_off_and_said() -> None:
+    model = quantize(nn.Linear(2, 2), "fp16")
+    AdaLossScaled(model)  # as one that Ctrl-C keeps from its `with`
+    with pytest.warns(UserWarning, match="that nothing holds any longer.*It is detached"):
+        scaled = AdaLossScaled(model)
+    with pytest.raises(ValueError, match=r"scaled already\. Call detach\(\) on the other.*detach_from\(model\)"):
+        AdaLossScaled(model)
+    AdaLossScaled.detach_from(model)
+    AdaLossScaled.detach_from(model)  # nothing is left to do
+    with AdaLossScaled(model):
+        pass
+    assert all(found.scaling is None for found in listeners(model))
+    scaled.detach()
+
+
+def test_an_adaptive_scaling_that_is_interrupted_within_its_block_ends_though_the_traceback_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.unraisablehook", lambda _: None)  # of what runs while something is forgotten
+    model, begun, kept, inside = quantize(nn.Linear(2, 2), "fp16"), list[int](), [], 0
+
+    def run() -> None:
+        begun.clear()
+        with AdaLossScaled(model):
+            begun.append(1)
+
+    run()
+    instants, _ = interrupted(run, 0)
+    for at in range(instants - 60, instants + 1):
+        kept.append(interrupted(run, at)[1])
+        if begun:
+            inside += 1
+            assert all(found.scaling is None for found in listeners(model))
+        AdaLossScaled.detach_from(model)
+    assert inside >= 10

@@ -344,4 +344,6 @@ def test_optimizers_outside_move_what_was_viewed_inside() -> None:
     for m, given in ((native, x), (model, x.float())):
         m(given).float().square().sum().backward()
     error = (native.w.grad.float() - model.w.grad).norm() / native.w.grad.float().norm()  # type: ignore[union-attr]
-    assert error < 2.0**-7  # sums of products are rounded once on both sides, in another order
+    # sums of products in another order differ before they are rounded, by 2^-9 at most each: two products, their sum,
+    # and in the gradient the products with c and with x
+    assert error < 5 * 2.0**-9

@@ -450,12 +450,17 @@ def test_products_are_recorded_by_operand() -> None:
     rows = {row["role"]: row for row in recording.rows()}
     assert set(rows) == {"fprop.x", "fprop.w", "dgrad.dy", "wgrad.dy", "wgrad.x"}
     x_row = rows["fprop.x"]
-    assert (x_row["site"], x_row["format"], x_row["underflow"], x_row["overflow"]) == (":linear", "e4m3fn", 1, 1)
+    assert (x_row["site"], x_row["format"], x_row["underflow_count"], x_row["overflow_count"]) == (
+        ":linear",
+        "e4m3fn",
+        1,
+        1,
+    )
     dy_row = rows["dgrad.dy"]
     # the block's scale is 1/4: 1e-3 is below an eighth, half of the smallest value
     assert (dy_row["format"], dy_row["rounding"]) == ("mxfp4", "nearest_even")
-    assert (dy_row["underflow"], dy_row["exact"], dy_row["nonzero"]) == (1, 2, 2)
-    assert rows["wgrad.dy"]["underflow"] == 1 - 1
+    assert (dy_row["underflow_count"], dy_row["exact_count"], dy_row["nonzero"]) == (1, 2, 2)
+    assert rows["wgrad.dy"]["underflow_count"] == 1 - 1
 
 
 def test_a_recording_of_products_is_saved_and_goes_on() -> None:

@@ -6,8 +6,13 @@ RANDOM_PROGRAMS=1000000 pytest -n 0 -s -m slow tests/fpsim/emulation/test_random
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
+import programs
 import pytest
+from children import environment
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from programs import GENES, LENGTHS, NATIVE, Genes, draw, execute
@@ -45,6 +50,17 @@ def hold(fmt: str, examples: int, number: int) -> None:
 def test_random_programs_equal_native_ones(fmt: str) -> None:
     print(f"{FEW[fmt]} programs from seed 0")
     hold(fmt, FEW[fmt], number=0)
+
+
+MANY_COMPILED = pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(10**5)])
+
+
+@pytest.mark.parametrize("count", [12, MANY_COMPILED])
+def test_compiled_programs_compute_what_they_compute_without_a_compiler(count: int) -> None:
+    command = [sys.executable, str(Path(programs.__file__)), "--compiled", "--count", str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"0 of {count} programs differ" in done.stdout
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
+from torch.utils.checkpoint import checkpoint
 
 import fpsim
 from fpsim.torch_internals import written_arguments
@@ -71,9 +72,15 @@ def test_a_schema_says_what_is_written() -> None:
 # FSDP2 on two ranks
 
 
-def make() -> nn.Sequential:
+class Recomputed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def make(recomputes: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
-    inner = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.ReLU())
+    kind = Recomputed if recomputes else nn.Sequential
+    inner = kind(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh())  # the last tensor saved is the result
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), inner, nn.Linear(16, 4))
 
 
@@ -89,14 +96,14 @@ def train(model: nn.Module) -> list[Tensor]:
     return outputs
 
 
-def train_sharded(rank: int, fmt: str, folder: str) -> None:
+def train_sharded(rank: int, fmt: str, recomputes: bool, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/rendezvous")
     mesh = init_device_mesh("cpu", (2,))
-    model = fpsim.quantize(make(), fmt)
+    model = fpsim.quantize(make(recomputes), fmt)
     for layer in (model[0], model[2], model[3], model):
         fully_shard(layer, mesh=mesh)
     outputs = train(model)
@@ -107,13 +114,13 @@ def train_sharded(rank: int, fmt: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
-def test_fully_sharded_training_on_two_ranks_is_that_of_one_process(fmt: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fmt", "recomputes"), [("fp32", False), ("bf16", False), ("bf16", True)])
+def test_fully_sharded_training_on_two_ranks_is_that_of_one_process(fmt: str, recomputes: bool, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = fpsim.quantize(make(), fmt)
     expected = [*train(model), *(p.detach() for p in model.parameters())]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.start_processes(train_sharded, args=(fmt, str(tmp_path)), nprocs=2, start_method="spawn")
+    mp.start_processes(train_sharded, args=(fmt, recomputes, str(tmp_path)), nprocs=2, start_method="spawn")
     for got, want in zip(torch.load(tmp_path / "sharded.pt"), expected, strict=True):
         # the mean of two equal gradients is exact; a step of SGD may be fused otherwise over a shard: one ulp
         assert torch.allclose(got, want, rtol=2**-23, atol=2**-29)

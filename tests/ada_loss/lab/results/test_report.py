@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import base64
+import csv
+import io
 import shutil
 import sqlite3
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib import colormaps
+from matplotlib.image import imread
 
 from ada_loss.lab.results import Results
+from ada_loss.lab.results.cell_pages import lost_by_site
+from ada_loss.lab.results.heat import heat_png
 from ada_loss.lab.results.report import MOST_CURVES
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.sweep.ledger import Ledger
@@ -86,13 +93,16 @@ def click(page: Any, head: str) -> str:
     )
 
 
-def test_it_opens_without_an_error_and_asks_nothing_of_a_network(page: Any) -> None:
+def test_it_opens_without_an_error_and_asks_nothing_of_a_network(page: Any, results: Results) -> None:
     assert [entry for entry in page.get_log("browser") if entry["level"] in ("WARNING", "SEVERE")] == []
     log = " ".join(entry["message"] for entry in page.get_log("performance") if "requestWillBeSent" in entry["message"])
     assert "http://" not in log.replace("http://www.w3.org", "")
     assert "https://" not in log
-    assert page.title == "Sweep of sweep_tasks:raises"
-    assert all(page.execute_script("return [...document.images].map(image => image.naturalWidth > 100)"))
+    assert page.title == results.out.name  # which says what it is, "operands"
+    assert "sweep_tasks:raises" in page.find_element("tag name", "header").text
+    assert all(
+        page.execute_script("return [...document.querySelectorAll('.picture img')].map(i => i.naturalWidth > 100)")
+    )
 
 
 def test_heads_sort_numbers_as_numbers_both_ways(page: Any) -> None:
@@ -131,7 +141,7 @@ def test_a_cells_number_opens_what_is_known_of_it(page: Any, results: Results) -
     page.execute_script(f"location.hash = 'cell-{done}'")
     section = page.find_element("id", f"cell-{done}")
     path = section.find_element("css selector", "path").get_attribute("d")
-    assert path.startswith("M0 ")
+    assert path.startswith("M0.0 ")
     assert '"epochs": 2' in section.text
 
 
@@ -181,11 +191,16 @@ def test_the_differences_from_float32_stand_where_they_are(browser: Any, answere
     assert "torch: by 3.0" in lists[1].text
     rows = {row.text.splitlines()[-1]: row for row in browser.find_elements("css selector", ".row:not(.axis)")}
     assert [*rows] == ["-0.1", "-3.0", "-70.0", "1 of 3 diverged"]
-    mean = {words: row.find_elements("css selector", "circle.mean") for words, row in rows.items()}
-    assert float(mean["-0.1"][0].get_attribute("cx").rstrip("%")) == pytest.approx(100 * (6 - 0.1) / 9, abs=0.02)
-    assert float(mean["-3.0"][0].get_attribute("cx").rstrip("%")) == pytest.approx(100 * (6 - 3.0) / 9, abs=0.02)
-    assert mean["-70.0"] == []  # beyond the axis
-    assert rows["-70.0"].find_elements("css selector", "path.mean")
+    # the axis: even up to 2 tolerances, of 1 point each; then a factor of 2 is as long as one tolerance
+    low, high = -(2 + np.log2(70.1 / 2)) - 0.5, 2 + np.log2(3 / 2) + 0.5
+    for words, length in (("-0.1", -0.1), ("-3.0", -(2 + np.log2(3 / 2))), ("-70.0", -(2 + np.log2(70 / 2)))):
+        (mean,) = rows[words].find_elements("css selector", "circle.mean")
+        place = float(mean.get_attribute("cx").rstrip("%"))
+        assert place == pytest.approx(100 * (length - low) / (high - low), abs=0.1)
+    zero = float(rows["-0.1"].find_element("css selector", ".zero").get_attribute("x1").rstrip("%"))
+    assert zero == pytest.approx(100 * -low / (high - low), abs=0.1)
+    dots = browser.find_elements("css selector", "circle.seed")
+    assert all(0 < float(dot.get_attribute("cx").rstrip("%")) < 100 for dot in dots)  # none at the edge
     assert [row.get_attribute("class") for row in rows.values()] == [
         "row match",
         "row short",
@@ -198,7 +213,7 @@ def test_the_differences_from_float32_stand_where_they_are(browser: Any, answere
 
 def test_learning_curves_are_drawn_with_their_ends(browser: Any, answered: Results) -> None:
     browser.get(f"file://{answered.report()}")
-    panels = browser.find_elements("css selector", ".panel:has(.lines)")
+    panels = browser.find_elements("css selector", ".curve:not([hidden]) .panel:has(.lines)")
     assert len(panels) == 2
     assert len(panels[0].find_elements("css selector", "path.band")) == 2
     assert panels[0].find_elements("css selector", "path.float32")
@@ -214,7 +229,7 @@ def test_learning_curves_are_drawn_with_their_ends(browser: Any, answered: Resul
 
 def test_curves_that_cover_one_another_are_stripes_and_are_named(browser: Any, answered: Results) -> None:
     browser.get(f"file://{answered.report()}")
-    first, second = browser.find_elements("css selector", ".panel:has(.lines)")
+    first, second = browser.find_elements("css selector", ".curve:not([hidden]) .panel:has(.lines)")
     assert first.find_element("tag name", "figcaption").text == "a float32 = none"
     assert second.find_element("tag name", "figcaption").text == "b float32 = none = torch"
     assert len(second.find_elements("css selector", "path.band")) == 1  # the bands are equal too
@@ -348,6 +363,111 @@ def test_cells_can_be_filtered_by_words(browser: Any, answered: Results) -> None
     assert browser.execute_script(shown) == 15
 
 
+def test_the_filter_hides_what_is_drawn_of_the_other_cells(browser: Any, answered: Results) -> None:
+    browser.get(f"file://{answered.report()}")
+
+    def shown(selector: str) -> list[str]:
+        script = "return [...document.querySelectorAll(arguments[0])].filter(e => e.checkVisibility())"
+        return browser.execute_script(script + ".map(e => e.textContent.trim().split('\\n')[0])", selector)
+
+    strips, panels = ".row:not(.axis)", ".curve:not([hidden]) .panel figcaption"
+    assert len(shown(strips)) == 4
+    assert len(shown(panels)) == 2
+    browser.find_element("id", "filter").send_keys("torch b")
+    assert len(shown(strips)) == 1
+    assert [words.split()[0] for words in shown(panels)] == ["b"]
+    assert [words.split()[0] for words in shown(".overview tbody th")] == ["b"]
+    drawn = "return [...document.querySelectorAll('.curve:not([hidden]) path:not(.band)[data-cells]')]"
+    drawn += ".filter(p => !p.hasAttribute('hidden') && p.checkVisibility()).map(p => p.dataset.cells)"
+    assert browser.execute_script(drawn) == ["", "btorch0 btorch1 btorch2"]  # float32 stays
+
+
+def test_any_curve_can_be_drawn_and_those_of_chosen_cells_together(browser: Any, answered: Results) -> None:
+    browser.get(f"file://{answered.report()}")
+    names = [option.text for option in browser.find_elements("css selector", "#curve option")]
+    assert names == ["loss", "scale"]
+    heads = "return [...document.querySelectorAll('.curve:not([hidden]) h3')].map(head => head.textContent)"
+    assert browser.execute_script(heads) == ["loss, lower is better: mean over the seeds, and deviation"]
+    overlay = browser.find_element("id", "overlay")
+    assert not overlay.is_displayed()
+    for cell in ("anone0", "btorch2"):
+        browser.find_element("css selector", f"tr[data-cells={cell}] input").click()
+    assert overlay.is_displayed()
+    assert overlay.find_element("tag name", "h2").text == "Chosen cells: loss, lower is better"
+    assert len(overlay.find_elements("css selector", ".lines path")) == 2
+    assert [key.text for key in overlay.find_elements("class name", "key")] == [
+        "4. a, up, none, seed 0",
+        "15. b, up, torch, seed 2",
+    ]
+    losses = [answered.telemetry(cell)["losses"] for cell in ("anone0", "btorch2")]
+    ends = [f"{reduce([reduce(values) for values in losses]):.3g}" for reduce in (max, min)]
+    assert [overlay.find_element("class name", end).text for end in ("high", "low")] == ends
+    browser.execute_script("const e = document.getElementById('curve'); e.value = 'scale';")
+    browser.execute_script("document.getElementById('curve').dispatchEvent(new Event('change'))")
+    assert browser.execute_script(heads) == ["scale: mean over the seeds, and deviation"]
+    assert [overlay.find_element("class name", end).text for end in ("high", "low")] == ["4", "2"]
+
+
+def test_the_cells_that_are_shown_can_be_downloaded_as_csv(browser: Any, answered: Results, tmp_path: Path) -> None:
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    browser.get(f"file://{answered.report()}")
+    browser.find_element("id", "filter").send_keys("torch a")
+    browser.find_element("id", "csv").click()
+    for _ in range(600):
+        if (tmp_path / "cells.csv").exists():
+            break
+        time.sleep(0.1)
+    with open(tmp_path / "cells.csv", newline="") as file:
+        lines = [*csv.DictReader(file)]
+    rows = {row["id"]: row for row in answered.rows()}
+    assert [line["id"] for line in lines] == ["atorch0", "atorch1", "atorch2"]
+    assert [float(line["accuracy"]) for line in lines] == [rows[line["id"]]["accuracy"] for line in lines]
+    assert {line["format"] for line in lines} == {"a"}
+
+
+def test_a_cell_shows_its_curves_with_axes_and_where_it_lost_gradients(browser: Any, tmp_path: Path) -> None:
+    options: Any = {"task_options": {"epochs": 30, "record_every": 1}, "baseline": False, "show_progress": False}
+    (row,) = (results := sweep("sweep_tasks:tiny", ["e4m3fn"], ["none"], out=tmp_path, **options)).rows()
+    browser.get(f"file://{results.report()}#cell-{row['id']}")
+    cell = browser.find_element("id", f"cell-{row['id']}")
+    losses = results.telemetry(row["id"])["losses"]
+    first = cell.find_element("css selector", ".curves figure")
+    assert first.find_element("tag name", "figcaption").text == "loss, lower is better"
+    assert [first.find_element("class name", end).text for end in ("high", "low", "last")] == [
+        f"{max(losses):.3g}",
+        f"{min(losses):.3g}",
+        str(len(losses) - 1),
+    ]
+    sites = [item.text for item in cell.find_elements("css selector", ".map li")]
+    assert sites == lost_by_site(results.telemetry(row["id"]))[1]  # type: ignore[index]
+    image = cell.find_element("css selector", ".map img")
+    assert image.get_property("naturalHeight") == len(sites)
+    assert image.size["height"] == cell.find_element("css selector", ".map ol").size["height"]
+
+
+def test_a_pixel_of_a_heat_map_is_transparent_where_nothing_arrives() -> None:
+    shares = np.array([[0.0, 1.0, np.nan], [0.5, np.nan, 0.25]])
+    image = imread(io.BytesIO(heat_png(shares)))  # matplotlib's reader
+    assert image.shape == (2, 3, 4)
+    assert (image[..., 3] == np.where(np.isnan(shares), 0, 1)).all()
+    known = ~np.isnan(shares)
+    expected = colormaps["cividis"](shares[known])[:, :3]
+    assert np.abs(image[known][:, :3] - expected).max() <= 3 / 255  # 255 steps, of at most two levels, and rounding
+
+
+def test_the_best_setting_of_each_format_stands_in_one_row(browser: Any, answered: Results) -> None:
+    browser.get(f"file://{answered.report()}")
+    rows = [
+        [part.text for part in row.find_elements("css selector", "th, td")]
+        for row in browser.find_elements("css selector", ".overview tbody tr")
+    ]
+    assert rows == [
+        ["float32", "", "90.1 ± 0.1 %", "", ""],
+        ["a", "none", "90.0 ± 0.1 %", "-0.1", "50 %"],
+        ["b", "none", "20.1 ± 0.1 %", "-70.0", "50 %"],  # the other diverged with a seed
+    ]
+
+
 def test_it_prints(page: Any) -> None:
     assert base64.b64decode(page.print_page()).startswith(b"%PDF")
 
@@ -374,7 +494,8 @@ def test_what_came_from_outside_is_shown_and_not_run(browser: Any, tmp_path: Pat
         ledger.start("a")
         ledger.fail("a", evil, evil)
     browser.get(f"file://{Results(tmp_path).report(question=evil)}")
-    assert browser.title == f"Sweep of {evil}"
+    assert browser.title == tmp_path.name
+    assert evil in browser.find_element("tag name", "header").text
     assert browser.find_element("class name", "question").text == evil
 
 
@@ -383,7 +504,8 @@ def test_the_question_is_asked_in_words(results: Results) -> None:
     assert "What do the formats fp16 and e5m2 do to the training of sweep_tasks:raises under the scaling" in text
     assert "18 of 20" in text.replace("<b>", "").replace("</b>", "")
     assert '<b class="failed">2 failed</b>' in text
-    assert text.count("<h3>") == 1  # accuracy; nothing underflowed
+    tables = text.split("Every setting</h2>")[1].split("<h2")[0]
+    assert tables.count("<h3>") == 1  # accuracy; nothing underflowed
     assert "<dt>versions</dt>" in text
 
 
@@ -439,7 +561,7 @@ def test_thousands_of_cells_are_listed_and_curves_left_out_are_said(tmp_path: Pa
     assert "The curves of the last 30 cells are left out" in text
 
 
-def test_the_page_runs_its_own_script_and_no_other(page: Any) -> None:
+def test_the_page_runs_its_own_script_and_no_other(page: Any, results: Results) -> None:
     assert click(page, "seed") == "ascending"  # its own one runs
     page.execute_script(
         """const script = document.createElement("script");
@@ -450,7 +572,7 @@ def test_the_page_runs_its_own_script_and_no_other(page: Any) -> None:
         style.textContent = "body { display: none }";
         document.head.append(style);"""
     )
-    assert page.title == "Sweep of sweep_tasks:raises"
+    assert page.title == results.out.name
     assert page.find_element("tag name", "main").is_displayed()
     fetched = page.execute_async_script(
         "const done = arguments[0]; fetch('https://example.org').then(() => done('yes'), error => done('no'))"

@@ -14,7 +14,8 @@ import pytest
 
 from ada_loss.files import write_atomically
 from ada_loss.lab.results import Results
-from ada_loss.lab.results.figures import figure_bytes, plot_heat, plot_scales, plot_table
+from ada_loss.lab.results.figures import figure_bytes, plot_scales, plot_table
+from ada_loss.lab.results.heat import plot_heat
 from ada_loss.lab.results.results import telling_axes
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.sweep.ledger import Ledger
@@ -167,8 +168,8 @@ def test_where_most_formats_have_one_method_all_go_into_one_panel(tmp_path: Path
     cells |= {("nvfp4", "none"): (0.875,)}
     figure = written(tmp_path, cells).plot_accuracy()
     (panel,) = figure.axes
-    long = "e2m1fn per tensor fp32 or another long name"
-    names = ["e5m2, none", "e5m2, 2^10", "e5m2, torch", "mxfp4", long, "nvfp4"]
+    spoken = "FP4, a scale per tensor (or another long name)"
+    names = ["e5m2, none", "e5m2, 2^10", "e5m2, torch", "MXFP4", spoken, "NVFP4"]
     assert [text.get_text() for text in panel.get_yticklabels()] == names
     drawn = {tuple(line.get_xydata().tolist()[0]) for line in panel.lines if line.get_marker() == "D"}
     assert {(round(x, 9), y) for x, y in drawn} == set(zip((50.0, 60.0, 70.0, 80.0, 85.0, 87.5), range(6)))
@@ -360,3 +361,30 @@ def test_loss_scales_are_drawn_in_the_report_where_one_moves(tmp_path: Path) -> 
             arrays = npz(losses=np.ones(2), scales=np.array(scales))
             write_atomically(tmp_path / name / "telemetry" / f"{row['id']}.npz", arrays)
         assert ("Loss scales in fp16" in results.report().read_text()) == (name == "moving")
+
+
+@pytest.mark.parametrize(
+    ("metric", "factor", "shown"),
+    [
+        ("acc", 1.0, "90.0 ± 0.0"),
+        ("val_acc", 1.0, "90.0 ± 0.0"),
+        ("acc", 100.0, "90.0000 ± 0.0000"),
+        ("f1", 1.0, "0.9000"),
+    ],
+)
+def test_an_accuracy_is_shown_in_per_cent_where_it_is_a_share(
+    tmp_path: Path, metric: str, factor: float, shown: str
+) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        for fmt, value in (("fp32", 0.9), ("e5m2", 0.8)):
+            for seed in range(3):
+                config = {"task": "t", "format": fmt, "rounding": "up", "scaling": "none", "seed": seed, "options": {}}
+                ledger.add([(f"{fmt}{seed}", config)])
+                ledger.start(f"{fmt}{seed}")
+                ledger.finish(f"{fmt}{seed}", {"metrics": {metric: factor * value}, "diverged": False})
+    results = Results(tmp_path)
+    assert results.table().text("fp32", "none").startswith(shown)
+    is_share = shown == "90.0 ± 0.0"
+    (verdict,) = results.verdicts()
+    assert results.table().title == (f"{metric} in %" if is_share else metric)
+    assert ("1 point" in str(verdict)) == is_share

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from ada_loss import Job
 from ada_loss.lab.results import Results
-from ada_loss.lab.results.trackers import MLflow, TensorBoard
+from ada_loss.lab.results.trackers import MLflow, TensorBoard, make_trackers
 from ada_loss.lab.sweep.driver import sweep
+
+MOST_WAITED = 2000
 
 
 def small(out: Path, **options: Any) -> Results:
@@ -26,41 +32,40 @@ def small(out: Path, **options: Any) -> Results:
     return sweep("sweep_tasks:tiny", **{**arguments, **options}, out=out, show_progress=False)  # type: ignore[arg-type]
 
 
-def test_tensorboard_gets_curves_and_hyperparameters_of_each_cell_once(tmp_path: Path) -> None:
+def of_tensorboard(out: Path) -> dict[str, dict[str, Any]]:
+    """What TensorBoard shows: the runs by their names, each with its cell and its curves."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    results = small(tmp_path, track=["tensorboard"], task_options={"epochs": 3, "record_every": 1})
-    folders = {path.name: path for path in (tmp_path / "tensorboard").iterdir()}
-    assert folders.keys() == {row["id"] for row in results.rows()}
-    for row in results.rows():
-        events = EventAccumulator(str(folders[row["id"]])).Reload()
-        arrays = results.telemetry(row["id"])
-        assert [e.value for e in events.Scalars("loss")] == pytest.approx(arrays["losses"].tolist(), rel=1e-6)
-        assert [e.value for e in events.Scalars("scale")] == arrays["scales"].tolist()
-        assert events.Scalars("underflow/error")[-1].step == 3
-        assert events.Scalars("final/accuracy")[0].value == pytest.approx(row["accuracy"])
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "tensorboard").rglob("*")}
-    small(tmp_path, track=["tensorboard"], task_options={"epochs": 3, "record_every": 1})
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "tensorboard").rglob("*")} == times
+    found = {}
+    for folder in sorted((out / "tensorboard").iterdir()):
+        events = EventAccumulator(str(folder)).Reload()
+        names, data = events.Tags()["scalars"], events.summary_metadata
+        marks = [path.read_text() for path in (folder / "cell", folder / "begun") if path.exists()]
+        found[folder.name] = {
+            "cell": marks[0],
+            "curves": {name: [(e.step, e.value) for e in events.Scalars(name)] for name in names},
+            "lower": [name for name in data if data[name].summary_description == "lower is better"],
+        }
+    return found
 
 
-def test_mlflow_gets_parameters_metrics_and_the_file_of_each_cell_once(tmp_path: Path) -> None:
+def of_mlflow(out: Path) -> dict[str, dict[str, Any]]:
     from mlflow.tracking import MlflowClient
 
-    results = small(tmp_path, track=["mlflow"])
-    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow' / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name(tmp_path.name)
-    runs = {run.data.tags["cell"]: run for run in client.search_runs([experiment.experiment_id])}
-    assert runs.keys() == {row["id"] for row in results.rows()}
-    for row in results.rows():
-        run = runs[row["id"]]
-        assert run.info.status == "FINISHED"
-        assert run.data.metrics["accuracy"] == row["accuracy"]
-        assert (run.data.params["format"], run.data.params["scaling"]) == ("e5m2", row["scaling"])
-        assert run.data.params["epochs"] == "3"
-        assert [file.path for file in client.list_artifacts(run.info.run_id)] == [f"{row['id']}.npz"]
-    small(tmp_path, track=["mlflow"], seeds=3)
-    assert len(client.search_runs([experiment.experiment_id])) == 6
+    client = MlflowClient(f"sqlite:///{out / 'mlflow' / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name(out.name)
+    found = {}
+    for run in client.search_runs([experiment.experiment_id]):
+        curves = {
+            name: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
+            for name in run.data.metrics
+        }
+        note = run.data.tags.get("mlflow.note.content", "")
+        words = {"status": run.info.status, "params": run.data.params, "tags": run.data.tags, "last": run.data.metrics}
+        words["artifacts"] = [file.path for file in client.list_artifacts(run.info.run_id)]
+        lower = note.removeprefix("Lower is better: ").rstrip(".").split(", ")
+        found[run.info.run_name] = {"cell": run.data.tags["cell"], "curves": curves, "lower": lower, **words}
+    return found
 
 
 def logged(file: Path) -> list[bytes]:
@@ -70,6 +75,8 @@ def logged(file: Path) -> list[bytes]:
         if -at % 2**15 < 7:  # a block's end has no room for a header
             at += -at % 2**15
         length, kind = struct.unpack_from("<HB", content, at + 4)
+        if at + 7 + length > len(content):  # while it is written
+            break
         parts += content[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -78,40 +85,208 @@ def logged(file: Path) -> list[bytes]:
     return found
 
 
-def test_wandb_gets_curves_metrics_and_parameters_of_each_cell_offline_in_the_group_of_the_sweep(
-    tmp_path: Path,
-) -> None:
-    pytest.importorskip("wandb")
+def of_wandb(out: Path) -> dict[str, dict[str, Any]]:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    out = tmp_path / "mine"
-    results = small(out, track=["wandb"], seeds=1)
-    folders = {path.name.rpartition("-")[2]: path for path in (out / "wandb").iterdir()}
-    assert folders.keys() == {row["id"] for row in results.rows()}
-    for row in results.rows():
-        (file,) = folders[row["id"]].glob("*.wandb")
+    def key(item: Any) -> str:
+        return "/".join(item.nested_key) or item.key
+
+    found = {}
+    for folder in sorted((out / "wandb").glob("offline-run-*")):
+        (file,) = folder.glob("*.wandb")
         records = [Record.FromString(data) for data in logged(file)]
-        (run,) = (record.run for record in records if record.WhichOneof("record_type") == "run")
-        assert (run.run_group, run.display_name, run.run_id) == ("mine", row["id"], row["id"])
-        config = {item.key: json.loads(item.value_json) for item in run.config.update}
-        assert (config["format"], config["scaling"], config["epochs"]) == ("e5m2", row["scaling"], "3")
-        history = [record.history for record in records if record.WhichOneof("record_type") == "history"]
-        losses = [
-            json.loads(item.value_json)
-            for one in history
-            for item in one.item
-            if "loss" in (item.key, *item.nested_key)
-        ]
-        assert losses == pytest.approx(results.telemetry(row["id"])["losses"].tolist())
+        runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+        if not runs:  # it has just begun
+            continue
+        run = runs[-1]
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for record in records:
+            if record.WhichOneof("record_type") == "history":
+                row = {key(item): json.loads(item.value_json) for item in record.history.item}
+                for name, value in row.items():
+                    if name not in ("step", "_step", "_runtime", "_timestamp"):
+                        curves.setdefault(name, []).append((row["step"], value))
         summary = {
-            "/".join([item.key, *item.nested_key]).strip("/"): json.loads(item.value_json)
+            key(item): json.loads(item.value_json)
             for record in records
             if record.WhichOneof("record_type") == "summary"
             for item in record.summary.update
         }
-        assert summary["final/accuracy"] == pytest.approx(row["accuracy"])
-    small(out, track=["wandb"], seeds=1)
-    assert {path.name.rpartition("-")[2]: path for path in (out / "wandb").iterdir()} == folders
+        found[run.display_name] = {
+            "cell": runs[0].run_id,
+            "curves": curves,
+            "lower": run.notes.removeprefix("Lower is better: ").rstrip(".").split(", "),
+            "group": runs[0].run_group,
+            "tags": sorted(runs[0].tags),
+            "job_type": runs[0].job_type,
+            "params": {item.key: json.loads(item.value_json) for item in runs[0].config.update},
+            "last": summary,
+        }
+    return found
+
+
+def maker(name: str) -> Any:
+    return lambda out: make_trackers([name], out)[0]
+
+
+MAKERS = {name: maker(name) for name in ("tensorboard", "mlflow", "wandb")}
+READERS = {"tensorboard": of_tensorboard, "mlflow": of_mlflow, "wandb": of_wandb}
+TRACKING = pytest.mark.parametrize("tracker", [*READERS])
+STEPS = (1, 3, 5, 7, 9)
+
+
+def logs_as_a_trainer_does(job: Job) -> dict[str, float]:
+    """Losses at each other step, a learning rate, and an evaluation that is logged behind later steps."""
+    model = job.quantize(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = job.scaler(optimizer)
+    for step in range(10):
+        loss = model(torch.ones(3, 4)).square().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step in STEPS:
+            job.log(step, loss=1.0 / (step + 1), lr=0.1 * step)
+    job.log(4, **{"eval/accuracy": 0.5})
+    job.log(9, **{"eval/accuracy": 0.75})
+    return {"val_loss": 0.125, "hits@10": 0.5}
+
+
+def own(out: Path, **options: Any) -> Results:
+    arguments = {"formats": ["e5m2"], "scaling": ["torch"], "seeds": 1, "baseline": False, "show_progress": False}
+    return sweep(**{"train": logs_as_a_trainer_does, **arguments, **options}, out=out)
+
+
+@TRACKING
+def test_trackers_get_every_number_at_the_step_it_was_logged_at(tmp_path: Path, tracker: str) -> None:
+    out = tmp_path / "mine"
+    results = own(out, track=[tracker])
+    (row,) = results.rows()
+    (run,) = READERS[tracker](out).values()
+    assert run["cell"] == row["id"]
+    curves = {name: sorted(points) for name, points in run["curves"].items()}
+    assert curves["loss"] == [(step, pytest.approx(1 / (step + 1), rel=1e-6)) for step in STEPS]
+    assert curves["lr"] == [(step, pytest.approx(0.1 * step, rel=1e-6)) for step in STEPS]
+    assert curves["eval/accuracy"] == [(4, 0.5), (9, 0.75)]
+    assert curves["scale"] == [*enumerate(results.telemetry(row["id"])["scales"])]
+    assert len(curves["scale"]) == 10
+    assert curves["underflow/error"][-1][0] == 10
+    assert {"underflow/error", "underflow/activation", "underflow/weight"} <= curves.keys()
+    assert not any("linear" in name for name in curves)  # no curves of layers
+
+
+@TRACKING
+def test_trackers_get_the_curves_and_the_metrics_of_a_task_of_each_cell_once(tmp_path: Path, tracker: str) -> None:
+    out, options = tmp_path / "mine", {"epochs": 3, "record_every": 1, "evaluate_every": 1}
+    results = small(out, track=[tracker], task_options=options)
+    runs = READERS[tracker](out)
+    assert {run["cell"]: name for name, run in runs.items()} == {
+        row["id"]: f"e5m2 {row['scaling']} seed {row['seed']}" for row in results.rows()
+    }
+    for row in results.rows():
+        run = runs[f"e5m2 {row['scaling']} seed {row['seed']}"]
+        arrays = results.telemetry(row["id"])
+        steps = range(len(arrays["losses"]))
+        assert sorted(run["curves"]["loss"]) == [(k, pytest.approx(arrays["losses"][k], rel=1e-6)) for k in steps]
+        assert [step for step, _ in sorted(run["curves"]["accuracy"])][:3] == [1, 2, 3]
+        assert "loss" in run["lower"]
+        assert "accuracy" not in run["lower"]
+    small(out, track=[tracker], task_options=options)
+    assert READERS[tracker](out).keys() == runs.keys()
+    small(out, track=[tracker], task_options=options, seeds=3)
+    assert len(READERS[tracker](out)) == 6
+
+
+def test_runs_of_mlflow_have_parameters_tags_and_the_file(tmp_path: Path) -> None:
+    (row,) = own(tmp_path, track=["mlflow"]).rows()
+    (run,) = of_mlflow(tmp_path).values()
+    assert run["status"] == "FINISHED"
+    assert run["last"]["val_loss"] == 0.125
+    assert run["last"]["hits_10"] == 0.5
+    assert "val_loss" in run["lower"]
+    assert (run["params"]["format"], run["params"]["scaling"]) == ("e5m2", "torch")
+    assert (run["tags"]["format"], run["tags"]["scaling"], run["tags"]["group"]) == ("e5m2", "torch", "e5m2 torch")
+    assert run["artifacts"] == [f"{row['id']}.npz"]
+
+
+def test_runs_of_wandb_are_grouped_and_tagged_by_format_and_scaling(tmp_path: Path) -> None:
+    out = tmp_path / "mine"
+    own(out, track=["wandb"], formats=[{"name": "my fp8", "format": "e4m3fn"}], seeds=2)
+    runs = of_wandb(out)
+    assert [*runs] == ["my fp8 torch seed 0", "my fp8 torch seed 1"]
+    for run in runs.values():
+        assert (run["group"], run["job_type"], run["tags"]) == ("my fp8 torch", "mine", ["my fp8", "torch"])
+        assert (run["params"]["format"], run["params"]["description"]) == ("my fp8", "e4m3fn")
+        assert run["last"]["final/val_loss"] == 0.125
+        assert "val_loss" in run["lower"]
+
+
+def test_hyperparameters_of_tensorboard_have_the_final_metrics(tmp_path: Path) -> None:
+    own(tmp_path, track=["tensorboard"])
+    (run,) = of_tensorboard(tmp_path).values()
+    assert run["curves"]["final/val_loss"] == [(0, 0.125)]
+    assert "loss" in run["lower"]
+
+
+@TRACKING
+def test_trackers_see_a_training_while_it_runs(tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ada_loss.lab.sweep.live.EVERY", 0.0)
+    monkeypatch.setattr("ada_loss.lab.results.notifier.READ_EVERY", 0.01)
+    seen: list[tuple[int, float]] = []
+
+    def waits(job: Job) -> dict[str, float]:
+        job.log(0, loss=0.5)
+        for step in range(1, MOST_WAITED):  # until it is seen
+            job.log(step, loss=0.25)
+            runs = READERS[tracker](tmp_path) if (tmp_path / tracker).exists() else {}
+            seen[:] = sorted(runs.get("fp32 none seed 0", {"curves": {}})["curves"].get("loss", []))[:1]
+            if seen:
+                break
+            time.sleep(0.05)
+        return {"val_loss": 0.125}
+
+    results = own(tmp_path, train=waits, formats=["fp32"], scaling=["none"], track=[tracker])
+    assert results.failures() == []
+    assert seen == [(0, 0.5)]
+    (run,) = READERS[tracker](tmp_path).values()
+    steps = [step for step, _ in sorted(run["curves"]["loss"])]
+    assert steps == [*range(len(steps))]  # each once, those that were told before too
+
+
+def fails_while_a_file_is_there(job: Job) -> dict[str, float]:
+    fails = Path(job.options["file"]).exists()
+    for step in range(400):
+        job.log(step, loss=1.0)
+        if fails:
+            time.sleep(0.01)
+    if fails:
+        raise RuntimeError("no")
+    return {"val_loss": 0.125}
+
+
+@TRACKING
+def test_a_run_that_was_interrupted_or_failed_is_begun_again(
+    tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ada_loss.lab.sweep.live.EVERY", 0.0)
+    monkeypatch.setattr("ada_loss.lab.results.notifier.READ_EVERY", 0.01)
+    (tmp_path / "fail").touch()
+    options = {
+        "train": fails_while_a_file_is_there,
+        "task_options": {"file": str(tmp_path / "fail")},
+        "formats": ["fp32"],
+        "scaling": ["none"],
+        "track": [tracker],
+    }
+    assert own(tmp_path, **options).counts["failed"] == 1
+    if tracker == "mlflow":
+        assert of_mlflow(tmp_path)["fp32 none seed 0"]["status"] == "KILLED"
+    assert MAKERS[tracker](tmp_path).known() == set()
+    (tmp_path / "fail").unlink()
+    (row,) = own(tmp_path, **options, retry_failed=True).rows()
+    (run,) = READERS[tracker](tmp_path).values()
+    assert (run["cell"], len(run["curves"]["loss"])) == (row["id"], 400)
+    assert MAKERS[tracker](tmp_path).known() == {row["id"]}
 
 
 def test_what_was_done_without_a_tracker_is_told_later(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_each_setting_stands_in_one_list_with_what_is_known_of_it(tmp_path: Path
     assert lines[:-1] == [
         "float32 gives accuracy 90.5 ± 0.8 %.",
         "No more than 1 point below float32, 4 of 10:",
-        "  bf16 (all 2), c (torch, over 3 of 5 seeds, seeds 3, 4 failed), d (none, 5.0 points better)",
+        "  bf16 (all 2) · c (torch, over 3 of 5 seeds, seeds 3, 4 failed) · d (none, 5.0 points better)",
         "Falls short by more than 1 point, 3 of 10:",
         "  e5m2  none: by 4.1 [2.6, 5.6], underflow 25 %",
         "  c     none: collapses with 1 of 5 seeds (by 20.0 points), the other 4 differ by 0.0, underflow 25 %",
@@ -218,8 +218,8 @@ def test_too_few_seeds_are_said(tmp_path: Path) -> None:
 def test_of_many_formats_that_match_the_first_are_listed(tmp_path: Path) -> None:
     cells = {("fp32", "none"): (0.5, 0.6, 0.7)} | {(f"e5m{m}", "none"): (0.5, 0.6, 0.7) for m in range(15)}
     text = str(written(tmp_path, cells).verdicts()[0])
-    assert "No more than 1 point below float32, 15 of 15:\n  e5m0, e5m1, " in text
-    assert "e5m11, 3 formats more\nOne test" in text
+    assert "No more than 1 point below float32, 15 of 15:\n  e5m0 · e5m1 · " in text
+    assert "e5m11 · 3 formats more\nOne test" in text
 
 
 def test_a_smaller_loss_is_better(tmp_path: Path) -> None:

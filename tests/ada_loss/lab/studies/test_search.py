@@ -15,6 +15,7 @@ from sweep_tasks import wines
 from torch import nn
 
 import fpsim
+from ada_loss import Job
 from ada_loss.lab.studies.search import SearchResult, search
 from ada_loss.lab.studies.space import Point, Space
 from ada_loss.lab.sweep.driver import sweep
@@ -243,3 +244,29 @@ def test_what_cannot_be_searched_is_refused_before_any_work(tmp_path: Path, opti
     with pytest.raises(ValueError, match=words):
         small(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def trains(job: Job) -> dict[str, float]:
+    """As good as float32 with a mantissa of two bits or more."""
+    fmt = fpsim.as_format(job.fmt.activation if isinstance(job.fmt, fpsim.Policy) else job.fmt or "fp32")
+    return {"val_loss": 0.5 if fmt.mantissa_bits >= 2 else 0.9}
+
+
+def test_a_training_function_is_searched_and_its_study_can_be_opened(tmp_path: Path) -> None:
+    import optuna
+
+    options: Any = {"roles": ["activation"], "exponent_bits": (5, 5), "mantissa_bits": (0, 4), "show_progress": False}
+    found = search(train=trains, seeds=1, trials=4, out=tmp_path / "bits", **options)
+    assert found.formats == {"activation": "e5m2"}
+    study = optuna.load_study(study_name="bits", storage=f"sqlite:///{tmp_path / 'bits' / 'optuna.db'}")
+    assert [direction.name for direction in study.directions] == ["MINIMIZE", "MINIMIZE"]
+    kept = {(row["bits"], row["accuracy"]) for row in found.rows if row["complete"]}
+    assert {tuple(trial.values) for trial in study.trials} == kept
+    assert {tuple(trial.values) for trial in study.best_trials} == {(r["bits"], r["accuracy"]) for r in found.front()}
+    (axes,) = found.plot().axes
+    (front,) = (line for line in axes.lines if line.get_label() == "front")
+    assert [*zip(front.get_xdata(), front.get_ydata())] == [(r["bits"], r["accuracy"]) for r in found.front()]
+    again = search(train=trains, seeds=1, trials=4, out=tmp_path / "bits", **options)
+    assert again.rows == found.rows
+    with pytest.raises(TypeError, match=r"trains takes a job: it is a training function\. Give it as train=trains"):
+        search(trains, out=tmp_path / "other")

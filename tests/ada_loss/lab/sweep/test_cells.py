@@ -8,9 +8,11 @@ import io
 import json
 import operator
 import os
+import re
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,10 @@ import torch
 from torch import nn
 
 import fpsim
-from ada_loss.lab.sweep.cell_formats import label
+from ada_loss.lab.sweep.cell_formats import canonical_format, label
 from ada_loss.lab.sweep.cells import Cell, plan, plan_all
+from ada_loss.lab.sweep.config import read_sweep
+from ada_loss.lab.sweep.names import names_of
 from ada_loss.lab.sweep.telemetry import telemetry
 from ada_loss.lab.sweep.work import run_cell
 from ada_loss.lab.tasks import digits
@@ -119,7 +123,7 @@ def test_ten_thousand_cells_have_as_many_ids() -> None:
     ("change", "words"),
     [
         ({"task": "digts"}, "Unknown task 'digts'. Did you mean digits?"),
-        ({"task": "sweep_tasks:tony"}, "cannot be imported"),
+        ({"task": "sweep_tasks:tony"}, "Did you mean tiny?"),
         ({"task": "no_such_module:f"}, "cannot be imported"),
         ({"task": "sweep_tasks:math"}, "is a module. It must be a function"),
         ({"formats": ["fp61"]}, "Unknown format 'fp61'"),
@@ -331,7 +335,7 @@ def test_a_cell_gives_what_training_gives() -> None:
     assert (result["diverged"], result["skipped"]) == (False, run.skipped)
     assert arrays["losses"].tolist() == run.losses
     assert arrays["scales"].tolist() == run.scales == [8.0] * 22
-    assert arrays["sites.underflow"].tolist() == [row["underflow"] for row in run.rows]
+    assert arrays["sites.underflow"].tolist() == [row["underflow_count"] for row in run.rows]
     assert arrays["history.steps"].tolist() == [20, 22]
     assert arrays["history.underflow"][-1].tolist() == arrays["sites.underflow"].tolist()
     assert (np.diff(arrays["history.nonzero"], axis=0) >= 0).all()
@@ -399,7 +403,7 @@ def test_products_are_equal_however_their_formats_are_written() -> None:
     (a,) = plan("digits", [{"products": {"dy": "e5m2 per 32", "x": None}}], ["none"])
     (b,) = plan("digits", [{"products": {"dy": "mxfp8_e5m2"}}], ["none"])
     assert a.id == b.id
-    assert str(a) == "dy=mxfp8_e5m2 nearest_even none seed 0"
+    assert str(a) == "MXFP8 e5m2 gradients nearest_even none seed 0"
     with pytest.raises(ValueError, match="e5m99"):
         plan("digits", [{"products": {"dy": "e5m99"}}], ["none"])
 
@@ -418,3 +422,92 @@ def test_the_ids_of_cells_stay_what_they_were() -> None:
     }
     for (fmt, method), found in known.items():
         assert ids("digits", [fmt], [method]) == [found]
+
+
+def test_a_scaling_that_no_format_takes_warns() -> None:
+    def grid(*formats: str, scaling: str = "torch") -> dict[str, Any]:
+        return {"task": "digits", "formats": [*formats], "scaling": [scaling], "task_options": None}
+
+    with pytest.warns(UserWarning, match="No format of this sweep takes a scaling of gradients, so that scaling="):
+        cells = plan_all(grid("fp32", "mxfp8_e4m3"))
+    assert {cell.config["scaling"] for cell in cells} == {"none"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan_all(grid("fp32", "fp16"))
+        plan_all(grid("fp32", "mxfp8_e4m3", scaling="none"))
+        plan_all(grid("mxfp8_e4m3"), [{"formats": ["e5m2"]}])
+
+
+SPOKEN = {  # names that can be said in a talk, and the format that each stands for
+    "bf16": "recipe:bf16",
+    "FP8, gradients unscaled": {
+        "products": {"x": "e4m3fn per tensor fp32", "w": "e4m3fn per tensor fp32", "dy": "e4m3fn"}
+    },
+    "FP8, a scale per tensor": "e4m3fn per tensor fp32",
+    "MXFP8": "mxfp8_e4m3",
+    "MXFP4": "mxfp4",
+    "NVFP4": "nvfp4",
+    "FP4, gradients unscaled": {
+        "products": {"x": "e2m1fn per tensor fp32", "w": "e2m1fn per tensor fp32", "dy": "e2m1fn"}
+    },
+    "FP4, a scale per tensor": "e2m1fn per tensor fp32",
+    "e5m2": "e5m2",
+    "error=e5m2 head=float32": {"error": "e5m2", "overrides": {"head": None}},
+}
+
+
+@pytest.mark.parametrize("spoken", [*SPOKEN])
+def test_a_format_without_a_name_has_one_that_can_be_spoken(spoken: str) -> None:
+    (cell,) = plan("digits", [SPOKEN[spoken]], ["none"])
+    assert str(cell) == f"{spoken} nearest_even none seed 0"
+
+
+def test_formats_of_the_sweep_that_comes_along_have_different_names() -> None:
+    read = read_sweep("granularity")
+    formats = [canonical_format(f) for f in [*read["formats"], *(f for also in read["also"] for f in also["formats"])]]
+    names = names_of(formats)
+    assert len({name.lower() for name in names.values()}) == len(names) == len({*map(label, formats)})
+
+
+def test_a_name_changes_no_cell() -> None:
+    named = [{"name": "mine", "format": "mxfp4"}, {"name": "errors alone", "error": "e5m2"}]
+    plain = plan("digits", ["mxfp4", {"error": "e5m2"}], ["none"])
+    cells = plan("digits", named, ["none"])
+    assert [cell.id for cell in cells] == [cell.id for cell in plain]
+    assert [cell.config for cell in cells] == [cell.config for cell in plain]
+    assert [str(cell) for cell in cells] == [
+        "mine nearest_even none seed 0",
+        "errors alone nearest_even none seed 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"e5m2": "fp16"},
+        {"e5m2": "mine", "fp16": "mine"},
+        {"e5m2": "recipe:fp16"},
+        {"e5m2": "FP16", "recipe:fp16": "e5m2"},
+        {"mxfp4": "recipe:fp16"},
+    ],
+)
+def test_no_two_formats_of_a_sweep_have_one_name(given: dict[str, str]) -> None:
+    names = names_of(["fp16", "recipe:fp16", "e5m2", "mxfp4"], given)  # as a changed names.json may have them
+    assert len({name.lower() for name in names.values()}) == 4
+
+
+@pytest.mark.parametrize(
+    ("formats", "words"),
+    [
+        ([{"name": "", "format": "fp16"}], "Got the name '' of a format. Use text of 1 to 60 letters, in one line."),
+        ([{"name": 3, "format": "fp16"}], "Got the name 3 of a format."),
+        ([{"name": "a\nb", "format": "fp16"}], "in one line"),
+        ([{"name": "a"}], "Got the name 'a' with nothing. Use {name: ..., format: ...}"),
+        ([{"name": "a", "format": "fp16", "error": "e5m2"}], "Got the name 'a' with format, error."),
+        ([{"name": "float32", "format": "fp16"}], "It is that of the baseline."),
+        ([{"name": "a", "format": "fp16"}, {"name": "A", "format": "bf16"}], "is that of two formats, fp16 and bf16"),
+    ],
+)
+def test_what_is_not_a_name_is_refused_in_words(formats: list[Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        plan("digits", formats, ["none"])

@@ -86,6 +86,10 @@ BOMB += "\n".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 20)}]" for a, b in zip("ab
         ("", r"holds nothing\. It must hold"),
         ("- fp16", r"holds a list"),
         ("task: !!python/object/apply:os.system ['true']\nformats: [fp16]", r"is no YAML: could not determine"),
+        (
+            "task: digits\nformats: [fp16]\nepochs: 3",
+            r"unknown key epochs\. Did you mean task_options: \{epochs: \.\.\.\}\?",
+        ),
         ("task: digits\nformats: [fp16]\nshow_progress: false", r"unknown key show_progress"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import io
 import os
 import pickle
@@ -17,6 +19,7 @@ import pytest
 import sweep_tasks
 import torch
 
+from ada_loss.lab.environment import versions
 from ada_loss.lab.sweep.cells import Cell, plan
 from ada_loss.lab.sweep.work import run_cell
 from ada_loss.lab.training.checkpoints import Checkpoints
@@ -178,3 +181,30 @@ def test_a_checkpoint_of_before_goes_on_with_the_points_that_it_had(tmp_path: Pa
     run = job.result({}, 0.0)
     assert [step for step, _ in run.history] == [10, 13, 14]
     restore_generators({"noise": [torch.get_rng_state()]}, ())
+
+
+def test_a_file_that_an_earlier_version_wrote_after_nine_steps_is_resumed(tmp_path: Path) -> None:
+    """Only the versions in it are those of today: results of other ones are not mixed."""
+    content = gzip.decompress((Path(__file__).parents[3] / "data" / "checkpoint_v1.pt.gz").read_bytes())
+    saved = torch.load(io.BytesIO(content[32:]), weights_only=True)
+    saved["identity"]["versions"] = versions()
+    packed = io.BytesIO()
+    torch.save(saved, packed)
+    (tmp_path / "c.pt").write_bytes(hashlib.sha256(packed.getvalue()).digest() + packed.getvalue())
+    job = Job("fp32", "stochastic", checkpoint=tmp_path / "c.pt")
+    model = job.quantize(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = job.scaler(optimizer)
+    start = job.checkpoint(model=model, optimizer=optimizer)
+    assert start == 9
+    assert all(torch.equal(x, saved["states"]["model"][name]) for name, x in model.state_dict().items())
+    for step in range(start, 20):
+        scaler.scale(model(torch.ones(4, 8)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        job.log(step, loss=1.0)
+        job.checkpoint(step + 1)
+    run = job.result({}, 0.0)
+    assert [step for step, _ in run.history] == [10, 13, 17, 20]
+    assert run.losses == [value for _, value in saved["states"]["job"]["curves"]["loss"]] + [1.0] * 11
+    job.close()

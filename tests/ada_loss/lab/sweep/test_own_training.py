@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +137,14 @@ def test_a_function_of_a_script_is_known_by_its_source_and_options_by_their_valu
 
 
 def test_a_sweep_of_a_training_function_is_resumed_where_it_is_trusted(tmp_path: Path) -> None:
-    swept(tmp_path, "own_trainings:diverges", seeds=2)
+    swept(tmp_path / "mine", "own_trainings:diverges", seeds=2)
+    assert ada_loss.resume(tmp_path / "mine", show_progress=False).counts["done"] == 4  # this user has run it
+    theirs = tmp_path / "theirs"
+    shutil.copytree(tmp_path / "mine", theirs)
     with pytest.raises(ValueError, match="which is code from outside of this library"):
-        ada_loss.resume(tmp_path)
-    assert ada_loss.resume(tmp_path, trust=True, show_progress=False).counts["done"] == 4
+        ada_loss.resume(theirs)
+    assert ada_loss.resume(theirs, trust=True, show_progress=False).counts["done"] == 4
+    assert ada_loss.resume(theirs, show_progress=False).counts["done"] == 4  # it was trusted
     (tmp_path / "mine.yaml").write_text("train: own_trainings:diverges\nformats: [fp16]\ntask_options: {a: [1, x]}\n")
     read = read_sweep(tmp_path / "mine.yaml")
     assert plan(None, read["formats"], ["none"], options=read["task_options"], train=read["train"])

@@ -62,7 +62,7 @@ def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
 def test_the_steps_of_a_cell_are_told_while_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("WRITTEN_EVERY", "READ_EVERY", "LINE_EVERY"):
+    for name in ("WRITTEN_EVERY", "READ_EVERY", "FIRST_LINE", "LINE_EVERY"):
         monkeypatch.setattr(progress, name, 0.02)
     sweep("sweep_tasks:tiny", ["e5m2"], seeds=1, task_options={"epochs": 400}, out=tmp_path)
     told = [int(step) for step in re.findall(r"at step (\d+)/400", capfd.readouterr().err)]

@@ -393,6 +393,7 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the driver and to its workers
     said = process.communicate(timeout=60)[1]
     assert process.returncode in (130, -signal.SIGINT)
+    assert said.count("Traceback") == 1  # the script's own
     assert said.strip().endswith(f"Interrupted. What was done is kept in {tmp_path}: run the same again to go on.")
     with Ledger(tmp_path / "ledger.sqlite", readonly=True) as ledger:
         assert ledger.counts()["running"] == 0
@@ -542,6 +543,7 @@ def test_a_script_without_a_main_guard_is_told_what_to_do(tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(), timeout=120)
     assert done.returncode == 1
     assert "A worker that is starting came to sweep()" in done.stderr
+    assert len(done.stderr.splitlines()) < 40
     assert "below `if __name__ == '__main__':`; from standard input, give workers=1." in done.stderr.splitlines()[-1]
 
 

@@ -1,0 +1,122 @@
+"""The cells of a report: for each its settings, its results, its curves, and where it lost gradients."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ada_loss.lab.results.heat import heat_png
+from ada_loss.lab.results.results import StoredResults
+from ada_loss.lab.sweep.telemetry import Curves, curves_of
+from ada_loss.lab.training.run import is_of_role
+
+__all__ = ["cell_page", "lost_by_site"]
+
+POINTS = 120
+MOST_SITES = 40
+MOST_NAMES = 8  # curves of a cell that the page keeps
+
+
+def cell_page(
+    results: StoredResults, cell: dict[str, Any], row: dict[str, Any] | None, with_curves: bool
+) -> dict[str, Any]:
+    """What the page has of a cell.
+
+    row: of `Results.rows`; None for a cell that is not done.
+    with_curves: whether its curves and its heat map are read.
+    """
+    settings = {name: value for name, value in results.settings_of(cell).items() if name != "id"}
+    curves: Curves = {}
+    heat: dict[str, Any] | None = None
+    damage = ""
+    if row is not None and with_curves:
+        try:
+            arrays = results.telemetry(cell["id"])
+            curves, heat = _shown(curves_of(arrays)), _heat(arrays)
+        except Exception as error:  # arrays of another kind than a training gives
+            damage = str(error)
+    return {
+        "id": cell["id"],
+        "state": "diverged" if row is not None and row["diverged"] else cell["state"],
+        "values": {name: _value(value) for name, value in {**settings, **(row or {})}.items() if name != "id"},
+        "config": json.dumps(cell["config"], indent=1),
+        "error": cell["error"],
+        "traceback": cell["traceback"],
+        "attempts": cell["attempts"],
+        "points": {name: _points(*found) for name, found in curves.items()},
+        "heat": heat,
+        "damage": damage,
+    }
+
+
+def _shown(curves: Curves) -> Curves:
+    """The curves that tell something: those with two points at least, and no scale that stays."""
+    found = {
+        name: points
+        for name, points in curves.items()
+        if len(points[0]) > 1 and np.isfinite(points[1]).any() and not (name == "scale" and np.ptp(points[1]) == 0)
+    }
+    return dict([*found.items()][:MOST_NAMES])
+
+
+def _points(steps: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[list[float], list[float | None]]:
+    """Steps and means of at most POINTS stretches, with four digits; None where there is no number."""
+    xs, ys = [], []
+    for part in np.array_split(np.arange(len(steps)), min(POINTS, len(steps))):
+        known = values[part][np.isfinite(values[part])]
+        xs.append(float(f"{steps[part].mean():.6g}"))
+        ys.append(float(f"{known.mean():.4g}") if len(known) else None)
+    return xs, ys
+
+
+def lost_by_site(
+    arrays: Mapping[str, NDArray[Any]], role: str = "error"
+) -> tuple[list[int], list[str], NDArray[np.float64]] | None:
+    """Where a training lost the numbers of a role: steps, sites, and shares, (steps, sites), NaN where none came.
+
+    None without a recording. Gradients are given from the input to the output.
+    """
+    if "history.steps" not in arrays:
+        return None
+    roles = [str(name) for name in arrays["sites.role"]]
+    chosen = np.array([i for i, name in enumerate(roles) if is_of_role(name, role)], dtype=int)
+    if role in ("error", "weight_grad"):
+        chosen = chosen[::-1]  # gradients are recorded from the output to the input
+    lost, nonzero = (
+        np.diff(arrays[f"history.{name}"][:, chosen], axis=0, prepend=0) for name in ("underflow", "nonzero")
+    )
+    with np.errstate(invalid="ignore"):
+        shares = np.where(nonzero > 0, lost / nonzero, np.nan)
+    sites = [f"{arrays['sites.site'][i]} {roles[i] if roles[i] != role else ''}".rstrip() for i in chosen]
+    return arrays["history.steps"].tolist(), sites, shares
+
+
+def _heat(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any] | None:
+    """The heat map of a cell's gradients; None where nothing was recorded or rounded."""
+    found = lost_by_site(arrays)
+    if found is None or not found[1] or not len(found[0]):
+        return None
+    steps, sites, shares = found
+    more = len(sites) - MOST_SITES
+    if more > 0:
+        chosen = np.linspace(0, len(sites) - 1, MOST_SITES).round().astype(int)
+        sites, shares = [sites[i] for i in chosen], shares[:, chosen]
+    address = f"data:image/png;base64,{base64.b64encode(heat_png(shares.T)).decode()}"
+    return {"address": address, "sites": sites, "last": steps[-1], "more": max(more, 0), "none": np.isnan(shares).any()}
+
+
+def _value(value: Any) -> tuple[str, str]:
+    """The text that is shown, and the key that the page sorts by: "" comes last."""
+    if isinstance(value, bool):
+        return ("yes" if value else "no"), str(int(value))
+    if isinstance(value, int | float):
+        if not math.isfinite(value):
+            return str(value), ""
+        return (str(value) if isinstance(value, int) else f"{value:.4g}"), repr(float(value))
+    return ("-", "") if value is None else (str(value), str(value))

@@ -1,0 +1,121 @@
+"""Why cells diverged or fell short: one is trained again up to the step that fails, and `fpsim.why` is asked there."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fpsim
+from ada_loss.files import write_atomically
+from ada_loss.lab.results import Results
+from ada_loss.lab.results.results import REASONS, read_reasons
+from ada_loss.lab.results.statements import SECTIONS
+from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, path_of
+from ada_loss.lab.sweep.work import training_of
+from ada_loss.lab.tasks import find_task
+from ada_loss.lab.training.generators import kept_generators, seed_generators
+from ada_loss.lab.training.loop import Training
+from ada_loss.lab.training.run import Stopped
+from ada_loss.lab.training.steps import backward
+
+__all__ = ["explain"]
+
+NOT_AGAIN = "not asked: a training function of one's own is not run again"
+NOTHING = "fpsim.why finds nothing that is wrong with the step"
+
+
+def explain(out: Path, device: str, make_task: MakeTask | TrainFunction | None) -> dict[str, str]:
+    """The reasons of a folder by cell, those that are new found and written beside the ledger, whose rows stay.
+
+    Of a cell that diverged the step is looked at whose loss is not finite, and the one before, which may have made the
+    parameters so; of a setting that falls short its last step, of one seed.
+    """
+    results, reasons = Results(out), read_reasons(out)
+    configs = {cell["id"]: cell["config"] for cell in results.cells}
+    for cell in [cell for cell in _asked(results) if cell not in reasons]:
+        losses = results.readable_telemetry(cell).get("losses", ())
+        steps = _steps([float(x) for x in losses])
+        reasons[cell] = _reason(configs[cell], device, make_task, steps) if steps else NOTHING
+        write_atomically(out / REASONS, json.dumps(reasons, indent=1).encode())
+    return reasons
+
+
+def _asked(results: Results) -> list[str]:
+    """The cells of which a reason is asked: those that diverged, and one of each setting that falls short."""
+    cells = [row["id"] for row in results.rows() if row["diverged"]]
+    done = {row["id"] for row in results.rows()}
+    if any(row["metrics"] for row in results.cells):
+        for verdict in results.verdicts():
+            short = [one for one in verdict.combinations if one.outcome in SECTIONS["short"]]
+            for one in short:
+                cells += [cell for cell in one.cells if cell in done][: 0 if set(cells) & {*one.cells} else 1]
+    return [*dict.fromkeys(cells)]
+
+
+def _steps(losses: Sequence[float]) -> list[int]:
+    """The steps that are looked at, counted from 0."""
+    bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    if bad is None:
+        return [len(losses) - 1] if losses else []
+    return [i for i in (bad - 1, bad) if i >= 0]
+
+
+class _ReachedError(Exception):
+    """The last step that is looked at was reached."""
+
+
+def _reason(
+    config: Mapping[str, Any], device: str, make_task: MakeTask | TrainFunction | None, steps: Sequence[int]
+) -> str:
+    if is_own(config["task"]):
+        return NOT_AGAIN
+    function: Any = make_task or find_task(path_of(config["task"]))
+    unseen = {"record_every": 0, "evaluate_every": 0}  # a model that is being recorded is not looked at
+    options = {name: unseen.get(name, value) for name, value in config["options"].items()}
+    found: list[str] = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the cell was trained
+    try:
+        with kept_generators([device] if device.startswith("cuda") else []), suppress(_ReachedError, Stopped):
+            seed_generators(config["seed"])
+            training = training_of({**config, "options": options}, function, device)
+
+            def before_step(x: Tensor, y: Tensor) -> None:
+                if training.state.steps in steps:
+                    found.extend(_headline(training, x, y))
+                    if found or training.state.steps == steps[-1]:
+                        raise _ReachedError
+
+            training.before_step = before_step
+            training.run()
+    finally:
+        torch.set_num_threads(threads)
+    return found[0] if found else NOTHING
+
+
+def _headline(training: Training, x: Tensor, y: Tensor) -> list[str]:
+    """What `why` says of a step, its first line and the first remedy that works; [] where nothing is found."""
+    scaler = training.scaler
+    state = scaler.state_dict()
+
+    def step() -> float:
+        training.optimizer.zero_grad()
+        loss = backward(training.task, training.model, scaler, x, y, training.options.micro_batches)
+        scaler.step(training.optimizer)
+        with suppress(FloatingPointError):  # whose scale can fall no further: that is what is asked about
+            scaler.update()
+        scaler.load_state_dict(state)
+        return loss
+
+    found = fpsim.why(training.model, step, training.optimizer)
+    if found.cause is None:
+        return []
+    first = str(found).splitlines()[0].rstrip(".")
+    return [f"{first}; {found.tried[0]['what']} is enough" if found.tried else first]

@@ -1,0 +1,107 @@
+"""How a cell goes while it trains: its curves so far, in a file that the worker writes and the driver reads."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from ada_loss.lab.sweep.telemetry import Curves, Numbers, curves_of, telemetry
+from ada_loss.lab.training.run import Run
+
+__all__ = ["LiveFile", "LiveReader", "live_path"]
+
+EVERY = 1.0  # seconds, at least
+LEISURE = 50  # a worker waits so many times as long as it took to write: 2 % of its time at most
+
+
+def live_path(checkpoint: Path) -> Path:
+    """The file, beside a cell's checkpoint, that has the curves of the cell so far."""
+    return checkpoint.with_suffix(".live")
+
+
+class LiveFile:
+    """Called with the number of new steps, it appends now and then what the curves have gained.
+
+    A file that cannot be written is left out: the driver learns the whole in the end.
+
+    path: of the file, which begins empty.
+    run: returns the training as it is.
+    """
+
+    def __init__(self, path: Path, run: Callable[[], Run]) -> None:
+        self.path, self._run, self._told = path, run, dict[str, int]()
+        self._next = time.monotonic() + EVERY
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"")
+
+    def __call__(self, steps: int) -> None:
+        began = time.monotonic()
+        if began < self._next:
+            return
+        self.write()
+        ended = time.monotonic()
+        self._next = ended + max(EVERY, LEISURE * (ended - began))
+
+    def write(self) -> None:
+        """Append what is new."""
+        lines = []
+        for name, (steps, values) in curves_of(telemetry(self._run())).items():
+            told = self._told.get(name, 0)
+            if len(steps) > told:
+                lines.append(json.dumps([name, told, steps[told:].tolist(), values[told:].tolist()]) + "\n")
+                self._told[name] = len(steps)
+        with suppress(OSError), open(self.path, "a") as file:
+            file.write("".join(lines))
+
+
+class LiveReader:
+    """Reads what a worker appends to its file. A worker that begins again writes the same from the start.
+
+    path: of the file, which may not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._at, self.told = path, 0, dict[str, int]()
+
+    def read(self) -> Curves:
+        """What the curves have gained since the last call, {name: (steps, values)}."""
+        try:
+            if self.path.stat().st_size < self._at:
+                self._at = 0
+            with open(self.path, "rb") as file:
+                file.seek(self._at)
+                content = file.read()
+        except OSError:  # not there yet, or not there any more
+            return {}
+        whole = content[: content.rfind(b"\n") + 1]
+        self._at += len(whole)
+        found: Curves = {}
+        for line in whole.splitlines():
+            try:
+                name, first, steps, values = json.loads(line)
+                new = self._new(name, first, np.array(steps, float), np.array(values, float))
+            except (ValueError, TypeError):  # the worker began again while it was read
+                continue
+            if len(new[0]):
+                before = found.get(name, (np.empty(0), np.empty(0)))
+                found[name] = np.concatenate([before[0], new[0]]), np.concatenate([before[1], new[1]])
+        return found
+
+    def rest(self, curves: Curves) -> Curves:
+        """What of the whole curves was not read."""
+        found = {name: self._new(name, 0, *points) for name, points in curves.items()}
+        return {name: points for name, points in found.items() if len(points[0])}
+
+    def _new(self, name: str, first: int, steps: Numbers, values: Numbers) -> tuple[Numbers, Numbers]:
+        told = self.told.get(name, 0)
+        skip = max(told - first, 0)
+        if first > told:  # a line is lost: what follows is told in the end
+            return steps[:0], values[:0]
+        self.told[name] = max(told, first + len(steps))
+        return steps[skip:], values[skip:]

@@ -1,0 +1,88 @@
+"""Which numbers of a result stand for "not to be looked at"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpsim.emulation.tracing import Operation
+
+__all__ = ["LEAKS", "leaking", "masked_in", "number_in"]
+
+_FAR = -1e3  # a finite constant from which on down a score is a mask
+LEAKS = 1e-5  # the least weight on a masked position that counts
+_FILLS = frozenset("masked_fill masked_fill_ where".split())
+_ADDITIONS = frozenset("add sub iadd add_ radd masked_fill".split())
+
+
+def masked_in(
+    operation: Operation, operands: list[Tensor], arguments: tuple[Any, ...], result: Tensor
+) -> Tensor | None:
+    """Where a finite constant, or a tensor of such constants, masks the result; None where nothing does."""
+    if operation.name in _FILLS:
+        masks = [a for a in arguments if isinstance(a, Tensor) and a.dtype is torch.bool]
+        fills = [*number_in(arguments), *(float(x) for x in operands if x.numel() == 1)]
+        if not masks or not any(c <= _FAR for c in fills):
+            return None
+        where = masks[0] if operation.name != "where" else _side_of(masks[0], arguments)
+        return _shaped(where, result)
+    if operation.name in ("mul", "rmul", "masked_fill") and any(c <= _FAR for c in number_in(arguments)) and operands:
+        x = operands[0]
+        return _shaped(x != 0, result) if bool(((x == 0) | (x == 1)).all()) else None
+    if operation.name in _ADDITIONS:
+        for source, x in zip(operation.sources, operands, strict=False):
+            known = None if source is None else source.notes.get("masked")
+            if known is not None and known.shape == x.shape:
+                return _shaped(known, result)
+            if source is None and bool((x <= _FAR).any()) and not bool((x > 0).any()):
+                return _shaped(x <= _FAR, result)
+    for source in operation.sources[:1]:
+        known = None if source is None else source.notes.get("masked")
+        if known is not None and known.shape == result.shape and operation.name in _KEEP:
+            return known  # type: ignore[no-any-return]
+        if known is not None and operation.name in _VIEWS and known.numel() == result.numel():
+            return known.reshape(result.shape)  # type: ignore[no-any-return]
+    return None
+
+
+_KEEP = frozenset(
+    "div truediv mul to float half bfloat16 type contiguous clone idiv div_ add sub maximum max clamp".split()
+)
+_VIEWS = frozenset("view reshape unsqueeze squeeze flatten __getitem__ getitem".split())
+
+
+def _side_of(condition: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    """Where `where` takes the constant."""
+    first = arguments[1] if len(arguments) > 1 else None
+    is_first = isinstance(first, int | float) or (
+        isinstance(first, Tensor) and first.numel() == 1 and float(first) <= _FAR
+    )
+    return condition if is_first else ~condition
+
+
+def _shaped(mask: Tensor, like: Tensor) -> Tensor | None:
+    try:
+        return mask.broadcast_to(like.shape)
+    except RuntimeError:
+        return None
+
+
+def leaking(operation: Operation, result: Tensor) -> Tensor | None:
+    """What a softmax gives to masked positions, zero elsewhere; None where that does not count.
+
+    A row that is masked as a whole is uniform on purpose.
+    """
+    source = operation.sources[0] if operation.sources else None
+    masked = None if source is None else source.notes.get("masked")
+    if operation.name not in ("softmax", "log_softmax") or masked is None or masked.shape != result.shape:
+        return None
+    weights = result if operation.name == "softmax" else result.exp()
+    partly = torch.where(masked & ~masked.all(-1, keepdim=True), weights, torch.zeros((), dtype=result.dtype))
+    return partly if bool((partly >= LEAKS).any()) else None
+
+
+def number_in(arguments: tuple[Any, ...]) -> list[float]:
+    """The numbers of Python among the arguments of a call, and of tensors of one number from outside."""
+    return [float(a) for a in arguments if isinstance(a, int | float) and not isinstance(a, bool)]

@@ -1,0 +1,97 @@
+"""A sweep that is asked why: the reason is a column of its own, no row's digest changes, and the verdict says it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ada_loss.lab.results import Results
+from ada_loss.lab.sweep.driver import sweep
+from ada_loss.lab.sweep.ledger import Ledger
+from ada_loss.lab.tasks import Task
+
+STEPS = {"epochs": 1, "batch_size": 16, "learning_rate": 0.1}
+
+
+def lossy(seed: int) -> Task:
+    """A head whose gradients are below every number of e5m2: the branch before it never learns there."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(96, 8, generator=generator)
+    y = (x[:, 0] > 0).long()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out.float(), target) * 1e-6
+
+    def accuracy(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (out.argmax(-1) == target).float().mean()
+
+    return Task("lossy", model, (x, y), (x, y), loss, {"accuracy": accuracy})
+
+
+def overflowing(seed: int) -> Task:
+    """A square of what does not fit fp16."""
+    task = lossy(seed)
+
+    class Squared(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 4000).square() / 1e6
+
+    task.model.append(Squared())
+    return task
+
+
+def digests(out: Path) -> list[tuple[object, ...]]:
+    with Ledger(out / "ledger.sqlite", readonly=True) as ledger:
+        return [(row["id"], json.dumps(row["metrics"]), row["telemetry_sha256"]) for row in ledger.rows()]
+
+
+def test_the_reason_of_a_diverged_cell_is_a_column_and_in_the_verdict(tmp_path: Path) -> None:
+    arguments = {"task": overflowing, "formats": ["fp16"], "seeds": 3, "task_options": STEPS, "out": tmp_path}
+    plain = sweep(**arguments, show_progress=False)
+    before = digests(tmp_path)
+    assert "reason" not in plain.rows()[0]
+    found = sweep(**arguments, why=True, show_progress=False)
+    assert digests(tmp_path) == before
+    rows = {(row["format"], row["seed"]): row for row in found.rows()}
+    for seed in range(3):
+        assert rows["fp16", seed]["diverged"]
+        assert rows["fp16", seed]["reason"].startswith(
+            "Overflow at 3:square, activation, in fp16; float32 for 3:square"
+        )
+        assert rows["fp32", seed]["reason"] == ""
+    text = str(found.verdicts()[0])
+    assert "diverges with 3 of 3 seeds" in text
+    assert f": {rows['fp16', 0]['reason']}" in text
+    assert [row["reason"] for row in Results(tmp_path).rows()] == [row["reason"] for row in found.rows()]
+
+
+def test_a_setting_that_falls_short_is_asked_with_one_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {**STEPS, "epochs": 10, "learning_rate": 2e5}
+    found = sweep(lossy, ["e5m2"], seeds=3, task_options=options, out=tmp_path, why=True, show_progress=False)
+    rows = [row for row in found.rows() if row["format"] == "e5m2"]
+    assert not any(row["diverged"] for row in rows)
+    reasons = [row["reason"] for row in rows if row["reason"]]
+    assert len(reasons) == 1
+    assert reasons[0].startswith("Gradient lost at "), reasons
+    assert f": {reasons[0]}" in str(found.verdicts()[0])
+
+    def fails(*_: object) -> None:
+        raise AssertionError("what is known is not asked again")
+
+    monkeypatch.setattr("fpsim.why", fails)
+    sweep(lossy, ["e5m2"], seeds=3, task_options=options, out=tmp_path, why=True, show_progress=False)
+
+
+def test_damaged_reasons_are_told(tmp_path: Path) -> None:
+    sweep(lossy, ["fp32"], seeds=1, task_options=STEPS, out=tmp_path, show_progress=False)
+    (tmp_path / "reasons.json").write_text("{")
+    with pytest.raises(ValueError, match=r"is damaged.*Delete it; `--why` writes it again"):
+        Results(tmp_path)

@@ -1,0 +1,95 @@
+"""A branch behind a small gate: the default leaves it dead and says so once; what it tells to set revives it."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpsim
+from ada_loss import AdaLossScaled
+from ada_loss.record import Recorder
+
+
+class Gated(nn.Module):
+    """LayerScale: x + 1e-6 f(x)."""
+
+    def __init__(self, gate: float) -> None:
+        super().__init__()
+        self.gate, self.fc = gate, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.fc(x)
+
+
+def gated(gate: float, error: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Gated(gate), nn.Linear(8, 4))
+    return fpsim.quantize(model, fpsim.Policy(error=error, weight_grad=error))
+
+
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+
+
+def train(model: nn.Module, steps: int = 2) -> float:
+    """The share of the branch's weight whose gradient is zero in the last step."""
+    for _ in range(steps):
+        model.zero_grad()
+        (model(X).square().mean() * 1e-2).backward()
+    return float((model[1].fc.weight.grad == 0).float().mean())
+
+
+@pytest.mark.parametrize("error", ["fp16", "e5m2"])
+def test_the_dead_branch_is_told_of_once_with_what_to_set_and_that_revives_it(error: str) -> None:
+    model = gated(1e-6, error)
+    with AdaLossScaled(model), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert train(model, 4) == 1.0
+    texts = [str(w.message) for w in told if "underflowed in the first step" in str(w.message)]
+    assert len(texts) == 1
+    assert "1.fc:linear" in texts[0]
+    assert "rule='current', init_scale=2.0**20 or a loss scale" in texts[0]
+    for options in ({"rule": "current"}, {"init_scale": 2.0**20}):
+        revived = gated(1e-6, error)
+        with AdaLossScaled(revived, **options), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert train(revived) < 0.1
+
+
+def test_a_branch_that_lives_is_not_told_of_and_no_bit_changes() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = gated(0.5, "fp16")
+        with AdaLossScaled(model):
+            train(model)
+    gradients = []
+    for looks in (True, False):
+        torch.manual_seed(0)
+        fpsim.manual_seed(0)
+        model = fpsim.quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), "e5m2", rounding="stochastic")
+        with AdaLossScaled(model) as scaled:
+            scaled._engine._dead.looks = looks
+            for _ in range(3):
+                model(X).sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))  # the noise of the training is drawn as without it
+
+
+def test_a_recorder_prints_the_sites_that_lose_most() -> None:
+    recorder = Recorder()
+    assert "without rows so far" in str(recorder)
+    model = gated(1e-6, "fp16")
+    with AdaLossScaled(model) as scaled, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scaled.observer = recorder
+        train(model)
+    lines = str(recorder).splitlines()
+    rows = recorder.rows()
+    assert f"{len(rows)} rows of steps 1 to 2" in lines[0]
+    worst = {row["site"] for row in rows if row["underflow"] == 1.0}
+    assert lines[2].split()[0] in worst
+    assert "1.fc:linear" in worst
+    assert len(lines) <= 14
+    assert repr(recorder) == str(recorder)

@@ -1,0 +1,104 @@
+"""Blocks that are interrupted at any instant, while the traceback lives on as in a notebook, leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from instants import interrupted
+from leftovers import Net, X, left_on
+
+import fpsim
+
+MODEL = fpsim.quantize(Net(), "fp16")
+ONE = torch.tensor(1.0)
+BLOCKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "emulate": lambda: fpsim.emulate("fp16"),
+    "record": lambda: fpsim.record(MODEL),
+    "noise_of_torch": fpsim.noise_of_torch,
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_ctrl_c_at_any_instant_of_a_block_leaves_nothing_though_its_traceback_is_kept(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> None:
+        with BLOCKS[name]():
+            pass
+
+    monkeypatch.setattr("sys.unraisablehook", lambda _: None)  # of what runs while something is forgotten
+    run()
+    instants, _ = interrupted(run, 0)
+    assert instants > 20
+    kept = []
+    for at in range(1, instants + 1):
+        kept.append(interrupted(run, at)[1])
+        assert left_on(MODEL) == [], f"at {at} of {instants}"
+    assert len([error for error in kept if error is not None]) > instants // 2
+    run()
+
+
+def test_a_watch_that_is_interrupted_within_its_block_ends_though_the_traceback_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the block has it, the object is no different from one that is kept on purpose."""
+    monkeypatch.setattr("sys.unraisablehook", lambda _: None)
+    model = Net()
+    begun: list[int] = []
+
+    def run() -> None:
+        begun.clear()
+        with fpsim.watch(model, ["fp16"], every=1):
+            begun.append(1)
+
+    run()
+    instants, _ = interrupted(run, 0)
+    kept, inside = [], 0
+    for at in range(instants // 2, instants + 1):
+        kept.append(interrupted(run, at)[1])
+        if begun:
+            inside += 1
+            assert left_on(model) == [], f"at {at} of {instants}"
+        else:
+            model = Net()
+    assert inside > 20
+
+
+def test_an_emulation_ends_where_a_stack_of_blocks_leaves_it_and_may_be_entered_again() -> None:
+    with contextlib.ExitStack() as stack:
+        block = fpsim.emulate("e4m3fn")
+        stack.enter_context(block)
+        assert (ONE / 3).item() == 0.34375  # 11 / 32, the nearest of e4m3fn
+        with pytest.raises(RuntimeError, match="is running already"):
+            block.__enter__()
+    assert left_on() == []
+    with block:
+        assert hasattr(block, "__exit__")  # a look at it ends nothing
+        assert (ONE / 3).item() == 0.34375
+    assert left_on() == []
+
+
+def test_an_emulation_decorates_a_function_that_calls_itself() -> None:
+    @fpsim.emulate("e4m3fn")
+    def third(depth: int) -> float:
+        """One third, in fact."""
+        found = (ONE / 3).item()
+        return third(depth - 1) if depth else found
+
+    assert third(2) == 0.34375
+    assert third.__doc__ == "One third, in fact."
+    assert left_on() == []
+
+
+def test_what_a_block_raises_as_it_begins_leaves_nothing() -> None:
+    with pytest.raises(ValueError, match="Unknown format"), fpsim.emulate("fp99"):
+        pass
+    with fpsim.record(MODEL), pytest.raises(ValueError, match="being recorded already"), fpsim.record(MODEL):
+        pass
+    assert left_on(MODEL) == []
+    assert MODEL(X).shape == (4, 3)

@@ -1,0 +1,103 @@
+"""How many planted causes `why` names, and how many of its remedies work: `python tests/planted_counts.py [--every N]`.
+
+Prints each case that is not right, then the counts that docs/diagnose.md has: of the causes, of the controls in which
+nothing is wrong, of those written apart and of those told in forums; and how often a step was run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from planted_cases import CAUSES, cases
+from planted_controls import CONTROLS, controls
+from planted_forum import FORTY
+from planted_models import Planted
+from planted_remedies import is_cured
+
+import fpsim
+
+LATE = ("float32",)  # the stage of what is found by the comparison with float32 alone
+
+
+def is_named(name: str, found: fpsim.Why) -> bool:
+    """Place, role and kind, in the first of at most fifteen lines."""
+    cause, first = CAUSES[name], str(found).splitlines()[0]
+    if found.cause is None:
+        return False
+    place = found.cause["place"]
+    at = cause.place in place if cause.place.endswith(":") else place.endswith(cause.place)
+    is_told = place in first and cause.role in first and cause.kind.lower() in first.lower()
+    return at and is_told and (found.cause["role"], found.cause["kind"]) == (cause.role, cause.kind)
+
+
+class Counts:
+    """What is counted, and the most runs of a step."""
+
+    def __init__(self) -> None:
+        self.all: Counter[str] = Counter()
+        self.runs: dict[str, list[int]] = {"before": [], "compared": []}
+
+    def add(self, name: str, is_right: bool, what: str, found: Any) -> None:
+        self.all[name] += 1
+        self.all[f"{name} right"] += is_right
+        if not is_right:
+            text = str(found).splitlines()
+            print(f"{name}: {what}: {text[0]}", flush=True)
+
+    def add_runs(self, found: fpsim.Why) -> None:
+        late = found.cause is None or found.cause["stage"] in LATE or found.float32 is not None
+        is_before = found.cause is not None and found.cause["stage"] not in LATE
+        self.runs["before" if is_before or not late else "compared"].append(found.runs)
+
+
+def count(every: int) -> Counts:
+    """Run each n-th case of all kinds."""
+    counts = Counts()
+    for case in [*cases()][::every]:
+        name, model, fmt = case
+        found = Planted(model, fmt, CAUSES[name].plant).why()
+        counts.add("causes", is_named(name, found), " ".join(case), found)
+        counts.add_runs(found)
+        for which in range(len(found.tried)):
+            works = is_cured(Planted(model, fmt, CAUSES[name].plant), found, which)
+            counts.add("remedies", works, f"{' '.join(case)}: {found.tried[which]['remedy']}", found)
+        counts.all["with a tried remedy"] += bool(found.tried)
+    for case in [*controls()][::every]:
+        name, model, fmt = case
+        found = Planted(model, fmt, CONTROLS[name][0]).why()
+        counts.add("controls", found.cause is None, " ".join(case), found)
+        counts.add_runs(found)
+    for told in FORTY[::every]:
+        planted = told()
+        found = fpsim.why(planted.model, planted.step, planted.optimizer)
+        counts.add("forums", planted.is_named_by(found), told.__name__, found)
+        counts.add_runs(found)
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--every", type=int, default=1, help="run each n-th case only")
+    every = parser.parse_args().every
+    warnings.simplefilter("ignore")
+    counts = count(every)
+    total = counts.all
+    print(f"{len(CAUSES)} causes: {total['causes right']} of {total['causes']} cases are named right")
+    print(f"controls: nothing is named in {total['controls right']} of {total['controls']}")
+    print(f"forums: {total['forums right']} of {total['forums']} are named right")
+    print(f"remedies printed as tried: {total['remedies right']} of {total['remedies']} work when applied")
+    print(f"cases with one or more tried remedies: {total['with a tried remedy']}")
+    for name, words in (("before", "where it speaks before"), ("compared", "where it reaches")):
+        runs = sorted(counts.runs[name]) or [0]
+        print(f"steps {words} the comparison with float32: median {runs[len(runs) // 2]}, at most {runs[-1]}")
+
+
+if __name__ == "__main__":
+    main()
