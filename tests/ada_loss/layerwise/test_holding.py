@@ -81,7 +81,7 @@ def test_a_gradient_that_outgrows_its_scale_at_once_is_rounded_again_at_a_lower_
         assert handle.last_log2_scale(":linear") == before  # kept all the same
 
 
-@pytest.mark.filterwarnings("ignore:Every gradient of 0:linear underflowed")  # in the first step they are too small
+@pytest.mark.filterwarnings("ignore:Every gradient of 0.linear underflowed")  # in the first step they are too small
 def test_a_gradient_that_outgrows_its_scale_little_by_little_is_rounded_once() -> None:
     model = quantize(nn.ModuleList([nn.Linear(1, 8), nn.Linear(1, 8)]), Policy(error="e4m3fn"))
     spec, x = rounding_spec("e4m3fn"), torch.ones(1, 1)
