@@ -83,7 +83,8 @@ FLOORS = (
     "ada_loss.lab.training.format_schedule "
     "ada_loss.lab.training.generators ada_loss.lab.sweep.limits "
     "ada_loss.lab.sweep.lock ada_loss.lab.sweep.trust ada_loss.lab.sweep.execution ada_loss.lab.sweep.progress "
-    "ada_loss.lab.results.figures ada_loss.lab.results.judgement",
+    "ada_loss.lab.results.judgement",
+    "ada_loss.lab.results.figures",
     "ada_loss.lab.results.table ada_loss.lab.results.heat ada_loss.lab.results.charts "
     "ada_loss.lab.training.checkpoints ada_loss.lab.sweep.missing ada_loss.lab.studies.space",
     "ada_loss.lab.studies.study",
