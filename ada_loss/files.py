@@ -12,7 +12,7 @@ from typing import Any
 
 from fpsim.checks import pip_install, shown
 
-__all__ = ["csv_bytes", "data_frame", "folder_at", "strict_json", "write_atomically"]
+__all__ = ["csv_bytes", "data_frame", "folder_at", "mapping_in", "strict_json", "write_atomically"]
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -81,6 +81,15 @@ def strict_json(content: Any) -> str:
     '{"sqnr": [1.5, null, null]}'
     """
     return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None))
+
+
+def mapping_in(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; {} for a file that is missing, damaged or holds something else."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def folder_at(out: object) -> Path:

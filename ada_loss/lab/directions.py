@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ada_loss.files import strict_json, write_atomically
+from ada_loss.files import mapping_in, strict_json, write_atomically
 from fpsim.checks import did_you_mean, shown
 
 __all__ = [
@@ -204,13 +203,9 @@ def hint_for(metric: str) -> str:
 
 def read_directions(folder: Path) -> dict[str, str]:
     """The directions that are kept in the folder of a sweep; those of them that are none are passed over."""
-    try:
-        found = json.loads((folder / FILE).read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    return {name: direction for name, direction in found.items() if direction in (MINIMIZE, MAXIMIZE)}
+    return {
+        name: direction for name, direction in mapping_in(folder / FILE).items() if direction in (MINIMIZE, MAXIMIZE)
+    }
 
 
 def keep_directions(folder: Path, said: Mapping[str, str]) -> None:

@@ -288,7 +288,7 @@ def _float32_backward(attempts: _Attempts, event: Event, seen: Timeline) -> Reme
     start = event.operation
     if start is None:
         return None
-    before = _ancestors(start)
+    before = start.all_behind()
     readers = [o for o in seen.operations if o in start.children]
     candidates = [*readers, start, *(o for o in reversed(seen.operations) if id(o) in before and o is not start)]
     return _fewest(attempts, event, candidates)
@@ -302,16 +302,6 @@ def descendants(start: Operation) -> set[int]:
         if id(at) not in found:
             found.add(id(at))
             waiting += at.children
-    return found
-
-
-def _ancestors(start: Operation) -> set[int]:
-    found, waiting = set(), [start]
-    while waiting:
-        at = waiting.pop()
-        if id(at) not in found:
-            found.add(id(at))
-            waiting += at.parents
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import fpsim
-from ada_loss.files import strict_json, write_atomically
+from ada_loss.files import mapping_in, strict_json, write_atomically
 from ada_loss.lab.sweep.cell_formats import BASELINE, canonical_format, label
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, as_schedule
 from fpsim.checks import shown
@@ -149,13 +148,7 @@ def names_of(formats: Iterable[Any], given: Mapping[str, str] = {}) -> dict[str,
 
 def read_names(folder: Path) -> dict[str, str]:
     """The names that are kept in the folder of a sweep, {label: name}; what is not a name is passed over."""
-    try:
-        found = json.loads((folder / FILE).read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    return {words: name for words, name in found.items() if _is_name(name)}
+    return {words: name for words, name in mapping_in(folder / FILE).items() if _is_name(name)}
 
 
 def keep_names(folder: Path, given: Mapping[str, str]) -> None:
