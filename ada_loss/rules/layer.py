@@ -51,10 +51,13 @@ __all__ = [
 
 STATS = ("grad+weight", "grad", "product")
 GRAD_WEIGHT, GRAD, PRODUCT = range(len(STATS))
-HALF_WIDTH, STATISTICS, IS_LOGNORMAL, QUANTILE = range(4)  # the parameters of approx_range
+BOUNDS = ("measured", "worst_case")
+MEASURED_BOUND, WORST_CASE = range(len(BOUNDS))
+HALF_WIDTH, STATISTICS, IS_LOGNORMAL, QUANTILE, BOUND = range(5)  # the parameters of approx_range
 NEVER = 1 << 20  # a log2_scale beyond those of any container
 
 ONE_OF_STATS = Possible("'grad+weight', 'grad' or 'product'", lambda v: v in STATS)
+ONE_OF_BOUNDS = Possible("'measured' or 'worst_case'", lambda v: v in BOUNDS)
 SHARE = checks.number("a share between 0 and 1, both excluded", lambda v: 0 < v < 1)
 SHARE_OR_ZERO = checks.number("a share, 0 or more and below 1", lambda v: 0 <= v < 1)
 SHARE_OR_ONE = checks.number("a share above 0 and up to 1", lambda v: 0 < v <= 1)
@@ -104,11 +107,13 @@ def approx_range(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped
 
     Their standard deviation comes from the second moments of both operands; under GRAD it is the gradient's own, and
     the other operand bounds nothing either. p is indexed by HALF_WIDTH (sqrt(2) erfinv(share)), STATISTICS,
-    IS_LOGNORMAL and QUANTILE (sqrt(2) erfinv(2 share - 1)).
+    IS_LOGNORMAL, QUANTILE (sqrt(2) erfinv(2 share - 1)) and BOUND.
     """
     if not g[AMAX] < math.inf or g[NONZERO] == 0.0 or not w[AMAX] < math.inf:
         return 1.0
     limit = u_max / g[AMAX] if p[STATISTICS] == GRAD else overflow_limit(g, w, terms, u_max)
+    if p[BOUND] == MEASURED_BOUND and w[COUNT] > 0.0:
+        limit = math.inf  # the product's scale is lowered once its result is there and does not fit
     if p[IS_LOGNORMAL] > 0.0 and w[COUNT] == 0.0:
         deviation = math.sqrt(max(g[LOG_MEAN_SQUARE] - g[LOG_MEAN] * g[LOG_MEAN], 0.0))
         # exp(700) is below float64's largest
@@ -238,6 +243,9 @@ class LayerRule:
     name: ClassVar[str]  # the name for `layer_rule`
     predicts: ClassVar[bool] = True  # it predicts a product from its operands; others measure the gradient itself
     logs: ClassVar[bool] = False  # it needs the moments of log|x|
+    # In a format of few bits it scales the largest magnitude to just below the maximum, and nothing saturates: then
+    # stochastic rounding has no bias.
+    fits_few_bits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         checks.check_fields(self, f"{self.name} rule")
@@ -268,6 +276,10 @@ class ApproxRange(LayerRule):
         standard deviation and the largest magnitude of the gradient alone, so that a constant one has the factor 1) or
         "product" (the first one; it leaves the sum out).
     lognormal: for gradients without weights (casts), take their magnitudes as lognormal.
+    bound: what keeps the results of products from overflowing. "measured": each scale is lowered until the gradient
+        that it meets fits, which every rule does. "worst_case": besides, the authors' limit on the factor, as if all
+        terms of a sum were the largest and of one sign. In formats of few bits it decides alone: in e2m1fn the scales
+        are smaller by 2**8 to 2**14, and all gradients underflow.
 
     >>> from fpsim.moments import Moments
     >>> g = Moments(256, 256, 0, 2.0**-40, -(2.0**-20), 2.0**-20, 2.0**-20, 2.0**-20)
@@ -280,10 +292,15 @@ class ApproxRange(LayerRule):
     n_uf_threshold: float = param(1e-3, SHARE)
     stats: str = param("grad+weight", ONE_OF_STATS)
     lognormal: bool = param(False, checks.FLAG)
+    bound: str = param("measured", ONE_OF_BOUNDS)
 
     @property
     def logs(self) -> bool:  # type: ignore[override]
         return self.lognormal
+
+    @property
+    def fits_few_bits(self) -> bool:  # type: ignore[override]
+        return self.bound == "measured"
 
     @staticmethod
     def core() -> Any:
@@ -296,7 +313,8 @@ class ApproxRange(LayerRule):
         # 1 + share has lost digits of a small share, which one step of Newton's method restores
         slope = math.sqrt(2 / math.pi) * math.exp(-half_width * half_width / 2)
         half_width += (share - math.erf(half_width / math.sqrt(2))) / slope
-        return half_width, float(STATS.index(self.stats)), float(self.lognormal), normal.inv_cdf(share)
+        words = float(STATS.index(self.stats)), float(self.lognormal), normal.inv_cdf(share)
+        return half_width, *words, float(BOUNDS.index(self.bound))
 
 
 @dataclass(frozen=True)
@@ -373,6 +391,7 @@ class Current(LayerRule):
 
     name: ClassVar[str] = "current"
     predicts: ClassVar[bool] = False
+    fits_few_bits: ClassVar[bool] = True
     margin: int = param(0, checks.COUNT)
 
 

@@ -142,6 +142,8 @@ class Recomputed:
                     deviation *= math.sqrt(float(np.mean(w * w)))
                     if stats == "grad+weight":
                         deviation *= math.sqrt(k / 2)
+            if w is not None and s.params.get("bound", "measured") == "measured":
+                limit = math.inf
             if deviation == 0:
                 return 1.0
             return min(max(u_min / (HALF_WIDTH * deviation), 1.0), limit)
@@ -330,6 +332,7 @@ def same_in_torch_and_numpy(
 
 PREDICTING: dict[str, tuple[str, dict[str, Any]]] = {
     "grad+weight": ("approx_range", {}),
+    "grad+weight, worst case": ("approx_range", {"bound": "worst_case"}),
     "product": ("approx_range", {"stats": "product"}),
     "grad": ("approx_range", {"stats": "grad"}),
     "abs_range": ("abs_range", {}),
