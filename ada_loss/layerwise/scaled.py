@@ -53,7 +53,8 @@ class AdaLossScaled:
     init_scale: the scale of gradients that enter the model, a power of two. A rule that measures takes another than 1
         with `transforms` only, for the modules that they leave out.
     rule: how a scale is chosen: a `LayerRule`, or a name: "approx_range", "abs_range", "element_wise_range" and "fixed"
-        predict what a product gives; "exact", "current" and "amax_history" measure each tensor where it is rounded.
+        predict what a product gives; "exact", "current", "amax_history" and "mse" measure each tensor where it is
+        rounded.
     update_every: scales are chosen in each n-th step, a step being a backward pass, and held in between, each site its
         own. Where a gradient is zero or not finite the last scale stays, or the next step chooses the first. A gradient
         that overflows between updates, more than 16 times as large as in the step before, may have been rounded once

@@ -79,7 +79,7 @@ def test_an_overflow_limit_binds_in_every_step_also_between_updates(fmt: str) ->
         assert all(row["overflow"] == 0 for row in rows)
         assert all(torch.isfinite(p.grad).all() for p in model.parameters())
         if rule != "fixed":
-            assert any(row["limited"] for row in rows) or rule in ("current", "amax_history", "exact")
+            assert any(row["limited"] for row in rows) or rule in ("current", "amax_history", "exact", "mse")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
@@ -294,3 +294,9 @@ def test_without_the_worst_case_a_gradient_of_few_bits_fills_its_format(bound: s
         assert sum(row["overflow_count"] for row in recording.rows()) == 0
     else:
         assert max(lost) > 0.9
+
+
+def test_the_least_squared_error_with_stochastic_rounding_warns() -> None:
+    model = stack("e2m1fn", rounding="stochastic")
+    with pytest.warns(UserWarning, match="'mse' lets the largest elements of a gradient saturate.*rule='current'"):
+        roundings_of(model, rule="mse")
