@@ -76,6 +76,10 @@ def _as_numbers(x: Any) -> Any:
     return x if has_history(x) else x.detach()
 
 
+def _is_wide(x: Any) -> bool:
+    return isinstance(x, Tensor) and is_roundable(x) and format_of(x) == WIDE
+
+
 FLOAT32 = rounding_spec("fp32")  # what an observer is told of a result that is float32 on purpose
 
 
@@ -157,6 +161,8 @@ class Emulation(Roundings, TorchFunctionMode):
         elif call.action is Action.READ:
             return self._read(func, call, args, kwargs, asked)
         else:
+            if asked is Asked.NARROW and self.has_wide:  # as a cast before it
+                args = tuple([self.new_operand(x) if _is_wide(x) else x for x in args])
             out = self.compute(func, call, args, kwargs, asked)
         if written is not None:
             note_write(self, written)
