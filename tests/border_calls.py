@@ -276,6 +276,7 @@ CALLS = [
     Call("Comparison.grows", lambda: (fpsim.compare(**_compare()[1]).grows, {})),
     Call("diagnose", _diagnose),
     Call("why", _why),
+    Call("last_layers", lambda: (fpsim.last_layers, {"model": model(), "step": batch(), "loss": lambda out: out.sum()})),
     Call("sensitivity", lambda: (fpsim.sensitivity, {"model": model(), "loss": lambda m: m(batch()).sum(), "policy": "fp16"})),
     Call("Sensitivity", lambda: (fpsim.Sensitivity, {"policy": _policy()})),
     Call("Sensitivity.policy", _method(_sensitivity, "policy", k=1)),

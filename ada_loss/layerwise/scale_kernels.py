@@ -19,7 +19,7 @@ from enum import IntEnum
 from functools import cache
 from typing import NamedTuple
 
-from ada_loss.rules.layer import bounded, branch_exponent, exact, fitting_log2_scale, floor_log2
+from ada_loss.rules.formulas import bounded, branch_exponent, exact, fitting_log2_scale, floor_log2
 from fpsim.scaling import AMAX, COUNT
 
 __all__ = [

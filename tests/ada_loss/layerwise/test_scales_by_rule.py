@@ -14,7 +14,7 @@ from torch import nn
 
 import fpsim
 from ada_loss import AdaLossScaled, AdaLossTransformCast, AdaLossTransformLinear, GradScaler, Recorder, layer_rule
-from ada_loss.rules.layer import floor_log2
+from ada_loss.rules.formulas import floor_log2
 from fpsim import Policy, quantize, round_to
 from fpsim.moments import Moments, moments_of
 from fpsim.scaling import log2_scale_limits
