@@ -5,7 +5,7 @@ the scale, in one of two ways. A step that chooses scales takes the largest scal
 lowers it if the gradient would overflow, and sends the sites behind this one their scales (`_choose_scale`). A step
 between updates takes the scale that the site holds, and only looks for overflow (`_hold_scale`).
 
-What is decided stands elsewhere: the formulas of the rules in `rules/layer.py`, the kernels that apply them in
+What is decided stands elsewhere: the formulas of the rules in `rules/formulas.py`, the kernels that apply them in
 `scale_kernels.py`, which torch functions are matrix products in `transforms.PRODUCTS`. `docs/architecture.md` lists the
 calls from the backward hook to the scale.
 """
