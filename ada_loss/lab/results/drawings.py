@@ -149,7 +149,7 @@ def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] |
     panels: dict[str, list[dict[str, Any]]] = {}
     cells = _cells(results)
     for curve in found:
-        if curve not in float32:
+        if curve.settings.get("format") != BASELINE:  # float32 is one line, though several grids may have trained it
             panels.setdefault(curve.settings.get("format", ""), []).append(
                 {
                     "name": _rest(curve) or curve.settings.get("format", ""),

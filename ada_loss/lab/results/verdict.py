@@ -120,10 +120,12 @@ def _words_of_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     That gradients are rounded stochastically follows from the format and the scaling, and is said where it is so.
     """
     told = {axis: len({row[axis] for row in rows} - {STOCHASTIC_GRADIENTS}) > 1 for axis in ("rounding", "scaling")}
-    return [
-        " ".join(row[axis] for axis, is_told in told.items() if is_told or row[axis] == STOCHASTIC_GRADIENTS)
-        for row in rows
-    ]
+    found = []
+    for row in rows:
+        is_stochastic = row["rounding"] == STOCHASTIC_GRADIENTS
+        words = [row[axis] for axis in told if told[axis] and not (axis == "rounding" and is_stochastic)]
+        found.append(", ".join(filter(None, [" ".join(words), "gradients rounded stochastically" * is_stochastic])))
+    return found
 
 
 def _combination(

@@ -23,12 +23,19 @@ WORSE = (0.860, 0.870, 0.850, 0.880, 0.860)
 NOISY = (0.840, 0.980, 0.800, 0.990, 0.930)
 
 
-def written(out: Path, cells: dict[tuple[str, str], tuple[float, ...]], **result: Any) -> Results:
+def written(
+    out: Path,
+    cells: dict[tuple[str, str], tuple[float, ...]],
+    roundings: dict[tuple[str, str], str] | None = None,
+    **result: Any,
+) -> Results:
     """The metric by seed of each format and scaling; NaN for a training that diverged, None for one that failed."""
     with Ledger(out / "ledger.sqlite") as ledger:
         for (fmt, scaling), values in cells.items():
             for seed, value in enumerate(values):
-                config = {"task": "t", "format": fmt, "rounding": "up", "scaling": scaling, "seed": seed, "options": {}}
+                rounding = (roundings or {}).get((fmt, scaling), "up")
+                words = {"task": "t", "format": fmt, "rounding": rounding, "scaling": scaling, "seed": seed}
+                config = {**words, "options": {}}
                 cell = f"{fmt}-{scaling}-{seed}"
                 ledger.add([(cell, config)])
                 ledger.start(cell)
@@ -277,3 +284,12 @@ def test_what_lies_within_the_spread_of_the_best_is_bold(tmp_path: Path) -> None
     text = written(tmp_path, cells).report().read_text()
     bold = [part.split("<")[0] for part in text.split('<td class="best">')[1:]]
     assert bold == ["91.0 ± 1.4", "90.2 ± 0.4"]
+
+
+def test_gradients_that_are_rounded_stochastically_are_named_where_they_are(tmp_path: Path) -> None:
+    cells = {("fp32", "none"): FLOAT32, ("a", "adaptive"): WORSE, ("a", "none"): NOISY, ("b", "adaptive"): NOISY}
+    results = written(tmp_path, cells, roundings={("a", "adaptive"): "stochastic_gradients"})
+    (verdict,) = results.verdicts()
+    assert {*outcomes(verdict)} == {"a (adaptive, gradients rounded stochastically)", "a (none)", "b (adaptive)"}
+    assert len(results.tables()) == 1  # the rounding follows from format and scaling, and is no table of its own
+    assert results.table().mean("a", "adaptive") == pytest.approx(sum(WORSE) / 5)
