@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fpsim.border import require_result
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import LOOK_UPS, Action, Call, call_of
 from fpsim.emulation.entering import run_entered, take_off_leftovers
@@ -100,6 +101,7 @@ class Trace:
     is_due: asked at each call of the model, whether to trace it. None traces each that comes from one thread.
     edit: runs each torch function in the place of the trace, to try what another argument or dtype would change.
     on_call: is given what went into each traced call of the model, and what came out.
+    needs_numbers: whether a result that is meta or fake is an error.
     arguments: of the call that the visitor is being told of.
     """
 
@@ -112,10 +114,11 @@ class Trace:
         is_due: Callable[[], bool] | None = None,
         edit: Edit | None = None,
         on_call: Callable[[tuple[Any, ...], dict[str, Any], Any], None] | None = None,
+        needs_numbers: bool = True,
     ) -> None:
         self.model, self.visitor, self.emulated, self.verb = model, visitor, emulated, verb
         self.is_due = self.claim if is_due is None else is_due
-        self.edit, self.on_call = edit, on_call
+        self.edit, self.on_call, self.needs_numbers = edit, on_call, needs_numbers
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._index = -1
         self.operations: list[Operation] = []
@@ -323,6 +326,8 @@ class Trace:
             self.operations.append(operation)
             self.results[result] = operation
             with without_torch_function():  # another trace may lie below
+                if self.needs_numbers:
+                    require_result(result, f"The result of {site}", self.verb)
                 self.visitor.forward(operation, operands, result)
                 if result.requires_grad:
                     result.register_hook(partial(self._came, operation))

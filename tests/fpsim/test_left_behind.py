@@ -132,7 +132,9 @@ def test_what_is_left_on_torchs_stack_after_all_is_taken_off_and_said() -> None:
     model(X)  # and not said again
 
 
-@pytest.mark.parametrize("entry", ["quantised", "emulate", "watch", "diagnose", "diagnose quantised", "compare"])
+@pytest.mark.parametrize(
+    "entry", ["quantised", "emulate", "watch", "diagnose", "diagnose quantised", "compare", "why", "why quantised"]
+)
 def test_a_mode_that_torch_puts_back_too_late_changes_no_number_and_is_taken_off(entry: str) -> None:
     model, held = model_for(entry), []
 
