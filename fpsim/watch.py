@@ -26,7 +26,7 @@ from fpsim.stepping import as_step, preserve
 from fpsim.suggesting import Called, Limits, Suggestion, does, in_lines, output_tensors, planned, suggested, worst_of
 from fpsim.tally import Accumulator, Tally
 from fpsim.torch_internals import is_compiled_wrapper, version_of
-from fpsim.torch_modes import hook_steps, is_stand_in, unhook_steps
+from fpsim.torch_modes import hook_steps, is_stand_in, keeps_grad_mode, unhook_steps
 from fpsim.undoing import Exit, Undo, undone
 
 __all__ = ["Watch", "watch"]
@@ -38,6 +38,7 @@ UNDERFLOW, OVERFLOW, SQNR_DB = 0.01, 0.0, 20.0
 Key = tuple[int, str, str, Spec]
 
 
+@keeps_grad_mode
 def watch(
     model: nn.Module,
     step: Any = None,

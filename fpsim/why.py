@@ -17,6 +17,7 @@ from fpsim.reasons.finding import Finding, find
 from fpsim.reasons.remedies import Remedy
 from fpsim.rows import Rows
 from fpsim.stepping import as_step
+from fpsim.torch_modes import keeps_grad_mode
 
 __all__ = ["Why", "why"]
 
@@ -171,6 +172,7 @@ def _advice(event: Event, float32: float | None) -> str:
     return f"{blame}No remedy that was run here was enough."
 
 
+@keeps_grad_mode
 def why(
     model: nn.Module,
     step: Any,

@@ -22,6 +22,7 @@ import torch
 from leftovers import ENTRIES, FOR_GOOD, Net, X, left_on, model_for
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+import ada_loss
 import fpsim
 
 # What these have changed in a model is put back.
@@ -87,6 +88,8 @@ def main(entry: str, signals: int, seed: int) -> dict[str, Any]:
             try:
                 following(X)
                 fpsim.watch(Net()).detach()
+                if entry == "scaled":  # interrupted between its construction and its block
+                    ada_loss.AdaLossScaled(model).detach()
                 still = left_on(model)
             except RuntimeError as error:  # of torch, whose stack is in disorder
                 still = [str(error)]

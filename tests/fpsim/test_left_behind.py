@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -98,6 +99,28 @@ def test_the_mode_of_a_watch_is_off_after_an_interrupted_call_within_the_block()
         model.middle.then = int
         loss_of(model).backward()
         assert {row["step"] for row in watching.rows()} == {1, 2}
+    assert left_on(model) == []
+
+
+STEPS: dict[str, Callable[[nn.Module, Callable[[], Tensor]], object]] = {
+    "diagnose": fpsim.diagnose,
+    "why": fpsim.why,
+    "compare": lambda model, step: fpsim.compare(model, step, None, "fp16"),
+    "sensitivity": lambda model, step: fpsim.sensitivity(model, step, "fp16"),
+    "watch": lambda model, step: fpsim.watch(model, step, ["fp16"]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_gradients_are_on_after_a_step_that_was_interrupted_while_torch_had_them_off(name: str) -> None:
+    model = Net()
+
+    def step() -> Tensor:
+        torch._C._set_grad_enabled(False)  # as a step of an optimizer, whose block a signal keeps from its end
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        STEPS[name](model, step)
     assert left_on(model) == []
 
 
