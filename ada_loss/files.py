@@ -99,6 +99,6 @@ def folder_at(out: object) -> Path:
     Traceback (most recent call last):
     ValueError: out='' is not a folder. Expected: the path of a folder, such as 'runs/sweep'.
     """
-    if not isinstance(out, str | os.PathLike) or not str(out) or "\0" in str(out):
+    if not isinstance(out, str | os.PathLike) or not str(out).strip() or "\0" in str(out):
         raise ValueError(f"out={shown(out)} is not a folder. Expected: the path of a folder, such as 'runs/sweep'.")
     return Path(out)

@@ -206,6 +206,8 @@ def require_callable(name: str, value: object, example: str) -> None:
     Traceback (most recent call last):
     TypeError: step is 3, which cannot be called. Expected: a function, such as lambda: loss(model(x)).backward().
     """
+    if isinstance(value, type) and hasattr(value, "named_parameters"):  # of torch.nn
+        raise TypeError(f"{name} is {shown(value)}, a class. Expected: a function, or a module: {value.__name__}().")
     if not callable(value):
         raise TypeError(f"{name} is {shown(value)}, which cannot be called. Expected: a function, such as {example}.")
 

@@ -17,7 +17,7 @@ from fpsim.noise import keep_random_numbers
 from fpsim.policy import FormatLike
 from fpsim.undoing import Undo
 
-__all__ = ["as_step", "called", "is_function", "loss_of", "preserve", "required_arguments", "switching"]
+__all__ = ["as_step", "called", "is_function", "loss_of", "nothing_ran", "preserve", "required_arguments", "switching"]
 
 
 def is_function(value: object) -> bool:
@@ -78,6 +78,14 @@ def as_step(
         return total
 
     return run
+
+
+def nothing_ran(model: nn.Module, verb: str) -> ValueError:
+    """The error for a step in which a tool saw nothing."""
+    return ValueError(
+        f"fpsim.{verb} saw no operation of {type(model).__name__} in the step. Expected: a step that calls this model, "
+        f"and not a copy of it or its compiled form: fpsim.{verb}(model, lambda: loss(model(x)).backward())."
+    )
 
 
 def called(model: nn.Module, batch: Any) -> Any:

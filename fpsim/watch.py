@@ -22,7 +22,7 @@ from fpsim.policy import Policy
 from fpsim.rows import Rows
 from fpsim.shared_scales import Cut, rounded_blocks
 from fpsim.spec import BlockSpec, Spec, any_spec, holds_numbers
-from fpsim.stepping import as_step, preserve
+from fpsim.stepping import as_step, nothing_ran, preserve
 from fpsim.suggesting import Called, Limits, Suggestion, does, in_lines, output_tensors, planned, suggested, worst_of
 from fpsim.tally import Accumulator, Tally
 from fpsim.torch_internals import is_compiled_wrapper, version_of
@@ -93,6 +93,8 @@ def watch(
             run()
 
         undone(once)
+        if not watching.steps:
+            raise nothing_ran(model, "watch")
     return watching
 
 

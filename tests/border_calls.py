@@ -269,6 +269,7 @@ CALLS = [
     Call("compare", _compare),
     Call("Comparison.begins", lambda: (fpsim.compare(**_compare()[1]).begins, {})),
     Call("Comparison.grows", lambda: (fpsim.compare(**_compare()[1]).grows, {})),
+    Call("Comparison.breaks", lambda: (fpsim.compare(**_compare()[1]).breaks, {})),
     Call("diagnose", _diagnose),
     Call("why", _why),
     Call("sensitivity", lambda: (fpsim.sensitivity, {"model": model(), "loss": lambda m: m(batch()).sum(), "policy": "fp16"})),

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 from ada_loss import checks
 from ada_loss.checks import Possible, param
-from fpsim.checks import did_you_mean, shown
+from fpsim.checks import did_you_mean, is_whole, shown
 from fpsim.scaling import AMAX, AMIN, COUNT, LOG_MEAN, LOG_MEAN_SQUARE, MEAN, MEAN_SQUARE, NONZERO
 
 __all__ = [
@@ -389,7 +389,7 @@ class AmaxHistory(LayerRule):
 
     name: ClassVar[str] = "amax_history"
     predicts: ClassVar[bool] = False
-    length: int = param(16, checks.STEPS)
+    length: int = param(16, Possible("a whole number from 1 to 2**20", lambda v: is_whole(v, 1) and v <= 2**20))
     margin: int = param(0, checks.COUNT)
 
 
