@@ -6,11 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fpsim.checks import is_whole, shown
 from fpsim.torch_modes import is_stand_in
 
-__all__ = ["require_memory", "require_module", "require_optimizer", "require_result", "require_seed"]
+__all__ = [
+    "require_initialised",
+    "require_memory",
+    "require_module",
+    "require_optimizer",
+    "require_result",
+    "require_seed",
+]
 
 MOST_SEED = 2**64 - 1
 
@@ -47,6 +55,20 @@ def require_memory(model: nn.Module) -> None:
             "This is called under a FakeTensorMode, where tensors hold no numbers. Expected: a call outside of its "
             "block, with a model on cpu or cuda."
         )
+
+
+def require_initialised(model: nn.Module) -> None:
+    """Raise ValueError for a model with a parameter or a buffer of a lazy module that has not run yet.
+
+    >>> require_initialised(nn.LazyLinear(2))
+    Traceback (most recent call last):
+    ValueError: weight of the model has no shape yet, as of a lazy module. Run the model once before: model(batch).
+    """
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(x):
+            raise ValueError(
+                f"{name} of the model has no shape yet, as of a lazy module. Run the model once before: model(batch)."
+            )
 
 
 def require_result(x: Tensor, what: str, verb: str) -> None:

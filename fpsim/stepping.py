@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpsim.border import require_initialised
 from fpsim.checks import require_callable, shown
 from fpsim.forwards import emulated_forwards
 from fpsim.model import dequantize, install_policies, listeners, policies_of, quantize, set_policy
@@ -42,8 +43,9 @@ def as_step(
 
     step: a function of so many arguments, or a batch for a model whose output has a `.loss` or with `loss`.
     verb: the public function that runs it, in what users are told.
-    Raises TypeError for what is neither, and for `loss` beside a function.
+    Raises TypeError for what is neither, and for `loss` beside a function; ValueError for a lazy model that never ran.
     """
+    require_initialised(model)
     example = f"fpsim.{verb}(model, lambda: loss(model(x)).backward())"
     if is_function(step):
         needed = required_arguments(step)

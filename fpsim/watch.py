@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.blocks import Format
-from fpsim.border import require_memory, require_module, require_optimizer
+from fpsim.border import require_initialised, require_memory, require_module, require_optimizer
 from fpsim.checks import require_iterable, require_whole, require_word, shown
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.forwards import emulated_forwards
@@ -112,6 +112,7 @@ class Watch:
         self, model: nn.Module, formats: Iterable[str | Format], every: int, optimizer: torch.optim.Optimizer | None
     ) -> None:
         require_module(model)
+        require_initialised(model)
         if any(True for _ in emulated_forwards(model)):
             raise ValueError("This model is quantised. Possible: `with fpsim.record(model):`, or the original.")
         if any(is_compiled_wrapper(m) for m in model.modules()):
@@ -202,7 +203,7 @@ class Watch:
         self._called = called = Called(self.steps, args, kwargs)
         for i, x in enumerate(output_tensors(out)):
             if x.requires_grad:
-                x.register_hook(partial(called.came, i))
+                self._trace.hook(x, partial(called.came, i))
 
     def _forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         values, options = self._trace.arguments

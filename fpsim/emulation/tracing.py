@@ -128,7 +128,7 @@ class Trace:
         self._frames: list[tuple[str, dict[str, int]]] = [("", {})]  # the modules that run, and their calls so far
         self._calls: dict[str, int] = {}
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._hooks: list[Any] = []  # of parameters, which live on
+        self._hooks: list[Any] = []  # of parameters and other leaves, which live on
         self._inner: list[tuple[nn.Module, Around]] = []  # those inside of the model, while it runs
         self._owner: dict[str, threading.Thread] = {}  # whose calls are traced
         self._backward_threads: set[int] = set()  # in which gradients of results came
@@ -304,7 +304,7 @@ class Trace:
             found = self.results[x] = Operation(name, name.rpartition(".")[0], "parameter", 0, False, [])
             if x.requires_grad:
                 with without_torch_function():
-                    hooked(x, partial(self._came, found), self._hooks)
+                    self.hook(x, partial(self._came, found))
         return found
 
     def _note(
@@ -330,7 +330,14 @@ class Trace:
                     require_result(result, f"The result of {site}", self.verb)
                 self.visitor.forward(operation, operands, result)
                 if result.requires_grad:
-                    result.register_hook(partial(self._came, operation))
+                    self.hook(result, partial(self._came, operation))
+
+    def hook(self, x: Tensor, hook: Callable[[Tensor], Any]) -> None:
+        """Put a hook on a gradient. Those of leaves, which live on, are taken off when the trace is cleared."""
+        if x.is_leaf:
+            hooked(x, hook, self._hooks)
+        else:
+            x.register_hook(hook)
 
     def _came(self, operation: Operation, gradient: Tensor | None) -> None:
         if gradient is None:

@@ -130,6 +130,18 @@ def test_an_emulation_ends_where_a_stack_of_blocks_leaves_it_and_may_be_entered_
     assert left_on() == []
 
 
+def test_a_block_that_is_left_before_one_inside_of_it_is_told() -> None:
+    outer, inner = fpsim.emulate("e4m3fn"), fpsim.emulate("e5m2")
+    outer.__enter__()
+    inner.__enter__()
+    assert (ONE / 3).item() == 0.3125  # 5 / 16, the nearest of e5m2
+    with pytest.warns(UserWarning, match="was left before one that began inside of it"):
+        outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
+    assert left_on() == []
+    assert (ONE / 3).view(torch.int32).item() == 0x3EAAAAAB
+
+
 def test_an_emulation_decorates_a_function_that_calls_itself() -> None:
     @fpsim.emulate("e4m3fn")
     def third(depth: int) -> float:

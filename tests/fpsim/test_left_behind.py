@@ -225,6 +225,40 @@ def test_a_lost_watch_watches_no_longer() -> None:
     assert not optimizer._optimizer_step_pre_hooks
 
 
+@pytest.mark.parametrize("name", ["diagnose", "why", "watch"])
+def test_a_step_that_makes_parameters_leaves_no_hook_on_them(name: str) -> None:
+    model = Net()
+
+    def step() -> None:
+        model.last = nn.Linear(8, 3)
+        loss_of(model).backward()
+
+    getattr(fpsim, name)(model, step)
+    assert left_on(model) == []
+
+
+@pytest.mark.parametrize("name", ["diagnose", "why", "watch"])
+def test_a_leaf_that_a_model_returns_keeps_no_hook(name: str) -> None:
+    class Returns(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), self.weight
+
+    model = Returns(6, 2)
+    getattr(fpsim, name)(model, lambda: sum(out.square().sum() for out in model(X)).backward())
+    assert left_on(model) == []
+
+
+@pytest.mark.parametrize("name", ["diagnose", "why", "watch"])
+def test_a_lazy_model_that_never_ran_is_refused(name: str) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU())
+    with pytest.raises(ValueError, match=r"^0\.weight of the model has no shape yet"):
+        getattr(fpsim, name)(model, lambda: model(X).sum().backward())
+    assert left_on() == []
+    model(X)
+    getattr(fpsim, name)(model, lambda: model(X).sum().backward())
+    assert left_on(model) == []
+
+
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
