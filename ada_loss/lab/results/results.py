@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ada_loss.files import data_frame, folder_at
+from ada_loss.files import content_of, data_frame, folder_at
 from ada_loss.lab.directions import Directions, hint_for, read_directions, stated
 from ada_loss.lab.results.table import Share, Table, is_share_by_name
 from ada_loss.lab.sweep.cell_formats import label
@@ -281,7 +281,7 @@ class StoredResults:
 def read_reasons(out: Path) -> dict[str, str]:
     """Why cells diverged or fell short, by id; {} where nobody asked. Raises ValueError for a damaged file."""
     try:
-        found = json.loads((out / REASONS).read_text())
+        found = json.loads(content_of(out / REASONS))
     except FileNotFoundError:
         return {}
     except ValueError as error:
