@@ -10,10 +10,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from instants import interrupted
 from leftovers import ENTRIES, Net, X, left_on, loss_of, model_for
 from torch import Tensor, nn
 
 import fpsim
+from fpsim.delayed import loaded as loaded_histories
 
 KINDS = (KeyboardInterrupt, SystemExit, GeneratorExit, RuntimeError)
 RUNNING = [name for name in ENTRIES if name != "quantize"]  # which run the model
@@ -427,3 +429,24 @@ def test_threads_may_share_a_quantised_model(policy: str) -> None:
 
     assert run_in_threads(4, run) == []
     assert left_on(model) == []
+
+
+def test_gradients_stay_on_though_an_interrupted_look_at_histories_is_forgotten_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.unraisablehook", lambda _: None)
+    model = model_for("delayed")
+    loss_of(model).backward()
+    state = dict([*fpsim.scaling_state(model).items()][:1])
+
+    def run() -> None:
+        loaded_histories(state).state_dict()
+
+    with torch.no_grad():  # what such a generator would put back
+        instants, _ = interrupted(run, 0)
+    for at in range(1, instants + 1):
+        with torch.no_grad():
+            _, error = interrupted(run, at)
+        assert torch.is_grad_enabled(), f"at {at} of {instants}, while its traceback is kept"
+        del error
+        assert torch.is_grad_enabled(), f"at {at} of {instants}, when it is forgotten"
