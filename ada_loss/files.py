@@ -6,13 +6,14 @@ import csv
 import io
 import json
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fpsim.checks import pip_install, shown
 
-__all__ = ["csv_bytes", "data_frame", "folder_at", "mapping_in", "strict_json", "write_atomically"]
+__all__ = ["content_of", "csv_bytes", "data_frame", "folder_at", "mapping_in", "strict_json", "write_atomically"]
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -83,10 +84,22 @@ def strict_json(content: Any) -> str:
     return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None))
 
 
+def content_of(path: Path) -> bytes:
+    """The bytes of a file in a folder that came from someone else.
+
+    Raises OSError for one that cannot be opened, ValueError for a pipe or a device, which might never end.
+    """
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with open(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        return file.read()
+
+
 def mapping_in(path: Path) -> dict[str, Any]:
     """The mapping in a JSON file; {} for a file that is missing, damaged or holds something else."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(content_of(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -99,6 +112,6 @@ def folder_at(out: object) -> Path:
     Traceback (most recent call last):
     ValueError: out='' is not a folder. Expected: the path of a folder, such as 'runs/sweep'.
     """
-    if not isinstance(out, str | os.PathLike) or not str(out) or "\0" in str(out):
+    if not isinstance(out, str | os.PathLike) or not str(out).strip() or "\0" in str(out):
         raise ValueError(f"out={shown(out)} is not a folder. Expected: the path of a folder, such as 'runs/sweep'.")
     return Path(out)

@@ -143,8 +143,10 @@ def _require_chunks(a: Accumulator) -> None:
                     f"{name}={getattr(a, name)!s} came without a chunk: there is one accumulator. "
                     f"Give chunk=64 or another number of terms, or leave {name} away."
                 )
-    elif not is_whole(a.chunk, 1):
-        raise ValueError(f"chunk={shown(a.chunk)} is no number of terms. Possible: an integer from 1, or None.")
+    elif not is_whole(a.chunk, 1) or a.chunk >= 2**31:
+        raise ValueError(
+            f"chunk={shown(a.chunk)} is not a number of terms. Expected: an integer from 1 to 2**31 - 1, or None."
+        )
 
 
 def _require_groups(a: Accumulator) -> None:

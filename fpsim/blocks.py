@@ -17,6 +17,7 @@ __all__ = ["BLOCKS", "SCALE_RULES", "BlockFormat", "Delayed", "Element", "Format
 
 Element = FloatFormat | FixedPoint
 
+MOST_STEPS = 2**20  # of a history, which is kept for each operand
 POWER_RULES = ("floor", "ceil", "even", "nearest")
 SCALE_RULES = {
     "floor": "2**(floor(log2(amax)) - emax): the largest element may saturate (OCP MX v1.0, 6.3)",
@@ -44,8 +45,11 @@ class Delayed:
     amax: str = "max"
 
     def __post_init__(self) -> None:
-        if not is_whole(self.history, 1):
-            raise ValueError(f"history={shown(self.history)} is no number of steps. Possible: an integer from 1.")
+        if not is_whole(self.history, 1) or self.history > MOST_STEPS:
+            raise ValueError(
+                f"history={shown(self.history)} is not a number of steps. Expected: an integer from 1 to "
+                f"{MOST_STEPS:,}."
+            )
         if not is_whole(self.margin) or abs(self.margin) > 64:
             raise ValueError(f"margin={shown(self.margin)} is impossible. Possible: the integers -64 to 64.")
         if not isinstance(self.amax, str) or self.amax not in ("max", "most_recent"):
@@ -140,11 +144,12 @@ def _symmetric(element: Element) -> Element:
 def _require_block(block: object) -> None:
     sides = block if isinstance(block, tuple) else (block,)
     if (isinstance(block, str) and block in ("row", "tensor")) or (
-        len(sides) in (1, 2) and all(is_whole(side, 1) for side in sides)
+        len(sides) in (1, 2) and all(is_whole(side, 1) and side < 2**31 for side in sides)
     ):
         return
     raise ValueError(
-        f"block={shown(block)} is no block. Possible: a number of elements from 1, (rows, columns), 'row' or 'tensor'."
+        f"block={shown(block)} is no block. Possible: a number of elements from 1 to 2**31 - 1, (rows, columns), "
+        f"'row' or 'tensor'."
     )
 
 

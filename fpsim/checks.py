@@ -155,17 +155,19 @@ def require_whole(name: str, value: object, least: int, most: int | None = None)
         raise ValueError(f"{name}={shown(value)} is out of range. Expected: {expected}.")
 
 
-def require_number(name: str, value: object, least: float | None = None) -> None:
-    """Raise TypeError for what is not a finite real number, ValueError for one below `least`.
+def require_number(name: str, value: object, least: float | None = None, most: float | None = None) -> None:
+    """Raise TypeError for what is not a finite real number, ValueError for one below `least` or above `most`.
 
     >>> require_number("level", "0.1", 0)
     Traceback (most recent call last):
     TypeError: level='0.1' is not a finite number. Expected: a number, 0 or more.
     """
     expected = "a number" if least is None else f"a number, {least} or more"
+    if least is not None and most is not None:
+        expected = f"a number from {least} to {most}"
     if not is_finite_number(value) or abs(value) > sys.float_info.max:  # type: ignore[arg-type]
         raise TypeError(f"{name}={shown(value)} is not a finite number. Expected: {expected}.")
-    if least is not None and value < least:  # type: ignore[operator]
+    if (least is not None and value < least) or (most is not None and value > most):  # type: ignore[operator]
         raise ValueError(f"{name}={shown(value)} is out of range. Expected: {expected}.")
 
 
@@ -204,6 +206,8 @@ def require_callable(name: str, value: object, example: str) -> None:
     Traceback (most recent call last):
     TypeError: step is 3, which cannot be called. Expected: a function, such as lambda: loss(model(x)).backward().
     """
+    if isinstance(value, type) and hasattr(value, "named_parameters"):  # of torch.nn
+        raise TypeError(f"{name} is {shown(value)}, a class. Expected: a function, or a module: {value.__name__}().")
     if not callable(value):
         raise TypeError(f"{name} is {shown(value)}, which cannot be called. Expected: a function, such as {example}.")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.border import MOST_SEED, require_memory, require_module, require_seed
-from fpsim.checks import require_callable, require_number, require_whole, shown
+from fpsim.checks import require_callable, require_number, require_whole, require_word, shown
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.forwards import emulated_forwards
@@ -20,7 +20,7 @@ from fpsim.noise import seed_here
 from fpsim.policy import FormatLike
 from fpsim.recipes import as_policy_of
 from fpsim.rows import Rows, number, text_table
-from fpsim.stepping import as_step, called, is_function, loss_of, preserve, switching
+from fpsim.stepping import as_step, called, is_function, loss_of, nothing_ran, preserve, switching
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
@@ -30,6 +30,7 @@ Key = tuple[str, int]
 GONE = 0.9  # from which on nothing of a result is left
 GROWTH = 2.0  # from which an error counts as grown
 SHOWN = 12  # rows of the printed table
+ROLES = ("activation", "error", "weight_grad")  # of rows
 COLUMNS = ("site", "role", "relative", "entering", "growth", "cosine", "amax_a", "amax_b")
 MOST_DRAWS = 1_000_000
 
@@ -50,8 +51,7 @@ class Comparison(Rows):
 
     def begins(self, role: str = "activation") -> dict[str, Any] | None:
         """The first row of a role with any error; None where both runs are equal."""
-        if not isinstance(role, str):
-            raise TypeError(f"role={shown(role)} is not a string. Expected: the role of a row, such as 'activation'.")
+        require_word("role", role, ROLES)
         return next((row for row in self if row["role"] == role and row["relative"] != 0), None)
 
     def grows(self, role: str = "activation", by: float = GROWTH) -> dict[str, Any] | None:
@@ -59,7 +59,7 @@ class Comparison(Rows):
 
         The first error is what the format itself does to one tensor; None where no error grows so.
         """
-        require_number("by", by)
+        require_number("by", by, 1)
         first = self.begins(role)
         least = math.inf if first is None else by * first["relative"]
         return next((r for r in self if r["role"] == role and _growth_of(r) >= by and r["relative"] >= least), None)
@@ -69,6 +69,7 @@ class Comparison(Rows):
 
         Nothing is left where the error is at least 0.9 of the result, and less than half of that entered.
         """
+        require_word("role", role, ROLES)
         rows = [row for row in self if row["role"] == role]
         lost = (r for r in rows if r["relative"] >= GONE and r["entering"] < GONE / 2)
         return next((r for r in rows if r["relative"] == math.inf), next(lost, None))
@@ -194,6 +195,13 @@ def compare(
     result = Comparison(("float32" if a is None else str(a), "float32" if b is None else str(b)))
     kept = _Kept()
     output, loss_a = run(a, seed, seed, kept)
+    if not kept.tensors and is_function(batch):
+        raise nothing_ran(model, "compare")
+    if loss_a is None and output is not None and output.numel() and not bool(output.isfinite().any()):
+        raise ValueError(
+            f"No number in the output of {type(model).__name__} is finite in a, and b cannot be compared with it. Use "
+            f"a model and a batch with finite outputs in a; fpsim.why(model, step) says where it breaks."
+        )
     errors = _Errors(kept.tensors, draws)
     outputs, losses = [], []
     for draw in range(draws):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -26,15 +25,12 @@ _TENSORS = ("amaxes", "scale", "pending")
 _LARGEST_SCALE, _SMALLEST_SCALE = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """A block in which no mode looks on, and what is made is a plain tensor that may be changed later."""
-    with without_torch_function(), torch.inference_mode(False), torch.no_grad():
-        yield
-
-
 def _out_of_sight(function: Function) -> Function:
-    """Run `function` so. Unlike a block it is left whatever is raised within, a KeyboardInterrupt too, and at once."""
+    """Run `function` where no mode looks on, and what is made is a plain tensor that may be changed later.
+
+    It is left whatever is raised within, a KeyboardInterrupt too, and at once: a generator that holds a block would put
+    gradients off again as late as its traceback is forgotten.
+    """
 
     @functools.wraps(function)
     def unseen(*args: Any, **kwargs: Any) -> Any:
@@ -182,8 +178,7 @@ class Histories:
                 f"wanted for {rule} and {largest:g}. Load the state of a model with the same policy."
             )
         if found.device != device:
-            with _unseen():
-                self._move(name, device)
+            self._move(name, device)
             return self._histories[name]
         return found
 
@@ -203,13 +198,13 @@ class Histories:
         for table in self._tables.values():
             table.step()
 
+    @_out_of_sight
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Copies of everything, by site and operand: tensors, numbers and words, which torch.save keeps."""
-        with _unseen():
-            return {
-                name: {**h.table.state(h.row), "largest": h.largest, "rule": asdict(h.rule)}
-                for name, h in self._histories.items()
-            }
+        return {
+            name: {**h.table.state(h.row), "largest": h.largest, "rule": asdict(h.rule)}
+            for name, h in self._histories.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on from a `state_dict`: from then on this has its histories and no others.
@@ -237,6 +232,7 @@ class Histories:
         self._histories[name] = found
         return found
 
+    @_out_of_sight
     def _move(self, name: str, device: torch.device) -> None:
         """A history goes where its operand is; a table is dropped when the last one has gone."""
         old = self._histories[name]
@@ -292,14 +288,14 @@ def _require_no_capture() -> None:
         )
 
 
+@_out_of_sight
 def loaded(state: Mapping[str, Mapping[str, Any]]) -> Histories:
     """The histories of a `state_dict`. Raises ValueError for what is none."""
     fresh = Histories()
-    with _unseen():
-        for name, entry in state.items():
-            rule, largest = _checked(name, entry)
-            found = fresh._add(name, rule, largest, entry["scale"].device)
-            found.table.set_state(found.row, {k: entry[k] for k in _TENSORS})
+    for name, entry in state.items():
+        rule, largest = _checked(name, entry)
+        found = fresh._add(name, rule, largest, entry["scale"].device)
+        found.table.set_state(found.row, {k: entry[k] for k in _TENSORS})
     return fresh
 
 

@@ -19,7 +19,7 @@ from fpsim.model import listeners
 from fpsim.ranges import Range
 from fpsim.rows import Rows, number
 from fpsim.seen import AFTER, CAME_IN, FILLS, Seen, is_backward
-from fpsim.stepping import as_step, preserve
+from fpsim.stepping import as_step, nothing_ran, preserve
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
@@ -125,7 +125,8 @@ def diagnose(
     loss: from the model's output to a scalar, for a batch.
     scaler: a torch.amp.GradScaler that `step` uses, if it keeps skipping: the step is run at other scales too, and the
         scale at which no gradient overflows is looked for. Its state is put back.
-    Raises TypeError for a scaler that is no torch.amp.GradScaler, and for a step of another kind.
+    Raises TypeError for a scaler that is no torch.amp.GradScaler, and for a step of another kind; ValueError for a step
+    of which nothing was seen.
 
     >>> model = nn.ReLU6()
     >>> found = diagnose(model, lambda: model(torch.ones(2)) * 3e38 * 3e38)
@@ -140,6 +141,8 @@ def diagnose(
             f"scaler is {shown(scaler)}, of type {type(scaler).__name__}. Possible: a torch.amp.GradScaler, or None."
         )
     seen = _run(model, step)
+    if not seen.operations and not seen.events:
+        raise nothing_ran(model, "diagnose")
     result = Diagnosis()
     result.extend(seen.told(event, operation) for event, operation in seen.events)
     of_cause = next((pair for pair in seen.events if pair[0]["kind"] != "saturation"), next(iter(seen.events), None))

@@ -206,7 +206,7 @@ class FloatFormat:
         >>> as_float_format("e4m3fn").decode(0x7E), as_float_format("fp16").decode(0x0001)
         (448.0, 5.960464477539063e-08)
         """
-        if not isinstance(code, int) or not 0 <= code < 2**self.bits:
+        if not is_whole(code, 0) or not 0 <= code < 2**self.bits:
             raise ValueError(f"Code {shown(code)} is none of {self}: its codes are 0 to {2**self.bits - 1}.")
         sign_bit = 2 ** (self.exponent_bits + self.mantissa_bits)
         negative, magnitude = self.is_signed and code >= sign_bit, code % sign_bit

@@ -268,6 +268,12 @@ def round_parameters_(model: nn.Module) -> None:
                 round_memory_(parameter.detach(), forward.specs.weight)
                 torch.autograd.graph.increment_version(parameter)
     rounds = any(any(forward.specs) or forward.products is not None for _, forward in emulated_forwards(model))
+    if not any(True for _ in emulated_forwards(model)) and any(True for _ in model.parameters()):
+        warnings.warn(
+            f"round_parameters_ changed nothing: this {type(model).__name__} is not quantised. Give it what "
+            f"fpsim.quantize(model, fmt) returns.",
+            stacklevel=2,
+        )
     if not done and rounds and any(True for _ in model.parameters()):
         warnings.warn(
             f"round_parameters_ changed nothing: no parameter of {type(model).__name__} is used in a format, for the "

@@ -21,7 +21,7 @@ from fpsim.noise import seed_here
 from fpsim.policy import FormatLike, Policy
 from fpsim.recipes import as_policy_of
 from fpsim.rows import Rows
-from fpsim.stepping import as_step, is_function, preserve, required_arguments, switching
+from fpsim.stepping import as_step, is_function, nothing_ran, preserve, required_arguments, switching
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
@@ -192,6 +192,8 @@ def _rank(found: Sensitivity, losses: _Losses, plain: nn.Module, wanted: Policy)
             f"Possible: a model and data with a finite loss; fpsim.why(model, step) says where it breaks."
         )
     found.quantised = losses.under(wanted)
+    if not losses.calls and found.quantised == found.float32:
+        raise nothing_ran(plain, "sensitivity")
 
     def add(names: list[str]) -> None:
         for name in names:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpsim.border import require_initialised
 from fpsim.checks import require_callable, shown
 from fpsim.forwards import emulated_forwards
 from fpsim.model import dequantize, install_policies, listeners, policies_of, quantize, set_policy
@@ -17,7 +18,7 @@ from fpsim.noise import keep_random_numbers
 from fpsim.policy import FormatLike
 from fpsim.undoing import Undo
 
-__all__ = ["as_step", "called", "is_function", "loss_of", "preserve", "required_arguments", "switching"]
+__all__ = ["as_step", "called", "is_function", "loss_of", "nothing_ran", "preserve", "required_arguments", "switching"]
 
 
 def is_function(value: object) -> bool:
@@ -42,8 +43,9 @@ def as_step(
 
     step: a function of so many arguments, or a batch for a model whose output has a `.loss` or with `loss`.
     verb: the public function that runs it, in what users are told.
-    Raises TypeError for what is neither, and for `loss` beside a function.
+    Raises TypeError for what is neither, and for `loss` beside a function; ValueError for a lazy model that never ran.
     """
+    require_initialised(model)
     example = f"fpsim.{verb}(model, lambda: loss(model(x)).backward())"
     if is_function(step):
         needed = required_arguments(step)
@@ -78,6 +80,14 @@ def as_step(
         return total
 
     return run
+
+
+def nothing_ran(model: nn.Module, verb: str) -> ValueError:
+    """The error for a step in which a tool saw nothing."""
+    return ValueError(
+        f"fpsim.{verb} saw no operation of {type(model).__name__} in the step. Expected: a step that calls this model, "
+        f"and not a copy of it or its compiled form: fpsim.{verb}(model, lambda: loss(model(x)).backward())."
+    )
 
 
 def called(model: nn.Module, batch: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.blocks import BlockFormat
+from fpsim.checks import require_number
 from fpsim.diagnose import Diagnosis, diagnose
 from fpsim.emulation.arguments import tensors_in
 from fpsim.model import quantize, set_policy
@@ -45,19 +46,35 @@ class Limits:
     overflow: float
     sqnr_db: float
 
+    def __post_init__(self) -> None:
+        require_number("underflow", self.underflow, 0, 1)
+        require_number("overflow", self.overflow, 0, 1)
+        require_number("sqnr_db", self.sqnr_db)
+
 
 @dataclass
 class Called:
-    """A call of the model that was watched: what came in, and the gradients that came to what it gave."""
+    """A call of the model that was watched: what came in, detached, and the gradients that came to what it gave."""
 
     step: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the n-th tensor of the output
 
+    def __post_init__(self) -> None:
+        self.args, self.kwargs = _detached(self.args), _detached(self.kwargs)
+
     def came(self, position: int, gradient: Tensor) -> None:
         """A gradient came to a tensor of the output."""
         self.gradients[position] = gradient.detach().clone()
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _detached(v) for key, v in value.items()}
+    return type(value)(map(_detached, value)) if type(value) in (tuple, list) else value
 
 
 @dataclass(frozen=True)

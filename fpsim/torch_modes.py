@@ -7,21 +7,30 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "CALL_SLOT",
     "call_inside",
     "has_transform",
+    "hook_steps",
     "hooked",
     "hooks_of_saved_tensors",
+    "is_stand_in",
     "keeps_grad_mode",
     "memory_behind",
     "modes",
@@ -30,6 +39,8 @@ __all__ = [
     "push_mode",
     "set_grad_enabled",
     "take_off",
+    "unhook_call",
+    "unhook_steps",
     "without_torch_function",
 ]
 
@@ -70,6 +81,14 @@ def memory_behind(x: Tensor) -> Tensor:
 def modes() -> Iterator[TorchFunctionMode]:
     """The function modes of this thread, the outermost first. Within the function of a mode it is not among them."""
     return map(_at, range(_size()))
+
+
+_FakeTensor: type = torch._subclasses.FakeTensor
+
+
+def is_stand_in(x: Tensor) -> bool:
+    """Whether `x` has a shape and no numbers: on device meta, or of a FakeTensorMode, which says it is on the CPU."""
+    return x.is_meta or isinstance(x, _FakeTensor)
 
 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
@@ -150,6 +169,42 @@ def hooked(x: Tensor, hook: Callable[[Tensor], Any], handles: list[Any]) -> None
         for key in [key for key, found in hooks.items() if found is hook]:
             del hooks[key]
         raise
+
+
+# Hooks that are taken off by themselves, not by a handle: a signal may come before anybody has that.
+
+
+def hook_steps(optimizer: Optimizer | None, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Call two functions around each step of an optimizer, or of all optimizers."""
+    if optimizer is None:
+        register_optimizer_step_pre_hook(before)
+        register_optimizer_step_post_hook(after)
+    else:
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+
+def unhook_steps(optimizer: Optimizer | None, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Undo `hook_steps`, wherever it was interrupted; may be called again."""
+    if optimizer is None:
+        _take_out(_global_optimizer_pre_hooks, before)
+        _take_out(_global_optimizer_post_hooks, after)
+    else:
+        _take_out(optimizer._optimizer_step_pre_hooks, before)
+        _take_out(optimizer._optimizer_step_post_hooks, after)
+
+
+def unhook_call(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Take off what `module.register_forward_pre_hook(hook)` has put on; may be called again."""
+    for key in _take_out(module._forward_pre_hooks, hook):
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _take_out(hooks: MutableMapping[int, Any], hook: Callable[..., Any]) -> list[int]:
+    keys = [key for key, found in hooks.items() if found == hook]
+    for key in keys:
+        hooks.pop(key, None)
+    return keys
 
 
 def without_torch_function() -> AbstractContextManager[None]:

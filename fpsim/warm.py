@@ -40,7 +40,7 @@ def warm_up(
     >>> warm_up("cpu", ["e4m3fn", "mxfp8_e4m3"], ["nearest_even", "stochastic"])
     """
     try:
-        device = torch.device(device)
+        device = torch.device(None if isinstance(device, bytes) else device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"device={shown(device)} is not a device. Expected: 'cpu', 'cuda' or 'cuda:1'.") from error
     if device.type not in ("cpu", "cuda"):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.blocks import Format
-from fpsim.border import require_module, require_optimizer
-from fpsim.checks import require_iterable, require_number, require_whole, require_word, shown
+from fpsim.border import require_initialised, require_memory, require_module, require_optimizer
+from fpsim.checks import require_iterable, require_whole, require_word, shown
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.forwards import emulated_forwards
 from fpsim.launch import rounded
@@ -22,10 +22,11 @@ from fpsim.policy import Policy
 from fpsim.rows import Rows
 from fpsim.shared_scales import Cut, rounded_blocks
 from fpsim.spec import BlockSpec, Spec, any_spec, holds_numbers
-from fpsim.stepping import as_step, preserve
+from fpsim.stepping import as_step, nothing_ran, preserve
 from fpsim.suggesting import Called, Limits, Suggestion, does, in_lines, output_tensors, planned, suggested, worst_of
 from fpsim.tally import Accumulator, Tally
 from fpsim.torch_internals import is_compiled_wrapper, version_of
+from fpsim.torch_modes import hook_steps, is_stand_in, keeps_grad_mode, unhook_steps
 from fpsim.undoing import Exit, Undo, undone
 
 __all__ = ["Watch", "watch"]
@@ -37,6 +38,7 @@ UNDERFLOW, OVERFLOW, SQNR_DB = 0.01, 0.0, 20.0
 Key = tuple[int, str, str, Spec]
 
 
+@keeps_grad_mode
 def watch(
     model: nn.Module,
     step: Any = None,
@@ -80,6 +82,7 @@ def watch(
     watching = Watch(model, formats, 1, optimizer)
     with watching:
         run = as_step(model, step, loss, "watch")
+        require_memory(model)
         if not model.training:
             raise ValueError(
                 f"Got a step of {type(model).__name__} in eval mode. watch sees calls in training: model.train()."
@@ -90,6 +93,8 @@ def watch(
             run()
 
         undone(once)
+        if not watching.steps:
+            raise nothing_ran(model, "watch")
     return watching
 
 
@@ -107,6 +112,7 @@ class Watch:
         self, model: nn.Module, formats: Iterable[str | Format], every: int, optimizer: torch.optim.Optimizer | None
     ) -> None:
         require_module(model)
+        require_initialised(model)
         if any(True for _ in emulated_forwards(model)):
             raise ValueError("This model is quantised. Possible: `with fpsim.record(model):`, or the original.")
         if any(is_compiled_wrapper(m) for m in model.modules()):
@@ -122,7 +128,7 @@ class Watch:
             while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
                 optimizer = inner  # of accelerate's, which passes no hooks on
         self.every, self.steps, self._watched = every, 0, 0  # calls in training, and the last that was watched
-        self._is_watching = False
+        self._is_watching = self._was_without_numbers = False
         self.is_inside = False  # of a block
         self._rows = Rows()
         self._sums: dict[Key, Accumulator] = {}
@@ -130,15 +136,16 @@ class Watch:
         self._before: dict[str, Tensor] = {}
         self._lost: dict[Key, tuple[int, int]] = {}  # of the updates, how many would change nothing, of how many
         self._called: Called | None = None  # the last call that was watched
-        self._handles: list[Any] = []
+        self._optimizer = optimizer
         self._versions = self._all_versions()
-        eye = _Eye(self)
-        self._trace = Trace(model, eye, emulated=False, verb="watch", is_due=eye.begin_step, on_call=eye.called)
+        self._eye = eye = _Eye(self)
+        self._trace = Trace(
+            model, eye, emulated=False, verb="watch", is_due=eye.begin_step, on_call=eye.called, needs_numbers=False
+        )
         try:
             self._trace.install()
             if optimizer is not None:
-                self._handles.append(optimizer.register_step_pre_hook(eye.before_step))
-                self._handles.append(optimizer.register_step_post_hook(eye.after_step))
+                hook_steps(optimizer, eye.before_step, eye.after_step)
         except BaseException:
             self.detach()
             raise
@@ -147,9 +154,9 @@ class Watch:
         """Watch no longer; the statistics stay. Nothing of a call that runs is seen from here on."""
         self._is_watching = False
         self._trace.remove()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self._optimizer is not None:
+            unhook_steps(self._optimizer, self._eye.before_step, self._eye.after_step)
+            self._optimizer = None
 
     def __del__(self) -> None:
         if "_trace" in vars(self):  # else it was refused
@@ -193,10 +200,10 @@ class Watch:
 
     def _keep_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Keep what came in and, when they come, the gradients of what went out: a policy is tried on them."""
-        self._called = called = Called(self.steps, _detached(args), _detached(kwargs))
+        self._called = called = Called(self.steps, args, kwargs)
         for i, x in enumerate(output_tensors(out)):
             if x.requires_grad:
-                x.register_hook(partial(called.came, i))
+                self._trace.hook(x, partial(called.came, i))
 
     def _forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         values, options = self._trace.arguments
@@ -229,6 +236,7 @@ class Watch:
     def _add(self, site: str, role: str, x: Tensor) -> None:
         x = x.detach()
         if x.layout is not torch.strided or not x.numel() or not holds_numbers(x):
+            self._was_without_numbers |= is_stand_in(x)
             return
         if role == "activation" and bool((least := torch.finfo(x.dtype).min) == x.amin()):
             x = x.masked_fill(x == least, 0.0)  # a mask, and no number
@@ -274,6 +282,12 @@ class Watch:
                 "are those of a copy. Watch it without torch.compile, or inside of a module with its own forward.",
                 stacklevel=2,
             )
+        if self._was_without_numbers:
+            warnings.warn(
+                "Tensors on device meta, or of a FakeTensorMode, hold no numbers. fpsim.watch(model) has left them "
+                "out. Watch a model that trains on cpu or cuda.",
+                stacklevel=2,
+            )
         return Rows(
             [*self._rows, *(_row(*key, sums.result(), self._lost.get(key)) for key, sums in [*self._sums.items()])]
         )
@@ -289,7 +303,7 @@ class Watch:
             finite, nor where more than half of the updates would change nothing (`lost`).
         underflow, overflow: the largest share that is allowed. sqnr_db: the least signal to noise.
         """
-        limits = _limits(underflow, overflow, sqnr_db)
+        limits = Limits(underflow, overflow, sqnr_db)
         worst, found = worst_of(self.rows()), Rows()
         for role in dict.fromkeys(role for _, role, _ in worst):
             for spec in self.specs:
@@ -326,7 +340,7 @@ class Watch:
 
     def suggest(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Suggestion:
         """The policy of `policy()`, whether it was tried, and in words on what; copies the model."""
-        limits = _limits(underflow, overflow, sqnr_db)
+        limits = Limits(underflow, overflow, sqnr_db)
         plan = planned(worst_of(self.rows()), self.specs, limits)
         return suggested(self._trace.model, plan, self._called)
 
@@ -401,23 +415,8 @@ class _Eye:
             watching._after_step(optimizer)
 
 
-def _limits(underflow: float, overflow: float, sqnr_db: float) -> Limits:
-    require_number("underflow", underflow)
-    require_number("overflow", overflow)
-    require_number("sqnr_db", sqnr_db)
-    return Limits(underflow, overflow, sqnr_db)
-
-
 def _rounded(x: Tensor, spec: Spec) -> Tensor:
     return rounded_blocks(x, spec, -1) if isinstance(spec, BlockSpec) else rounded(x, spec)
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, dict):
-        return {key: _detached(v) for key, v in value.items()}
-    return type(value)(map(_detached, value)) if type(value) in (tuple, list) else value
 
 
 def _row(step: int, site: str, role: str, spec: Spec, t: Tally, lost: tuple[int, int] | None) -> dict[str, Any]:

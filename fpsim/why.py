@@ -16,7 +16,8 @@ from fpsim.reasons.event import Event
 from fpsim.reasons.finding import Finding, find
 from fpsim.reasons.remedies import Remedy
 from fpsim.rows import Rows
-from fpsim.stepping import as_step
+from fpsim.stepping import as_step, nothing_ran
+from fpsim.torch_modes import keeps_grad_mode
 
 __all__ = ["Why", "why"]
 
@@ -171,6 +172,7 @@ def _advice(event: Event, float32: float | None) -> str:
     return f"{blame}No remedy that was run here was enough."
 
 
+@keeps_grad_mode
 def why(
     model: nn.Module,
     step: Any,
@@ -204,7 +206,8 @@ def why(
 
     Raises:
         TypeError: for a model, step or optimizer of another kind.
-        ValueError: for a step that gives another loss the second time, and a model that is being recorded.
+        ValueError: for a step that gives another loss the second time, a step of which nothing was seen, and a model
+            that is being recorded.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     >>> with torch.no_grad():
@@ -217,7 +220,10 @@ def why(
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("scale", "step", "update")):
         raise TypeError(f"Got {type(scaler).__name__} as the scaler. Expected a GradScaler that `step` uses, or None.")
     run = as_step(model, step, loss, "why", 0 if batches is None else 1)
-    return Why(find(model, run, optimizer, scaler, batches))
+    found = find(model, run, optimizer, scaler, batches)
+    if not found.operations and not found.events:
+        raise nothing_ran(model, "why")
+    return Why(found)
 
 
 def _require(model: object, optimizer: object, batches: object) -> None:

@@ -274,6 +274,7 @@ CALLS = [
     Call("compare", _compare),
     Call("Comparison.begins", lambda: (fpsim.compare(**_compare()[1]).begins, {})),
     Call("Comparison.grows", lambda: (fpsim.compare(**_compare()[1]).grows, {})),
+    Call("Comparison.breaks", lambda: (fpsim.compare(**_compare()[1]).breaks, {})),
     Call("diagnose", _diagnose),
     Call("why", _why),
     Call("last_layers", lambda: (fpsim.last_layers, {"model": model(), "step": batch(), "loss": lambda out: out.sum()})),

@@ -19,9 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from leftovers import ENTRIES, Net, X, left_on, model_for
+from leftovers import ENTRIES, FOR_GOOD, Net, X, left_on, model_for
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+import ada_loss
 import fpsim
+
+# What these have changed in a model is put back.
+PUT_BACK = ("why", "diagnose", "watch of", "compare", "sensitivity", "quantize")
 
 
 def interrupted(entry: str, model: Any, delay: float) -> str:
@@ -37,6 +42,13 @@ def interrupted(entry: str, model: Any, delay: float) -> str:
         signal.setitimer(signal.ITIMER_REAL, 0)
         raise
     return ""
+
+
+def forget_hooks() -> None:
+    """Take off the hooks that were left on all optimizers."""
+    for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+        for key in [key for key, hook in hooks.items() if hook not in FOR_GOOD]:
+            del hooks[key]
 
 
 def duration_of(entry: str) -> float:
@@ -66,12 +78,18 @@ def main(entry: str, signals: int, seed: int) -> dict[str, Any]:
         counts["signals"] += 1
         changed = [n for n, x in model.state_dict().items() if not torch.equal(x, before[n])]
         found = left_on(model) + [f"{name} is changed" for name in changed]
+        if any(True for _ in fpsim.forwards.emulated_forwards(model)) is not ENTRIES[entry][1]:
+            found.append("a model that is quantised, or no longer")
+        if entry.startswith(PUT_BACK) and any(p.grad is not None for p in model.parameters()):
+            found.append("a gradient")
         if found:
             counts["left"] += 1
             kinds[f"{'; '.join(sorted({*found}))} after {came}"] += 1
             try:
                 following(X)
                 fpsim.watch(Net()).detach()
+                if entry == "scaled":  # interrupted between its construction and its block
+                    ada_loss.AdaLossScaled(model).detach()
                 still = left_on(model)
             except RuntimeError as error:  # of torch, whose stack is in disorder
                 still = [str(error)]
@@ -79,6 +97,7 @@ def main(entry: str, signals: int, seed: int) -> dict[str, Any]:
             while torch.overrides._get_current_function_mode_stack():
                 torch.overrides._pop_mode()
             fpsim.emulation.scope.active.emulation = None
+            forget_hooks()
             fpsim.noise._inside.clear()
             fpsim.noise._here.streams.clear()
             torch.set_grad_enabled(True)

@@ -8,14 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+import ada_loss
 import fpsim
 from fpsim import noise
+from fpsim.emulation import steps
 from fpsim.emulation.scope import active
 from fpsim.model import listeners
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 POLICY = "fp16"
+FOR_GOOD = (steps._begin, steps._end)  # hooks that the first emulation puts on all optimizers
 
 
 class Middle(nn.Module):
@@ -53,6 +57,8 @@ def left_on(*models: nn.Module) -> list[str]:
         found.append("an active emulation")
     if not torch.is_grad_enabled():
         found.append("gradients are off")
+    hooks = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    found += ["a hook on all optimizers" for hook in hooks if hook not in FOR_GOOD]
     for model in models:
         for name, module in model.named_modules():
             places = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
@@ -63,6 +69,7 @@ def left_on(*models: nn.Module) -> list[str]:
         found += [f"a hook on {name!r}" for name, p in model.named_parameters() if p._backward_hooks]
         if any(True for _ in fpsim.forwards.emulated_forwards(model)):
             found += ["an observer" for listener in listeners(model) if listener.observer is not None]
+            found += ["a scaling" for listener in listeners(model) if listener.scaling is not None]
     return found
 
 
@@ -82,6 +89,22 @@ def emulated(model: nn.Module) -> None:
     loss.backward()
 
 
+def why(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        loss_of(model).backward()
+        optimizer.step()
+
+    fpsim.why(model, step, optimizer)
+
+
+def scaled(model: nn.Module) -> None:
+    ada_loss.AdaLossScaled.detach_from(model)  # of one that an earlier interrupt kept from its block
+    with ada_loss.AdaLossScaled(model):
+        loss_of(model).backward()
+
+
 def under_torchs_noise(model: nn.Module) -> None:
     with fpsim.noise_of_torch():
         loss_of(model).backward()
@@ -92,6 +115,12 @@ ENTRIES: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
     "watch": (watched, False),
     "diagnose": (lambda model: fpsim.diagnose(model, lambda: loss_of(model).backward()), False),
     "diagnose quantised": (lambda model: fpsim.diagnose(model, lambda: loss_of(model).backward()), True),
+    "why": (why, False),
+    "why quantised": (why, True),
+    "scaled": (scaled, True),
+    "watch of a step": (lambda model: fpsim.watch(model, lambda: loss_of(model).backward(), ["fp16"]), False),
+    "compare of a step": (lambda model: fpsim.compare(model, lambda: loss_of(model), None, POLICY), False),
+    "sensitivity of a step": (lambda model: fpsim.sensitivity(model, lambda: loss_of(model), POLICY), False),
     "compare": (lambda model: fpsim.compare(model, None, POLICY, X, loss=lambda out: out.square().mean()), False),
     "sensitivity": (lambda model: fpsim.sensitivity(model, loss_of, POLICY), False),
     "last_layers": (lambda model: fpsim.last_layers(model, lambda: loss_of(model)), False),

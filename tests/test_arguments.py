@@ -15,8 +15,10 @@ from typing import Any
 
 import matplotlib
 import pytest
+import torch
 from border_calls import CALLS, Call, Folder, batch, model, quantised, train
 from border_values import Outcome, Reached, near_values, outcome, wrong_values
+from torch import nn
 
 import ada_loss
 import fpsim
@@ -92,7 +94,6 @@ WITHOUT = {
     "AdaLossTransformLinear.matches": "that of AdaLossTransform",
     "Accumulator.random_bits_of": "of a format that the accumulator holds",
     "Comparison": "a result: compare() makes it",
-    "Comparison.breaks": "it takes nothing",
     "Job.load_state_dict": "for the checkpoint, which checks what it reads",
     "Job.note_update": "for the job's own scaler",
     "Job.result": "for the driver, of what a training returned",
@@ -107,6 +108,7 @@ WITHOUT = {
     "Results.chosen_rows": "where= of table() and the others",
     "Results.named": "metric= of table() and the others",
     "Results.plot": "metric= and where= of table()",
+    "Results.require_metric": "metric= of tables() and verdicts()",
     "Results.settings_of": "for the ledger's own cells",
     "Results.shown": "metric= of table() and the others",
     "Results.plot_accuracy": "metric= and where= of table()",
@@ -228,6 +230,23 @@ def _sweep(**words: Any) -> Any:
     return ada_loss.sweep(**{"train": train, "formats": ["fp16"], "out": Folder.path, "show_progress": False, **words})
 
 
+def _begun_job() -> ada_loss.Job:
+    job = ada_loss.Job("fp16")
+    job.quantize(model())
+    return job
+
+
+def _watching() -> fpsim.Watch:
+    found = fpsim.watch(model(), ["fp16"], every=1)
+    found.detach()
+    return found
+
+
+def _compared() -> Any:
+    return fpsim.compare(model(), None, "fp16", batch())
+
+
+PAIR, MSE = (torch.ones(2, 2), torch.ones(2)), nn.functional.mse_loss
 # Calls that trained what nobody asked for, did nothing, or broke later and elsewhere; and what they say.
 WORST: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "letters as scaling methods": (lambda: _sweep(scaling=b"fp"), TypeError, "scaling came as b'fp'"),
@@ -267,10 +286,69 @@ WORST: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a scale rule of other scales": (
         lambda: fpsim.BlockFormat("e4m3fn", 32, fpsim.as_format("e8m0"), "floor"), ValueError, "scale='e8m0fnu'"
     ),
+    "the class of a loss": (
+        lambda: ada_loss.Task("t", model(), PAIR, PAIR, nn.MSELoss, {}), TypeError, "a class. Expected: a function, or"
+    ),
+    "the class of a loss for an updater": (
+        lambda: ada_loss.Updater(torch.optim.SGD(model().parameters()), nn.MSELoss, batch, ada_loss.GradScaler()),
+        TypeError, "loss_fn came as <class",
+    ),
+    "letters as data": (lambda: ada_loss.Task("t", model(), "yes", PAIR, MSE, {}), TypeError, "train of the task"),
+    "a blank name": (lambda: ada_loss.Task(" ", model(), PAIR, PAIR, MSE, {}), ValueError, "name=' ' is not a name"),
+    "a number as an option's name": (lambda: _sweep(task_options={1: "a"}), TypeError, "with 1 as a name"),
+    "a number as an inner option's name": (
+        lambda: _sweep(task_options={"a": [{2: 3}]}), TypeError, "with 2 as a name"
+    ),
+    "a number as a job's option": (lambda: ada_loss.Job(options={1: 2}), TypeError, "options names 1"),
+    "no file for a checkpoint": (lambda: ada_loss.Job(checkpoint=""), TypeError, "checkpoint='' is not a path"),
+    "a step beyond the last": (lambda: _begun_job().begin_step(3, 2), ValueError, "step=3 is beyond steps=2"),
+    "three bytes of memory": (lambda: _sweep(memory_limit=3), ValueError, "memory_limit=3 is impossible"),
+    "a tensor of memory": (lambda: _sweep(memory_limit=torch.tensor(1.0)), ValueError, "memory_limit=tensor"),
+    "a limit beyond all clocks": (lambda: _sweep(time_limit=2**70), ValueError, "time_limit=1180591620717411303424"),
+    "a blank folder": (lambda: _sweep(out=" "), ValueError, "out=' ' is not a folder"),
+    "a verdict on no metric": (lambda: Folder.results().verdicts("acuracy"), ValueError, "Did you mean accuracy"),
+    "tables of no metric": (lambda: Folder.results().tables("acuracy"), ValueError, "Did you mean accuracy"),
+    "a share above 1": (lambda: _watching().table(underflow=1.5), ValueError, "underflow=1.5 is out of range"),
+    "a share below 0": (lambda: _watching().policy(overflow=-1), ValueError, "overflow=-1 is out of range"),
+    "an unknown role": (lambda: _compared().begins("eror"), ValueError, "Unknown role='eror'. Did you mean error"),
+    "a role that nothing has": (lambda: _compared().breaks("weight"), ValueError, "Unknown role='weight'"),
+    "growth by less than 1": (lambda: _compared().grows(by=-1), ValueError, "by=-1 is out of range"),
+    "bytes as a device": (lambda: fpsim.warm_up(b"cpu", ["fp16"]), ValueError, "device=b'cpu' is not a device"),
+    "no device": (lambda: ada_loss.GradScaler(device="x"), ValueError, "device='x' is not a device"),
+    "truth as a code": (lambda: fpsim.as_format("fp16").decode(True), ValueError, "Code True is none of fp16"),
+    "a chunk beyond memory": (lambda: fpsim.Accumulator("fp16", chunk=2**70), ValueError, "chunk=1180591620717411303"),
+    "a block beyond memory": (
+        lambda: fpsim.BlockFormat("e4m3fn", 10**5000, fpsim.as_format("e8m0fnu")), ValueError, "block=a value of type"
+    ),
+    "a history beyond memory": (lambda: fpsim.Delayed(history=2**30), ValueError, "history=1073741824 is not a number"),
+    "amaxes beyond memory": (lambda: ada_loss.layer_rule("amax_history", length=2**30), ValueError, "length=10737"),
+    "a batch of NaN": (
+        lambda: fpsim.compare(model(), None, "fp16", batch() * torch.nan), ValueError, "No number in the output of Seq"
+    ),
     "a name that no file holds": (
         lambda: ada_loss.Job("fp16").log(0, **{"\ud800": 1.0}), ValueError, "is not Unicode"
     ),
 }  # fmt: skip
+
+
+TOOLS: dict[str, Callable[[nn.Module, Any], object]] = {
+    "diagnose": fpsim.diagnose,
+    "why": fpsim.why,
+    "watch": fpsim.watch,
+    "compare": lambda model, step: fpsim.compare(model, step, None, "fp16"),
+    "sensitivity": lambda model, step: fpsim.sensitivity(model, step, "fp16"),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_step_that_runs_nothing_is_refused(tool: str) -> None:
+    with pytest.raises(ValueError, match=rf"^fpsim\.{tool} saw no operation of Sequential in the step"):
+        TOOLS[tool](model(), lambda: 3.0)
+
+
+def test_parameters_of_a_model_that_is_not_quantised_are_not_rounded_and_it_says_so() -> None:
+    with pytest.warns(UserWarning, match="changed nothing: this Sequential is not quantised"):
+        fpsim.round_parameters_(model())
 
 
 @pytest.mark.parametrize("kind", WORST)

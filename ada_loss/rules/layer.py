@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from ada_loss import checks
 from ada_loss.checks import Possible, param
 from ada_loss.rules.formulas import BOUNDS, STATS, abs_range, approx_range, element_wise_range, fixed
-from fpsim.checks import did_you_mean, shown
+from fpsim.checks import did_you_mean, is_whole, shown
 
 __all__ = [
     "LAYER_RULES",
@@ -213,7 +213,7 @@ class AmaxHistory(LayerRule):
 
     name: ClassVar[str] = "amax_history"
     predicts: ClassVar[bool] = False
-    length: int = param(16, checks.STEPS)
+    length: int = param(16, Possible("a whole number from 1 to 2**20", lambda v: is_whole(v, 1) and v <= 2**20))
     margin: int = param(0, checks.COUNT)
 
 

@@ -69,6 +69,14 @@ class GradScaler:
         require_flag("enabled", enabled)
         if device is not None and not isinstance(device, str | torch.device):
             raise TypeError(f"device={shown(device)} is not a device. Expected: one as in torch; it is not needed.")
+        if isinstance(device, str):
+            try:
+                torch.device(device)
+            except RuntimeError:
+                raise ValueError(
+                    f"device={shown(device)} is not a device. Expected: one as in torch, such as 'cuda'; it "
+                    f"is not needed."
+                ) from None
         self.max_gradient_norm = max_gradient_norm
         rule = as_loss_rule(rule)
         is_off = not enabled or isinstance(rule, Off)

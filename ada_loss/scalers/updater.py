@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ada_loss.checks import COUNT, NOT_NEGATIVE, POSITIVE, STEPS, require
@@ -61,7 +61,7 @@ class Updater:
         max_retries: int = 100,
     ) -> None:
         for name, function in (("loss_fn", loss_fn), ("data_feeder", data_feeder)):
-            if not callable(function):
+            if not callable(function) or (isinstance(function, type) and issubclass(function, nn.Module)):
                 raise TypeError(
                     f"{name} came as {shown(function)}. It must be callable: a retry calls it again. "
                     f"Give a function; for an iterator, lambda: next(iterator)."

@@ -31,10 +31,23 @@ def _enter(scope: Scope, undo: Undo) -> None:
     _begin_step(scope)
     emulation: Emulation | None = active.emulation
     if emulation is None:
-        _activate(_new_emulation(scope, True), undo)
+        emulation = _new_emulation(scope, True)
+        _activate(emulation, undo)
+        undo.by(partial(_warn_of_inner, emulation, scope))
         return
     undo.by(partial(_go_back, emulation, scope, emulation.scope))
     emulation.scope = scope
+
+
+def _warn_of_inner(emulation: Emulation, scope: Scope) -> None:
+    """Warn where a block that began inside of this one has not ended, and computes in float32 from here on."""
+    if emulation.scope is not scope:
+        warnings.warn(
+            "A block of fpsim.emulate was left before one that began inside of it, and that one rounds nothing from "
+            "here on. A block holds for its thread: coroutines that take turns within theirs compute in each other's "
+            "formats. Leave blocks in the opposite order of their begin, and await nothing inside of them.",
+            stacklevel=2,
+        )
 
 
 def _go_back(emulation: Emulation, scope: Scope, previous: Scope) -> None:

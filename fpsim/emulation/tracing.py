@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fpsim.border import require_result
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import LOOK_UPS, Action, Call, call_of
 from fpsim.emulation.entering import run_entered, take_off_leftovers
@@ -100,6 +101,7 @@ class Trace:
     is_due: asked at each call of the model, whether to trace it. None traces each that comes from one thread.
     edit: runs each torch function in the place of the trace, to try what another argument or dtype would change.
     on_call: is given what went into each traced call of the model, and what came out.
+    needs_numbers: whether a result that is meta or fake is an error.
     arguments: of the call that the visitor is being told of.
     """
 
@@ -112,10 +114,11 @@ class Trace:
         is_due: Callable[[], bool] | None = None,
         edit: Edit | None = None,
         on_call: Callable[[tuple[Any, ...], dict[str, Any], Any], None] | None = None,
+        needs_numbers: bool = True,
     ) -> None:
         self.model, self.visitor, self.emulated, self.verb = model, visitor, emulated, verb
         self.is_due = self.claim if is_due is None else is_due
-        self.edit, self.on_call = edit, on_call
+        self.edit, self.on_call, self.needs_numbers = edit, on_call, needs_numbers
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._index = -1
         self.operations: list[Operation] = []
@@ -125,7 +128,7 @@ class Trace:
         self._frames: list[tuple[str, dict[str, int]]] = [("", {})]  # the modules that run, and their calls so far
         self._calls: dict[str, int] = {}
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._hooks: list[Any] = []  # of parameters, which live on
+        self._hooks: list[Any] = []  # of parameters and other leaves, which live on
         self._inner: list[tuple[nn.Module, Around]] = []  # those inside of the model, while it runs
         self._owner: dict[str, threading.Thread] = {}  # whose calls are traced
         self._backward_threads: set[int] = set()  # in which gradients of results came
@@ -301,7 +304,7 @@ class Trace:
             found = self.results[x] = Operation(name, name.rpartition(".")[0], "parameter", 0, False, [])
             if x.requires_grad:
                 with without_torch_function():
-                    hooked(x, partial(self._came, found), self._hooks)
+                    self.hook(x, partial(self._came, found))
         return found
 
     def _note(
@@ -323,9 +326,18 @@ class Trace:
             self.operations.append(operation)
             self.results[result] = operation
             with without_torch_function():  # another trace may lie below
+                if self.needs_numbers:
+                    require_result(result, f"The result of {site}", self.verb)
                 self.visitor.forward(operation, operands, result)
                 if result.requires_grad:
-                    result.register_hook(partial(self._came, operation))
+                    self.hook(result, partial(self._came, operation))
+
+    def hook(self, x: Tensor, hook: Callable[[Tensor], Any]) -> None:
+        """Put a hook on a gradient. Those of leaves, which live on, are taken off when the trace is cleared."""
+        if x.is_leaf:
+            hooked(x, hook, self._hooks)
+        else:
+            x.register_hook(hook)
 
     def _came(self, operation: Operation, gradient: Tensor | None) -> None:
         if gradient is None:

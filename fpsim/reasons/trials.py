@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from fpsim.border import require_result
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.tracing import Edit, Operation, Trace
 from fpsim.forwards import emulated_forwards
@@ -21,7 +21,7 @@ from fpsim.noise import keep_random_numbers, noise_state, replayed_noise
 from fpsim.policy import Policy
 from fpsim.reasons.kept import Kept
 from fpsim.reasons.timeline import Timeline
-from fpsim.torch_modes import push_mode, take_off, without_torch_function
+from fpsim.torch_modes import hook_steps, push_mode, take_off, unhook_call, unhook_steps, without_torch_function
 from fpsim.undoing import Undo, undone
 
 __all__ = ["Change", "Outcome", "Trials"]
@@ -175,9 +175,9 @@ class Trials:
         trace.install_alone()
         if isinstance(visitor, Timeline):
             visitor.trace = trace
-            handles: list[Any] = []
-            undo.by(lambda: [handle.remove() for handle in handles])
-            handles.append(self.model.register_forward_pre_hook(visitor_inputs(visitor), with_kwargs=True))
+            hook = visitor_inputs(visitor)
+            undo.by(partial(unhook_call, self.model, hook))
+            self.model.register_forward_pre_hook(hook, with_kwargs=True)
             registered = listeners(self.model) if self.emulated else []
             undo.by(partial(_observe, registered, None))
             _observe(registered, visitor)
@@ -227,17 +227,21 @@ class _Backward(TorchFunctionMode):
 
     def __init__(self, loss_scale: float) -> None:
         super().__init__()
-        self.loss_scale, self.losses = loss_scale, []  # type: ignore[var-annotated]
+        self.loss_scale, self.losses, self.has_ended = loss_scale, [], False  # type: ignore[var-annotated]
 
     def end(self) -> None:
+        self.has_ended = True
         take_off(self)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (Tensor.backward, torch.autograd.backward) and isinstance(args[0], Tensor) and args[0].numel() == 1:
+        if self.has_ended or func not in (Tensor.backward, torch.autograd.backward):
+            return func(*args, **kwargs)
+        if isinstance(args[0], Tensor) and args[0].numel() == 1:
             root = args[0].detach()
+            require_result(root, "The loss", "why")
             self.losses.append(float(root))
             name = "gradient" if func is Tensor.backward else "grad_tensors"
             given = args[1] if len(args) > 1 else kwargs.get(name)
@@ -251,15 +255,13 @@ class _Steps:
 
     def __init__(self, own: set[int], visitor: Any, know: Any, before: Any, after: Any) -> None:
         self.own, self.visitor, self.before, self.after, self.count = own, visitor, before, after, 0
-        self._know, self._handles = know, []  # type: ignore[var-annotated]
+        self._know = know
 
     def begin(self) -> None:
-        self._handles.append(register_optimizer_step_pre_hook(self._pre))
-        self._handles.append(register_optimizer_step_post_hook(self._post))
+        hook_steps(None, self._pre, self._post)
 
     def end(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        unhook_steps(None, self._pre, self._post)
 
     def _is_own(self, optimizer: Any) -> bool:
         return any(id(p) in self.own for group in optimizer.param_groups for p in group["params"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 from instants import interrupted
 from leftovers import Net, X, left_on
+from torch import nn
 
+import ada_loss
 import fpsim
 
 MODEL = fpsim.quantize(Net(), "fp16")
@@ -43,30 +46,74 @@ def test_ctrl_c_at_any_instant_of_a_block_leaves_nothing_though_its_traceback_is
     run()
 
 
-def test_a_watch_that_is_interrupted_within_its_block_ends_though_the_traceback_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
+# Those that begin when they are made: before the block has one, it is no different from one that is kept on purpose.
+MADE: dict[str, tuple[bool, Callable[[nn.Module], AbstractContextManager[Any]]]] = {
+    "watch": (False, lambda model: fpsim.watch(model, ["fp16"], every=1)),
+    "watch with an optimizer": (False, lambda model: fpsim.watch(model, ["fp16"], every=1, optimizer=sgd(model))),
+    "AdaLossScaled": (True, lambda model: ada_loss.AdaLossScaled(model)),
+}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made_for_a_block_ends_with_it_and_leaves_nothing_on_torch_though_the_traceback_is_kept(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the block has it, the object is no different from one that is kept on purpose."""
     monkeypatch.setattr("sys.unraisablehook", lambda _: None)
-    model = Net()
+    is_quantised, make = MADE[name]
     begun: list[int] = []
+
+    def new() -> nn.Module:
+        return fpsim.quantize(Net(), "fp16") if is_quantised else Net()
 
     def run() -> None:
         begun.clear()
-        with fpsim.watch(model, ["fp16"], every=1):
+        with make(model):
             begun.append(1)
 
+    model = new()
     run()
     instants, _ = interrupted(run, 0)
     kept, inside = [], 0
-    for at in range(instants // 2, instants + 1):
+    for at in range(1, instants + 1):
         kept.append(interrupted(run, at)[1])
+        assert left_on() == [], f"at {at} of {instants}"
         if begun:
             inside += 1
             assert left_on(model) == [], f"at {at} of {instants}"
         else:
-            model = Net()
+            if is_quantised:
+                ada_loss.AdaLossScaled.detach_from(model)
+                assert left_on(model) == [], f"at {at} of {instants}"
+            model = new()
+    assert len([error for error in kept if error is not None]) > instants // 2
     assert inside > 20
+
+
+def test_an_interrupted_watch_that_nobody_holds_leaves_no_hook_on_its_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.unraisablehook", lambda _: None)
+    model = Net()
+    optimizer = sgd(model)
+
+    def run() -> None:
+        fpsim.watch(model, ["fp16"], every=1, optimizer=optimizer).detach()
+
+    def left() -> list[Any]:
+        return [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks, *left_on(model)]
+
+    run()
+    instants, _ = interrupted(run, 0)
+    assert instants > 100
+    for at in range(1, instants + 1):
+        interrupted(run, at)
+        if left():
+            gc.collect()
+        assert left() == [], f"at {at} of {instants}"
 
 
 def test_an_emulation_ends_where_a_stack_of_blocks_leaves_it_and_may_be_entered_again() -> None:
@@ -81,6 +128,18 @@ def test_an_emulation_ends_where_a_stack_of_blocks_leaves_it_and_may_be_entered_
         assert hasattr(block, "__exit__")  # a look at it ends nothing
         assert (ONE / 3).item() == 0.34375
     assert left_on() == []
+
+
+def test_a_block_that_is_left_before_one_inside_of_it_is_told() -> None:
+    outer, inner = fpsim.emulate("e4m3fn"), fpsim.emulate("e5m2")
+    outer.__enter__()
+    inner.__enter__()
+    assert (ONE / 3).item() == 0.3125  # 5 / 16, the nearest of e5m2
+    with pytest.warns(UserWarning, match="was left before one that began inside of it"):
+        outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
+    assert left_on() == []
+    assert (ONE / 3).view(torch.int32).item() == 0x3EAAAAAB
 
 
 def test_an_emulation_decorates_a_function_that_calls_itself() -> None:

@@ -6,13 +6,16 @@ import copy
 import io
 import pickle
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
+from instants import interrupted
 from leftovers import ENTRIES, Net, X, left_on, loss_of, model_for
 from torch import Tensor, nn
 
 import fpsim
+from fpsim.delayed import loaded as loaded_histories
 
 KINDS = (KeyboardInterrupt, SystemExit, GeneratorExit, RuntimeError)
 RUNNING = [name for name in ENTRIES if name != "quantize"]  # which run the model
@@ -20,7 +23,9 @@ RUNNING = [name for name in ENTRIES if name != "quantize"]  # which run the mode
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("entry", RUNNING)
-def test_what_a_forward_raises_leaves_nothing(entry: str, kind: type[BaseException]) -> None:
+def test_what_a_forward_raises_leaves_nothing_though_the_traceback_is_kept(
+    entry: str, kind: type[BaseException]
+) -> None:
     model, calls = model_for(entry), []
 
     def fail() -> None:
@@ -29,11 +34,12 @@ def test_what_a_forward_raises_leaves_nothing(entry: str, kind: type[BaseExcepti
             raise kind
 
     model.middle.then = fail
-    seen = []
+    seen, kept = [], []
     for _ in range(4):
         try:
             ENTRIES[entry][0](model)
-        except kind:
+        except kind as error:
+            kept.append(error)  # as a notebook keeps the last one
             seen.append(left_on(model))
     assert seen == [[]] * len(seen)
     assert len(seen) >= 2
@@ -101,6 +107,28 @@ def test_the_mode_of_a_watch_is_off_after_an_interrupted_call_within_the_block()
     assert left_on(model) == []
 
 
+STEPS: dict[str, Callable[[nn.Module, Callable[[], Tensor]], object]] = {
+    "diagnose": fpsim.diagnose,
+    "why": fpsim.why,
+    "compare": lambda model, step: fpsim.compare(model, step, None, "fp16"),
+    "sensitivity": lambda model, step: fpsim.sensitivity(model, step, "fp16"),
+    "watch": lambda model, step: fpsim.watch(model, step, ["fp16"]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_gradients_are_on_after_a_step_that_was_interrupted_while_torch_had_them_off(name: str) -> None:
+    model = Net()
+
+    def step() -> Tensor:
+        torch._C._set_grad_enabled(False)  # as a step of an optimizer, whose block a signal keeps from its end
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        STEPS[name](model, step)
+    assert left_on(model) == []
+
+
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_a_watch_may_be_detached_within_a_forward(where: str) -> None:
     model = nn.Sequential(nn.Linear(6, 4), Net().middle, nn.Linear(4, 4))
@@ -132,7 +160,9 @@ def test_what_is_left_on_torchs_stack_after_all_is_taken_off_and_said() -> None:
     model(X)  # and not said again
 
 
-@pytest.mark.parametrize("entry", ["quantised", "emulate", "watch", "diagnose", "diagnose quantised", "compare"])
+@pytest.mark.parametrize(
+    "entry", ["quantised", "emulate", "watch", "diagnose", "diagnose quantised", "compare", "why", "why quantised"]
+)
 def test_a_mode_that_torch_puts_back_too_late_changes_no_number_and_is_taken_off(entry: str) -> None:
     model, held = model_for(entry), []
 
@@ -195,6 +225,40 @@ def test_a_lost_watch_watches_no_longer() -> None:
     fpsim.watch(model, ["fp16"], every=1, optimizer=optimizer)
     assert left_on(model) == []
     assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("name", ["diagnose", "why", "watch"])
+def test_a_step_that_makes_parameters_leaves_no_hook_on_them(name: str) -> None:
+    model = Net()
+
+    def step() -> None:
+        model.last = nn.Linear(8, 3)
+        loss_of(model).backward()
+
+    getattr(fpsim, name)(model, step)
+    assert left_on(model) == []
+
+
+@pytest.mark.parametrize("name", ["diagnose", "why", "watch"])
+def test_a_leaf_that_a_model_returns_keeps_no_hook(name: str) -> None:
+    class Returns(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), self.weight
+
+    model = Returns(6, 2)
+    getattr(fpsim, name)(model, lambda: sum(out.square().sum() for out in model(X)).backward())
+    assert left_on(model) == []
+
+
+@pytest.mark.parametrize("name", ["diagnose", "why", "watch"])
+def test_a_lazy_model_that_never_ran_is_refused(name: str) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU())
+    with pytest.raises(ValueError, match=r"^0\.weight of the model has no shape yet"):
+        getattr(fpsim, name)(model, lambda: model(X).sum().backward())
+    assert left_on() == []
+    model(X)
+    getattr(fpsim, name)(model, lambda: model(X).sum().backward())
+    assert left_on(model) == []
 
 
 COPIES = {
@@ -365,3 +429,24 @@ def test_threads_may_share_a_quantised_model(policy: str) -> None:
 
     assert run_in_threads(4, run) == []
     assert left_on(model) == []
+
+
+def test_gradients_stay_on_though_an_interrupted_look_at_histories_is_forgotten_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.unraisablehook", lambda _: None)
+    model = model_for("delayed")
+    loss_of(model).backward()
+    state = dict([*fpsim.scaling_state(model).items()][:1])
+
+    def run() -> None:
+        loaded_histories(state).state_dict()
+
+    with torch.no_grad():  # what such a generator would put back
+        instants, _ = interrupted(run, 0)
+    for at in range(1, instants + 1):
+        with torch.no_grad():
+            _, error = interrupted(run, at)
+        assert torch.is_grad_enabled(), f"at {at} of {instants}, while its traceback is kept"
+        del error
+        assert torch.is_grad_enabled(), f"at {at} of {instants}, when it is forgotten"

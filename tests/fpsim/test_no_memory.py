@@ -5,6 +5,7 @@ The kernels are called in a child: one that looked at address 0 would end this p
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import environment
+from leftovers import left_on
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -113,7 +115,9 @@ def test_a_model_without_memory_can_be_watched_and_has_no_rows() -> None:
     watching = fpsim.watch(model, ["fp16", "mxfp4"], every=1)
     y = model(meta())
     watching.detach()
-    assert (y.shape, y.device.type, watching.rows()) == ((4, 2), "meta", [])
+    assert (y.shape, y.device.type) == ((4, 2), "meta")
+    with pytest.warns(UserWarning, match=r"hold no numbers\. fpsim\.watch\(model\) has left them out"):
+        assert watching.rows() == []
 
 
 def test_a_quantised_model_without_memory_can_be_recorded_and_has_no_rows() -> None:
@@ -124,15 +128,72 @@ def test_a_quantised_model_without_memory_can_be_recorded_and_has_no_rows() -> N
     assert recording.rows() == []
 
 
-@pytest.mark.parametrize("name", ["diagnose", "why", "compare", "sensitivity"])
-def test_a_model_without_memory_is_refused_by_what_looks_at_its_numbers(name: str) -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(32, 2), nn.Linear(2, 2))
-    calls: dict[str, Callable[[], object]] = {
-        "diagnose": lambda: fpsim.diagnose(model, lambda: model(meta())),
-        "why": lambda: fpsim.why(model, lambda: model(meta())),
-        "compare": lambda: fpsim.compare(model, None, "fp16", meta()),
-        "sensitivity": lambda: fpsim.sensitivity(model, lambda m: m(meta()).sum(), "fp16"),
-    }
-    with pytest.raises(TypeError, match=r"^0\.weight of the model is on device meta, where tensors hold no numbers"):
-        calls[name]()
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
+    "meta": lambda: torch.device("meta"),
+    "fake": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+}
+TOOLS: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "diagnose": lambda model, x: fpsim.diagnose(model, lambda: model(x).square().mean().backward()),
+    "why": lambda model, x: fpsim.why(model, lambda: model(x).square().mean().backward()),
+    "compare": lambda model, x: fpsim.compare(model, None, "fp16", x),
+    "compare of a step": lambda model, x: fpsim.compare(model, lambda: model(x).mean(), None, "fp16"),
+    "sensitivity": lambda model, x: fpsim.sensitivity(model, lambda m: m(x).sum(), "fp16"),
+    "sensitivity of a step": lambda model, x: fpsim.sensitivity(model, lambda: model(x).sum(), "fp16"),
+    "watch of a step": lambda model, x: fpsim.watch(model, lambda: model(x).sum().backward(), ["fp16"]),
+}
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 2), nn.Linear(2, 2))
+
+
+def left_by(model: nn.Module) -> list[object]:
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return [*modes, *left_on(model), *(name for name, p in model.named_parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("kind", MODES)
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_model_without_memory_is_refused_by_what_looks_at_its_numbers(name: str, kind: str) -> None:
+    with MODES[kind]():
+        model, x = two_layers(), torch.ones(4, 32)
+    where = {"meta": "on device meta", "fake": "of a FakeTensorMode"}[kind]
+    with pytest.raises(TypeError, match=rf"^0\.weight of the model is {where}, where tensors hold no numbers"):
+        TOOLS[name](model, x)
+    assert left_by(model) == []
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_what_looks_at_numbers_is_refused_under_a_mode_that_makes_none(name: str) -> None:
+    model, x = two_layers(), torch.ones(4, 32)
+    with (
+        MODES["fake"](),
+        pytest.raises(TypeError, match=r"^This is called under a FakeTensorMode, where tensors hold no numbers"),
+    ):
+        TOOLS[name](model, x)
+    assert left_by(model) == []
+    TOOLS[name](model, x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which torch reads to make a fake one
+@pytest.mark.parametrize("name", [name for name in TOOLS if name != "watch of a step"])
+def test_a_batch_without_numbers_is_refused_where_its_first_result_is_read(name: str) -> None:
+    model = two_layers()
+    with MODES["fake"]():
+        x = torch.ones(4, 32)
+    words = r"^The (result of 0:linear|loss) is of a FakeTensorMode, where tensors hold no numbers for fpsim\."
+    with pytest.raises(TypeError, match=words):
+        TOOLS[name](model, x)
+    assert left_by(model) == []
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_watch_leaves_out_what_a_fake_batch_gives_and_says_so() -> None:
+    model = two_layers()
+    with MODES["fake"]():
+        x = torch.ones(4, 32)
+    with fpsim.watch(model, ["fp16"], every=1) as watching:
+        model(x)
+    with pytest.warns(UserWarning, match="hold no numbers"):
+        assert {row["role"] for row in watching.rows()} == {"weight"}
+    assert left_by(model) == []

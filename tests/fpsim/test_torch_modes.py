@@ -15,8 +15,10 @@ from fpsim.torch_modes import (
     CALL_SLOT,
     call_inside,
     has_transform,
+    hook_steps,
     hooked,
     hooks_of_saved_tensors,
+    is_stand_in,
     keeps_grad_mode,
     memory_behind,
     modes,
@@ -25,6 +27,8 @@ from fpsim.torch_modes import (
     push_mode,
     set_grad_enabled,
     take_off,
+    unhook_call,
+    unhook_steps,
 )
 
 
@@ -166,3 +170,54 @@ def test_the_memory_behind_a_transform_holds_its_numbers() -> None:
     assert not has_transform()
     assert torch.equal(seen[0], x * 2)
     assert memory_behind(x) is x
+
+
+@pytest.mark.parametrize("of", ["one optimizer", "all optimizers"])
+def test_hooks_of_steps_are_taken_off_without_their_handles(of: str) -> None:
+    told: list[str] = []
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    optimizer, other = torch.optim.SGD([parameter], 1.0), torch.optim.SGD([parameter], 1.0)
+
+    def before(*_: Any) -> None:
+        told.append(f"before {parameter.item():g}")
+
+    def after(*_: Any) -> None:
+        told.append(f"after {parameter.item():g}")
+
+    hooked_one = optimizer if of == "one optimizer" else None
+    hook_steps(hooked_one, before, after)
+    optimizer.step()
+    assert told == ["before 0", "after -1"]
+    other.step()
+    assert len(told) == (2 if of == "one optimizer" else 4)
+    count = len(told)
+    for _ in range(2):
+        unhook_steps(hooked_one, before, after)
+        optimizer.step()
+        other.step()
+        assert len(told) == count
+
+
+def test_a_hook_of_a_modules_call_is_taken_off_without_its_handle_and_others_stay() -> None:
+    module, told = nn.ReLU(), []
+    x = torch.ones(1)
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        told.append("ours")
+
+    module.register_forward_pre_hook(lambda *_: told.append("another"))
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+    module(x)
+    for _ in range(2):
+        unhook_call(module, hook)
+        module(x)
+    assert told == ["another", "ours", "another", "another"]
+    assert not module._forward_pre_hooks_with_kwargs
+
+
+def test_a_tensor_on_device_meta_or_of_a_fake_mode_stands_for_numbers_it_does_not_hold() -> None:
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.ones(2)
+    found = [torch.ones(2), nn.Parameter(torch.ones(2)), torch.ones(2, device="meta"), fake, nn.Parameter(fake)]
+    assert [is_stand_in(x) for x in found] == [False, False, True, True, True]

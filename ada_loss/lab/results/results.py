@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ada_loss.files import data_frame, folder_at
+from ada_loss.files import content_of, data_frame, folder_at
 from ada_loss.lab.directions import Directions, hint_for, read_directions, stated
 from ada_loss.lab.results.table import Share, Table, is_share_by_name
 from ada_loss.lab.sweep.cell_formats import label
@@ -21,7 +21,7 @@ from ada_loss.lab.sweep.ledger import DAMAGED, Ledger, counted
 from ada_loss.lab.sweep.missing import read_snapshot
 from ada_loss.lab.sweep.names import names_of, read_names
 from ada_loss.lab.sweep.telemetry import read_telemetry
-from fpsim.checks import is_finite_number, require_flag, require_mapping, shown
+from fpsim.checks import did_you_mean, is_finite_number, require_flag, require_mapping, shown
 from fpsim.rows import Rows
 
 __all__ = ["REASONS", "StoredResults", "read_reasons", "telling_axes"]
@@ -158,6 +158,13 @@ class StoredResults:
             raise TypeError(f"metric={shown(metric)} is not a string. Expected: the name of a metric, or None.")
         return self.metric if metric is None else self.shown(metric)
 
+    def require_metric(self, metric: str) -> None:
+        """Raise TypeError for what is not a string, ValueError for what no finished cell has."""
+        self.named(metric)
+        known = dict.fromkeys(name for cell in self.cells for name in cell["metrics"])
+        if known and not any(metric in row for row in self.rows()):
+            raise ValueError(f"Unknown metric {shown(metric)}.{did_you_mean(metric, known)} Known: {', '.join(known)}.")
+
     def shown(self, metric: str) -> str:
         """A metric's name, which says whether it is shown in %: those of accuracies are whose values are shares."""
         if not is_share_by_name(metric):
@@ -232,7 +239,7 @@ class StoredResults:
         """
         found = self.rows()
         if metric is not None:
-            self.named(metric)
+            self.require_metric(metric)
         if not any(cell["metrics"] for cell in self.cells):
             return []
         others = [*AXES[:1], "rounding", *dict.fromkeys(k for cell in self.cells for k in cell["config"]["options"])]
@@ -275,7 +282,7 @@ class StoredResults:
 def read_reasons(out: Path) -> dict[str, str]:
     """Why cells diverged or fell short, by id; {} where nobody asked. Raises ValueError for a damaged file."""
     try:
-        found = json.loads((out / REASONS).read_text())
+        found = json.loads(content_of(out / REASONS))
     except FileNotFoundError:
         return {}
     except ValueError as error:

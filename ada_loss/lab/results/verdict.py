@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,13 +32,13 @@ def verdicts(
     equivalence: bool = False,
 ) -> list[Verdict]:
     """See `Results.verdicts`."""
-    if tolerance is not None and not (is_finite_number(tolerance) and tolerance >= 0):
+    if tolerance is not None and not (is_finite_number(tolerance) and 0 <= tolerance <= sys.float_info.max):
         raise ValueError(
             f"tolerance={shown(tolerance)} is impossible. Possible: 0 or more, in the units of the metric."
         )
     require_level(level)
     if metric is not None:
-        results.named(metric)
+        results.require_metric(metric)
     done = {row["id"]: row for row in results.rows()}
     rows = [
         done.get(cell["id"], results.settings_of(cell)) for cell in results.cells if cell["state"] in ("done", "failed")

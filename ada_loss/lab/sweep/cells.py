@@ -259,8 +259,25 @@ def _require_task(function: Any) -> None:
         raise TypeError(f"{name} takes a job: it is a training function. Give it as train={name}, and no task.")
 
 
+def _other_name(value: Any) -> Any:
+    """The first name in nested mappings that is not a string, which JSON would make one; None where all are."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if not isinstance(name, str):
+                return name
+            if (found := _other_name(inner)) is not None:
+                return found
+    elif isinstance(value, list | tuple):
+        return next((found for inner in value if (found := _other_name(inner)) is not None), None)
+    return None
+
+
 def _own_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a training function, which are part of a cell's identity."""
+    if (name := _other_name(options)) is not None:
+        raise TypeError(
+            f"task_options came as {shown(dict(options))}, with {shown(name)} as a name. Expected: strings as names."
+        )
     try:
         found: dict[str, Any] = json.loads(json.dumps(options, allow_nan=False))
     except (TypeError, ValueError) as error:

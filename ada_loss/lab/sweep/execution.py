@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from ada_loss.lab.devices import device_problem, require_device_name
@@ -16,6 +17,7 @@ from fpsim.checks import is_finite_number, is_number, is_whole, shown
 __all__ = ["Execution"]
 
 MOST_WORKERS = 10_000
+LEAST_MEMORY = 2**20  # of a worker, in bytes: with less none comes up
 ADDRESS_FORMS = "tcp://HOST:PORT or tls://HOST:PORT"
 ENGINES = ("here", "local", ADDRESS_FORMS, "a concurrent.futures.Executor")
 ADDRESS = re.compile(r"(tcp|tls)://(\[[^\]]+\]|[^\s:/@]+):(?P<port>[0-9]+)")
@@ -65,8 +67,10 @@ class Execution:
         for name in ("time_limit", "engine_timeout"):
             seconds = getattr(self, name)
             is_left_out = name == "time_limit" and seconds is None
-            if not is_left_out and not (is_finite_number(seconds) and seconds > 0):
-                raise ValueError(f"{name}={shown(seconds)} is impossible. Possible: seconds, above 0.")
+            if not is_left_out and not (is_finite_number(seconds) and 0 < seconds <= TIMEOUT_MAX):
+                raise ValueError(
+                    f"{name}={shown(seconds)} is impossible. Possible: seconds, above 0 and up to {TIMEOUT_MAX:g}."
+                )
         if self.resources is not None and not _are_resources(self.resources):
             raise ValueError(
                 f"resources={shown(self.resources)} is impossible. Possible: what a cell takes, such as {{'GPU': 1}}."
@@ -79,7 +83,8 @@ class Execution:
         if not _is_memory(self.memory_limit):
             raise ValueError(
                 f"memory_limit={shown(self.memory_limit)} is impossible. Possible: 'auto', a number of bytes such as "
-                f"'4 GiB', or 0 for no limit. Leave it out to divide the machine's memory among the workers."
+                f"'4 GiB' and no less than 1 MiB, a share of the machine's such as 0.25, or 0 for "
+                f"no limit. Leave it out to divide the machine's memory among the workers."
             )
         for name in ("retry_failed", "keep_states"):
             if not isinstance(getattr(self, name), bool):  # YAML 1.2 reads `no` as a word
@@ -133,7 +138,10 @@ def _require_engine(engine: object) -> None:
 def _is_memory(value: object) -> bool:
     try:
         is_auto = isinstance(value, str) and value == "auto"
-        return value is None or is_auto or 0 <= _bytes(value) < math.inf
+        if value is None or is_auto:
+            return True
+        size = _bytes(value)
+        return (isinstance(value, str) or is_number(value)) and (0 <= size <= 1 or LEAST_MEMORY <= size < math.inf)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of a tensor
         return False
 

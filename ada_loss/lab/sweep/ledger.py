@@ -87,6 +87,8 @@ class Ledger:
         memory = str(path) == ":memory:"
         if readonly and not self.path.exists():
             raise FileNotFoundError(f"There is no ledger at {self.path}. Name the folder of a sweep, its `out`.")
+        if self.path.exists() and not self.path.is_file():  # a pipe is waited for, a device has no end
+            raise self._unreadable("it is not a file")
         if not memory and not readonly:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         self._connect(":memory:" if memory else f"{self.path.absolute().as_uri()}?mode={'ro' if readonly else 'rwc'}")
@@ -126,10 +128,8 @@ class Ledger:
             raise
 
     def _unreadable(self, error: object) -> UnreadableLedger:
-        return UnreadableLedger(
-            f"The ledger cannot be read: {error}. It is {self.path}. "
-            f"Name another folder, or put its ledger.sqlite there again."
-        )
+        remedy = "Name another folder, or put its ledger.sqlite there again."
+        return UnreadableLedger(f"The ledger cannot be read: {error}. It is {self.path}. {remedy}")
 
     def _open(self) -> None:
         try:

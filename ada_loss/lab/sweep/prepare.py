@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ada_loss.files import content_of
 from ada_loss.lab.sweep.cells import Cell, is_intact
 from ada_loss.lab.sweep.ledger import Ledger
 from ada_loss.lab.sweep.missing import Missing, read_snapshot
@@ -81,8 +82,8 @@ def _repair(ledger: Ledger, asked: Mapping[str, Cell]) -> None:
 
 def _has_telemetry(out: Path, row: Mapping[str, Any]) -> bool:
     try:
-        content = telemetry_path(out, row["id"]).read_bytes()
-    except FileNotFoundError:
+        content = content_of(telemetry_path(out, row["id"]))
+    except (FileNotFoundError, ValueError):
         return False
     return is_whole(content, row["telemetry_bytes"], row["telemetry_sha256"])
 

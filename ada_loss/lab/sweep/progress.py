@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ada_loss.files import content_of
 from ada_loss.lab.directions import Directions, keep_directions
 from ada_loss.lab.errors import printable
 from fpsim.checks import pip_install
@@ -161,7 +162,7 @@ class Progress:
         found = []
         for cell in [*self.running]:
             with suppress(OSError, ValueError):
-                done, total = map(int, steps_path(self.out / "checkpoints" / f"{cell}.pt").read_text().split())
+                done, total = map(int, content_of(steps_path(self.out / "checkpoints" / f"{cell}.pt")).split())
                 found.append(f"{done}/{total}" if total else str(done))
         more = [f"{len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
         return f"at step {', '.join([*found[:MOST_SHOWN], *more])}" if found else ""

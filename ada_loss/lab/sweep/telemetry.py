@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ada_loss.files import content_of
 from ada_loss.lab.training.run import Run, is_of_role, tallied
 
 __all__ = [
@@ -147,7 +148,7 @@ def read_telemetry(out: Path, cell: str, digest: str | None = None) -> dict[str,
     """
     path = telemetry_path(out, cell)
     try:
-        content = path.read_bytes()
+        content = content_of(path)
         if digest not in (None, telemetry_digest(content)):
             raise ValueError("it has not the digest that the ledger has")
         with np.load(io.BytesIO(content)) as arrays:

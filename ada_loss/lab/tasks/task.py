@@ -15,6 +15,10 @@ from fpsim.checks import did_you_mean, require_callable, require_mapping, shown
 __all__ = ["Task", "accuracy", "is_pair", "trained_with", "types_of_pair"]
 
 
+# Iterables of something else than batches.
+NO_BATCHES = (tuple, list, dict, Tensor, np.ndarray, str, bytes, bytearray, range, set, frozenset)
+
+
 @dataclass(frozen=True)
 class Task:
     """What is trained.
@@ -56,7 +60,7 @@ class Task:
                     f"Known: {', '.join(map(str, self.metrics))}."
                 )
         for part, data in (("train", self.train), ("test", self.test)):
-            if isinstance(data, Iterable) and not isinstance(data, tuple | list | dict | Tensor | np.ndarray):
+            if isinstance(data, Iterable) and not isinstance(data, NO_BATCHES):
                 if isinstance(data, Iterator):
                     raise TypeError(
                         f"{part} of the task {self.name!r} came as {type(data).__name__}, which one pass exhausts. "
@@ -80,6 +84,8 @@ class Task:
     def _check_words(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"name={shown(self.name)} is not a string. Expected: the task's name.")
+        if not self.name.isprintable() or not self.name.strip():
+            raise ValueError(f"name={shown(self.name)} is not a name. Expected: printable characters, not all blank.")
         if not isinstance(self.model, nn.Module):
             raise TypeError(f"model of the task {self.name!r} is {shown(self.model)}. Expected: a torch.nn.Module.")
         require_callable("loss", self.loss, "torch.nn.functional.mse_loss")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fpsim
-from ada_loss.files import write_atomically
+from ada_loss.files import content_of, write_atomically
 from ada_loss.lab.training.generators import generator_states, restore_generators
 
 __all__ = ["Checkpoints", "DelayedScaling"]
@@ -114,7 +114,7 @@ class Checkpoints:
         restore_generators(saved, self.cuda_devices)
 
     def _read(self) -> Any:
-        content = self.path.read_bytes()
+        content = content_of(self.path)
         digest, packed = content[:DIGEST], content[DIGEST:]
         if hashlib.sha256(packed).digest() != digest:  # torch.load would not notice a flipped bit in a weight
             raise ValueError("it is damaged")

@@ -96,12 +96,15 @@ class Job:
         require_method(scaling)
         require_seed(seed)
         require_device_name(device)
-        if checkpoint is not None and not isinstance(checkpoint, str | Path):
+        if checkpoint is not None and (not isinstance(checkpoint, str | Path) or not str(checkpoint).strip("\0 ")):
             raise TypeError(f"checkpoint={shown(checkpoint)} is not a path. Expected: the path of a file, or None.")
         if progress is not None:
             require_callable("progress", progress, "lambda steps: None")
         if options is not None:
             require_mapping("options", options, "{'epochs': 3}")
+            for name in options:
+                if not isinstance(name, str):
+                    raise TypeError(f"options names {shown(name)}. Expected: strings as names, such as 'epochs'.")
         self.options = dict(options or {})
         self._schedule = as_schedule(fmt, rounding)
         self._switch: FormatSwitch | None = None
@@ -178,6 +181,8 @@ class Job:
                 raise TypeError(f"The {name} {shown(value)} is no count. Possible: an integer, {least} or more.")
         if self._switch is None:
             raise ValueError("There is no model to follow the schedule. Call job.quantize(model) first.")
+        if step >= steps:
+            raise ValueError(f"step={shown(step)} is beyond steps={shown(steps)}. Expected: 0 to {shown(steps - 1)}.")
         self._follows = True
         self._switch.enter(step, steps)
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from children import environment
 
+from ada_loss.lab.errors import UnreadableLedger
 from ada_loss.lab.results import Results
 from ada_loss.lab.sweep.driver import resume, sweep
 from ada_loss.lab.sweep.ledger import Ledger
@@ -178,3 +179,30 @@ def test_after_a_damaged_log_no_result_is_older_without_a_word(tmp_path: Path) -
         assert (found == expected) == (words == ""), f"cut at {end} of {len(log)}: {words!r}"
         shutil.rmtree(out)
     assert older > 10
+
+
+def no_file(path: Path, kind: str) -> None:
+    """Put a pipe that nobody writes to, or a link to a device without an end, in the place of a file."""
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes among files")
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_file_is_neither_waited_for_nor_read_without_end(kind: str, out: Path) -> None:
+    results = Results(out)
+    cell, metrics = results.cells[0]["id"], outcomes(results)
+    no_file(out / "telemetry" / f"{cell}.npz", kind)
+    with pytest.raises(ValueError, match=r"is missing or damaged .* is not a regular file"):
+        Results(out).telemetry(cell)
+    no_file(out / "ledger.sqlite", kind)
+    with pytest.raises(UnreadableLedger, match="it is not a file"):
+        Results(out)
+    shutil.rmtree(out)
+    assert outcomes(small(out)) == metrics
+    no_file(out / "telemetry" / f"{cell}.npz", kind)
+    assert outcomes(small(out)) == metrics  # the cell is trained again
+    assert len(Results(out).telemetry(cell)) > 0
