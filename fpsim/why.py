@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from fpsim.border import require_memory
 from fpsim.emulation.tracing import Operation
 from fpsim.policy import Policy
+from fpsim.reasons.attempts import Remedy
 from fpsim.reasons.event import Event
 from fpsim.reasons.finding import Finding, find
-from fpsim.reasons.remedies import Remedy
 from fpsim.rows import Rows
 from fpsim.stepping import as_step
 
@@ -154,6 +155,8 @@ def _cut(sites: list[str]) -> str:
 def _advice(event: Event, float32: float | None) -> str:
     is_bad = float32 is not None and not math.isfinite(float32)
     blame = "No format is to blame: float32 gives NaN or inf too. " if is_bad else ""
+    if is_bad and event.fmt in ("float16", "bfloat16"):
+        blame = f"Operations in float32 give NaN or inf too, from the same {event.fmt} parameters and buffers. "
     if event.kind.endswith("came in"):
         if event.role == "input":
             return f"{blame}Look at how this batch is made, and drop or clean it."
@@ -227,4 +230,6 @@ def _require(model: object, optimizer: object, batches: object) -> None:
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"Got {type(optimizer).__name__} as the optimizer. Expected a torch.optim.Optimizer, or None.")
     if batches is not None and (not isinstance(batches, int) or isinstance(batches, bool) or batches < 1):
-        raise ValueError(f"Got batches={batches!r}. Expected 1 or more; omit it for a step without arguments.")
+        raise ValueError(
+            f"Got batches={reprlib.repr(batches)}. Expected 1 or more; omit it for a step without arguments."
+        )

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from fpsim.model import listeners
 from fpsim.policy import Policy
 from fpsim.reasons.against import Keeping, error_event, lost_gradient, may_be_lost
+from fpsim.reasons.attempts import Remedy
+from fpsim.reasons.dying import causes_first
 from fpsim.reasons.event import Event
 from fpsim.reasons.numbers import Glance, first_index, glance, is_mask_like
-from fpsim.reasons.remedies import Remedy, descendants, remedies
+from fpsim.reasons.remedies import descendants, remedies
 from fpsim.reasons.trials import Change, Outcome, Trials
 from fpsim.reasons.update_remedies import update_remedies
 from fpsim.reasons.updates import Updates
@@ -185,14 +187,15 @@ def _events(
         if inputs or any(e.role in ("parameter", "buffer") for e in came):
             result.float32 = _float32_loss(trials, seen)
         return state
+    reference = _Reference(trials, seen)
     hard = [e for e in seen.events if e.stage != "state"]
+    hard = causes_first(hard, seen.losses(), was.is_finite, reference.breaks_too)
     if not hard and seen.minus and not was.is_finite:
         return seen.minus
     saturations = [e for e in seen.saturations if not hard]
     if hard or saturations:
         result.float32 = _float32_loss(trials, seen)
         return _own_causes([*hard, *saturations])
-    reference = _Reference(trials, seen)
     if reference.is_wanted and may_be_lost(seen):
         lost = lost_gradient(seen, reference.seen, reference.wide)
         if lost is not None:
@@ -257,6 +260,12 @@ class _Reference:
     def seen(self) -> Keeping:
         return self._run()
 
+    def breaks_too(self, event: Event) -> bool:
+        """Whether the result of an event's operation is not finite in float32 either."""
+        at = event.operation
+        same = None if at is None else self.seen.by_key.get((at.site, at.call, event.batch or 0))
+        return same is not None and bool(same.notes["result"].kinds)
+
     @property
     def wide(self) -> dict[str, Glance]:
         self._run()
@@ -311,7 +320,10 @@ def _accumulated(model: nn.Module, gradients: dict[str, Glance], seen: Keeping, 
 
 
 def _chain(cause: Event, seen: Keeping) -> list[str]:
-    loss, at = seen.loss(), cause.operation
+    at = cause.operation
+    assert at is not None
+    reached = descendants(at)
+    loss = next((o for o in reversed(seen.losses()) if id(o) in reached), None)
     leads = set() if loss is None else loss.all_behind()
     sites: list[str] = []
     while at is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from fpsim.ops import round_to
+from fpsim.reasons.attempts import EPS, Remedy
 from fpsim.reasons.event import Event
-from fpsim.reasons.remedies import EPS, Remedy
 from fpsim.reasons.timeline import Timeline
 from fpsim.reasons.trials import Change, Outcome, Trials
 from fpsim.reasons.updates import Updates
@@ -19,7 +19,7 @@ RATES = (0.5, 0.1, 0.01, 1e-3, 1e-4, 1e-6)
 def update_remedies(trials: Trials, event: Event, updates: Updates, seen: Timeline) -> list[Remedy]:
     """The remedies that work, the closest first."""
     if event.remedy == "clear" or event.role == "gradient":
-        return _cleared(trials)
+        return _cleared(trials) or _smaller(trials)
     if event.kind == "update lost":
         return _masters_move(updates, event)
     found = []
@@ -46,6 +46,16 @@ def _cleared(trials: Trials) -> list[Remedy]:
     if found is None:
         return []
     return [Remedy("zero_grad() before the step", "clear", loss=found.loss, detail="all gradients are finite")]
+
+
+def _smaller(trials: Trials) -> list[Remedy]:
+    """Backward passes of one step that together are too much."""
+    for exponent in range(-1, -25, -1):
+        found = _works(trials, Change(loss_scale=2.0**exponent))
+        if found is not None:
+            words = f"each backward pass from the loss times {2.0**exponent:g}"
+            return [Remedy(words, "scale", 2.0**exponent, loss=found.loss, detail="all gradients are finite")]
+    return []
 
 
 def _eps(trials: Trials, event: Event) -> list[Remedy]:
