@@ -169,6 +169,8 @@ def _advice(event: Event, float32: float | None) -> str:
         return f"{blame}Use correction=0, or skip batches of one."
     if event.kind == "zero times infinity":
         return f"{blame}Use masked_fill or where in the place of a product with a mask."
+    if event.kind.startswith("rate is"):
+        return "Look at what sets lr, such as a schedule of 0 steps."
     if event.stage == "buffers":
         return "Keep this module's buffers in float32."
     return f"{blame}No remedy that was run here was enough."

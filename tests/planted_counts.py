@@ -26,13 +26,13 @@ import fpsim
 LATE = ("float32",)  # the stage of what is found by the comparison with float32 alone
 
 
-def is_named(name: str, found: fpsim.Why) -> bool:
+def is_named(name: str, model: str, found: fpsim.Why) -> bool:
     """Place, role and kind, in the first of at most fifteen lines."""
     cause, first = CAUSES[name], str(found).splitlines()[0]
     if found.cause is None:
         return False
-    place = found.cause["place"]
-    at = cause.place in place if cause.place.endswith(":") else place.endswith(cause.place)
+    place, wanted = found.cause["place"], cause.place_in(model)
+    at = wanted in place if wanted.endswith(":") else place.endswith(wanted)
     is_told = place in first and cause.role in first and cause.kind.lower() in first.lower()
     return at and is_told and (found.cause["role"], found.cause["kind"]) == (cause.role, cause.kind)
 
@@ -63,7 +63,7 @@ def count(every: int) -> Counts:
     for case in [*cases()][::every]:
         name, model, fmt = case
         found = Planted(model, fmt, CAUSES[name].plant).why()
-        counts.add("causes", is_named(name, found), " ".join(case), found)
+        counts.add("causes", is_named(name, model, found), " ".join(case), found)
         counts.add_runs(found)
         for which in range(len(found.tried)):
             works = is_cured(Planted(model, fmt, CAUSES[name].plant), found, which)

@@ -161,7 +161,7 @@ def _after_update(planted: Planted, remedy: dict[str, Any]) -> bool:
         if name == "master":
             pairs = [(m, b) for m, b in zip(masters, before, strict=True) if m.grad is not None]
             return all(bool(m.isfinite().all()) and not torch.equal(m.detach(), b.float()) for m, b in pairs)
-        fmt = {torch.bfloat16: "bf16", torch.float16: "fp16"}[before[0].dtype]
+        fmt = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(before[0].dtype, planted.fmt)
         moved = sum(
             int((fpsim.round_to(m.detach(), fmt, "stochastic") != b).sum())
             for m, b in zip(masters, before, strict=True)

@@ -79,16 +79,16 @@ def _rate(trials: Trials) -> list[Remedy]:
 
 
 def _masters_move(updates: Updates, event: Event) -> list[Remedy]:
-    moving, of = updates.moved_with_masters()
-    if moving < of or not of:
-        return []
-    wide = "float64" if event.fmt == "float32" else "float32"
-    found = [Remedy(f"{wide} master parameters", "master", detail=f"{moving} of {of} tensors move")]
+    wide = torch.float64 if event.fmt == "float32" else torch.float32
+    found, (moving, of) = [], updates.moved_with_masters(wide)
+    if of and moving == of:
+        name = str(wide).removeprefix("torch.")
+        found.append(Remedy(f"{name} master parameters", "master", detail=f"{moving} of {of} tensors move"))
     fmt = {"bfloat16": "bf16", "float16": "fp16"}.get(event.fmt, event.fmt)
-    if wide == "float32":
+    if wide is torch.float32:
         masters, first = updates.masters, updates.first
         moved = sum(int((round_to(m, fmt, "stochastic") != first[n].float()).sum()) for n, m in masters.items())
-        if moved:
+        if moved > event.of - event.count:
             detail = f"{moved} numbers move rather than {event.of - event.count}"
             found.append(Remedy("stochastic rounding of the update", "stochastic", detail=detail))
     return found
