@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
+from fpsim.emulation.tracing import Operation
 from fpsim.policy import Policy
 from fpsim.reasons.event import Event
 from fpsim.reasons.timeline import Timeline
 from fpsim.reasons.trials import Change, Outcome, Trials
 
-__all__ = ["EPS", "Attempts", "Remedy"]
+__all__ = ["EPS", "Attempts", "Remedy", "descendants"]
 
 EPS = (1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
@@ -38,10 +41,15 @@ class Remedy:
 
 
 class _Unbroken(Timeline):
-    """Ends a run with the first event: a look at a whole step takes ten steps' time."""
+    """Ends a run with the first event that was not known: a look at a whole step takes ten steps' time."""
+
+    def __init__(self, model: nn.Module, known: Collection[tuple[str, str]]) -> None:
+        super().__init__(model)
+        self._known = known
 
     def _add(self, event: Event) -> None:
-        raise _StillThereError(event.kind)
+        if (event.place, event.kind) not in self._known:
+            raise _StillThereError(event.kind)
 
 
 class _StillThereError(Exception):
@@ -49,26 +57,57 @@ class _StillThereError(Exception):
 
 
 class Attempts:
-    """Tries changes, and knows whether the event is gone."""
+    """Tries changes, and knows whether the event is gone.
+
+    is_visible: whether inf or NaN at the end of the step shows the event.
+    """
 
     def __init__(self, trials: Trials, event: Event, was: Outcome, seen: Timeline) -> None:
-        self.trials, self.event = trials, event
+        self.trials, self.event, self.is_visible = trials, event, not was.is_finite
         # What reads a result that is float32 now rounds it itself: a saturation that was not there is no cure.
-        self.others = {(e.place, e.role) for e in seen.saturations} - {(event.place, event.role)}
-        self.is_visible = not was.is_finite  # whether inf or NaN at the end of the step shows the event
+        self._saturations = {(e.place, e.role) for e in seen.saturations} - {(event.place, event.role)}
+        following = set() if event.operation is None else descendants(event.operation)
+        # What does not follow from the event, such as an infinity that comes to nothing, stays where it was.
+        others = [e for e in seen.events if e.operation is not None and id(e.operation) not in following]
+        self._known = {(e.place, e.kind) for e in others} - {(event.place, event.kind)}
+
+    def ends_finite(self, change: Change) -> Outcome | None:
+        """What a run under the change gave, without a look inside; None where it fails or ends in inf or NaN."""
+        try:
+            outcome = self.trials.run(change, until_broken=True)
+        except Exception:  # a step in other dtypes may be refused by torch: then this is no remedy
+            return None
+        return outcome if outcome.is_finite else None
 
     def works(self, change: Change, gone: Callable[[Timeline], bool] | None = None) -> Outcome | None:
         """What a run under the change gave; None where it fails, or the event is still there."""
-        seen = _Unbroken(self.trials.model)
+        if self.is_visible and gone is None:  # a look inside takes as long as ten runs without one
+            outcome = self.ends_finite(change)
+            if outcome is None or not change.policies:
+                return outcome
+        return self.looks_well(change, gone)
+
+    def looks_well(self, change: Change, gone: Callable[[Timeline], bool] | None = None) -> Outcome | None:
+        """As `works`, with a look at each result: nothing breaks, leaks or saturates that was not known."""
+        seen = _Unbroken(self.trials.model, self._known)
         try:
-            if self.is_visible and gone is None and not change.policies:
-                outcome = self.trials.run(change)
-                return outcome if outcome.is_finite else None
             outcome = self.trials.run(change, seen)
-        except Exception:  # a step in other dtypes may be refused by torch: then this is no remedy
+        except Exception:  # as above, or something breaks
+            self.is_visible = False  # if it was: the end of a step does not tell, and is not asked again
             return None
-        if not outcome.is_finite or seen.events:
+        if not outcome.is_finite or any((e.place, e.kind) not in self._known for e in seen.events):
             return None
-        if any((e.place, e.role) not in self.others for e in seen.saturations):
+        if any((e.place, e.role) not in self._saturations for e in seen.saturations):
             return None
         return outcome if gone is None or gone(seen) else None
+
+
+def descendants(start: Operation) -> set[int]:
+    """The ids of an operation and of all that read its result, near or far."""
+    found, waiting = set(), [start]
+    while waiting:
+        at = waiting.pop()
+        if id(at) not in found:
+            found.add(id(at))
+            waiting += at.children
+    return found

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from fpsim.model import listeners
 from fpsim.policy import Policy
 from fpsim.reasons.against import Keeping, error_event, lost_gradient, may_be_lost
-from fpsim.reasons.attempts import Remedy
+from fpsim.reasons.attempts import Remedy, descendants
 from fpsim.reasons.dying import causes_first
 from fpsim.reasons.event import Event
 from fpsim.reasons.numbers import Glance, first_index, glance, is_mask_like
-from fpsim.reasons.remedies import descendants, remedies
+from fpsim.reasons.remedies import remedies
 from fpsim.reasons.trials import Change, Outcome, Trials
 from fpsim.reasons.update_remedies import update_remedies
 from fpsim.reasons.updates import Updates

@@ -8,7 +8,7 @@ from typing import Any
 
 from fpsim.emulation.tracing import Operation
 from fpsim.policy import Policy
-from fpsim.reasons.attempts import Attempts, Remedy
+from fpsim.reasons.attempts import Attempts, Remedy, descendants
 from fpsim.reasons.edits import (
     clamped_count,
     in_domain,
@@ -24,8 +24,9 @@ from fpsim.reasons.timeline import Timeline
 from fpsim.reasons.trials import Change, Outcome, Trials
 from fpsim.reasons.widening import Widening
 
-__all__ = ["descendants", "remedies"]
+__all__ = ["remedies"]
 
+FEW = 8  # operations that are tried in float32 before all of them are
 Unit = tuple[str, str]  # of a quantised model: a module and the name of an operation in it; "" for all of it
 
 
@@ -114,23 +115,12 @@ def _float32_backward(attempts: Attempts, event: Event, seen: Timeline) -> Remed
     return _fewest(attempts, event, candidates)
 
 
-def descendants(start: Operation) -> set[int]:
-    """The ids of an operation and of all that read its result, near or far."""
-    found, waiting = set(), [start]
-    while waiting:
-        at = waiting.pop()
-        if id(at) not in found:
-            found.add(id(at))
-            waiting += at.children
-    return found
-
-
 def _fewest(attempts: Attempts, event: Event, candidates: Sequence[Operation]) -> Remedy | None:
-    """The fewest of the candidates, from the first on, whose float32 is enough: found by halving, then one by one."""
+    """The fewest of the candidates, from the first on, whose float32 is enough."""
     trials = attempts.trials
     if trials.emulated:
-        found = [o for o in candidates if (o.computes and o.module in trials.policies) or o.name == "parameter"]
-        units: list[Any] = [*dict.fromkeys((o.module, o.name) for o in found if o.name != "parameter")]
+        found = [o for o in candidates if o.computes and o.module in trials.policies and o.name != "parameter"]
+        units: list[Any] = [(o.module, o.name) for o in found]
         if event.role in ("weight", "fprop.w"):
             units.insert(0, (event.operation.module if event.operation else "", ""))
         units = [*dict.fromkeys(units)]
@@ -139,32 +129,20 @@ def _fewest(attempts: Attempts, event: Event, candidates: Sequence[Operation]) -
     units = units[:64]
     done: dict[frozenset[int], Outcome | None] = {}
 
-    def tried(chosen: Sequence[int]) -> Outcome | None:
+    def works(chosen: Sequence[int]) -> Outcome | None:
         key = frozenset(chosen)
         if key not in done:
             done[key] = attempts.works(_widened(trials, [units[i] for i in chosen]))
         return done[key]
 
-    length = 1
-    while length < len(units) and tried(range(length)) is None:
-        length *= 2
-    length = min(length, len(units))
-    if not units or tried(range(length)) is None:
+    chosen = _halved(len(units), works)
+    if chosen is not None and attempts.is_visible and not trials.emulated:
+        if attempts.looks_well(_widened(trials, [units[i] for i in chosen])) is None:  # such as a mask that leaks now
+            done.clear()
+            chosen = _halved(len(units), works)
+    outcome = None if chosen is None else works(chosen)
+    if chosen is None or outcome is None:
         return None
-    low, high = length // 2, length
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if tried(range(middle)) is not None else (middle, high)
-    chosen = [*range(high)]
-    is_changed = True
-    while is_changed and len(chosen) > 1:  # until none can be left out
-        is_changed = False
-        for i in [*chosen]:
-            rest = [c for c in chosen if c != i]
-            if rest and tried(rest) is not None:
-                chosen, is_changed = rest, True
-    outcome = tried(chosen)
-    assert outcome is not None
     if trials.emulated:
         names = [f"{module}:{name}" if name else (module or "the model") for module, name in (units[i] for i in chosen)]
     else:
@@ -175,6 +153,31 @@ def _fewest(attempts: Attempts, event: Event, candidates: Sequence[Operation]) -
     if trials.emulated:
         remedy.policy = _policy(trials, _policies(trials, [units[i] for i in chosen]))
     return remedy
+
+
+def _halved(count: int, works: Callable[[Sequence[int]], Outcome | None]) -> list[int] | None:
+    """The fewest of the first numbers that work, found by halving, then one by one; none of them can be left out."""
+    length = 1
+    while length < count and works(range(length)) is None:
+        length *= 2
+        if length == FEW and works(range(count)) is None:  # then more of them are not worth their time
+            return None
+    length = min(length, count)
+    if not count or works(range(length)) is None:
+        return None
+    low, high = length // 2, length
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if works(range(middle)) is not None else (middle, high)
+    chosen = [*range(high)]
+    is_changed = True
+    while is_changed and len(chosen) > 1:  # until none can be left out
+        is_changed = False
+        for i in [*chosen]:
+            rest = [c for c in chosen if c != i]
+            if rest and works(rest) is not None:
+                chosen, is_changed = rest, True
+    return chosen
 
 
 def _widened(trials: Trials, units: Sequence[Any]) -> Change:
