@@ -79,7 +79,7 @@ class Why(Rows):
 
     def _headline(self, event: Event) -> str:
         at = event.operation
-        words = event.kind[0].upper() + event.kind[1:] if event.kind[:3] not in ("inf", "-in") else event.kind
+        words = event.kind if event.kind.startswith(("inf ", "-inf ")) else event.kind[0].upper() + event.kind[1:]
         line = f"{words} at {event.place}, {event.role}"
         if event.kind.endswith("came in"):
             line = f"{words} with {_article(event.role)} {event.role}: {event.place}"

@@ -134,6 +134,9 @@ def _changes(found: fpsim.Why, remedy: dict[str, Any], fmt: str) -> dict[str, An
         elif kind == "clamp":
             is_divisor = "div" in remedy["sites"][0]
             args = (first, args[1].clamp(min=1)) if is_divisor else (in_format(first.clamp(min=value)), *args[1:])
+        elif kind == "divisor":
+            at = 1 if "div" in remedy["sites"][0] else 0
+            args = (*args[:at], in_format(args[at].masked_fill(args[at] == 0, value)), *args[at + 1 :])
         elif kind == "mask":
             args = (torch.where((first == -torch.inf).all(-1, keepdim=True), 0.0, first).to(first.dtype), *args[1:])
         elif kind == "slope":
