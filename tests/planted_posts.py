@@ -88,8 +88,8 @@ def a_penalty_on_gradients_in_half() -> Planted:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 1)).half()
     with torch.no_grad():
-        model[0].weight.mul_(20)
-        model[2].weight.mul_(40)
+        for layer, gain in ((model[0], 20), (model[2], 40)):
+            layer.get_parameter("weight").mul_(gain)
     real = seeded(8, 16).half()
 
     def loss() -> Tensor:
