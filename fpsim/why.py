@@ -210,6 +210,7 @@ def why(
     Raises:
         TypeError: for a model, step or optimizer of another kind.
         ValueError: for a step that gives another loss the second time, and a model that is being recorded.
+        Exception: what the step raises, where nothing became inf or NaN before.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     >>> with torch.no_grad():

@@ -19,6 +19,7 @@ from planted_cases import CAUSES, cases
 from planted_controls import CONTROLS, controls
 from planted_forum import FORTY
 from planted_models import Planted
+from planted_posts import POSTS
 from planted_remedies import is_cured
 
 import fpsim
@@ -74,11 +75,12 @@ def count(every: int) -> Counts:
         found = Planted(model, fmt, CONTROLS[name][0]).why()
         counts.add("controls", found.cause is None, " ".join(case), found)
         counts.add_runs(found)
-    for told in FORTY[::every]:
-        planted = told()
-        found = fpsim.why(planted.model, planted.step, planted.optimizer)
-        counts.add("forums", planted.is_named_by(found), told.__name__, found)
-        counts.add_runs(found)
+    for name, all_told in (("forums", FORTY), ("posts", POSTS)):
+        for told in all_told[::every]:
+            planted = told()
+            found = fpsim.why(planted.model, planted.step, planted.optimizer)
+            counts.add(name, planted.is_named_by(found), told.__name__, found)
+            counts.add_runs(found)
     return counts
 
 
@@ -92,6 +94,7 @@ def main() -> None:
     print(f"{len(CAUSES)} causes: {total['causes right']} of {total['causes']} cases are named right")
     print(f"controls: nothing is named in {total['controls right']} of {total['controls']}")
     print(f"forums: {total['forums right']} of {total['forums']} are named right")
+    print(f"posts: {total['posts right']} of {total['posts']} are named right")
     print(f"remedies printed as tried: {total['remedies right']} of {total['remedies']} work when applied")
     print(f"cases with one or more tried remedies: {total['with a tried remedy']}")
     for name, words in (("before", "where it speaks before"), ("compared", "where it reaches")):

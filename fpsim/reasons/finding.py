@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +47,11 @@ def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: 
     if trials.emulated and any(listener.observer is not None for listener in listeners(model)):
         raise ValueError("This model is being recorded. Leave the `with fpsim.record(...)` block first.")
     before = _state_before(model, trials.kept.optimizers)
-    first, second = trials.run(), trials.run()
+    try:
+        first = trials.run()
+    except Exception as error:
+        return _of_raising(trials, before, error)
+    second = trials.run()
     if len(first.losses) != len(second.losses):  # what is found out about torch at first use runs backward too
         first, second = second, trials.run()
     _require_same(first, second)
@@ -88,6 +93,25 @@ def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: 
         result.remedies = _tried(trials, cause, seen, updates, was)
     result.runs = trials.runs
     return result
+
+
+def _of_raising(trials: Trials, before: list[Event], error: Exception) -> Finding:
+    """What broke before a step raised, as a loss does that refuses NaN; the error itself where nothing did."""
+    seen, was = Keeping(trials.model), Outcome([], None, ["an exception"])
+    with suppress(type(error)):
+        trials.run(None, seen)
+    state = [*(e for e in seen.events if e.stage == "state"), *(e for e in before if e.role in ("parameter", "buffer"))]
+    found = Finding(state or causes_first(seen.events, seen.losses(), False, lambda event: False))
+    if not found.events:
+        raise error
+    cause = found.events[0]
+    cause.why.append(f"Then the step raises {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}")
+    found.operations, found.calls, found.float32 = seen.operations, seen.calls, _float32_loss(trials, seen)
+    if cause.operation is not None:
+        found.chain = _chain(cause, seen)
+    found.remedies = [] if state else remedies(trials, cause, seen, was)
+    found.runs = trials.runs
+    return found
 
 
 def _require_same(first: Outcome, second: Outcome) -> None:

@@ -210,6 +210,38 @@ def test_all_is_put_back_after_an_exception() -> None:
         planted.step()
 
 
+@pytest.mark.parametrize("fmt", ["half", "fp16"])
+def test_a_step_that_raises_because_of_nan_is_looked_at_up_to_there(fmt: str) -> None:
+    """The binary cross entropy refuses NaN, which a sigmoid by hand gives of large numbers."""
+
+    def plant(planted: Planted) -> None:
+        def sigmoid(x: torch.Tensor) -> torch.Tensor:
+            e = (x + 12).exp()
+            return e / (1 + e)
+
+        planted.point.plant = sigmoid
+        planted.loss = lambda out, y: nn.functional.binary_cross_entropy(
+            out.float().softmax(-1), nn.functional.one_hot(y, out.shape[-1]).float()
+        )
+
+    planted = Planted("gpt", fmt, plant)
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        planted.step()
+    found = planted.why()
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"]) == ("blocks.1.point:exp", "overflow")
+    assert "Then the step raises RuntimeError" in str(found).splitlines()[1]
+    assert found.tried[0]["remedy"] == "float32"
+
+
+def test_what_a_step_raises_of_itself_is_raised() -> None:
+    def step() -> None:
+        raise KeyError("planted")
+
+    with pytest.raises(KeyError, match="planted"):
+        fpsim.why(nn.Linear(1, 1), step)
+
+
 def test_a_step_that_changes_is_refused_with_both_losses() -> None:
     model, batches = nn.Linear(1, 1), iter(range(1, 100))
 
