@@ -19,12 +19,13 @@ def causes_first(
 
     The bucket of a position, `log(0).to(torch.long)`, is minus infinity in each step of a T5 and harms nobody.
 
-    is_finite: whether the step is, at its end; what dies out is then left out where float32 has it too.
+    is_finite: whether the step is, at its end; what dies out is then left out where float32 has it too. An overflow
+        stays: what it did to the numbers that follow is not known.
     is_so_in_float32: whether the result of an event's operation is not finite in float32 either; asked only if needed.
     """
     dying = [event for event in events if _dies(event, losses)]
     if is_finite:
-        harmless = [e for e in dying if e.fmt in _WIDE or (e.kind != "overflow" and is_so_in_float32(e))]
+        harmless = [e for e in dying if e.kind != "overflow" and (e.fmt in _WIDE or is_so_in_float32(e))]
         return [event for event in events if not any(event is other for other in harmless)]
     living = [event for event in events if not any(event is other for other in dying)]
     return [*living, *dying]
