@@ -6,6 +6,7 @@ import argparse
 import platform
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ import torch
 from fpsim.verify import verify
 from fpsim.why import why
 
-_NAMES = ("optimizer", "scaler", "batches")  # of `why`, which a script may define
+_NAMES: dict[str, tuple[Callable[[Any], bool], str]] = {  # of `why`, which a script may define
+    "optimizer": (lambda x: isinstance(x, torch.optim.Optimizer), "a torch.optim.Optimizer"),
+    "scaler": (lambda x: all(callable(getattr(x, name, None)) for name in ("scale", "step", "update")), "a GradScaler"),
+    "batches": (lambda x: isinstance(x, int) and not isinstance(x, bool), "the number of batches of `step(i)`"),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,10 +56,21 @@ def _why(parser: argparse.ArgumentParser, script: str) -> int:
             f"{script} does not define {' and '.join(f'`{name}`' for name in missing)}. Expected at its top level: "
             f"model, a torch.nn.Module; step, a function without arguments that runs the step that fails."
         )
-    given: dict[str, Any] = {name: names[name] for name in _NAMES if name in names}
-    found = why(names["model"], names["step"], **given)
+    found = why(names["model"], names["step"], **_given(script, names))
     print(found)
     return int(found.cause is not None)
+
+
+def _given(script: str, names: dict[str, Any]) -> dict[str, Any]:
+    """What a script defines for `why`; a name that it uses for something else is left out, and that is said."""
+    given: dict[str, Any] = {}
+    for name, (is_meant, words) in _NAMES.items():
+        if name in names and is_meant(names[name]):
+            given[name] = names[name]
+        elif names.get(name) is not None:
+            kind = type(names[name]).__name__
+            print(f"{script}: `{name}` is of type {kind}, not {words}, and is left out.", file=sys.stderr)
+    return given
 
 
 def _verify(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from fpsim.border import require_memory
 from fpsim.emulation.tracing import Operation
 from fpsim.policy import Policy
+from fpsim.reasons.attempts import Remedy
 from fpsim.reasons.event import Event
 from fpsim.reasons.finding import Finding, find
-from fpsim.reasons.remedies import Remedy
 from fpsim.rows import Rows
 from fpsim.stepping import as_step, nothing_ran
 from fpsim.torch_modes import keeps_grad_mode
@@ -79,7 +80,7 @@ class Why(Rows):
 
     def _headline(self, event: Event) -> str:
         at = event.operation
-        words = event.kind[0].upper() + event.kind[1:] if event.kind[:3] not in ("inf", "-in") else event.kind
+        words = event.kind if event.kind.startswith(("inf ", "-inf ")) else event.kind[0].upper() + event.kind[1:]
         line = f"{words} at {event.place}, {event.role}"
         if event.kind.endswith("came in"):
             line = f"{words} with {_article(event.role)} {event.role}: {event.place}"
@@ -155,6 +156,8 @@ def _cut(sites: list[str]) -> str:
 def _advice(event: Event, float32: float | None) -> str:
     is_bad = float32 is not None and not math.isfinite(float32)
     blame = "No format is to blame: float32 gives NaN or inf too. " if is_bad else ""
+    if is_bad and event.fmt in ("float16", "bfloat16"):
+        blame = f"Operations in float32 give NaN or inf too, from the same {event.fmt} parameters and buffers. "
     if event.kind.endswith("came in"):
         if event.role == "input":
             return f"{blame}Look at how this batch is made, and drop or clean it."
@@ -167,6 +170,8 @@ def _advice(event: Event, float32: float | None) -> str:
         return f"{blame}Use correction=0, or skip batches of one."
     if event.kind == "zero times infinity":
         return f"{blame}Use masked_fill or where in the place of a product with a mask."
+    if event.kind.startswith("rate is"):
+        return "Look at what sets lr, such as a schedule of 0 steps."
     if event.stage == "buffers":
         return "Keep this module's buffers in float32."
     return f"{blame}No remedy that was run here was enough."
@@ -208,6 +213,7 @@ def why(
         TypeError: for a model, step or optimizer of another kind.
         ValueError: for a step that gives another loss the second time, a step of which nothing was seen, and a model
             that is being recorded.
+        Exception: what the step raises, where nothing became inf or NaN before.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     >>> with torch.no_grad():
@@ -233,4 +239,6 @@ def _require(model: object, optimizer: object, batches: object) -> None:
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"Got {type(optimizer).__name__} as the optimizer. Expected a torch.optim.Optimizer, or None.")
     if batches is not None and (not isinstance(batches, int) or isinstance(batches, bool) or batches < 1):
-        raise ValueError(f"Got batches={batches!r}. Expected 1 or more; omit it for a step without arguments.")
+        raise ValueError(
+            f"Got batches={reprlib.repr(batches)}. Expected 1 or more; omit it for a step without arguments."
+        )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from planted_models import Planted
+from planted_models import WIDTH, Planted, parts_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,14 +17,19 @@ ATTENDING = ("gpt", "encoder", "decoder")
 FP16 = ("half", "autocast", "fp16")
 NARROW = ("half", "fp16")
 ANY = ("float32", "half", "fp16", "bf16", "mxfp4")
+CAME_IN = (*ANY, "autocast", "e4m3fn")
 NOT_IN = {("sum overflows", "resnet")}  # whose last axis is three pixels long
 LIBRARY = ("bert", "llama", "resnet")  # in which what an operation computes is planted too
+EVERY = (*ALL, *LIBRARY)
 POINT = "blocks.1.point:"
 
 
 @dataclass(frozen=True)
 class Cause:
-    """plant: what is planted. place: how the site or name ends. role, kind: what must be said."""
+    """plant: what is planted. place: how the site or name ends. role, kind: what must be said.
+
+    `place_in` is for one model, where "{up}" and the like are names of its modules.
+    """
 
     plant: Callable[[Planted], None]
     models: tuple[str, ...]
@@ -32,6 +37,9 @@ class Cause:
     place: str
     role: str
     kind: str
+
+    def place_in(self, model: str) -> str:
+        return self.place.format(**parts_of(model))
 
 
 CAUSES: dict[str, Cause] = {}
@@ -209,58 +217,66 @@ def _(x: Tensor) -> Tensor:
 
 
 def first_floating(planted: Planted) -> Tensor:
-    return planted.model.blocks[1].up.weight  # type: ignore[no-any-return]
+    return planted.part("up").weight  # type: ignore[no-any-return]
 
 
-@cause(ALL, ANY, "blocks.1.up.weight", "parameter", "NaN came in")
+def embedded(planted: Planted) -> None:
+    """Numbers in the place of words, as of an image in a model of language."""
+    if not planted.x.is_floating_point():
+        planted.x = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@cause(EVERY, CAME_IN, "{up}.weight", "parameter", "NaN came in")
 def nan_in_a_parameter(planted: Planted) -> None:
     planted.late = lambda p: first_floating(p).data.view(-1)[7].fill_(torch.nan)
 
 
-@cause(ALL, ANY, "blocks.1.up.weight", "parameter", "inf came in")
+@cause(EVERY, CAME_IN, "{up}.weight", "parameter", "inf came in")
 def inf_in_a_parameter(planted: Planted) -> None:
     planted.late = lambda p: first_floating(p).data.view(-1)[7].fill_(torch.inf)
 
 
-@cause(ALL, ("float32", "half"), "blocks.1.up.bias", "parameter", "-inf came in")
+@cause((*ALL, "bert"), ("float32", "half", "autocast", "fp16"), "{up}.bias", "parameter", "-inf came in")
 def minus_inf_in_a_parameter(planted: Planted) -> None:
-    planted.late = lambda p: p.model.blocks[1].up.bias.data[3].fill_(-torch.inf)
+    planted.late = lambda p: p.part("up").bias.data[3].fill_(-torch.inf)
 
 
-@cause(("conv", "encoder"), ANY, "x", "input", "NaN came in")
+@cause(("conv", "encoder", *LIBRARY), CAME_IN, "x", "input", "NaN came in")
 def nan_in_the_input(planted: Planted) -> None:
+    embedded(planted)
     planted.late = lambda p: p.x.view(-1)[5].fill_(torch.nan)
 
 
-@cause(("conv", "encoder"), ANY, "x", "input", "inf came in")
+@cause(("conv", "encoder", *LIBRARY), CAME_IN, "x", "input", "inf came in")
 def inf_in_the_input(planted: Planted) -> None:
+    embedded(planted)
     planted.late = lambda p: p.x.view(-1)[5].fill_(torch.inf)
 
 
-@cause(ALL, ANY, "scales", "buffer", "NaN came in")
+@cause(EVERY, CAME_IN, "scales", "buffer", "NaN came in")
 def nan_in_a_buffer(planted: Planted) -> None:
     planted.late = lambda p: p.model.scales.view(-1)[5].fill_(torch.nan)
 
 
-@cause(("conv",), ("float32", "half", "fp16"), "blocks.1.bn.running_mean", "buffer", "-inf came in")
+@cause(("conv", "resnet"), ("float32", "half", "fp16"), "{bn}.running_mean", "buffer", "-inf came in")
 def minus_inf_in_running_mean(planted: Planted) -> None:
     def late(p: Planted) -> None:
         p.model.eval()
-        p.model.blocks[1].bn.running_mean[2] = -torch.inf
+        p.part("bn").running_mean[2] = -torch.inf
 
     planted.late = late
 
 
-@cause(("conv",), ("float32", "half", "fp16"), "blocks.1.bn.running_var", "buffer", "inf came in")
+@cause(("conv", "resnet"), ("float32", "half", "fp16"), "{bn}.running_var", "buffer", "inf came in")
 def inf_in_running_var(planted: Planted) -> None:
     def late(p: Planted) -> None:
         p.model.eval()
-        p.model.blocks[1].bn.running_var[2] = torch.inf
+        p.part("bn").running_var[2] = torch.inf
 
     planted.late = late
 
 
-@cause(("gpt", "conv"), ("float32", "half"), "blocks.1.up.weight", "gradient", "inf came in")
+@cause(("gpt", "conv", *LIBRARY), ("float32", "half", "autocast", "fp16"), "{up}.weight", "gradient", "inf came in")
 def inf_in_a_gradient(planted: Planted) -> None:
     def late(p: Planted) -> None:
         p.clears = False
@@ -271,7 +287,13 @@ def inf_in_a_gradient(planted: Planted) -> None:
     planted.late = late
 
 
-@cause(("gpt", "conv"), ("float32", "bfloat16"), "blocks.1.up.weight exp_avg", "optimizer state", "NaN came in")
+@cause(
+    ("gpt", "conv", *LIBRARY),
+    ("float32", "bfloat16", "autocast", "fp16"),
+    "{up}.weight exp_avg",
+    "optimizer state",
+    "NaN came in",
+)
 def nan_in_a_state(planted: Planted) -> None:
     def late(p: Planted) -> None:
         p.optimizer = torch.optim.Adam(p.model.parameters(), 1e-4)
@@ -306,17 +328,23 @@ def logits_of_llama_grow(planted: Planted) -> None:
             layer.weight.mul_(3e4)
 
 
-@cause(ALL, ("fp16", "e5m2"), "blocks.1.up.weight", "weight", "overflow")
+@cause(EVERY, ("fp16", "e5m2"), "{up}.weight", "weight", "overflow")
 def weight_too_large(planted: Planted) -> None:
     with torch.no_grad():
         first_floating(planted).view(-1)[7] = 1e6
 
 
-@cause(ALL, ("e4m3fn",), "blocks.1.down:", "activation", "saturation")
+@cause(EVERY, ("e4m3fn",), "{down}:", "activation", "saturation")
 def result_saturates(planted: Planted) -> None:
     with torch.no_grad():
-        planted.model.blocks[1].up.bias.fill_(5)
-        planted.model.blocks[1].down.weight.mul_(1e3)
+        if planted.part("up").bias is None:
+            for name, weight in planted.model.named_parameters():  # as of a trained one: a random Llama is lost below
+                weight.mul_(8 if "proj" in name else 1)
+            planted.part("up").weight.mul_(30 if planted.name == "llama" else 1)
+            planted.part("down").weight.mul_(100 if planted.name == "llama" else 1e4)
+            return
+        planted.part("up").bias.fill_(5)
+        planted.part("down").weight.mul_(1e3 if planted.name in ALL else 1e4)
 
 
 @cause(ATTENDING, ("e2m3fn",), "blocks.0.attention:softmax", "activation", "mask leaks")
@@ -327,7 +355,7 @@ def mask_leaks(planted: Planted) -> None:
         block.attention.fill = -1e4
 
 
-@cause(ALL, ("half", "autocast"), "", "error", "overflow")
+@cause(EVERY, ("half", "autocast"), "", "error", "overflow")
 def scale_too_large(planted: Planted) -> None:
     planted.scale = 2.0**24
 
@@ -335,7 +363,7 @@ def scale_too_large(planted: Planted) -> None:
 # What an optimizer does
 
 
-@cause(ALL, ("half",), "", "update", "division by zero")
+@cause(EVERY, ("half",), "", "update", "division by zero")
 def eps_of_adam_is_lost(planted: Planted) -> None:
     planted.scale = 1e-2
 
@@ -345,7 +373,7 @@ def eps_of_adam_is_lost(planted: Planted) -> None:
     planted.late = late
 
 
-@cause(ALL, ("bfloat16", "half"), "", "update", "update lost")
+@cause(EVERY, ("bfloat16", "half"), "", "update", "update lost")
 def updates_are_lost(planted: Planted) -> None:
     def late(p: Planted) -> None:
         p.optimizer = torch.optim.SGD(p.model.parameters(), 1e-6)
@@ -353,7 +381,7 @@ def updates_are_lost(planted: Planted) -> None:
     planted.late = late
 
 
-@cause(("gpt", "conv"), ("half",), "exp_avg_sq", "optimizer state", "overflow")
+@cause(("gpt", "conv", *LIBRARY), ("half",), "exp_avg_sq", "optimizer state", "overflow")
 def squared_gradient_overflows(planted: Planted) -> None:
     planted.scale = 2.0**13
 
@@ -363,7 +391,7 @@ def squared_gradient_overflows(planted: Planted) -> None:
     planted.late = late
 
 
-@cause(ALL, ("half",), "", "update", "overflow")
+@cause(EVERY, ("half",), "", "update", "overflow")
 def rate_too_large(planted: Planted) -> None:
     planted.scale = 2.0**7
 
@@ -373,9 +401,9 @@ def rate_too_large(planted: Planted) -> None:
     planted.late = late
 
 
-@cause(("gpt", "conv", "encoder"), ("half",), "blocks.1.up.weight", "gradient", "overflow")
+@cause(EVERY, ("half",), "{up}.weight", "gradient", "overflow")
 def gradients_are_not_cleared(planted: Planted) -> None:
-    planted.scale = 2.0**12
+    planted.scale = 2.0**15 if planted.name == "llama" else 2.0**12
 
     def late(p: Planted) -> None:
         p.step()
@@ -387,28 +415,69 @@ def gradients_are_not_cleared(planted: Planted) -> None:
     planted.late = late
 
 
-@cause(("conv",), ("half",), "blocks.1.bn.running_var", "buffer", "overflow")
+@cause(EVERY, ("half",), "{up}.weight", "gradient", "overflow")
+def sum_of_passes_overflows(planted: Planted) -> None:
+    def late(p: Planted) -> None:
+        p.passes = 1
+        p.step()
+        p.passes, weight = 8, first_floating(p)
+        assert weight.grad is not None
+        gain = 2e4 / float(weight.grad.abs().max())
+        weight.register_hook(lambda gradient: (gradient.float() * gain).half())
+
+    planted.late = late
+
+
+@cause(EVERY, ("float32", "half", "autocast", "fp16"), "", "update", "rate is NaN")
+def rate_is_nan(planted: Planted) -> None:
+    planted.late = lambda p: setattr(p, "optimizer", torch.optim.SGD(p.model.parameters(), torch.nan))
+
+
+@cause(EVERY, ("float32", "half", "autocast", "fp16"), "", "update", "rate is infinite")
+def rate_is_infinite(planted: Planted) -> None:
+    planted.late = lambda p: setattr(p, "optimizer", torch.optim.SGD(p.model.parameters(), torch.inf))
+
+
+@cause(EVERY, ("fp16", "bf16", "e4m3fn"), "", "update", "update lost")
+def updates_are_rounded_away(planted: Planted) -> None:
+    if planted.fmt == "e4m3fn":
+        planted.scale = 2.0**9  # so that no gradient is lost
+
+    def late(p: Planted) -> None:
+        fpsim.round_parameters_(p.model)
+        p.optimizer = torch.optim.SGD(p.model.parameters(), 1e-5)
+
+        def update(_: Planted) -> None:
+            p.optimizer.step()
+            fpsim.round_parameters_(p.model)
+
+        p.after_backward = update
+
+    planted.late = late
+
+
+@cause(("conv", "resnet"), ("half",), "{bn}.running_var", "buffer", "overflow")
 def running_var_overflows(planted: Planted) -> None:
     with torch.no_grad():
-        planted.model.blocks[1].conv.weight.mul_(3e3)
+        planted.part("conv").weight.mul_(3e3)
 
 
-@cause(ALL, ("bf16",), "blocks.1.up:", "activation", "error grows")
+@cause(EVERY, ("bf16",), "{up}:", "activation", "error grows")
 def one_layer_too_narrow(planted: Planted) -> None:
     with torch.no_grad():
-        first_floating(planted).mul_(2)
+        first_floating(planted).mul_({"bert": 20, "llama": 20, "resnet": 6}.get(planted.name, 2))
     fmt = "bf16"
     planted.policy = fpsim.Policy(
-        fmt, fmt, fmt, fmt, overrides={"blocks.1.up": fpsim.Policy("e2m1fn", "e2m1fn", fmt, fmt)}
+        fmt, fmt, fmt, fmt, overrides={parts_of(planted.name)["up"]: fpsim.Policy("e2m1fn", "e2m1fn", fmt, fmt)}
     )
 
 
-@cause(ALL, ANY, ":cross_entropy", "activation", "mean of nothing")
+@cause(EVERY, CAME_IN, ":cross_entropy", "activation", "mean of nothing")
 def all_targets_ignored(planted: Planted) -> None:
     planted.y.fill_(-100)
 
 
-@cause(ALL, ANY, ":div", "activation", "division by zero")
+@cause(EVERY, CAME_IN, ":div", "activation", "division by zero")
 def count_of_targets_is_zero(planted: Planted) -> None:
     planted.loss = lambda out, y: (out.float() * 0).sum() / (y > 100).sum()
 
@@ -417,7 +486,9 @@ def cases() -> Iterator[tuple[str, str, str]]:
     """Name, model and format of each case."""
     for name, found in CAUSES.items():
         is_operation = found.models == ALL and found.place.startswith(POINT)
-        library = [model for model in LIBRARY if is_operation and (name, model) not in NOT_IN]
+        library = (
+            [] if found.models != ALL else [model for model in LIBRARY if is_operation and (name, model) not in NOT_IN]
+        )
         for model in (*found.models, *library):
-            for fmt in found.formats[: 2 if model in LIBRARY else None]:
+            for fmt in found.formats[: 2 if model in library else None]:
                 yield name, model, fmt

@@ -19,6 +19,7 @@ from planted_cases import CAUSES, cases
 from planted_controls import CONTROLS, controls
 from planted_forum import FORTY
 from planted_models import Planted
+from planted_posts import POSTS
 from planted_remedies import is_cured
 
 import fpsim
@@ -26,13 +27,13 @@ import fpsim
 LATE = ("float32",)  # the stage of what is found by the comparison with float32 alone
 
 
-def is_named(name: str, found: fpsim.Why) -> bool:
+def is_named(name: str, model: str, found: fpsim.Why) -> bool:
     """Place, role and kind, in the first of at most fifteen lines."""
     cause, first = CAUSES[name], str(found).splitlines()[0]
     if found.cause is None:
         return False
-    place = found.cause["place"]
-    at = cause.place in place if cause.place.endswith(":") else place.endswith(cause.place)
+    place, wanted = found.cause["place"], cause.place_in(model)
+    at = wanted in place if wanted.endswith(":") else place.endswith(wanted)
     is_told = place in first and cause.role in first and cause.kind.lower() in first.lower()
     return at and is_told and (found.cause["role"], found.cause["kind"]) == (cause.role, cause.kind)
 
@@ -63,7 +64,7 @@ def count(every: int) -> Counts:
     for case in [*cases()][::every]:
         name, model, fmt = case
         found = Planted(model, fmt, CAUSES[name].plant).why()
-        counts.add("causes", is_named(name, found), " ".join(case), found)
+        counts.add("causes", is_named(name, model, found), " ".join(case), found)
         counts.add_runs(found)
         for which in range(len(found.tried)):
             works = is_cured(Planted(model, fmt, CAUSES[name].plant), found, which)
@@ -74,11 +75,12 @@ def count(every: int) -> Counts:
         found = Planted(model, fmt, CONTROLS[name][0]).why()
         counts.add("controls", found.cause is None, " ".join(case), found)
         counts.add_runs(found)
-    for told in FORTY[::every]:
-        planted = told()
-        found = fpsim.why(planted.model, planted.step, planted.optimizer)
-        counts.add("forums", planted.is_named_by(found), told.__name__, found)
-        counts.add_runs(found)
+    for name, all_told in (("forums", FORTY), ("posts", POSTS)):
+        for told in all_told[::every]:
+            planted = told()
+            found = fpsim.why(planted.model, planted.step, planted.optimizer)
+            counts.add(name, planted.is_named_by(found), told.__name__, found)
+            counts.add_runs(found)
     return counts
 
 
@@ -92,6 +94,7 @@ def main() -> None:
     print(f"{len(CAUSES)} causes: {total['causes right']} of {total['causes']} cases are named right")
     print(f"controls: nothing is named in {total['controls right']} of {total['controls']}")
     print(f"forums: {total['forums right']} of {total['forums']} are named right")
+    print(f"posts: {total['posts right']} of {total['posts']} are named right")
     print(f"remedies printed as tried: {total['remedies right']} of {total['remedies']} work when applied")
     print(f"cases with one or more tried remedies: {total['with a tried remedy']}")
     for name, words in (("before", "where it speaks before"), ("compared", "where it reaches")):

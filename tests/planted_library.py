@@ -53,8 +53,10 @@ class Of(nn.Module):
         self.blocks, self.body, self.head = blocks, body, nn.Linear(WIDTH, CLASSES)
         self.register_buffer("scales", torch.ones(WIDTH))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.body(ids).last_hidden_state * self.scales)
+    def forward(self, x: Tensor) -> Tensor:
+        """x: the numbers of words, or what stands in the place of their embeddings."""
+        out = self.body(inputs_embeds=x) if x.is_floating_point() else self.body(x)
+        return self.head(out.last_hidden_state * self.scales)
 
 
 def bert(point: type[nn.Module]) -> nn.Module:
@@ -99,3 +101,10 @@ class ResNet(nn.Module):
 
 
 LIBRARY = {"bert": bert, "llama": llama, "resnet": ResNet}
+
+# Where a layer, the one that reads it, and the normalisation after it lie in the second block
+PARTS = {
+    "bert": {"up": "blocks.1.intermediate.dense", "down": "blocks.1.output.dense"},
+    "llama": {"up": "blocks.1.mlp.up_proj", "down": "blocks.1.mlp.down_proj"},
+    "resnet": {"up": "blocks.1.conv1", "down": "blocks.1.conv2", "conv": "blocks.1.conv1", "bn": "blocks.1.bn1"},
+}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from planted_library import LIBRARY
+from planted_library import LIBRARY, PARTS
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -131,7 +131,13 @@ class Conv(nn.Module):
 
 
 MODELS: dict[str, type[nn.Module]] = {"gpt": Gpt, "conv": Conv, "encoder": Encoder, "decoder": Decoder}
+OWN_PARTS = {name: f"blocks.1.{name}" for name in ("up", "down", "conv", "bn")}
 NATIVE = {"half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def parts_of(model: str) -> dict[str, str]:
+    """The names of the modules that causes are planted in."""
+    return PARTS.get(model, OWN_PARTS)
 
 
 class Planted:
@@ -162,6 +168,8 @@ class Planted:
         self.scale = 1.0
         self.late: Callable[[Planted], None] = lambda planted: None
         self.clears = True
+        self.passes = 1  # forward and backward, in one step
+        self.after_backward: Callable[[Planted], None] = lambda planted: None
         if plant is not None:
             plant(self)
         if fmt in NATIVE:
@@ -178,10 +186,12 @@ class Planted:
     def step(self) -> None:
         if self.clears:
             self.model.zero_grad()
-        loss = self.loss(self.output(), self.y) * self.scale
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
-        loss.backward()
+        for _ in range(self.passes):
+            loss = self.loss(self.output(), self.y) * self.scale
+            if self.scaler is not None:
+                loss = self.scaler.scale(loss)
+            loss.backward()
+        self.after_backward(self)
 
     def why(self) -> fpsim.Why:
         return fpsim.why(self.model, self.step, self.optimizer, self.scaler)
@@ -189,6 +199,10 @@ class Planted:
     @property
     def point(self) -> Point:
         return self.model.blocks[1].point  # type: ignore[no-any-return]
+
+    def part(self, name: str) -> Any:
+        """A module of the second block, by what it does."""
+        return self.model.get_submodule(parts_of(self.name)[name])
 
     def copy(self) -> nn.Module:
         return copy.deepcopy(self.model)

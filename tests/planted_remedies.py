@@ -134,6 +134,9 @@ def _changes(found: fpsim.Why, remedy: dict[str, Any], fmt: str) -> dict[str, An
         elif kind == "clamp":
             is_divisor = "div" in remedy["sites"][0]
             args = (first, args[1].clamp(min=1)) if is_divisor else (in_format(first.clamp(min=value)), *args[1:])
+        elif kind == "divisor":
+            at = 1 if "div" in remedy["sites"][0] else 0
+            args = (*args[:at], in_format(args[at].masked_fill(args[at] == 0, value)), *args[at + 1 :])
         elif kind == "mask":
             args = (torch.where((first == -torch.inf).all(-1, keepdim=True), 0.0, first).to(first.dtype), *args[1:])
         elif kind == "slope":
@@ -161,7 +164,7 @@ def _after_update(planted: Planted, remedy: dict[str, Any]) -> bool:
         if name == "master":
             pairs = [(m, b) for m, b in zip(masters, before, strict=True) if m.grad is not None]
             return all(bool(m.isfinite().all()) and not torch.equal(m.detach(), b.float()) for m, b in pairs)
-        fmt = {torch.bfloat16: "bf16", torch.float16: "fp16"}[before[0].dtype]
+        fmt = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(before[0].dtype, planted.fmt)
         moved = sum(
             int((fpsim.round_to(m.detach(), fmt, "stochastic") != b).sum())
             for m, b in zip(masters, before, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def explain_forward(
     event.read = [(source_name(s, i), str(glance(x))) for i, (s, x) in enumerate(_pairs(operation, operands))]
     values, options = arguments
     name, no_number = operation.name, ~result.isfinite()
-    for explain in (_of_division, _of_domain, _of_softmax, _of_emptiness):
+    for explain in (_of_division, _of_domain, _of_softmax, _of_emptiness, _of_alignment):
         if explain(event, name, operands, (*values, *options.values()), options, no_number, found):
             return event
     if "NaN" in kinds and not kinds - {"NaN"} and name in ("mul", "sub", "add", "rsub", "imul", "iadd"):
@@ -62,7 +63,8 @@ def explain_forward(
             return event
     if kinds - {"NaN"} or name in _PRODUCTS or any(float(glance(x).amax) > ends.largest for x in operands):
         event.kind = "overflow"
-        large = [f"{what} {text}" for what, text in event.read[:2]]
+        whole = [x for x in (*values, *options.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
+        large = [f"{what} {text}" for what, text in event.read[:2]] or [f"integers {glance(x)}" for x in whole[:1]]
         event.why.append(
             f"{event.count} of {event.of} are beyond {ends.largest:.6g}, the end of {ends.name} (first at "
             f"{first_index(no_number) or '0'}); it read {' and '.join(large) or 'nothing'}."
@@ -126,6 +128,9 @@ def _of_division(
         return True
     source = next((s for s, x in _pairs(operation, operands) if x is divisor), None)
     _trace_zero(event, source)
+    if event.origin is operation and bool((divisor == divisor.round()).all()) and not bool((divisor < 0).any()):
+        event.why.append("It has whole numbers only, as a count has.")
+        event.remedy = "clamp"
     return True
 
 
@@ -257,3 +262,32 @@ def _of_emptiness(
             event.remedy = "skip"
             return True
     return False
+
+
+def _of_alignment(
+    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
+) -> bool:
+    """A connectionist loss is inf where a target has more labels than its input has frames."""
+    if name != "ctc_loss" or len(arguments) < 4:
+        return False
+    frames, lengths = (torch.as_tensor(a).flatten().tolist() for a in arguments[2:4])
+    targets = _split(torch.as_tensor(arguments[1]), lengths)
+    needed = [len(t) + sum(a == b for a, b in pairwise(t)) for t in targets]
+    short = [i for i, (n, f) in enumerate(zip(needed, frames, strict=True)) if n > f]
+    if not short:
+        return False
+    event.kind, event.remedy, i = "target longer than its input", "alignment", short[0]
+    event.why.append(
+        f"{len(short)} of {len(needed)} samples have no alignment, and a loss of inf: sample {i} has {frames[i]} "
+        f"frames and {lengths[i]} labels, which need {needed[i]} (one more for each repeated label)."
+    )
+    event.read.append(("frames", f"{min(frames)} to {max(frames)}"))
+    event.read.append(("labels", f"{min(lengths)} to {max(lengths)}"))
+    return True
+
+
+def _split(targets: Tensor, lengths: list[int]) -> list[list[int]]:
+    """The labels of each sample, of rows with padding or of all in one row."""
+    if targets.dim() == 1:
+        return [part.tolist() for part in targets[: sum(lengths)].split(lengths)]
+    return [row[:n].tolist() for row, n in zip(targets, lengths, strict=True)]

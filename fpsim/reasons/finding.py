@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from fpsim.model import listeners
 from fpsim.policy import Policy
 from fpsim.reasons.against import Keeping, error_event, lost_gradient, may_be_lost
+from fpsim.reasons.attempts import Remedy, descendants
+from fpsim.reasons.dying import causes_first
 from fpsim.reasons.event import Event
 from fpsim.reasons.numbers import Glance, first_index, glance, is_mask_like
-from fpsim.reasons.remedies import Remedy, descendants, remedies
+from fpsim.reasons.remedies import remedies
 from fpsim.reasons.trials import Change, Outcome, Trials
 from fpsim.reasons.update_remedies import update_remedies
 from fpsim.reasons.updates import Updates
@@ -44,7 +47,11 @@ def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: 
     if trials.emulated and any(listener.observer is not None for listener in listeners(model)):
         raise ValueError("This model is being recorded. Leave the `with fpsim.record(...)` block first.")
     before = _state_before(model, trials.kept.optimizers)
-    first, second = trials.run(), trials.run()
+    try:
+        first = trials.run()
+    except Exception as error:
+        return _of_raising(trials, before, error)
+    second = trials.run()
     if len(first.losses) != len(second.losses):  # what is found out about torch at first use runs backward too
         first, second = second, trials.run()
     _require_same(first, second)
@@ -86,6 +93,25 @@ def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: 
         result.remedies = _tried(trials, cause, seen, updates, was)
     result.runs = trials.runs
     return result
+
+
+def _of_raising(trials: Trials, before: list[Event], error: Exception) -> Finding:
+    """What broke before a step raised, as a loss does that refuses NaN; the error itself where nothing did."""
+    seen, was = Keeping(trials.model), Outcome([], None, ["an exception"])
+    with suppress(Exception):  # the same again
+        trials.run(None, seen)
+    state = [*(e for e in seen.events if e.stage == "state"), *(e for e in before if e.role in ("parameter", "buffer"))]
+    found = Finding(state or causes_first(seen.events, seen.losses(), False, lambda event: False))
+    if not found.events:
+        raise error
+    cause = found.events[0]
+    cause.why.append(f"Then the step raises {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}")
+    found.operations, found.calls, found.float32 = seen.operations, seen.calls, _float32_loss(trials, seen)
+    if cause.operation is not None:
+        found.chain = _chain(cause, seen)
+    found.remedies = [] if state else remedies(trials, cause, seen, was)
+    found.runs = trials.runs
+    return found
 
 
 def _require_same(first: Outcome, second: Outcome) -> None:
@@ -185,14 +211,15 @@ def _events(
         if inputs or any(e.role in ("parameter", "buffer") for e in came):
             result.float32 = _float32_loss(trials, seen)
         return state
+    reference = _Reference(trials, seen)
     hard = [e for e in seen.events if e.stage != "state"]
+    hard = causes_first(hard, seen.losses(), was.is_finite, reference.breaks_too)
     if not hard and seen.minus and not was.is_finite:
         return seen.minus
     saturations = [e for e in seen.saturations if not hard]
     if hard or saturations:
         result.float32 = _float32_loss(trials, seen)
         return _own_causes([*hard, *saturations])
-    reference = _Reference(trials, seen)
     if reference.is_wanted and may_be_lost(seen):
         lost = lost_gradient(seen, reference.seen, reference.wide)
         if lost is not None:
@@ -257,6 +284,12 @@ class _Reference:
     def seen(self) -> Keeping:
         return self._run()
 
+    def breaks_too(self, event: Event) -> bool:
+        """Whether the result of an event's operation is not finite in float32 either."""
+        at = event.operation
+        same = None if at is None else self.seen.by_key.get((at.site, at.call, event.batch or 0))
+        return same is not None and bool(same.notes["result"].kinds)
+
     @property
     def wide(self) -> dict[str, Glance]:
         self._run()
@@ -311,7 +344,10 @@ def _accumulated(model: nn.Module, gradients: dict[str, Glance], seen: Keeping, 
 
 
 def _chain(cause: Event, seen: Keeping) -> list[str]:
-    loss, at = seen.loss(), cause.operation
+    at = cause.operation
+    assert at is not None
+    reached = descendants(at)
+    loss = next((o for o in reversed(seen.losses()) if id(o) in reached), None)
     leads = set() if loss is None else loss.all_behind()
     sites: list[str] = []
     while at is not None:

@@ -48,6 +48,7 @@ class Timeline:
         self.calls: dict[str, int] = {}
         self.names = {id(b): name for name, b in model.named_buffers()}
         self.inputs: dict[int, str] = {}
+        self._model = model
         self._rounded: list[tuple[str, Tensor, Tensor, Spec]] = []
         self._ends: Ends | None = None
         self._outside: set[int] = set()
@@ -101,6 +102,8 @@ class Timeline:
 
     def _came_in(self, operation: Operation, position: int, x: Tensor, found: Glance) -> None:
         assert found.found is not None
+        if any(x is p.grad for p in self._model.parameters()):
+            return  # made by this step, or looked at before it
         name = self.names.get(id(x))
         role = "buffer" if name is not None else "input"
         name = name or self.inputs.get(id(x)) or f"operand {position + 1} of {operation.site}"
@@ -214,8 +217,8 @@ class Timeline:
                 event.place = names[0].site if names else event.place
             (self.saturations if event.kind == "saturation" else self.events).append(event)
 
-    def loss(self) -> Operation | None:
-        """What the last backward pass began at, or the last operation."""
+    def losses(self) -> list[Operation]:
+        """What backward passes began at, in their order; without one, the last operation."""
         starts = [o for o in self.gradients if not any("gradient" in c.notes for c in o.children)]
-        ends = [o for o in starts if o.notes.get("result") is not None and o.notes["result"].count == 1]
-        return (ends or [self.operations[-1] if self.operations else None])[0]  # type: ignore[list-item]
+        scalars = [o for o in starts if o.notes.get("result") is not None and o.notes["result"].count == 1]
+        return [*dict.fromkeys(scalars)] or self.operations[-1:]

@@ -84,14 +84,16 @@ class Trials:
         before_update: Callable[[Any], None] | None = None,
         after_update: Callable[[Any], None] | None = None,
         at_end: Callable[[], None] | None = None,
+        until_broken: bool = False,
     ) -> Outcome:
         """Run the step, with the optimizer's, and put all back.
 
         before_update, after_update: called around each step of an optimizer. at_end: before anything is put back.
+        until_broken: raises FloatingPointError where a backward pass would begin at a loss that is not finite.
         """
         change = change or Change()
         self.runs += 1
-        watched = _Backward(change.loss_scale)
+        watched = _Backward(change.loss_scale, until_broken)
         steps = _Steps(self._own, visitor, self.kept.know, before_update, after_update)
 
         def start(undo: Undo) -> tuple[float | None, list[str]]:
@@ -225,9 +227,10 @@ class _Nobody:
 class _Backward(TorchFunctionMode):
     """Reads what backward passes begin at, and begins them with another gradient."""
 
-    def __init__(self, loss_scale: float) -> None:
+    def __init__(self, loss_scale: float, until_broken: bool) -> None:
         super().__init__()
-        self.loss_scale, self.losses, self.has_ended = loss_scale, [], False  # type: ignore[var-annotated]
+        self.loss_scale, self.until_broken, self.has_ended = loss_scale, until_broken, False
+        self.losses: list[float] = []
 
     def end(self) -> None:
         self.has_ended = True
@@ -243,6 +246,8 @@ class _Backward(TorchFunctionMode):
             root = args[0].detach()
             require_result(root, "The loss", "why")
             self.losses.append(float(root))
+            if self.until_broken and not math.isfinite(self.losses[-1]):
+                raise FloatingPointError(f"The loss is {self.losses[-1]}.")
             name = "gradient" if func is Tensor.backward else "grad_tensors"
             given = args[1] if len(args) > 1 else kwargs.get(name)
             if self.loss_scale != 1 and given is None:

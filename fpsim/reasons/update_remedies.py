@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from fpsim.ops import round_to
+from fpsim.reasons.attempts import EPS, Remedy
 from fpsim.reasons.event import Event
-from fpsim.reasons.remedies import EPS, Remedy
 from fpsim.reasons.timeline import Timeline
 from fpsim.reasons.trials import Change, Outcome, Trials
 from fpsim.reasons.updates import Updates
@@ -19,7 +19,7 @@ RATES = (0.5, 0.1, 0.01, 1e-3, 1e-4, 1e-6)
 def update_remedies(trials: Trials, event: Event, updates: Updates, seen: Timeline) -> list[Remedy]:
     """The remedies that work, the closest first."""
     if event.remedy == "clear" or event.role == "gradient":
-        return _cleared(trials)
+        return _cleared(trials) or _smaller(trials)
     if event.kind == "update lost":
         return _masters_move(updates, event)
     found = []
@@ -48,6 +48,16 @@ def _cleared(trials: Trials) -> list[Remedy]:
     return [Remedy("zero_grad() before the step", "clear", loss=found.loss, detail="all gradients are finite")]
 
 
+def _smaller(trials: Trials) -> list[Remedy]:
+    """Backward passes of one step that together are too much."""
+    for exponent in range(-1, -25, -1):
+        found = _works(trials, Change(loss_scale=2.0**exponent))
+        if found is not None:
+            words = f"each backward pass from the loss times {2.0**exponent:g}"
+            return [Remedy(words, "scale", 2.0**exponent, loss=found.loss, detail="all gradients are finite")]
+    return []
+
+
 def _eps(trials: Trials, event: Event) -> list[Remedy]:
     for eps in EPS:
         if event.constant is None or eps <= event.constant or not event.ends.holds(eps):
@@ -69,16 +79,16 @@ def _rate(trials: Trials) -> list[Remedy]:
 
 
 def _masters_move(updates: Updates, event: Event) -> list[Remedy]:
-    moving, of = updates.moved_with_masters()
-    if moving < of or not of:
-        return []
-    wide = "float64" if event.fmt == "float32" else "float32"
-    found = [Remedy(f"{wide} master parameters", "master", detail=f"{moving} of {of} tensors move")]
+    wide = torch.float64 if event.fmt == "float32" else torch.float32
+    found, (moving, of) = [], updates.moved_with_masters(wide)
+    if of and moving == of:
+        name = str(wide).removeprefix("torch.")
+        found.append(Remedy(f"{name} master parameters", "master", detail=f"{moving} of {of} tensors move"))
     fmt = {"bfloat16": "bf16", "float16": "fp16"}.get(event.fmt, event.fmt)
-    if wide == "float32":
+    if wide is torch.float32:
         masters, first = updates.masters, updates.first
         moved = sum(int((round_to(m, fmt, "stochastic") != first[n].float()).sum()) for n, m in masters.items())
-        if moved:
+        if moved > event.of - event.count:
             detail = f"{moved} numbers move rather than {event.of - event.count}"
             found.append(Remedy("stochastic rounding of the update", "stochastic", detail=detail))
     return found

@@ -108,10 +108,16 @@ class Updates:
         event = Event("optimizer", "overflow", name, "update", int(bad.sum()), p.numel(), fmt=ends.name, ends=ends)
         event.read = [(f"gradient of {name}", str(self.gradients.get(name)))]
         event.read += [(f"{name} {key}", str(glance(x))) for key, x in _states(optimizer, p)]
+        rate, title = group.get("lr"), type(optimizer).__name__
+        if isinstance(rate, float | int | Tensor) and not math.isfinite(float(rate)):
+            event.kind, event.remedy = f"rate is {'NaN' if math.isnan(float(rate)) else 'infinite'}", ""
+            event.why.append(
+                f"{event.count} of {event.of} became inf or NaN: lr of {type(optimizer).__name__} is {rate}."
+            )
+            return event
         squares = dict(_states(optimizer, p)).get("exp_avg_sq", dict(_states(optimizer, p)).get("square_avg"))
         squares = squares if squares is not None else dict(_states(optimizer, p)).get("sum")
         eps = group.get("eps")
-        title = type(optimizer).__name__
         if squares is not None and squares.shape == bad.shape and eps is not None:
             zeros = int((squares[bad] == 0).sum())
             if zeros and not ends.holds(eps):
@@ -179,9 +185,9 @@ class Updates:
         )
         return event
 
-    def moved_with_masters(self) -> tuple[int, int]:
-        """How many tensors move where the parameters are kept in more bits, of how many."""
-        found = [bool((m != self.first[n].to(m.dtype)).any()) for n, m in self.masters.items()]
+    def moved_with_masters(self, dtype: torch.dtype) -> tuple[int, int]:
+        """How many tensors move where the parameters are kept in a dtype of more bits, of how many."""
+        found = [bool((m.to(dtype) != self.first[n].to(dtype)).any()) for n, m in self.masters.items()]
         return sum(found), len(found)
 
     def masters_are_finite(self) -> bool:

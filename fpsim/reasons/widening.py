@@ -44,10 +44,11 @@ class Widening:
         if not chosen:
             return func(*_mapped(args, self._narrowed), **_mapped(kwargs, self._narrowed))
         lows = [x.dtype for x in tensors if x.dtype in LOW] + [self._wide[x] for x in tensors if x in self._wide]
+        lows += _wanted(kind.name, args, kwargs)  # by a cast, or by what makes a tensor of integers
         device = tensors[0].device.type if tensors else "cpu"
         if torch.is_autocast_enabled(device) and not lows:
             lows = [torch.get_autocast_dtype(device)]
-        if kind.name in _CASTS and tensors and _is_low_cast(kind.name, args, kwargs):
+        if kind.name in _CASTS and tensors and _wanted(kind.name, args, kwargs):
             out: Any = self._widened(tensors[0])
             out = out.clone() if out is tensors[0] else out
         else:
@@ -79,11 +80,14 @@ class Widening:
         return self._copies[id(x)][1]
 
 
-def _is_low_cast(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if name in ("half", "bfloat16"):
-        return True
-    wanted = [*args[1:], *kwargs.values()]
-    return any((w.dtype if isinstance(w, Tensor) else w) in LOW for w in wanted if isinstance(w, Tensor | torch.dtype))
+def _wanted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.dtype]:
+    """The small dtypes that a call asks for."""
+    named = {"half": torch.float16, "bfloat16": torch.bfloat16}
+    if name in named:
+        return [named[name]]
+    given = [*args[1:], *kwargs.values()]
+    others = [x.dtype for x in given if isinstance(x, Tensor)] if name in _CASTS else []
+    return [d for d in (*given, *others) if isinstance(d, torch.dtype) and d in LOW]
 
 
 def _tensors(value: Any) -> list[Tensor]:

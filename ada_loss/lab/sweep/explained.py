@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from ada_loss.lab.results import Results
 from ada_loss.lab.results.results import REASONS, read_reasons
 from ada_loss.lab.results.statements import SECTIONS
 from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, path_of
-from ada_loss.lab.sweep.work import training_of
+from ada_loss.lab.sweep.work import said, training_of
 from ada_loss.lab.tasks import find_task
 from ada_loss.lab.training.generators import kept_generators, seed_generators
 from ada_loss.lab.training.loop import Training
@@ -35,14 +36,21 @@ def explain(out: Path, device: str, make_task: MakeTask | TrainFunction | None) 
     """The reasons of a folder by cell, those that are new found and written beside the ledger, whose rows stay.
 
     Of a cell that diverged the step is looked at whose loss is not finite, and the one before, which may have made the
-    parameters so; of a setting that falls short its last step, of one seed.
+    parameters so; of a setting that falls short its last step, of one seed. Where that fails, it is told in a warning,
+    and asked again the next time: what was trained is worth more than the reason.
     """
     results, reasons = Results(out), read_reasons(out)
     configs = {cell["id"]: cell["config"] for cell in results.cells}
     for cell in [cell for cell in _asked(results) if cell not in reasons]:
         losses = results.readable_telemetry(cell).get("losses", ())
         steps = _steps([float(x) for x in losses])
-        reasons[cell] = _reason(configs[cell], device, make_task, steps) if steps else NOTHING
+        try:
+            reasons[cell] = _reason(configs[cell], device, make_task, steps) if steps else NOTHING
+        except Exception as error:  # of the task, or of `why`: the results of the sweep stay
+            config = configs[cell]
+            where = f"{config['format']}, {config['scaling']}, seed {config['seed']}"
+            warnings.warn(f"fpsim.why could not be asked about {where}: {said(error)}", stacklevel=2)
+            continue
         write_atomically(out / REASONS, json.dumps(reasons, indent=1).encode())
     return reasons
 

@@ -90,6 +90,24 @@ def test_a_setting_that_falls_short_is_asked_with_one_seed(tmp_path: Path, monke
     sweep(lossy, ["e5m2"], seeds=3, task_options=options, out=tmp_path, why=True, show_progress=False)
 
 
+def test_a_sweep_returns_its_results_where_why_fails_and_asks_again_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("planted")
+
+    arguments = {"task": overflowing, "formats": ["fp16"], "seeds": 2, "task_options": STEPS, "out": tmp_path}
+    with monkeypatch.context() as patch:
+        patch.setattr("fpsim.why", fails)
+        with pytest.warns(UserWarning, match=r"about fp16, none, seed \d: ValueError: planted"):
+            found = sweep(**arguments, why=True, show_progress=False)
+    assert [row["diverged"] for row in found.rows() if row["format"] == "fp16"] == [True, True]
+    before = digests(tmp_path)
+    again = sweep(**arguments, why=True, show_progress=False)
+    assert all(row["reason"] for row in again.rows() if row["format"] == "fp16")
+    assert digests(tmp_path) == before
+
+
 def test_damaged_reasons_are_told(tmp_path: Path) -> None:
     sweep(lossy, ["fp32"], seeds=1, task_options=STEPS, out=tmp_path, show_progress=False)
     (tmp_path / "reasons.json").write_text("{")
