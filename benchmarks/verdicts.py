@@ -147,15 +147,15 @@ def main() -> None:
     options = parser.parse_args()
     heads = [f"{m} x {n}, {d:g}" for d, m, n in product(DEVIATIONS, SETTINGS, SEEDS)]
     print("Sweeps with a wrong statement anywhere, in %. Columns: settings x seeds, deviation in tolerances")
-    print(f"{'':58}" + " ".join(f"{head:>12}" for head in heads))
+    width = 2 + max(map(len, TRUTHS.values())) + max(map(len, KINDS.values()))
+    print(f"{'':{width}}" + "".join(f"{head:>13}" for head in heads))
     rows: dict[tuple[str, str], list[tuple[float, Cell]]] = {}
     for cell in cells():
-        found = share_wrong(cell, options.sweeps, options.seed)
-        rows.setdefault((cell.truth, cell.kind), []).append((found, cell))
-        if len(rows[cell.truth, cell.kind]) == len(heads):
-            words = f"{TRUTHS[cell.truth]}; {KINDS[cell.kind]}"
-            values = " ".join(f"{100 * value:12.1f}" for value, _ in rows[cell.truth, cell.kind])
-            print(f"{words:75.75}{values[17:]}" if len(words) > 57 else f"{words:58}{values}", flush=True)
+        row = rows.setdefault((cell.truth, cell.kind), [])
+        row.append((share_wrong(cell, options.sweeps, options.seed), cell))
+        if len(row) == len(heads):
+            values = "".join(f"{100 * value:13.1f}" for value, _ in row)
+            print(f"{f'{TRUTHS[cell.truth]}; {KINDS[cell.kind]}':{width}}{values}", flush=True)
     every = [one for row in rows.values() for one in row]
     for title, chosen in (("up to 5 seeds", True), ("more", False)):
         value, worst = max(one for one in every if (one[1].seeds <= 5) == chosen)
