@@ -203,7 +203,9 @@ def search(
         list[str], typer.Option(help="Roles that get small formats, with commas between; the others stay in float32.")
     ] = ["weight,activation,error,weight_grad"],  # noqa: B006
     scaling: Annotated[str, typer.Option(help="How gradients are scaled: a method's name or a number.")] = "none",
-    rounding: Annotated[str, typer.Option(help="nearest_even, stochastic, ...")] = "nearest_even",
+    rounding: Annotated[
+        str | None, typer.Option(help="nearest_even, stochastic, ...", show_default="nearest_even")
+    ] = None,
     tolerance: Annotated[float, typer.Option(help="How far below float32 the mean over the seeds may be.")] = 0.01,
     seeds: Annotated[int, typer.Option(help="How many seeds each training is run with.")] = 3,
     trials: Annotated[int, typer.Option(help="How many combinations are tried before bits are taken away.")] = 30,

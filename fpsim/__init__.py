@@ -15,6 +15,7 @@ from fpsim.fixed_point import FixedPoint
 from fpsim.formats import CATALOGUE, FloatFormat
 from fpsim.gemm import matmul
 from fpsim.hadamard import Hadamard, hadamard
+from fpsim.last_layers import last_layers
 from fpsim.model import dequantize, quantize, round_parameters_, set_policy
 from fpsim.noise import manual_seed, noise_of_torch
 from fpsim.ops import Rounder, round_to, round_to_
@@ -62,6 +63,7 @@ __all__ = [
     "emulate",
     "encode",
     "hadamard",
+    "last_layers",
     "load_scaling_state",
     "manual_seed",
     "matmul",

@@ -26,7 +26,7 @@ from fpsim.emulation.marks import is_made_here, is_roundable, is_seen_from_outsi
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.scope import Listeners, Scope, active, make_scope
 from fpsim.opened import open_objects
-from fpsim.policy import Policy, RoleSpecs, describe
+from fpsim.policy import FEW_BITS, Policy, RoleSpecs, describe
 from fpsim.products import Products
 from fpsim.torch_internals import (
     called_module,
@@ -68,8 +68,7 @@ class EmulatedForward:
             self._signature: inspect.Signature | None = inspect.signature(forward)
         except (TypeError, ValueError):  # a builtin has none
             self._signature = None
-        scope = make_scope(self.name, self.policy or Policy(), self.listeners)
-        self._specs, self._float32, self._products = scope.specs, scope.float32, scope.products
+        self._scopes = {False: make_scope(self.name, self.policy or Policy(), self.listeners)}
         self.wide: dict[str, None] = {}
         self.token = f"forward {next(_tokens)}"  # a program that torch.compile made is of one forward and its policy
         _forwards[self.token] = self
@@ -101,18 +100,27 @@ class EmulatedForward:
         return duplicate
 
     def __getattr__(self, name: str) -> Any:
-        if "module" not in self.__dict__ or "_specs" in self.__dict__:
+        if "module" not in self.__dict__ or "_scopes" in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self._prepare()  # after a copy or a load, once the module is whole again
         return getattr(self, name)
 
     @property
+    def scope(self) -> Scope:
+        """The formats now: the scaling that is attached may want gradients of few bits rounded stochastically."""
+        is_stochastic = self.listeners.rounds_few_bits_stochastically
+        if is_stochastic not in self._scopes:
+            policy = (self.policy or Policy()).with_stochastic_gradients(FEW_BITS)
+            self._scopes[is_stochastic] = make_scope(self.name, policy, self.listeners)
+        return self._scopes[is_stochastic]  # type: ignore[no-any-return]
+
+    @property
     def specs(self) -> RoleSpecs:
-        return self._specs  # type: ignore[no-any-return]
+        return self.scope.specs
 
     @property
     def products(self) -> Products | None:
-        return self._products  # type: ignore[no-any-return]
+        return self.scope.products
 
     @property
     def __self__(self) -> nn.Module:
@@ -156,13 +164,11 @@ class EmulatedForward:
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The true forward of `module` under its scope."""
-        specs = self.specs
         forward = self.true_forward(module)
         if self.policy is None:
             return forward(*args, **kwargs)
         self.wide = {}  # of this call, the last one
-        weights = _prepare_weights(module)
-        scope = Scope(self.name, specs, self._float32, self.listeners, weights, self.wide, self._products)
+        scope = self.scope.again(_prepare_weights(module), self.wide)
         is_outermost = active.emulation is None
         has_names = self.listeners.has_names and scope.dtype is not None
         has_names = has_names and is_outermost and _dtype_of_model(module) is not scope.dtype
@@ -217,7 +223,7 @@ def _driven(generator: Generator[Any, Any, Any], scope: Scope, has_names: bool) 
 def _is_delayed(model: nn.Module) -> bool:
     """Whether any operand inside of `model` takes its scale from earlier steps."""
     found = (vars(module).get(_KEY) for module in model.modules())
-    return any(x is not None and x._products is not None and x._products.is_delayed for x in found)
+    return any(x is not None and x.products is not None and x.products.is_delayed for x in found)
 
 
 _forwards: weakref.WeakValueDictionary[str, EmulatedForward] = weakref.WeakValueDictionary()  # by their tokens

@@ -11,18 +11,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from fpsim.blocks import BlockFormat, Format, as_format
+from fpsim.blocks import BlockFormat, Format, as_element, as_format
 from fpsim.border import require_module
-from fpsim.checks import did_you_mean, known_arguments, nearest, shown
+from fpsim.checks import did_you_mean, known_arguments, nearest, require_whole, shown
 from fpsim.products import Products
 from fpsim.spec import RoundingSpec, rounding_spec
 from fpsim.torch_internals import operation_homes
 from fpsim.variants import require_variant
 
-__all__ = ["ROLES", "FormatLike", "Policy", "RoleSpecs", "as_policy", "describe"]
+__all__ = ["FEW_BITS", "ROLES", "FormatLike", "Policy", "RoleSpecs", "as_policy", "describe"]
 
 RoleFormat = str | Format | torch.dtype | np.dtype[Any] | type[np.generic]
 ROLES = ("weight", "activation", "error", "weight_grad")
+GRADIENTS = ("error", "weight_grad")
+FEW_BITS = 6  # up to here nearest rounding makes zeros of most of a gradient, whatever its scale
 _HOMES_OF_OPERATIONS = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft)
 
 
@@ -52,7 +54,9 @@ class Policy:
     activation: results of operations.
     error: gradients of activations.
     weight_grad: gradients of parameters, where they arrive.
-    rounding: as in `round_to`; one for all roles, or a mapping from role to rounding.
+    rounding: as in `round_to`; one for all roles, or a mapping from role to rounding. None, and a role that the mapping
+        leaves out, is nearest-even; gradients in formats of at most 6 bits are rounded stochastically then while an
+        `ada_loss.AdaLossScaled` chooses their scales by "approx_range" or "current".
     overflow: as in `round_to`; one for all roles, or a mapping from role to overflow.
     random_bits: as in `round_to`; one for all roles, or a mapping from role to bits. Only stochastic roles use it.
     overrides: {pattern: format, Policy or None}; None leaves those modules in float32. A pattern is a module's name
@@ -76,7 +80,7 @@ class Policy:
     activation: RoleFormat | None = None
     error: RoleFormat | None = None
     weight_grad: RoleFormat | None = None
-    rounding: str | Mapping[str, str] = "nearest_even"
+    rounding: str | Mapping[str, str] | None = None
     overflow: str | Mapping[str, str | None] | None = None
     random_bits: int | Mapping[str, int | None] | None = None
     overrides: Mapping[str | type[nn.Module], FormatLike] = field(default_factory=dict)
@@ -144,7 +148,8 @@ class Policy:
 
         found = []
         for role in ROLES:
-            fmt, rounding = getattr(self, role), of(self.rounding, role, "nearest_even")
+            fmt, rounding = getattr(self, role), of(self.rounding, role, None)
+            rounding = "nearest_even" if rounding is None else rounding
             is_stochastic = isinstance(rounding, str) and rounding == "stochastic"
             bits = of(self.random_bits, role, None) if is_stochastic else None
             variant = of(self.variant, role, "A")
@@ -180,6 +185,25 @@ class Policy:
                 f"operands of its products, or operands with roundings of their own: fpsim.Operand(fmt, rounding)."
             )
         return replace(self, products=self.products.with_rounding(rounding))
+
+    def with_stochastic_gradients(self, most_bits: int) -> Policy:
+        """This policy with stochastic rounding of gradients in formats of at most so many bits, where none was named.
+
+        Blocks that share scales stay as they are: their rounding belongs to the format.
+
+        >>> print(Policy(weight="e2m1fn", error="e2m1fn").with_stochastic_gradients(6))
+        weight=e2m1fn nearest_even, activation=float32, error=e2m1fn stochastic, weight_grad=float32
+        """
+        require_whole("most_bits", most_bits, 1)
+        named = dict(self.rounding) if isinstance(self.rounding, Mapping) else dict.fromkeys(ROLES, self.rounding)
+        formats = {role: getattr(self, role) for role in GRADIENTS if named.get(role) is None}
+        few = {role for role, fmt in formats.items() if fmt is not None and as_element(fmt).bits <= most_bits}
+        products = self.products and self.products.with_stochastic_gradients(most_bits)
+        overrides = {k: self._resolve(v).with_stochastic_gradients(most_bits) for k, v in self.overrides.items()}
+        if not few and products is self.products and overrides == self.overrides:
+            return self
+        rounding = {role: rule for role, rule in named.items() if rule is not None} | dict.fromkeys(few, "stochastic")
+        return replace(self, rounding=rounding, products=products, overrides=overrides)
 
     def __str__(self) -> str:
         words = [describe(self.specs(), self.products)]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fpsim.accumulators import Accumulator, as_accumulator
 from fpsim.blocks import BlockFormat, Format, as_format
-from fpsim.checks import known_arguments, shown
+from fpsim.checks import known_arguments, require_whole, shown
 from fpsim.formats import FloatFormat
 from fpsim.hadamard import Hadamard
 from fpsim.spec import RoundingSpec, Spec, any_spec, rounding_spec
@@ -28,7 +28,8 @@ class Operand:
     """How one operand of a product is quantised.
 
     fmt: a format of single numbers or of blocks, or its name.
-    rounding, overflow, random_bits, variant: as in `round_to`.
+    rounding: as in `round_to`; None is nearest-even, but for gradients of few bits under a scaling: see `Policy`.
+    overflow, random_bits, variant: as in `round_to`.
     hadamard: how it is transformed before, along the axis that the product sums over; the other operand of the product
         alike. An axis whose length the size does not divide is padded with zeros, which adds nothing to the product.
     Raises as `round_to` does, TypeError for what is no `Hadamard`.
@@ -40,7 +41,7 @@ class Operand:
     """
 
     fmt: Format
-    rounding: str = "nearest_even"
+    rounding: str | None = None
     overflow: str | None = None
     random_bits: int | None = None
     hadamard: Hadamard | None = None
@@ -62,9 +63,15 @@ class Operand:
         """Whether its scale follows from earlier steps."""
         return isinstance(self.fmt, BlockFormat) and self.fmt.is_delayed
 
+    @property
+    def words(self) -> tuple[str, str | None, int | None, str]:
+        """Rounding, overflow, random bits and variant."""
+        rounding = "nearest_even" if self.rounding is None else self.rounding
+        return rounding, self.overflow, self.random_bits, self.variant
+
     @cached_property
     def _spec(self) -> Spec:  # looked up in every product: hashing a block format takes as long as a small one
-        return any_spec(self.fmt, self.rounding, self.overflow, self.random_bits, self.variant)
+        return any_spec(self.fmt, *self.words)
 
     def spec(self) -> Spec:
         """The checked rounding."""
@@ -133,7 +140,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
     def all(
         cls,
         fmt: OperandLike,
-        rounding: str = "nearest_even",
+        rounding: str | None = None,
         overflow: str | None = None,
         random_bits: int | None = None,
         variant: str = "A",
@@ -144,8 +151,8 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         fmt, rounding, overflow, random_bits, variant: as in `Operand`.
         rest: `output`, `accumulator`, `attention`, and products that differ.
 
-        >>> Products.all("mxfp4", wgrad=(None, None)).dgrad[0].rounding
-        'nearest_even'
+        >>> print(Products.all("mxfp4", wgrad=(None, None)).dgrad[0])
+        mxfp4 nearest_even
         """
         is_whole = isinstance(fmt, Operand | None)
         one = fmt if is_whole else Operand(fmt, rounding, overflow, random_bits, None, variant)  # type: ignore[arg-type]
@@ -174,7 +181,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         if accumulator is not None and accumulator.order == "torch":
             accumulator = None
         fprop, dgrad, wgrad = (getattr(self, product) for product in PRODUCTS)
-        rounding = None if output is None else rounding_spec(*_words(output))
+        rounding = None if output is None else rounding_spec(output.fmt, *output.words)  # type: ignore[arg-type]
         return ProductSpecs(fprop, dgrad, wgrad, rounding, accumulator)
 
     @property
@@ -190,6 +197,18 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
 
         fprop, dgrad, wgrad = ((changed(a), changed(b)) for a, b in self.specs[:3])
         return replace(self, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
+
+    def with_stochastic_gradients(self, most_bits: int) -> Products:
+        """The same products, with dy rounded stochastically in a format of at most so many bits, where none was named.
+
+        Blocks that share scales stay as they are.
+        """
+        require_whole("most_bits", most_bits, 1)
+        _, dgrad, wgrad = self.specs[:3]
+        if not (_is_of_few_bits(dgrad[0], most_bits) or _is_of_few_bits(wgrad[0], most_bits)):
+            return self
+        dgrad, wgrad = ((_stochastic(dy, most_bits), other) for dy, other in (dgrad, wgrad))
+        return replace(self, dgrad=dgrad, wgrad=wgrad)
 
     def __str__(self) -> str:
         words = {p: tuple(str(o or "as it is") for o in getattr(self, p)) for p in PRODUCTS}
@@ -212,8 +231,15 @@ def _require_equal_transforms(products: Products) -> None:
             )
 
 
-def _words(operand: Operand) -> tuple[Any, ...]:
-    return operand.fmt, operand.rounding, operand.overflow, operand.random_bits, operand.variant
+def _is_of_few_bits(dy: Operand | None, most_bits: int) -> bool:
+    """Whether a gradient is rounded, number by number, to a format of at most so many bits by a rule nobody named."""
+    if dy is None or dy.rounding is not None or isinstance(dy.fmt, BlockFormat):
+        return False
+    return dy.fmt.bits <= most_bits
+
+
+def _stochastic(dy: Operand | None, most_bits: int) -> Operand | None:
+    return replace(dy, rounding="stochastic") if dy is not None and _is_of_few_bits(dy, most_bits) else dy
 
 
 def _operand(name: str, value: object) -> Operand:

@@ -13,7 +13,7 @@ from fpsim.emulation.scope import Scaling
 from fpsim.launch import round_fitting_, round_memory_, rounded
 from fpsim.model import listeners
 from fpsim.moments import amax_of, binades, keep_memory_of, memory_of, moments_of, on_device
-from fpsim.policy import Policy
+from fpsim.policy import FEW_BITS, Policy, as_policy
 from fpsim.spec import RoundingSpec, log2_scale_limits
 from fpsim.statistics import (
     AMAX,
@@ -36,6 +36,7 @@ __all__ = [
     "AMAX",
     "AMIN",
     "COUNT",
+    "FEW_BITS",
     "LOG_MEAN",
     "LOG_MEAN_SQUARE",
     "MAXIMUM",
@@ -48,6 +49,7 @@ __all__ = [
     "RoundingSpec",
     "Scaling",
     "amax_of",
+    "as_policy",
     "binades",
     "current_graph_task",
     "gradients_have_scales",

@@ -94,6 +94,7 @@ ENTRIES: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
     "diagnose quantised": (lambda model: fpsim.diagnose(model, lambda: loss_of(model).backward()), True),
     "compare": (lambda model: fpsim.compare(model, None, POLICY, X, loss=lambda out: out.square().mean()), False),
     "sensitivity": (lambda model: fpsim.sensitivity(model, loss_of, POLICY), False),
+    "last_layers": (lambda model: fpsim.last_layers(model, lambda: loss_of(model)), False),
     "emulate": (emulated, False),
     "record": (recorded, True),
     "quantised": (lambda model: loss_of(model).backward(), True),

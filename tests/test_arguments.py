@@ -64,6 +64,11 @@ LISTED: dict[tuple[str, str], tuple[tuple[type[Exception], ...], str]] = {
     ),
     ("why", "step"): ((Exception,), "a batch: the model is called with it, and says itself what it cannot take"),
     ("why", "batches"): ((TypeError,), "the step is called with the batch's number, and this one takes none"),
+    ("last_layers", "step"): (
+        (Exception,),
+        "a batch: the model is called with it, and says itself what it cannot take",
+    ),
+    ("last_layers", "loss"): ((TypeError, ValueError), "a function of the user's, which is called, may raise anything"),
     ("diagnose", "step"): ((Exception,), "a batch: the model is called with it, and says itself what it cannot take"),
     ("hadamard", "axis"): ((IndexError,), "documented, as Python has it for an axis that is not there"),
     ("hadamard", "x"): ((IndexError,), "a tensor of no dimension has no axis: documented"),

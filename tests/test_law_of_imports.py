@@ -51,7 +51,7 @@ FLOORS = (
     "fpsim.stepping",
     "fpsim.scaling_state fpsim.recording fpsim.scaling fpsim.compare fpsim.diagnose",
     "fpsim.suggesting",
-    "fpsim.watch fpsim.sensitivity",
+    "fpsim.watch fpsim.sensitivity fpsim.last_layers",
     "fpsim.reasons fpsim.reasons.kept fpsim.reasons.widening fpsim.reasons.event fpsim.reasons.numbers",
     "fpsim.reasons.explaining fpsim.reasons.slopes fpsim.reasons.updates",
     "fpsim.reasons.masks",
@@ -67,7 +67,8 @@ FLOORS = (
     "ada_loss.rules.loss.fixed ada_loss.rules.loss.counting ada_loss.rules.loss.every_step",
     "ada_loss.rules.loss.hysteresis ada_loss.rules.loss.tolerance",
     "ada_loss.rules.loss.catalogue",
-    "ada_loss.rules.loss ada_loss.rules.layer",
+    "ada_loss.rules.loss ada_loss.rules.formulas",
+    "ada_loss.rules.layer",
     "ada_loss.rules ada_loss.record ada_loss.scalers.gradients",
     "ada_loss.scalers.verbs ada_loss.transforms",
     "ada_loss.scalers.grad_scaler ada_loss.layerwise.scale_kernels ada_loss.layerwise.product_moments "

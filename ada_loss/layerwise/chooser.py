@@ -15,6 +15,7 @@ from ada_loss.layerwise.scale_kernels import (
     SiteMode,
     delayed_scaling,
     factor_kernel,
+    least_error_scale,
     meeting_scale,
     pass_scale_on,
     retain_last_informative,
@@ -22,11 +23,12 @@ from ada_loss.layerwise.scale_kernels import (
     smallest_sufficient_scale,
 )
 from ada_loss.layerwise.sites import GradientSite, IncomingScale, SiteState
-from ada_loss.rules.layer import AmaxHistory, Current, Exact
-from fpsim.scaling import Moments, amax_of, binades, memory_of, on_device
+from ada_loss.rules.layer import AmaxHistory, Current, Exact, Mse
+from fpsim.scaling import Moments, RoundingSpec, amax_of, binades, log2_scale_limits, memory_of, on_device, rounded
 
 __all__ = ["ScaleChooser"]
 
+CANDIDATES = 4  # scales among which Mse chooses
 NO_OPERAND = (0.0,) * len(Moments._fields)  # moments that say that there is no other operand
 
 
@@ -154,6 +156,12 @@ class ScaleChooser:
                 state.history = torch.zeros(rule.length, dtype=torch.float64, device=device)
             margin = constants.tensor(torch.int64, device, rule.margin)
             on_device(delayed_scaling, requested, state.moments, limits, margin, state.history, out, chosen)
+        elif isinstance(rule, Mse):
+            no_margin, (_, highest) = constants.tensor(torch.int64, device, 0), log2_scale_limits(site.spec, site.dtype)
+            on_device(scale_to_max, requested, state.moments, limits, no_margin, out, chosen)
+            tried = [(out + i).clamp_(max=highest) for i in range(CANDIDATES)]
+            errors = torch.stack([_squared_error(gradient, site.spec, scale) for scale in tried])
+            on_device(least_error_scale, requested, state.moments, limits, errors, out, chosen)
         else:
             assert isinstance(rule, Exact)
             bins, first = binades(gradient, power_begins=not constants.loses_ties(site.spec))
@@ -169,3 +177,9 @@ class ScaleChooser:
         out = self._constants.new_scale(requested.device)
         on_device(retain_last_informative, requested, held, state.moments, out)
         return self._constants.written(out)
+
+
+def _squared_error(gradient: Tensor, spec: RoundingSpec, log2_scale: Tensor) -> Tensor:
+    """The sum of squared errors of rounding at a scale, a float64 of no dimensions."""
+    error = rounded(gradient, spec, None, log2_scale).sub_(gradient)
+    return error.to(torch.float64).square_().sum()

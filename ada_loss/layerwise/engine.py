@@ -5,7 +5,7 @@ the scale, in one of two ways. A step that chooses scales takes the largest scal
 lowers it if the gradient would overflow, and sends the sites behind this one their scales (`_choose_scale`). A step
 between updates takes the scale that the site holds, and only looks for overflow (`_hold_scale`).
 
-What is decided stands elsewhere: the formulas of the rules in `rules/layer.py`, the kernels that apply them in
+What is decided stands elsewhere: the formulas of the rules in `rules/formulas.py`, the kernels that apply them in
 `scale_kernels.py`, which torch functions are matrix products in `transforms.PRODUCTS`. `docs/architecture.md` lists the
 calls from the backward hook to the scale.
 """
@@ -13,6 +13,7 @@ calls from the backward hook to the scale.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -104,6 +105,7 @@ class Engine:
         self._product_rule = rule if isinstance(rule, ElementWiseRange) else None
         self._is_fixed = isinstance(rule, Fixed)
         self._skips_amax = self._predicts and not (self._holds_scales or self._is_fixed or self._product_rule)
+        self._warns_of_noise = rule.saturates
         self._dead = Dead(self._predicts and not isinstance(rule, Fixed))
         self.observer: Observed | None = None
         self._told: Observed | None = None  # the observer in a step that it wants to see, else None
@@ -141,6 +143,14 @@ class Engine:
         operands: the arguments of the operation, tensors rounded already; of a rounded copy, the original.
         out: the tensor whose gradient it is.
         """
+        if self._warns_of_noise and spec.rounding == "stochastic":
+            self._warns_of_noise = False
+            warnings.warn(
+                f"The rule {self._rule.name!r} lets the largest elements of a gradient saturate, and the gradient at "
+                f"{site} is rounded stochastically: its error then averages to what was cut off, and not to zero. Use "
+                f"rule='current', or a policy with rounding='nearest_even'.",
+                stacklevel=2,
+            )
         graph_task = current_graph_task()
         is_linked = self.schedule.links_sites(graph_task)
         if not is_linked and (found := self.unlinked.get((site, role))) is not None:

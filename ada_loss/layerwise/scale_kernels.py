@@ -19,7 +19,7 @@ from enum import IntEnum
 from functools import cache
 from typing import NamedTuple
 
-from ada_loss.rules.layer import bounded, branch_exponent, exact, fitting_log2_scale, floor_log2
+from ada_loss.rules.formulas import bounded, branch_exponent, exact, fitting_log2_scale, floor_log2
 from fpsim.scaling import AMAX, COUNT
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "delayed_scaling",
     "factor_kernel",
     "keep_what_is_not_finite",
+    "least_error_scale",
     "meeting_scale",
     "pass_scale_on",
     "retain_last_informative",
@@ -154,6 +155,23 @@ def smallest_sufficient_scale(log2_scale, moments, limits, bins, first, share, o
     k = max(exact(bins, first[0], int(limits[LOST_EXPONENT]), share[0]), 0)
     k = _measured(k, log2_scale, limits, chosen)
     _fit(k, moments[AMAX], limits, out, chosen)
+
+
+def least_error_scale(log2_scale, moments, limits, errors, out, chosen):  # type: ignore[no-untyped-def]
+    """Of the scales from the one that fits on, the one of least squared error, the smaller of two equal ones.
+
+    errors: of each, the first at the scale in `out`; not finite where a number overflowed.
+    """
+    best, k = 0, out[0]
+    for i in range(1, len(errors)):
+        if errors[i] < errors[best]:
+            best = i
+    if not moments[AMAX] < math.inf:
+        best = 0
+    k = _measured(k + best, log2_scale, limits, chosen)
+    k = min(max(k, int(limits[LOWEST])), int(limits[HIGHEST]))
+    out[0] = k
+    chosen[FINAL] = k
 
 
 def meeting_scale(amaxima, log2_scales, limits, out):  # type: ignore[no-untyped-def]

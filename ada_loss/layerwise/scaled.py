@@ -36,9 +36,14 @@ class AdaLossScaled:
     a scale at which a gradient would overflow is lowered until it fits. A gradient that holds inf or NaN is passed
     through at scale 1; guard the step with a scaler (`GradScaler("static", ...)`) where that may happen.
 
+    Gradients in formats of at most 6 bits are rounded stochastically under "approx_range" and "current", unless the
+    policy names a rounding: to nearest, most of their elements become zero at any scale. Blocks that share scales, and
+    gradients in wider formats, keep the policy's rounding.
+
     What is ours and not the original's: any format, any operation and any model (the original is for fp16 and for a
-    list of layers); scales without bounds; bounds, where they are given, on every rule that predicts and on casts (the
-    original bounds "approx_range" alone); `branches="exact"`; lowering a scale until the gradient fits, also between
+    list of layers); scales without bounds (`approx_range` with `bound="worst_case"` has the original's on sums of
+    products); bounds, where they are given, on every rule that predicts and on casts (the original bounds
+    "approx_range" alone); `branches="exact"`; lowering a scale until the gradient fits, also between
     updates; the second moment of a gradient that enters the format where the original takes its standard deviation
     (`stats="grad"` is the original's); and the rules that measure.
 
@@ -48,7 +53,8 @@ class AdaLossScaled:
     init_scale: the scale of gradients that enter the model, a power of two. A rule that measures takes another than 1
         with `transforms` only, for the modules that they leave out.
     rule: how a scale is chosen: a `LayerRule`, or a name: "approx_range", "abs_range", "element_wise_range" and "fixed"
-        predict what a product gives; "exact", "current" and "amax_history" measure each tensor where it is rounded.
+        predict what a product gives; "exact", "current", "amax_history" and "mse" measure each tensor where it is
+        rounded.
     update_every: scales are chosen in each n-th step, a step being a backward pass, and held in between, each site its
         own. Where a gradient is zero or not finite the last scale stays, or the next step chooses the first. A gradient
         that overflows between updates, more than 16 times as large as in the step before, may have been rounded once
@@ -116,6 +122,7 @@ class AdaLossScaled:
         try:
             for found in self._listeners:
                 found.scaling = self._engine.make_site
+                found.rounds_few_bits_stochastically = self.rule.fits_few_bits
         except BaseException:
             self.detach()
             raise
@@ -197,7 +204,7 @@ class AdaLossScaled:
         """Leave the model as it was and give it back. Graphs that were made before keep their scales."""
         for found in self._listeners:
             if found.scaling == self._engine.make_site:
-                found.scaling = None
+                _release(found)
         return self.model
 
     @staticmethod
@@ -210,7 +217,7 @@ class AdaLossScaled:
         """
         for found in listeners(model):
             if _engine_of(found) is not None:
-                found.scaling = None
+                _release(found)
 
     def last_log2_scale(self, site: str, role: str = "error") -> int:
         """log2 of the scale at which a site's gradient was rounded last; copies it to the host.
@@ -284,6 +291,10 @@ class AdaLossScaled:
         self._engine.load(int(state["step"]), int(state["updated"]), state["sites"])
 
 
+def _release(listener: Any) -> None:
+    listener.scaling, listener.rounds_few_bits_stochastically = None, False
+
+
 def _engine_of(listener: Any) -> Engine | None:
     """The engine that scales a model's gradients, if one of ours does."""
     engine = getattr(listener.scaling, "__self__", None)
@@ -300,7 +311,7 @@ def _require_unscaled(registered: list[Any]) -> None:
             "AdaLossScaled.detach_from(model) where that is out of reach, as after Ctrl-C."
         )
     for found in busy:
-        found.scaling = None
+        _release(found)
     if busy:
         warnings.warn(
             "This model was scaled by an AdaLossScaled that nothing holds any longer, as after Ctrl-C. It is detached.",

@@ -150,7 +150,9 @@ def cast(
         is_wide = True
     else:
         is_wide = asked is Asked.NOTHING and like is None and asks_for_float32(func, call.name, args, kwargs)
-    stays = not is_wide and is_made_here(x)  # torch may give the tensor itself
+    alias = emulation.aliases.of(x)
+    is_ours = is_made_here(x) or (alias is not None and is_made_here(alias.base))
+    stays = not is_wide and is_ours  # torch may give the tensor itself
     stays = stays or x.dtype not in WIDE_DTYPES  # a real tensor of few bits is widened first
     if is_roundable(x) and not (is_state(x) or emulation.leaves_raw(x) or stays):  # a buffer is read as it is
         x = emulation.operand(x, Rounds.ALL_BUT_WIDE)

@@ -145,9 +145,7 @@ class Position:
 
     def __init__(self, emulation: Emulation) -> None:
         scope, is_grad = emulation.scope, torch.is_grad_enabled()
-        self.scope = Scope(
-            scope.name, scope.specs, scope.float32, scope.listeners, scope.weights, scope.wide, scope.products
-        )
+        self.scope = scope.again(scope.weights, scope.wide)
         self.counts, self.aliases = dict(scope.counts), emulation.aliases
         self.has_names, self.names = emulation.has_names, set(emulation.names)
         self.operands = {

@@ -38,15 +38,7 @@ from fpsim.emulation.conversions import (
     result_type,
     set_data,
 )
-from fpsim.emulation.marks import (
-    WIDE,
-    format_of,
-    is_made_here,
-    is_roundable,
-    is_state,
-    mark,
-    unmark,
-)
+from fpsim.emulation.marks import WIDE, format_of, is_made_here, is_roundable, is_state, mark, unmark
 from fpsim.emulation.operands import Rounds, leaves_float32
 from fpsim.emulation.packing import packed_afterwards
 from fpsim.emulation.product_calls import CALLS, compute_products
@@ -56,10 +48,7 @@ from fpsim.emulation.scaled_masks import keep_masks, masks_to_scale
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.emulation.steps import Step
 from fpsim.spec import rounding_spec
-from fpsim.torch_internals import (
-    base_of,
-    blind_to_modes,
-)
+from fpsim.torch_internals import base_of, blind_to_modes, has_history
 from fpsim.torch_modes import hooks_of_saved_tensors
 
 __all__ = ["Emulation"]
@@ -78,6 +67,17 @@ def _renormalised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, An
     """The arguments of an embedding after it has changed the weight itself, not the rounded copy."""
     torch.embedding_renorm_(args[1].detach(), args[0].contiguous(), kwargs["max_norm"], kwargs["norm_type"])
     return {**kwargs, "max_norm": None}
+
+
+def _as_numbers(x: Any) -> Any:
+    """What is read, detached where torch refuses its gradient: another view of what it is a view of was written to."""
+    if not isinstance(x, Tensor) or not x.requires_grad or base_of(x) is None or format_of(x) is not None:
+        return x
+    return x if has_history(x) else x.detach()
+
+
+def _is_wide(x: Any) -> bool:
+    return isinstance(x, Tensor) and is_roundable(x) and format_of(x) == WIDE
 
 
 FLOAT32 = rounding_spec("fp32")  # what an observer is told of a result that is float32 on purpose
@@ -161,6 +161,8 @@ class Emulation(Roundings, TorchFunctionMode):
         elif call.action is Action.READ:
             return self._read(func, call, args, kwargs, asked)
         else:
+            if asked is Asked.NARROW and self.has_wide:  # as a cast before it
+                args = tuple([self.new_operand(x) if _is_wide(x) else x for x in args])
             out = self.compute(func, call, args, kwargs, asked)
         if written is not None:
             note_write(self, written)
@@ -193,8 +195,8 @@ class Emulation(Roundings, TorchFunctionMode):
         rounds = Rounds.ALL_BUT_WIDE if is_wide else Rounds.ALL
         if is_float32_island(self._autocast_depth) and not any(map(self._is_narrow, roundable_in(args, kwargs))):
             rounds = Rounds.NOTHING
-        args = tuple([self.prepared(x, rounds, []) for x in args])
-        kwargs = {name: self.prepared(x, rounds, []) for name, x in kwargs.items()} if kwargs else kwargs
+        args = tuple([self.prepared(_as_numbers(x), rounds, []) for x in args])
+        kwargs = {name: self.prepared(_as_numbers(x), rounds, []) for name, x in kwargs.items()} if kwargs else kwargs
         return call(func, self._scalars_in_format(call, args, is_wide), kwargs)
 
     def is_stored(self, x: Tensor) -> bool:

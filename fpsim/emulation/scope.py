@@ -65,12 +65,15 @@ class Listeners:
 
     has_names: whether torch's name of a format may stand for it. Not where modules compute in several formats: the
         least number of one, a mask, would be a number in another.
+    rounds_few_bits_stochastically: whether the scaling fits each gradient to its format, and wants those of few bits
+        rounded stochastically where nobody named a rounding.
     """
 
     def __init__(self, histories: Histories | None = None, has_names: bool = True) -> None:
         self.has_names = has_names
         self.observer: Observer | None = None
         self.scaling: Scaling | None = None
+        self.rounds_few_bits_stochastically = False
         self.histories = Histories() if histories is None else histories
 
     def watching(self, site: str, role: str) -> Observer | None:
@@ -118,6 +121,10 @@ class Scope:
         self.dtype = None if specs.activation is None else specs.activation.dtype
         self.activation = None if specs.activation is None else specs.activation.text
         self.counts: dict[str, int] = {}
+
+    def again(self, weights: Collection[int], wide: dict[str, None]) -> Scope:
+        """The same place in another call, with no operation counted yet."""
+        return Scope(self.name, self.specs, self.float32, self.listeners, weights, wide, self.products)
 
     def site(self, operation: str) -> str:
         """A name for the next call of `operation`: 'layer1.conv1:conv2d', the second one ':conv2d_1'."""

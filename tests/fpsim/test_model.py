@@ -304,7 +304,7 @@ def test_roundings_may_differ_by_role() -> None:
         (lambda: Policy(overrides=None), TypeError, r"overrides is None\. Possible: a mapping from patterns"),
         (lambda: Policy(overrides=["lm_head"]), TypeError, "Possible: a mapping from patterns"),
         (lambda: Policy(weight="fp16", overflow=[]), ValueError, r"Unknown overflow \[\]"),
-        (lambda: Policy(weight="fp16", rounding=None), ValueError, "Unknown rounding None"),
+        (lambda: Policy(weight="fp16", rounding="none"), ValueError, "Unknown rounding .none"),
         (lambda: Policy(overrides={3: None}), TypeError, "neither a module name"),
         (lambda: Policy(overrides={"a": Policy(overrides={"b": None})}), ValueError, "overrides of its own"),
         (lambda: Policy(overrides={"a": "fp61"}), ValueError, "Unknown format"),

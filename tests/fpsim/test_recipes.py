@@ -45,7 +45,7 @@ TABLE: dict[str, Any] = {
 def words_of(operand: fpsim.Operand) -> tuple[Any, ...]:
     """An operand as a row of the table."""
     f, transform = operand.fmt, operand.hadamard
-    rest = operand.rounding, operand.random_bits, transform and (transform.size, transform.signs)
+    rest = operand.spec().rounding, operand.random_bits, transform and (transform.size, transform.signs)
     if not isinstance(f, fpsim.BlockFormat):
         return str(f), None, None, None, *rest
     rule = f.scale_rule

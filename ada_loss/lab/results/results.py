@@ -210,7 +210,7 @@ class StoredResults:
                 raise ValueError(f"Unknown column {shown(axis)}. Known: {known}.")
         for axis in self.settings:
             values = list(dict.fromkeys(str(row.get(axis)) for row in found))
-            if axis not in (rows, columns) and len(values) > 1:
+            if axis not in (rows, columns) and _count(found, [rows, columns, axis]) > _count(found, [rows, columns]):
                 raise ValueError(
                     f"The cells differ in {axis} ({', '.join(values)}) too, and a mean over those says nothing. "
                     f"Choose one with where={{{axis!r}: {values[0]!r}}}, or make it the rows or the columns."
@@ -238,7 +238,8 @@ class StoredResults:
         others = [*AXES[:1], "rounding", *dict.fromkeys(k for cell in self.cells for k in cell["config"]["options"])]
         varying: list[str] = []
         for axis in others:
-            if _count(found, [*varying, axis]) > max(_count(found, varying), 1):
+            before = [*varying, "format", "scaling"] if axis == "rounding" else varying  # it may follow from them
+            if _count(found, [*before, axis]) > max(_count(found, before), 1):
                 varying.append(axis)
         groups = dict.fromkeys(tuple((axis, str(row.get(axis))) for axis in varying) for row in found)
         known = {cell["id"]: [*cell["metrics"]] for cell in self.cells}

@@ -14,7 +14,7 @@ from ada_loss.lab.results.judgement import LEAST_SEEDS, collapsed_seeds, judge
 from ada_loss.lab.results.results import StoredResults, telling_axes
 from ada_loss.lab.results.statements import SECTIONS, Combination, Verdict
 from ada_loss.lab.results.table import is_share
-from ada_loss.lab.sweep.cell_formats import BASELINE
+from ada_loss.lab.sweep.cell_formats import BASELINE, STOCHASTIC_GRADIENTS
 from fpsim.checks import is_finite_number, is_number, shown
 
 __all__ = ["LEAST_SEEDS", "Combination", "Verdict", "compare", "verdicts"]
@@ -88,11 +88,10 @@ def _verdict(
         mean = statistics.fmean(baseline.values()) if baseline else 0.0
         tolerance = TOLERANCE if is_share(metric) else TOLERANCE * abs(mean)
     sign = results.directions.sign(metric)
-    varying = [axis for axis in ("rounding", "scaling") if len({row[axis] for row in rows}) > 1]
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for row in rows:
+    for row, words in zip(rows, _words_of_settings(rows), strict=True):
         if row["format"] != BASELINE:
-            groups.setdefault((row["format"], " ".join(row[axis] for axis in varying)), []).append(row)
+            groups.setdefault((row["format"], words), []).append(row)
     combinations = []
     for (fmt, rest), chosen in groups.items():
         one = _combination(fmt, rest, chosen, metric, baseline, level)
@@ -113,6 +112,18 @@ def _verdict(
     ]
     lost = tuple(seed for seed in values if seed not in baseline)
     return Verdict(metric, baseline, tolerance, level, combinations, subject, sign, equivalence, lost)
+
+
+def _words_of_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What tells the setting of each row beside its format: its rounding and its scaling, where several are.
+
+    That gradients are rounded stochastically follows from the format and the scaling, and is said where it is so.
+    """
+    told = {axis: len({row[axis] for row in rows} - {STOCHASTIC_GRADIENTS}) > 1 for axis in ("rounding", "scaling")}
+    return [
+        " ".join(row[axis] for axis, is_told in told.items() if is_told or row[axis] == STOCHASTIC_GRADIENTS)
+        for row in rows
+    ]
 
 
 def _combination(

@@ -14,7 +14,7 @@ import fpsim
 from ada_loss.lab.results.figures import method_words
 from ada_loss.lab.training.run import underflow_share
 from ada_loss.layerwise import AdaLossScaled
-from ada_loss.rules import LAYER_RULES, loss_rule
+from ada_loss.rules import LAYER_RULES, layer_rule, loss_rule
 
 __all__ = ["COLUMNS", "GAINS", "METHODS", "depth_table", "depth_trial", "relu_network"]
 
@@ -111,7 +111,8 @@ def _run(model: nn.Sequential, method: str | float, x: Tensor, gradient: Tensor,
         name, _, bounds = method.partition(" ")
         if name in LAYER_RULES:
             low, high = map(float, bounds.split("/")) if bounds else (None, None)
-            scaled = AdaLossScaled(model, rule=name, scale_upper_bound=low, accum_upper_bound=high)
+            rule = layer_rule(name, **({"bound": "worst_case"} if name == "approx_range" and bounds else {}))
+            scaled = AdaLossScaled(model, rule=rule, scale_upper_bound=low, accum_upper_bound=high)
         else:
             scale = _settled(model, name, x, gradient)
     elif not isinstance(method, str):

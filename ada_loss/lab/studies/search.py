@@ -125,7 +125,7 @@ def search(
     modules: Sequence[str] | fpsim.Sensitivity = (),
     tolerance: float = 0.01,
     scaling: str | float = "none",
-    rounding: str = "nearest_even",
+    rounding: str | None = None,
     seeds: int | Sequence[int] = 3,
     trials: int = 30,
     metric: str | None = None,
@@ -165,7 +165,8 @@ def search(
     modules: those that may stay in float32: their names, or patterns as in `fpsim.Policy`; or what
         `fpsim.sensitivity` found of the model. All others are in the formats.
     tolerance: how far the mean may be below float32's, in the units of the metric.
-    scaling, rounding: the scaling method and the rounding of all trials.
+    scaling: the scaling method of all trials.
+    rounding: that of all trials; None as in `sweep`.
     seeds: how many, or which.
     trials: how many policies the sampler proposes.
     metric: the task's first unless named.
@@ -186,7 +187,8 @@ def search(
         raise TypeError(f"metric={shown(metric)} is not a string. Expected: the name of a metric, or None.")
     said = stated(minimize, maximize)
     optuna = require_optuna()
-    grid: dict[str, Any] = {"roundings": [rounding], "options": task_options, "train": train}
+    roundings = None if rounding is None else [rounding]
+    grid: dict[str, Any] = {"roundings": roundings, "options": task_options, "train": train}
     formats = [space.fields(point) for point in space.widest()]
     (first, *_) = plan(task, formats, [scaling], seeds=seeds, **grid)  # invalid cells are rejected before any work
     if names:

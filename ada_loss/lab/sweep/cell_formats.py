@@ -11,13 +11,26 @@ import torch
 
 import fpsim
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Stage, as_schedule
+from ada_loss.lab.training.methods import fits_few_bits
 from fpsim import ROLES, Policy, Products
 from fpsim.checks import shown
-from fpsim.scaling import gradients_have_scales
+from fpsim.scaling import FEW_BITS, as_policy, gradients_have_scales
 
-__all__ = ["BASELINE", "canonical_format", "has_own_rounding", "label", "needs_no_scaling", "policy_of"]
+__all__ = [
+    "BASELINE",
+    "STOCHASTIC_GRADIENTS",
+    "canonical_format",
+    "has_own_rounding",
+    "label",
+    "needs_no_scaling",
+    "policy_of",
+    "usual_rounding",
+]
 
 BASELINE = "fp32"  # the format that the others are compared with
+# The rounding of a cell whose gradients alone are rounded stochastically, and all else to the nearest.
+STOCHASTIC_GRADIENTS = "stochastic_gradients"
+ANY_BITS = 64  # of no format more
 
 
 def label(value: Any) -> str:
@@ -147,20 +160,39 @@ def has_own_rounding(fmt: Any) -> bool:
     return any(map(_is_recipe, formats)) and all(_is_recipe(inner) or inner == BASELINE for inner in formats)
 
 
+def usual_rounding(fmt: Any, method: str | float) -> str:
+    """The rounding of a cell for which none was named: to the nearest, but for gradients of few bits that are scaled.
+
+    >>> usual_rounding("e2m1fn", "adaptive"), usual_rounding("e2m1fn", "torch"), usual_rounding("fp16", "adaptive")
+    ('stochastic_gradients', 'nearest_even', 'nearest_even')
+    """
+    formats = [stage.fmt for stage in as_schedule(fmt).stages if not _is_recipe(stage.fmt)]
+    policies = [_as_policy(inner) for inner in formats]
+    has_few_bits = any(policy.with_stochastic_gradients(FEW_BITS) is not policy for policy in policies)
+    return STOCHASTIC_GRADIENTS if has_few_bits and fits_few_bits(method) else "nearest_even"
+
+
 def policy_of(fmt: Any, rounding: str) -> FormatSchedule:
     """The formats of a cell as `train` takes them, each with the rounding, unless it has its own.
 
     Raises ValueError for an unknown rounding.
     """
+    is_mixed = rounding == STOCHASTIC_GRADIENTS
     return FormatSchedule(
         tuple(
-            Stage(start, _policy_of(inner, rounding), None if _is_recipe(inner) else rounding)
+            Stage(start, _policy_of(inner, rounding), None if _is_recipe(inner) or is_mixed else rounding)
             for start, inner, _ in as_schedule(fmt).stages
         )
     )
 
 
+def _as_policy(fmt: Any) -> Policy:
+    return _policy(fmt) if isinstance(fmt, Mapping) else as_policy(fmt)
+
+
 def _policy_of(fmt: Any, rounding: str) -> Any:
+    if rounding == STOCHASTIC_GRADIENTS:
+        return fmt if _is_recipe(fmt) else _as_policy(fmt).with_stochastic_gradients(ANY_BITS)
     policy = _policy(fmt) if isinstance(fmt, Mapping) else fmt
     if isinstance(policy, Policy):
         policy.with_rounding(rounding)  # random bits and variants that the rounding cannot use are an error now

@@ -20,6 +20,7 @@ from ada_loss.lab.sweep.cell_formats import (
     label,
     needs_no_scaling,
     policy_of,
+    usual_rounding,
 )
 from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, own_training, task_of
 from ada_loss.lab.sweep.names import require_different, short_name, unnamed
@@ -87,7 +88,7 @@ def plan(
     formats: Sequence[Any],
     scaling: Sequence[str | float],
     *,
-    roundings: Sequence[str] = ("nearest_even",),
+    roundings: Sequence[str] | None = None,
     seeds: int | Sequence[int] = 1,
     options: Mapping[str, Any] | None = None,
     train: str | TrainFunction | None = None,
@@ -105,7 +106,9 @@ def plan(
         turn are {"schedule": {start: format}}, where a start is 0, and either a fraction of all steps, 0.8, or a step,
         500. Trainings that begin alike are trained once until their formats part.
     scaling: the scaling methods; see `make_scaling`.
-    roundings: names, one for all roles each.
+    roundings: names, one for all roles each; "stochastic_gradients" rounds gradients alone stochastically. None is
+        nearest-even; but where adaptive or current scaling fits gradients to a format of at most 6 bits, it is
+        "stochastic_gradients".
     seeds: how many, or which.
     options: those of `TrainOptions`, without scaling, seed and device.
     train: a training function of the user's own in the place of a task; its options are any mapping of numbers and
@@ -117,13 +120,14 @@ def plan(
     ['fp32 nearest_even none seed 0', 'fp16 nearest_even none seed 0', 'fp16 nearest_even torch seed 0']
     """
     seeds = _seeds(seeds)
-    grid = {"formats": formats, "scaling": scaling, "roundings": roundings, "seeds": seeds}
+    given: Sequence[str | None] = (None,) if roundings is None else roundings
+    grid = {"formats": formats, "scaling": scaling, "roundings": given, "seeds": seeds}
     for name, values in grid.items():
         if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
             raise TypeError(f"{name} came as {shown(values)}. Possible: a list. Write [{shown(values)}].")
         if not values:
             raise ValueError(f"{name} is empty ({shown(values)}), so there is no cell to run. Give at least one.")
-    for rounding in roundings:
+    for rounding in () if roundings is None else roundings:
         if not isinstance(rounding, str):
             raise TypeError(
                 f"The rounding {shown(rounding)} is no name. Possible: a list of names, each for all roles."
@@ -136,24 +140,25 @@ def plan(
     names = {label(fmt): name for fmt, (_, name) in zip(canonical, entries, strict=True) if name}
     require_different(names)
     for fmt in canonical:
-        for rounding in roundings:
-            policy_of(fmt, rounding)
+        for named in given:
+            policy_of(fmt, named or "nearest_even")
         if train is None and full["steps"]:
             as_schedule(fmt).steps(full["steps"])  # which raises where a format has none
     methods = [_method(method) for method in scaling]
-    count = math.prod(map(len, (canonical, roundings, methods, seeds)))
+    count = math.prod(map(len, (canonical, given, methods, seeds)))
     if count > MOST_CELLS:
         raise ValueError(f"The grid has more than {MOST_CELLS:,} cells. Give fewer formats, scaling methods or seeds.")
     if count >= MANY_CELLS:
         say(f"Planning {count:,} cells.")
     cells = []
-    for fmt, rounding, method, seed in itertools.product(canonical, roundings, methods, seeds):
-        if has_own_rounding(fmt) and rounding != roundings[0]:
+    for fmt, named, method, seed in itertools.product(canonical, given, methods, seeds):
+        if has_own_rounding(fmt) and named != given[0]:
             continue
         if needs_no_scaling(fmt):
-            if method != methods[0] or (fmt == BASELINE and rounding != roundings[0]):
+            if method != methods[0] or (fmt == BASELINE and named != given[0]):
                 continue
             method = "none"
+        rounding = usual_rounding(fmt, method) if named is None else named
         words = {"task": task_name, "format": fmt, "rounding": rounding, "scaling": method, "seed": seed}
         cells.append(Cell({**words, "options": full}, names.get(label(fmt), "")))
     _require_different(cells)

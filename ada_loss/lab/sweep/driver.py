@@ -65,7 +65,7 @@ def sweep(
     scaling: Sequence[str | float] = ("none",),
     *,
     train: str | TrainFunction | None = None,
-    roundings: Sequence[str] = ("nearest_even",),
+    roundings: Sequence[str] | None = None,
     seeds: int | Sequence[int] = 1,
     task_options: Mapping[str, Any] | None = None,
     also: Sequence[Mapping[str, Any]] = (),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from ada_loss.layerwise import AdaLossScaled
-from ada_loss.rules import LAYER_RULES, SYSTEMS, LossRule, loss_rule
+from ada_loss.rules import LAYER_RULES, SYSTEMS, LossRule, layer_rule, loss_rule
 from ada_loss.scalers import GradScaler
 from fpsim.checks import did_you_mean, number_of, shown
 
-__all__ = ["make_scaling", "require_method", "scales_by_layer"]
+__all__ = ["fits_few_bits", "make_scaling", "require_method", "scales_by_layer"]
 
 DYNAMIC = tuple(name for name, rule in SYSTEMS.items() if rule.dynamic and name != "jmp")  # jmp has no first scale
 
@@ -17,6 +17,17 @@ DYNAMIC = tuple(name for name, rule in SYSTEMS.items() if rule.dynamic and name 
 def scales_by_layer(method: str | float) -> bool:
     """Whether a scaling method gives each layer a scale of its own."""
     return isinstance(method, str) and method.partition(" ")[0] in ("adaptive", *LAYER_RULES)
+
+
+def fits_few_bits(method: str | float) -> bool:
+    """Whether a method fits gradients of few bits to their format, which are rounded stochastically then."""
+    return scales_by_layer(method) and layer_rule(_rule_of(str(method))).fits_few_bits
+
+
+def _rule_of(method: str) -> str:
+    """The layer rule of a method: "exact normal" is of "exact"."""
+    name = method.partition(" ")[0]
+    return "approx_range" if name == "adaptive" else name
 
 
 def require_method(method: str | float) -> None:
@@ -65,9 +76,8 @@ def make_scaling(
         return kind(method), None
     adaptive = None
     if method != "none":
-        name, _, u_min = method.partition(" ")
-        rule = "approx_range" if name == "adaptive" else name
-        adaptive = AdaLossScaled(model, rule=rule, u_min=u_min or "smallest")
+        u_min = method.partition(" ")[2] or "smallest"
+        adaptive = AdaLossScaled(model, rule=_rule_of(method), u_min=u_min)
     return kind(_constant(1.0)), adaptive
 
 

@@ -61,7 +61,7 @@ def test_in_the_originals_way_each_branch_is_rounded_first() -> None:
         scales.append(out)
         amaxima.append(float(share.abs().max()))
         total = total + share
-    from ada_loss.rules.layer import branch_log2_scale
+    from ada_loss.rules.formulas import branch_log2_scale
 
     k = branch_log2_scale(amaxima, scales, 65504.0)
     assert k == min(scales)  # the larger gradient does not fit at the smaller one's scale

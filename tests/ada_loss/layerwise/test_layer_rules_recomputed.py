@@ -51,6 +51,7 @@ FORMATS = {
     "e5m2": Narrow(2, -14, 57344.0, math.inf),
     "e4m3fn": Narrow(3, -6, 448.0, 448.0),  # it saturates
 }
+FEW_BITS = Narrow(1, 0, 6.0, 6.0)  # e2m1fn
 
 
 def product(a: Array, b: Array) -> Array:
@@ -95,7 +96,7 @@ class Settings:
 
     @property
     def measures(self) -> bool:
-        return self.rule in ("exact", "current", "amax_history")
+        return self.rule in ("exact", "current", "amax_history", "mse")
 
 
 class Recomputed:
@@ -142,6 +143,8 @@ class Recomputed:
                     deviation *= math.sqrt(float(np.mean(w * w)))
                     if stats == "grad+weight":
                         deviation *= math.sqrt(k / 2)
+            if w is not None and s.params.get("bound", "measured") == "measured":
+                limit = math.inf
             if deviation == 0:
                 return 1.0
             return min(max(u_min / (HALF_WIDTH * deviation), 1.0), limit)
@@ -177,6 +180,10 @@ class Recomputed:
                 k += 1
         elif s.rule == "current":
             k = fitting(amax, f.largest) - s.params.get("margin", 0) if amax else arriving
+        elif s.rule == "mse":
+            fits = fitting(amax, f.largest) if amax else arriving
+            errors = [float(np.sum((f.at_scale(g, fits + i) - g) ** 2)) for i in range(4)]
+            k = fits + errors.index(min(errors))
         else:
             seen = self.history.setdefault(site, [])
             largest = max([*seen[-s.params.get("length", 16) :], 0.0]) or amax
@@ -192,7 +199,7 @@ class Recomputed:
             if self.updates:
                 self.held[site] = k
             k = self.held[site]
-        if g.any():
+        if g.any() and self.s.rule != "mse":
             k = min(k, fitting(float(np.abs(g).max()), self.fmt.largest))
         self.scales[site] = k
         return self.fmt.at_scale(g, k), k
@@ -298,9 +305,9 @@ def same_in_torch_and_numpy(
         sparse = rng.integers(-1, 2, (8, 8)) * rng.integers(0, 2, (8, 8))
         w[name.split(".")[0]] = sparse * 2.0**-3 * (1.0 + (rng.random((8, 8)) < 0.5))
         parameter.data = torch.tensor(w[name.split(".")[0]], dtype=torch.float32)
-    model = fpsim.quantize(net, fpsim.Policy(error=fmt, weight_grad=fmt))
+    model = fpsim.quantize(net, fpsim.Policy(error=fmt, weight_grad=fmt, rounding="nearest_even"))
     x = rng.integers(-1, 2, (4, 8)).astype(np.float64)
-    ours = Recomputed(FORMATS[fmt], settings)
+    ours = Recomputed(FORMATS.get(fmt, FEW_BITS), settings)
     transforms = None if settings.casts else [AdaLossTransformLinear()]
     with AdaLossScaled(
         model,
@@ -330,6 +337,7 @@ def same_in_torch_and_numpy(
 
 PREDICTING: dict[str, tuple[str, dict[str, Any]]] = {
     "grad+weight": ("approx_range", {}),
+    "grad+weight, worst case": ("approx_range", {"bound": "worst_case"}),
     "product": ("approx_range", {"stats": "product"}),
     "grad": ("approx_range", {"stats": "grad"}),
     "abs_range": ("abs_range", {}),
@@ -341,6 +349,7 @@ MEASURING: dict[str, tuple[str, dict[str, Any]]] = {
     "current": ("current", {}),
     "current, margin": ("current", {"margin": 2}),
     "amax_history": ("amax_history", {"length": 2}),
+    "mse": ("mse", {}),
 }
 SIZES = {"fp16": -22, "e5m2": -12, "e4m3fn": -6}  # near the least that is kept at scale 1
 
@@ -397,6 +406,16 @@ def test_rules_that_measure_are_the_recomputation(which: str, fmt: str, rule: st
         settings = Settings(name, params, scale_bound=scale_bound)
         found = same_in_torch_and_numpy(which, fmt, settings, (size, size - 3, size + 5, size, size - 8), seed).scales
         assert max(found.values()) == 6 if scale_bound < math.inf else max(found.values()) > 6
+
+
+@pytest.mark.filterwarnings("ignore:Every gradient of")
+@pytest.mark.parametrize("rule", [rule for rule in [*PREDICTING, *MEASURING] if rule != "fixed"])
+@pytest.mark.parametrize("which", NETWORKS)
+def test_scales_in_four_bits_are_the_recomputations(which: str, rule: str) -> None:
+    name, params = {**PREDICTING, **MEASURING}[rule]
+    for seed in range(3):
+        for size in (0, -9):
+            same_in_torch_and_numpy(which, "e2m1fn", Settings(name, params), (size, size - 6, size + 9, size + 1), seed)
 
 
 @pytest.mark.parametrize("u_min", ["flush", "normal"])

@@ -11,15 +11,8 @@ import torch
 
 import fpsim
 from ada_loss.rules import LAYER_RULES, LayerRule, as_layer_rule, layer_rule
-from ada_loss.rules.layer import (
-    ApproxRange,
-    Exact,
-    bounded,
-    branch_log2_scale,
-    exact,
-    fitting_log2_scale,
-    floor_log2,
-)
+from ada_loss.rules.formulas import bounded, branch_log2_scale, exact, fitting_log2_scale, floor_log2
+from ada_loss.rules.layer import AbsRange, ApproxRange, Exact
 from fpsim.moments import Moments, binades, moments_of
 
 FP16 = (6.0e-8, 65504.0)
@@ -50,7 +43,7 @@ def alternating(size: float, *shape: int) -> torch.Tensor:
 def test_the_half_width_is_that_of_a_normals_middle_share(
     share: float, half_width: float, least_deviation: float, quantile: float
 ) -> None:
-    z, _, _, q = ApproxRange(share).parameters()
+    z, _, _, q, _ = ApproxRange(share).parameters()
     assert z == pytest.approx(half_width, rel=1e-9)
     assert 6e-8 / z == pytest.approx(least_deviation, rel=2e-7)
     assert q == pytest.approx(quantile, abs=1e-6)
@@ -74,10 +67,12 @@ def test_approx_range_gives_the_factors_of_its_three_generations(
 ) -> None:
     gradient, weight = moments(alternating(s, 8, k)), moments(alternating(w, k, k))
     for stats, expected in zip(("product", "grad", "grad+weight"), raw, strict=True):
-        got = ApproxRange(stats=stats).factor(gradient, weight, k, *FP16)
+        got = ApproxRange(stats=stats, bound="worst_case").factor(gradient, weight, k, *FP16)
         assert got == pytest.approx(expected, rel=4e-6)  # six digits
+        unbound = ApproxRange(stats=stats).factor(gradient, weight, k, *FP16)
+        assert unbound == pytest.approx(max(expected, 1.0), rel=4e-6)  # the limit binds in the last row, below 1
     # the gradient carries the scale 1; for the third column everything carried is 512 times larger
-    factor = ApproxRange().factor(gradient, weight, k, *FP16)
+    factor = ApproxRange(bound="worst_case").factor(gradient, weight, k, *FP16)
     assert 2.0 ** floor_log2(bounded(factor, 0, 16.0, 1024.0)) == final[0]
     assert 2.0 ** floor_log2(bounded(factor, 0, 65504.0, 65504.0)) == final[1]
     assert 2.0 ** floor_log2(bounded(factor, 9, 16.0, 1024.0)) == final[2]
@@ -182,8 +177,10 @@ def test_approx_range_is_its_formula_in_float64(name: str, share: float) -> None
     for exponent in (-60, -30, -12, 0, 9):
         g = (rng.standard_normal((16, 64)) * 2.0**exponent).astype(np.float32)
         w = (rng.standard_normal((64, 32)) * 0.1 + 0.02).astype(np.float32)
-        got = ApproxRange(share).factor(moments(g), moments(w), 64, fmt.smallest, fmt.largest)
+        got = ApproxRange(share, bound="worst_case").factor(moments(g), moments(w), 64, fmt.smallest, fmt.largest)
         assert got == pytest.approx(slowly(g, w, 64, fmt.smallest, fmt.largest, share), rel=1e-9)
+        measured = ApproxRange(share).factor(moments(g), moments(w), 64, fmt.smallest, fmt.largest)
+        assert measured == pytest.approx(slowly(g, w, 64, fmt.smallest, math.inf, share), rel=1e-9)
 
 
 @pytest.mark.parametrize("deviation", [1e-8, 1e-7, 1e-6, 1e-5])
@@ -276,11 +273,11 @@ def test_factors_are_monotone() -> None:
     assert of(g, w, 64, *FP16) < of(g, w, 32, *FP16)
 
 
-@pytest.mark.parametrize("name", ["approx_range", "abs_range"])
-def test_the_scaled_gradient_itself_never_overflows(name: str) -> None:
+@pytest.mark.parametrize("rule", [ApproxRange(bound="worst_case"), AbsRange()])
+def test_the_scaled_gradient_itself_never_overflows(rule: LayerRule) -> None:
     # K max|W| < 1: without the max(1, .) of the limit the gradient would leave the range before the product
     g, w = moments(torch.tensor([1e-12, 10.0])), moments(torch.tensor([1e-9, 1e-6]))
-    assert layer_rule(name).factor(g, w, 4, 1.0, 448.0) <= 44.8
+    assert rule.factor(g, w, 4, 1.0, 448.0) <= 44.8
 
 
 @pytest.mark.parametrize("name", ["approx_range", "abs_range", "element_wise_range", "fixed"])
@@ -305,7 +302,8 @@ def test_the_originals_second_generation_takes_the_deviation_and_no_weight() -> 
     z = math.sqrt(2) * float(torch.special.erfinv(torch.tensor(1e-3, dtype=torch.float64)))
     needed, limit = 6e-8 / (z * float(np.std(g.astype(np.float64)))), 65504.0 / float(np.abs(g).max())
     assert ApproxRange(stats="grad").factor(moments(g), w, 64, *FP16) == pytest.approx(min(needed, limit), rel=1e-6)
-    assert ApproxRange(stats="grad").factor(moments(g), w, 64, 6e-8, 1e-6) == pytest.approx(1e-6 / np.abs(g).max())
+    bounded_rule = ApproxRange(stats="grad", bound="worst_case")
+    assert bounded_rule.factor(moments(g), w, 64, 6e-8, 1e-6) == pytest.approx(1e-6 / np.abs(g).max())
 
 
 def test_a_wide_spread_overflows_no_exponential() -> None:
@@ -331,6 +329,7 @@ def test_every_rule_has_its_name(name: str) -> None:
         ("approx_range", {"n_uf_threshold": math.nan}, "n_uf_threshold=nan"),
         ("approx_range", {"stats": "mean"}, "stats='mean'"),
         ("approx_range", {"lognormal": 1}, "lognormal=1"),
+        ("approx_range", {"bound": "worst"}, "bound='worst'"),
         ("element_wise_range", {"max_rescue_ratio": 0.0}, "max_rescue_ratio=0.0"),
         ("fixed", {"fixed_loss_scale": -1.0}, "fixed_loss_scale=-1.0"),
         ("fixed", {"fixed_loss_scale": math.inf}, "fixed_loss_scale=inf"),

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from fpsim import Policy, emulate, quantize, round_to
 
+NATIVE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 class Written(nn.Module):
     """A module that writes to its parameter before it uses it."""
@@ -347,3 +349,39 @@ def test_optimizers_outside_move_what_was_viewed_inside() -> None:
     # sums of products in another order differ before they are rounded, by 2^-9 at most each: two products, their sum,
     # and in the gradient the products with c and with x
     assert error < 5 * 2.0**-9
+
+
+@pytest.mark.parametrize("fmt", NATIVE)
+def test_a_view_that_takes_no_gradient_any_more_can_be_read(fmt: str) -> None:
+    def compared(x: Tensor) -> Tensor:
+        whole = x * 1.5
+        first, second = whole.chunk(2)
+        whole[-1].mul_(3.0)
+        with pytest.raises(RuntimeError, match="multiple views"):  # torch's own error, natively and emulated
+            second + 1.0
+        return (second > 0.3) & (second != first)
+
+    x = torch.tensor([[0.1, 0.25], [0.2, 0.15]]).to(NATIVE[fmt])
+    outside = x.float().requires_grad_()
+    with emulate(fmt):
+        emulated = compared(outside)
+    assert torch.equal(emulated, compared(x.requires_grad_()))
+
+
+@pytest.mark.parametrize("way", [lambda x, like: x.type(like.dtype), lambda x, like: x.to(like.dtype)])
+@pytest.mark.parametrize("fmt", NATIVE)
+def test_a_cast_to_its_own_dtype_is_the_tensor_itself(fmt: str, way: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def cast(x: Tensor) -> tuple[Tensor, bool]:
+        made = -x
+        view = made.data.expand(2, 3)
+        same = way(view, made)
+        made.neg_()
+        return same, same is view
+
+    x = torch.tensor([0.5, 1.5, -2.0]).to(NATIVE[fmt])
+    outside = x.float()
+    with emulate(fmt):
+        emulated, is_same = cast(outside)
+    native, is_same_natively = cast(x)
+    assert torch.equal(emulated, native.float())
+    assert is_same is is_same_natively is True

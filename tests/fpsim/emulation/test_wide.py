@@ -726,3 +726,16 @@ def test_a_package_whose_name_begins_with_torch_is_no_part_of_torch(fmt: str) ->
         dtype, wide = space["forward"](x)
     assert dtype is (torch.bfloat16 if fmt == "bf16" else torch.float32)
     assert not torch.equal(wide, fpsim.round_to(wide, fmt))
+
+
+@FORMATS
+def test_a_mask_of_float32_is_beyond_a_narrow_dtype_that_a_function_is_given(fmt: str) -> None:
+    def masked(x: Tensor) -> Tensor:
+        hidden = torch.tensor([[True, True, True], [True, False, False]])
+        scores = torch.full((2, 3), 0.3).masked_fill(hidden, torch.finfo(torch.float32).min)
+        return torch.softmax(scores, -1, dtype=x.dtype)
+
+    native, emulated = both_ways(masked, fmt, torch.ones(3))
+    assert torch.equal(native[1].float(), emulated[1])
+    assert native[0].isnan().all()  # rounded to -inf, every one
+    assert emulated[0].isnan().all()

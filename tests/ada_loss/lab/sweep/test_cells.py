@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import fpsim
-from ada_loss.lab.sweep.cell_formats import canonical_format, label
+from ada_loss.lab.sweep.cell_formats import canonical_format, label, policy_of
 from ada_loss.lab.sweep.cells import Cell, plan, plan_all
 from ada_loss.lab.sweep.config import read_sweep
 from ada_loss.lab.sweep.names import names_of
@@ -511,3 +511,29 @@ def test_no_two_formats_of_a_sweep_have_one_name(given: dict[str, str]) -> None:
 def test_what_is_not_a_name_is_refused_in_words(formats: list[Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         plan("digits", formats, ["none"])
+
+
+def test_gradients_of_few_bits_that_are_fitted_are_rounded_stochastically_unless_a_rounding_is_named() -> None:
+    formats = ["e2m1fn", {"products": {"dy": "e3m2fn", "x": "e4m3fn"}}, {"error": "e4m3fn"}, "mxfp4", "recipe:fp16"]
+    found = {str(cell) for cell in plan("digits", formats, ["adaptive", "current", "exact", 1024])}
+    stochastic = {cell for cell in found if "stochastic_gradients" in cell}
+    assert stochastic == {
+        f"{fmt} stochastic_gradients {scaling} seed 0"
+        for fmt in ("e2m1fn", "dy=e3m2fn x=e4m3fn")
+        for scaling in ("adaptive", "current")
+    }
+    named = plan("digits", formats, ["adaptive"], roundings=["nearest_even"])
+    assert {cell.config["rounding"] for cell in named} == {"nearest_even"}
+    both = plan("digits", ["e4m3fn"], ["torch"], roundings=["nearest_even", "stochastic_gradients"])
+    assert len({cell.id for cell in both}) == 2
+
+
+def test_a_cell_of_stochastic_gradients_rounds_all_else_to_the_nearest() -> None:
+    (stage,) = policy_of({"products": {"dy": "e2m1fn", "w": "e4m3fn"}}, "stochastic_gradients").stages
+    assert str(stage.fmt) == (
+        "products: fprop=(as it is, e4m3fn nearest_even), dgrad=(e2m1fn stochastic, e4m3fn nearest_even), "
+        "wgrad=(e2m1fn stochastic, as it is)"
+    )
+    (stage,) = policy_of("e4m3fn", "stochastic_gradients").stages
+    specs = stage.fmt.specs()
+    assert [spec.rounding for spec in specs] == ["nearest_even", "nearest_even", "stochastic", "stochastic"]

@@ -1,0 +1,221 @@
+"""The formulas of one layer's rules: statistics of its gradient in, a power of two or a factor out. Pure arithmetic.
+
+Zhao, Vogel, Ahmed, Luk, "Reducing Underflow in Mixed Precision Training by Gradient Scaling", IJCAI 2020. A gradient
+carries a scale S, the product of the factors chosen so far. A layer that multiplies the gradient by its weights chooses
+one more factor, and the gradient that leaves the layer carries S times this factor.
+
+The formulas run in Python, and are compiled for CUDA, so they use scalars, indices and `math` only. Those of factors
+share one signature:
+
+g: `Moments` of the gradient in its true size, S left out, after it was rounded at S.
+w: `Moments` of the other operand, all zero if there is none.
+terms: the number of products that are added for one element of the result.
+u_min: the smallest magnitude of the format, divided by S.
+u_max: the largest magnitude of the format, divided by S.
+unit: 1 / S.
+p: `parameters()` of the rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fpsim.scaling import AMAX, AMIN, COUNT, LOG_MEAN, LOG_MEAN_SQUARE, MEAN, MEAN_SQUARE, NONZERO
+
+__all__ = [
+    "BOUNDS",
+    "NEVER",
+    "STATS",
+    "abs_range",
+    "approx_range",
+    "bounded",
+    "branch_exponent",
+    "branch_log2_scale",
+    "element_wise_range",
+    "exact",
+    "fitting_log2_scale",
+    "fixed",
+    "floor_log2",
+    "overflow_limit",
+]
+
+STATS = ("grad+weight", "grad", "product")
+GRAD_WEIGHT, GRAD, PRODUCT = range(len(STATS))
+BOUNDS = ("measured", "worst_case")
+MEASURED_BOUND, WORST_CASE = range(len(BOUNDS))
+HALF_WIDTH, STATISTICS, IS_LOGNORMAL, QUANTILE, BOUND = range(5)  # the parameters of approx_range
+NEVER = 1 << 20  # a log2_scale beyond those of any container
+
+
+def floor_log2(x):  # type: ignore[no-untyped-def]
+    """The exponent of the largest power of two not above `x`, or 0 if x is not finite or not above 0.
+
+    It is computed by frexp, because a float32 log2 rounds up just below a power of two.
+
+    >>> [floor_log2(x) for x in (1.0, 7.9999999, 8.0, 0.3)]
+    [0, 2, 3, -2]
+    """
+    if not (0.0 < x < math.inf):
+        return 0
+    return math.frexp(x)[1] - 1
+
+
+def fitting_log2_scale(amax, u_max):  # type: ignore[no-untyped-def]
+    """The largest exponent k with amax * 2**k <= u_max, beyond which a tensor overflows. NEVER if amax is 0.
+
+    >>> fitting_log2_scale(1.0, 65504.0), fitting_log2_scale(65505.0, 65504.0)
+    (15, -1)
+    """
+    if amax == 0.0:
+        return NEVER
+    a, exponent = math.frexp(amax)
+    b, top = math.frexp(u_max)
+    return top - exponent - (1 if a > b else 0)
+
+
+# The least variance, as a share of the second moment, that is told from a constant's, which is 0: float64 sums of 2**24
+# equal numbers were found to leave a share of 2**-35. The deviation is then 2**-15 of the numbers.
+LEAST_VARIANCE = 2.0**-30
+
+
+def overflow_limit(g, w, terms, u_max):  # type: ignore[no-untyped-def]
+    """The largest factor with which neither the gradient nor a sum of its products can overflow."""
+    largest = g[AMAX]
+    if w[COUNT] > 0.0:
+        largest = largest * max(1.0, terms * w[AMAX])
+    return u_max / largest if largest > 0.0 else math.inf
+
+
+def approx_range(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped-def]
+    """Zhao et al. 2020: at most a share of the results is below u_min if they are normal with mean 0.
+
+    Their standard deviation comes from the second moments of both operands; under GRAD it is the gradient's own, and
+    the other operand bounds nothing either. p is indexed by HALF_WIDTH (sqrt(2) erfinv(share)), STATISTICS,
+    IS_LOGNORMAL, QUANTILE (sqrt(2) erfinv(2 share - 1)) and BOUND.
+    """
+    if not g[AMAX] < math.inf or g[NONZERO] == 0.0 or not w[AMAX] < math.inf:
+        return 1.0
+    limit = u_max / g[AMAX] if p[STATISTICS] == GRAD else overflow_limit(g, w, terms, u_max)
+    if p[BOUND] == MEASURED_BOUND and w[COUNT] > 0.0:
+        limit = math.inf  # the product's scale is lowered once its result is there and does not fit
+    if p[IS_LOGNORMAL] > 0.0 and w[COUNT] == 0.0:
+        deviation = math.sqrt(max(g[LOG_MEAN_SQUARE] - g[LOG_MEAN] * g[LOG_MEAN], 0.0))
+        # exp(700) is below float64's largest
+        needed = math.exp(min(math.log(u_min) - g[LOG_MEAN] - deviation * p[QUANTILE], 700.0))
+    else:
+        # the raw second moment, and no variance: a constant gradient has a size, but no deviation
+        square = g[MEAN_SQUARE]
+        if p[STATISTICS] == GRAD:
+            square = square - g[MEAN] * g[MEAN]
+            if square < LEAST_VARIANCE * g[MEAN_SQUARE]:
+                return 1.0
+        elif w[COUNT] > 0.0:
+            square = square * w[MEAN_SQUARE]
+            if p[STATISTICS] == GRAD_WEIGHT:
+                square = square * (0.5 * terms)  # a ReLU sets half of the terms to zero
+        if square == 0.0:
+            return 1.0
+        needed = u_min / p[HALF_WIDTH] / math.sqrt(square)  # in two steps: the product of the divisors may underflow
+    return min(max(needed, 1.0), limit)
+
+
+def abs_range(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped-def]
+    """The smallest product of non-zero magnitudes, added `terms` times, reaches u_min."""
+    if not g[AMAX] < math.inf or g[NONZERO] == 0.0 or not w[AMAX] < math.inf:
+        return 1.0
+    smallest, k = g[AMIN], 1.0
+    if w[COUNT] > 0.0:
+        if w[NONZERO] == 0.0:
+            return 1.0
+        smallest, k = smallest * w[AMIN], terms
+    needed = u_min / (k * max(smallest, 1e-15 * unit))
+    return min(max(needed, 1.0), overflow_limit(g, w, terms, u_max))
+
+
+def element_wise_range(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped-def]
+    """The smallest product reaches u_min, and the largest can be added `terms` times.
+
+    Here `g` are the moments of the products themselves.
+    """
+    if not 0.0 < g[AMAX] < math.inf:
+        return 1.0
+    return min(max(u_min / g[AMIN], 1.0), u_max / (terms * g[AMAX]))
+
+
+def fixed(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped-def]
+    """The same factor everywhere."""
+    return p[0]
+
+
+def exact(bins, first, log2_threshold, share):  # type: ignore[no-untyped-def]
+    """The smallest k with which at most a share of the non-zero elements has |x| * 2**k <= 2**log2_threshold.
+
+    bins: entry i is the number of elements with 2**(first+i) < |x| <= 2**(first+i+1). The result is 0 if all are 0.
+        With 2**(first+i) <= |x| < 2**(first+i+1), what lies at the threshold is kept: |x| * 2**k < 2**log2_threshold.
+    first: the exponent of the first entry.
+    log2_threshold: log2 of the magnitude up to which, or below which, an element is lost.
+    share: the share of the elements that may be lost.
+    """
+    total = 0
+    for i in range(len(bins)):
+        total += bins[i]
+    if total == 0:
+        return 0
+    below, i = 0, 0
+    while i < len(bins) and below + bins[i] <= share * total:
+        below += bins[i]
+        i += 1
+    return log2_threshold - (first + i)
+
+
+def bounded(factor, log2_scale, scale_bound, accumulated_bound):  # type: ignore[no-untyped-def]
+    """The factor within its bounds.
+
+    factor: the factor that a rule asks for.
+    log2_scale: log2 of the scale that it multiplies.
+    scale_bound: the largest factor.
+    accumulated_bound: the largest product of scale and factor.
+    """
+    return min(factor, scale_bound, accumulated_bound * math.ldexp(1.0, int(-log2_scale)))
+
+
+def branch_exponent(amaxima, log2_scales, u_max):  # type: ignore[no-untyped-def]
+    """See branch_log2_scale, which checks the result: the gradient does not fit if no scale down to 2**-4 is enough."""
+    largest = 0.0
+    for i in range(len(amaxima)):
+        largest = max(largest, amaxima[i])
+    best, lowest = -NEVER, NEVER
+    for i in range(len(log2_scales)):
+        k = log2_scales[i]
+        lowest = min(lowest, k)
+        if k > best and math.ldexp(largest, int(k)) < u_max:
+            best = k
+    if best > -NEVER:
+        return best
+    while lowest >= -3 and not math.ldexp(largest, int(lowest)) < u_max:
+        lowest -= 1
+    return lowest
+
+
+def branch_log2_scale(amaxima: Sequence[float], log2_scales: Sequence[int], u_max: float) -> int:
+    """The scale at which branches meet in the authors' code: the largest of theirs at which all gradients fit.
+
+    If none of them is small enough, the smallest is halved while it is 1/8 or more.
+
+    amaxima: the largest magnitude of each branch's gradient in its true size.
+    log2_scales: log2 of each branch's scale.
+    u_max: the limit, below which the largest scaled gradient must stay.
+
+    Raises OverflowError if the last scale is not small enough either.
+
+    >>> branch_log2_scale([100 / 64, 50 / 16], [6, 4], 65504.0)
+    6
+    """
+    k = branch_exponent(amaxima, log2_scales, u_max)
+    if not math.ldexp(max(amaxima), k) < u_max:
+        raise OverflowError(
+            f"A gradient of {max(amaxima):g} does not fit below {u_max:g} even at the scale 2**{k}. "
+            f"Its training has diverged, or the format is too narrow."
+        )
+    return int(k)
