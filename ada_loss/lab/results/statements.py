@@ -13,10 +13,10 @@ from ada_loss.lab.directions import hint_for
 from ada_loss.lab.results.comparison import LEVEL, Comparison, in_units, per_cent
 from ada_loss.lab.results.judgement import (
     LEAST_SEEDS,
-    LEAST_SHARED,
     MOST_SEEDS,
     SIMULATED,
     Judgement,
+    is_sharing,
     largest_rate_unseen,
 )
 from ada_loss.lab.results.sections import Section, as_html, as_latex, as_text
@@ -168,7 +168,8 @@ class Verdict:
         tested = [one.judgement for one in self.combinations if one.judgement is not None]
         if not tested:
             return ""
-        shared = ", variances shared" if len(tested) >= LEAST_SHARED else ""
+        seeds = max(len(one.comparison.differences) for one in self.combinations if one.judgement is not None)
+        shared = ", variances shared where they are alike" if is_sharing(len(tested), seeds) else ""
         both = " and above" if self.equivalence else ""
         words = f"One test for each of {len(tested)} settings at {self._amount} {self._side}{both} float32, over "
         words = words.replace("each of 1 settings", "the one setting")

@@ -1,0 +1,181 @@
+"""How often a verdict is wrong, and what it finds: simulated sweeps whose truth was planted.
+
+    python benchmarks/verdicts.py --sweeps 4000
+
+prints the share of sweeps with a wrong statement anywhere, the share of settings that are found, and what becomes of
+settings that collapse with some seeds. docs/scaling.md has the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ada_loss.lab.results.judgement import collapsed_seeds, decide, judge
+
+Array = NDArray[np.float64]
+EQUAL, EDGE, FAR = 0.0, -1.0, -4.0  # true differences from float32, in tolerances
+COLLAPSE = 20.0  # tolerances that a seed loses where it collapses
+SETTINGS, SEEDS, DEVIATIONS = (5, 15, 40), (3, 5, 10), (0.3, 1.0)
+KINDS = {
+    "normal": "normal, independent",
+    "shared": "float32 in common (all others, too)",
+    "unequal": "a fifth, at random, have a deviation of 5",
+    "drawn": "deviations lognormal, by 0.5",
+    "wide2": "at the tolerance twice the deviation",
+    "wide3": "at the tolerance three times",
+    "wide5": "at the tolerance five times",
+}
+TRUTHS = {"edge": "all at the tolerance", "fifth": "a fifth there, others equal", "thirds": "a third there, equal, far"}
+
+
+class Cell(NamedTuple):
+    """What is simulated: how many settings and seeds, the deviation in tolerances, the kind of noise, the truth."""
+
+    settings: int
+    seeds: int
+    deviation: float
+    kind: str
+    truth: str
+
+
+def cells() -> Iterator[Cell]:
+    """All cells of the simulation."""
+    for truth, kind, deviation, settings, seeds in product(TRUTHS, KINDS, DEVIATIONS, SETTINGS, SEEDS):
+        if truth != "edge" or not kind.startswith("wide"):  # that all vary more is nothing new
+            yield Cell(settings, seeds, deviation, kind, truth)
+
+
+def sweeps(cell: Cell, count: int, seed: int = 0) -> tuple[Array, Array]:
+    """Simulated sweeps: the true means (settings,), and differences (count, settings, seeds) at a tolerance of 1."""
+    rng = np.random.default_rng([seed, *map(ord, f"{cell.kind} {cell.truth}"), round(10 * cell.deviation), *cell[:2]])
+    places = np.arange(cell.settings)
+    if cell.truth == "thirds":
+        means = np.resize([EQUAL, EDGE, FAR], cell.settings)
+    else:
+        means = np.where(places < (cell.settings // 5 if cell.truth == "fifth" else cell.settings), EDGE, EQUAL)
+    deviations = np.full((count, cell.settings, 1), cell.deviation)
+    if cell.kind == "unequal":
+        deviations[rng.permuted(np.tile(places < cell.settings // 5, (count, 1)), axis=1)] = 5.0
+    elif cell.kind == "drawn":
+        deviations *= np.exp(0.5 * rng.standard_normal(deviations.shape))
+    elif cell.kind.startswith("wide"):
+        deviations[:, means == EDGE] *= float(cell.kind.removeprefix("wide"))
+    noise = rng.standard_normal((count, cell.settings, cell.seeds))
+    if cell.kind != "normal":  # each difference is of two trainings, and that in float32 is the same for all settings
+        noise = (noise - rng.standard_normal((count, 1, cell.seeds))) / math.sqrt(2)
+    return means, means[:, None] + deviations * noise
+
+
+def outcomes(differences: Array, equivalence: bool = False) -> NDArray[np.str_]:
+    """What the verdict says of each setting, (count, settings): collapses are counted, the others are tested."""
+    means, variances = differences.mean(axis=2), differences.var(axis=2, ddof=1)
+    seeds = np.full(means.shape[-1], differences.shape[2])
+    found = decide(means, variances, seeds, 1.0, equivalence=equivalence).outcomes.astype("<U10")
+    for i in np.flatnonzero((differences < -10).any(axis=(1, 2))):
+        out = [bool(collapsed_seeds([*one], 1.0)) for one in differences[i]]
+        tested = [one for one, is_out in zip(differences[i], out, strict=True) if not is_out]
+        found[i] = "collapsed"
+        found[i, ~np.array(out)] = [one.outcome for one in judge(tested, 1.0, equivalence=equivalence)]
+    return found
+
+
+def are_wrong(means: Array, found: NDArray[np.str_], equivalence: bool = False) -> NDArray[np.bool_]:
+    """Which statements are wrong. At the tolerance itself either one is."""
+    wrong = ((found == "match") & (means <= EDGE)) | ((found == "short") & (means >= EDGE))
+    if equivalence:
+        wrong |= ((found == "match") & (means >= -EDGE)) | ((found == "above") & (means <= -EDGE))
+    return wrong
+
+
+def share_wrong(cell: Cell, count: int, seed: int = 0) -> float:
+    """The share of sweeps with a wrong statement anywhere."""
+    means, differences = sweeps(cell, count, seed)
+    return float(are_wrong(means, outcomes(differences)).any(axis=1).mean())
+
+
+def shares_found(cell: Cell, count: int, seed: int = 0) -> tuple[float, float]:
+    """The shares of equal settings found to be no more than the tolerance below, and of far ones found short."""
+    means, differences = sweeps(cell, count, seed)
+    found = outcomes(differences)
+    return float((found[:, means == EQUAL] == "match").mean()), float((found[:, means == FAR] == "short").mean())
+
+
+class Collapses(NamedTuple):
+    """What becomes of settings that equal float32 where they do not collapse, as shares of them; and of sweeps.
+
+    unseen: no seed collapsed. counted: "collapses with ... seeds". whole: all seeds collapsed, and it falls short.
+    match: said to be no more than the tolerance below. wrong: sweeps with a wrong statement on a setting of which some
+    seed did not collapse, judged against its trainings that did not.
+    """
+
+    unseen: float
+    counted: float
+    whole: float
+    match: float
+    wrong: float
+
+
+def collapses(rate: float, seeds: int, count: int, settings: int = 15, seed: int = 0) -> Collapses:
+    """Sweeps of a third each equal, at the tolerance and far, where each seed collapses at a rate."""
+    cell = Cell(settings, seeds, 0.3, "shared", "thirds")
+    means, differences = sweeps(cell, count, seed)
+    down = np.random.default_rng([seed, round(100 * rate), seeds]).random(differences.shape) < rate
+    found = outcomes(differences - COLLAPSE * down)
+    equal = means == EQUAL
+    wrong = are_wrong(means, found) & ~down.all(axis=2)
+    return Collapses(
+        float((~down[:, equal].any(axis=2)).mean()),
+        float((found[:, equal] == "collapsed").mean()),
+        float(down[:, equal].all(axis=2).mean()),
+        float((found[:, equal] == "match").mean()),
+        float(wrong.any(axis=1).mean()),
+    )
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sweeps", type=int, default=4000, help="simulated in each cell")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    heads = [f"{m} x {n}, {d:g}" for d, m, n in product(DEVIATIONS, SETTINGS, SEEDS)]
+    print("Sweeps with a wrong statement anywhere, in %. Columns: settings x seeds, deviation in tolerances")
+    width = 2 + max(map(len, TRUTHS.values())) + max(map(len, KINDS.values()))
+    print(f"{'':{width}}" + "".join(f"{head:>13}" for head in heads))
+    rows: dict[tuple[str, str], list[tuple[float, Cell]]] = {}
+    for cell in cells():
+        row = rows.setdefault((cell.truth, cell.kind), [])
+        row.append((share_wrong(cell, options.sweeps, options.seed), cell))
+        if len(row) == len(heads):
+            values = "".join(f"{100 * value:13.1f}" for value, _ in row)
+            print(f"{f'{TRUTHS[cell.truth]}; {KINDS[cell.kind]}':{width}}{values}", flush=True)
+    every = [one for row in rows.values() for one in row]
+    for title, chosen in (("up to 5 seeds", True), ("more", False)):
+        value, worst = max(one for one in every if (one[1].seeds <= 5) == chosen)
+        print(f"The largest, {title}: {100 * value:.1f} % in {tuple(worst)}")
+    print("\nEqual settings that are found, and those 4 tolerances below, in %")
+    for kind in ("shared", "unequal", "drawn"):
+        for settings in SETTINGS:
+            found_ones = [
+                shares_found(Cell(settings, seeds, deviation, kind, "thirds"), options.sweeps, options.seed)
+                for deviation, seeds in product(DEVIATIONS, SEEDS)
+            ]
+            words = " ".join(f"{100 * equal:5.0f} {100 * far:4.0f}" for equal, far in found_ones)
+            print(f"{kind:10}{settings:4} settings  {words}", flush=True)
+    print(
+        "\nSettings that collapse by 20 tolerances, 15 a sweep, in %: unseen, counted, all seeds, match; wrong sweeps"
+    )
+    for rate, seeds in product((0.1, 0.2, 0.4), SEEDS):
+        values = collapses(rate, seeds, max(options.sweeps // 10, 50), seed=options.seed)
+        print(f"rate {rate:g}, {seeds:2} seeds  " + " ".join(f"{100 * value:6.1f}" for value in values), flush=True)
+
+
+if __name__ == "__main__":
+    main()
