@@ -431,7 +431,7 @@ def test_a_port_that_is_no_scheduler_s_is_waited_for_no_longer(tmp_path: Path) -
         ),
         (
             {"workers": 2, "memory_limit": "lots"},
-            r"memory_limit='lots' is impossible\. Possible: 'auto', .*'4 GiB', or 0",
+            r"memory_limit='lots' is impossible\. Possible: 'auto', .*'4 GiB' .* or 0 for no limit",
         ),
     ],
     ids=["port", "memory"],
