@@ -7,6 +7,7 @@ from fpsim.kernels import sources as _sources  # noqa: F401  # first: it reads t
 # isort: split
 from fpsim.accumulators import Accumulator, as_accumulator
 from fpsim.blocks import BLOCKS, BlockFormat, Delayed, as_format
+from fpsim.codebook import Codebook
 from fpsim.codes import decode, encode
 from fpsim.compare import Comparison, compare
 from fpsim.diagnose import Diagnosis, diagnose
@@ -17,6 +18,7 @@ from fpsim.gemm import matmul
 from fpsim.hadamard import Hadamard, hadamard
 from fpsim.last_layers import last_layers
 from fpsim.model import dequantize, quantize, round_parameters_, set_policy
+from fpsim.named_codebooks import CODEBOOKS
 from fpsim.noise import manual_seed, noise_of_torch
 from fpsim.ops import Rounder, round_to, round_to_
 from fpsim.policy import ROLES, FormatLike, Policy
@@ -34,10 +36,12 @@ from fpsim.why import Why, why
 __all__ = [
     "BLOCKS",
     "CATALOGUE",
+    "CODEBOOKS",
     "RECIPE_PREFIX",
     "ROLES",
     "Accumulator",
     "BlockFormat",
+    "Codebook",
     "Comparison",
     "Delayed",
     "Diagnosis",

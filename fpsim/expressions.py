@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fpsim.autograd import apply_operator, words_of
+from fpsim.codebook_tables import any_plan
 from fpsim.launch import masks_of, round_memory_
 from fpsim.rounding import (
     BINARY32,
@@ -35,7 +36,6 @@ from fpsim.rounding import (
     UNSIGNED_ZERO_GRID,
     UP,
     draws_noise,
-    make_plan,
 )
 from fpsim.spec import RoundingSpec, container_width
 from fpsim.torch_internals import fuse_in_inductor, is_traced
@@ -264,7 +264,7 @@ def round_traced(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_i
     if width == 0:
         return x.clone()
     masks = masks_of(spec, x.dtype, 32, keep_infinity) if keep_masks else None
-    plan = make_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width, spec.variant)
+    plan = any_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width, spec.variant)
     is_stochastic = draws_noise(plan.rule)
     if (
         width != 32

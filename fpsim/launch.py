@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fpsim.codebook_tables import any_plan
 from fpsim.kernels.containers import narrow_loop, power_loop, widen_loop
 from fpsim.kernels.round import (
     ALIGNED,
@@ -27,7 +28,7 @@ from fpsim.kernels.round import (
 )
 from fpsim.kernels.threefry import NOISE_BLOCK
 from fpsim.noise import new_key, new_key_for
-from fpsim.rounding import BINARY32, BINARY64, Plan, make_plan
+from fpsim.rounding import BINARY32, BINARY64, Plan
 from fpsim.spec import CONTAINERS, RoundingSpec, address_of, container_width, no_memory
 from fpsim.torch_internals import current_stream_handle, has_no_holes
 
@@ -64,7 +65,7 @@ class Kernel:
 @cache
 def kernel_for(spec: RoundingSpec, width: int, masks: Masks = NO_MASKS) -> Kernel:
     """The kernel that rounds numbers in a container of `width` bits."""
-    return Kernel(make_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width, spec.variant), masks)
+    return Kernel(any_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width, spec.variant), masks)
 
 
 def masks_of(spec: RoundingSpec, dtype: torch.dtype, width: int, keep_infinity: bool = True) -> Masks:
