@@ -3,7 +3,7 @@
 It sees a plain model, one under autocast, and a quantised one, and changes none of their numbers.
 """
 
-# In this folder, because `casts` looks for the code that called past the frames of this folder.
+# In this package, for `casts` looks for the code that called past the frames of the package.
 
 from __future__ import annotations
 
