@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fpsim.autograd import is_plain
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import Call
 from fpsim.emulation.marks import (
@@ -35,8 +34,9 @@ from fpsim.emulation.marks import (
     writes_to,
 )
 from fpsim.emulation.operands import Rounds
-from fpsim.expressions import round_here_
-from fpsim.spec import RoundingSpec
+from fpsim.tensors.autograd import is_plain
+from fpsim.tensors.expressions import round_here_
+from fpsim.tensors.spec import RoundingSpec
 from fpsim.torch_internals import is_traced, share_storage
 
 __all__ = [

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpsim.blocks import Element
 from fpsim.emulation.aliases import Alias, note_write, spec_of_memory, write_outside
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import Action, Call
 from fpsim.emulation.casts import WIDE_DTYPES, asks_for_float32, dtype_in, is_of_machinery
 from fpsim.emulation.marks import is_made_here, is_marked_wide, is_roundable, is_state, mark, unmark
 from fpsim.emulation.operands import Rounds, leaves_float32
-from fpsim.launch import rounded
-from fpsim.spec import rounding_spec
+from fpsim.formats.blocks import Element
+from fpsim.tensors.launch import rounded
+from fpsim.tensors.spec import rounding_spec
 from fpsim.torch_internals import base_of
 
 __all__ = [

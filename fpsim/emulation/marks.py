@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpsim.spec import FLOATING, RoundingSpec
+from fpsim.tensors.spec import FLOATING, RoundingSpec
 from fpsim.torch_internals import base_of, version_of
 
 __all__ = [

@@ -47,7 +47,7 @@ from fpsim.emulation.roundings import Roundings
 from fpsim.emulation.scaled_masks import keep_masks, masks_to_scale
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.emulation.steps import Step
-from fpsim.spec import rounding_spec
+from fpsim.tensors.spec import rounding_spec
 from fpsim.torch_internals import base_of, blind_to_modes, has_history
 from fpsim.torch_modes import hooks_of_saved_tensors
 

@@ -24,7 +24,7 @@ from fpsim.emulation.calls import LOOK_UPS, Action, Call, call_of
 from fpsim.emulation.entering import run_entered, take_off_leftovers
 from fpsim.emulation.module_calls import Around, around_calls, not_around_calls, who_is_around
 from fpsim.emulation.scope import Listeners, make_scope
-from fpsim.policy import Policy
+from fpsim.policies.policy import Policy
 from fpsim.torch_internals import is_compiled_wrapper
 from fpsim.torch_modes import hooked, push_mode, take_off, without_torch_function
 from fpsim.undoing import Undo, undone
