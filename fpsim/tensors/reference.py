@@ -1,7 +1,7 @@
 """A second definition of rounding, in float64 arithmetic, to hold the kernels against: `python -m fpsim verify`.
 
-It shares nothing with `kernels/core.py`: significands are counted in units of the last place, which float64 does exactly,
-and noise is computed anew. What a format is, its exponents and its largest value, comes from `formats.py`.
+It shares nothing with `kernels/core.py`: significands are counted in units of the last place, which float64 does
+exactly, and noise is computed again. What a format is, its exponents and its largest value, comes from `formats/`.
 """
 
 from __future__ import annotations
