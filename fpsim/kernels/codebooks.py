@@ -26,9 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from fpsim.deferred import njit
 from fpsim.kernels.compile import load32, load64
-from fpsim.rounding import (
+from fpsim.kernels.core import (
     BINARY32,
     BINARY64,
     BOOK,
@@ -40,6 +39,7 @@ from fpsim.rounding import (
     shift_left,
     shift_right,
 )
+from fpsim.kernels.deferred import njit
 
 SPACING_WORDS = 4
 
