@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,35 @@ def test_a_sweep_returns_its_results_where_why_fails_and_asks_again_the_next_tim
     again = sweep(**arguments, why=True, show_progress=False)
     assert all(row["reason"] for row in again.rows() if row["format"] == "fp16")
     assert digests(tmp_path) == before
+
+
+def test_workers_are_asked_where_a_sweep_has_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver trains nothing itself: a cell that hangs or runs out of memory there would end the sweep."""
+
+    def fails(*_: object) -> None:
+        raise AssertionError("asked in the process of the driver")
+
+    monkeypatch.setattr("fpsim.why", fails)
+    arguments = {"task": overflowing, "formats": ["fp16"], "seeds": 2, "task_options": STEPS, "out": tmp_path}
+    found = sweep(**arguments, workers=2, why=True, show_progress=False)
+    reasons = {row["reason"] for row in found.rows() if row["format"] == "fp16"}
+    assert len(reasons) == 1
+    assert next(iter(reasons)).startswith("Overflow at 3:square, activation, in fp16; float32 for 3:square")
+
+
+def test_a_reason_that_takes_longer_than_a_cell_may_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs(*_: object) -> None:
+        while True:
+            time.sleep(0.01)
+
+    arguments = {"task": overflowing, "formats": ["fp16"], "seeds": 1, "task_options": STEPS, "out": tmp_path}
+    sweep(**arguments, show_progress=False)
+    monkeypatch.setattr("fpsim.why", hangs)
+    with pytest.warns(UserWarning, match=r"about fp16, none, seed 0: It ran for longer than its time limit of 2 s"):
+        found = sweep(**arguments, time_limit=2, why=True, show_progress=False)
+    assert not any(row.get("reason") for row in found.rows())
 
 
 def test_damaged_reasons_are_told(tmp_path: Path) -> None:
