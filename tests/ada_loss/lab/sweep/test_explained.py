@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 from ada_loss.lab.results import Results
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.sweep.ledger import Ledger
+from ada_loss.lab.sweep.limits import TimeLimit
 from ada_loss.lab.tasks import Task
 
 STEPS = {"epochs": 1, "batch_size": 16, "learning_rate": 0.1}
@@ -123,18 +123,19 @@ def test_workers_are_asked_where_a_sweep_has_workers(tmp_path: Path, monkeypatch
     assert next(iter(reasons)).startswith("Overflow at 3:square, activation, in fp16; float32 for 3:square")
 
 
-def test_a_reason_that_takes_longer_than_a_cell_may_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def hangs(*_: object) -> None:
-        while True:
-            time.sleep(0.01)
+def test_a_reason_has_the_time_limit_of_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float | None] = []
+
+    def over(seconds: float | None, *_: object, **__: object) -> None:
+        given.append(seconds)
+        raise TimeLimit("planted")
 
     arguments = {"task": overflowing, "formats": ["fp16"], "seeds": 1, "task_options": STEPS, "out": tmp_path}
     sweep(**arguments, show_progress=False)
-    monkeypatch.setattr("fpsim.why", hangs)
-    with pytest.warns(UserWarning, match=r"about fp16, none, seed 0: It ran for longer than its time limit of 2 s"):
-        found = sweep(**arguments, time_limit=2, why=True, show_progress=False)
+    monkeypatch.setattr("ada_loss.lab.sweep.work.within_time", over)
+    with pytest.warns(UserWarning, match=r"about fp16, none, seed 0: planted"):
+        found = sweep(**arguments, time_limit=70, why=True, show_progress=False)
+    assert given == [70]
     assert not any(row.get("reason") for row in found.rows())
 
 
