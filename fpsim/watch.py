@@ -19,12 +19,12 @@ from fpsim.forwards import emulated_forwards
 from fpsim.launch import rounded
 from fpsim.masks import masked_in
 from fpsim.policy import Policy
-from fpsim.rows import Rows
+from fpsim.rows import Rows, largest_of
 from fpsim.shared_scales import Cut, rounded_blocks
 from fpsim.spec import BlockSpec, Spec, any_spec, holds_numbers
 from fpsim.stepping import as_step, nothing_ran, preserve
 from fpsim.suggesting import Called, Limits, Suggestion, does, in_lines, output_tensors, planned, suggested, worst_of
-from fpsim.tally import Accumulator, Tally
+from fpsim.tally import Accumulator, Tally, row_of
 from fpsim.torch_internals import is_compiled_wrapper, version_of
 from fpsim.torch_modes import hook_steps, is_stand_in, keeps_grad_mode, unhook_steps
 from fpsim.undoing import Exit, Undo, undone
@@ -245,7 +245,8 @@ class Watch:
             key = self._watched, site, role, spec
             if key not in self._sums:
                 self._sums[key] = Accumulator(spec, x.device)
-            self._sums[key].add(x, _rounded(x, spec), Cut() if isinstance(spec, BlockSpec) else None)
+            row, cut = row_of(site) if role == "error" else None, Cut() if isinstance(spec, BlockSpec) else None
+            self._sums[key].add(x, _rounded(x, spec), cut, row)
 
     def _add_lost(self, name: str, before: Tensor, after: Tensor) -> None:
         """Count the updates that would change nothing in parameters of each format."""
@@ -267,7 +268,8 @@ class Watch:
         underflow: share of the non-zero numbers that would become zero. overflow: share of all that would saturate or
         become inf. sqnr_db: signal to quantisation noise. amax: the largest finite magnitude. spread: the binades that
         hold 99 % of the non-zero numbers. nonfinite: share of inf and NaN; what masks is left out. lost: of an update,
-        the share that would change nothing in parameters of the format.
+        the share that would change nothing in parameters of the format. row_bias, kurtosis: of the gradient of an
+        activation, as in a `Tally`: whether what a format loses adds up, and how far a few elements stand out.
         """
         if self._trace.is_replaced:
             warnings.warn(
@@ -314,11 +316,12 @@ class Watch:
                         "format": str(spec.fmt),
                         "sites": len(rows),
                         "do": sum(does(row, limits) for row in rows),
-                        "underflow": max(row["underflow"] for row in rows),
-                        "overflow": max(row["overflow"] for row in rows),
+                        "underflow": largest_of(rows, "underflow"),
+                        "overflow": largest_of(rows, "overflow"),
                         "sqnr_db": min((row["sqnr_db"] for row in rows if row["sqnr_db"] is not None), default=None),
-                        "lost": max((row["lost"] for row in rows if row["lost"] is not None), default=None),
-                        "nonfinite": max(row["nonfinite"] for row in rows),
+                        "lost": largest_of(rows, "lost"),
+                        "nonfinite": largest_of(rows, "nonfinite"),
+                        **{name: largest_of(rows, name) for name in ("row_bias", "kurtosis")},
                     }
                 )
         return found
@@ -432,6 +435,8 @@ def _row(step: int, site: str, role: str, spec: Spec, t: Tally, lost: tuple[int,
         "spread": _spread(t.exponents),
         "nonfinite": t.nonfinite / t.count,
         "lost": lost[0] / lost[1] if lost is not None and lost[1] else None,
+        "row_bias": t.row_bias,
+        "kurtosis": t.kurtosis,
     }
 
 
