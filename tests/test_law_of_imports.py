@@ -93,7 +93,8 @@ FLOORS = (
     "ada_loss.lab.training.checkpoints ada_loss.lab.sweep.missing ada_loss.lab.studies.space",
     "ada_loss.lab.studies.study",
     "ada_loss.lab.sweep.ledger",
-    "ada_loss.lab.tasks.digits ada_loss.lab.tasks.chars ada_loss.lab.tasks.pictures ada_loss.lab.training.options "
+    "ada_loss.lab.tasks.digits ada_loss.lab.tasks.chars ada_loss.lab.tasks.pictures ada_loss.lab.tasks.own_data "
+    "ada_loss.lab.training.options "
     "ada_loss.lab.training.job ada_loss.lab.training.batches ada_loss.lab.sweep.engines",
     "ada_loss.lab.tasks",
     "ada_loss.lab.training.steps ada_loss.lab.sweep.identity ada_loss.lab.sweep.telemetry "
