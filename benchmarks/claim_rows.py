@@ -88,7 +88,7 @@ def _granularity() -> list[Claim]:
     head = "With the last layer in a wider format, one scale for each tensor to nearest is within a point of float32"
     edge = "in bits per character it is at the edge of the tolerance"
     floor = "On this task, to nearest, `floor` is better than `ceil`"
-    mse = "The rule `mse` halves what the other layers lose at least"
+    mse = "loses less than half of what `current` loses in the other layers"
     recipes = "Today's recipes are within a point of float32"
     found = []
     for name, fmt, scaling in (
