@@ -230,7 +230,7 @@ def worst_share_wrong(seed: int) -> float:
     """Simulated sweeps with a wrong statement, in the worst cell with up to five seeds, in %."""
     import verdicts as sim
 
-    return 100 * float(sim.share_wrong(sim.Cell(5, 3, 0.3, "unequal", "edge"), 4000, seed))
+    return 100 * float(sim.share_wrong(sim.Cell(5, 3, 1.0, "unequal", "edge"), 4000, seed))
 
 
 def share_found(seed: int, settings: int, seeds: int, deviation: float) -> float:
@@ -268,7 +268,7 @@ def error_of(fmt: str, **more: Any) -> dict[str, Any]:
 
 
 class Store:
-    """What was measured in a folder: the rows of finished trainings by id, and computed numbers by claim and seed."""
+    """What was measured in a folder: the rows of finished trainings by id, and computed numbers by call and seed."""
 
     def __init__(self, out: Path, known: Sequence[Path] = ()) -> None:
         self.out, self.path = out, out / "computed.json"
@@ -282,7 +282,7 @@ class Store:
     def value(self, claim: Claim, seed: int, small: bool = False) -> float | None:
         """The number of a claim; None where it is not done."""
         if isinstance(claim.quantity, Computed):
-            return self.computed.get(claim.name, {}).get(str(seed))
+            return self.computed.get(claim.quantity.words, {}).get(str(seed))
         try:
             return claim.quantity.value(seed, self.rows, small)
         except KeyError:
@@ -291,7 +291,7 @@ class Store:
     def compute(self, claim: Claim, seed: int) -> None:
         """Compute a number and keep it, unless it is known."""
         assert isinstance(claim.quantity, Computed)
-        numbers = self.computed.setdefault(claim.name, {})
+        numbers = self.computed.setdefault(claim.quantity.words, {})
         if str(seed) not in numbers:
             numbers[str(seed)] = claim.quantity.value(seed)
             self.out.mkdir(parents=True, exist_ok=True)

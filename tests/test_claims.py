@@ -106,6 +106,6 @@ def test_the_command_lists_rows_and_fails_where_one_does(tmp_path: Path, capsys:
     out = ["--out", str(tmp_path), "--only", "variants.A", "--seeds", "1"]
     assert checked.main([*out, "--judge"]) == 0
     assert "2 to run" in capsys.readouterr().out
-    (tmp_path / "computed.json").write_text('{"variants.A": {"1000": -0.25, "2000": -0.2}}')
+    (tmp_path / "computed.json").write_text('{"mean_error_of(\'A\')": {"1000": -0.25, "2000": -0.2}}')
     assert checked.main([*out, "--judge"]) == 1
     assert "0 hold, 1 fail, 0 are reported, of 1" in capsys.readouterr().out
