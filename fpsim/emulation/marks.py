@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpsim.spec import FLOATING, RoundingSpec
+from fpsim.tensors.spec import FLOATING, RoundingSpec
 from fpsim.torch_internals import base_of, version_of
 from fpsim.torch_modes import has_transform, layers_behind
 
@@ -18,6 +18,7 @@ __all__ = [
     "format_of",
     "is_leaf",
     "is_made_here",
+    "is_marked_wide",
     "is_roundable",
     "is_rounded_at",
     "is_seen_from_outside",
@@ -152,6 +153,14 @@ def mark_wide(x: Tensor) -> None:
     if has_transform():  # what it is called outside of the transform
         for y in layers_behind(x):
             y._fpsim = (WIDE, 0, None, True)  # type: ignore[attr-defined]
+
+
+def is_marked_wide(x: Tensor) -> bool:
+    """Whether `x` is float32 on purpose."""
+    found = getattr(x, "_fpsim", None)
+    if found is None:
+        return has_transform() and _is_wide_behind(x)
+    return bool(found and found[0] == WIDE)
 
 
 def was_any_made_wide() -> bool:
