@@ -19,6 +19,7 @@ from fpsim.last_layers import last_layers
 from fpsim.model import dequantize, quantize, round_parameters_, set_policy
 from fpsim.noise import manual_seed, noise_of_torch
 from fpsim.ops import Rounder, round_to, round_to_
+from fpsim.optimizers import QuantizedOptimizer, quantize_optimizer
 from fpsim.policy import ROLES, FormatLike, Policy
 from fpsim.products import Operand, Products
 from fpsim.recipes import RECIPE_PREFIX, recipe, recipes
@@ -27,6 +28,7 @@ from fpsim.scaling_state import load_scaling_state, scaling_state, set_scaling_g
 from fpsim.sensitivity import Sensitivity, sensitivity
 from fpsim.summary import summary
 from fpsim.tally import Tally, tally
+from fpsim.update import UPDATES, Update
 from fpsim.warm import warm_up
 from fpsim.watch import Watch, watch
 from fpsim.why import Why, why
@@ -36,6 +38,7 @@ __all__ = [
     "CATALOGUE",
     "RECIPE_PREFIX",
     "ROLES",
+    "UPDATES",
     "Accumulator",
     "BlockFormat",
     "Comparison",
@@ -48,10 +51,12 @@ __all__ = [
     "Operand",
     "Policy",
     "Products",
+    "QuantizedOptimizer",
     "Recording",
     "Rounder",
     "Sensitivity",
     "Tally",
+    "Update",
     "Watch",
     "Why",
     "as_accumulator",
@@ -69,6 +74,7 @@ __all__ = [
     "matmul",
     "noise_of_torch",
     "quantize",
+    "quantize_optimizer",
     "recipe",
     "recipes",
     "record",
