@@ -30,7 +30,7 @@ from ada_loss.lab.results.table import Table
 from ada_loss.lab.results.verdict import verdicts
 from ada_loss.lab.sweep.cells import AXES
 from fpsim.checks import pip_install
-from fpsim.pictures import apart_from_pyplot
+from fpsim.insight.pictures import apart_from_pyplot
 
 try:
     from jinja2 import Environment, PackageLoader, StrictUndefined

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ada_loss.lab.tasks.chars import chars
 from ada_loss.lab.tasks.digits import deep_digits, digits
-from ada_loss.lab.tasks.pictures import cifar10, cifar100, patches
+from ada_loss.lab.tasks.images import cifar10, cifar100, patches
 from ada_loss.lab.tasks.task import Task, accuracy, trained_with
 from fpsim.checks import did_you_mean, shown
 

@@ -14,7 +14,7 @@ import torch
 
 from ada_loss.lab.sweep.cells import OPTIONS, plan
 from ada_loss.lab.tasks import TASKS, Task, chars, cifar10, cifar100, find_task, patches, trained_with
-from ada_loss.lab.tasks.pictures import resnet20
+from ada_loss.lab.tasks.images import resnet20
 from ada_loss.lab.training.loop import train
 
 OFFLINE = [name for name in TASKS if not name.startswith("cifar")]
