@@ -7,6 +7,8 @@ from fpsim.kernels import sources as _sources  # noqa: F401  # first: it reads t
 # isort: split
 from fpsim.emulation import emulate
 from fpsim.formats.blocks import BLOCKS, BlockFormat, Delayed, as_format
+from fpsim.formats.codebook import Codebook
+from fpsim.formats.codebooks import CODEBOOKS
 from fpsim.formats.fixed_point import FixedPoint
 from fpsim.formats.floats import CATALOGUE, FloatFormat
 from fpsim.insight.compare import Comparison, compare
@@ -36,11 +38,13 @@ from fpsim.tensors.warm import warm_up
 __all__ = [
     "BLOCKS",
     "CATALOGUE",
+    "CODEBOOKS",
     "RECIPE_PREFIX",
     "ROLES",
     "UPDATES",
     "Accumulator",
     "BlockFormat",
+    "Codebook",
     "Comparison",
     "Delayed",
     "Diagnosis",

@@ -23,14 +23,16 @@ FLOORS = (
     (
         "fpsim.formats",
         "__init__ floats",
-        "fixed_point foreign",
+        "codebook fixed_point foreign",
+        "codebooks",
         "blocks",
     ),
     (
         "fpsim.kernels",
         "__init__ deferred sources statistics variants",
         "compile core kept",
-        "blocks card native threefry",
+        "card codebook_tables codebooks native threefry",
+        "blocks",
         "containers",
         "moments round sums tally",
         "accumulate block_loops hadamard",

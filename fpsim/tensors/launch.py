@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fpsim.kernels.codebook_tables import any_plan
 from fpsim.kernels.containers import narrow_loop, power_loop, widen_loop
-from fpsim.kernels.core import BINARY32, BINARY64, Plan, make_plan
+from fpsim.kernels.core import BINARY32, BINARY64, Plan
 from fpsim.kernels.round import (
     ALIGNED,
     HAS_KEY,
@@ -64,7 +65,7 @@ class Kernel:
 @cache
 def kernel_for(spec: RoundingSpec, width: int, masks: Masks = NO_MASKS) -> Kernel:
     """The kernel that rounds numbers in a container of `width` bits."""
-    return Kernel(make_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width, spec.variant), masks)
+    return Kernel(any_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width, spec.variant), masks)
 
 
 def masks_of(spec: RoundingSpec, dtype: torch.dtype, width: int, keep_infinity: bool = True) -> Masks:
