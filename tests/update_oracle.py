@@ -66,6 +66,29 @@ def ao_fp8(x: Tensor, block: int) -> Tensor:
     return (codes.float() * scale.view(-1, 1)).view(x.shape)
 
 
+def ao_map(signed: bool, exponents: int = 7, bits: int = 8) -> Tensor:
+    """torchao.optim.quant_utils.create_dynamic_map, and OptimState4bit's map without a sign."""
+    if bits == 4 and not signed:
+        return torch.linspace(0, 1, 17)[1:]
+    found = [0.0, 1.0]
+    for i in range(exponents):
+        borders = torch.linspace(0.1, 1, 2 ** (i + bits - 1 - exponents + (not signed)) + 1)
+        values = (10 ** (i - exponents + 1) * ((borders[:-1] + borders[1:]) / 2)).tolist()
+        found += values + [-v for v in values] * signed
+    return torch.tensor(sorted(found))
+
+
+def ao_mapped(x: Tensor, block: int, values: Tensor) -> Tensor:
+    """quantize_8bit_with_qmap or quantize_4bit_with_qmap, and dequant_with_qmap; one search in the place of another."""
+    rows = x.view(-1, block)
+    scale = rows.abs().amax(-1).clip(1e-12).view(-1, 1)
+    scaled = rows / scale
+    low = (torch.searchsorted(values, scaled, right=True) - 1).clip(min=0)  # the last that is not larger
+    high = (low + 1).clip(max=len(values) - 1)
+    goes_up = scaled - values[low] >= (values[high] - values[low]) * 0.5
+    return (values[torch.where(goes_up, high, low)] * scale).view(x.shape)
+
+
 class Msamp(torch.optim.Optimizer):
     """MS-AMP's AdamW (msamp/optim/adamw.cu, stage 1), in float32."""
 

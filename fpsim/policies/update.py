@@ -434,6 +434,16 @@ UPDATES: dict[str, Update] = {
     "bf16_sr": Update(weight="bf16", rounding="stochastic", states="bf16"),
     "bf16_kahan": Update(weight="bf16", compensation="kahan", arithmetic="torch"),
     "bf16_collage": Update(weight="bf16", compensation="pair", arithmetic="torch"),
+    "adam8bit": Update(
+        states={"exp_avg": "dynamic8 per 256 fp32", "exp_avg_sq": "udynamic8 per 256 fp32"},
+        min_size=4096,
+        scale="amax_torchao",
+    ),
+    "adam4bit": Update(
+        states={"exp_avg": "dynamic4 per 128 fp32", "exp_avg_sq": "ulinear4 per 128 fp32"},
+        min_size=4096,
+        scale="amax_torchao",
+    ),
     "adam_fp8": Update(
         states=dict.fromkeys(("exp_avg", "exp_avg_sq"), "e4m3fn per 256 fp32"), min_size=4096, scale="amax_torchao"
     ),

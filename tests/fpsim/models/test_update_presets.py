@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import oracle
@@ -58,17 +59,28 @@ def test_bf16_sr_is_torchaos_adamw_with_its_random_bits():
             assert equal(v, optimizer.state[p]["exp_avg_sq"])
 
 
-def test_adam_fp8_is_torchaos_from_4096_elements_on():
+AO_STATES = {
+    "adam8bit": [partial(libraries.ao_mapped, block=256, values=libraries.ao_map(signed)) for signed in (True, False)],
+    "adam4bit": [
+        partial(libraries.ao_mapped, block=128, values=libraries.ao_map(signed, 3, 4)) for signed in (True, False)
+    ],
+    "adam_fp8": [partial(libraries.ao_fp8, block=256)] * 2,
+}
+
+
+@pytest.mark.parametrize("name", AO_STATES)
+def test_states_in_few_bits_are_torchaos_from_4096_elements_on(name):
     ours = parameters([(64, 64), (4096 + 256,), (4095,)])
     plain = [p.detach().clone() for p in ours]
     moments = [[torch.zeros_like(p), torch.zeros_like(p)] for p in plain]
     optimizer = libraries.Ao(ours)
-    quantize_optimizer(optimizer, "adam_fp8")
+    quantize_optimizer(optimizer, name)
     for step in range(1, 6):
         for index, (p, g) in enumerate(zip(ours, gradients(ours, step), strict=True)):
             p.grad = g
-            plain[index], m, v = libraries.ao_step(plain[index], g, step, *moments[index], 0.01, 0.9, 0.999, 0.1, 1e-8)
-            moments[index] = [libraries.ao_fp8(x, 256) if x.numel() >= 4096 else x for x in (m, v)]
+            plain[index], *new = libraries.ao_step(plain[index], g, step, *moments[index], 0.01, 0.9, 0.999, 0.1, 1e-8)
+            is_large = p.numel() >= 4096
+            moments[index] = [keep(x) if is_large else x for keep, x in zip(AO_STATES[name], new, strict=True)]
         optimizer.step()
         for p, weight, (m, v) in zip(ours, plain, moments, strict=True):
             assert equal(weight, p)
@@ -230,19 +242,27 @@ def test_muon_bf16_stores_its_momentum_in_bfloat16():
 def test_the_oracle_is_torchao():
     adam = pytest.importorskip("torchao.optim.adam", reason="torchao is not installed: pip install --no-deps torchao")
     from torchao.optim.quant_utils import _fp32_to_bf16_sr
+    from torchao.optim.subclass_4bit import OptimState4bit
+    from torchao.optim.subclass_8bit import OptimState8bit
     from torchao.optim.subclass_fp8 import OptimStateFp8
 
-    p, g = torch.randn(64, 64), torch.randn(64, 64)
-    m, v = OptimStateFp8.zeros((64, 64)), OptimStateFp8.zeros((64, 64))
-    mine, moments = p.clone(), [torch.zeros(64, 64), torch.zeros(64, 64)]
-    for step in range(1, 6):
-        rate, count = torch.tensor(0.01), torch.tensor(float(step))
-        adam.single_param_adam(p, g, count, m, v, None, rate, 0.9, 0.999, 0.1, 1e-8, True, False)
-        mine, *moments = libraries.ao_step(mine, g, step, *moments, 0.01, 0.9, 0.999, 0.1, 1e-8)
-        moments = [libraries.ao_fp8(x, 256) for x in moments]
-        assert torch.equal(p, mine)
-        assert torch.equal(m.dequantize(), moments[0])
-        assert torch.equal(v.dequantize(), moments[1])
+    states = {
+        "adam8bit": [OptimState8bit.zeros((64, 64), signed, 256) for signed in (True, False)],
+        "adam4bit": [OptimState4bit.zeros((64, 64), signed, 128) for signed in (True, False)],
+        "adam_fp8": [OptimStateFp8.zeros((64, 64)) for _ in range(2)],
+    }
+    for name, (m, v) in states.items():
+        p, g = torch.randn(64, 64), torch.randn(64, 64)
+        m.copy_(torch.zeros(64, 64)), v.copy_(torch.zeros(64, 64))  # code 0 is no zero in a map
+        mine, moments = p.clone(), [keep(torch.zeros(64, 64)) for keep in AO_STATES[name]]
+        for step in range(1, 6):
+            rate, count = torch.tensor(0.01), torch.tensor(float(step))
+            adam.single_param_adam(p, g, count, m, v, None, rate, 0.9, 0.999, 0.1, 1e-8, True, False)
+            mine, *moments = libraries.ao_step(mine, g, step, *moments, 0.01, 0.9, 0.999, 0.1, 1e-8)
+            moments = [keep(x) for keep, x in zip(AO_STATES[name], moments, strict=True)]
+            assert torch.equal(p, mine)
+            assert torch.equal(m.dequantize(), moments[0])
+            assert torch.equal(v.dequantize(), moments[1])
     torch.manual_seed(0)
     found = _fp32_to_bf16_sr(p)
     torch.manual_seed(0)
