@@ -14,6 +14,7 @@ from fpsim.formats.floats import CATALOGUE, FloatFormat
 from fpsim.insight.compare import Comparison, compare
 from fpsim.insight.diagnose import Diagnosis, diagnose
 from fpsim.insight.last_layers import last_layers
+from fpsim.insight.lost_updates import LostUpdates, lost_updates
 from fpsim.insight.recording import Recording, record
 from fpsim.insight.sensitivity import Sensitivity, sensitivity
 from fpsim.insight.summary import summary
@@ -52,6 +53,7 @@ __all__ = [
     "FloatFormat",
     "FormatLike",
     "Hadamard",
+    "LostUpdates",
     "Operand",
     "Policy",
     "Products",
@@ -74,6 +76,7 @@ __all__ = [
     "hadamard",
     "last_layers",
     "load_scaling_state",
+    "lost_updates",
     "manual_seed",
     "matmul",
     "noise_of_torch",

@@ -79,7 +79,7 @@ FLOORS = (
     (
         "fpsim.insight",
         "__init__ masks pictures rows stepping reasons.__init__ reasons.event reasons.kept reasons.widening",
-        "compare last_layers ranges recording sensitivity summary reasons.dying",
+        "compare last_layers lost_updates ranges recording sensitivity summary reasons.dying",
         "seen reasons.numbers",
         "diagnose reasons.explaining reasons.masks reasons.slopes reasons.updates",
         "suggesting reasons.timeline",

@@ -24,6 +24,9 @@ from fpsim.tensors.spec import RoundingSpec
 __all__ = ["has_format_step", "require_format_step", "run_format_step"]
 
 
+Wanted = Callable[[], Tensor]  # the update of a step, as a tensor of its own
+
+
 class Arithmetic:
     """Numbers of one format. An operation computes in float32 and is rounded once."""
 
@@ -65,11 +68,13 @@ def require_format_step(optimizer: Optimizer, arithmetic: str) -> None:
 
 
 @torch.no_grad()
-def run_format_step(optimizer: Optimizer, group: dict[str, Any], store: ParameterStore) -> Tensor:
+def run_format_step(
+    optimizer: Optimizer, group: dict[str, Any], store: ParameterStore, wants_update: bool = False
+) -> Tensor | None:
     """Step one parameter that has a gradient.
 
     group: the parameter group that it is in.
-    Returns the update that was wanted, in the format, as a tensor of the parameter's shape.
+    wants_update: whether to return the update that the optimizer computed, before it was added to the weight.
     """
     p = store.parameter
     if p.grad is None:
@@ -84,7 +89,12 @@ def run_format_step(optimizer: Optimizer, group: dict[str, Any], store: Paramete
     a = _arithmetic(store.weight.spec, store.update.arithmetic == "torch")
     weight, gradient = local_part(p.detach()), local_part(p.grad.detach())
     gradient = rounded(-gradient if group["maximize"] else gradient, a.spec)
-    return _STEPS[type(optimizer)](a, store, weight, gradient, optimizer.state[p], group)
+    before = weight.clone() if wants_update else weight
+    u = _STEPS[type(optimizer)](a, store, weight, gradient, optimizer.state[p], group)
+    if not wants_update:
+        return None
+    decays_before = group.get("decoupled_weight_decay", False) and not store.update.decays_inside
+    return u() - before * (float(group["lr"]) * float(group["weight_decay"])) if decays_before else u().clone()
 
 
 @cache
@@ -92,7 +102,7 @@ def _arithmetic(spec: RoundingSpec, as_torch: bool) -> Arithmetic:
     return Arithmetic(spec, as_torch)
 
 
-def _sgd(a: Arithmetic, store: ParameterStore, p: Tensor, g: Tensor, state: Any, group: dict[str, Any]) -> Tensor:
+def _sgd(a: Arithmetic, store: ParameterStore, p: Tensor, g: Tensor, state: Any, group: dict[str, Any]) -> Wanted:
     """torch.optim.sgd._single_tensor_sgd."""
     keep, summed, factor = a.keep, a.summed, a.factor
     if group["weight_decay"]:
@@ -109,7 +119,7 @@ def _sgd(a: Arithmetic, store: ParameterStore, p: Tensor, g: Tensor, state: Any,
     return _apply(a, store, p, lambda x: x.add_(g, alpha=-summed(lr)), lambda: keep(g * -factor(lr)))
 
 
-def _adam(a: Arithmetic, store: ParameterStore, p: Tensor, g: Tensor, state: Any, group: dict[str, Any]) -> Tensor:
+def _adam(a: Arithmetic, store: ParameterStore, p: Tensor, g: Tensor, state: Any, group: dict[str, Any]) -> Wanted:
     """torch.optim.adam._single_tensor_adam."""
     keep, summed, factor = a.keep, a.summed, a.factor
     if not state:
@@ -145,29 +155,27 @@ def _adam(a: Arithmetic, store: ParameterStore, p: Tensor, g: Tensor, state: Any
     return _apply(a, store, p, lambda x: x.addcdiv_(m, denominator, value=-step_size), wanted)
 
 
-def _apply(
-    a: Arithmetic, store: ParameterStore, p: Tensor, add: Callable[[Tensor], Tensor], update: Callable[[], Tensor]
-) -> Tensor:
+def _apply(a: Arithmetic, store: ParameterStore, p: Tensor, add: Callable[[Tensor], Tensor], update: Wanted) -> Wanted:
     """Add an update to the weight, and keep what that loses where there is a compensation.
 
     add: adds the update to a tensor, in one operation.
-    update: the update as a tensor of its own.
+    update: gives the update as a tensor of its own.
     """
-    keep, u = a.keep, update()
+    keep = a.keep
     if COMPENSATION in store.kept:  # torch-optimi, and AnyPrecisionAdamW of torchdistx
         k, old = local_part(store.kept[COMPENSATION]), p.clone()
         keep(add(k))
         keep(p.add_(k))
         keep(k.add_(keep(old.sub_(p))))
     elif SECOND in store.kept:  # Collage, "Grow": Fast2Sum, and again to bring the pair in order
-        rest, old = local_part(store.kept[SECOND]), p.clone()
+        rest, old, u = local_part(store.kept[SECOND]), p.clone(), update()
         whole = keep(p + u)
         keep(rest.add_(keep(u - keep(whole - old))))
         p.copy_(keep(whole + rest))
         keep(rest.sub_(keep(p - whole)))
     else:
         keep(add(p))
-    return u
+    return update
 
 
-_STEPS: dict[type, Callable[..., Tensor]] = {torch.optim.SGD: _sgd, torch.optim.Adam: _adam, torch.optim.AdamW: _adam}
+_STEPS: dict[type, Callable[..., Wanted]] = {torch.optim.SGD: _sgd, torch.optim.Adam: _adam, torch.optim.AdamW: _adam}

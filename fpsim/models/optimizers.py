@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,22 @@ from fpsim.checks import known_arguments, shown
 from fpsim.models.format_steps import require_format_step, run_format_step
 from fpsim.models.optimizer_state import check_state, loaded_copies, saved, without_ours
 from fpsim.models.parameter_store import ParameterStore
+from fpsim.models.storing import local_part
 from fpsim.policies.update import Update, UpdateLike, as_update, updates_of
 from fpsim.torch_modes import hook_steps, unhook_steps
 
-__all__ = ["QuantizedOptimizer", "quantize_optimizer"]
+__all__ = ["QuantizedOptimizer", "UpdateObserver", "quantize_optimizer"]
+
+
+class UpdateObserver(Protocol):
+    """Who is told what a step wanted, and what was stored of it."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step is observed: the number of steps that were stored before it."""
+
+    def saw(self, step: int, store: ParameterStore, before: Tensor, intended: Tensor, group: Mapping[str, Any]) -> None:
+        """The step of one parameter: its value before, and what the optimizer added in its own arithmetic."""
+
 
 # By the optimizer, which holds its own by its hooks.
 _installed: weakref.WeakKeyDictionary[Optimizer, QuantizedOptimizer] = weakref.WeakKeyDictionary()
@@ -116,6 +128,9 @@ class QuantizedOptimizer:
         self.update, self.seed, self.steps = self._updates[0], seed, 0
         self._optimizer = weakref.ref(optimizer)
         self._stores: dict[Tensor, ParameterStore] = {}
+        self.observer: UpdateObserver | None = None
+        self._observed: dict[Tensor, tuple[Tensor, Tensor]] = {}  # the value before a step, and what it began from
+        self._intended: dict[Tensor, Tensor] = {}
         self._gradients: list[tuple[Tensor, Tensor]] = []  # hidden from a step
         self._evaluations = 0  # of the closure, in this step
         self._has_checked_names = False
@@ -196,7 +211,11 @@ class QuantizedOptimizer:
         self._evaluations = 0
         for store in self._working():
             store.decode()
-        self._gradients = []
+        self._gradients, self._observed, self._intended = [], {}, {}
+        if self.observer is not None and self.observer.is_due(self.steps):
+            for store in self._working():
+                x = local_part(store.parameter.detach())
+                self._observed[store.parameter] = local_part(store.value).clone(), x.clone()
         is_closure = [callable(x) and not isinstance(x, Optimizer) for x in args]
         if not any(is_closure) and not callable(kwargs.get("closure")):
             self._step_in_format(optimizer)
@@ -223,11 +242,28 @@ class QuantizedOptimizer:
             if store.parameter.grad is None:
                 store.undo()
                 continue
+            if store.parameter in self._observed and store.parameter not in self._intended:
+                start = self._observed[store.parameter][1]
+                self._intended[store.parameter] = local_part(store.parameter.detach()) - start
             store.store(self.seed, self.steps)
             store.store_states(optimizer.state.get(store.parameter, {}), self.seed, self.steps)
+        self._tell(optimizer)
         self.steps += 1
         if not self._has_checked_names:
             self._check_state_names(optimizer)
+
+    def _tell(self, optimizer: Optimizer) -> None:
+        """Tell the observer of the steps of this step's parameters."""
+        for group in optimizer.param_groups if self.observer is not None else ():
+            for p in group["params"]:
+                if p in self._intended and self.observer is not None:
+                    self.observer.saw(self.steps, self._stores[p], self._observed[p][0], self._intended[p], group)
+        self._observed, self._intended = {}, {}
+
+    @property
+    def stores(self) -> list[ParameterStore]:
+        """What is stored of each parameter that is not plain float32."""
+        return self._working()
 
     def _step_in_format(self, optimizer: Optimizer) -> None:
         """Step the parameters whose operations are rounded one by one, and hide their gradients from the optimizer."""
@@ -235,7 +271,9 @@ class QuantizedOptimizer:
             for p in group["params"]:
                 store = self._stores[p]
                 if store.update.is_in_format and p.grad is not None:
-                    run_format_step(optimizer, group, store)
+                    wanted = run_format_step(optimizer, group, store, p in self._observed)
+                    if wanted is not None:
+                        self._intended[p] = wanted
                     self._gradients.append((p, p.grad))
         for p, _ in self._gradients:
             p.grad = None
