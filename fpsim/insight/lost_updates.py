@@ -57,6 +57,22 @@ class _Sums:
         self.wanted = self.lost = self.flips = self.changes = 0
         self.inner = self.norm = 0.0
 
+    @property
+    def share(self) -> float | None:
+        """The share of lost updates."""
+        return _share(self.lost, self.wanted)
+
+    def row(self, store: ParameterStore) -> dict[str, Any]:
+        """The row of a table."""
+        return {
+            "parameter": store.name,
+            "elements": self.first.numel(),
+            "lost": self.share,
+            "edq": self.inner / self.norm if self.norm else None,
+            "at_first": _at_first(store, self),
+            "flips": _share(self.flips, self.changes),
+        }
+
 
 class LostUpdates:
     """What was lost of an optimizer's updates; see `lost_updates`. As a block it detaches itself at the end."""
@@ -149,18 +165,8 @@ class LostUpdates:
 
         at_first: share of its weights that have the value with which the record began.
         """
-        found = [
-            {
-                "parameter": store.name,
-                "elements": sums.first.numel(),
-                "lost": _share(sums.lost, sums.wanted),
-                "edq": sums.inner / sums.norm if sums.norm else None,
-                "at_first": _at_first(store, sums),
-                "flips": _share(sums.flips, sums.changes),
-            }
-            for store, sums in self._sums.items()
-        ]
-        return Rows(sorted(found, key=lambda row: (-(row["lost"] or 0), str(row["parameter"]))))
+        order = sorted(self._sums, key=lambda store: (-(self._sums[store].share or 0), store.name))
+        return Rows([self._sums[store].row(store) for store in order])
 
     @property
     def share(self) -> float | None:

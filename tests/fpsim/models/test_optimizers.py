@@ -517,3 +517,34 @@ def test_the_handle_is_neither_copied_nor_pickled_and_a_copy_of_the_optimizer_is
     other.step()
     assert q.tolist() == [1 - 2.0**-20] * 2
     assert fpsim.QuantizedOptimizer is type(quantized)
+
+
+# Who else runs steps
+
+
+def test_a_compiled_step_stores_the_same():
+    results = []
+    for compiled in (False, True):
+        ours = parameters(shapes=[(7, 33)])
+        optimizer = torch.optim.SGD(ours, lr=torch.tensor(0.1), momentum=0.9)
+        quantize_optimizer(optimizer, Update(weight="bf16", rounding="stochastic", states="bf16"))
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for i in range(3):
+            give_gradients(ours, i)
+            step()
+        results.append(tensors_of(optimizer))
+    assert all(map(equal, *results))
+    torch.compiler.reset()
+
+
+def test_the_optimizer_that_accelerate_wraps_is_quantised():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = nn.Linear(3, 3)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, wrapped = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=2.0**-12))
+    quantize_optimizer(wrapped, Update(weight="bf16"), model)
+    before = [p.detach().clone() for p in model.parameters()]
+    accelerator.backward(model(torch.ones(1, 3)).sum() * 2.0**-6)
+    wrapped.step()
+    assert all(map(equal, before, model.parameters()))
+    assert all(equal(p, bf16(p.detach())) for p in model.parameters())
