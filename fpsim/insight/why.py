@@ -47,6 +47,7 @@ class Why(Rows):
         self.chain: list[str] = found.chain
         self.run = Rows(_numbers(operation) for operation in found.operations if operation.computes)
         self.loss, self.float32, self.runs = found.loss, found.float32, found.runs
+        self._float32_bad = found.float32_bad
         self.checked: list[str] = found.checked
         self._calls = found.calls
 
@@ -70,7 +71,9 @@ class Why(Rows):
             lines.append(f"To the loss: {_cut(self.chain)}")
         if self.loss is not None:
             words = f"loss {self.loss:.6g}"
-            lines.append(words + (f", {self.float32:.6g} in float32" if self.float32 is not None else ""))
+            words += f", {self.float32:.6g} in float32" if self.float32 is not None else ""
+            is_hidden = self.float32 is not None and math.isfinite(self.float32) and self._float32_bad
+            lines.append(words + (f"; not finite there: {self._float32_bad[0]}" if is_hidden else ""))
         others = [f"{row['kind']} at {row['place']}" for row in self[1:4]]
         if others:
             lines.append(f"Also seen, later: {'; '.join(others)}")
@@ -94,7 +97,7 @@ class Why(Rows):
 
     def _remedy_line(self, event: Event) -> str:
         if not self._remedies:
-            return f"Do: {_advice(event, self.float32)} (not tried)"
+            return f"Do: {_advice(event, self.float32, self._float32_bad)} (not tried)"
         first, *others = self._remedies
         line = f"Tried: {first.what}" + (
             f" -> loss {first.loss:.6g}" if first.loss is not None else " -> all is finite"
@@ -153,8 +156,8 @@ def _cut(sites: list[str]) -> str:
     return line if len(line) <= WIDTH else f"{line[: WIDTH // 2]} ... {line[-WIDTH // 2 :]}"
 
 
-def _advice(event: Event, float32: float | None) -> str:
-    is_bad = float32 is not None and not math.isfinite(float32)
+def _advice(event: Event, float32: float | None, float32_bad: list[str]) -> str:
+    is_bad = float32 is not None and (bool(float32_bad) or not math.isfinite(float32))
     blame = "No format is to blame: float32 gives NaN or inf too. " if is_bad else ""
     if is_bad and event.fmt in ("float16", "bfloat16"):
         blame = f"Operations in float32 give NaN or inf too, from the same {event.fmt} parameters and buffers. "

@@ -29,6 +29,13 @@ __all__ = [
 ]
 
 DIVISIONS = ("div", "truediv", "true_divide", "divide")
+# Where the slope of a function has no end: the borders of its domain.
+BORDERS = {
+    **dict.fromkeys(("asin", "acos", "atanh", "arcsin", "arccos", "arctanh", "erfinv"), (-1.0, 1.0)),
+    **dict.fromkeys(("acosh", "arccosh"), (1.0, math.inf)),
+    "log1p": (-1.0, math.inf),
+    "logit": (0.0, 1.0),
+}
 
 
 def _at(operation: Operation, change: Callable[[Call, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]) -> Any:
@@ -130,19 +137,21 @@ def unmasked(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
 def steep(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
     operation = event.operation
     assert operation is not None
-    is_border = operation.name in ("asin", "acos", "atanh", "acosh", "arccos", "arcsin", "erfinv", "logit")
+    border = BORDERS.get(operation.name)
     ends: Ends = operation.notes["ends"]
     for eps in (e for e in EPS if ends.holds(e)):
 
         def change(kind: Call, args: Any, kwargs: Any, eps: float = eps) -> Any:
             at = 1 if operation.name in DIVISIONS else 0
             x = args[at]
-            x = x.clamp(-1 + max(eps, 1e-6), 1 - max(eps, 1e-6)) if is_border else x + eps
+            x = x + eps if border is None else x.clamp(border[0] + eps, border[1] - eps)
             return (*args[:at], x, *args[at + 1 :]), kwargs
 
         outcome = attempts.works(Change(edit=_at(operation, change)))
         if outcome is not None:
-            words = f"clamped to within {eps:g} of its border" if is_border else f"{eps:g} added to what it reads"
+            words = (
+                f"{eps:g} added to what it reads" if border is None else f"its input clamped {eps:g} inside its domain"
+            )
             return Remedy(f"{operation.site} with {words}", "slope", eps, [operation.site], outcome.loss)
     return None
 

@@ -55,11 +55,13 @@ def explain_forward(
         if explain(event, name, operands, (*values, *options.values()), options, no_number, found):
             return event
     if "NaN" in kinds and not kinds - {"NaN"} and name in ("mul", "sub", "add", "rsub", "imul", "iadd"):
-        infinite = [s for s, x in _pairs(operation, operands) if bool(x.isinf().any())]
+        infinite = [(s, x) for s, x in _pairs(operation, operands) if bool(x.isinf().any())]
         if infinite:
+            source, x = infinite[0]
+            held = "inf" if bool((x == torch.inf).any()) else "-inf"
             what = "zero times infinity" if "mul" in name else "infinity minus infinity"
             event.kind = what
-            event.why.append(f"{event.count} of {event.of} are {what}; {source_name(infinite[0], 0)} holds inf.")
+            event.why.append(f"{event.count} of {event.of} are {what}; {source_name(source, 0)} holds {held}.")
             return event
     if kinds - {"NaN"} or name in _PRODUCTS or any(float(glance(x).amax) > ends.largest for x in operands):
         event.kind = "overflow"

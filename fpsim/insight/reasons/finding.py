@@ -38,6 +38,7 @@ class Finding:
     checked: list[str] = field(default_factory=list)
     loss: float | None = None
     float32: float | None = None
+    float32_bad: list[str] = field(default_factory=list)  # what is not finite at the end of the step in float32
     runs: int = 0
 
 
@@ -106,7 +107,8 @@ def _of_raising(trials: Trials, before: list[Event], error: Exception) -> Findin
         raise error
     cause = found.events[0]
     cause.why.append(f"Then the step raises {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}")
-    found.operations, found.calls, found.float32 = seen.operations, seen.calls, _float32_loss(trials, seen)
+    found.operations, found.calls = seen.operations, seen.calls
+    _run_in_float32(trials, seen, found)
     if cause.operation is not None:
         found.chain = _chain(cause, seen)
     found.remedies = [] if state else remedies(trials, cause, seen, was)
@@ -121,7 +123,7 @@ def _require_same(first: Outcome, second: Outcome) -> None:
         raise ValueError(
             f"The step gave loss {shown[0]} and then {shown[1]}. Expected the same step each time: take the batch "
             f"outside of `step`, draw random numbers from torch's own generator, and keep no state besides the model's "
-            f"and the optimizer's."
+            f"and the optimizer's. Give a GradScaler that it uses as scaler=."
         )
 
 
@@ -209,7 +211,7 @@ def _events(
     state = [*inputs, *[e for e in came if e.role != "gradient"], *[e for e in came if e.role == "gradient"]]
     if state:
         if inputs or any(e.role in ("parameter", "buffer") for e in came):
-            result.float32 = _float32_loss(trials, seen)
+            _run_in_float32(trials, seen, result)
         return state
     reference = _Reference(trials, seen)
     hard = [e for e in seen.events if e.stage != "state"]
@@ -218,7 +220,7 @@ def _events(
         return seen.minus
     saturations = [e for e in seen.saturations if not hard]
     if hard or saturations:
-        result.float32 = _float32_loss(trials, seen)
+        _run_in_float32(trials, seen, result)
         return _own_causes([*hard, *saturations])
     if reference.is_wanted and may_be_lost(seen):
         lost = lost_gradient(seen, reference.seen, reference.wide)
@@ -308,14 +310,13 @@ def _all_float32(trials: Trials) -> tuple[Change, Widening | None]:
     return Change(edit=edit), edit
 
 
-def _float32_loss(trials: Trials, seen: Keeping) -> float | None:
-    is_low = trials.emulated or any(o.notes["dtype"] in LOW for o in seen.operations)
-    if not is_low:
-        return None
-    try:
-        return trials.run(_all_float32(trials)[0]).loss
-    except Exception:  # torch refuses some mixtures of dtypes: then float32's loss is not known
-        return None
+def _run_in_float32(trials: Trials, seen: Keeping, result: Finding) -> None:
+    """Put what the step gives in float32 into the result, where it is not in float32 as it is."""
+    if not trials.emulated and not any(o.notes["dtype"] in LOW for o in seen.operations):
+        return
+    with suppress(Exception):  # torch refuses some mixtures of dtypes: then float32's loss is not known
+        outcome = trials.run(_all_float32(trials)[0])
+        result.float32, result.float32_bad = outcome.loss, outcome.bad
 
 
 def _accumulated(model: nn.Module, gradients: dict[str, Glance], seen: Keeping, trials: Trials) -> list[Event]:

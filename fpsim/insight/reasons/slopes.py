@@ -15,7 +15,7 @@ _AT_ZERO = frozenset(
     "sqrt rsqrt log log2 log10 reciprocal norm linalg_norm linalg_vector_norm div truediv true_divide divide pow std "
     "cdist pairwise_distance logit xlogy rtruediv float_power".split()
 )
-_AT_ONE = frozenset("asin acos atanh acosh arccos arcsin log1p logit erfinv".split())
+_AT_ONE = frozenset("asin acos atanh acosh arccos arcsin arctanh arccosh log1p logit erfinv".split())
 
 
 def explain_gradient(operation: Operation, at: Operation, role: str, gradient: Tensor, kinds: set[str]) -> Event:

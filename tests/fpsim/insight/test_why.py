@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from planted_apart import APART
 from planted_cases import CAUSES, cases
 from planted_controls import CONTROLS, controls
 from planted_forum import FORTY
+from planted_loops import FAILING, HEALTHY, a_sentence_without_words
 from planted_models import Planted
 from planted_posts import POSTS, t5, t5_step
-from planted_remedies import is_cured
+from planted_remedies import is_cured, is_cured_loop
 from planted_step import Planted as Told
 from torch import nn
 
@@ -90,6 +92,90 @@ def test_what_people_post_is_named(plant: Callable[[], Told]) -> None:
     planted = plant()
     found = fpsim.why(planted.model, planted.step, planted.optimizer)
     assert planted.is_named_by(found), str(found)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loop", FAILING)
+def test_what_fails_in_a_training_loop_is_named_and_what_is_printed_as_tried_works(loop: Callable[[], Told]) -> None:
+    planted = loop()
+    found = fpsim.why(planted.model, planted.step, planted.optimizer, planted.scaler)
+    assert planted.is_named_by(found), str(found)
+    assert found.cause is not None
+    assert found.cause["kind"] == planted.kind
+    if loop is a_sentence_without_words:  # its LSTM divides inside, which a mode of torch sees
+        assert found.tried[0]["loss"] == pytest.approx(float(loop(least=1).step()), rel=2**-10)
+        return
+    for which, remedy in enumerate(found.tried):
+        if remedy["remedy"] not in ("master", "stochastic"):
+            assert is_cured_loop(loop(), found, which), remedy
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loop", HEALTHY)
+def test_a_healthy_training_loop_is_silent(loop: Callable[[], Told]) -> None:
+    planted = loop()
+    found = fpsim.why(planted.model, planted.step, planted.optimizer, planted.scaler)
+    assert found.cause is None, str(found)
+
+
+def test_a_step_whose_scaler_is_not_given_is_refused_and_told_so() -> None:
+    planted = next(loop for loop in FAILING if loop.__name__ == "a_scaler_that_begins_too_high")()
+    with pytest.raises(ValueError, match=r"Give a GradScaler that it uses as scaler="):
+        fpsim.why(planted.model, planted.step, planted.optimizer)
+
+
+class Act(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def border_step(fmt: str, at: float, function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[nn.Module, Any]:
+    model: Any = nn.Sequential(nn.Linear(2, 2), Act(function))
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.fill_(at)
+    model = model.half() if fmt == "half" else (fpsim.quantize(model, fmt) if fmt in ("fp16", "bf16") else model)
+
+    def step() -> torch.Tensor:
+        model.zero_grad()
+        loss = model(torch.eye(2, dtype=next(model.parameters()).dtype)).float().sum()
+        loss.backward()
+        return loss
+
+    return model, step
+
+
+@pytest.mark.parametrize("fmt", ["float32", "half", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("function", "at", "low", "high"),
+    [(torch.acos, 1.0, -1.0, 1.0), (torch.asin, -1.0, -1.0, 1.0), (torch.acosh, 1.0, 1.0, 4.0)],
+    ids=["acos", "asin", "acosh"],
+)
+def test_an_input_at_a_border_is_clamped_by_what_the_format_holds(
+    fmt: str, function: Callable[[torch.Tensor], torch.Tensor], at: float, low: float, high: float
+) -> None:
+    """1 - 1e-12 is 1 in float32: clamping to that, as was printed once, moves nothing."""
+    found = fpsim.why(*border_step(fmt, at, function))
+    assert found.cause is not None
+    assert (found.cause["kind"], found.cause["place"]) == ("infinite slope", f"1:{function.__name__}"), str(found)
+    eps = found.tried[0]["value"]
+    model, step = border_step(fmt, at, lambda x: function(x.clamp(low + eps, high - eps)))
+    loss = step()
+    assert loss.isfinite()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+    assert found.tried[0]["loss"] == pytest.approx(float(loss), rel=1e-6)
+
+
+def test_float32_whose_gradients_are_not_finite_is_blamed_too() -> None:
+    planted = next(loop for loop in FAILING if loop.__name__ == "a_plan_of_transport_that_underflows")()
+    found = fpsim.why(planted.model, planted.step)
+    assert found.float32 == pytest.approx(13.7036, rel=1e-5)  # of the same model after .float(), and its gradients inf
+    assert "float32 give NaN or inf too" in str(found).splitlines()[2]
+    assert "not finite there: gradient left.weight" in str(found)
 
 
 @pytest.mark.parametrize("fmt", ["float32", "half", "fp16"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import io
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -19,7 +20,7 @@ from matplotlib import colormaps
 from matplotlib.image import imread
 
 from ada_loss.lab.results import Results
-from ada_loss.lab.results.cell_pages import lost_by_site
+from ada_loss.lab.results.cell_pages import gradient_rows, lost_by_site
 from ada_loss.lab.results.heat import heat_png
 from ada_loss.lab.results.report import MOST_CURVES
 from ada_loss.lab.sweep.driver import sweep
@@ -445,6 +446,25 @@ def test_a_cell_shows_its_curves_with_axes_and_where_it_lost_gradients(browser: 
     assert image.size["height"] == cell.find_element("css selector", ".map ol").size["height"]
 
 
+def test_a_cell_tells_of_each_gradient_what_is_lost_its_bias_and_its_kurtosis(results: Results) -> None:
+    row = next(row for row in results.rows() if row["format"] == "e5m2")
+    arrays = dict(results.telemetry(row["id"]))
+    found = gradient_rows(arrays)
+    sites = [
+        str(site) for site, role in zip(arrays["sites.site"], arrays["sites.role"], strict=True) if role == "error"
+    ]
+    assert [site for site, *_ in found] == sites[::-1]
+    for site, *words in found:
+        at = np.flatnonzero((arrays["sites.site"] == site) & (arrays["sites.role"] == "error"))[0]
+        lost = arrays["sites.underflow"][at] / arrays["sites.nonzero"][at]
+        bias, kurtosis = arrays["sites.row_bias"][at], arrays["sites.kurtosis"][at]
+        assert words == [f"{100 * lost:.1f} %", f"{bias:.3f}", f"{kurtosis:.0f}"]
+    page = results.report().read_text(encoding="utf-8")
+    assert f"<td>{found[0][1]}</td><td>{found[0][2]}</td><td>{found[0][3]}</td>" in page
+    del arrays["sites.row_bias"]  # of a version that did not know it
+    assert gradient_rows(arrays) == []
+
+
 def test_a_pixel_of_a_heat_map_is_transparent_where_nothing_arrives() -> None:
     shares = np.array([[0.0, 1.0, np.nan], [0.5, np.nan, 0.25]])
     image = imread(io.BytesIO(heat_png(shares)))  # matplotlib's reader
@@ -546,6 +566,22 @@ def test_a_ledger_without_cells_has_nothing_to_report(tmp_path: Path) -> None:
     Ledger(tmp_path / "ledger.sqlite").close()
     with pytest.raises(ValueError, match=r"has nothing to report\. Run the sweep first"):
         Results(tmp_path).report()
+
+
+def test_the_head_of_a_sweep_that_goes_on_says_how_far_it_is(tmp_path: Path, results: Results) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        config = {"task": "digits", "rounding": "nearest_even", "scaling": "none", "options": {}}
+        cells = [(fmt, seed) for fmt in ("fp32", "e5m2", "fp16") for seed in range(4)]
+        ledger.add((f"{fmt}{seed}", {**config, "format": fmt, "seed": seed}) for fmt, seed in cells)
+        for fmt, seed in cells[:5]:
+            found = {"metrics": {"accuracy": 0.5 + seed / 100}, "seconds": 1.0, "underflow": 0.25}
+            ledger.start(f"{fmt}{seed}")
+            ledger.finish(f"{fmt}{seed}", found)
+    text = Results(tmp_path).report().read_text()
+    assert "digits, so far 5 of 12 trainings</span>" in text.split("</header>")[0]
+    assert "gave too few results, 1 seed; 3 are needed" in text
+    assert not re.search(r"\d %", text.split('<div class="first">')[1].split("<h2>")[0])  # nor does a line end before %
+    assert "so far" not in results.report().read_text().split("</header>")[0]
 
 
 def test_thousands_of_cells_are_listed_and_curves_left_out_are_said(tmp_path: Path) -> None:
