@@ -119,8 +119,8 @@ FLOORS = (
         "lab.studies.space",
         "lab.studies.study",
         "lab.sweep.ledger",
-        "lab.tasks.digits lab.tasks.chars lab.tasks.images lab.training.options lab.training.job "
-        "lab.training.batches lab.sweep.engines",
+        "lab.tasks.digits lab.tasks.chars lab.tasks.images lab.tasks.own_data lab.training.options "
+        "lab.training.job lab.training.batches lab.sweep.engines",
         "lab.tasks.__init__",
         "lab.training.steps lab.sweep.identity lab.sweep.telemetry lab.sweep.cell_formats",
         "lab.sweep.names lab.sweep.live",

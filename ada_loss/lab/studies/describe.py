@@ -11,7 +11,7 @@ from torch import nn
 
 import fpsim
 from ada_loss.files import data_frame
-from ada_loss.lab.tasks import TASKS, Task, find_task
+from ada_loss.lab.tasks import Task, find_task, is_of_library
 from ada_loss.lab.tasks.task import is_pair
 from fpsim import FormatLike
 
@@ -80,7 +80,7 @@ def describe(name: str, fmt: FormatLike = "fp16") -> Description:
     'stem:weight'
     """
     function = find_task(name)
-    made = function(0) if name in TASKS else _call(name, function)
+    made = function(0) if is_of_library(name) else _call(name, function)
     if not isinstance(made, Task | nn.Module):
         raise TypeError(f"{name} gave a {type(made).__name__}. Possible: a torch.nn.Module, or a Task of ada_loss.lab.")
     model = fpsim.quantize(made.model if isinstance(made, Task) else made, fmt)

@@ -28,7 +28,7 @@ from ada_loss.lab.sweep.cells import OPTIONS, Cell, plan_all, stored_cell
 from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.explained import explain
-from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, path_of
+from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_local, path_of
 from ada_loss.lab.sweep.ledger import CannotWrite, Ledger
 from ada_loss.lab.sweep.limits import GRACE
 from ada_loss.lab.sweep.lock import lock_path
@@ -38,7 +38,7 @@ from ada_loss.lab.sweep.progress import Progress, say
 from ada_loss.lab.sweep.telemetry import telemetry_digest, telemetry_path
 from ada_loss.lab.sweep.trust import is_trusted, remember
 from ada_loss.lab.sweep.work import WorkOrder, order_of, said, work
-from ada_loss.lab.tasks import TASKS, find_task
+from ada_loss.lab.tasks import find_task, is_of_library
 from fpsim.checks import known_arguments, pip_install, require_flag
 
 try:
@@ -157,12 +157,12 @@ def resume(
     with Ledger(folder / "ledger.sqlite", readonly=True) as ledger:
         cells = [stored_cell(row["id"], row["config"]) for row in ledger.rows()]
     for name in dict.fromkeys(cell.config["task"] for cell in cells):
-        if "@" in name:
+        if is_local(name):
             raise ValueError(
                 f"The task {name!r} is a function of a notebook or a script. A ledger knows it by name only. "
                 f"Call sweep(...) again with the same arguments."
             )
-        if name not in TASKS and not trust and not is_trusted(folder, name):
+        if not is_of_library(name) and not trust and not is_trusted(folder, name):
             raise ValueError(
                 f"The ledger names the task {name!r}, which is code from outside of this library, and resuming would "
                 f"run it; you have not run it into this folder yourself. If you know it and trust {folder}, give "
@@ -211,7 +211,7 @@ def run_cells(
         raise _cannot_be_written(out, error) from error
     try:
         keep_directions(out, goals)
-        remember(out, (name for cell in cells if (name := cell.config["task"]) not in TASKS))
+        remember(out, (name for cell in cells if not is_of_library(name := cell.config["task"])))
         keep_names(out, {label(cell.config["format"]): cell.name for cell in cells if cell.name})
         with Ledger(out / "ledger.sqlite") as ledger:
             todo = prepare(ledger, out, cells, execution.retry_failed)

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from ada_loss.lab.tasks import Task, find_task
+from ada_loss.lab.tasks.own_data import is_of_own_data, with_hash
 from ada_loss.lab.training.job import Job
 from fpsim.checks import shown
 
-__all__ = ["MakeTask", "TrainFunction", "is_own", "own_training", "path_of", "task_of"]
+__all__ = ["MakeTask", "TrainFunction", "is_local", "is_own", "own_training", "path_of", "task_of"]
 
 MakeTask = Callable[[int], Task]
 TrainFunction = Callable[[Job], Mapping[str, Any]]
@@ -45,8 +46,19 @@ def path_of(name: str) -> str:
     return name.removeprefix(OWN)
 
 
+def is_local(name: str) -> bool:
+    """Whether the name is that of a function of a notebook or a script, which cannot be imported.
+
+    >>> is_local("__main__:mine@0a1b2c3d"), is_local("mine:task"), is_local("chars=a@b.txt")
+    (True, False, False)
+    """
+    return "@" in name.partition("=")[0]
+
+
 def task_of(task: str | MakeTask) -> str:
     """The name of a task in a configuration; that of a function that cannot be imported ends with a hash.
+
+    So does that of a task of the user's own data, "chars=book.txt#0a1b2c3d": the hash of the file or the folder.
 
     The hash covers the function's source, its defaults, and the globals and closed-over variables that it uses:
     numbers, strings, tensors, arrays, lists, tuples and mappings of them, and functions and classes of the same
@@ -57,7 +69,7 @@ def task_of(task: str | MakeTask) -> str:
     """
     if isinstance(task, str) or not callable(task):
         find_task(task)
-        return task
+        return with_hash(task) if is_of_own_data(task) else task
     name = f"{getattr(task, '__module__', '')}:{getattr(task, '__qualname__', '')}"
     module = sys.modules.get(name.partition(":")[0])
     if not name.startswith("__main__:") and getattr(module, name.partition(":")[2], None) is task:

@@ -16,7 +16,7 @@ import torch
 from ada_loss.lab.sweep.cell_formats import policy_of
 from ada_loss.lab.sweep.engines import Engine, keep_freed_memory
 from ada_loss.lab.sweep.execution import Execution
-from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, path_of
+from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_local, is_own, path_of
 from ada_loss.lab.sweep.limits import TimeLimit, within_time
 from ada_loss.lab.sweep.live import LiveFile, live_path
 from ada_loss.lab.sweep.progress import StepFile, steps_path
@@ -65,7 +65,7 @@ def order_of(
 ) -> WorkOrder:
     """What workers are told of cells with these tasks: a task by its name, if they can import it."""
     names = [*dict.fromkeys(tasks)]
-    is_importable = not any("@" in name for name in names)
+    is_importable = not any(map(is_local, names))
     folders = dict.fromkeys(folder for name in names if is_importable and (folder := folder_of(path_of(name))))
     function = None if is_importable else make_task
     return WorkOrder(function, execution.device, execution.time_limit, engine.own_processes, tuple(folders), is_live)

@@ -11,6 +11,7 @@ from pathlib import Path
 from ada_loss.lab.tasks.chars import chars
 from ada_loss.lab.tasks.digits import deep_digits, digits
 from ada_loss.lab.tasks.images import cifar10, cifar100, patches
+from ada_loss.lab.tasks.own_data import is_of_own_data, on_data
 from ada_loss.lab.tasks.task import Task, accuracy, trained_with
 from fpsim.checks import did_you_mean, shown
 
@@ -26,6 +27,7 @@ __all__ = [
     "digits",
     "find_task",
     "folder_of",
+    "is_of_library",
     "patches",
     "trained_with",
 ]
@@ -38,7 +40,8 @@ TASKS: dict[str, Callable[[int], Task]] = {
 def find_task(name: str) -> Callable[[int], Task]:
     """The function of a task.
 
-    name: that of a task of the library, or an import path "package.module:function".
+    name: that of a task of the library, or an import path "package.module:function". A task that takes data of the
+        user's own is "chars=book.txt".
     Raises ValueError for an unknown name, and for a path that leads to no function; TypeError for what is no word.
 
     >>> find_task("digits") is digits
@@ -51,6 +54,8 @@ def find_task(name: str) -> Callable[[int], Task]:
         raise TypeError(
             f"The task came as {shown(name)}. Possible: {', '.join(TASKS)}, or your own as 'module:function'."
         )
+    if is_of_own_data(name):
+        return on_data(find_task(name.partition("=")[0]), name)
     module, colon, function = name.partition(":")
     if not colon:
         if name in TASKS:
@@ -79,6 +84,15 @@ def find_task(name: str) -> Callable[[int], Task]:
     return found  # type: ignore[no-any-return]
 
 
+def is_of_library(name: str) -> bool:
+    """Whether the name of a task is one of this library's, with data of the user's own or without.
+
+    >>> is_of_library("chars"), is_of_library("chars=book.txt"), is_of_library("mine:task")
+    (True, True, False)
+    """
+    return (name.partition("=")[0] if is_of_own_data(name) else name) in TASKS
+
+
 def add_to_path(folder: str | os.PathLike[str]) -> None:
     """Let modules of a folder be imported, behind those that can be imported already."""
     place = str(Path(folder).absolute())
@@ -94,6 +108,8 @@ def folder_of(name: str) -> str | None:
     >>> folder_of("digits") is None, folder_of("ada_loss.lab.tasks:digits") == str(Path(__file__).parents[3])
     (True, True)
     """
+    if is_of_own_data(name):
+        return None
     module = sys.modules.get(name.partition(":")[0])
     file = getattr(module, "__file__", None)
     if ":" not in name or file is None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ada_loss.lab.directions import goals_of
 from fpsim.checks import did_you_mean, require_callable, require_mapping, shown
 
-__all__ = ["Task", "accuracy", "is_pair", "trained_with", "types_of_pair"]
+__all__ = ["Task", "accuracy", "is_pair", "made_of", "trained_with", "types_of_pair"]
 
 
 # Iterables of something else than batches.
@@ -127,3 +127,16 @@ def trained_with(**options: Any) -> Callable[[Make], Make]:
         return make_task
 
     return with_options
+
+
+def made_of(argument: str) -> Callable[[Make], Make]:
+    """Let a task be made of a file or a folder of the user's own, by a name such as "chars=book.txt".
+
+    argument: of the task's function, which takes the path.
+    """
+
+    def with_argument(make_task: Make) -> Make:
+        make_task.made_of = argument  # type: ignore[attr-defined]
+        return make_task
+
+    return with_argument
