@@ -83,7 +83,8 @@ FLOORS = (
     "ada_loss.layerwise.scaled",
     "ada_loss.layerwise",
     "ada_loss.lab.errors ada_loss.lab.environment ada_loss.lab.devices ada_loss.lab.directions",
-    "ada_loss.lab.tasks.task ada_loss.lab.training.run ada_loss.lab.training.methods "
+    "ada_loss.lab.tasks.task ada_loss.lab.tasks.scenes ada_loss.lab.tasks.spread "
+    "ada_loss.lab.training.run ada_loss.lab.training.methods "
     "ada_loss.lab.training.format_schedule "
     "ada_loss.lab.training.generators ada_loss.lab.sweep.limits "
     "ada_loss.lab.sweep.lock ada_loss.lab.sweep.trust ada_loss.lab.sweep.execution ada_loss.lab.sweep.progress "
@@ -94,8 +95,10 @@ FLOORS = (
     "ada_loss.lab.studies.study",
     "ada_loss.lab.sweep.ledger",
     "ada_loss.lab.tasks.digits ada_loss.lab.tasks.chars ada_loss.lab.tasks.pictures ada_loss.lab.tasks.own_data "
+    "ada_loss.lab.tasks.image_files ada_loss.lab.tasks.phonemes "
     "ada_loss.lab.training.options "
     "ada_loss.lab.training.job ada_loss.lab.training.batches ada_loss.lab.sweep.engines",
+    "ada_loss.lab.tasks.detection ada_loss.lab.tasks.segmentation",
     "ada_loss.lab.tasks",
     "ada_loss.lab.training.steps ada_loss.lab.sweep.identity ada_loss.lab.sweep.telemetry "
     "ada_loss.lab.sweep.cell_formats",
@@ -132,6 +135,7 @@ ENTERS = {
     "numba_cuda": {"fpsim.kernels.compile"},
     "matplotlib": {"ada_loss.lab.results.figures", "ada_loss.lab.results.heat", "fpsim.pictures"},
     "scipy": {"ada_loss.lab.results.comparison", "ada_loss.lab.results.judgement"},
+    "PIL": {"ada_loss.lab.tasks.image_files"},
     "sklearn": {"ada_loss.lab.tasks.digits", "ada_loss.lab.tasks.pictures"},
     "sqlite3": {"ada_loss.lab.sweep.ledger"},
     "distributed": {"ada_loss.lab.sweep.engines"},
