@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ada_loss.files import csv_bytes, data_frame, write_atomically
 from fpsim.checks import did_you_mean, is_whole, shown
-from fpsim.rows import Rows
+from fpsim.insight.rows import Rows
 from fpsim.scaling import RoundingSpec, lost_between, rounded
 
 __all__ = ["COLUMNS", "Recorder"]
@@ -185,7 +185,7 @@ class Recorder:
             raise ValueError(
                 f"Unknown column {shown(value)}.{did_you_mean(value, numbers)} Known: {', '.join(numbers)}."
             )
-        from fpsim.pictures import plot_watch
+        from fpsim.insight.pictures import plot_watch
 
         return plot_watch(rows[::-1], value, f"{value}, role {role}")
 

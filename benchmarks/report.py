@@ -303,7 +303,7 @@ def launches(report: Report, repeats: int) -> None:
     Everything is done but the driver's cuLaunchKernel, in whose place a function gives success at once. The tensors are
     the CPU's, whose addresses take as long; for them, functions stand in for torch's current device and stream.
     """
-    import fpsim.launch as launch_file
+    import fpsim.tensors.launch as launch_file
     from fpsim.kernels.card import CudaKernel
 
     def bind(kernel: CudaKernel, device: int, stream: int = 0) -> None:

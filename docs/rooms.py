@@ -19,8 +19,6 @@ BLOCK = re.compile(r"```mermaid\n.*?```", re.DOTALL)
 PACKAGES = ("fpsim", "ada_loss")
 # Folders of rooms: each file and each folder in them is a room. Any other folder is one room.
 HOUSES = ("fpsim", "ada_loss", "ada_loss/lab")
-# One-line files that keep an import path of a notebook working.
-DOORS = ("ada_loss/lab/depth", "ada_loss/lab/plots", "ada_loss/lab/train")
 
 Arrows = dict[str, set[str]]
 
@@ -39,7 +37,7 @@ def imports() -> Arrows:
     files = modules()
 
     def home(name: str) -> str | None:
-        """The module that a full name comes from: `fpsim.formats` for `fpsim.formats.as_format`."""
+        """The module that a full name comes from: `fpsim.formats` for `fpsim.formats.floats.as_format`."""
         while name and name not in files:
             name = name.rpartition(".")[0]
         return name or None
@@ -81,8 +79,7 @@ def rooms() -> Arrows:
     arrows: Arrows = {}
     for module, targets in imports().items():
         room = room_of(module)
-        if room not in DOORS:
-            arrows.setdefault(room, set()).update({room_of(t) for t in targets} - {room, *DOORS})
+        arrows.setdefault(room, set()).update({room_of(t) for t in targets} - {room})
     return {room: targets for room, targets in arrows.items() if targets or any(room in t for t in arrows.values())}
 
 

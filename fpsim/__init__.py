@@ -5,31 +5,31 @@ from typing import TYPE_CHECKING
 from fpsim.kernels import sources as _sources  # noqa: F401  # first: it reads the files whose imports follow
 
 # isort: split
-from fpsim.accumulators import Accumulator, as_accumulator
-from fpsim.blocks import BLOCKS, BlockFormat, Delayed, as_format
-from fpsim.codes import decode, encode
-from fpsim.compare import Comparison, compare
-from fpsim.diagnose import Diagnosis, diagnose
 from fpsim.emulation import emulate
-from fpsim.fixed_point import FixedPoint
-from fpsim.formats import CATALOGUE, FloatFormat
-from fpsim.gemm import matmul
-from fpsim.hadamard import Hadamard, hadamard
-from fpsim.last_layers import last_layers
-from fpsim.model import dequantize, quantize, round_parameters_, set_policy
-from fpsim.noise import manual_seed, noise_of_torch
-from fpsim.ops import Rounder, round_to, round_to_
-from fpsim.policy import ROLES, FormatLike, Policy
-from fpsim.products import Operand, Products
-from fpsim.recipes import RECIPE_PREFIX, recipe, recipes
-from fpsim.recording import Recording, record
-from fpsim.scaling_state import load_scaling_state, scaling_state, set_scaling_group
-from fpsim.sensitivity import Sensitivity, sensitivity
-from fpsim.summary import summary
-from fpsim.tally import Tally, tally
-from fpsim.warm import warm_up
-from fpsim.watch import Watch, watch
-from fpsim.why import Why, why
+from fpsim.formats.blocks import BLOCKS, BlockFormat, Delayed, as_format
+from fpsim.formats.fixed_point import FixedPoint
+from fpsim.formats.floats import CATALOGUE, FloatFormat
+from fpsim.insight.compare import Comparison, compare
+from fpsim.insight.diagnose import Diagnosis, diagnose
+from fpsim.insight.last_layers import last_layers
+from fpsim.insight.recording import Recording, record
+from fpsim.insight.sensitivity import Sensitivity, sensitivity
+from fpsim.insight.summary import summary
+from fpsim.insight.watch import Watch, watch
+from fpsim.insight.why import Why, why
+from fpsim.models.quantize import dequantize, quantize, round_parameters_, set_policy
+from fpsim.models.scaling_state import load_scaling_state, scaling_state, set_scaling_group
+from fpsim.policies.policy import ROLES, FormatLike, Policy
+from fpsim.policies.products import Operand, Products
+from fpsim.policies.recipes import RECIPE_PREFIX, recipe, recipes
+from fpsim.tensors.accumulators import Accumulator, as_accumulator
+from fpsim.tensors.codes import decode, encode
+from fpsim.tensors.gemm import matmul
+from fpsim.tensors.hadamard import Hadamard, hadamard
+from fpsim.tensors.noise import manual_seed, noise_of_torch
+from fpsim.tensors.ops import Rounder, round_to, round_to_
+from fpsim.tensors.tally import Tally, tally
+from fpsim.tensors.warm import warm_up
 
 __all__ = [
     "BLOCKS",

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fpsim.verify import verify
-from fpsim.why import why
+from fpsim.insight.why import why
+from fpsim.tensors.verify import verify
 
 _NAMES: dict[str, tuple[Callable[[Any], bool], str]] = {  # of `why`, which a script may define
     "optimizer": (lambda x: isinstance(x, torch.optim.Optimizer), "a torch.optim.Optimizer"),

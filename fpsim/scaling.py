@@ -5,17 +5,11 @@
 
 from __future__ import annotations
 
-from fpsim.autograd import round_differentiably
-from fpsim.blocks import BlockFormat
 from fpsim.border import require_optimizer, require_seed
 from fpsim.emulation.marks import is_rounded_at, mark_rounded
 from fpsim.emulation.scope import Scaling
-from fpsim.launch import round_fitting_, round_memory_, rounded
-from fpsim.model import listeners
-from fpsim.moments import amax_of, binades, keep_memory_of, memory_of, moments_of, on_device
-from fpsim.policy import FEW_BITS, Policy, as_policy
-from fpsim.spec import RoundingSpec, log2_scale_limits
-from fpsim.statistics import (
+from fpsim.formats.blocks import BlockFormat
+from fpsim.kernels.statistics import (
     AMAX,
     AMIN,
     COUNT,
@@ -28,7 +22,13 @@ from fpsim.statistics import (
     NONZERO,
     Moments,
 )
-from fpsim.tally import lost_between
+from fpsim.models.quantize import listeners
+from fpsim.policies.policy import FEW_BITS, Policy, as_policy
+from fpsim.tensors.autograd import round_differentiably
+from fpsim.tensors.launch import round_fitting_, round_memory_, rounded
+from fpsim.tensors.moments import amax_of, binades, keep_memory_of, memory_of, moments_of, on_device
+from fpsim.tensors.spec import RoundingSpec, log2_scale_limits
+from fpsim.tensors.tally import lost_between
 from fpsim.torch_internals import current_graph_task
 from fpsim.undoing import Exit
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 import fpsim
-from fpsim.formats import SPECIALS
+from fpsim.formats.floats import SPECIALS
 
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd", "stochastic")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -1,7 +1,7 @@
 """How many planted causes `why` names, and how many of its remedies work: `python tests/planted_counts.py [--every N]`.
 
 Prints each case that is not right, then the counts that docs/diagnose.md has: of the causes, of the controls in which
-nothing is wrong, of those written apart and of those told in forums; and how often a step was run.
+nothing is wrong, of those told in forums, of posts and of whole loops; and how often a step was run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from planted_cases import CAUSES, cases
 from planted_controls import CONTROLS, controls
 from planted_forum import FORTY
+from planted_loops import FAILING, HEALTHY
 from planted_models import Planted
 from planted_posts import POSTS
 from planted_remedies import is_cured
@@ -75,11 +76,12 @@ def count(every: int) -> Counts:
         found = Planted(model, fmt, CONTROLS[name][0]).why()
         counts.add("controls", found.cause is None, " ".join(case), found)
         counts.add_runs(found)
-    for name, all_told in (("forums", FORTY), ("posts", POSTS)):
+    for name, all_told in (("forums", FORTY), ("posts", POSTS), ("loops", FAILING), ("healthy loops", HEALTHY)):
         for told in all_told[::every]:
             planted = told()
-            found = fpsim.why(planted.model, planted.step, planted.optimizer)
-            counts.add(name, planted.is_named_by(found), told.__name__, found)
+            found = fpsim.why(planted.model, planted.step, planted.optimizer, planted.scaler)
+            is_right = planted.is_named_by(found) if name != "healthy loops" else found.cause is None
+            counts.add(name, is_right, told.__name__, found)
             counts.add_runs(found)
     return counts
 
@@ -95,6 +97,8 @@ def main() -> None:
     print(f"controls: nothing is named in {total['controls right']} of {total['controls']}")
     print(f"forums: {total['forums right']} of {total['forums']} are named right")
     print(f"posts: {total['posts right']} of {total['posts']} are named right")
+    print(f"loops: {total['loops right']} of {total['loops']} are named right")
+    print(f"healthy loops: nothing is named in {total['healthy loops right']} of {total['healthy loops']}")
     print(f"remedies printed as tried: {total['remedies right']} of {total['remedies']} work when applied")
     print(f"cases with one or more tried remedies: {total['with a tried remedy']}")
     for name, words in (("before", "where it speaks before"), ("compared", "where it reaches")):

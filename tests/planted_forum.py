@@ -1,6 +1,6 @@
 """Forty failures as they are told in forums, with the answer written beside each before `why` was asked.
 
-Written in one sitting from general knowledge, without a look at `fpsim/reasons` or at the other planted cases. An
+Written in one sitting from general knowledge, without a look at `fpsim/insight/reasons` or the other planted cases. An
 answer is three patterns: `place` (a whole module or parameter), `role` and `kind` (in the first ten lines). Asked once:
 39 of 40 were right. The one that was silent, `pure_bf16_at_a_small_learning_rate`, was mended. Two patterns got a word
 that the text uses for the same thing ("activation" and "root of a negative number", "overflow").

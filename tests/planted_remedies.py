@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from planted_models import Planted
+from planted_step import Planted as Told
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -15,7 +16,7 @@ import fpsim
 
 LOW = (torch.float16, torch.bfloat16)
 MOVES = frozenset(
-    "view reshape transpose permute expand contiguous unsqueeze squeeze flatten mT T __get__ getitem".split()
+    "view reshape transpose permute expand contiguous unsqueeze squeeze flatten mT T __get__ getitem float".split()
 )
 
 
@@ -65,13 +66,44 @@ class AtSites(TorchFunctionMode):
             with torch.autocast("cpu", enabled=False):
                 out = func(*args, **kwargs)
         else:
-            args = tuple(a.to(self.narrow[id(a)][1]) if id(a) in self.narrow else a for a in args)
+            args = tuple([self._narrowed(x) for x in a] if isinstance(a, list) else self._narrowed(a) for a in args)
             out = func(*args, **kwargs)
         if isinstance(out, Tensor) and out.is_floating_point():
             counts[name] = ordinal + 1
             if is_wide and out.dtype is torch.float32:
                 self.narrow[id(out)] = out, lows[0]
         return out
+
+    def _narrowed(self, x: Any) -> Any:
+        return x.to(self.narrow[id(x)][1]) if id(x) in self.narrow else x
+
+
+def is_cured_loop(planted: Told, found: fpsim.Why, which: int = 0) -> bool:
+    """As `is_cured`, of a whole loop: its loss is the printed one, and parameters and gradients are finite."""
+    remedy = found.tried[which]
+
+    class Scaled(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            is_start = remedy["remedy"] == "scale" and getattr(func, "__name__", "") == "backward"
+            args = (args[0] * remedy["value"], *args[1:]) if is_start else args
+            return func(*args, **(kwargs or {}))
+
+    mode: TorchFunctionMode = Scaled()
+    if remedy["remedy"] == "scale" and planted.scaler is not None:
+        planted.scaler._init_scale, mode = remedy["value"], AtSites(planted.model, [], {})
+    if remedy["remedy"] == "float32":
+        if "policy() has it" in str(found):
+            fpsim.set_policy(planted.model, found.policy())
+        else:
+            mode = AtSites(planted.model, remedy["sites"], {})
+    elif remedy["remedy"] != "scale":
+        mode = AtSites(planted.model, [], _changes(found, remedy, "fp32"))
+    with mode:
+        loss = float(planted.step())
+    same = remedy["loss"] is None or math.isclose(
+        loss, remedy["loss"], rel_tol=2**-10
+    )  # half an ulp of fp16, and twice
+    return same and math.isfinite(loss) and _is_finite(planted.model)
 
 
 def is_cured(planted: Planted, found: fpsim.Why, which: int = 0) -> bool:
@@ -140,7 +172,8 @@ def _changes(found: fpsim.Why, remedy: dict[str, Any], fmt: str) -> dict[str, An
         elif kind == "mask":
             args = (torch.where((first == -torch.inf).all(-1, keepdim=True), 0.0, first).to(first.dtype), *args[1:])
         elif kind == "slope":
-            args = (in_format(first + value), *args[1:])
+            moved = first + value if "added" in remedy["what"] else first.clamp(-1 + value, 1 - value)
+            args = (in_format(moved), *args[1:])
         return args, kwargs
 
     return dict.fromkeys(remedy["sites"], changed)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ class Planted:
     role: str
     kind: str
     optimizer: torch.optim.Optimizer | None = None
+    scaler: Any = None
 
     def is_named_by(self, found: fpsim.Why) -> bool:
         """The module of the place is told, and role and kind in the first ten lines; silence is wrong."""

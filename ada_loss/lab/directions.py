@@ -34,6 +34,7 @@ LARGER = (
     "signal_noise_ratio signal_distortion_ratio inception_score intersection_over_union io_u preserved top_1 top_5 "
     "true_positive true_negative tpr tnr positive_likelihood_ratio v_measure mutual_info rand critical_success_index "
     "dunn fowlkes_mallows_index visual_information_fidelity tschuprow "
+    "theils_u cramers_v gleu nist bleurt sari mauve elbo vif aupr pass_1 pass_5 pass_10 pass_100 pass_k per_second "
     "throughput d_2_log_loss d_2_absolute_error d_2_brier d_2_pinball d_2_tweedie"
 ).split()
 SMALLER = (
@@ -44,7 +45,8 @@ SMALLER = (
     "deep_image_structure_and_texture_similarity dists "
     "negative_likelihood_ratio misclassification regret cost underflow overflow skipped seconds "
     "latency continuous_ranked_probability_score crps disparity huber tversky log_cosh ctc total_variation "
-    "spatial_distortion_index"
+    "spatial_distortion_index spectral_distortion_index charcut runtime logcosh ece fvd fad mpjpe "
+    "word_information_lost toxicity"
 ).split()
 # These make a setting or a count of what stands beside them: a loss scale is no loss.
 OTHERS = set(
@@ -95,7 +97,7 @@ def _words(metric: str) -> list[str]:
             found += [letters.lower(), *([digits] if digits else [])]
         else:
             found += [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\dA-Z]+|\d+", part)]
-    return [word[:-1] if word.endswith("s") and word[:-1] in WORDS else word for word in found]
+    return [word[:-1] if word.endswith("s") and word not in WORDS and word[:-1] in WORDS else word for word in found]
 
 
 def _term(words: list[str], place: int) -> tuple[int, str | None]:

@@ -86,7 +86,7 @@ class ApproxRange(LayerRule):
         terms of a sum were the largest and of one sign. In formats of few bits it decides alone: in e2m1fn the scales
         are smaller by 2**8 to 2**14, and all gradients underflow.
 
-    >>> from fpsim.moments import Moments
+    >>> from fpsim.tensors.moments import Moments
     >>> g = Moments(256, 256, 0, 2.0**-40, -(2.0**-20), 2.0**-20, 2.0**-20, 2.0**-20)
     >>> w = Moments(512, 512, 0, 2.0**-12, -(2.0**-6), 2.0**-6, 2.0**-6, 2.0**-6)
     >>> round(ApproxRange().factor(g, w, 32, 6e-8, 65504.0), 3)

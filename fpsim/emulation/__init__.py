@@ -1,4 +1,4 @@
-"""The emulation of a model: the mode that sees every torch call, forward and backward."""
+"""One torch call under emulation: the mode that sees every call, forward and backward."""
 
 from fpsim.emulation.entering import emulate
 

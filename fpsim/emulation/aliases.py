@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fpsim.autograd import is_plain
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import Call
 from fpsim.emulation.marks import (
-    WIDE,
     format_of,
     is_made_here,
+    is_marked_wide,
     is_roundable,
     is_state,
     is_view_of_weight,
@@ -35,8 +34,9 @@ from fpsim.emulation.marks import (
     writes_to,
 )
 from fpsim.emulation.operands import Rounds
-from fpsim.expressions import round_here_
-from fpsim.spec import RoundingSpec
+from fpsim.tensors.autograd import is_plain
+from fpsim.tensors.expressions import round_here_
+from fpsim.tensors.spec import RoundingSpec
 from fpsim.torch_internals import is_traced, share_storage
 
 __all__ = [
@@ -157,7 +157,7 @@ def view_from_outside(
     NotImplemented for what is no such view: the call makes a copy, or the tensor cannot be looked into.
     """
     x, aliases = args[0], emulation.aliases
-    if not is_roundable(x) or format_of(x) == WIDE or not (is_plain(x) or is_traced(x)):
+    if not is_roundable(x) or is_marked_wide(x) or not (is_plain(x) or is_traced(x)):
         return NotImplemented
     alias = aliases.of(x)
     base = x if alias is None else alias.base

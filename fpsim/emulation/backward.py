@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fpsim.autograd import is_plain, round_differentiably
 from fpsim.emulation.marks import is_rounded_at, mark_of, mark_rounded
 from fpsim.emulation.scope import Observer, Scope
-from fpsim.expressions import round_traced
-from fpsim.launch import round_memory_, rounded, to_float64
-from fpsim.spec import RoundingSpec, container_width
+from fpsim.tensors.autograd import is_plain, round_differentiably
+from fpsim.tensors.expressions import round_traced
+from fpsim.tensors.launch import round_memory_, rounded, to_float64
+from fpsim.tensors.spec import RoundingSpec, container_width
 from fpsim.torch_internals import has_no_holes, is_held_by_autograd_alone, is_legacy_batched, is_traced
 
 __all__ = ["BackwardRounding"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -49,6 +50,8 @@ FACTORIES_LIKE = frozenset(
 WIDE_DTYPES = (torch.float32, torch.float64)
 _WIDE_TYPES = ("FloatTensor", "DoubleTensor")  # what a dtype was called before there were dtypes
 _HOME = os.path.join(Path(torch.__file__).parent, "")  # not torchvision's, nor torch_geometric's
+# The package of the modes. Not all of fpsim: `forwards` calls modules, and what calls it may be torch's sharding.
+_MODES = os.path.join(sys.modules[__package__].__path__[0], "")
 _MACHINERY = ("autograd", "distributed", "export", "fx", "func", "optim", "overrides.py", "utils")
 _SHARDING = os.path.join(_HOME, "distributed", "")
 
@@ -118,8 +121,8 @@ def is_of_machinery(file: str) -> bool:
 
 @cache
 def _is_between(file: str) -> bool:
-    """Whether a frame lies between the user's call and the mode: ours, or torch's own wrapping."""
-    return file.startswith(_HOME) or Path(file).parent == Path(__file__).parent
+    """Whether a frame lies between the user's call and the mode: that of a mode of ours, or torch's own wrapping."""
+    return file.startswith((_HOME, _MODES))
 
 
 def autocast_depth() -> int:

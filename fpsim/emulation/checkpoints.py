@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fpsim.emulation.marks import format_of, is_view_of_weight, mark_as_view_of_weight, mark_like
 from fpsim.emulation.scope import active
-from fpsim.noise import noise_state, replay_noise
+from fpsim.tensors.noise import noise_state, replay_noise
 from fpsim.torch_internals import wrap_checkpoints
 from fpsim.undoing import Undo, undone
 

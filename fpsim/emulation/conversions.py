@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpsim.blocks import Element
 from fpsim.emulation.aliases import Alias, note_write, spec_of_memory, write_outside
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import Action, Call
 from fpsim.emulation.casts import WIDE_DTYPES, asks_for_float32, dtype_in, is_of_machinery
-from fpsim.emulation.marks import WIDE, format_of, is_made_here, is_roundable, is_state, mark, unmark
+from fpsim.emulation.marks import is_made_here, is_marked_wide, is_roundable, is_state, mark, unmark
 from fpsim.emulation.operands import Rounds, leaves_float32
-from fpsim.launch import rounded
-from fpsim.spec import rounding_spec
+from fpsim.formats.blocks import Element
+from fpsim.tensors.launch import rounded
+from fpsim.tensors.spec import rounding_spec
 from fpsim.torch_internals import base_of
 
 __all__ = [
@@ -68,7 +68,9 @@ def dtype_of(emulation: Any, frame: Any, x: Tensor) -> torch.dtype:
     frame: of the mode; behind it is whoever reads the attribute.
     """
     found, name = x.dtype, emulation.scope.dtype
-    if name is None or found is not torch.float32 or not emulation.has_names or format_of(x) == WIDE:
+    if name is None or found is not torch.float32 or not emulation.has_names:
+        return found
+    if emulation.has_wide and is_marked_wide(x):
         return found
     if frame is not None and frame.f_back is not None and is_of_machinery(frame.f_back.f_code.co_filename):
         return found
@@ -118,7 +120,7 @@ def result_type(emulation: Any, func: Callable[..., Any], args: tuple[Any, ...],
     def standing_for(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        is_narrow = x.dtype is torch.float32 and emulation.has_names and format_of(x) != WIDE
+        is_narrow = x.dtype is torch.float32 and emulation.has_names and not is_marked_wide(x)
         name = emulation.scope.dtype if is_narrow else None
         return torch.empty([1] * x.dim(), dtype=name or x.dtype, device="meta")
 
@@ -146,7 +148,7 @@ def cast(
         return call(func, args, kwargs)  # the format is float32: a copy would change the order of gradients' sums
     x = args[0]
     like = next((y for y in (*args[1:], *kwargs.values()) if isinstance(y, Tensor)), None)
-    if call.name in ("float", "double") or asked is Asked.WIDE or (like is not None and format_of(like) == WIDE):
+    if call.name in ("float", "double") or asked is Asked.WIDE or (like is not None and is_marked_wide(like)):
         is_wide = True
     else:
         is_wide = asked is Asked.NOTHING and like is None and asks_for_float32(func, call.name, args, kwargs)
@@ -163,16 +165,16 @@ def cast(
         emulation.carry_marks(out, [x], None, None)  # to another device
         return out
     if is_wide:
-        if format_of(x) != WIDE or out is not x:
+        if not is_marked_wide(x) or out is not x:
             out = out.clone() if out is args[0] or out is x else out  # its mark is its own
             emulation.mark_wide(out)
         return out
     if out.dtype not in WIDE_DTYPES:
         return out
-    if stays and out is x and format_of(x) != WIDE:
+    if stays and out is x and not is_marked_wide(x):
         emulation.prepare_target(x)
         return x
-    result = emulation.new_operand(out) if format_of(out) == WIDE else emulation.operand(out, Rounds.ALL)
+    result = emulation.new_operand(out) if is_marked_wide(out) else emulation.operand(out, Rounds.ALL)
     if x is not args[0] and out is x and not is_made_here(args[0]):
         emulation.aliases.add(result, Alias(args[0], own=partial(_itself, args[0])))
     return result
@@ -184,7 +186,7 @@ def _itself(x: Tensor) -> Tensor:
 
 def _name_of_dtype(emulation: Any, func: Callable[..., Any], x: Tensor) -> Any:
     found, name = func(x), emulation.scope.dtype
-    is_narrow = name is not None and emulation.has_names and found == "torch.FloatTensor" and format_of(x) != WIDE
+    is_narrow = name is not None and emulation.has_names and found == "torch.FloatTensor" and not is_marked_wide(x)
     return _TYPES[name] if is_narrow else found
 
 
@@ -199,7 +201,7 @@ def make(
     if not isinstance(out, Tensor) or not is_roundable(out):
         return out
     if isinstance(kwargs.get("out"), Tensor):
-        return out if format_of(out) == WIDE else emulation.round_result(out, call, (), [], out)
+        return out if is_marked_wide(out) else emulation.round_result(out, call, (), [], out)
     others = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
     if any(out is x for x in others):  # torch.as_tensor(x, dtype=...)
         return out if dtype_in(args, kwargs) is None else cast(emulation, Tensor.to, call, args, kwargs, asked)
@@ -208,9 +210,9 @@ def make(
     elif dtype_in(args, kwargs) is not None:
         is_wide = asks_for_float32(func, call.name, args, kwargs)
     elif call.action is Action.LIKE:
-        is_wide = any(format_of(x) == WIDE for x in others)
+        is_wide = any(is_marked_wide(x) for x in others)
     else:
-        is_wide = not others or any(format_of(x) == WIDE for x in others)
+        is_wide = not others or any(is_marked_wide(x) for x in others)
     if is_wide:
         emulation.mark_wide(out)
         return out
@@ -226,7 +228,7 @@ def fill(emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, 
     x = args[0] if args else next((y for y in kwargs.values() if isinstance(y, Tensor)), None)
     if not isinstance(x, Tensor) or isinstance(x, nn.Parameter):
         return call(func, args, kwargs)
-    is_wide = format_of(x) == WIDE
+    is_wide = is_marked_wide(x)
     out = call(func, args, kwargs)
     if not is_wide and is_roundable(x):
         emulation.round_result(x, call, (), [], x)
@@ -241,7 +243,7 @@ def set_data(
     out = call(func, args, kwargs)
     if other is not None and not isinstance(x, nn.Parameter):
         unmark(x)
-        if format_of(other) == WIDE:
+        if is_marked_wide(other):
             emulation.mark_wide(x)
     emulation.forget_operands()
     return out
@@ -259,7 +261,7 @@ def for_each(
         for i in range(len(first)):
             for_each(emulation, func, call, *_of_one(i, args, kwargs))
         return [*first]
-    known = [(x, is_made_here(x) and is_roundable(x), format_of(x) == WIDE) for x in first]
+    known = [(x, is_made_here(x) and is_roundable(x), is_marked_wide(x)) for x in first]
     if all(is_ours for _, is_ours, _ in known):
         args = (first, *(emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for y in args[1:]))
         kwargs = {name: emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for name, y in kwargs.items()}
@@ -292,7 +294,7 @@ def _in_place(
 ) -> None:
     """What is written to one tensor of a list."""
 
-    is_wide, is_stored = format_of(x) == WIDE, emulation.is_stored(x)
+    is_wide, is_stored = is_marked_wide(x), emulation.is_stored(x)
     spec = spec_of_memory(emulation, x) if is_stored else emulation.scope.specs.activation
     is_rounded = not is_wide and spec is not None and (is_stored or (is_made_here(x) and is_roundable(x)))
     takes_number = is_rounded and call.name == "_foreach_mul_" and type(others[0]) is float

@@ -17,8 +17,8 @@ from fpsim.emulation.marks import note_inference_write
 from fpsim.emulation.mode import Emulation
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.emulation.steps import watch_steps
-from fpsim.policy import FormatLike
-from fpsim.recipes import as_policy_of
+from fpsim.policies.policy import FormatLike
+from fpsim.policies.recipes import as_policy_of
 from fpsim.torch_internals import current_graph_task
 from fpsim.torch_modes import keeps_grad_mode, modes, push_mode, take_off
 from fpsim.undoing import Block, Undo

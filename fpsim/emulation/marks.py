@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpsim.spec import FLOATING, RoundingSpec
+from fpsim.tensors.spec import FLOATING, RoundingSpec
 from fpsim.torch_internals import base_of, version_of
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "format_of",
     "is_leaf",
     "is_made_here",
+    "is_marked_wide",
     "is_roundable",
     "is_rounded_at",
     "is_seen_from_outside",
@@ -148,6 +149,12 @@ def mark_wide(x: Tensor) -> None:
     global _has_wide
     _has_wide = True
     x._fpsim = (WIDE, 0, None, True)  # type: ignore[attr-defined]
+
+
+def is_marked_wide(x: Tensor) -> bool:
+    """Whether `x` is float32 on purpose."""
+    found = getattr(x, "_fpsim", None)
+    return bool(found and found[0] == WIDE)
 
 
 def was_any_made_wide() -> bool:

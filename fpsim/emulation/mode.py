@@ -38,7 +38,7 @@ from fpsim.emulation.conversions import (
     result_type,
     set_data,
 )
-from fpsim.emulation.marks import WIDE, format_of, is_made_here, is_roundable, is_state, mark, unmark
+from fpsim.emulation.marks import WIDE, format_of, is_made_here, is_marked_wide, is_roundable, is_state, mark, unmark
 from fpsim.emulation.operands import Rounds, leaves_float32
 from fpsim.emulation.packing import packed_afterwards
 from fpsim.emulation.product_calls import CALLS, compute_products
@@ -47,7 +47,7 @@ from fpsim.emulation.roundings import Roundings
 from fpsim.emulation.scaled_masks import keep_masks, masks_to_scale
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.emulation.steps import Step
-from fpsim.spec import rounding_spec
+from fpsim.tensors.spec import rounding_spec
 from fpsim.torch_internals import base_of, blind_to_modes, has_history
 from fpsim.torch_modes import hooks_of_saved_tensors
 
@@ -77,7 +77,7 @@ def _as_numbers(x: Any) -> Any:
 
 
 def _is_wide(x: Any) -> bool:
-    return isinstance(x, Tensor) and is_roundable(x) and format_of(x) == WIDE
+    return isinstance(x, Tensor) and is_roundable(x) and is_marked_wide(x)
 
 
 FLOAT32 = rounding_spec("fp32")  # what an observer is told of a result that is float32 on purpose
@@ -202,7 +202,7 @@ class Emulation(Roundings, TorchFunctionMode):
     def is_stored(self, x: Tensor) -> bool:
         """Whether `x` is a parameter or a buffer, or lies in the memory of something from outside."""
         is_master = is_state(x) or isinstance(x, nn.Parameter) or id(x) in self.scope.weights
-        return (is_master or self.aliases.of(x) is not None) and format_of(x) != WIDE
+        return (is_master or self.aliases.of(x) is not None) and not is_marked_wide(x)
 
     def compute(
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
@@ -284,7 +284,7 @@ class Emulation(Roundings, TorchFunctionMode):
         if self.is_stored(given):
             written_outside(self, given)
             return out
-        was_wide = format_of(given) == WIDE
+        was_wide = is_marked_wide(given)
         if was_wide and is_wide:
             return out
         result = self.round_results(out, call, operands, floats, given)
@@ -344,7 +344,7 @@ class Emulation(Roundings, TorchFunctionMode):
         if not self.has_wide:
             return False
         if isinstance(target, Tensor) and kwargs.get("out") is not target:
-            return format_of(target) == WIDE
+            return is_marked_wide(target)
         kwargs = {name: x for name, x in kwargs.items() if name != "out"} if "out" in kwargs else kwargs
         if call.shape_alone_of_others:
             args, kwargs = args[:1], {}
@@ -356,9 +356,9 @@ class Emulation(Roundings, TorchFunctionMode):
         if not tensors:
             return False
         if call.name in NARROWING and not any(x.is_complex() for x in tensors):
-            return all(format_of(x) == WIDE for x in tensors)
+            return all(is_marked_wide(x) for x in tensors)
         dimensions = max(x.dim() for x in tensors)
-        return any(format_of(x) == WIDE for x in tensors if x.dim() or not dimensions)
+        return any(is_marked_wide(x) for x in tensors if x.dim() or not dimensions)
 
     def _let_results_be_wide(self, out: Any, call: Call) -> None:
         """These results are float32 on purpose: they are not rounded, nor are their gradients."""

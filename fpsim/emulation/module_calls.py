@@ -3,7 +3,7 @@
 Hooks will not do: torch calls a forward hook after an error, and not after a KeyboardInterrupt.
 """
 
-# In this folder, because `casts` looks for the code that called past the frames of this folder.
+# In this package, for `casts` looks for the code that called past the frames of the package.
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fpsim.emulation.marks import WIDE, is_made_here
-from fpsim.policy import RoleSpecs
+from fpsim.policies.policy import RoleSpecs
 
 __all__ = ["Rounds", "leaves_float32"]
 

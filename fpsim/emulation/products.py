@@ -10,26 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpsim.accumulators import Accumulator
-from fpsim.autograd import is_plain
-from fpsim.block_autograd import round_blocks_traced
-from fpsim.blocks import BlockFormat, Delayed
 from fpsim.emulation.accumulated import in_matrices
 from fpsim.emulation.arguments import tensors_in, typed_in
 from fpsim.emulation.calls import LOOK_UPS, Action, Call
 from fpsim.emulation.forms import Form, Side
 from fpsim.emulation.marks import is_roundable, is_view_of_weight, mark_as_view_of_weight
 from fpsim.emulation.scope import Observer, Scope
-from fpsim.expressions import round_traced
-from fpsim.gemm import accumulate, apply_accumulate_operator
-from fpsim.hadamard import Hadamard, apply_hadamard_operator, padded_to_groups, require_groups, transformed
-from fpsim.launch import rounded, to_float64
-from fpsim.moments import amax_of
-from fpsim.noise import new_key_for, new_traceable_key
-from fpsim.products import PRODUCTS, Operand, ProductSpecs
-from fpsim.shared_scales import Cut, rounded_blocks
-from fpsim.spec import FLOATING, BlockSpec, RoundingSpec, Spec
-from fpsim.statistics import AMAX
+from fpsim.formats.blocks import BlockFormat, Delayed
+from fpsim.kernels.statistics import AMAX
+from fpsim.policies.products import PRODUCTS, Operand, ProductSpecs
+from fpsim.tensors.accumulators import Accumulator
+from fpsim.tensors.autograd import is_plain
+from fpsim.tensors.block_autograd import round_blocks_traced
+from fpsim.tensors.expressions import round_traced
+from fpsim.tensors.gemm import accumulate, apply_accumulate_operator
+from fpsim.tensors.hadamard import Hadamard, apply_hadamard_operator, padded_to_groups, require_groups, transformed
+from fpsim.tensors.launch import rounded, to_float64
+from fpsim.tensors.moments import amax_of
+from fpsim.tensors.noise import new_key_for, new_traceable_key
+from fpsim.tensors.shared_scales import Cut, rounded_blocks
+from fpsim.tensors.spec import FLOATING, BlockSpec, RoundingSpec, Spec
 from fpsim.torch_internals import is_legacy_batched, is_traced
 
 __all__ = ["ProductCall", "note_views_of_weights", "weights_among"]

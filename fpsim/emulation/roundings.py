@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fpsim.autograd import is_plain, straight_through
 from fpsim.emulation.aliases import Aliases
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.backward import BackwardRounding
@@ -28,9 +27,10 @@ from fpsim.emulation.marks import (
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.products import ProductCall
 from fpsim.emulation.scope import Scope
-from fpsim.expressions import round_here_
-from fpsim.launch import round_memory_
-from fpsim.spec import RoundingSpec
+from fpsim.tensors.autograd import is_plain, straight_through
+from fpsim.tensors.expressions import round_here_
+from fpsim.tensors.launch import round_memory_
+from fpsim.tensors.spec import RoundingSpec
 from fpsim.torch_internals import base_of, calibrate_holders, has_history, is_traced, share_storage
 from fpsim.torch_modes import has_transform, memory_behind
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpsim.autograd import is_plain
 from fpsim.emulation.casts import WIDE_DTYPES
 from fpsim.emulation.marks import is_roundable
-from fpsim.moments import amax_of
-from fpsim.spec import RoundingSpec
-from fpsim.statistics import AMAX
+from fpsim.kernels.statistics import AMAX
+from fpsim.tensors.autograd import is_plain
+from fpsim.tensors.moments import amax_of
+from fpsim.tensors.spec import RoundingSpec
 from fpsim.torch_internals import is_traced
 
 __all__ = ["keep_masks", "masks_to_scale"]

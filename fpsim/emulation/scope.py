@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fpsim.delayed import Histories
-from fpsim.policy import Policy, RoleSpecs
-from fpsim.products import Products
-from fpsim.shared_scales import Cut
-from fpsim.spec import RoundingSpec, Spec
+from fpsim.policies.delayed import Histories
+from fpsim.policies.policy import Policy, RoleSpecs
+from fpsim.policies.products import Products
+from fpsim.tensors.shared_scales import Cut
+from fpsim.tensors.spec import RoundingSpec, Spec
 
 __all__ = ["NO_SPECS", "Listeners", "Observer", "Scaling", "Scope", "active", "make_scope"]
 

@@ -3,7 +3,7 @@
 It sees a plain model, one under autocast, and a quantised one, and changes none of their numbers.
 """
 
-# In this folder, because `casts` looks for the code that called past the frames of this folder.
+# In this package, for `casts` looks for the code that called past the frames of the package.
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fpsim.emulation.calls import LOOK_UPS, Action, Call, call_of
 from fpsim.emulation.entering import run_entered, take_off_leftovers
 from fpsim.emulation.module_calls import Around, around_calls, not_around_calls, who_is_around
 from fpsim.emulation.scope import Listeners, make_scope
-from fpsim.policy import Policy
+from fpsim.policies.policy import Policy
 from fpsim.torch_internals import is_compiled_wrapper
 from fpsim.torch_modes import hooked, push_mode, take_off, without_torch_function
 from fpsim.undoing import Undo, undone

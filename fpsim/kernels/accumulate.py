@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fpsim.deferred import carray, njit
 from fpsim.kernels.compile import cuda_module, pointer, stack_array
+from fpsim.kernels.core import draws_noise
+from fpsim.kernels.deferred import carray, njit
 from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.round import key_words
 from fpsim.kernels.sums import (
@@ -26,7 +27,6 @@ from fpsim.kernels.sums import (
     sum_noise,
     widen,
 )
-from fpsim.rounding import draws_noise
 
 if TYPE_CHECKING:
     from fpsim.kernels.card import CudaKernel

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from fpsim.deferred import carray, njit
 from fpsim.kernels.blocks import (
     GAINED,
     PARAMETERS,
@@ -25,10 +24,11 @@ from fpsim.kernels.blocks import (
     make_tensor_scale,
 )
 from fpsim.kernels.compile import pointer, stack_array
+from fpsim.kernels.core import draws_noise
+from fpsim.kernels.deferred import carray, njit
 from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.round import exchange_halves, fill_noise, noise_words
 from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES
-from fpsim.rounding import draws_noise
 
 LANES = 256  # neighbours in memory that are rounded side by side; fewer where a block is long, to stay in the cache
 LONG_BLOCK, LANES_OF_LONG = 128, 64

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from fpsim.deferred import carray, njit
 from fpsim.kernels.block_loops import place_of
 from fpsim.kernels.blocks import (
     DIVIDED,
@@ -34,8 +33,9 @@ from fpsim.kernels.compile import (
     pointer,
 )
 from fpsim.kernels.containers import widened
+from fpsim.kernels.deferred import carray, njit
 from fpsim.kernels.native import Loop, compiled_loop
-from fpsim.statistics import (
+from fpsim.kernels.statistics import (
     BLOCK_FIELDS,
     BLOCK_SATURATED,
     BLOCK_SUBNORMAL,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fpsim.deferred import njit
 from fpsim.kernels.block_loops import element_noise, place_of
 from fpsim.kernels.block_tally import end_of_range, make_facts
 from fpsim.kernels.blocks import (
@@ -26,9 +25,10 @@ from fpsim.kernels.blocks import (
     make_tensor_scale,
 )
 from fpsim.kernels.compile import CUDA_THREADS, cuda_module
+from fpsim.kernels.core import draws_noise
+from fpsim.kernels.deferred import njit
 from fpsim.kernels.round import key_words
-from fpsim.rounding import draws_noise
-from fpsim.statistics import (
+from fpsim.kernels.statistics import (
     BLOCK_FIELDS,
     BLOCK_SATURATED,
     BLOCK_SUBNORMAL,

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fpsim.deferred import njit
 from fpsim.kernels.compile import float32_bits, float32_of
-from fpsim.rounding import leading_zeros, make_at_scale, make_round
+from fpsim.kernels.core import leading_zeros, make_at_scale, make_round
+from fpsim.kernels.deferred import njit
 
 # How a scale follows from amax. It selects the code that is compiled.
-POWER = 0  # a power of two, see SCALE_RULES in fpsim.blocks
+POWER = 0  # a power of two, see SCALE_RULES in fpsim.formats.blocks
 GAINED = 1  # a power of two, and elements are rounded at a multiple of their size
 DIVIDED = 2  # largest / amax in float32, by which elements are multiplied
 NARROW = 3  # amax / largest in a format of its own, beneath a float32 for the tensor

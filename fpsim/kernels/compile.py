@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fpsim.checks import pip_install
-from fpsim.deferred import Deferred, carray, intrinsic, njit
+from fpsim.kernels.deferred import Deferred, carray, intrinsic, njit
 
 ENTRY = "fpsim_entry"  # the name of a loop in its object code: a function (self, arguments, count) as Python calls it
 FUNCTIONS = {  # of Python that it calls: what they give, and what they take

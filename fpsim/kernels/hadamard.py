@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fpsim.deferred import carray, njit
 from fpsim.kernels.compile import CUDA_THREADS, cuda_module, pointer, stack_array
+from fpsim.kernels.deferred import carray, njit
 from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.round import key_words
 from fpsim.kernels.threefry import NOISE_ROUNDS, threefry

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fpsim import rounding
-from fpsim.deferred import carray, njit
+from fpsim.kernels import core as rounding
 from fpsim.kernels.compile import (
     CUDA_THREADS,
     cuda_module,
@@ -20,8 +19,9 @@ from fpsim.kernels.compile import (
     pointer,
 )
 from fpsim.kernels.containers import UNIT, make_value
+from fpsim.kernels.deferred import carray, njit
 from fpsim.kernels.native import Loop, compiled_loop
-from fpsim.statistics import (
+from fpsim.kernels.statistics import (
     AMAX,
     AMIN,
     COUNT,

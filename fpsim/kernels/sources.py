@@ -11,12 +11,8 @@ from pathlib import Path
 
 __all__ = ["SOURCES", "digest_of_imported", "have_changed"]
 
-_KERNELS = Path(__file__).parent
 # Every file whose code or constants are compiled in.
-SOURCES = (
-    *sorted(_KERNELS.glob("*.py")),
-    *(_KERNELS.parent / name for name in ("deferred.py", "rounding.py", "statistics.py")),
-)
+SOURCES = tuple(sorted(Path(__file__).parent.glob("*.py")))
 
 
 def _digest() -> bytes:

@@ -1,6 +1,6 @@
 """What one step of a sum means: an exact product, an exact sum, and one rounding of it. For the CPU and CUDA alike.
 
-Numbers are float64, roundings are `rounding.make_round` on their patterns. Why that is exact:
+Numbers are float64, roundings are `core.make_round` on their patterns. Why that is exact:
 
 - Operands are float32, of 24 significant bits: their product has at most 48 and lies between 2**-298 and 2**256, so
   that a float64 (53 bits, normal from 2**-1022) holds it exactly. A compiler that contracts the product and the
@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 
-from fpsim.deferred import njit
 from fpsim.kernels.compile import float64_bits, float64_of_bits
 from fpsim.kernels.containers import narrowed, widened
+from fpsim.kernels.core import draws_noise, make_round, shift_left
+from fpsim.kernels.deferred import njit
 from fpsim.kernels.threefry import NOISE_ROUNDS, threefry
-from fpsim.rounding import draws_noise, make_round, shift_left
 
 EXACT = -1  # in the place of a rule: no rounding
 

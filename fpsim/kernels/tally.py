@@ -7,12 +7,12 @@ from functools import cache
 
 import numpy as np
 
-from fpsim import rounding
-from fpsim.deferred import carray, njit
+from fpsim.kernels import core as rounding
 from fpsim.kernels.compile import float64_bits, float64_of_bits, pointer
 from fpsim.kernels.containers import make_limit, widened
+from fpsim.kernels.deferred import carray, njit
 from fpsim.kernels.native import Loop, compiled_loop
-from fpsim.statistics import (
+from fpsim.kernels.statistics import (
     EXPONENT_FIELDS,
     LOST_COUNTS,
     LOST_TO_OVERFLOW,

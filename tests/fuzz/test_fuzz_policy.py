@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fpsim
-from fpsim.policy import ROLES
+from fpsim.policies.policy import ROLES
 
 MODEL = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ada_loss.lab.results.figures import COLOURS, DASHES, colour, ink, plain
-from fpsim.pictures import new_picture
+from fpsim.insight.pictures import new_picture
 
 __all__ = ["plot_curves", "plot_differences", "plot_front"]
 

@@ -14,7 +14,7 @@ from ada_loss.files import data_frame
 from ada_loss.lab.results.results import StoredResults, telling_axes
 from ada_loss.lab.sweep.telemetry import curves_of
 from fpsim.checks import did_you_mean, is_whole, shown
-from fpsim.rows import Rows
+from fpsim.insight.rows import Rows
 
 __all__ = ["Curve", "Curves", "curves"]
 

@@ -15,7 +15,7 @@ import numpy as np
 import fpsim
 from ada_loss.lab.training.run import tallied
 from fpsim.checks import pip_install
-from fpsim.pictures import apart_from_pyplot, new_picture
+from fpsim.insight.pictures import apart_from_pyplot, new_picture
 
 try:
     from matplotlib import rc_context, rcParams

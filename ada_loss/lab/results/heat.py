@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ada_loss.lab.results.figures import LETTERS_AN_INCH, ink, plain
 from fpsim.checks import pip_install
-from fpsim.pictures import new_picture
+from fpsim.insight.pictures import new_picture
 
 try:
     from matplotlib import colormaps

@@ -30,7 +30,7 @@ from ada_loss.lab.results.table import Table
 from ada_loss.lab.results.verdict import verdicts
 from ada_loss.lab.sweep.cells import AXES
 from fpsim.checks import pip_install
-from fpsim.pictures import apart_from_pyplot
+from fpsim.insight.pictures import apart_from_pyplot
 
 try:
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -83,6 +83,7 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
         data=Markup(_data(cells)),
         lower=strict_json([name for name in _names(cells) if results.directions.words(name.split("/")[0])]),
         counts=results.counts,
+        to_come=results.counts["planned"] + results.counts["running"],
         diverged=sum(row["diverged"] for row in rows.values()),
         seconds=sum(row["seconds"] or 0 for row in rows.values()),
         shared=_shared(results),

@@ -22,7 +22,7 @@ from ada_loss.lab.sweep.missing import read_snapshot
 from ada_loss.lab.sweep.names import names_of, read_names
 from ada_loss.lab.sweep.telemetry import read_telemetry
 from fpsim.checks import did_you_mean, is_finite_number, require_flag, require_mapping, shown
-from fpsim.rows import Rows
+from fpsim.insight.rows import Rows
 
 __all__ = ["REASONS", "StoredResults", "read_reasons", "telling_axes"]
 

@@ -59,7 +59,7 @@ def as_text(head: str, sections: Sequence[Section], foot: str) -> str:
 
 
 def as_html(head: str, sections: Sequence[Section], foot: str) -> str:
-    """A block of HTML, for a notebook and for the report; the report brings the style."""
+    """A block of HTML, for a notebook and for the report; the report brings the style. No line ends before a %."""
     parts = [f"<p>{html.escape(head)}</p>"] if head else []
     for section in sections:
         parts.append(f'<div class="{section.kind}"><b>{html.escape(section.title)}</b><ul>')
@@ -71,7 +71,7 @@ def as_html(head: str, sections: Sequence[Section], foot: str) -> str:
             parts.append(f"<li>{'<br>'.join(said)}</li>")
         parts.append("</ul></div>")
     parts += [f"<p><small>{html.escape(foot)}</small></p>"] if foot else []
-    return f'<div class="verdict">{"".join(parts)}</div>'
+    return f'<div class="verdict">{"".join(parts)}</div>'.replace(" %", "\N{NO-BREAK SPACE}%")
 
 
 def as_latex(head: str, sections: Sequence[Section], foot: str) -> str:

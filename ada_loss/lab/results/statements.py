@@ -302,7 +302,9 @@ class Verdict:
         if one.outcome == "failed":
             parts.append(f"gave no result: {_seeds(one.failed)} failed")
         elif one.outcome == "few":
-            parts.append(f"gave too few results, {len(one.comparison.differences)} of {one.asked} seeds")
+            few = len(one.comparison.differences)
+            of = f" of {one.asked}" if few < one.asked else ""  # a sweep that goes on has not asked for the others yet
+            parts.append(f"gave too few results, {few}{of} seed{'s' * (few > 1 or bool(of))}; {LEAST_SEEDS} are needed")
         elif len(one.comparison.differences) < one.asked and one.outcome != "diverged":
             parts.append(f"over {len(one.comparison.differences)} of {one.asked} seeds")
         if one.failed and one.outcome != "failed":

@@ -37,8 +37,8 @@ from ada_loss.lab.sweep.prepare import prepare
 from ada_loss.lab.sweep.progress import Progress, say
 from ada_loss.lab.sweep.telemetry import telemetry_digest, telemetry_path
 from ada_loss.lab.sweep.trust import is_trusted, remember
-from ada_loss.lab.sweep.work import WorkOrder, said, work
-from ada_loss.lab.tasks import find_task, folder_of, is_of_library
+from ada_loss.lab.sweep.work import WorkOrder, order_of, said, work
+from ada_loss.lab.tasks import find_task, is_of_library
 from fpsim.checks import known_arguments, pip_install, require_flag
 
 try:
@@ -106,7 +106,7 @@ def sweep(
     minimize, maximize: the metrics of which a smaller, or a larger, value is better, where their names do not tell;
         kept in `out`. They go before `Task.goal`.
     why: whether the cells that diverged, and one of each setting that falls short of float32, are trained again up to
-        the step that fails, in this process, where `fpsim.why` says why: the column "reason" of rows, and the verdict.
+        the step that fails, by the workers, where `fpsim.why` says why: the column "reason" of rows, and the verdict.
     show_progress: whether a progress bar is shown.
     Raises ValueError and TypeError for invalid arguments before any work, SweepStopped where it cannot go on.
     """
@@ -119,7 +119,7 @@ def sweep(
     given = task if train is None else train
     function = None if isinstance(given, str) else given
     results = run_cells(cells, folder, execution, function, track=track, show_progress=show_progress, goals=said)
-    if why and explain(folder, execution.device, function):
+    if why and explain(folder, execution, function):
         return Results(folder)
     return results
 
@@ -222,7 +222,8 @@ def run_cells(
                 progress.begin(execution.words)
                 with open_engine(execution) as engine:
                     ledger.add_session({**environment(), "engine": engine.name})
-                    order = _order(cells, make_task, execution, engine, notifier.is_live)
+                    tasks = (cell.config["task"] for cell in cells)
+                    order = order_of(tasks, make_task, execution, engine, notifier.is_live)
                     branches = Branches(todo, (out / "checkpoints").absolute(), execution.keep_states)
                     _Driver(ledger, out, engine, order, notifier, progress, branches).run(todo)
     except (OSError, CannotWrite) as error:
@@ -251,21 +252,6 @@ def _say_failures(results: Results, cells: Sequence[Cell]) -> None:
         say(f"{len(found)} cell{'s' * (len(found) > 1)} failed: {words}: {', '.join(found[:MOST_SAID])}{more}")
     if kinds:
         say("Results.failures() has every traceback; retry_failed=True runs them again.")
-
-
-def _order(
-    cells: Sequence[Cell],
-    make_task: MakeTask | TrainFunction | None,
-    execution: Execution,
-    engine: Engine,
-    is_live: bool,
-) -> WorkOrder:
-    """What workers are told: a task by its name, if they can import it."""
-    names = dict.fromkeys(cell.config["task"] for cell in cells)
-    is_importable = not any(map(is_local, names))
-    folders = dict.fromkeys(folder for name in names if is_importable and (folder := folder_of(path_of(name))))
-    function = None if is_importable else make_task
-    return WorkOrder(function, execution.device, execution.time_limit, engine.own_processes, tuple(folders), is_live)
 
 
 def _cannot_be_written(out: Path, error: Exception) -> SweepStopped:

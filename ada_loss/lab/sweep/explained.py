@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,10 @@ from ada_loss.files import write_atomically
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.results import REASONS, read_reasons
 from ada_loss.lab.results.statements import SECTIONS
+from ada_loss.lab.sweep.engines import Engine, open_engine
+from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, path_of
-from ada_loss.lab.sweep.work import said, training_of
+from ada_loss.lab.sweep.work import WorkOrder, obey, order_of, said, training_of
 from ada_loss.lab.tasks import find_task
 from ada_loss.lab.training.generators import kept_generators, seed_generators
 from ada_loss.lab.training.loop import Training
@@ -32,27 +37,71 @@ NOT_AGAIN = "not asked: a training function of one's own is not run again"
 NOTHING = "fpsim.why finds nothing that is wrong with the step"
 
 
-def explain(out: Path, device: str, make_task: MakeTask | TrainFunction | None) -> dict[str, str]:
+def explain(out: Path, execution: Execution, make_task: MakeTask | TrainFunction | None) -> dict[str, str]:
     """The reasons of a folder by cell, those that are new found and written beside the ledger, whose rows stay.
 
     Of a cell that diverged the step is looked at whose loss is not finite, and the one before, which may have made the
     parameters so; of a setting that falls short its last step, of one seed. Where that fails, it is told in a warning,
     and asked again the next time: what was trained is worth more than the reason.
+
+    execution: where the cells train again, and how long each may take.
     """
     results, reasons = Results(out), read_reasons(out)
     configs = {cell["id"]: cell["config"] for cell in results.cells}
-    for cell in [cell for cell in _asked(results) if cell not in reasons]:
-        losses = results.readable_telemetry(cell).get("losses", ())
-        steps = _steps([float(x) for x in losses])
-        try:
-            reasons[cell] = _reason(configs[cell], device, make_task, steps) if steps else NOTHING
-        except Exception as error:  # of the task, or of `why`: the results of the sweep stay
-            config = configs[cell]
-            where = f"{config['format']}, {config['scaling']}, seed {config['seed']}"
-            warnings.warn(f"fpsim.why could not be asked about {where}: {said(error)}", stacklevel=2)
-            continue
+
+    def keep(cell: str, reason: str) -> None:
+        reasons[cell] = reason
         write_atomically(out / REASONS, json.dumps(reasons, indent=1).encode())
+
+    waiting: deque[tuple[str, list[int]]] = deque()
+    for cell in [cell for cell in _asked(results) if cell not in reasons]:
+        steps = _steps([float(x) for x in results.readable_telemetry(cell).get("losses", ())])
+        if not steps:
+            keep(cell, NOTHING)
+        elif is_own(configs[cell]["task"]):
+            keep(cell, NOT_AGAIN)
+        else:
+            waiting.append((cell, steps))
+    if waiting:
+        with open_engine(execution) as engine:
+            order = order_of((configs[cell]["task"] for cell, _ in waiting), make_task, execution, engine)
+            for cell, future in _as_they_end(engine, order, configs, waiting):
+                error = future.exception()  # a worker that died
+                reason, told = ("", said(error)) if error is not None else future.result()
+                if told:
+                    config = configs[cell]
+                    where = f"{config['format']}, {config['scaling']}, seed {config['seed']}"
+                    warnings.warn(f"fpsim.why could not be asked about {where}: {told}", stacklevel=2)
+                else:
+                    keep(cell, reason)
     return reasons
+
+
+def _as_they_end(
+    engine: Engine, order: WorkOrder, configs: Mapping[str, Any], waiting: deque[tuple[str, list[int]]]
+) -> Iterator[tuple[str, Future[Any]]]:
+    """The cells that are asked about, as many at once as the engine has slots, with the futures that have ended."""
+    running: dict[Future[Any], str] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < engine.slots():
+                cell, steps = waiting.popleft()
+                running[engine.executor.submit(_ask, configs[cell], order, steps)] = cell
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future
+    finally:
+        for future in running:
+            future.cancel()
+
+
+def _ask(config: Mapping[str, Any], order: WorkOrder, steps: Sequence[int]) -> tuple[str, str]:
+    """In a worker: the reason of a cell, and an exception of the task or of `why` in words ("" without one)."""
+    try:
+        return obey(order, partial(_reason, config, order.device, order.make_task, steps)), ""
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever it is, the results of the sweep stay
+        return "", said(error)
 
 
 def _asked(results: Results) -> list[str]:
@@ -82,8 +131,6 @@ class _ReachedError(Exception):
 def _reason(
     config: Mapping[str, Any], device: str, make_task: MakeTask | TrainFunction | None, steps: Sequence[int]
 ) -> str:
-    if is_own(config["task"]):
-        return NOT_AGAIN
     function: Any = make_task or find_task(path_of(config["task"]))
     unseen = {"record_every": 0, "evaluate_every": 0}  # a model that is being recorded is not looked at
     options = {name: unseen.get(name, value) for name, value in config["options"].items()}

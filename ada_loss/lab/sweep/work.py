@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ada_loss.lab.sweep.cell_formats import policy_of
-from ada_loss.lab.sweep.engines import keep_freed_memory
-from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, path_of
+from ada_loss.lab.sweep.engines import Engine, keep_freed_memory
+from ada_loss.lab.sweep.execution import Execution
+from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_local, is_own, path_of
 from ada_loss.lab.sweep.limits import TimeLimit, within_time
 from ada_loss.lab.sweep.live import LiveFile, live_path
 from ada_loss.lab.sweep.progress import StepFile, steps_path
 from ada_loss.lab.sweep.telemetry import npz, telemetry
-from ada_loss.lab.tasks import add_to_path, find_task
+from ada_loss.lab.tasks import add_to_path, find_task, folder_of
 from ada_loss.lab.training.format_schedule import Start
 from ada_loss.lab.training.generators import kept_generators, seed_generators
 from ada_loss.lab.training.job import Job, require_storable, run_job
@@ -28,7 +29,9 @@ from ada_loss.lab.training.loop import Training
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.run import Run, Stopped, underflow_share
 
-__all__ = ["WorkOrder", "run_cell", "said", "training_of", "work"]
+__all__ = ["WorkOrder", "obey", "order_of", "run_cell", "said", "training_of", "work"]
+
+Result = TypeVar("Result")
 
 ONE_AT_A_TIME = threading.Lock()  # torch's thread count and random numbers belong to the process, not to a thread
 
@@ -53,6 +56,31 @@ class WorkOrder:
     is_live: bool = False
 
 
+def order_of(
+    tasks: Iterable[str],
+    make_task: MakeTask | TrainFunction | None,
+    execution: Execution,
+    engine: Engine,
+    is_live: bool = False,
+) -> WorkOrder:
+    """What workers are told of cells with these tasks: a task by its name, if they can import it."""
+    names = [*dict.fromkeys(tasks)]
+    is_importable = not any(map(is_local, names))
+    folders = dict.fromkeys(folder for name in names if is_importable and (folder := folder_of(path_of(name))))
+    function = None if is_importable else make_task
+    return WorkOrder(function, execution.device, execution.time_limit, engine.own_processes, tuple(folders), is_live)
+
+
+def obey(order: WorkOrder, job: Callable[[], Result]) -> Result:
+    """Call what a worker is to do, one at a time in a process, within the time limit; TimeLimit is raised beyond it."""
+    if order.ends_process:
+        keep_freed_memory()
+    for folder in order.folders:
+        add_to_path(folder)
+    with ONE_AT_A_TIME:
+        return within_time(order.time_limit, job, end_process=order.ends_process)
+
+
 def work(
     config: Mapping[str, Any], order: WorkOrder, checkpoint: Path, branches: Mapping[Start, Path] | None = None
 ) -> tuple[dict[str, Any], bytes, str]:
@@ -62,14 +90,9 @@ def work(
 
     config, checkpoint, branches: as in `run_cell`.
     """
-    if order.ends_process:
-        keep_freed_memory()
+    train = partial(run_cell, config, order.make_task, order.device, checkpoint, branches, order.is_live)
     try:
-        for folder in order.folders:
-            add_to_path(folder)
-        with ONE_AT_A_TIME:
-            train = partial(run_cell, config, order.make_task, order.device, checkpoint, branches, order.is_live)
-            return (*within_time(order.time_limit, train, end_process=order.ends_process), "")
+        return (*obey(order, train), "")
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever it is, it is this cell's failure

@@ -11,10 +11,10 @@ from pathlib import Path
 from ada_loss.lab.tasks.chars import chars
 from ada_loss.lab.tasks.detection import detection
 from ada_loss.lab.tasks.digits import deep_digits, digits
-from ada_loss.lab.tasks.image_files import fashion, images, mnist5k
+from ada_loss.lab.tasks.image_files import fashion, mnist5k, pictures
+from ada_loss.lab.tasks.images import cifar10, cifar100, patches
 from ada_loss.lab.tasks.own_data import is_of_own_data, on_data
 from ada_loss.lab.tasks.phonemes import phonemes
-from ada_loss.lab.tasks.pictures import cifar10, cifar100, patches
 from ada_loss.lab.tasks.segmentation import segmentation
 from ada_loss.lab.tasks.task import Task, accuracy, trained_with
 from fpsim.checks import did_you_mean, shown
@@ -33,11 +33,11 @@ __all__ = [
     "fashion",
     "find_task",
     "folder_of",
-    "images",
     "is_of_library",
     "mnist5k",
     "patches",
     "phonemes",
+    "pictures",
     "segmentation",
     "trained_with",
 ]
@@ -46,7 +46,7 @@ TASKS: dict[str, Callable[[int], Task]] = {
     make_task.__name__: make_task
     for make_task in (
         *(digits, deep_digits, mnist5k, fashion, patches, chars, phonemes, detection, segmentation),
-        *(cifar10, cifar100, images),
+        *(cifar10, cifar100, pictures),
     )
 }
 

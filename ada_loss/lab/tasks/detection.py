@@ -193,5 +193,5 @@ def detection(seed: int = 0) -> Task:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = SmallSSD()
-    metrics = {"mean_average_precision": mean_average_precision}
-    return Task("detection", model, _with_targets(TRAINED, 0), _with_targets(TESTED, 1), multibox_loss, metrics)
+    data = _with_targets(TRAINED, 0), _with_targets(TESTED, 1)
+    return Task("detection", model, *data, multibox_loss, {"mean_average_precision": mean_average_precision})

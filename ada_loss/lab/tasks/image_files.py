@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ada_loss.lab.tasks.task import Task, accuracy, made_of, trained_with
 from fpsim.checks import pip_install, shown
 
-__all__ = ["fashion", "images", "mnist5k"]
+__all__ = ["fashion", "mnist5k", "pictures"]
 
 DEBIAN = "/usr/share/datasets/fashion-mnist"  # of the package dataset-fashion-mnist
 SIDE = 28
@@ -135,12 +135,12 @@ def read_idx(folder: Path, name: str, dimensions: int) -> NDArray[np.uint8]:
 
 @made_of("path")
 @trained_with(optimizer="sgd", learning_rate=0.02, epochs=6, batch_size=32)
-def images(seed: int = 0, path: str | os.PathLike[str] = "") -> Task:
+def pictures(seed: int = 0, path: str | os.PathLike[str] = "") -> Task:
     """Pictures of your own in a folder for each class, scaled to 32x32 pixels in colour; a fifth is for the test.
 
     Args:
         seed: of the weights.
-        path: the folder of folders. In a sweep: "images=PATH".
+        path: the folder of folders. In a sweep: "pictures=PATH".
 
     Raises:
         FileNotFoundError: where there is no such folder.
@@ -148,7 +148,7 @@ def images(seed: int = 0, path: str | os.PathLike[str] = "") -> Task:
         ImportError: without Pillow.
     """
     data, classes = _pictures(str(path))
-    return _task("images", data, classes, seed)
+    return _task("pictures", data, classes, seed)
 
 
 def _pictures(path: str) -> tuple[Split, int]:
@@ -156,7 +156,7 @@ def _pictures(path: str) -> tuple[Split, int]:
     place = Path(path)
     if not path or not place.is_dir():
         raise FileNotFoundError(
-            f"There is no folder {shown(path)}. Name one that has a folder of pictures for each class: 'images=PATH'."
+            f"There is no folder {shown(path)}. Name one that has a folder of pictures for each class: 'pictures=PATH'."
         )
     files = {
         inner.name: sorted(file for file in inner.iterdir() if file.suffix.lower() in SUFFIXES)

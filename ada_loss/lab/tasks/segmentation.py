@@ -35,7 +35,7 @@ class SmallSegNet(nn.Module):
             x, place = F.max_pool2d(block(x), 2, return_indices=True)
             places.append(place)
         for block, place in zip(self.decoder, reversed(places)):
-            x = block(F.max_unpool2d(x, place, 2))
+            x = block(F.max_unpool2d(x, place, [2, 2]))
         return self.head(x)  # type: ignore[no-any-return]
 
 
@@ -81,6 +81,5 @@ def segmentation(seed: int = 0) -> Task:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = SmallSegNet()
-    metrics = {"mean_iou": mean_iou, "accuracy": accuracy}
     data = (train.images, train.pixels), (test.images, test.pixels)
-    return Task("segmentation", model, *data, balanced_cross_entropy, metrics)
+    return Task("segmentation", model, *data, balanced_cross_entropy, {"mean_iou": mean_iou, "accuracy": accuracy})

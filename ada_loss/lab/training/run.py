@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from fpsim.rows import Rows
+from fpsim.insight.rows import Rows
 
 __all__ = ["Run", "Stopped", "is_of_role", "tallied", "underflow_share"]
 
@@ -60,7 +60,7 @@ class Run:
 
     def plot(self) -> Any:
         """A figure: the loss of every step; needs matplotlib."""
-        from fpsim.pictures import new_picture
+        from fpsim.insight.pictures import new_picture
 
         picture = new_picture(7.2, 3.2)
         axes = picture.subplots()

@@ -9,24 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-import ada_loss.lab.depth
-import ada_loss.lab.plots
-import ada_loss.lab.train
 import fpsim
 from ada_loss.files import write_atomically
 from ada_loss.lab.results import figures
-from ada_loss.lab.studies.depth import depth_trial
 from ada_loss.lab.tasks import digits
 from ada_loss.lab.training.loop import train
 from ada_loss.lab.training.run import underflow_share
-
-
-def test_the_first_names_of_the_labs_modules_lead_to_the_same_objects() -> None:
-    assert ada_loss.lab.train.train is train
-    assert ada_loss.lab.train.underflow_share is underflow_share
-    assert ada_loss.lab.depth.depth_trial is depth_trial
-    for name in ("plot_depth", "plot_rescue", "plot_scales", "plot_spacing", "plot_underflow", "plot_values"):
-        assert getattr(ada_loss.lab.plots, name) is getattr(figures, name)
 
 
 def test_a_seed_gives_the_same_training_bit_for_bit() -> None:

@@ -14,7 +14,7 @@ from ada_loss import AdaLossScaled, Recorder
 from ada_loss.layerwise.sites import SiteState
 from fpsim import Policy, quantize, record, scaling
 from fpsim.scaling import rounded
-from fpsim.spec import rounding_spec
+from fpsim.tensors.spec import rounding_spec
 
 
 def spied(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:

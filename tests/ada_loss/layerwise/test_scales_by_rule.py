@@ -16,9 +16,9 @@ import fpsim
 from ada_loss import AdaLossScaled, AdaLossTransformCast, AdaLossTransformLinear, GradScaler, Recorder, layer_rule
 from ada_loss.rules.formulas import floor_log2
 from fpsim import Policy, quantize, round_to
-from fpsim.moments import Moments, moments_of
 from fpsim.scaling import log2_scale_limits
-from fpsim.spec import rounding_spec
+from fpsim.tensors.moments import Moments, moments_of
+from fpsim.tensors.spec import rounding_spec
 
 
 def test_a_linear_layers_scale_is_the_formulas() -> None:

@@ -13,7 +13,7 @@ import fpsim
 from ada_loss.rules import LAYER_RULES, LayerRule, as_layer_rule, layer_rule
 from ada_loss.rules.formulas import bounded, branch_log2_scale, exact, fitting_log2_scale, floor_log2
 from ada_loss.rules.layer import AbsRange, ApproxRange, Exact
-from fpsim.moments import Moments, binades, moments_of
+from fpsim.tensors.moments import Moments, binades, moments_of
 
 FP16 = (6.0e-8, 65504.0)
 NONE = Moments(*[0.0] * 10)

@@ -19,14 +19,15 @@ from ptx_machine import numba_arguments
 from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import Accumulator, as_accumulator, as_format
-from fpsim.block_tally import blocks_between, limits_of
-from fpsim.gemm import accumulate, summation_of
-from fpsim.hadamard import FIXED_SIGNS, Hadamard, transformed
 from fpsim.kernels import accumulate as products
 from fpsim.kernels import block_teams, hadamard, moments
 from fpsim.kernels.card import CudaKernel, scalar_kernel
-from fpsim.moments import binades, moments_of, on_device
-from fpsim.shared_scales import (
+from fpsim.kernels.statistics import AMAX, LOG_MEAN, LOG_MEAN_SQUARE, MEAN, MEAN_SQUARE, SMALLEST_SCALE
+from fpsim.tensors.block_tally import blocks_between, limits_of
+from fpsim.tensors.gemm import accumulate, summation_of
+from fpsim.tensors.hadamard import FIXED_SIGNS, Hadamard, transformed
+from fpsim.tensors.moments import binades, moments_of, on_device
+from fpsim.tensors.shared_scales import (
     Cut,
     block_axes,
     block_plan,
@@ -36,8 +37,7 @@ from fpsim.shared_scales import (
     rounded_blocks,
     shared_numbers,
 )
-from fpsim.spec import BlockSpec, any_spec
-from fpsim.statistics import AMAX, LOG_MEAN, LOG_MEAN_SQUARE, MEAN, MEAN_SQUARE, SMALLEST_SCALE
+from fpsim.tensors.spec import BlockSpec, any_spec
 
 KEY = 0x0123_4567_89AB_CDEF
 

@@ -22,9 +22,9 @@ from ptx_machine import Fault, Program
 from fpsim import FloatFormat, as_format
 from fpsim.kernels import moments
 from fpsim.kernels.card import CudaKernel
+from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.round import ALIGNED, HAS_KEY, NO_MASKS, cuda_loop
-from fpsim.rounding import ROUNDINGS
-from fpsim.spec import rounding_spec
+from fpsim.tensors.spec import rounding_spec
 
 MUTANTS, MAY_PASS = 10, 2
 INSTEAD = [

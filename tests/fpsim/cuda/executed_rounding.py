@@ -17,6 +17,7 @@ from format_cases import ALL
 
 from fpsim import FloatFormat, as_format
 from fpsim.kernels.card import CudaKernel
+from fpsim.kernels.core import ROUNDINGS, STOCHASTIC
 from fpsim.kernels.round import (
     ALIGNED,
     HAS_KEY,
@@ -26,9 +27,8 @@ from fpsim.kernels.round import (
     cuda_loop,
     elements_of_block,
 )
-from fpsim.launch import kernel_for, masks_of, rounded
-from fpsim.rounding import ROUNDINGS, STOCHASTIC
-from fpsim.spec import RoundingSpec, container_width, rounding_spec
+from fpsim.tensors.launch import kernel_for, masks_of, rounded
+from fpsim.tensors.spec import RoundingSpec, container_width, rounding_spec
 
 gc.set_threshold(50_000, 50, 50)  # Numba makes millions of small objects: an eighth of the time went to looking at them
 

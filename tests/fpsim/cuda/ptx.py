@@ -14,10 +14,10 @@ from numba.cuda import compile_ptx
 from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES
 from fpsim import Accumulator, as_accumulator
-from fpsim.gemm import summation_of
 from fpsim.kernels import accumulate, block_teams, blocks, hadamard, moments
 from fpsim.kernels.compile import for_device
 from fpsim.kernels.round import Masks, cuda_kernel, cuda_loop
+from fpsim.tensors.gemm import summation_of
 
 gc.set_threshold(50_000, 50, 50)  # Numba makes millions of small objects: an eighth of the time went to looking at them
 

@@ -15,19 +15,20 @@ from numba.cuda.simulator.kernel import BlockThread
 from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import Accumulator, FloatFormat, as_accumulator, as_format
-from fpsim.block_tally import blocks_between, limits_of
-from fpsim.gemm import accumulate, summation_of
-from fpsim.hadamard import FIXED_SIGNS, Hadamard, transformed
 from fpsim.kernels import accumulate as products
 from fpsim.kernels import block_teams, hadamard, moments, round
 from fpsim.kernels.card import scalar_kernel
+from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.round import NO_MASKS, Masks, cuda_loop
+from fpsim.kernels.statistics import SMALLEST_SCALE
 from fpsim.kernels.threefry import NOISE_BLOCK
-from fpsim.launch import kernel_for, masks_of, rounded
-from fpsim.moments import binades, moments_of, on_device
-from fpsim.reference import noise_of, rounded_in_float64
-from fpsim.rounding import ROUNDINGS
-from fpsim.shared_scales import (
+from fpsim.tensors.block_tally import blocks_between, limits_of
+from fpsim.tensors.gemm import accumulate, summation_of
+from fpsim.tensors.hadamard import FIXED_SIGNS, Hadamard, transformed
+from fpsim.tensors.launch import kernel_for, masks_of, rounded
+from fpsim.tensors.moments import binades, moments_of, on_device
+from fpsim.tensors.reference import noise_of, rounded_in_float64
+from fpsim.tensors.shared_scales import (
     Cut,
     block_axes,
     block_plan,
@@ -37,8 +38,7 @@ from fpsim.shared_scales import (
     rounded_blocks,
     shared_numbers,
 )
-from fpsim.spec import BlockSpec, any_spec, rounding_spec
-from fpsim.statistics import SMALLEST_SCALE
+from fpsim.tensors.spec import BlockSpec, any_spec, rounding_spec
 
 FORMATS = {name: as_format(name) for name in ("bf16", "e4m3fn", "dlfloat16", "e8m0fnu", "e5m2fnuz")}
 FORMATS["odd"] = FloatFormat(3, 0, 3, subnormals=False)

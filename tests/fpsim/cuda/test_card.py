@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import fpsim
-from fpsim import launch
-from fpsim.gemm import as_accumulator, summation_of
 from fpsim.kernels import accumulate, block_teams, hadamard, moments
 from fpsim.kernels.card import CudaKernel, array_words, assembled, scalar_kernel
 from fpsim.kernels.kept import kept_code
 from fpsim.kernels.round import ALIGNED, HAS_KEY, HAS_SCALE, cuda_loop
+from fpsim.tensors import launch
+from fpsim.tensors.gemm import as_accumulator, summation_of
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None or importlib.util.find_spec("nvidia") is None,
@@ -97,7 +97,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_every_element_has_a_thread_and_no_block_is_idle(driver: Driver, dtype: torch.dtype, rounding: str) -> None:
-    spec = fpsim.spec.rounding_spec("fp16", rounding)
+    spec = fpsim.tensors.spec.rounding_spec("fp16", rounding)
     kernel = launch.kernel_for(spec, 32 if dtype is torch.float32 else 64)
     # 16 bytes a thread; stochastic rounding eight elements, and always whole blocks of 128
     per_block = 256 * (8 if rounding == "stochastic" else 16 // dtype.itemsize)
@@ -109,7 +109,7 @@ def test_every_element_has_a_thread_and_no_block_is_idle(driver: Driver, dtype: 
 
 
 def test_arguments_are_addresses_flags_and_the_plan(driver: Driver) -> None:
-    kernel = launch.kernel_for(fpsim.spec.rounding_spec("e4m3fn", "stochastic"), 32)
+    kernel = launch.kernel_for(fpsim.tensors.spec.rounding_spec("e4m3fn", "stochastic"), 32)
     memory = torch.empty(64)
     x, y = memory[4:20], memory[24:40]
     scale, key = torch.tensor([3]), torch.tensor(-5)
@@ -125,7 +125,7 @@ def test_arguments_are_addresses_flags_and_the_plan(driver: Driver) -> None:
 def test_an_error_of_the_driver_is_raised(driver: Driver) -> None:
     driver.error = 719
     x = torch.ones(3)
-    kernel = launch.kernel_for(fpsim.spec.rounding_spec("e5m2", "up"), 32)
+    kernel = launch.kernel_for(fpsim.tensors.spec.rounding_spec("e5m2", "up"), 32)
     with pytest.raises(RuntimeError, match="driver gave 719"):
         launch.launch_on_card(x, x, 3, kernel, None)
 

@@ -18,11 +18,11 @@ import fpsim
 from ada_loss import AdaLossScaled, Recorder
 from ada_loss.rules import LAYER_RULES
 from fpsim import Accumulator, FloatFormat, as_accumulator, matmul, round_to
-from fpsim.delayed import Histories
 from fpsim.kernels.compile import cuda_module
+from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.round import cuda_loop
-from fpsim.moments import binades, moments_of
-from fpsim.rounding import ROUNDINGS
+from fpsim.policies.delayed import Histories
+from fpsim.tensors.moments import binades, moments_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import io
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -546,6 +547,22 @@ def test_a_ledger_without_cells_has_nothing_to_report(tmp_path: Path) -> None:
     Ledger(tmp_path / "ledger.sqlite").close()
     with pytest.raises(ValueError, match=r"has nothing to report\. Run the sweep first"):
         Results(tmp_path).report()
+
+
+def test_the_head_of_a_sweep_that_goes_on_says_how_far_it_is(tmp_path: Path, results: Results) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        config = {"task": "digits", "rounding": "nearest_even", "scaling": "none", "options": {}}
+        cells = [(fmt, seed) for fmt in ("fp32", "e5m2", "fp16") for seed in range(4)]
+        ledger.add((f"{fmt}{seed}", {**config, "format": fmt, "seed": seed}) for fmt, seed in cells)
+        for fmt, seed in cells[:5]:
+            found = {"metrics": {"accuracy": 0.5 + seed / 100}, "seconds": 1.0, "underflow": 0.25}
+            ledger.start(f"{fmt}{seed}")
+            ledger.finish(f"{fmt}{seed}", found)
+    text = Results(tmp_path).report().read_text()
+    assert "digits, so far 5 of 12 trainings</span>" in text.split("</header>")[0]
+    assert "gave too few results, 1 seed; 3 are needed" in text
+    assert not re.search(r"\d %", text.split('<div class="first">')[1].split("<h2>")[0])  # nor does a line end before %
+    assert "so far" not in results.report().read_text().split("</header>")[0]
 
 
 def test_thousands_of_cells_are_listed_and_curves_left_out_are_said(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_share_is_called_underflow_everywhere_and_counts_are_called_counts() -
 
 
 def test_without_pyplot_a_figure_is_nobodys_and_a_report_never_is() -> None:
-    code = "import sys, fpsim.pictures as p; p.new_picture(2, 2); print('matplotlib.pyplot' in sys.modules)"
+    code = "import sys, fpsim.insight.pictures as p; p.new_picture(2, 2); print('matplotlib.pyplot' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
     before = plt.get_fignums()

@@ -136,7 +136,7 @@ def test_each_setting_stands_in_one_list_with_what_is_known_of_it(tmp_path: Path
         "  e4m3  none: diverges with 1 of 5 seeds, the other 4 differ by -1.5 to 0.5, underflow 25 %",
         "Open, 3 of 10:",
         "  e5m2  torch: 0.3 [-11.7, 12.3]; more than 100 seeds would probably decide it",
-        "  d     torch: gave too few results, 2 of 5 seeds, seeds 2, 3, 4 failed",
+        "  d     torch: gave too few results, 2 of 5 seeds; 3 are needed, seeds 2, 3, 4 failed",
         "  e4m3  torch: gave no result: seeds 0, 1, 2, 3, 4 failed",
     ]
     assert lines[-1].startswith(
@@ -151,6 +151,8 @@ def test_the_same_is_said_in_a_notebook_in_latex_in_the_report_and_by_compare(tm
     (verdict,) = results.verdicts()
     block, latex, page = verdict._repr_html_(), verdict.to_latex(), results.report().read_text()
     assert block in page
+    assert "25\N{NO-BREAK SPACE}%" in block
+    block = block.replace("\N{NO-BREAK SPACE}", " ")
     for section in verdict.sections:
         assert section.title in block
         assert rf"\item[{section.title}]" in latex

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ada_loss.lab.results import Results
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.sweep.ledger import Ledger
+from ada_loss.lab.sweep.limits import TimeLimit
 from ada_loss.lab.tasks import Task
 
 STEPS = {"epochs": 1, "batch_size": 16, "learning_rate": 0.1}
@@ -106,6 +107,36 @@ def test_a_sweep_returns_its_results_where_why_fails_and_asks_again_the_next_tim
     again = sweep(**arguments, why=True, show_progress=False)
     assert all(row["reason"] for row in again.rows() if row["format"] == "fp16")
     assert digests(tmp_path) == before
+
+
+def test_workers_are_asked_where_a_sweep_has_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver trains nothing itself: a cell that hangs or runs out of memory there would end the sweep."""
+
+    def fails(*_: object) -> None:
+        raise AssertionError("asked in the process of the driver")
+
+    monkeypatch.setattr("fpsim.why", fails)
+    arguments = {"task": overflowing, "formats": ["fp16"], "seeds": 2, "task_options": STEPS, "out": tmp_path}
+    found = sweep(**arguments, workers=2, why=True, show_progress=False)
+    reasons = {row["reason"] for row in found.rows() if row["format"] == "fp16"}
+    assert len(reasons) == 1
+    assert next(iter(reasons)).startswith("Overflow at 3:square, activation, in fp16; float32 for 3:square")
+
+
+def test_a_reason_has_the_time_limit_of_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float | None] = []
+
+    def over(seconds: float | None, *_: object, **__: object) -> None:
+        given.append(seconds)
+        raise TimeLimit("planted")
+
+    arguments = {"task": overflowing, "formats": ["fp16"], "seeds": 1, "task_options": STEPS, "out": tmp_path}
+    sweep(**arguments, show_progress=False)
+    monkeypatch.setattr("ada_loss.lab.sweep.work.within_time", over)
+    with pytest.warns(UserWarning, match=r"about fp16, none, seed 0: planted"):
+        found = sweep(**arguments, time_limit=70, why=True, show_progress=False)
+    assert given == [70]
+    assert not any(row.get("reason") for row in found.rows())
 
 
 def test_damaged_reasons_are_told(tmp_path: Path) -> None:

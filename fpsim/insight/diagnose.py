@@ -1,0 +1,291 @@
+"""diagnose(model, step): where a step's first inf, NaN or saturated number comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.border import require_memory, require_module
+from fpsim.checks import shown
+from fpsim.emulation.scope import Listeners, Observer
+from fpsim.emulation.tracing import Operation, Trace
+from fpsim.insight.ranges import Range
+from fpsim.insight.rows import Rows, number
+from fpsim.insight.seen import AFTER, CAME_IN, FILLS, Seen, is_backward
+from fpsim.insight.stepping import as_step, nothing_ran, preserve
+from fpsim.models.forwards import emulated_forwards
+from fpsim.models.quantize import listeners
+from fpsim.torch_modes import keeps_grad_mode
+from fpsim.undoing import Undo, undone
+
+__all__ = ["Diagnosis", "diagnose"]
+
+ELSEWHERE = "fpsim.why(model, step) looks at optimizers, lost gradients and lost updates too."
+SHOWN = 12  # rows of a printed table
+LEAST_SCALE, MOST_SCALE = -60, 60  # log2, between which a scale is looked for
+
+
+class Diagnosis(Rows):
+    """What broke in one step: a row for each place where inf, NaN or saturation appeared, the first one first.
+
+    cause: the first inf or NaN, or where there is none the first saturation; None where all is well.
+    operands: rows of what the operation of the cause read.
+    chain: rows of the operations from there to the loss, with their results and gradients.
+    run: rows of all operations: finite amax, and the share that is not finite, of the result and of its gradient.
+    layers: rows of the largest scales at which the gradients fit, the least first; of a step with a scaler.
+    checked: what was looked at, in words.
+    scale: the scaler's scale, and the largest power of two at which no gradient overflows; None without a scaler.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cause: dict[str, Any] | None = None
+        self.checked = ""
+        self.operands, self.chain, self.run, self.layers = Rows(), Rows(), Rows(), Rows()
+        self.scale: tuple[float, float | None] | None = None
+
+    def __str__(self) -> str:
+        if self.cause is None:
+            return f"Nothing is inf, NaN or saturated. {ELSEWHERE}\n{self.checked}"
+        c = self.cause
+        if c["role"] in CAME_IN:
+            lines = [f"{c['kind']} came in with {c['role']} {c['site']}: {c['count']} of {c['of']}"]
+            return "\n".join([*lines, "", "From there to the loss:", str(_shortened(self.chain))])
+        if c["role"] in AFTER:
+            return f"{c['kind']} is in {c['role']} {c['site']}, {c['count']} of {c['of']}, after the step. {ELSEWHERE}"
+        where = "backward" if is_backward(c["role"]) else "forward"
+        at = f", call {c['call'] + 1} of {c['calls']}" if c["calls"] > 1 else ""
+        at += f", called by {c['caller']}" if c["caller"] else ""
+        amax = f"finite amax {number(c['amax'])}" if c["count"] < c["of"] or c["amax"] else "no number is finite"
+        lines = [
+            f"{c['kind']} first appears {where} at {c['site']}, {c['role']}{at}: {c['count']} of {c['of']} "
+            f"({100 * c['count'] / c['of']:.3g} %){c['note']}; {amax}, end of the format {c['largest']:g}"
+        ]
+        if self.operands:
+            lines += ["", "What was read:", str(self.operands)]
+        if self.chain:
+            lines += ["", "From there to the loss:", str(_shortened(self.chain))]
+        if self.scale is not None:
+            lines += ["", f"The scale is {self.scale[0]:g}. " + self._fitting()]
+        return "\n".join(lines)
+
+    def _fitting(self) -> str:
+        assert self.scale is not None
+        if self.scale[1] is None:
+            return f"Gradients are not finite down to a scale of 2^{LEAST_SCALE}."
+        rows = Rows(self.layers[:SHOWN])
+        return f"The largest power of two at which no gradient overflows is {self.scale[1]:g}:\n{rows}"
+
+    __repr__ = __str__
+
+    def plot(self) -> Any:
+        """A figure: the amax of all results and gradients, and where they are not finite; needs matplotlib."""
+        from fpsim.insight.pictures import plot_ranges
+
+        return plot_ranges(self.run, self.cause)
+
+
+def _shortened(rows: Rows) -> Rows:
+    if len(rows) <= SHOWN:
+        return rows
+    gap = dict.fromkeys(rows[0], "...")
+    return Rows([*rows[: SHOWN // 2], gap, *rows[-SHOWN // 2 :]])
+
+
+@keeps_grad_mode
+def diagnose(
+    model: nn.Module,
+    step: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Diagnosis:
+    """Run a step, and name where inf, NaN or saturation first appears, what was read there, and the way to the loss.
+
+    A step is a forward and a backward pass, `lambda: loss(model(x), y).backward()`, without the optimizer's. It may be
+    of a float32 model, of one under autocast, or of a quantised one. Parameters, buffers, gradients and random numbers
+    are put back afterwards. An infinity that was filled in as a mask is none.
+
+    Each row has `site` and `call` (the n-th of a site), the `role` ("activation", "error" for its gradient,
+    "weight_grad", the operand of a product; "input", "parameter" or "buffer" of what came in), `kind` ("inf", "-inf",
+    "NaN" or "saturation"), `count` of so many numbers, the finite `amax` before rounding, and `largest`, where the
+    format ends; `calls` of the site in all, the `caller` of a module that others call too, and a `note`. A finite
+    constant that masks scores, such as -1e9, is none either, unless softmax gives weight to it. Saturation is seen in
+    formats of single numbers and of one scale for a tensor. What a checkpoint runs again, custom autograd functions and
+    compiled code are not seen inside. Where nothing breaks, parameters, buffers and gradients are looked at after the
+    step.
+
+    model: whose step it is.
+    step: what runs it: a function without arguments; or a batch, where the output has a `.loss` or with `loss`.
+    loss: from the model's output to a scalar, for a batch.
+    scaler: a torch.amp.GradScaler that `step` uses, if it keeps skipping: the step is run at other scales too, and the
+        scale at which no gradient overflows is looked for. Its state is put back.
+    Raises TypeError for a scaler that is no torch.amp.GradScaler, and for a step of another kind; ValueError for a step
+    of which nothing was seen.
+
+    >>> model = nn.ReLU6()
+    >>> found = diagnose(model, lambda: model(torch.ones(2)) * 3e38 * 3e38)
+    >>> found.cause["site"], found.cause["kind"], found.cause["count"]
+    (':mul_1', 'inf', 2)
+    """
+    require_module(model)
+    require_memory(model)
+    step = as_step(model, step, loss, "diagnose")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(
+            f"scaler is {shown(scaler)}, of type {type(scaler).__name__}. Possible: a torch.amp.GradScaler, or None."
+        )
+    seen = _run(model, step)
+    if not seen.operations and not seen.events:
+        raise nothing_ran(model, "diagnose")
+    result = Diagnosis()
+    result.extend(seen.told(event, operation) for event, operation in seen.events)
+    of_cause = next((pair for pair in seen.events if pair[0]["kind"] != "saturation"), next(iter(seen.events), None))
+    if of_cause is not None:
+        result.cause, operation = seen.told(*of_cause), of_cause[1]
+        if operation is not None:
+            read = _read_backward if is_backward(result.cause["role"]) else _read_forward
+            result.operands, result.chain = read(operation), _chain(operation, seen.loss())
+    result.checked = _looked_at(model, seen)
+    result.run.extend(_numbers(operation) for operation in seen.operations if operation.computes)
+    if scaler is not None and scaler.is_enabled():
+        state = scaler.state_dict()
+
+        def at_other_scales(undo: Undo) -> None:
+            undo.by(partial(scaler.load_state_dict, state))
+            result.scale, result.layers = _scales(model, step, scaler, state)
+
+        undone(at_other_scales)
+    return result
+
+
+def _looked_at(model: nn.Module, seen: Seen) -> str:
+    arrived = {operation.site for operation in seen.gradients if operation.name == "parameter"}
+    results = len(seen.gradients) - len(arrived)
+    return (
+        f"Looked at: {len(seen.operations)} results, {results} gradients of results, those of {len(arrived)} of "
+        f"{sum(1 for _ in model.parameters())} parameters; parameters, buffers and .grad afterwards."
+    )
+
+
+def _read_forward(operation: Operation) -> Rows:
+    rows, ranges = Rows(), operation.notes.get("operands", ())
+    names = operation.notes.get("names", ["(from outside)"] * len(operation.sources))
+    for source, name, found in zip(operation.sources, names, ranges, strict=False):
+        rows.append({"what": name if source is None else source.site, "range": str(found)})
+    rows.extend({"what": what, "range": text} for what, text in operation.notes.get("integers", ()))
+    return rows
+
+
+def _read_backward(operation: Operation) -> Rows:
+    """What the gradient of a result is computed from: the gradients of what read it, and their operands."""
+    rows = Rows()
+    for child in operation.children:
+        if not child.computes:
+            rows.extend(_read_backward(child))
+        elif "gradient" in child.notes:
+            rows.append({"what": f"gradient of {child.site}", "range": str(child.notes["gradient"])})
+            rows.extend(_read_forward(child))
+    return rows
+
+
+def _numbers(operation: Operation) -> dict[str, Any]:
+    row: dict[str, Any] = {"site": operation.site, "call": operation.call}
+    for name, words in (("result", ""), ("gradient", "gradient_")):
+        found: Range | None = operation.notes.get(name)
+        row[f"{words}amax"] = None if found is None else found.amax
+        is_mask = operation.name in FILLS or operation.notes.get("masked") is not None
+        masks = found.minus if found is not None and name == "result" and is_mask else 0
+        row[f"{words}nonfinite"] = None if found is None else (found.nonfinite - masks) / max(found.count, 1)
+    return row
+
+
+def _chain(operation: Operation, loss: Operation | None) -> Rows:
+    """The operations from one to the loss, through results that are not finite where there are any."""
+    leads = set() if loss is None else loss.all_behind()
+    rows, at = Rows(), operation
+    while True:
+        if at.computes or at is operation or at is loss:
+            result, gradient = at.notes.get("result"), at.notes.get("gradient")
+            rows.append({"site": at.site, "result": result, "gradient": gradient})
+        further = [o for o in at.children if id(o) in leads]
+        if at is loss or not further:
+            return Rows({k: v if v is None or k == "site" else str(v) for k, v in row.items()} for row in rows)
+        at = max(further, key=lambda o: bool(o.notes["result"].kinds))
+
+
+def _run(model: nn.Module, step: Callable[[], object]) -> Seen:
+    seen = Seen(model)
+    emulated = any(True for _ in emulated_forwards(model))
+    registered = listeners(model) if emulated else []
+    seen.trace = trace = Trace(model, seen, emulated, verb="diagnose")
+
+    def run(undo: Undo) -> None:
+        undo.by(trace.remove)
+        trace.install_alone()
+        if any(listener.observer is not None for listener in registered):
+            raise ValueError("This model is being recorded. Leave the `with fpsim.record(...)` block first.")
+        undo.by(partial(_observe, registered, None))
+        _observe(registered, seen)
+        preserve(model, undo)
+        trace.run(step)
+        if not seen.events:
+            seen.afterwards(model)
+
+    undone(run)
+    return seen
+
+
+def _observe(registered: list[Listeners], observer: Observer | None) -> None:
+    for listener in registered:
+        listener.observer = observer
+
+
+# The scale of a GradScaler
+
+
+def _scales(
+    model: nn.Module, step: Callable[[], object], scaler: torch.amp.GradScaler, state: dict[str, Any]
+) -> tuple[tuple[float, float | None], Rows]:
+    """The scale and the largest power of two that fits; and the largest that fits each gradient, the least first."""
+
+    def at(log2_scale: int) -> Seen:
+        scaler.load_state_dict({**state, "scale": math.ldexp(1.0, log2_scale)})
+        return _run(model, step)
+
+    now = state["scale"]
+    base = min(math.floor(math.log2(now)), MOST_SCALE)
+    while (seen := at(base)) and _overflows(seen):
+        if base <= LEAST_SCALE:
+            return (now, None), Rows()
+        base = max(base - 8, LEAST_SCALE)
+    rows = Rows()
+    for operation in seen.gradients:
+        found = operation.notes["gradient"]
+        role = "weight_grad" if operation.name == "parameter" else "error"
+        amax = seen.unrounded.get((operation.site, role), found.amax)
+        # under autocast a float32 gradient was one of the smaller dtype, in which the operation behind computes
+        ends = [child.notes["result"].largest for child in operation.children]
+        limit = min(seen.limits.get(operation.site, math.inf), found.largest, *ends)
+        if amax and (operation.computes or role == "weight_grad"):
+            fits = math.ldexp(1.0, base + math.floor(math.log2(limit / amax)))
+            rows.append({"site": operation.site, "role": role, "amax": math.ldexp(amax, -base), "fits": fits})
+    rows.sort(key=lambda row: row["fits"])
+    if not rows:
+        return (now, None), rows
+    log2_scale = max(min(int(math.log2(rows[0]["fits"])), MOST_SCALE), base)
+    while log2_scale > base and _overflows(at(log2_scale)):
+        log2_scale -= 1
+    while log2_scale < MOST_SCALE and not _overflows(at(log2_scale + 1)):
+        log2_scale += 1
+    return (now, math.ldexp(1.0, log2_scale)), rows
+
+
+def _overflows(seen: Seen) -> bool:
+    """Whether any gradient is not finite."""
+    return any(operation.notes["gradient"].kinds for operation in seen.gradients)

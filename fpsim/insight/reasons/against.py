@@ -1,0 +1,254 @@
+"""A step against the same step in float32: gradients that are lost, results that are, and errors that grow."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpsim.emulation.tracing import Operation
+from fpsim.insight.reasons.event import Event
+from fpsim.insight.reasons.numbers import Ends, Glance
+from fpsim.insight.reasons.timeline import Timeline
+
+__all__ = ["Keeping", "error_event", "lost_gradient", "may_be_lost"]
+
+LOST = 0.99  # the share of the gradients that are zero and should not be
+NOISE = 1e-4  # of the gradient that is summed: a sum below that is what cancels
+GONE = 0.9  # a relative error from which on nothing is left
+GROWN, LARGE = 8.0, 0.1  # the growth, and the error, from which on growth is told of
+_SCALINGS = frozenset("mul rmul imul div truediv itruediv float half bfloat16 to type sum mean".split())
+Key = tuple[str, int, int]
+
+
+class Keeping(Timeline):
+    """A timeline that keeps each result, to be compared."""
+
+    def __init__(self, model: Any, results: bool = True) -> None:
+        super().__init__(model)
+        self.results: dict[Key, Tensor] = {}
+        self.by_key: dict[Key, Operation] = {}
+        self.order: list[Key] = []
+        self._keeps = results
+
+    def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
+        super().forward(operation, operands, result)
+        if self.is_in_optimizer:
+            return
+        key = operation.site, operation.call, self.batch or 0
+        self.by_key[key] = operation
+        self.order.append(key)
+        if self._keeps:
+            self.results[key] = result.detach().clone()
+
+
+def may_be_lost(seen: Keeping) -> bool:
+    """Whether any gradient of the step is mostly zero, so that it is worth a run in float32."""
+    return any(
+        _share_of_zeros(o.notes.get("gradient")) > 0.5
+        for o in (*seen.operations, *seen.gradients)
+        if "gradient" in o.notes
+    )
+
+
+def _share_of_zeros(found: Glance | None) -> float:
+    return 0.0 if found is None or not found.count else 1 - found.nonzero / found.count
+
+
+def lost_gradient(seen: Keeping, reference: Keeping, wide: dict[str, Glance]) -> Event | None:
+    """The first gradient, in the order of the backward pass, that is lost where float32 has it.
+
+    wide: the gradients of parameters in the reference that no cast has rounded, by name.
+    """
+    share: dict[int, float] = {}
+    for operation in seen.gradients:
+        key = operation.site, operation.call, operation.notes.get("batch") or 0
+        other = reference.by_key.get(key)
+        found: Glance = operation.notes["gradient"]
+        true = _true_gradient(operation, other, reference, wide)
+        if true is None or not true.nonzero or true.kinds or found.kinds:
+            continue
+        share[id(operation)] = lost = 1 - min(found.nonzero / true.nonzero, 1.0)
+        if (
+            lost < LOST
+            or (true.count > 1 and true.nonzero < 0.001 * true.count)
+            or _is_noise(operation, true, reference)
+        ):
+            continue
+        if any(share.get(id(c), 0.0) >= 0.5 for c in _readers(operation)):
+            continue
+        return _lost_event(operation, found, true)
+    return None
+
+
+def _true_gradient(
+    operation: Operation, other: Operation | None, reference: Keeping, wide: dict[str, Glance]
+) -> Glance | None:
+    if operation.name == "parameter":
+        known = wide.get(operation.site) or next(iter(reference.arrived.get(operation.site, [])), None)
+        return known
+    return None if other is None else other.notes.get("gradient")
+
+
+def _readers(operation: Operation) -> list[Operation]:
+    return [r for c in operation.children for r in ([c] if c.computes else [c, *_readers(c)])]
+
+
+def _is_noise(operation: Operation, true: Glance, reference: Keeping) -> bool:
+    """Whether the gradient of a bias is what a sum leaves that cancels, or a number of no size at all."""
+    if true.amax < 1e-36:
+        return True
+    if operation.name != "parameter":
+        if all(reader.name in _SCALINGS for reader in _readers(operation)):
+            return False  # a product with one number cancels nothing
+        around = [reference.by_key.get((c.site, c.call, c.notes.get("batch") or 0)) for c in _readers(operation)]
+        came = max((o.notes["gradient"].amax for o in around if o is not None and "gradient" in o.notes), default=0.0)
+        return true.amax < 1e-12 * came
+    if operation.notes["result"].count > 1 and any(c.name == "embedding" for c in operation.children):
+        return False
+    around = [reference.by_key.get((c.site, c.call, c.notes.get("batch") or 0)) for c in operation.children]
+    came = max((o.notes["gradient"].amax for o in around if o is not None and "gradient" in o.notes), default=0.0)
+    return true.amax < NOISE * came
+
+
+def _lost_event(operation: Operation, found: Glance, true: Glance) -> Event:
+    is_parameter = operation.name == "parameter"
+    at = operation
+    while not is_parameter and not at.computes and len(at.parents) == 1 and at.parents[0].name != "parameter":
+        at = at.parents[0]
+    ends = _gradient_ends(operation, at)
+    event = Event("backward", "gradient lost", at.site, "weight_grad" if is_parameter else "error")
+    event.operation = event.origin = at
+    event.count, event.of, event.fmt, event.ends = true.nonzero - found.nonzero, true.nonzero, ends.name, ends
+    event.batch, event.remedy = operation.notes.get("batch"), "scale"
+    least = f" below its least number {ends.smallest:.3g}" if ends.smallest else ""
+    event.why.append(
+        f"{event.count} of {event.of} gradients are 0 in {ends.name} and not in float32, where the largest is "
+        f"{true.amax:.3g}:{least}."
+    )
+    for child in operation.children[:3]:
+        if "gradient" in child.notes:
+            event.read.append((f"gradient of {child.site}", str(child.notes["gradient"])))
+            event.read += [(s.site, str(s.notes["result"])) for s in child.parents if s is not operation][:1]
+    return event
+
+
+def _gradient_ends(operation: Operation, at: Operation) -> Ends:
+    found = [e for o in {id(operation): operation, id(at): at}.values() for e in o.notes.get("error_ends", {}).values()]
+    found += [e for c in operation.children for e in c.notes.get("error_ends", {}).values()]
+    found += [c.notes["ends"] for c in operation.children if "ends" in c.notes]
+    if "gradient_ends" in operation.notes:
+        found.append(operation.notes["gradient_ends"])
+    return max(found, key=lambda e: (e.smallest, -e.largest)) if found else Ends.of_dtype(torch.float32)
+
+
+def error_event(seen: Keeping, reference: Keeping) -> tuple[Event | None, float, list[dict[str, Any]]]:
+    """The first result of which nothing is left, or where the error grows most; the largest error; a row for each."""
+    errors: dict[Key, float] = {}
+    rows: list[dict[str, Any]] = []
+    best: tuple[float, Key, float] | None = None
+    begins = None
+    for key in seen.order:
+        operation, true = seen.by_key[key], reference.results.get(key)
+        mine = seen.results[key]
+        if true is None or true.shape != mine.shape or not true.numel():
+            continue
+        error = _relative(mine, true, operation.notes.get("masked"))
+        errors[key] = error
+        entering = max(
+            (errors.get((p.site, p.call, p.notes.get("batch") or 0), 0.0) for p in operation.parents), default=0.0
+        )
+        if not operation.computes:
+            continue
+        rows.append({"site": operation.site, "call": operation.call, "relative": error, "entering": entering})
+        if error and begins is None:
+            begins = error
+        if error >= GONE and entering < GONE / 2:
+            if _is_difference(operation, true):
+                return _grown_event(operation, mine, true, error, entering), error, rows
+            return _gone_event(operation, mine, true, error, entering), error, rows
+        growth = error / max(entering, 1e-12) if entering else 0.0
+        is_new = not entering and begins is not None and error >= GROWN * begins
+        if error >= LARGE and (growth >= GROWN or is_new) and error >= GROWN * (begins or 0.0) and best is None:
+            best = growth, key, entering
+    worst = max(errors.values(), default=0.0)
+    if best is None:
+        return None, worst, rows
+    operation = seen.by_key[best[1]]
+    return (
+        _grown_event(operation, seen.results[best[1]], reference.results[best[1]], errors[best[1]], best[2]),
+        worst,
+        rows,
+    )
+
+
+def _relative(mine: Tensor, true: Tensor, masked: Tensor | None) -> float:
+    a, b = mine.double(), true.double()
+    keep = a.isfinite() & b.isfinite() & (b.abs() < 1e30)
+    if masked is not None and masked.shape == keep.shape:
+        keep = keep & ~masked
+    change, norm = float((a - b)[keep].norm()), float(b[keep].norm())
+    if norm < 1e-30:
+        return 0.0
+    return change / norm if math.isfinite(change) else math.inf
+
+
+def _gone_event(operation: Operation, mine: Tensor, true: Tensor, error: float, entering: float) -> Event:
+    ends: Ends = operation.notes["ends"]
+    zeros = int(((mine == 0) & (true != 0)).sum())
+    kind = "underflow" if zeros > 0.5 * mine.numel() else "error"
+    event = Event("float32", kind, operation.site, "activation", zeros or mine.numel(), mine.numel())
+    event.operation = event.origin = operation
+    event.fmt, event.ends = ends.name, ends
+    true_range = f"{float(true.double().min()):.3g} to {float(true.double().max()):.3g}"
+    if kind == "underflow":
+        event.why.append(
+            f"{zeros} of {event.of} results are 0 in {ends.name} and not in float32, where they are {true_range} "
+            f"(least number {ends.smallest:.3g})."
+        )
+    else:
+        event.why.append(
+            f"Nothing of it is left: relative error {error:.3g} against float32, {entering:.3g} entering; float32 has "
+            f"{true_range}."
+        )
+    event.read = [(p.site, str(p.notes["result"])) for p in operation.parents if "result" in p.notes]
+    return event
+
+
+def _grown_event(operation: Operation, mine: Tensor, true: Tensor, error: float, entering: float) -> Event:
+    ends: Ends = operation.notes["ends"]
+    read = [p for p in operation.parents if "result" in p.notes]
+    result_amax = float(true.abs().max())
+    operand_amax = max((p.notes["result"].amax for p in read), default=0.0)
+    is_difference = _is_difference(operation, true)
+    event = Event("float32", "cancellation" if is_difference else "error grows", operation.site, "activation")
+    event.count = event.of = mine.numel()
+    event.operation = event.origin = operation
+    event.fmt, event.ends = ends.name, ends
+    event.why.append(f"The relative error against float32 is {error:.3g} here; {entering:.3g} entered.")
+    if is_difference:
+        event.why.append(
+            f"Numbers up to {operand_amax:.4g} cancel to {result_amax:.3g}, and {ends.name} has an ulp of "
+            f"{_ulp(operand_amax, ends):.3g} there."
+        )
+    event.read = [(p.site, str(p.notes["result"])) for p in read]
+    return event
+
+
+def _is_difference(operation: Operation, true: Tensor) -> bool:
+    """Whether large numbers leave a small one."""
+    largest = max((p.notes["result"].amax for p in operation.parents if "result" in p.notes), default=0.0)
+    return operation.name in ("sub", "add", "rsub", "isub", "iadd", "sub_", "add_") and largest > 8 * float(
+        true.abs().max()
+    )
+
+
+def _ulp(x: float, ends: Ends) -> float:
+    holder = ends.holder
+    if isinstance(holder, torch.dtype):
+        epsilon = torch.finfo(holder).eps
+    else:
+        epsilon = float(getattr(getattr(holder, "fmt", None), "epsilon", 0.0))
+    return epsilon * 2.0 ** math.floor(math.log2(x)) if x else 0.0

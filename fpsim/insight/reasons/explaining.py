@@ -1,0 +1,295 @@
+"""What made an operation give inf or NaN: read from its operands, and from what gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpsim.emulation.tracing import Operation
+from fpsim.insight.masks import number_in
+from fpsim.insight.reasons.event import Event
+from fpsim.insight.reasons.numbers import Ends, Glance, first_index, glance
+
+__all__ = ["explain_forward", "source_name"]
+
+_DIVISIONS = frozenset(
+    "div divide true_divide truediv floor_divide floordiv itruediv div_ addcdiv fmod remainder".split()
+)
+_INVERSES = frozenset("reciprocal rsqrt rtruediv rdiv reciprocal_ rsqrt_".split())
+_LOGARITHMS = frozenset("log log2 log10 log1p log_ logit".split())
+_ROOTS = frozenset("sqrt rsqrt sqrt_ rsqrt_".split())
+_DOMAINS = frozenset("asin acos atanh acosh arcsin arccos arctanh erfinv".split())
+_MEANS = frozenset("mean nanmean".split())
+_LOSSES = frozenset("cross_entropy nll_loss nll_loss_nd cross_entropy_loss".split())
+_PRODUCTS = frozenset(
+    "matmul linear mm bmm addmm baddbmm conv1d conv2d conv3d einsum scaled_dot_product_attention layer_norm batch_norm "
+    "group_norm rms_norm instance_norm conv_transpose2d rmatmul native_layer_norm lstm gru".split()
+)
+
+
+def explain_forward(
+    operation: Operation,
+    operands: list[Tensor],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    result: Tensor,
+    kinds: set[str],
+    ends: Ends,
+) -> Event:
+    """The event of an operation whose result is not finite, and whose operands are.
+
+    kinds: what is new in the result, "NaN", "inf" or "-inf".
+    ends: of the format, or the dtype, of the result.
+    """
+    found = glance(result)
+    event = Event("forward", "", operation.site, "activation", operation=operation, origin=operation, ends=ends)
+    assert found.found is not None
+    event.count, event.of, event.fmt = found.found.nonfinite, found.count, ends.name
+    event.read = [(source_name(s, i), str(glance(x))) for i, (s, x) in enumerate(_pairs(operation, operands))]
+    values, options = arguments
+    name, no_number = operation.name, ~result.isfinite()
+    for explain in (_of_division, _of_domain, _of_softmax, _of_emptiness, _of_alignment):
+        if explain(event, name, operands, (*values, *options.values()), options, no_number, found):
+            return event
+    if "NaN" in kinds and not kinds - {"NaN"} and name in ("mul", "sub", "add", "rsub", "imul", "iadd"):
+        infinite = [(s, x) for s, x in _pairs(operation, operands) if bool(x.isinf().any())]
+        if infinite:
+            source, x = infinite[0]
+            held = "inf" if bool((x == torch.inf).any()) else "-inf"
+            what = "zero times infinity" if "mul" in name else "infinity minus infinity"
+            event.kind = what
+            event.why.append(f"{event.count} of {event.of} are {what}; {source_name(source, 0)} holds {held}.")
+            return event
+    if kinds - {"NaN"} or name in _PRODUCTS or any(float(glance(x).amax) > ends.largest for x in operands):
+        event.kind = "overflow"
+        whole = [x for x in (*values, *options.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
+        large = [f"{what} {text}" for what, text in event.read[:2]] or [f"integers {glance(x)}" for x in whole[:1]]
+        event.why.append(
+            f"{event.count} of {event.of} are beyond {ends.largest:.6g}, the end of {ends.name} (first at "
+            f"{first_index(no_number) or '0'}); it read {' and '.join(large) or 'nothing'}."
+        )
+        return event
+    event.kind = "NaN"
+    event.why.append(f"{event.count} of {event.of} are NaN, and what it read is finite.")
+    return event
+
+
+def _pairs(operation: Operation, operands: list[Tensor]) -> Iterator[tuple[Operation | None, Tensor]]:
+    return zip(operation.sources, operands, strict=False)
+
+
+def source_name(source: Operation | None, position: int) -> str:
+    return f"operand {position + 1} (from outside)" if source is None else source.site
+
+
+def _of_division(
+    event: Event,
+    name: str,
+    operands: list[Tensor],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    no_number: Tensor,
+    found: Glance,
+) -> bool:
+    operation = event.operation
+    assert operation is not None
+    divisor: Any = None
+    if name in _INVERSES:
+        divisor = operands[0] if operands else None
+    elif name in _DIVISIONS:
+        divisor = arguments[-1] if name == "addcdiv" else (arguments[1] if len(arguments) > 1 else None)
+    elif name in ("normalize", "cosine_similarity"):
+        return _of_lost_eps(event, name, operands, arguments, found)
+    elif name in ("pow", "pow_") and len(arguments) > 1 and isinstance(arguments[1], int | float) and arguments[1] < 0:
+        divisor = operands[0]
+    if divisor is None:
+        return False
+    if not isinstance(divisor, Tensor):
+        if divisor != 0:
+            return False
+        divisor = torch.tensor(float(divisor))
+    zeros = divisor == 0
+    if not bool(zeros.any()):
+        return False
+    both = torch.broadcast_shapes(zeros.shape, no_number.shape) == no_number.shape
+    where = zeros.broadcast_to(no_number.shape) & no_number if both else no_number
+    n = int(where.sum())
+    if not n:
+        return False
+    over = "0 / 0" if event.kind or (found.found is not None and found.found.nan == found.found.nonfinite) else "x / 0"
+    event.kind = "division by zero"
+    at = first_index(where)
+    event.why.append(f"{n} of {event.of} are {over}" + (f" (first at {at})." if at else "."))
+    if not divisor.is_floating_point():
+        event.read.append(("divisor (integers)", f"{int(zeros.sum())} of {divisor.numel()} zero"))
+        event.why.append("The divisor is an integer, a count, and is 0.")
+        event.remedy = "clamp"
+        return True
+    source = next((s for s, x in _pairs(operation, operands) if x is divisor), None)
+    _trace_zero(event, source)
+    if event.origin is operation and bool((divisor == divisor.round()).all()) and not bool((divisor < 0).any()):
+        event.why.append("It has whole numbers only, as a count has.")
+        event.remedy = "clamp"
+    return True
+
+
+def _trace_zero(event: Event, source: Operation | None) -> None:
+    """Say what made a divisor zero, and let the remedy begin there."""
+    at, steps = source, 0
+    nearest: Operation | None = None
+    while at is not None and steps < 12 and at.name != "parameter":
+        steps += 1
+        ends: Ends = at.notes["ends"]
+        lost = [c for c in at.notes["numbers"] if c and abs(c) < 1e-2 and not ends.holds(c)]
+        if lost and at.notes["result"].has_zeros and at.name in ("add", "iadd", "radd", "clamp", "clamp_min", "add_"):
+            event.origin, event.constant, event.remedy = at, lost[0], "eps"
+            event.why.append(
+                f"The divisor is 0 because {at.site} lost its constant: 0 + {lost[0]:g} is 0 in {ends.name} "
+                f"(least number {ends.smallest:.3g})."
+            )
+            return
+        operands = [p for p in at.parents if p.notes.get("result") is not None]
+        if at.notes["result"].has_zeros and not any(p.notes["result"].has_zeros for p in operands) and operands:
+            nearest = at
+            break
+        following = [p for p in operands if p.notes["result"].has_zeros]
+        if not following:
+            break
+        at = following[0]
+    if nearest is not None and nearest.computes:
+        event.origin = nearest
+        ranges = " and ".join(f"{p.site} {p.notes['result']}" for p in nearest.parents[:2])
+        event.why.append(f"The divisor is 0 because {nearest.site} underflows to 0; it read {ranges}.")
+    elif source is not None:
+        event.why.append(f"The divisor is {source.site}, with {source.notes['result']}.")
+
+
+def _of_lost_eps(event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], found: Glance) -> bool:
+    eps = next((c for c in number_in(arguments) if 0 < c < 1e-3), 1e-12 if name == "normalize" else 1e-8)
+    if event.ends.holds(eps):
+        return False
+    event.kind, event.constant, event.remedy = "division by zero", eps, "eps"
+    event.why.append(
+        f"{event.count} of {event.of} are 0 / 0, for its eps {eps:g} is 0 in {event.ends.name} (least number "
+        f"{event.ends.smallest:.3g})."
+    )
+    return True
+
+
+def _of_domain(
+    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
+) -> bool:
+    if not operands:
+        return False
+    x = operands[0]
+    zeros, negatives = int((x == 0).sum()), int((x < 0).sum())
+    if name in _LOGARITHMS and (zeros or negatives):
+        event.kind = "logarithm of zero" if zeros and not negatives else "logarithm of a negative number"
+        n = zeros if event.kind == "logarithm of zero" else negatives
+        event.why.append(f"{n} of the {x.numel()} numbers that it read are {'0' if n == zeros else 'negative'}.")
+        if event.kind == "logarithm of zero":
+            source = event.operation.sources[0] if event.operation is not None else None
+            if source is not None and source.computes and source.name in ("softmax", "exp", "sigmoid", "mul"):
+                event.origin = source
+                event.why.append(
+                    f"{source.site} underflows to 0 (least number of {event.ends.name} {event.ends.smallest:.3g})."
+                )
+        return True
+    if name in _ROOTS and negatives:
+        event.kind = "root of a negative number"
+        event.why.append(f"{negatives} of {x.numel()} are negative, down to {float(x.min()):.3g}.")
+        return True
+    if name in _DOMAINS:
+        event.kind = "outside of its domain"
+        event.why.append(f"{name} read {glance(x)}.")
+        return True
+    if name in ("pow", "pow_", "float_power") and negatives and event.count:
+        exponent = arguments[1] if len(arguments) > 1 else None
+        if isinstance(exponent, float) and exponent != int(exponent):
+            event.kind = "root of a negative number"
+            event.why.append(f"{negatives} of {x.numel()} are negative, and the exponent is {exponent:g}.")
+            return True
+    return False
+
+
+def _of_softmax(
+    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
+) -> bool:
+    if name not in ("softmax", "log_softmax", "scaled_dot_product_attention") or not operands:
+        return False
+    x = operands[0]
+    if name == "scaled_dot_product_attention":
+        mask = options.get("attn_mask", arguments[3] if len(arguments) > 3 else None)
+        if not isinstance(mask, Tensor):
+            return False
+        shut = ~mask if mask.dtype is torch.bool else mask == -torch.inf
+    else:
+        shut = x == -torch.inf
+    rows = shut.all(-1)
+    if not bool(rows.any()):
+        return False
+    event.kind, n = "row masked wholly", int(rows.sum())
+    event.why.append(
+        f"{n} of {rows.numel()} rows hold nothing but -inf (first at {first_index(rows)}); their softmax is NaN."
+    )
+    event.remedy = "mask"
+    return True
+
+
+def _of_emptiness(
+    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
+) -> bool:
+    if name in _MEANS and operands and operands[0].numel() == 0:
+        event.kind = "mean of nothing"
+        event.why.append(f"It read a tensor without elements, of shape {tuple(operands[0].shape)}.")
+        event.remedy = "skip"
+        return True
+    if name in ("std", "var", "std_mean", "var_mean") and operands:
+        event.kind = "variance of one number"
+        event.why.append(
+            f"It read a shape of {tuple(operands[0].shape)}, and divides by the count less one, which is 0."
+        )
+        event.remedy = "correction"
+        return True
+    targets = [a for a in arguments if isinstance(a, Tensor) and not a.is_floating_point()]
+    if name in _LOSSES and targets:
+        ignored = options.get("ignore_index", -100)
+        if bool((targets[0] == ignored).all()):
+            event.kind = "mean of nothing"
+            event.why.append(f"All {targets[0].numel()} targets are {ignored}, which is ignored: 0 / 0.")
+            event.read.append(("targets", f"{targets[0].numel()} of {targets[0].numel()} ignored"))
+            event.remedy = "skip"
+            return True
+    return False
+
+
+def _of_alignment(
+    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
+) -> bool:
+    """A connectionist loss is inf where a target has more labels than its input has frames."""
+    if name != "ctc_loss" or len(arguments) < 4:
+        return False
+    frames, lengths = (torch.as_tensor(a).flatten().tolist() for a in arguments[2:4])
+    targets = _split(torch.as_tensor(arguments[1]), lengths)
+    needed = [len(t) + sum(a == b for a, b in pairwise(t)) for t in targets]
+    short = [i for i, (n, f) in enumerate(zip(needed, frames, strict=True)) if n > f]
+    if not short:
+        return False
+    event.kind, event.remedy, i = "target longer than its input", "alignment", short[0]
+    event.why.append(
+        f"{len(short)} of {len(needed)} samples have no alignment, and a loss of inf: sample {i} has {frames[i]} "
+        f"frames and {lengths[i]} labels, which need {needed[i]} (one more for each repeated label)."
+    )
+    event.read.append(("frames", f"{min(frames)} to {max(frames)}"))
+    event.read.append(("labels", f"{min(lengths)} to {max(lengths)}"))
+    return True
+
+
+def _split(targets: Tensor, lengths: list[int]) -> list[list[int]]:
+    """The labels of each sample, of rows with padding or of all in one row."""
+    if targets.dim() == 1:
+        return [part.tolist() for part in targets[: sum(lengths)].split(lengths)]
+    return [row[:n].tolist() for row, n in zip(targets, lengths, strict=True)]

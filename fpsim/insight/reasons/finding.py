@@ -1,0 +1,386 @@
+"""The checks of a step in their order; the first that speaks ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.insight.reasons.against import Keeping, error_event, lost_gradient, may_be_lost
+from fpsim.insight.reasons.attempts import Remedy, descendants
+from fpsim.insight.reasons.dying import causes_first
+from fpsim.insight.reasons.event import Event
+from fpsim.insight.reasons.numbers import Glance, first_index, glance, is_mask_like
+from fpsim.insight.reasons.remedies import remedies
+from fpsim.insight.reasons.trials import Change, Outcome, Trials
+from fpsim.insight.reasons.update_remedies import update_remedies
+from fpsim.insight.reasons.updates import Updates
+from fpsim.insight.reasons.widening import LOW, Widening
+from fpsim.models.quantize import listeners
+from fpsim.policies.policy import Policy
+
+__all__ = ["Finding", "find"]
+
+
+@dataclass
+class Finding:
+    """What was found: events, the cause first; and the remedies that worked."""
+
+    events: list[Event] = field(default_factory=list)
+    remedies: list[Remedy] = field(default_factory=list)
+    chain: list[str] = field(default_factory=list)
+    operations: list[Any] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
+    checked: list[str] = field(default_factory=list)
+    loss: float | None = None
+    float32: float | None = None
+    float32_bad: list[str] = field(default_factory=list)  # what is not finite at the end of the step in float32
+    runs: int = 0
+
+
+def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: Any, batches: int | None) -> Finding:
+    """Run the checks."""
+    trials = Trials(model, step, optimizer, scaler, batches)
+    if trials.emulated and any(listener.observer is not None for listener in listeners(model)):
+        raise ValueError("This model is being recorded. Leave the `with fpsim.record(...)` block first.")
+    before = _state_before(model, trials.kept.optimizers)
+    try:
+        first = trials.run()
+    except Exception as error:
+        return _of_raising(trials, before, error)
+    second = trials.run()
+    if len(first.losses) != len(second.losses):  # what is found out about torch at first use runs backward too
+        first, second = second, trials.run()
+    _require_same(first, second)
+    seen, updates = Keeping(model), Updates(model)
+    gradients: dict[str, Glance] = {}
+    held = {event.place for event in before if event.role == "gradient"}  # a step may clear them before it adds
+
+    def note_cleared() -> None:
+        held.intersection_update(n for n, p in model.named_parameters() if p.grad is not None and glance(p.grad).kinds)
+
+    seen.at_first_gradient = note_cleared
+
+    def note_gradients(_: Any = None) -> None:
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                gradients.setdefault(name, glance(p.grad))
+
+    def before_update(optimizer: Any) -> None:
+        note_gradients()
+        updates.before(optimizer)
+
+    def at_end() -> None:
+        note_gradients()
+        updates.at_end()
+        result.events = _buffers_after(model, trials)
+
+    result = Finding()
+    was = trials.run(None, seen, before_update, updates.after, at_end)
+    buffers, result.events = result.events, []
+    result.loss, result.operations, result.calls = was.loss, seen.operations, seen.calls
+    result.checked = _checked(model, trials, seen, updates, buffers)
+    before = [event for event in before if event.role != "gradient" or event.place in held]
+    result.events = _events(model, trials, before, was, seen, updates, gradients, buffers, result)
+    result.loss = was.loss
+    if result.events:
+        cause = result.events[0]
+        if cause.operation is not None:
+            result.chain = _chain(cause, seen)
+        result.remedies = _tried(trials, cause, seen, updates, was)
+    result.runs = trials.runs
+    return result
+
+
+def _of_raising(trials: Trials, before: list[Event], error: Exception) -> Finding:
+    """What broke before a step raised, as a loss does that refuses NaN; the error itself where nothing did."""
+    seen, was = Keeping(trials.model), Outcome([], None, ["an exception"])
+    with suppress(Exception):  # the same again
+        trials.run(None, seen)
+    state = [*(e for e in seen.events if e.stage == "state"), *(e for e in before if e.role in ("parameter", "buffer"))]
+    found = Finding(state or causes_first(seen.events, seen.losses(), False, lambda event: False))
+    if not found.events:
+        raise error
+    cause = found.events[0]
+    cause.why.append(f"Then the step raises {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}")
+    found.operations, found.calls = seen.operations, seen.calls
+    _run_in_float32(trials, seen, found)
+    if cause.operation is not None:
+        found.chain = _chain(cause, seen)
+    found.remedies = [] if state else remedies(trials, cause, seen, was)
+    found.runs = trials.runs
+    return found
+
+
+def _require_same(first: Outcome, second: Outcome) -> None:
+    a, b = [first.returned, *first.losses], [second.returned, *second.losses]
+    if repr(a) != repr(b):
+        shown = next(((x, y) for x, y in zip(a, b, strict=False) if repr(x) != repr(y)), (len(a), len(b)))
+        raise ValueError(
+            f"The step gave loss {shown[0]} and then {shown[1]}. Expected the same step each time: take the batch "
+            f"outside of `step`, draw random numbers from torch's own generator, and keep no state besides the model's "
+            f"and the optimizer's. Give a GradScaler that it uses as scaler=."
+        )
+
+
+def _state_before(model: nn.Module, optimizers: list[Any]) -> list[Event]:
+    """The events of parameters, buffers, gradients and states that are not finite before the step."""
+    found = []
+    for name, p in model.named_parameters():
+        found.append(_came_in(name, "parameter", p))
+    for name, b in model.named_buffers():
+        is_mask = b.is_floating_point() and not bool((b == torch.inf).any()) and is_mask_like(b)
+        statistics = name.endswith(("running_mean", "running_var"))
+        if not is_mask or statistics:
+            found.append(_came_in(name, "buffer", b))
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            found.append(_came_in(name, "gradient", p.grad))
+        for optimizer in optimizers:
+            for key, x in optimizer.state.get(p, {}).items():
+                if isinstance(x, Tensor):
+                    found.append(_came_in(f"{name} {key}", "optimizer state", x))
+    events = [event for event in found if event is not None]
+    for role in ("parameter", "buffer", "gradient", "optimizer state"):
+        same = [event for event in events if event.role == role]
+        for event in same[:1]:
+            if len(same) > 1:
+                event.why.append(f"{len(same)} of the {role}s hold such numbers.")
+    return events
+
+
+def _came_in(name: str, role: str, x: Tensor) -> Event | None:
+    if not x.is_floating_point():
+        return None
+    values = glance(x)
+    if values.found is None:
+        return None
+    kind = "NaN" if values.found.nan else ("inf" if values.found.plus else "-inf")
+    event = Event("state", f"{kind} came in", name, role, values.found.nonfinite, values.count)
+    at = first_index(~x.detach().isfinite()) if x.layout is torch.strided else ""
+    event.why.append(f"{event.count} of {event.of} numbers before the step" + (f" (first at {at})." if at else "."))
+    event.read = [(name, str(values))]
+    return event
+
+
+def _buffers_after(model: nn.Module, trials: Trials) -> list[Event]:
+    events = []
+    kept = {id(tensor): value for tensor, value in trials.kept.tensors}
+    for name, b in model.named_buffers():
+        before = kept.get(id(b))
+        if not b.is_floating_point() or (before is not None and not bool(before.isfinite().all())):
+            continue
+        values = glance(b)
+        if values.found is None or (values.found.minus and is_mask_like(b)):
+            continue
+        event = Event("buffers", "overflow", name, "buffer", values.found.nonfinite, values.count)
+        largest = torch.finfo(b.dtype).max
+        event.fmt = str(b.dtype).removeprefix("torch.")
+        event.why.append(
+            f"{event.count} of {event.of} are not finite after the step (first at {first_index(~b.isfinite())}), and "
+            f"were before; {event.fmt} ends at {largest:.6g}."
+        )
+        event.read = [(f"{name} before", str(glance(before)))] if before is not None else []
+        events.append(event)
+    return events
+
+
+def _events(
+    model: nn.Module,
+    trials: Trials,
+    before: list[Event],
+    was: Outcome,
+    seen: Keeping,
+    updates: Updates,
+    gradients: dict[str, Glance],
+    buffers: list[Event],
+    result: Finding,
+) -> list[Event]:
+    """The events of the first check that has any, the cause first."""
+    is_bad = {name for name, found in gradients.items() if found.kinds}
+    came = [e for e in before if e.role != "gradient" or e.place in is_bad]
+    inputs = [e for e in seen.events if e.stage == "state" and e.role == "input"]
+    readers = {s.site: o.site for o in reversed(seen.operations) for s in o.sources if s is not None}
+    for event in came:
+        if event.place in readers:
+            event.why.append(f"It is read first by {readers[event.place]}.")
+    state = [*inputs, *[e for e in came if e.role != "gradient"], *[e for e in came if e.role == "gradient"]]
+    if state:
+        if inputs or any(e.role in ("parameter", "buffer") for e in came):
+            _run_in_float32(trials, seen, result)
+        return state
+    reference = _Reference(trials, seen)
+    hard = [e for e in seen.events if e.stage != "state"]
+    hard = causes_first(hard, seen.losses(), was.is_finite, reference.breaks_too)
+    if not hard and seen.minus and not was.is_finite:
+        return seen.minus
+    saturations = [e for e in seen.saturations if not hard]
+    if hard or saturations:
+        _run_in_float32(trials, seen, result)
+        return _own_causes([*hard, *saturations])
+    if reference.is_wanted and may_be_lost(seen):
+        lost = lost_gradient(seen, reference.seen, reference.wide)
+        if lost is not None:
+            result.float32 = reference.loss
+            earlier, _, _ = error_event(seen, reference.seen)  # a result that is lost takes its gradients with it
+            return [lost] if earlier is None else [earlier, lost]
+    added = _accumulated(model, gradients, seen, trials)
+    for events in (added, updates.events, [e for e in (updates.lost(),) if e is not None], buffers):
+        if events:
+            return events
+    if reference.is_wanted:
+        error, worst, _ = error_event(seen, reference.seen)
+        result.float32 = reference.loss
+        result.checked.append(f"Against float32: the largest relative error of a result is {worst:.3g}.")
+        if error is not None:
+            return [error]
+    else:
+        result.checked.append("The model computes in float32 or more: there is nothing to compare it with.")
+    if not was.is_finite:
+        event = Event("loss", "NaN", was.bad[0] if was.bad else "the loss", "loss")
+        event.why.append(
+            f"Not finite at the end of the step: {', '.join(was.bad[:3]) or 'the loss'}; no operation that "
+            f"is seen made it."
+        )
+        return [event]
+    return []
+
+
+def _own_causes(events: list[Event]) -> list[Event]:
+    """The first event, and those after it that do not follow from it."""
+    first, *others = events
+    if first.operation is None:
+        return events
+    reached = descendants(first.operation)
+    later = [e for e in others if e.stage == first.stage and id(e.operation) not in reached]
+    return [first, *later]
+
+
+class _Reference:
+    """The same step in float32, run when it is asked for."""
+
+    def __init__(self, trials: Trials, seen: Keeping) -> None:
+        self.trials = trials
+        is_low = any(o.notes["dtype"] in LOW for o in seen.operations)
+        self.is_wanted = trials.emulated or is_low
+        self._seen: Keeping | None = None
+        self._wide: dict[str, Glance] = {}
+        self._loss: float | None = None
+
+    def _run(self) -> Keeping:
+        if self._seen is None:
+            change, edit = _all_float32(self.trials)
+            self._seen = Keeping(self.trials.model)
+            outcome = self.trials.run(change, self._seen)
+            self._loss = outcome.loss
+            if edit is not None:
+                names = {id(p): name for name, p in self.trials.model.named_parameters()}
+                self._wide = {names[key]: glance(g) for key, g in edit.gradients.items() if key in names}
+        return self._seen
+
+    @property
+    def seen(self) -> Keeping:
+        return self._run()
+
+    def breaks_too(self, event: Event) -> bool:
+        """Whether the result of an event's operation is not finite in float32 either."""
+        at = event.operation
+        same = None if at is None else self.seen.by_key.get((at.site, at.call, event.batch or 0))
+        return same is not None and bool(same.notes["result"].kinds)
+
+    @property
+    def wide(self) -> dict[str, Glance]:
+        self._run()
+        return self._wide
+
+    @property
+    def loss(self) -> float | None:
+        self._run()
+        return self._loss
+
+
+def _all_float32(trials: Trials) -> tuple[Change, Widening | None]:
+    if trials.emulated:
+        return Change(policies=dict.fromkeys(trials.policies, Policy())), None
+    edit = Widening(None)
+    return Change(edit=edit), edit
+
+
+def _run_in_float32(trials: Trials, seen: Keeping, result: Finding) -> None:
+    """Put what the step gives in float32 into the result, where it is not in float32 as it is."""
+    if not trials.emulated and not any(o.notes["dtype"] in LOW for o in seen.operations):
+        return
+    with suppress(Exception):  # torch refuses some mixtures of dtypes: then float32's loss is not known
+        outcome = trials.run(_all_float32(trials)[0])
+        result.float32, result.float32_bad = outcome.loss, outcome.bad
+
+
+def _accumulated(model: nn.Module, gradients: dict[str, Glance], seen: Keeping, trials: Trials) -> list[Event]:
+    """The events of gradients that are not finite although all that arrived are."""
+    events = []
+    kept = {id(p): value for p, _, value in trials.kept.gradients}
+    for name, p in model.named_parameters():
+        found = gradients.get(name)
+        if found is None or found.found is None:
+            continue
+        arrived = seen.arrived.get(name, [])
+        held = kept.get(id(p))
+        event = Event("accumulation", "overflow", name, "gradient", found.found.nonfinite, found.count)
+        event.fmt, event.remedy = str(p.dtype).removeprefix("torch."), "clear"
+        held_text = f"held up to {glance(held).amax:.4g} before the step, and " if held is not None else ""
+        largest = max((g.amax for g in arrived), default=0.0)
+        event.why.append(
+            f".grad {held_text}got {len(arrived)} gradients of up to {largest:.4g}; {event.count} of {event.of} sums "
+            f"are beyond {torch.finfo(p.dtype).max:.6g}, the end of {event.fmt}."
+        )
+        if held is not None:
+            event.read.append((f".grad of {name} before", str(glance(held))))
+        event.read += [(f"gradient that arrived at {name}", str(g)) for g in arrived[:2]]
+        events.append(event)
+    return events
+
+
+def _chain(cause: Event, seen: Keeping) -> list[str]:
+    at = cause.operation
+    assert at is not None
+    reached = descendants(at)
+    loss = next((o for o in reversed(seen.losses()) if id(o) in reached), None)
+    leads = set() if loss is None else loss.all_behind()
+    sites: list[str] = []
+    while at is not None:
+        if at.computes:
+            sites.append(at.site)
+        further = [o for o in at.children if id(o) in leads]
+        at = None if at is loss or not further else further[0]
+    return sites
+
+
+def _tried(trials: Trials, cause: Event, seen: Keeping, updates: Updates, was: Outcome) -> list[Remedy]:
+    if cause.stage == "state" and cause.role != "gradient":
+        return []
+    if cause.stage in ("optimizer", "accumulation") or cause.role == "gradient":
+        return update_remedies(trials, cause, updates, seen)
+    if cause.stage in ("buffers", "loss"):
+        return []
+    return remedies(trials, cause, seen, was)
+
+
+def _checked(model: nn.Module, trials: Trials, seen: Keeping, updates: Updates, buffers: list[Event]) -> list[str]:
+    gradients = sum("gradient" in o.notes for o in seen.operations)
+    wanted, moved = sum(r["wanted"] for r in updates.rows), sum(r["moved"] for r in updates.rows)
+    lines = [
+        f"State before: {sum(1 for _ in model.parameters())} parameters, {sum(1 for _ in model.buffers())} buffers, "
+        f"their gradients, inputs, {len(trials.kept.optimizers)} optimizers.",
+        f"Forward: {len(seen.operations)} results. Backward: {gradients} gradients of results, {len(seen.arrived)} of "
+        f"parameters.",
+    ]
+    if updates.steps:
+        share = f"{moved} of {wanted} updates changed a number" if wanted else "updates not compared"
+        lines.append(f"Optimizer: {updates.steps} steps, {share}.")
+    else:
+        lines.append("Optimizer: no step was taken; give optimizer= to look at it.")
+    return lines

@@ -1,0 +1,115 @@
+"""What a tensor holds at a glance, and what a format makes of a number."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpsim.formats.blocks import BlockFormat
+from fpsim.insight.ranges import Range, range_of
+from fpsim.tensors.ops import round_to
+from fpsim.tensors.spec import Spec
+
+__all__ = ["Ends", "Glance", "first_index", "glance", "is_mask_like"]
+
+
+@dataclass(frozen=True)
+class Glance:
+    """What one pass over a tensor tells.
+
+    low, high: NaN where there is one. found: all counts, where not all is finite.
+    """
+
+    count: int
+    nonzero: int
+    low: float
+    high: float
+    found: Range | None
+
+    @property
+    def kinds(self) -> set[str]:
+        return set() if self.found is None else self.found.kinds
+
+    @property
+    def amax(self) -> float:
+        return max(abs(self.low), abs(self.high)) if self.found is None else self.found.amax
+
+    @property
+    def has_zeros(self) -> bool:
+        return self.nonzero < self.count
+
+    @property
+    def nonfinite(self) -> float:
+        return 0.0 if self.found is None else self.found.nonfinite / max(self.count, 1)
+
+    def __str__(self) -> str:
+        if self.found is not None:
+            known = self.found.nonfinite < self.found.count
+            words = [f"{self.found.low:.3g} to {self.found.high:.3g}"] if known else []
+            counts = ((self.found.plus, "inf"), (self.found.minus, "-inf"), (self.found.nan, "NaN"))
+            return ", ".join([*words, *(f"{n} of {self.count} {name}" for n, name in counts if n)])
+        zeros = self.count - self.nonzero
+        text = f"{self.low:.3g} to {self.high:.3g}" if self.low != self.high else f"{self.low:.3g}"
+        return f"{text}, {zeros} of {self.count} zero" if zeros and self.count > 1 else text
+
+
+def glance(x: Tensor) -> Glance:
+    """A glance at a tensor of numbers; of an empty one all is 0."""
+    x = x.detach()
+    if x.layout is not torch.strided:
+        x = x.coalesce().values() if x.layout is torch.sparse_coo else x.to_dense()
+    if not x.numel():
+        return Glance(0, 0, 0.0, 0.0, None)
+    if not x.is_floating_point():
+        x = x.double()
+    low, high = (float(v) for v in torch.aminmax(x))
+    is_finite = math.isfinite(low) and math.isfinite(high)
+    return Glance(x.numel(), int(torch.count_nonzero(x)), low, high, None if is_finite else range_of(x))
+
+
+def is_mask_like(x: Tensor) -> bool:
+    """Whether minus infinity stands in a tensor for what may not be looked at: nothing else there is above zero."""
+    return not bool((x > 0).any()) and not bool(x.isnan().any())
+
+
+def first_index(where: Tensor) -> str:
+    """The index of the first true element, "3, 7"; "" of a scalar or where there is none."""
+    found = where.nonzero()
+    return ", ".join(str(int(i)) for i in found[0]) if len(found) else ""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The name, the largest and the least number of a format or of a dtype of torch."""
+
+    name: str
+    largest: float
+    smallest: float
+    holder: Any  # a Spec, or a torch.dtype
+
+    @classmethod
+    def of_dtype(cls, dtype: torch.dtype) -> Ends:
+        info = torch.finfo(dtype)
+        return cls(str(dtype).removeprefix("torch."), info.max, info.smallest_normal * info.eps, dtype)
+
+    @classmethod
+    def of_spec(cls, spec: Spec) -> Ends:
+        fmt = spec.fmt
+        if isinstance(fmt, BlockFormat):
+            return cls(str(fmt), math.inf, 0.0, None)
+        return cls(str(fmt), fmt.largest, float(getattr(fmt, "smallest", 0.0)), spec)
+
+    def holds(self, value: float) -> bool:
+        """Whether a number that is not zero is not rounded to zero."""
+        return self.rounded(value) != 0
+
+    def rounded(self, value: float) -> float:
+        if self.holder is None:
+            return value
+        if isinstance(self.holder, torch.dtype):
+            return float(torch.tensor(value, dtype=torch.float64).to(self.holder))
+        return float(round_to(torch.tensor(value), self.holder.fmt, "nearest_even"))

@@ -1,0 +1,224 @@
+"""The visitor of a traced step: glances at each result and gradient, and the events in the order of time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.emulation.tracing import Operation, Trace
+from fpsim.formats.blocks import BlockFormat
+from fpsim.insight.masks import masked_in, number_in
+from fpsim.insight.reasons.event import Event
+from fpsim.insight.reasons.explaining import explain_forward, source_name
+from fpsim.insight.reasons.masks import leak
+from fpsim.insight.reasons.numbers import Ends, Glance, first_index, glance, is_mask_like
+from fpsim.insight.reasons.slopes import explain_gradient
+from fpsim.insight.seen import FILLS, overflow_of
+from fpsim.tensors.shared_scales import Cut
+from fpsim.tensors.spec import Spec
+
+__all__ = ["Timeline"]
+
+SATURATES = 2.0  # times the largest number of a format, from which on a saturated one is told of
+_BACKWARD = ("error", "weight_grad")
+
+
+class Timeline:
+    """What a step computed; also the observer of a quantised model.
+
+    operations: in the order of the run, each with glances in its notes.
+    gradients: the operations and parameters in the order in which their gradients came.
+    events: in the order of time.
+    saturations: those of formats without an infinity, which break nothing at once.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.operations: list[Operation] = []
+        self.gradients: list[Operation] = []
+        self.events: list[Event] = []
+        self.saturations: list[Event] = []
+        self.minus: list[Event] = []  # minus infinity from outside, which may be a mask
+        self.batch: int | None = None
+        self.trace: Trace | None = None
+        self.is_in_optimizer = False
+        self.arrived: dict[str, list[Glance]] = {}  # the gradients of parameters, by name
+        self.at_first_gradient: Callable[[], object] | None = None  # called once, before anything is accumulated
+        self.calls: dict[str, int] = {}
+        self.names = {id(b): name for name, b in model.named_buffers()}
+        self.inputs: dict[int, str] = {}
+        self._model = model
+        self._rounded: list[tuple[str, Tensor, Tensor, Spec]] = []
+        self._ends: Ends | None = None
+        self._outside: set[int] = set()
+        self._last: dict[str, Operation] = {}
+
+    # As the visitor
+
+    @torch.no_grad()
+    def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
+        if self.is_in_optimizer:
+            self._rounded = []
+            return
+        assert self.trace is not None
+        values, options = self.trace.arguments
+        arguments = (*values, *options.values())
+        ends, found = self._ends or Ends.of_dtype(result.dtype), glance(result)
+        notes = operation.notes
+        notes.update(ends=ends, result=found, numbers=number_in(arguments), batch=self.batch, dtype=result.dtype)
+        self._last[operation.site] = operation
+        self.calls[operation.site] = max(self.calls.get(operation.site, 0), operation.call + 1)
+        self.operations.append(operation)
+        glances = self._operands(operation, operands)
+        notes["masked"] = masked = masked_in(operation, operands, arguments, result)
+        is_fill = operation.name in FILLS or masked is not None
+        rounded = self._of_roundings(operation, is_fill)
+        self._rounded, self._ends = [], None
+        if rounded is None and not is_fill:
+            before = set().union(*(g.kinds for g in glances)) if glances else set()
+            new = found.kinds - before
+            if "NaN" in before or (not new and found.kinds):
+                new = set()
+            if new:
+                self._add(explain_forward(operation, operands, self.trace.arguments, result, new, ends))
+        if not found.kinds:
+            event = leak(operation, operands, result, ends)
+            if event is not None:
+                self._add(event)
+
+    def _operands(self, operation: Operation, operands: list[Tensor]) -> list[Glance]:
+        glances = []
+        for i, (source, x) in enumerate(zip(operation.sources, operands, strict=True)):
+            known = None if source is None else source.notes.get("result")
+            found = known or glance(x)
+            if source is not None:
+                source.notes.setdefault("result", found)
+            elif found.kinds and id(x) not in self._outside:
+                self._outside.add(id(x))
+                self._came_in(operation, i, x, found)
+            glances.append(found)
+        return glances
+
+    def _came_in(self, operation: Operation, position: int, x: Tensor, found: Glance) -> None:
+        assert found.found is not None
+        if any(x is p.grad for p in self._model.parameters()):
+            return  # made by this step, or looked at before it
+        name = self.names.get(id(x))
+        role = "buffer" if name is not None else "input"
+        name = name or self.inputs.get(id(x)) or f"operand {position + 1} of {operation.site}"
+        kind = "NaN" if found.found.nan else ("inf" if found.found.plus else "-inf")
+        event = Event("state", f"{kind} came in", name, role, found.found.nonfinite, found.count, batch=self.batch)
+        event.why.append(
+            f"{event.count} of {event.of} numbers (first at {first_index(~x.isfinite()) or '0'}), "
+            f"read first by {operation.site}."
+        )
+        event.read = [(name, str(found))]
+        if kind != "-inf":
+            self.events.insert(0, event)
+        elif not is_mask_like(x):
+            self.minus.append(event)
+
+    def _of_roundings(self, operation: Operation, is_fill: bool) -> Event | None:
+        """The event of what was rounded in this operation, if anything broke; a mask may."""
+        for role, before, after, spec in self._rounded:
+            event = self._rounding_event(operation, role, before, after, spec)
+            if event is None or is_fill:
+                continue
+            if event.kind == "saturation":
+                self.saturations.append(event)
+            else:
+                self._add(event)
+                return event
+        return None
+
+    def _rounding_event(
+        self, operation: Operation, role: str, before: Tensor, after: Tensor, spec: Spec
+    ) -> Event | None:
+        found = glance(before)
+        ends = Ends.of_spec(spec)
+        if not isinstance(spec.fmt, BlockFormat) and found.amax <= ends.largest:
+            return None
+        largest, count = overflow_of(before, after, spec)
+        if not count:
+            return None
+        kind = "saturation" if bool(after.isfinite().all()) else "overflow"
+        if kind == "saturation" and found.amax < SATURATES * largest:
+            return None
+        place, shown_role = operation.site, role
+        stage = "backward" if role in _BACKWARD or role.startswith(("dgrad", "wgrad")) else "forward"
+        if role in ("weight", "fprop.w"):
+            names = [s.site for s in operation.parents if s.name == "parameter"]
+            at = [s.site for s in operation.parents if s.name == "parameter" and s.notes["result"].amax == found.amax]
+            place = next(iter(at or names), place)
+        event = Event(stage, kind, place, shown_role, count, before.numel(), operation=operation, origin=operation)
+        event.fmt, event.ends = str(spec.fmt), ends
+        beyond = before.abs() > largest
+        event.why.append(
+            f"{count} of {event.of} are beyond {largest:.6g}, the end of {event.fmt} (first at "
+            f"{first_index(beyond) or '0'}), up to {found.amax:.6g}."
+        )
+        event.read = [
+            (source_name(s, i), str(s.notes["result"])) for i, s in enumerate(operation.sources) if s is not None
+        ]
+        return event
+
+    def backward(self, operation: Operation, gradient: Tensor) -> None:
+        if self.at_first_gradient is not None and not self.gradients:
+            self.at_first_gradient()
+        found = glance(gradient)
+        is_parameter = operation.name == "parameter"
+        role = "weight_grad" if is_parameter else "error"
+        known: Glance | None = operation.notes.get("gradient")
+        operation.notes["gradient"] = found
+        operation.notes["gradient_ends"] = Ends.of_dtype(gradient.dtype)
+        if is_parameter:
+            self.arrived.setdefault(operation.site, []).append(found)
+        if known is None or not is_parameter:
+            self.gradients.append(operation)
+        after = [child.notes["gradient"] for child in operation.children if "gradient" in child.notes]
+        new = found.kinds.difference(*(g.kinds for g in after)) if after else found.kinds
+        if new and not any("NaN" in g.kinds for g in after):
+            at = operation
+            while not at.computes and len(at.parents) == 1 and at.parents[0].name != "parameter":
+                at = at.parents[0]
+            broken = [e for e in self.events if e.stage == "backward"]  # of its rounding there is an event already
+            if not any(e.operation is at or e.operation in at.children or e.place == at.site for e in broken):
+                self._add(explain_gradient(operation, at, role, gradient, new))
+
+    def _add(self, event: Event) -> None:
+        event.batch = self.batch if event.stage == "forward" else event.batch
+        self.events.append(event)
+
+    # As the observer of the emulation
+
+    def wants(self, site: str, role: str) -> bool:
+        return True
+
+    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
+        if role in ("activation", "output") or self._ends is None:
+            self._ends = Ends.of_spec(spec)
+        is_backward = role in _BACKWARD or role.startswith(("dgrad", "wgrad"))
+        if not is_backward:
+            self._rounded.append((role, before.detach(), after.detach(), spec))
+            return
+        self._ends = None
+        operation = self._last.get(site)
+        if operation is None:
+            return
+        operation.notes.setdefault("error_ends", {})[role] = Ends.of_spec(spec)
+        event = self._rounding_event(operation, role, before, after, spec)
+        if event is not None:
+            event.stage, event.remedy, event.batch = "backward", "scale", operation.notes.get("batch")
+            if role == "weight_grad":
+                names = [
+                    p for p in operation.parents if p.name == "parameter" and p.notes["result"].count == before.numel()
+                ]
+                event.place = names[0].site if names else event.place
+            (self.saturations if event.kind == "saturation" else self.events).append(event)
+
+    def losses(self) -> list[Operation]:
+        """What backward passes began at, in their order; without one, the last operation."""
+        starts = [o for o in self.gradients if not any("gradient" in c.notes for c in o.children)]
+        scalars = [o for o in starts if o.notes.get("result") is not None and o.notes["result"].count == 1]
+        return [*dict.fromkeys(scalars)] or self.operations[-1:]

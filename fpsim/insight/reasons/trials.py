@@ -1,0 +1,290 @@
+"""Running one step again and again: the same each time, with or without an edit, and put back afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fpsim.border import require_result
+from fpsim.emulation.arguments import tensors_in
+from fpsim.emulation.tracing import Edit, Operation, Trace
+from fpsim.insight.reasons.kept import Kept
+from fpsim.insight.reasons.timeline import Timeline
+from fpsim.models.forwards import emulated_forwards
+from fpsim.models.quantize import install_policies, listeners, policies_of
+from fpsim.policies.policy import Policy
+from fpsim.tensors.noise import keep_random_numbers, noise_state, replayed_noise
+from fpsim.torch_modes import hook_steps, push_mode, take_off, unhook_call, unhook_steps, without_torch_function
+from fpsim.undoing import Undo, undone
+
+__all__ = ["Change", "Outcome", "Trials"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is tried in a run.
+
+    edit: changes calls of torch functions. policies: of modules of a quantised model, by name.
+    loss_scale: what the gradient of the loss begins with. options: of the optimizers' groups.
+    clear: whether gradients are forgotten first.
+    """
+
+    edit: Edit | None = None
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+    loss_scale: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rate: float = 1.0
+    clear: bool = False
+
+
+@dataclass
+class Outcome:
+    """What a run gave: the losses of its backward passes, and the names of what is not finite at its end."""
+
+    losses: list[float]
+    returned: float | None
+    bad: list[str]
+
+    @property
+    def loss(self) -> float | None:
+        if self.returned is not None:
+            return self.returned
+        return sum(self.losses) / len(self.losses) if self.losses else None
+
+    @property
+    def is_finite(self) -> bool:
+        return not self.bad and (self.loss is None or math.isfinite(self.loss))
+
+
+class Trials:
+    """A step that can be run again; see `why` for the arguments. runs: how often it was."""
+
+    def __init__(
+        self, model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: Any, batches: int | None
+    ) -> None:
+        self.model, self.step, self.scaler, self.batches = model, step, scaler, batches
+        self.optimizer, self.runs = optimizer, 0
+        self.emulated = any(True for _ in emulated_forwards(model))
+        self.kept = Kept(model, optimizer, scaler)
+        self.policies = policies_of(model) if self.emulated else {}
+        self._has_changed = False
+        self._own = {id(p) for p in model.parameters()}
+
+    def run(
+        self,
+        change: Change | None = None,
+        visitor: Any = None,
+        before_update: Callable[[Any], None] | None = None,
+        after_update: Callable[[Any], None] | None = None,
+        at_end: Callable[[], None] | None = None,
+        until_broken: bool = False,
+    ) -> Outcome:
+        """Run the step, with the optimizer's, and put all back.
+
+        before_update, after_update: called around each step of an optimizer. at_end: before anything is put back.
+        until_broken: raises FloatingPointError where a backward pass would begin at a loss that is not finite.
+        """
+        change = change or Change()
+        self.runs += 1
+        watched = _Backward(change.loss_scale, until_broken)
+        steps = _Steps(self._own, visitor, self.kept.know, before_update, after_update)
+
+        def start(undo: Undo) -> tuple[float | None, list[str]]:
+            undo.by(self.kept.restore)
+            keep_random_numbers(undo)
+            undo.by(partial(self._policies, self.policies))
+            undo.by(steps.end)
+            self._change(change)
+            steps.begin()
+            result: list[float | None] = [None]
+            traced = (
+                self._traced(visitor, change.edit, undo) if visitor is not None or change.edit is not None else None
+            )
+
+            def run() -> None:
+                result[0] = self._step(visitor, steps)
+
+            undo.by(watched.end)
+            push_mode(watched)
+            run() if traced is None else traced.run(run)
+            with without_torch_function():
+                bad = self._nonfinite()
+                if at_end is not None:
+                    at_end()
+            return result[0], bad
+
+        with replayed_noise(noise_state()):
+            returned, bad = undone(start)
+        scale = float(self.scaler.get_scale()) if self.scaler is not None and hasattr(self.scaler, "get_scale") else 1.0
+        return Outcome([value / scale for value in watched.losses], returned, bad)
+
+    def _step(self, visitor: Any, steps: _Steps) -> float | None:
+        returned: list[float] = []
+        for i in range(self.batches or 1):
+            if visitor is not None and hasattr(visitor, "batch"):
+                visitor.batch = i if self.batches is not None else None
+            out = self.step() if self.batches is None else self.step(i)
+            if isinstance(out, Tensor):
+                with without_torch_function():
+                    if out.numel() == 1:
+                        returned.append(float(out.detach()))
+            elif isinstance(out, int | float) and not isinstance(out, bool):
+                returned.append(float(out))
+        if self.optimizer is not None and not steps.count:
+            if self.scaler is not None:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                self.optimizer.step()
+        return sum(returned) / len(returned) if returned else None
+
+    def _nonfinite(self) -> list[str]:
+        found = []
+        for kind, tensors in (("parameter", self.model.named_parameters()), ("buffer", self.model.named_buffers())):
+            for name, x in tensors:
+                if kind == "parameter" and x.grad is not None and not _is_finite(x.grad):
+                    found.append(f"gradient {name}")
+                if x.is_floating_point() and not _is_finite(x) and not (kind == "buffer" and _is_mask(x)):
+                    found.append(f"{kind} {name}")
+        return found
+
+    def _change(self, change: Change) -> None:
+        if change.clear:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        for optimizer in self.kept.optimizers:
+            for group in optimizer.param_groups:
+                group.update({k: v for k, v in change.options.items() if k in group})
+                if change.rate != 1:
+                    group["lr"] = group["lr"] * change.rate
+        self._policies(change.policies)
+
+    def _policies(self, policies: Mapping[str, Policy]) -> None:
+        if policies and (policies is not self.policies or self._has_changed):
+            self._has_changed = policies is not self.policies
+            install_policies(self.model, policies)
+
+    def _traced(self, visitor: Any, edit: Edit | None, undo: Undo) -> Trace:
+        trace = Trace(self.model, visitor or _Nobody(), self.emulated, verb="why", edit=edit)
+        undo.by(trace.remove)
+        trace.install_alone()
+        if isinstance(visitor, Timeline):
+            visitor.trace = trace
+            hook = visitor_inputs(visitor)
+            undo.by(partial(unhook_call, self.model, hook))
+            self.model.register_forward_pre_hook(hook, with_kwargs=True)
+            registered = listeners(self.model) if self.emulated else []
+            undo.by(partial(_observe, registered, None))
+            _observe(registered, visitor)
+        return trace
+
+
+def _observe(registered: Sequence[Any], observer: Any) -> None:
+    for listener in registered:
+        listener.observer = observer
+
+
+def visitor_inputs(visitor: Timeline) -> Callable[..., None]:
+    """A hook that tells a timeline the names of the model's inputs."""
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        code = getattr(module.forward, "__code__", None)
+        names = list(code.co_varnames[1 : code.co_argcount]) if code is not None else []
+        for i, value in enumerate(args):
+            for x in tensors_in(value):
+                visitor.inputs.setdefault(id(x), names[i] if i < len(names) else f"input {i + 1}")
+        for name, value in kwargs.items():
+            for x in tensors_in(value):
+                visitor.inputs.setdefault(id(x), name)
+
+    return note
+
+
+def _is_finite(x: Tensor) -> bool:
+    values = x.coalesce().values() if x.layout is torch.sparse_coo else x
+    return bool(values.isfinite().all())
+
+
+def _is_mask(x: Tensor) -> bool:
+    return bool((x == -torch.inf).any()) and not bool(x.isnan().any()) and not bool((x > 0).any())
+
+
+class _Nobody:
+    """A visitor that looks at nothing."""
+
+    def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None: ...
+
+    def backward(self, operation: Operation, gradient: Tensor) -> None: ...
+
+
+class _Backward(TorchFunctionMode):
+    """Reads what backward passes begin at, and begins them with another gradient."""
+
+    def __init__(self, loss_scale: float, until_broken: bool) -> None:
+        super().__init__()
+        self.loss_scale, self.until_broken, self.has_ended = loss_scale, until_broken, False
+        self.losses: list[float] = []
+
+    def end(self) -> None:
+        self.has_ended = True
+        take_off(self)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.has_ended or func not in (Tensor.backward, torch.autograd.backward):
+            return func(*args, **kwargs)
+        if isinstance(args[0], Tensor) and args[0].numel() == 1:
+            root = args[0].detach()
+            require_result(root, "The loss", "why")
+            self.losses.append(float(root))
+            if self.until_broken and not math.isfinite(self.losses[-1]):
+                raise FloatingPointError(f"The loss is {self.losses[-1]}.")
+            name = "gradient" if func is Tensor.backward else "grad_tensors"
+            given = args[1] if len(args) > 1 else kwargs.get(name)
+            if self.loss_scale != 1 and given is None:
+                kwargs, args = {**kwargs, name: torch.full_like(root, self.loss_scale)}, args[:1]
+        return func(*args, **kwargs)
+
+
+class _Steps:
+    """Sees the steps of the optimizers of a model."""
+
+    def __init__(self, own: set[int], visitor: Any, know: Any, before: Any, after: Any) -> None:
+        self.own, self.visitor, self.before, self.after, self.count = own, visitor, before, after, 0
+        self._know = know
+
+    def begin(self) -> None:
+        hook_steps(None, self._pre, self._post)
+
+    def end(self) -> None:
+        unhook_steps(None, self._pre, self._post)
+
+    def _is_own(self, optimizer: Any) -> bool:
+        return any(id(p) in self.own for group in optimizer.param_groups for p in group["params"])
+
+    def _pre(self, optimizer: Any, *_: Any) -> None:
+        if self._is_own(optimizer):
+            self.count += 1
+            self._know(optimizer)
+            if hasattr(self.visitor, "is_in_optimizer"):
+                self.visitor.is_in_optimizer = True
+            if self.before is not None:
+                with without_torch_function():
+                    self.before(optimizer)
+
+    def _post(self, optimizer: Any, *_: Any) -> None:
+        if self._is_own(optimizer):
+            if hasattr(self.visitor, "is_in_optimizer"):
+                self.visitor.is_in_optimizer = False
+            if self.after is not None:
+                with without_torch_function():
+                    self.after(optimizer)

@@ -1,0 +1,199 @@
+"""What an optimizer's step did: numbers that became inf or NaN, and updates that changed nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.insight.reasons.event import Event
+from fpsim.insight.reasons.numbers import Ends, first_index, glance
+from fpsim.models.forwards import emulated_forwards
+from fpsim.tensors.ops import round_to
+
+__all__ = ["Updates"]
+
+MOVED = 0.1  # the share of the wanted updates, below which they count as lost
+STILL = 0.5  # the share of the numbers in tensors of which none moved, from which on they count as lost
+
+
+class Updates:
+    """Looks at parameters, gradients and states around the steps of optimizers.
+
+    wanted: how many updates a step with float32 parameters and states makes; moved: how many were made.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.events: list[Event] = []
+        self.gradients: dict[str, Any] = {}  # glances before the step
+        self.masters: dict[str, Tensor] = {}
+        self.steps = 0
+        self._before: dict[str, Tensor] = {}
+        self.first: dict[str, Tensor] = {}
+        self._bad_states: set[tuple[str, str]] = set()
+        self._optimizer: Any = None
+        self.rows: list[dict[str, Any]] = []
+
+    def before(self, optimizer: Any) -> None:
+        self.steps += 1
+        self._optimizer = optimizer
+        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self.names]
+        self._before = {self.names[id(p)]: p.detach().clone() for p in own}
+        for p in own:
+            self.first.setdefault(self.names[id(p)], self._before[self.names[id(p)]])
+            if p.grad is not None:
+                self.gradients.setdefault(self.names[id(p)], glance(p.grad))
+        self._bad_states = {
+            (self.names[id(p)], key) for p in own for key, x in _states(optimizer, p) if not bool(x.isfinite().all())
+        }
+        if self.steps == 1:
+            self.masters = self._stepped_with_masters(optimizer, own)
+
+    def _stepped_with_masters(self, optimizer: Any, own: list[Tensor]) -> dict[str, Tensor]:
+        """The parameters after this step with parameters, gradients and states in more bits; {} where it cannot be."""
+        memo: dict[int, Any] = {}
+        masters = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                wide = torch.float64 if p.dtype is torch.float32 else torch.float32
+                master = p.detach().to(wide).requires_grad_()
+                if p.grad is not None:
+                    if p.grad.layout is not torch.strided:
+                        return {}
+                    master.grad = p.grad.detach().to(wide)
+                memo[id(p)] = master
+                if id(p) in self.names:
+                    masters[self.names[id(p)]] = master
+        try:
+            twin = copy.deepcopy(optimizer, memo)
+            for p, state in twin.state.items():
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+                        state[key] = value.to(p.dtype)
+            twin.step()
+        except Exception:  # an optimizer of one's own may not be copied: then there is nothing to compare with
+            return {}
+        return {name: m.detach() for name, m in masters.items() if m.grad is not None}
+
+    def after(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                name = self.names.get(id(p))
+                if name is None:
+                    continue
+                for key, x in _states(optimizer, p):
+                    if (name, key) not in self._bad_states and not bool(x.isfinite().all()):
+                        self.events.append(self._state_event(name, key, x, p))
+                if bool(self._before[name].isfinite().all()) and not bool(p.isfinite().all()):
+                    self.events.append(self._parameter_event(optimizer, group, name, p))
+
+    def _state_event(self, name: str, key: str, x: Tensor, p: Tensor) -> Event:
+        ends, bad = Ends.of_dtype(x.dtype), ~x.isfinite()
+        event = Event("optimizer", "overflow", f"{name} {key}", "optimizer state", int(bad.sum()), x.numel())
+        event.fmt, event.ends, event.remedy = ends.name, ends, "master"
+        event.why.append(
+            f"{event.count} of {event.of} are beyond {ends.largest:.6g}, the end of {ends.name} (first at "
+            f"{first_index(bad) or '0'}); the gradient is {self.gradients.get(name, 'not known')}."
+        )
+        event.read = [(f"gradient of {name}", str(self.gradients.get(name)))]
+        return event
+
+    def _parameter_event(self, optimizer: Any, group: dict[str, Any], name: str, p: Tensor) -> Event:
+        ends, bad = Ends.of_dtype(p.dtype), ~p.detach().isfinite()
+        event = Event("optimizer", "overflow", name, "update", int(bad.sum()), p.numel(), fmt=ends.name, ends=ends)
+        event.read = [(f"gradient of {name}", str(self.gradients.get(name)))]
+        event.read += [(f"{name} {key}", str(glance(x))) for key, x in _states(optimizer, p)]
+        rate, title = group.get("lr"), type(optimizer).__name__
+        if isinstance(rate, float | int | Tensor) and not math.isfinite(float(rate)):
+            event.kind, event.remedy = f"rate is {'NaN' if math.isnan(float(rate)) else 'infinite'}", ""
+            event.why.append(
+                f"{event.count} of {event.of} became inf or NaN: lr of {type(optimizer).__name__} is {rate}."
+            )
+            return event
+        squares = dict(_states(optimizer, p)).get("exp_avg_sq", dict(_states(optimizer, p)).get("square_avg"))
+        squares = squares if squares is not None else dict(_states(optimizer, p)).get("sum")
+        eps = group.get("eps")
+        if squares is not None and squares.shape == bad.shape and eps is not None:
+            zeros = int((squares[bad] == 0).sum())
+            if zeros and not ends.holds(eps):
+                event.kind, event.remedy, event.constant = "division by zero", "optimizer eps", eps
+                event.why.append(
+                    f"{zeros} of its squared gradients are 0 in {ends.name} (gradients below "
+                    f"{math.sqrt(ends.smallest):.3g} are), and eps {eps:g} is 0 too (least number {ends.smallest:.3g})."
+                )
+                event.why.append(f"So {title} divides by 0, first at {first_index(bad) or '0'}.")
+                return event
+        event.remedy = "rate"
+        event.why.append(
+            f"{event.count} of {event.of} became inf or NaN in the step of {title} (first at "
+            f"{first_index(bad) or '0'}): rate {group.get('lr')}, gradient {self.gradients.get(name)}."
+        )
+        return event
+
+    def at_end(self) -> None:
+        """Count which updates were made; called before anything is put back."""
+        specs = {
+            f"{n}.{k}" if n else k: f
+            for m, f in emulated_forwards(self.model)
+            for n in [f.name]
+            for k, _ in m.named_parameters(recurse=False)
+        }
+        for name, p in self.model.named_parameters():
+            master, first = self.masters.get(name), self.first.get(name)
+            if master is None or first is None or not bool(p.isfinite().all()):
+                continue
+            change = master - first.to(master.dtype)
+            wanted = change != 0
+            moved = (p.detach() != first) & wanted
+            row = {"parameter": name, "wanted": int(wanted.sum()), "moved": int(moved.sum())}
+            found, forward = first[first != 0].abs().double(), specs.get(name)
+            row["median"] = float(found.median()) if found.numel() else 0.0
+            row["largest"] = float(change.abs().max()) if change.numel() else 0.0
+            row["dtype"] = str(p.dtype).removeprefix("torch.")
+            row["epsilon"] = float(torch.finfo(p.dtype).eps)
+            spec = forward.specs.weight if forward is not None else None
+            is_rounded = (
+                spec is not None and bool((round_to(first, spec.fmt) == first).all()) and p.dtype is torch.float32
+            )
+            if spec is not None and is_rounded and hasattr(spec.fmt, "epsilon"):
+                row["dtype"], row["epsilon"] = str(spec.fmt), float(spec.fmt.epsilon)
+            self.rows.append(row)
+
+    def lost(self) -> Event | None:
+        """The event of updates nearly all of which changed nothing, or that left most numbers in tensors unmoved."""
+        wanted, moved = sum(r["wanted"] for r in self.rows), sum(r["moved"] for r in self.rows)
+        still = [r for r in self.rows if r["wanted"] and not r["moved"]]
+        in_still = sum(r["wanted"] for r in still)
+        if not wanted or (moved >= MOVED * wanted and in_still < STILL * wanted):
+            return None
+        worst = max(self.rows, key=lambda r: r["wanted"] - r["moved"])
+        half_ulp = 0.5 * worst["epsilon"] * 2.0 ** math.floor(math.log2(worst["median"])) if worst["median"] else 0.0
+        event = Event("optimizer", "update lost", worst["parameter"], "update", wanted - moved, wanted)
+        event.fmt, event.remedy = worst["dtype"], "master"
+        event.why.append(
+            f"{100 * (wanted - moved) / wanted:.3g} % of {wanted} updates changed nothing: the step of "
+            f"{type(self._optimizer).__name__} is below half an ulp in {event.fmt}."
+        )
+        event.why.append(
+            f"Here the largest update is {worst['largest']:.3g}, half an ulp of its median number {half_ulp:.3g}; "
+            f"{len(still)} of {len(self.rows)} tensors did not move at all."
+        )
+        return event
+
+    def moved_with_masters(self, dtype: torch.dtype) -> tuple[int, int]:
+        """How many tensors move where the parameters are kept in a dtype of more bits, of how many."""
+        found = [bool((m.to(dtype) != self.first[n].to(dtype)).any()) for n, m in self.masters.items()]
+        return sum(found), len(found)
+
+    def masters_are_finite(self) -> bool:
+        return bool(self.masters) and all(bool(m.isfinite().all()) for m in self.masters.values())
+
+
+def _states(optimizer: Any, p: Tensor) -> list[tuple[str, Tensor]]:
+    state = optimizer.state.get(p, {})
+    return [(k, x) for k, x in state.items() if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]

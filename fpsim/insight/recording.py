@@ -1,0 +1,257 @@
+"""What the formats do to a model that runs: a tally of every site and role."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from fpsim.checks import require_mapping, require_whole, require_word, shown
+from fpsim.emulation.entering import take_off_leftovers
+from fpsim.emulation.scope import Listeners
+from fpsim.insight.rows import Rows
+from fpsim.kernels.statistics import TALLY_COUNTS
+from fpsim.models.quantize import listeners
+from fpsim.tensors.shared_scales import Cut
+from fpsim.tensors.spec import Spec, any_spec, holds_numbers
+from fpsim.tensors.tally import Accumulator, Tally
+from fpsim.undoing import Block, Undo
+
+__all__ = ["Recording", "record"]
+
+WHOLES = {  # what each count is a share of
+    "underflow": "nonzero",
+    **dict.fromkeys(("subnormal", "overflow", "nonfinite", "exact"), "count"),
+    **dict.fromkeys(("scale_underflow", "scale_overflow"), "blocks"),
+}
+SHOWN = (
+    "site",
+    "role",
+    "format",
+    "rounding",
+    "calls",
+    "count",
+    "underflow",
+    "overflow",
+    "nonfinite",
+    "sqnr_db",
+    "amax",
+)
+SUMS = ("counts", "sums", "exponents")  # the tensors of an Accumulator
+
+
+def is_of_role(name: str, role: str) -> bool:
+    """Whether a row is one of a role's tensors. Those of "error" are gradients of activations as operands, too."""
+    return name == role or (role == "error" and name.endswith(".dy"))
+
+
+def _loaded(
+    state: Mapping[str, Any],
+) -> tuple[int, Counter[tuple[str, str]], dict[tuple[str, str, Spec], Accumulator]]:
+    """What a state says: every how many calls, how many were seen, and the sums. Raises ValueError and others."""
+    require_whole("state['every']", state["every"], 1)
+    seen: Counter[tuple[str, str]] = Counter()
+    for site, role, count in state["seen"]:
+        _require_words(site, role)
+        require_whole(f"the count of {shown(site)} in state['seen']", count, 0)
+        seen[site, role] = int(count)
+    sums: dict[tuple[str, str, Spec], Accumulator] = {}
+    for saved in state["sums"]:
+        _require_words(saved["site"], saved["role"])
+        spec = any_spec(
+            saved["format"], saved["rounding"], saved["overflow"], saved["random_bits"], saved.get("variant", "A")
+        )
+        found = Accumulator(spec, saved["counts"].device)
+        require_whole("state['sums'][...]['calls']", saved["calls"], 0)
+        found.calls = int(saved["calls"])
+        for name in SUMS:
+            mine, its = getattr(found, name), saved[name]
+            if (mine.shape, mine.dtype) != (its.shape, its.dtype):
+                raise ValueError(
+                    f"The state has {name} of shape {tuple(its.shape)} and {its.dtype} at {shown(saved['site'])}. "
+                    f"Expected: shape {tuple(mine.shape)} and {mine.dtype}."
+                )
+            if name != "sums" and bool((its < 0).any()):
+                raise ValueError(f"The state has numbers below 0 among its {name} at {shown(saved['site'])}.")
+            mine.copy_(its)
+        sums[saved["site"], saved["role"], spec] = found
+    return state["every"], seen, sums
+
+
+def _require_words(site: object, role: object) -> None:
+    if not isinstance(site, str) or not isinstance(role, str):
+        raise ValueError(f"The state names the site {shown(site)} and the role {shown(role)}. Expected: two strings.")
+
+
+class Recording:
+    """Tallies per site and role of a model that runs; see `record`. It prints as a table, and becomes a DataFrame."""
+
+    def __init__(self, every: int = 1) -> None:
+        require_whole("every", every, 1)
+        self._every = every
+        self._seen: Counter[tuple[str, str]] = Counter()
+        self._sums: dict[tuple[str, str, Spec], Accumulator] = {}
+
+    def wants(self, site: str, role: str) -> bool:
+        """Whether this call of a site is one of those that are tallied."""
+        self._seen[site, role] += 1
+        return (self._seen[site, role] - 1) % self._every == 0
+
+    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
+        """The observer: called by the emulation for each tensor that it wants, before and after it is rounded."""
+        if not holds_numbers(before):
+            return  # of a model on device meta there is nothing to count
+        key = (site, role, spec)
+        if key not in self._sums:
+            self._sums[key] = Accumulator(spec, before.device)
+        self._sums[key].add(before, after, cut)
+
+    def continue_from(self, other: Recording) -> None:
+        """Go on where another recording is, for instance one that was saved and loaded."""
+        if not isinstance(other, Recording):
+            raise TypeError(f"other is {shown(other)}. Expected: a fpsim.Recording.")
+        self._every, self._seen, self._sums = other._every, other._seen, other._sums
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was recorded so far, in tensors, numbers and strings: `torch.load(..., weights_only=True)` reads it."""
+        sums = [
+            {
+                **{"site": site, "role": role, "format": repr(spec.fmt), "rounding": spec.rounding},
+                **{"overflow": spec.overflow, "random_bits": spec.random_bits, "variant": spec.variant},
+                "calls": found.calls,
+                **{name: getattr(found, name) for name in SUMS},
+            }
+            for (site, role, spec), found in self._sums.items()
+        ]
+        return {"every": self._every, "seen": [(*key, count) for key, count in self._seen.items()], "sums": sums}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another recording was, whose `state_dict` this is.
+
+        All of it is checked first: a state that is refused leaves everything as it was.
+
+        Raises TypeError for what is not a mapping, ValueError for what is not the state of a recording.
+        """
+        require_mapping("state", state, "what state_dict() returns")
+        try:
+            self._every, self._seen, self._sums = _loaded(state)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            raise ValueError(
+                f"state is {shown(state)}, which is not the state of a Recording ({type(error).__name__}: {error}). "
+                f"Expected: what state_dict() returns."
+            ) from error
+
+    def clear(self) -> None:
+        """Forget everything recorded so far."""
+        self._seen.clear()
+        self._sums.clear()
+
+    def tallies(self) -> dict[tuple[str, str, str], Tally]:
+        """{(site, role, rounding): Tally}, in the order in which the sites were first met."""
+        return {(site, role, str(spec)): sums.result() for (site, role, spec), sums in self._sums.items()}
+
+    def rows(self) -> Rows:
+        """A row for each site and role, which print as a table; here the numbers come to the host.
+
+        count, nonzero, blocks, zero_blocks: counts of numbers, and of blocks that share a scale.
+        underflow: share of the non-zero numbers that became zero. subnormal, overflow, nonfinite, exact: share of all
+        numbers. scale_underflow, scale_overflow: share of all blocks. Each has its count beside it: underflow_count.
+        amax, sqnr_db, log2_scale_spread: as in a `Tally`.
+        """
+        rows = Rows()
+        for (site, role, spec), sums in self._sums.items():
+            t = sums.result()
+            row: dict[str, Any] = {"site": site, "role": role, "format": str(spec.fmt), "rounding": spec.rounding}
+            row["calls"] = sums.calls
+            for name in TALLY_COUNTS:
+                value = getattr(t, name)
+                whole = WHOLES.get(name)
+                if whole is not None:
+                    row[name] = value / max(getattr(t, whole), 1)
+                row[name if whole is None else f"{name}_count"] = value
+            row.update({name: getattr(t, name) for name in ("amax", "sqnr_db", "log2_scale_spread")})
+            rows.append(row)
+        return rows
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def __bool__(self) -> bool:
+        return True  # one that has seen nothing yet is a recording too
+
+    def to_frame(self) -> Any:
+        """The rows as a pandas.DataFrame."""
+        return self.rows().to_frame()
+
+    def plot(self, role: str = "error", value: str = "underflow") -> Any:
+        """A figure: a value of the rows by site, from input to output; needs matplotlib.
+
+        role, value: of the rows.
+        Raises ValueError where no row has the role or the value.
+        """
+        if not isinstance(role, str):
+            raise TypeError(f"role={shown(role)} is not a string. Expected: the role of a row, such as 'error'.")
+        rows = [row for row in self.rows() if is_of_role(row["role"], role)]
+        if not rows:
+            known = ", ".join(dict.fromkeys(row["role"] for row in self.rows())) or "none yet"
+            raise ValueError(f"No row has the role {shown(role)}. Known: {known}.")
+        require_word("value", value, [name for name, found in rows[0].items() if not isinstance(found, str)])
+        from fpsim.insight.pictures import plot_sites
+
+        if role in ("error", "weight_grad"):  # they come from output to input
+            rows.reverse()
+        return plot_sites(rows, value, f"{value}, role {role}")
+
+    def __str__(self) -> str:
+        return str(Rows({name: row[name] for name in SHOWN} for row in self.rows()))
+
+    __repr__ = __str__
+
+
+def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> AbstractContextManager[Recording]:
+    """Tally what rounding does at every site of a quantised model, while the block runs it forward and backward.
+
+    A site is a module's name and the operation in it ("layer1.conv1:conv2d"); a role is "weight", "activation", "error"
+    or "weight_grad", or an operand of a product: "fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x",
+    and "output" for its result. Rows have the fields of a `Tally`, counts as shares too; of a format whose numbers
+    share scales also what became of the scales. Recording changes no result.
+
+    model: from `fpsim.quantize`.
+    every: tally each n-th call of a site.
+    into: a recording that goes on, with its own `every`.
+    Raises ValueError for a model that is not quantised, and for one that is being recorded already.
+
+    >>> import fpsim, torch
+    >>> model = fpsim.quantize(nn.Linear(3, 1, bias=False), "fp16")
+    >>> with record(model) as recording:
+    ...     (model(torch.ones(2, 3)) * 1e-8).sum().backward()
+    >>> [(row["site"], row["underflow"], row["underflow_count"]) for row in recording.rows() if row["role"] == "error"]
+    [(':linear', 1.0, 2)]
+    """
+    return Block(partial(_record, model, every, into))
+
+
+def _record(model: nn.Module, every: int, into: Recording | None, undo: Undo) -> Recording:
+    require_whole("every", every, 1)
+    if into is not None and not isinstance(into, Recording):
+        raise TypeError(f"into is {shown(into)}. Expected: a fpsim.Recording that goes on, or None for a new one.")
+    take_off_leftovers()
+    recording = Recording(every) if into is None else into
+    registered = listeners(model)
+    busy = [listener for listener in registered if listener.observer is not None]
+    if busy:
+        raise ValueError("This model is being recorded already. Leave the other `with fpsim.record(...)` block first.")
+    undo.by(partial(_leave, registered, recording))
+    for listener in registered:
+        listener.observer = recording
+    return recording
+
+
+def _leave(registered: list[Listeners], recording: Recording) -> None:
+    for listener in registered:
+        if listener.observer is recording:  # else another block has begun since
+            listener.observer = None

@@ -1,0 +1,258 @@
+"""sensitivity(model, loss, policy): which modules the small formats cost most, each alone in them and alone out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.border import require_memory, require_module, require_seed
+from fpsim.checks import number_of, require_whole, shown
+from fpsim.emulation.tracing import Operation, Trace
+from fpsim.insight.rows import Rows
+from fpsim.insight.stepping import as_step, is_function, nothing_ran, preserve, required_arguments, switching
+from fpsim.models.forwards import emulated_forwards
+from fpsim.models.quantize import dequantize, quantize, set_policy
+from fpsim.policies.policy import FormatLike, Policy
+from fpsim.policies.recipes import as_policy_of
+from fpsim.tensors.noise import seed_here
+from fpsim.torch_modes import keeps_grad_mode
+from fpsim.undoing import Undo, undone
+
+__all__ = ["Sensitivity", "sensitivity"]
+
+
+MOST_PAIRS = 66  # of modules, of which none repairs the loss alone: those of the first 12
+
+
+class Sensitivity(Rows):
+    """A row for each module, the one that costs most first; see `sensitivity`.
+
+    float32, quantised: the loss of the whole model in float32 and under the policy.
+    pair: two modules that repair a loss together that is not finite, where none does alone; None elsewhere.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        if not isinstance(policy, Policy):
+            raise TypeError(f"policy is {shown(policy)}. Expected: a fpsim.Policy.")
+        self._policy = policy
+        self._by_module: dict[str, Policy] = {}
+        self.float32, self.quantised = 0.0, 0.0
+        self.pair: tuple[str, str] | None = None
+
+    def policy(self, k: int) -> Policy:
+        """The policy with the k modules that cost most left in float32. Raises ValueError for more than there are."""
+        require_whole("k", k, 0, len(self))
+        return self._leaving([row["module"] for row in self[:k]])
+
+    def _leaving(self, names: list[str]) -> Policy:
+        """The policy with these modules in float32; of one with modules inside only its own operations."""
+        whole = [name for name in names if not _has_inside(name, self._by_module)]
+        if len(whole) == len(names):
+            return replace(self._policy, overrides={**self._policy.overrides, **dict.fromkeys(names)})
+        wanted = {name: Policy() if name in names else own for name, own in self._by_module.items()}
+        return _policy_of(wanted)
+
+    def __str__(self) -> str:
+        lines = [f"loss {self.float32:.6g} in float32, {self.quantised:.6g} under the policy"]
+        if not math.isfinite(self.quantised):
+            if self.pair is not None:
+                lines.append(f"No module repairs it alone; {self.pair[0]} and {self.pair[1]} in float32 do: policy(2).")
+            elif not any(math.isfinite(row["loss_without"]) for row in self):
+                lines.append("No module repairs it alone, and no pair that was tried.")
+            lines.append("fpsim.why(model, step) names the operation.")
+        else:
+            lines.append("fpsim.compare says where the errors begin and grow.")
+        return "\n".join([*lines, super().__str__()])
+
+    __repr__ = __str__
+
+    def plot(self) -> Any:
+        """A figure: what each module adds to the loss, alone and beside all others; needs matplotlib."""
+        from fpsim.insight.pictures import plot_costs
+
+        return plot_costs(self, _excess(self.quantised, self.float32))
+
+
+@keeps_grad_mode
+def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 0) -> Sensitivity:
+    """What each module costs: the loss with it alone in the small formats, and with it alone left in float32.
+
+    A module is one without modules inside that has parameters, or the own operations of one with modules inside, such
+    as the products of an attention; where none repairs a loss that is not finite, others without parameters too. Each
+    row has `module` ("" for the model's own operations); `alone`, the loss with it alone quantised minus float32's;
+    `without`, the loss under the policy minus that with this module alone in float32; `cost`, the larger of both; both
+    losses; and whether it stands for the `own` operations of a module with others inside. `alone` finds what breaks by
+    itself, `without` what breaks the others. A loss that is not finite costs inf, and minus another such one it is NaN.
+    That is 2 runs for each module, and 2 more; `loss` decides how much data one takes. Where no module alone repairs a
+    loss that is not finite, pairs are tried, at most 66.
+
+    `model` stays as it is: a copy is run, with the same dropout and noise each time. A step runs the model itself,
+    whose formats, parameters, buffers and gradients are put back.
+
+    model: any module, quantised or not.
+    loss: from a model to its loss, on the data that is to decide. Called under torch.no_grad(), unless it enables
+        gradients itself. Or as of the other tools a step, a function without arguments that returns the loss; or a
+        batch, where the output has a `.loss`.
+    policy: the small formats; what `quantize` takes.
+    seed: of dropout and noise.
+    Raises ValueError for a model none of whose modules has parameters, for one whose loss is not finite in float32, and
+    what `quantize` raises.
+
+    >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> with torch.no_grad():
+    ...     _ = net[1].weight.mul_(1e6)
+    >>> found = sensitivity(net, lambda m: m(torch.ones(1, 4)).abs().mean(), "fp16")
+    >>> found[0]["module"], found[0]["alone"], list(found.policy(1).overrides)
+    ('1', inf, ['1'])
+    """
+    require_module(model)
+    require_memory(model)
+    require_seed(seed)
+    plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model
+    wanted = as_policy_of(policy, plain)
+    if not any(name and _has_numbers(module) for name, module in plain.named_modules()):
+        raise ValueError(
+            f"{type(model).__name__} has no module inside that has parameters. Possible: a model of several layers."
+        )
+    found = Sensitivity(wanted)
+    found._by_module = {name: replace(own, overrides={}) for name, own in wanted.for_modules(plain).items()}
+
+    def ranked(undo: Undo) -> None:
+        _rank(found, _Losses(model, plain, loss, seed, undo), plain, wanted)
+
+    undone(ranked)
+    return found
+
+
+class _Losses:
+    """The loss under one policy after another. calls: the modules whose own operations computed something."""
+
+    def __init__(self, model: nn.Module, plain: nn.Module, loss: Any, seed: int, undo: Undo) -> None:
+        self.seed, self.calls = seed, set[str]()
+        self._is_of_model = is_function(loss) and required_arguments(loss) == 1
+        if self._is_of_model:
+            self.model = quantize(plain, None)
+            self._set: Callable[[FormatLike], None] = partial(set_policy, self.model)
+            self._loss: Callable[[], Any] = partial(loss, self.model)
+        else:
+            self.model = model
+            self._loss = as_step(model, loss, None, "sensitivity")
+            preserve(model, undo)
+            self._set = switching(model, undo)
+        self._state = {name: x.clone() for name, x in self.model.state_dict().items()}
+
+    def under(self, policy: Policy) -> float:
+        self._set(policy)
+
+        def seeded(undo: Undo) -> float:
+            seed_here(undo, self.seed, self.seed)
+            undo.by(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+            torch.set_grad_enabled(not self._is_of_model)
+            total = self._loss()
+            total = total.detach() if isinstance(total, Tensor) else total
+            return number_of("loss(model)" if self._is_of_model else "step()", total)
+
+        value = undone(seeded)
+        self.model.load_state_dict(self._state)  # of running statistics
+        return value
+
+    def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
+        if operation.computes:
+            self.calls.add(operation.module)
+
+    def backward(self, operation: Operation, gradient: Tensor) -> None:
+        pass
+
+    def traced(self, policy: Policy) -> float:
+        """The loss under a policy; whose operations computed is noted."""
+
+        def run(undo: Undo) -> float:
+            trace = Trace(self.model, self, emulated=True, verb="sensitivity")
+            undo.by(trace.remove)
+            trace.install_alone()
+            return self.under(policy)
+
+        return undone(run)
+
+
+def _rank(found: Sensitivity, losses: _Losses, plain: nn.Module, wanted: Policy) -> None:
+    modules = dict(plain.named_modules())
+    found.float32 = losses.traced(Policy())
+    if not math.isfinite(found.float32):
+        raise ValueError(
+            f"The loss of {type(plain).__name__} is {found.float32} in float32, and no format can be blamed for that. "
+            f"Possible: a model and data with a finite loss; fpsim.why(model, step) says where it breaks."
+        )
+    found.quantised = losses.under(wanted)
+    if not losses.calls and found.quantised == found.float32:
+        raise nothing_ran(plain, "sensitivity")
+
+    def add(names: list[str]) -> None:
+        for name in names:
+            alone = {other: own if other == name else Policy() for other, own in found._by_module.items()}
+            only, but = losses.under(_policy_of(alone)), losses.under(found._leaving([name]))
+            row: dict[str, Any] = {"module": name, "type": type(modules[name]).__name__, "cost": 0.0}
+            row |= {"alone": _excess(only, found.float32), "without": _excess(found.quantised, but)}
+            row["cost"] = max((x for x in (row["alone"], row["without"]) if not math.isnan(x)), default=0.0)
+            row |= {"loss_alone": only, "loss_without": but}
+            found.append({**row, "own": _has_inside(name, modules)})
+
+    layers = [n for n, m in modules.items() if n and not any(m.children()) and _has_numbers(m)]
+    containers = [n for n, m in modules.items() if any(m.children()) and n in losses.calls]
+    add([n for n in modules if n in layers or n in containers])
+    if _is_broken(found):
+        add([n for n in modules if n in losses.calls and n not in layers and n not in containers])
+    found.sort(key=lambda row: -row["cost"])
+    if _is_broken(found):
+        _find_pair(found, losses)
+
+
+def _is_broken(found: Sensitivity) -> bool:
+    """Whether the loss is not finite under the policy, and no module repairs it alone."""
+    return not math.isfinite(found.quantised) and not any(math.isfinite(row["loss_without"]) for row in found)
+
+
+def _find_pair(found: Sensitivity, losses: _Losses) -> None:
+    """Try pairs of modules in float32; one that repairs the loss goes first in the ranking."""
+    names = [row["module"] for row in found]
+    pairs = sorted(combinations(range(len(names)), 2), key=sum)  # of what costs most first
+    for i, j in pairs[:MOST_PAIRS]:
+        if math.isfinite(losses.under(found._leaving([names[i], names[j]]))):
+            found.pair = names[i], names[j]
+            found.sort(key=lambda row: row["module"] not in (names[i], names[j]))  # stable
+            return
+
+
+def _has_numbers(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _has_inside(name: str, names: Iterable[str]) -> bool:
+    return any(other != name and (not name or other.startswith(f"{name}.")) for other in names)
+
+
+def _policy_of(by_module: Mapping[str, Policy]) -> Policy:
+    """One policy from those of all modules by name, parents first: an override stands where a parent's is another."""
+    overrides: dict[str | type[nn.Module], FormatLike] = {
+        name: own
+        for name, own in by_module.items()
+        if name and own != by_module[name.rpartition(".")[0] if name.rpartition(".")[0] in by_module else ""]
+    }
+    return replace(by_module[""], overrides=overrides)
+
+
+def _excess(a: float, b: float) -> float:
+    """How much larger a loss is than another; one that is not finite is larger than any that is."""
+    if math.isfinite(a) and math.isfinite(b):
+        return a - b
+    if math.isfinite(a) == math.isfinite(b):
+        return math.nan
+    return math.inf if math.isfinite(b) else -math.inf

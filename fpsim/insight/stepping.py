@@ -1,0 +1,144 @@
+"""The step that a tool runs: a function without arguments, or a batch; and all that it changes, put back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.border import require_initialised
+from fpsim.checks import require_callable, shown
+from fpsim.models.forwards import emulated_forwards
+from fpsim.models.quantize import dequantize, install_policies, listeners, policies_of, quantize, set_policy
+from fpsim.policies.policy import FormatLike
+from fpsim.tensors.noise import keep_random_numbers
+from fpsim.undoing import Undo
+
+__all__ = ["as_step", "called", "is_function", "loss_of", "nothing_ran", "preserve", "required_arguments", "switching"]
+
+
+def is_function(value: object) -> bool:
+    """Whether a value is called rather than given to the model: no tensor and no module."""
+    return callable(value) and not isinstance(value, Tensor | nn.Module)
+
+
+def required_arguments(function: Callable[..., object]) -> int:
+    """How many arguments a function needs; 0 where it does not tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def as_step(
+    model: nn.Module, step: Any, loss: Callable[[Any], Tensor] | None, verb: str, arguments: int = 0
+) -> Callable[..., Any]:
+    """What runs a step.
+
+    step: a function of so many arguments, or a batch for a model whose output has a `.loss` or with `loss`.
+    verb: the public function that runs it, in what users are told.
+    Raises TypeError for what is neither, and for `loss` beside a function; ValueError for a lazy model that never ran.
+    """
+    require_initialised(model)
+    example = f"fpsim.{verb}(model, lambda: loss(model(x)).backward())"
+    if is_function(step):
+        needed = required_arguments(step)
+        if needed > arguments:
+            wanted = "one of the batch number" if arguments else "one without arguments"
+            raise TypeError(
+                f"Got a function that needs {needed} argument{'s' * (needed > 1)} as the step of fpsim.{verb}. "
+                f"Expected {wanted}: {example}."
+            )
+        if loss is not None:
+            raise TypeError(
+                f"Got loss={shown(loss)} beside a step that is a function. Expected it with a batch: {example}."
+            )
+        return step  # type: ignore[no-any-return]
+    if not isinstance(step, Tensor | tuple | list | Mapping):
+        raise TypeError(
+            f"Got {shown(step)}, of type {type(step).__name__}, as the step of fpsim.{verb}. Expected a function "
+            f"without arguments, or a batch: {example}."
+        )
+    if loss is not None:
+        require_callable("loss", loss, "lambda output: output.mean()")
+
+    def run() -> Tensor:
+        total = loss_of(called(model, step), loss)
+        if total is None:
+            raise TypeError(
+                f"Got a batch, and what {type(model).__name__} gives for it has no `loss`. "
+                f"Expected loss=lambda output: ..., or a step: {example}."
+            )
+        if total.requires_grad:
+            total.backward()
+        return total
+
+    return run
+
+
+def nothing_ran(model: nn.Module, verb: str) -> ValueError:
+    """The error for a step in which a tool saw nothing."""
+    return ValueError(
+        f"fpsim.{verb} saw no operation of {type(model).__name__} in the step. Expected: a step that calls this model, "
+        f"and not a copy of it or its compiled form: fpsim.{verb}(model, lambda: loss(model(x)).backward())."
+    )
+
+
+def called(model: nn.Module, batch: Any) -> Any:
+    """The output of a batch: a tensor, a tuple of arguments, or a mapping of named ones."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
+    """The loss of an output; None where it has none. Raises TypeError for what is not a tensor of one element."""
+    total = loss(output) if loss is not None else getattr(output, "loss", None)
+    if total is not None and (not isinstance(total, Tensor) or total.numel() != 1):
+        raise TypeError(f"loss returned {shown(total)}. Expected: a tensor of one element.")
+    return total
+
+
+def preserve(model: nn.Module, undo: Undo) -> None:
+    """Put back parameters, buffers, gradients, delayed scaling and random numbers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    values = [t.detach().clone() for t in tensors]
+    gradients = [p.grad for p in model.parameters()]
+    kept = [None if g is None else g.clone() for g in gradients]
+    histories = [listener.histories for listener in listeners(model)] if any(emulated_forwards(model)) else []
+    states = [h.state_dict() for h in histories]
+
+    def put_back() -> None:
+        for t, value in zip(tensors, values, strict=True):
+            if not torch.equal(t, value):
+                t.detach().copy_(value)
+        for p, gradient, saved in zip(model.parameters(), gradients, kept, strict=True):
+            if gradient is not None and saved is not None:
+                gradient.detach().copy_(saved)
+            p.grad = gradient
+        for h, state in zip(histories, states, strict=True):
+            h.load_state_dict(state)
+
+    undo.by(put_back)
+    keep_random_numbers(undo)
+
+
+def switching(model: nn.Module, undo: Undo) -> Callable[[FormatLike], None]:
+    """What switches the formats of `model` itself, as a step that closes over it needs; they are put back."""
+    if any(True for _ in emulated_forwards(model)):
+        undo.by(partial(install_policies, model, policies_of(model)))
+    else:
+        undo.by(partial(_plain_again, model))
+        quantize(model, None, inplace=True)
+    return partial(set_policy, model)
+
+
+def _plain_again(model: nn.Module) -> None:
+    if any(True for _ in emulated_forwards(model)):
+        dequantize(model, inplace=True)

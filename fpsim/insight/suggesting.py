@@ -1,0 +1,275 @@
+"""A policy from the statistics of a run: planned by module and role, tried on a step, and widened where that breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.checks import require_number
+from fpsim.emulation.arguments import tensors_in
+from fpsim.formats.blocks import BlockFormat
+from fpsim.insight.diagnose import Diagnosis, diagnose
+from fpsim.models.quantize import quantize, set_policy
+from fpsim.policies.policy import ROLES, Policy
+from fpsim.tensors.spec import Spec
+
+__all__ = [
+    "Called",
+    "Limits",
+    "Plan",
+    "Suggestion",
+    "does",
+    "in_lines",
+    "output_tensors",
+    "planned",
+    "suggested",
+    "worst_of",
+]
+
+ENOUGH_SITES = 0.9  # of the sites of a role, for its format in a planned policy
+UPDATES_LOST = 0.5  # the share of updates that may change nothing in parameters of a format
+NOISE = 2.0**-20  # a bias whose gradients are this much below its weight's has rounding noise for them: of a key's
+TRIALS = 24
+SHOWN = 4  # names of modules in a line
+Worst = dict[tuple[str, str, str], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a format would do: the largest shares of underflow and overflow, and the least signal to noise."""
+
+    underflow: float
+    overflow: float
+    sqnr_db: float
+
+    def __post_init__(self) -> None:
+        require_number("underflow", self.underflow, 0, 1)
+        require_number("overflow", self.overflow, 0, 1)
+        require_number("sqnr_db", self.sqnr_db)
+
+
+@dataclass
+class Called:
+    """A call of the model that was watched: what came in, detached, and the gradients that came to what it gave."""
+
+    step: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # of the n-th tensor of the output
+
+    def __post_init__(self) -> None:
+        self.args, self.kwargs = _detached(self.args), _detached(self.kwargs)
+
+    def came(self, position: int, gradient: Tensor) -> None:
+        """A gradient came to a tensor of the output."""
+        self.gradients[position] = gradient.detach().clone()
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _detached(v) for key, v in value.items()}
+    return type(value)(map(_detached, value)) if type(value) in (tuple, list) else value
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A policy, and what became of it when it was tried.
+
+    policy: what is suggested. is_tried: whether it was run on a watched step, and nothing broke.
+    words: what was tried, or why nothing was.
+    """
+
+    policy: Policy
+    is_tried: bool
+    words: str
+
+
+def worst_of(rows: Iterable[Mapping[str, Any]]) -> Worst:
+    """The worst of all steps, by site, role and format.
+
+    Of gradients that are not finite the best counts: a GradScaler skips the steps in which they are not.
+    """
+    found: Worst = {}
+    for row in rows:
+        key = row["site"], row["role"], row["format"]
+        known = found.setdefault(key, dict(row))
+        for name in ("underflow", "overflow", "amax"):
+            known[name] = max(known[name], row[name])
+        for name, better in (("sqnr_db", min), ("lost", max)):
+            known[name] = better((r[name] for r in (known, row) if r[name] is not None), default=None)
+        pick = min if row["role"] in ("error", "weight_grad") else max
+        known["nonfinite"] = pick(known["nonfinite"], row["nonfinite"])
+    return found
+
+
+def does(row: Mapping[str, Any], limits: Limits) -> bool:
+    """Whether the format would do; where all numbers are zero any would, where some are not finite none."""
+    is_clear = row["sqnr_db"] is None or row["sqnr_db"] >= limits.sqnr_db
+    is_moved = row["lost"] is None or row["lost"] <= UPDATES_LOST
+    fits = row["underflow"] <= limits.underflow and row["overflow"] <= limits.overflow
+    return fits and is_clear and is_moved and not row["nonfinite"]
+
+
+@dataclass
+class Plan:
+    """A policy in the making: the formats of each role by default, and by module."""
+
+    base: dict[str, Any]
+    modules: dict[str, dict[str, Any]]
+
+    def policy(self) -> Policy:
+        """The policy. Operations of the model itself have the formats outside of all overrides."""
+        root = self.modules.get("", self.base)
+        overrides: dict[str | type[nn.Module], Any] = {}
+        names = sorted((name for name in self.modules if name), key=lambda name: name.count("."))
+        if root != self.base:
+            overrides.update({name.partition(".")[0]: self.base for name in names})
+        for module in names:
+            wanted = self.modules[module]
+            around = [n for n in overrides if isinstance(n, str) and (module == n or module.startswith(f"{n}."))]
+            if wanted != (overrides[around[-1]] if around else root):
+                overrides[module] = wanted
+        chosen = {name: formats for name, formats in overrides.items() if formats != root or "." in str(name)}
+        return Policy(**root, overrides={name: Policy(**formats) for name, formats in chosen.items()})
+
+    def widen(self, found: Diagnosis) -> bool:
+        """Leave in float32 what broke; where that is already, all roles of its module, then of those it reads from."""
+        changed = [self._widen(_module_of(row["site"], row["role"]), _role_of(row["role"])) for row in found]
+        if any(changed) or found.cause is None:
+            return any(changed)
+        module = _module_of(found.cause["site"], found.cause["role"])
+        sources = [_module_of(str(row["what"]).removeprefix("gradient of "), "") for row in found.operands]
+        changed = [self._widen(module, role) for role in ROLES]
+        if not any(changed):
+            changed = [self._widen(name, role) for name in sources if name in self.modules for role in ROLES]
+        return any(changed)
+
+    def _widen(self, module: str, role: str) -> bool:
+        formats = self.modules.setdefault(module, dict(self.base))
+        if formats.get(role) is None:
+            return False
+        formats[role] = None
+        return True
+
+
+def _module_of(site: str, role: str) -> str:
+    return site.rpartition(":")[0] if ":" in site else site.rpartition(".")[0]
+
+
+def _role_of(role: str) -> str:
+    return role if role in ROLES else "activation"
+
+
+def planned(worst: Worst, specs: Iterable[Spec], limits: Limits) -> Plan:
+    """The plan that the statistics suggest: the smallest formats that would do, by role and by module."""
+    formats = [spec.fmt for spec in specs if not isinstance(spec.fmt, BlockFormat)]
+    formats.sort(key=lambda fmt: fmt.bits)  # stable: the user's order among equals
+    did: dict[str, dict[str, dict[str, list[bool]]]] = {}  # by module, role and format, at each site
+    for (site, role, fmt), row in worst.items():
+        if role in ROLES and not _is_noise(worst, row):
+            by_format = did.setdefault(_module_of(site, role), {}).setdefault(role, {})
+            by_format.setdefault(fmt, []).append(does(row, limits))
+    base: dict[str, Any] = {}
+    for role in ROLES:
+        sites = {str(f): [d for roles in did.values() for d in roles.get(role, {}).get(str(f), [])] for f in formats}
+        base[role] = next((f for f in formats if _share(sites[str(f)]) >= ENOUGH_SITES), None)
+    modules = {
+        module: {role: _first(roles.get(role), base[role], formats) for role in ROLES} for module, roles in did.items()
+    }
+    return Plan(base, modules)
+
+
+def _is_noise(worst: Worst, row: Mapping[str, Any]) -> bool:
+    """Whether a bias has gradients that are zero in theory, as a key's in softmax, and noise in practice."""
+    module, _, name = row["site"].rpartition(".")
+    beside = worst.get((f"{module}.weight", "weight_grad", row["format"]))
+    is_bias = row["role"] == "weight_grad" and name == "bias" and beside is not None
+    return is_bias and beside is not None and row["amax"] < NOISE * beside["amax"]
+
+
+def _share(found: list[bool]) -> float:
+    return sum(found) / len(found) if found else 0.0
+
+
+def _first(by_format: Mapping[str, list[bool]] | None, base: Any, formats: list[Any]) -> Any:
+    """The format of a role in a module: that of the role, if it would do there, or the first that would."""
+    if by_format is None or (base is not None and all(by_format[str(base)])):
+        return base
+    return next((fmt for fmt in formats if all(by_format[str(fmt)])), None)
+
+
+def suggested(model: nn.Module, plan: Plan, called: Called | None) -> Suggestion:
+    """The policy of a plan, run on a watched step and widened until nothing breaks there."""
+    if called is None:
+        return Suggestion(plan.policy(), False, "not tried: no call of the model was watched")
+    try:
+        copy = quantize(model, None).float()
+        run = _again(copy, called)
+        if (found := diagnose(copy, run)).cause is not None:
+            where = f"{found.cause['kind']} at {found.cause['site']}"
+            return Suggestion(plan.policy(), False, f"not tried: step {called.step} breaks in float32 too, {where}")
+        for trial in range(1, TRIALS + 1):
+            policy = plan.policy()
+            set_policy(copy, policy)
+            if (found := diagnose(copy, run)).cause is None:
+                times = "once" if trial == 1 else f"{trial} times, each wider than the one before"
+                return Suggestion(policy, True, f"tried on step {called.step} ({times}): all is finite, none saturates")
+            if not plan.widen(found):
+                break
+    except Exception as error:  # of the model, in a step that only a policy runs: it is told
+        reason = (str(error).splitlines() or [""])[0]
+        return Suggestion(plan.policy(), False, f"not tried: {type(error).__name__}: {reason}")
+    where = "" if found.cause is None else f", {found.cause['kind']} at {found.cause['site']}"
+    return Suggestion(plan.policy(), False, f"tried on step {called.step}, and it breaks{where}")
+
+
+def _again(model: nn.Module, called: Called) -> Callable[[], None]:
+    """The watched call again: forward, and backward with the gradients that came."""
+    args, kwargs = _widened(called.args), _widened(called.kwargs)
+
+    def step() -> None:
+        outputs = [*output_tensors(model(*args, **kwargs))]
+        pairs = [(outputs[i], g.to(outputs[i].dtype)) for i, g in called.gradients.items() if i < len(outputs)]
+        pairs = [(out, g) for out, g in pairs if out.requires_grad and out.shape == g.shape]
+        if pairs:
+            torch.autograd.backward([out for out, _ in pairs], [g for _, g in pairs])
+
+    return step
+
+
+def output_tensors(out: Any) -> Iterable[Tensor]:
+    """The tensors that a model gives: in tuples, lists and mappings."""
+    if isinstance(out, Mapping):
+        return [x for value in out.values() for x in output_tensors(value)]
+    if isinstance(out, tuple | list):
+        return [x for value in out for x in output_tensors(value)]
+    return [*tensors_in(out)]
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    if isinstance(value, dict):
+        return {key: _widened(v) for key, v in value.items()}
+    return type(value)(map(_widened, value)) if type(value) in (tuple, list) else value
+
+
+def in_lines(policy: Policy) -> list[str]:
+    """A policy in a line for each set of formats, with the names of its modules."""
+    names: dict[str, list[str]] = {}
+    for pattern, inner in policy.overrides.items():
+        formats = {role: fmt for role in ROLES if (fmt := getattr(inner, role)) is not None}
+        words = ", ".join(f"{role}={fmt}" for role, fmt in formats.items()) or "float32"
+        names.setdefault(words, []).append(str(pattern))
+    base = ", ".join(f"{role}={getattr(policy, role) or 'float32'}" for role in ROLES)
+    lines = [f"  {base}"]
+    for words, modules in names.items():
+        more = f" and {len(modules) - SHOWN} more" if len(modules) > SHOWN else ""
+        lines.append(f"  {words}: {', '.join(modules[:SHOWN])}{more}")
+    return lines

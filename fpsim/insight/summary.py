@@ -1,0 +1,101 @@
+"""summary(model): what each module of a quantised model rounds to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import compress
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from fpsim.border import require_module
+from fpsim.emulation.scope import NO_SPECS
+from fpsim.insight.rows import Rows, text_table
+from fpsim.models.forwards import emulated_forward
+from fpsim.policies.policy import RoleSpecs
+from fpsim.policies.products import Products
+from fpsim.torch_internals import is_compiled_wrapper
+
+__all__ = ["Summary", "SummaryRow", "summary"]
+
+
+class SummaryRow(NamedTuple):
+    """What one module rounds."""
+
+    module: str
+    type: str
+    weight: str
+    activation: str
+    error: str
+    weight_grad: str
+    products: str = ""
+    wide: str = ""
+
+
+class Summary(list[SummaryRow]):
+    """Rows of what is rounded where; prints as a table."""
+
+    def to_frame(self) -> Any:
+        """A pandas.DataFrame. Raises ImportError without pandas."""
+        return Rows(row._asdict() for row in self).to_frame()
+
+    def __str__(self) -> str:
+        heads = tuple("float32 on purpose" if name == "wide" else name for name in SummaryRow._fields)
+        used = [name not in ("products", "wide") or any(getattr(r, name) for r in self) for name in SummaryRow._fields]
+        return text_table([*compress(heads, used)], [[*compress(row, used)] for row in self])
+
+    __repr__ = __str__
+
+
+def summary(model: nn.Module) -> Summary:
+    """What each module of a quantised model rounds to, by role; prints as a table.
+
+    Modules without operations of their own pass their formats on. Those that were added later run under the formats
+    around them; parametrizations, which compute weights, in float32. One column more says how operands of products are
+    quantised, if they are anywhere, and one names the operations that ran in float32 on purpose when the model was last
+    called, such as `x.float().pow(2)`, if there were any.
+    Raises ValueError for a model that is not quantised.
+
+    >>> from fpsim import quantize
+    >>> print(summary(quantize(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "bf16")))
+    module   type        weight             activation         error              weight_grad
+    -------  ----------  -----------------  -----------------  -----------------  -----------------
+    (model)  Sequential  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even
+    0        Linear      bf16 nearest_even  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even
+    1        ReLU        bf16 nearest_even  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even
+    """
+    require_module(model)
+    rows = Summary()
+    for name, module, specs, products in _under(model, "", None, None, set()):
+        words = [str(spec) if spec else "float32" for spec in specs]
+        found = emulated_forward(module)
+        wide = "" if found is None else ", ".join(found.wide)
+        operands = "" if products is None else str(products)
+        rows.append(SummaryRow(name or "(model)", type(module).__name__, *words, products=operands, wide=wide))  # type: ignore[misc]
+    if not rows:
+        raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
+    return rows
+
+
+def _under(
+    module: nn.Module, name: str, around: RoleSpecs | None, products: Products | None, seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module, RoleSpecs, Products | None]]:
+    """The name, module, formats and products of what runs emulated.
+
+    name: as sites are named, even where another library has put the module elsewhere.
+    around: the formats of the module around; None where that is not quantised.
+    products: those of the module around.
+    """
+    if module in seen:
+        return
+    seen.add(module)
+    found = emulated_forward(module)
+    if found is not None:
+        name, around, products = found.name, found.specs, found.products
+    elif isinstance(module, ParametrizationList):
+        around, products = around and NO_SPECS, None
+    if around is not None and not is_compiled_wrapper(module):
+        yield name, module, around, products
+    for child_name, child in module.named_children():
+        yield from _under(child, f"{name}.{child_name}" if name else child_name, around, products, seen)

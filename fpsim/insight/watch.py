@@ -1,0 +1,446 @@
+"""watch(model): what formats would do to the tensors of a model that trains without them, and changes nothing."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.border import require_initialised, require_memory, require_module, require_optimizer
+from fpsim.checks import require_iterable, require_whole, require_word, shown
+from fpsim.emulation.tracing import Operation, Trace
+from fpsim.formats.blocks import Format
+from fpsim.insight.masks import masked_in
+from fpsim.insight.ranges import binades_in
+from fpsim.insight.rows import Rows
+from fpsim.insight.stepping import as_step, nothing_ran, preserve
+from fpsim.insight.suggesting import (
+    Called,
+    Limits,
+    Suggestion,
+    does,
+    in_lines,
+    output_tensors,
+    planned,
+    suggested,
+    worst_of,
+)
+from fpsim.models.forwards import emulated_forwards
+from fpsim.policies.policy import Policy
+from fpsim.tensors.launch import rounded
+from fpsim.tensors.shared_scales import Cut, rounded_blocks
+from fpsim.tensors.spec import BlockSpec, Spec, any_spec, holds_numbers
+from fpsim.tensors.tally import Accumulator, Tally
+from fpsim.torch_internals import is_compiled_wrapper, version_of
+from fpsim.torch_modes import hook_steps, is_stand_in, keeps_grad_mode, unhook_steps
+from fpsim.undoing import Exit, Undo, undone
+
+__all__ = ["Watch", "watch"]
+
+FORMATS = ("e4m3fn", "e5m2", "fp16", "bf16")
+EVERY = 1000  # a watched step takes up to 18 plain ones, see `benchmarks/report.py --only watching`
+# When a format would do: shares of the numbers, and a ratio in dB. In range e5m2 has 25 dB, e4m3fn 31 dB.
+UNDERFLOW, OVERFLOW, SQNR_DB = 0.01, 0.0, 20.0
+Key = tuple[int, str, str, Spec]
+
+
+@keeps_grad_mode
+def watch(
+    model: nn.Module,
+    step: Any = None,
+    formats: Iterable[str | Format] = FORMATS,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    every: int = EVERY,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Watch:
+    """Watch a float32, bfloat16 or autocast model train: what would each format do to its tensors?
+
+    No bit of the run changes. Each `every`-th call of the model in training, from the first one on, is watched: the
+    results of its operations (role "activation"), their gradients ("error"), the parameters ("weight"), their gradients
+    ("weight_grad"); with an optimizer also its tensors ("state") and what a step adds to the parameters ("update").
+    Gradients are taken as they travel, times the scale of a GradScaler. What a checkpoint runs again and what is
+    outside of the model is not seen. Of DistributedDataParallel watch the module inside. Of several threads the one
+    that calls first is watched. Copies of the model are not. The watch ends when the result is lost, too. Watch a model
+    after `model.compile()`; calls of torch's own containers under `torch.compile` are not seen.
+
+    Two forms: `with watch(model, formats) as watching:` around a training, and `watch(model, step)`, which runs the
+    step once, puts back what it changed, and watches no longer.
+
+    model: not quantised; a quantised one is recorded by `fpsim.record`.
+    step: a function without arguments, or a batch where the output has a `.loss` or with `loss`. The formats may come
+        in its place.
+    loss: from the model's output to a scalar, for a batch.
+    formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last axis.
+    every: watched are the calls 1, 1 + every, and so on.
+    optimizer: whose states and updates are watched.
+    Raises ValueError for a model that is quantised or compiled, for a step of a model in eval mode, and for impossible
+    numbers and formats.
+
+    >>> model = nn.Linear(2, 1)
+    >>> with watch(model, ["e4m3fn"], every=1) as watching:
+    ...     (model(torch.ones(1, 2)) * 1e-5).sum().backward()
+    >>> [row["underflow"] for row in watching.rows() if row["role"] == "error"]
+    [1.0]
+    """
+    if step is None or isinstance(step, str | Format) or _are_formats(step):
+        return Watch(model, formats if step is None else step, every, optimizer)
+    watching = Watch(model, formats, 1, optimizer)
+    with watching:
+        run = as_step(model, step, loss, "watch")
+        require_memory(model)
+        if not model.training:
+            raise ValueError(
+                f"Got a step of {type(model).__name__} in eval mode. watch sees calls in training: model.train()."
+            )
+
+        def once(undo: Undo) -> None:
+            preserve(model, undo)
+            run()
+
+        undone(once)
+        if not watching.steps:
+            raise nothing_ran(model, "watch")
+    return watching
+
+
+def _are_formats(value: object) -> bool:
+    """Whether a value that may be a step or a batch is the formats."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(isinstance(item, str | Format) for item in value)
+    return not callable(value) and not isinstance(value, Tensor | Mapping)
+
+
+class Watch:
+    """The statistics of a model that trains; see `watch`. As a block it detaches itself at the end."""
+
+    def __init__(
+        self, model: nn.Module, formats: Iterable[str | Format], every: int, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        require_module(model)
+        require_initialised(model)
+        if any(True for _ in emulated_forwards(model)):
+            raise ValueError("This model is quantised. Possible: `with fpsim.record(model):`, or the original.")
+        if any(is_compiled_wrapper(m) for m in model.modules()):
+            raise ValueError("A compiled model came to watch(). Possible: the module that was given to torch.compile.")
+        require_whole("every", every, 1)
+        if isinstance(formats, str | Format):
+            raise TypeError(f"formats is {shown(formats)}. Possible: a list of formats, [{shown(formats)}].")
+        self.specs = [any_spec(fmt, "nearest_even") for fmt in require_iterable("formats", formats, "['fp16']")]
+        if not self.specs:
+            raise ValueError(f"formats={shown(formats)} names none. Expected: at least one format, such as ['fp16'].")
+        if optimizer is not None:
+            require_optimizer(optimizer)
+            while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+                optimizer = inner  # of accelerate's, which passes no hooks on
+        self.every, self.steps, self._watched = every, 0, 0  # calls in training, and the last that was watched
+        self._is_watching = self._was_without_numbers = False
+        self.is_inside = False  # of a block
+        self._rows = Rows()
+        self._sums: dict[Key, Accumulator] = {}
+        self._parameters = dict(model.named_parameters())
+        self._before: dict[str, Tensor] = {}
+        self._lost: dict[Key, tuple[int, int]] = {}  # of the updates, how many would change nothing, of how many
+        self._called: Called | None = None  # the last call that was watched
+        self._optimizer = optimizer
+        self._versions = self._all_versions()
+        self._eye = eye = _Eye(self)
+        self._trace = Trace(
+            model, eye, emulated=False, verb="watch", is_due=eye.begin_step, on_call=eye.called, needs_numbers=False
+        )
+        try:
+            self._trace.install()
+            if optimizer is not None:
+                hook_steps(optimizer, eye.before_step, eye.after_step)
+        except BaseException:
+            self.detach()
+            raise
+
+    def detach(self) -> None:
+        """Watch no longer; the statistics stay. Nothing of a call that runs is seen from here on."""
+        self._is_watching = False
+        self._trace.remove()
+        if self._optimizer is not None:
+            unhook_steps(self._optimizer, self._eye.before_step, self._eye.after_step)
+            self._optimizer = None
+
+    def __del__(self) -> None:
+        if "_trace" in vars(self):  # else it was refused
+            self.detach()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A Watch belongs to the model that it watches, and is neither copied nor pickled. Keep its rows(). A copy "
+            "of the model is not watched."
+        )
+
+    def __enter__(self) -> Watch:
+        self.is_inside = True
+        return self
+
+    __exit__ = Exit()
+
+    def leave(self) -> None:
+        """The end of its block."""
+        self.detach()
+
+    def _all_versions(self) -> int:
+        """How often the parameters have been written to."""
+        return sum(version_of(p) for p in self._parameters.values() if not p.is_inference())
+
+    # What is told
+
+    def _begin_step(self) -> bool:
+        if not (torch.is_grad_enabled() and self._trace.model.training and self._trace.claim()):
+            return False
+        if self._is_watching:
+            self._trace.clear()  # gradients of parameters are from here on those of another step
+        self._is_watching = self.steps % self.every == 0
+        self.steps += 1
+        if self._is_watching:
+            self._rows, self._sums, self._lost, self._watched = self.rows(), {}, {}, self.steps
+            self._parameters = dict(self._trace.model.named_parameters())  # some may have been replaced
+            for name, parameter in self._parameters.items():
+                self._add(name, "weight", parameter)
+        return self._is_watching
+
+    def _keep_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Keep what came in and, when they come, the gradients of what went out: a policy is tried on them."""
+        self._called = called = Called(self.steps, args, kwargs)
+        for i, x in enumerate(output_tensors(out)):
+            if x.requires_grad:
+                self._trace.hook(x, partial(called.came, i))
+
+    def _forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
+        values, options = self._trace.arguments
+        operation.notes["masked"] = masked = masked_in(operation, operands, (*values, *options.values()), result)
+        if operation.computes:
+            self._add(operation.site, "activation", result if masked is None else result.masked_fill(masked, 0.0))
+
+    def _backward(self, operation: Operation, gradient: Tensor) -> None:
+        if operation.name == "parameter":
+            self._add(operation.site, "weight_grad", gradient)
+        elif operation.computes:
+            self._add(operation.site, "error", gradient)
+
+    def _before_step(self) -> None:
+        if self._is_watching and self._trace.claim():
+            self._before = {name: p.detach().clone() for name, p in self._parameters.items()}
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._trace.claim(and_warn=False):
+            return
+        for name, before in self._before.items():
+            parameter = self._parameters[name]
+            self._add(name, "update", parameter.detach() - before)
+            self._add_lost(name, before, parameter.detach())
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+                    self._add(f"{name} {key}", "state", value)
+        self._before = {}
+
+    def _add(self, site: str, role: str, x: Tensor) -> None:
+        x = x.detach()
+        if x.layout is not torch.strided or not x.numel() or not holds_numbers(x):
+            self._was_without_numbers |= is_stand_in(x)
+            return
+        if role == "activation" and bool((least := torch.finfo(x.dtype).min) == x.amin()):
+            x = x.masked_fill(x == least, 0.0)  # a mask, and no number
+        x = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        for spec in self.specs:
+            key = self._watched, site, role, spec
+            if key not in self._sums:
+                self._sums[key] = Accumulator(spec, x.device)
+            self._sums[key].add(x, _rounded(x, spec), Cut() if isinstance(spec, BlockSpec) else None)
+
+    def _add_lost(self, name: str, before: Tensor, after: Tensor) -> None:
+        """Count the updates that would change nothing in parameters of each format."""
+        if not holds_numbers(before):
+            return
+        wanted = (before != after).sum()
+        for spec in self.specs:
+            old, new = (_rounded(x.float(), spec) for x in (before, after))
+            lost = ((old == new) & (before != after)).sum()
+            key = self._watched, name, "update", spec
+            known = self._lost.get(key, (0, 0))
+            self._lost[key] = known[0] + int(lost), known[1] + int(wanted)
+
+    # What was found
+
+    def rows(self) -> Rows:
+        """A row for each watched step, site, role and format.
+
+        underflow: share of the non-zero numbers that would become zero. overflow: share of all that would saturate or
+        become inf. sqnr_db: signal to quantisation noise. amax: the largest finite magnitude. spread: the binades that
+        hold 99 % of the non-zero numbers. nonfinite: share of inf and NaN; what masks is left out. lost: of an update,
+        the share that would change nothing in parameters of the format.
+        """
+        if self._trace.is_replaced:
+            warnings.warn(
+                "model.compile() was called after fpsim.watch(model), whose calls are not seen since. Watch the model "
+                "after it.",
+                stacklevel=2,
+            )
+        if not self.steps and self._all_versions() != self._versions:
+            warnings.warn(
+                "The parameters have been written to since fpsim.watch(model), and no call of the model in training "
+                "was seen. If it was trained: calls of torch's own containers under torch.compile are not seen, nor "
+                "are those of a copy. Watch it without torch.compile, or inside of a module with its own forward.",
+                stacklevel=2,
+            )
+        if self._was_without_numbers:
+            warnings.warn(
+                "Tensors on device meta, or of a FakeTensorMode, hold no numbers. fpsim.watch(model) has left them "
+                "out. Watch a model that trains on cpu or cuda.",
+                stacklevel=2,
+            )
+        return Rows(
+            [*self._rows, *(_row(*key, sums.result(), self._lost.get(key)) for key, sums in [*self._sums.items()])]
+        )
+
+    def to_frame(self) -> Any:
+        """The rows as a pandas.DataFrame."""
+        return self.rows().to_frame()
+
+    def table(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Rows:
+        """Which format would do? A row for each role and format, with the worst of all steps and sites.
+
+        do: at how many of the `sites` the format would do in every watched step. It does not where numbers are not
+            finite, nor where more than half of the updates would change nothing (`lost`).
+        underflow, overflow: the largest share that is allowed. sqnr_db: the least signal to noise.
+        """
+        limits = Limits(underflow, overflow, sqnr_db)
+        worst, found = worst_of(self.rows()), Rows()
+        for role in dict.fromkeys(role for _, role, _ in worst):
+            for spec in self.specs:
+                rows = [row for (_, r, fmt), row in worst.items() if (r, fmt) == (role, str(spec.fmt))]
+                found.append(
+                    {
+                        "role": role,
+                        "format": str(spec.fmt),
+                        "sites": len(rows),
+                        "do": sum(does(row, limits) for row in rows),
+                        "underflow": max(row["underflow"] for row in rows),
+                        "overflow": max(row["overflow"] for row in rows),
+                        "sqnr_db": min((row["sqnr_db"] for row in rows if row["sqnr_db"] is not None), default=None),
+                        "lost": max((row["lost"] for row in rows if row["lost"] is not None), default=None),
+                        "nonfinite": max(row["nonfinite"] for row in rows),
+                    }
+                )
+        return found
+
+    def policy(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Policy:
+        """A policy that the statistics suggest, without scaling of gradients.
+
+        A role has the first of the formats that would do at 90 % of its sites, or float32; a module where that would
+        not do at each of its sites has the first that would. The formats are taken from the smallest; those whose
+        numbers share scales are left out, for no role has one. The policy is then tried on the last watched call, with
+        what came in and the gradients that came, in the parameters of now; what is inf, NaN or saturates there is left
+        in float32. `suggest` says what was tried. Warns where nothing could be.
+        underflow, overflow, sqnr_db: as in `table`.
+        """
+        found = self.suggest(underflow, overflow, sqnr_db)
+        if not found.is_tried:
+            warnings.warn(f"This policy was {found.words}.", stacklevel=2)
+        return found.policy
+
+    def suggest(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Suggestion:
+        """The policy of `policy()`, whether it was tried, and in words on what; copies the model."""
+        limits = Limits(underflow, overflow, sqnr_db)
+        plan = planned(worst_of(self.rows()), self.specs, limits)
+        return suggested(self._trace.model, plan, self._called)
+
+    def plot(self, role: str = "error", value: str = "underflow", fmt: str | Format | None = None) -> Any:
+        """A figure: a value of the rows by site and step; needs matplotlib.
+
+        role, value: of the rows. fmt: one of the formats; None takes the first.
+        """
+        if not isinstance(role, str):
+            raise TypeError(f"role={shown(role)} is not a string. Expected: the role of a row, such as 'error'.")
+        spec = self.specs[0] if fmt is None else any_spec(fmt, "nearest_even")
+        rows = [row for row in self.rows() if (row["role"], row["format"]) == (role, str(spec.fmt))]
+        if not rows:
+            raise ValueError(f"No row has role {shown(role)} and format {spec.fmt}. See rows().")
+        require_word("value", value, rows[0])
+        from fpsim.insight.pictures import plot_watch
+
+        if role in ("error", "weight_grad"):  # they come from output to input
+            rows.reverse()
+        return plot_watch(rows, value, f"{value} in {spec.fmt}, role {role}")
+
+    def __str__(self) -> str:
+        found = self.suggest()
+        lines = [str(self.table()), "", *self._breaks(), f"Suggested, {found.words}:", *in_lines(found.policy)]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _breaks(self) -> list[str]:
+        """For each format the first operation that it would break, and what was not finite without any format."""
+        lines, rows = [], self.rows()
+        for fmt in dict.fromkeys(row["format"] for row in rows):
+            first = next((r for r in rows if r["format"] == fmt and r["role"] == "activation" and r["overflow"]), None)
+            if first is not None:
+                lines.append(f"{fmt} would overflow from step {first['step']} on, first at {first['site']}.")
+        bad = next((row for row in rows if row["nonfinite"] and row["role"] not in ("error", "weight_grad")), None)
+        if bad is not None:
+            lines.append(
+                f"Step {bad['step']} is not finite without any format, at {bad['site']} ({bad['role']}): "
+                f"fpsim.why(model, step) says why."
+            )
+        return [*lines, ""] if lines else []
+
+
+class _Eye:
+    """What the model and the optimizer know of a Watch. It does not keep the Watch alive: who lost it has no rows."""
+
+    def __init__(self, watching: Watch) -> None:
+        self._watching = weakref.ref(watching)
+
+    def begin_step(self) -> bool:
+        return (watching := self._watching()) is not None and watching._begin_step()
+
+    def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
+        if (watching := self._watching()) is not None:
+            watching._forward(operation, operands, result)
+
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if (watching := self._watching()) is not None:
+            watching._keep_call(args, kwargs, out)
+
+    def backward(self, operation: Operation, gradient: Tensor) -> None:
+        if (watching := self._watching()) is not None:
+            watching._backward(operation, gradient)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if (watching := self._watching()) is not None:
+            watching._before_step()
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if (watching := self._watching()) is not None:
+            watching._after_step(optimizer)
+
+
+def _rounded(x: Tensor, spec: Spec) -> Tensor:
+    return rounded_blocks(x, spec, -1) if isinstance(spec, BlockSpec) else rounded(x, spec)
+
+
+def _row(step: int, site: str, role: str, spec: Spec, t: Tally, lost: tuple[int, int] | None) -> dict[str, Any]:
+    return {
+        "step": step,
+        "site": site,
+        "role": role,
+        "format": str(spec.fmt),
+        "underflow": t.underflow_fraction,
+        "overflow": t.overflow_fraction,
+        "sqnr_db": t.sqnr_db if t.signal else None,
+        "amax": t.amax,
+        "spread": binades_in(t.exponents),
+        "nonfinite": t.nonfinite / t.count,
+        "lost": lost[0] / lost[1] if lost is not None and lost[1] else None,
+    }

@@ -1,0 +1,247 @@
+"""why(model, step): what makes a step fail, in one command, with a remedy that was tried on it."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.border import require_memory
+from fpsim.emulation.tracing import Operation
+from fpsim.insight.reasons.attempts import Remedy
+from fpsim.insight.reasons.event import Event
+from fpsim.insight.reasons.finding import Finding, find
+from fpsim.insight.rows import Rows
+from fpsim.insight.stepping import as_step, nothing_ran
+from fpsim.policies.policy import Policy
+from fpsim.torch_modes import keeps_grad_mode
+
+__all__ = ["Why", "why"]
+
+LINES = 15
+WIDTH = 200  # characters of a line of operations
+
+
+class Why(Rows):
+    """What makes a step fail: a row for each thing found, the cause first; see `why`.
+
+    cause: the first row; None where nothing was found. Its `stage`, `place`, `role` and `kind` say what it is.
+    tried: rows of the remedies that were run on this step and worked, with the loss that each gave.
+    read: rows of what was read there. chain: the sites from there to the loss.
+    run: rows of all operations: finite amax, and the share that is not finite, of the result and of its gradient.
+    loss, float32: the loss of the step, and of the step in float32 where that was run.
+    checked: what was looked at, in words. runs: how often the step was run.
+    """
+
+    def __init__(self, found: Finding) -> None:
+        super().__init__(event.row() for event in found.events)
+        self._event = found.events[0] if found.events else None
+        self._remedies: list[Remedy] = found.remedies
+        self.cause: dict[str, Any] | None = self[0] if self else None
+        self.tried = Rows(remedy.row() for remedy in found.remedies)
+        self.read = Rows({"what": what, "range": text} for what, text in (self._event.read if self._event else ()))
+        self.chain: list[str] = found.chain
+        self.run = Rows(_numbers(operation) for operation in found.operations if operation.computes)
+        self.loss, self.float32, self.runs = found.loss, found.float32, found.runs
+        self._float32_bad = found.float32_bad
+        self.checked: list[str] = found.checked
+        self._calls = found.calls
+
+    def policy(self) -> Policy:
+        """The policy of the first remedy that is one. Raises ValueError where none is."""
+        for remedy in self._remedies:
+            if remedy.policy is not None:
+                return remedy.policy
+        raise ValueError(
+            "No remedy that was tried here is a policy. A policy comes of a quantised model for which float32 in some "
+            "operations is enough; see `tried`."
+        )
+
+    def __str__(self) -> str:
+        if self._event is None:
+            return "\n".join(["Nothing was found that makes this step fail. What was checked:", *self.checked][:LINES])
+        event = self._event
+        lines = [self._headline(event), " ".join(event.why), self._remedy_line(event)]
+        lines += [f"Read: {row['what']}: {row['range']}" for row in self.read[:4]]
+        if self.chain:
+            lines.append(f"To the loss: {_cut(self.chain)}")
+        if self.loss is not None:
+            words = f"loss {self.loss:.6g}"
+            words += f", {self.float32:.6g} in float32" if self.float32 is not None else ""
+            is_hidden = self.float32 is not None and math.isfinite(self.float32) and self._float32_bad
+            lines.append(words + (f"; not finite there: {self._float32_bad[0]}" if is_hidden else ""))
+        others = [f"{row['kind']} at {row['place']}" for row in self[1:4]]
+        if others:
+            lines.append(f"Also seen, later: {'; '.join(others)}")
+        return "\n".join(lines[:LINES])
+
+    __repr__ = __str__
+
+    def _headline(self, event: Event) -> str:
+        at = event.operation
+        words = event.kind if event.kind.startswith(("inf ", "-inf ")) else event.kind[0].upper() + event.kind[1:]
+        line = f"{words} at {event.place}, {event.role}"
+        if event.kind.endswith("came in"):
+            line = f"{words} with {_article(event.role)} {event.role}: {event.place}"
+        line += f", in {event.fmt}" if event.fmt else ""
+        total = 1 if at is None else self._calls.get(at.site, 1)
+        if at is not None and total > 1:
+            line += f", call {at.call + 1} of {total}"
+        if at is not None and at.module and at.caller and not at.module.startswith(at.caller):
+            line += f", called by {at.caller}"
+        return line + (f", in batch {event.batch}" if event.batch is not None else "") + "."
+
+    def _remedy_line(self, event: Event) -> str:
+        if not self._remedies:
+            return f"Do: {_advice(event, self.float32, self._float32_bad)} (not tried)"
+        first, *others = self._remedies
+        line = f"Tried: {first.what}" + (
+            f" -> loss {first.loss:.6g}" if first.loss is not None else " -> all is finite"
+        )
+        line += f" (float32 {self.float32:.6g})" if self.float32 is not None and first.loss is not None else ""
+        line += f"; {first.detail}" if first.detail else ""
+        for other in others:
+            line += f". Also tried: {other.what}"
+            line += (
+                f" -> loss {other.loss:.6g}"
+                if other.loss is not None
+                else (f"; {other.detail}" if other.detail else "")
+            )
+        if any(remedy.policy is not None for remedy in self._remedies):
+            line += ". policy() has it"
+        return line + "."
+
+    def plot(self) -> Any:
+        """A figure: the amax of all results and gradients, with the cause labelled; needs matplotlib."""
+        from fpsim.insight.pictures import plot_ranges
+
+        event, cause = self._event, None
+        if event is not None:
+            at = event.operation
+            site, call = (event.place, 0) if at is None else (at.site, at.call)
+            largest = event.ends.largest if event.ends is not None else math.inf
+            cause = {"site": site, "call": call, "kind": event.kind, "largest": largest}
+        picture = plot_ranges(self.run, cause)
+        picture.axes[0].set_title(str(self).splitlines()[0].replace("$", r"\$"), fontsize=9)
+        return picture
+
+    def _repr_png_(self) -> bytes | None:
+        try:
+            return self.plot()._repr_png_()  # type: ignore[no-any-return]
+        except ImportError:  # the words are shown without matplotlib
+            return None
+
+
+def _article(role: str) -> str:
+    return "an" if role[0] in "aeio" else "a"
+
+
+def _numbers(operation: Operation) -> dict[str, Any]:
+    row: dict[str, Any] = {"site": operation.site, "call": operation.call}
+    for name, words in (("result", ""), ("gradient", "gradient_")):
+        found = operation.notes.get(name)
+        row[f"{words}amax"] = None if found is None else found.amax
+        is_masked = name == "result" and operation.notes.get("masked") is not None
+        row[f"{words}nonfinite"] = None if found is None else (0.0 if is_masked else found.nonfinite)
+    return row
+
+
+def _cut(sites: list[str]) -> str:
+    shown = sites if len(sites) <= 9 else [*sites[:5], "...", *sites[-3:]]
+    line = " -> ".join(shown)
+    return line if len(line) <= WIDTH else f"{line[: WIDTH // 2]} ... {line[-WIDTH // 2 :]}"
+
+
+def _advice(event: Event, float32: float | None, float32_bad: list[str]) -> str:
+    is_bad = float32 is not None and (bool(float32_bad) or not math.isfinite(float32))
+    blame = "No format is to blame: float32 gives NaN or inf too. " if is_bad else ""
+    if is_bad and event.fmt in ("float16", "bfloat16"):
+        blame = f"Operations in float32 give NaN or inf too, from the same {event.fmt} parameters and buffers. "
+    if event.kind.endswith("came in"):
+        if event.role == "input":
+            return f"{blame}Look at how this batch is made, and drop or clean it."
+        if event.role == "gradient":
+            return "call optimizer.zero_grad() before the step."
+        return f"{blame}Load an earlier checkpoint; why() on the step before it tells which update wrote it."
+    if event.remedy == "skip":
+        return f"{blame}Skip batches without a target, or divide by max(count, 1)."
+    if event.remedy == "correction":
+        return f"{blame}Use correction=0, or skip batches of one."
+    if event.kind == "zero times infinity":
+        return f"{blame}Use masked_fill or where in the place of a product with a mask."
+    if event.kind.startswith("rate is"):
+        return "Look at what sets lr, such as a schedule of 0 steps."
+    if event.stage == "buffers":
+        return "Keep this module's buffers in float32."
+    return f"{blame}No remedy that was run here was enough."
+
+
+@keeps_grad_mode
+def why(
+    model: nn.Module,
+    step: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    batches: int | None = None,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> Why:
+    """Say what makes a step fail: the place, the role and the kind, the numbers, and a remedy that was tried on it.
+
+    Looked at in this order, and told is what speaks first: inputs, parameters, buffers, gradients and states of the
+    optimizer before the step; each result forward; the loss; each gradient backward, and those that are wholly lost;
+    the gradients after accumulation; the optimizer's step, and the share of its updates that changed nothing; buffers
+    afterwards; at last the step against float32.
+
+    The step is run many times, and must be the same each time: `why` runs it twice first. The model, the optimizer, the
+    scaler and random numbers are put back afterwards. A float32, half, bfloat16, autocast or quantised model will do.
+
+    Args:
+        model: whose step it is.
+        step: runs forward and backward, and the optimizer's step where it belongs to it. Called without arguments. Or a
+            batch, where the model's output has a `.loss` or with `loss`.
+        optimizer: whose step follows, where `step` does not take it; its states are looked at.
+        scaler: the GradScaler that `step` uses.
+        batches: how many batches there are; `step(i)` is then called for each i below it.
+        loss: from the model's output to a scalar, for a batch.
+
+    Returns:
+        A `Why`: prints at most fifteen lines; rows, `to_frame()`, `plot()`, `policy()` where a remedy is a policy.
+
+    Raises:
+        TypeError: for a model, step or optimizer of another kind.
+        ValueError: for a step that gives another loss the second time, a step of which nothing was seen, and a model
+            that is being recorded.
+        Exception: what the step raises, where nothing became inf or NaN before.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> with torch.no_grad():
+    ...     _ = model[1].weight.fill_(torch.nan)
+    >>> found = why(model, lambda: model(torch.ones(1, 2)).sum().backward())
+    >>> found.cause["place"], found.cause["role"], found.cause["kind"]
+    ('1.weight', 'parameter', 'NaN came in')
+    """
+    _require(model, optimizer, batches)
+    if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("scale", "step", "update")):
+        raise TypeError(f"Got {type(scaler).__name__} as the scaler. Expected a GradScaler that `step` uses, or None.")
+    run = as_step(model, step, loss, "why", 0 if batches is None else 1)
+    found = find(model, run, optimizer, scaler, batches)
+    if not found.operations and not found.events:
+        raise nothing_ran(model, "why")
+    return Why(found)
+
+
+def _require(model: object, optimizer: object, batches: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Got {type(model).__name__} as the model. Expected a torch.nn.Module: why(model, step).")
+    require_memory(model)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"Got {type(optimizer).__name__} as the optimizer. Expected a torch.optim.Optimizer, or None.")
+    if batches is not None and (not isinstance(batches, int) or isinstance(batches, bool) or batches < 1):
+        raise ValueError(
+            f"Got batches={reprlib.repr(batches)}. Expected 1 or more; omit it for a step without arguments."
+        )

@@ -1,0 +1,414 @@
+"""What rounding means: integer functions of one bit pattern.
+
+One definition serves the CPU and CUDA. No function here touches a floating-point number, so two targets cannot
+differ. `uint32 + uint32` is `uint64` in Numba: every step is cast back, or the loops vectorise at half width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fpsim.formats.fixed_point import FixedPoint
+from fpsim.formats.floats import FloatFormat
+from fpsim.kernels.deferred import intrinsic, njit
+from fpsim.kernels.variants import VARIANTS
+
+ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd", "stochastic")
+NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO, UP, DOWN, TO_ODD, STOCHASTIC = range(7)
+
+# STOCHASTIC is variant A of stochastic rounding; the others in the order of VARIANTS.
+STOCHASTIC_B, STOCHASTIC_C, STOCHASTIC_C_TIES_TO_ODD, STOCHASTIC_C_TO_ODD = range(STOCHASTIC + 1, STOCHASTIC + 5)
+
+CARRYING = (NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO)  # rules that add at most half a spacing
+
+# How a format's values lie among those of the container. It selects the code that is compiled.
+FLAT = 0  # the container's own exponents, fewer mantissa bits: one spacing in units of the last place
+GRID = 1  # a narrower exponent range with subnormals: below it the spacing stays the same
+GAP = 2  # a narrower exponent range without subnormals: nothing between zero and the smallest value
+SCALE = 3  # powers of two without sign or zero
+UNSIGNED_ZERO_GRID = 4  # GRID without -0: a shape of its own, because asking costs GRID an eighth of its speed
+FIXED = 5  # UNSIGNED_ZERO_GRID whose lowest value is not minus its largest
+
+
+class Container(NamedTuple):
+    """An IEEE binary interchange format whose bit patterns the core rounds."""
+
+    width: int
+    mantissa_bits: int
+    bias: int
+
+    def bits(self, value: float) -> int:
+        """The bit pattern of `value`, rounded to nearest even; for 64 bits, of any value but a subnormal.
+
+        Computed in float64, where float32's subnormals are normal: a processor that flushes subnormals keeps them.
+        """
+        sign = int(math.copysign(1.0, value) < 0) << (self.width - 1)
+        infinity = (2 * self.bias + 1) << self.mantissa_bits
+        if value == 0:
+            return sign
+        if not math.isfinite(value):
+            return sign | infinity | (1 << (self.mantissa_bits - 1) if math.isnan(value) else 0)
+        exponent = max(math.frexp(value)[1] - 1, 1 - self.bias)
+        significand = math.ldexp(abs(value), self.mantissa_bits - exponent)  # without the leading bit: subnormal
+        return sign | min(((exponent - (1 - self.bias)) << self.mantissa_bits) + round(significand), infinity)
+
+
+BINARY32 = Container(32, 23, 127)
+BINARY64 = Container(64, 52, 1023)
+
+
+class Plan(NamedTuple):
+    """A format, a rounding and an overflow rule as the integers that a kernel takes."""
+
+    rule: int
+    shape: int
+    width: int
+    parameters: tuple[int, ...]  # ulp_shift, grid_origin, largest, overflow, smallest, zero_sign, noise_mask, odd
+    # in FIXED, the last one is the lowest value's magnitude
+
+
+def needs_wider_container(fmt: FloatFormat | FixedPoint) -> bool:
+    """Whether float32 input must go through float64: the format's spacing reaches float32's own subnormals."""
+    if fmt.specials == "scale":
+        return fmt.min_exponent < -BINARY32.bias  # of float32's subnormals, the core knows the largest power alone
+    if fmt.mantissa_bits == BINARY32.mantissa_bits:
+        return True  # no bit to discard: the core wants at least one
+    if _is_flat(fmt, BINARY32):
+        return False
+    # Below 2**-94 a float32 subnormal would get a probability above 0 under stochastic rounding, see `grid`.
+    return fmt.min_ulp_exponent < -94
+
+
+def _is_flat(fmt: FloatFormat | FixedPoint, container: Container) -> bool:
+    same_exponents = fmt.min_exponent == 1 - container.bias and fmt.subnormals
+    return same_exponents and fmt.mantissa_bits > 0 and fmt.has_negative_zero
+
+
+def draws_noise(rule: int) -> bool:
+    """Whether a rule is stochastic, in any variant."""
+    return rule >= STOCHASTIC
+
+
+def make_plan(
+    fmt: FloatFormat | FixedPoint,
+    rounding: str,
+    overflow: str | None,
+    random_bits: int | None,
+    width: int,
+    variant: str = "A",
+) -> Plan:
+    """Resolve names to the integers of a kernel for a container of `width` bits."""
+    container = BINARY32 if width == 32 else BINARY64
+    rule = ROUNDINGS.index(rounding) + VARIANTS.index(variant)
+    if fmt.specials == "scale":
+        shape = SCALE
+    elif has_lone_lowest(fmt):
+        shape = FIXED
+    elif _is_flat(fmt, container):
+        shape = FLAT
+    else:
+        shape = (GRID if fmt.has_negative_zero else UNSIGNED_ZERO_GRID) if fmt.subnormals else GAP
+    last = container.bits(abs(fmt.lowest)) if isinstance(fmt, FixedPoint) else int(fmt.mantissa_bits == 0)
+    values = {"inf": float("inf"), "nan": float("nan"), "saturate": fmt.largest}
+    top_field = fmt.min_ulp_exponent + container.mantissa_bits + container.bias - (width - 1)
+    parameters = (
+        width - 1 - (container.mantissa_bits - fmt.mantissa_bits),
+        top_field << container.mantissa_bits,
+        container.bits(fmt.largest),
+        container.bits(values[fmt.resolve_overflow(overflow)]),
+        container.bits(fmt.smallest),
+        (1 << (width - 1)) if fmt.has_negative_zero else 0,
+        0xFFFFFFFF & ~((1 << (32 - random_bits)) - 1) if random_bits else 0xFFFFFFFF,
+        last,
+    )
+    return Plan(rule, shape, width, tuple(p - (1 << 64) if p >= 1 << 63 else p for p in parameters))
+
+
+def has_lone_lowest(fmt: FloatFormat | FixedPoint) -> bool:
+    """Whether the lowest value is not minus the largest: two's complement, and integers without sign."""
+    return isinstance(fmt, FixedPoint) and fmt.lowest != -fmt.largest
+
+
+def scale_limits(fmt: FloatFormat | FixedPoint, width: int) -> tuple[int, int]:
+    """The least and the largest log2 of a scale at which numbers of `width` bits can be rounded to `fmt`, see at_scale.
+
+    (0, 0) where a scale could change nothing, since the format has the container's own exponents, and for fixed point
+    whose lowest value has no opposite: at_scale does not move it.
+    """
+    container = BINARY32 if width == 32 else BINARY64
+    if (
+        fmt.specials == "scale"
+        or has_lone_lowest(fmt)
+        or (width == 32 and (needs_wider_container(fmt) or _is_flat(fmt, container)))
+    ):
+        return 0, 0
+    lowest = -94 if width == 32 else -950  # as in needs_wider_container
+    highest = math.frexp(fmt.largest)[1] - 1
+    return min(0, highest - container.bias), max(0, fmt.min_ulp_exponent - lowest)
+
+
+def make_at_scale(width: int) -> Callable[..., Any]:
+    """A compiled function that moves a Plan's origin, largest, overflow and smallest from a format to its scaled twin.
+
+    To round at scale 2**k is to multiply by it, round, and divide again: the same as rounding to the format whose
+    every value is 2**k times smaller, for which only exponents change. Nothing is multiplied, and nothing is lost on
+    the way as long as `k` stays within scale_limits.
+    """
+    container = BINARY32 if width == 32 else BINARY64
+    uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
+    infinity, mantissa_bits = np.int64(container.bits(float("inf"))), np.int64(container.mantissa_bits)
+
+    @njit(inline="always")
+    def at_scale(origin, largest, overflow, smallest, log2_scale):  # type: ignore[no-untyped-def]
+        step = np.int64(np.int64(log2_scale) << mantissa_bits)
+        moved = np.int64(overflow) if np.int64(overflow) >= infinity else np.int64(np.int64(overflow) - step)
+        return (
+            sint(np.int64(origin) - step),
+            uint(np.int64(largest) - step),
+            uint(moved),
+            uint(np.int64(smallest) - step),
+        )
+
+    return at_scale  # type: ignore[no-any-return]
+
+
+def _shift(direction: str) -> Callable[..., Any]:
+    def shift(typingctx: Any, value: Any, amount: Any) -> Any:
+        """Shift an unsigned integer; 0 for amounts beyond the width (a negative one, read as unsigned, too).
+
+        An intrinsic keeps LLVM from widening the shift to 64 bits: 2.7 ms against 0.9 ms for 4M floats.
+        """
+        from llvmlite import ir
+        from numba import types
+
+        if not isinstance(value, types.Integer) or value != amount:
+            return None
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            v, n = arguments
+            in_range = builder.icmp_unsigned("<", n, ir.Constant(n.type, value.bitwidth))
+            return builder.select(in_range, getattr(builder, direction)(v, n), ir.Constant(v.type, 0))
+
+        return value(value, value), generate
+
+    return intrinsic(shift)  # type: ignore[no-any-return]
+
+
+shift_left, shift_right = _shift("shl"), _shift("lshr")
+
+
+@intrinsic
+def leading_zeros(typingctx: Any, value: Any) -> Any:
+    """How many zero bits a uint32 begins with."""
+    from llvmlite import ir
+    from numba import types
+
+    if value != types.uint32:
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint32(value), generate
+
+
+@intrinsic
+def rotate_left(typingctx: Any, value: Any, amount: Any) -> Any:
+    """Rotate a uint32 by 1 to 31 bits."""
+    from llvmlite import ir
+    from numba import types
+
+    if value != types.uint32 or not isinstance(amount, types.Integer):
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        v, n = arguments
+        n = context.cast(builder, n, signature.args[1], types.uint32)
+        high = builder.shl(v, n)
+        return builder.or_(high, builder.lshr(v, builder.sub(ir.Constant(n.type, 32), n)))
+
+    return types.uint32(types.uint32, amount), generate
+
+
+def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
+    """The rounding of one bit pattern, as a compiled function of (bits, noise, *parameters of a Plan).
+
+    `rule`, `shape` and `width` are compiled in; the format's numbers stay arguments, so that one compilation
+    serves every format of a shape. `noise` holds 32 uniform bits at the top of the word, for stochastic rules alone.
+    """
+    container = BINARY32 if width == 32 else BINARY64
+    uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
+    zero, one = uint(0), uint(1)
+    top = uint(1 << (width - 1))  # the sign bit
+    infinity = uint(container.bits(float("inf")))
+    nan = uint(container.bits(float("nan")))
+    mantissa_bits = uint(container.mantissa_bits)
+    field_shift = sint(container.mantissa_bits)
+    implicit = uint(1 << container.mantissa_bits)  # the leading significand bit; one step of the exponent field
+    below_leading = uint(width - container.mantissa_bits)
+    gap_shift = sint(32 + 23 - container.mantissa_bits)
+    to_24_bits = uint(container.mantissa_bits - 23)
+    # as constants: `in` over a tuple is a loop at run time in CUDA
+    is_carrying, is_grid = rule in CARRYING, shape in (GRID, UNSIGNED_ZERO_GRID, FIXED)
+    is_stochastic, is_variant = draws_noise(rule), rule > STOCHASTIC
+    is_nearest_or_stochastic = rule in (NEAREST_EVEN, NEAREST_AWAY) or is_stochastic
+    goes_beyond = is_nearest_or_stochastic or rule == UP
+    may_lose_sign = shape in (GAP, UNSIGNED_ZERO_GRID, FIXED)
+
+    @njit(inline="always")
+    def drawn(noise, used):  # type: ignore[no-untyped-def]
+        """The random bits R, with what lets a distance that goes up carry; and 1 where the bound itself stays, else 0.
+
+        In units of 2**-r, a distance goes up if it rounds to T = 2**r - R or beyond. These begin at T in A, at T - 1/2
+        in B and C; in C, T - 1/2 itself is one of them where T, and so R, is even. To odd they begin above T - 1 where
+        T is odd, else at T.
+        """
+        bits = uint(noise & used)
+        if not is_variant:
+            return bits, zero
+        last = uint(zero - used)  # the last of the random bits
+        odd = uint(bits & last) != zero
+        half = uint(last >> one)
+        if rule == STOCHASTIC_B:
+            return uint(bits | half), zero
+        if rule == STOCHASTIC_C_TO_ODD:
+            return (uint(bits | uint(last - one)), one) if odd else (bits, zero)
+        stays = one if odd != (rule == STOCHASTIC_C_TIES_TO_ODD) else zero
+        return uint(bits | uint(half - stays)), stays
+
+    @njit(inline="always")
+    def addend(ulp, odd, negative, noise):  # type: ignore[no-untyped-def]
+        """What to add to the magnitude before the bits below `ulp` are cut off. `odd`: is the bit at `ulp` set?"""
+        half, mask = uint(ulp >> one), uint(ulp - one)
+        if rule == NEAREST_EVEN:  # IEEE 754-2019, 4.3.1: a tie carries only from an odd neighbour
+            return half if odd else uint(half - one)
+        if rule == NEAREST_AWAY:
+            return half
+        if rule == UP:
+            return zero if negative else mask
+        if rule == DOWN:
+            return mask if negative else zero
+        if rule == TO_ODD:
+            return zero if odd else mask
+        if is_stochastic:
+            return noise
+        return zero  # TOWARD_ZERO
+
+    @njit(inline="always")
+    def round_flat(a, negative, noise, ulp, always_odd):  # type: ignore[no-untyped-def]
+        odd = uint(uint(a & ulp) | always_odd) != zero
+        return uint(uint(a + addend(ulp, odd, negative, noise)) & uint(zero - ulp))
+
+    @njit(inline="always")
+    def round_grid(a, negative, noise, ulp_shift, origin, smallest):  # type: ignore[no-untyped-def]
+        significand = uint(uint(a & uint(implicit - one)) | implicit)
+        # s = width - 1 - (number of discarded bits): constant for normals, one less for each binade below
+        s = min(ulp_shift, sint(sint(sint(a) - origin) >> field_shift))
+        ulp = shift_right(top, uint(s))  # 0 stands for 2**width and more
+        odd = uint(significand & ulp) != zero
+        if is_carrying:
+            # below half of the smallest value everything is cut off, and between that and it 2 * implicit is left
+            kept = uint(uint(significand + addend(ulp, odd, negative, noise)) & uint(zero - ulp))
+            return uint(a + uint(kept - significand)) if kept != zero else zero
+        mask = uint(ulp - one)
+        low = uint(significand & mask)
+        if is_stochastic:
+            left = sint(s + sint(1))  # of the distance to the lower neighbour, in units of the spacing, `width` bits
+            right = uint(sint(0) - left)
+            fraction = uint(shift_left(significand, uint(left)) | shift_right(significand, right))
+            if is_variant and left < sint(0) and a != zero:  # what was cut off decides about ties
+                cut = shift_left(fraction, right) != significand
+                fraction = uint(fraction | (one if cut else zero))
+            up = noise > uint(~fraction)  # fraction + noise carries
+        else:
+            up = addend(ulp, odd, negative, noise) > uint(mask & uint(~low))  # low + addend carries
+            up = up and a != zero  # zero has no leading bit
+        below_smallest = mask >= uint(uint(implicit << one) - one)
+        base = zero if below_smallest else uint(a - low)
+        step = smallest if below_smallest else ulp
+        return uint(base + (step if up else zero))
+
+    @njit(inline="always")
+    def round_gap(a, negative, noise, stays, smallest):  # type: ignore[no-untyped-def]
+        """Zero or `smallest` for a magnitude below `smallest`."""
+        if rule == NEAREST_EVEN:
+            up = a > uint(smallest - implicit)  # half of it: a tie goes to zero
+        elif rule == NEAREST_AWAY:
+            up = a >= uint(smallest - implicit)
+        elif rule == UP:
+            up = a != zero and not negative
+        elif rule == DOWN:
+            up = a != zero and negative
+        elif rule == TO_ODD:
+            up = a != zero
+        elif is_stochastic:
+            # a / smallest >= 1 - noise / 2**32, multiplied out: 24 bits times 32 fit into 64
+            bound = np.uint64(uint(uint(smallest & uint(implicit - one)) | implicit) >> to_24_bits)
+            rest = np.uint64(np.uint64(1 << 32) - np.uint64(noise >> uint(width - 32)))
+            bound = np.uint64(bound * np.uint64(rest - np.uint64(stays)))
+            distance = sint(gap_shift + sint(sint(a >> mantissa_bits) - sint(smallest >> mantissa_bits)))
+            whole = np.uint64(uint(a & uint(implicit - one)) | implicit)
+            if distance >= sint(0):
+                value = np.uint64(whole << np.uint64(distance))
+            else:
+                value = shift_right(whole, np.uint64(-distance))
+            up = value >= bound
+            if is_variant and stays != zero:
+                cut = distance < sint(0) and shift_left(value, np.uint64(-distance)) != whole
+                up = a != zero and (value > bound or (value == bound and cut))
+        else:
+            up = False
+        return smallest if up else zero
+
+    @njit(inline="always")
+    def round_bits(u, noise, ulp_shift, origin, largest, overflow, smallest, zero_sign, noise_mask, always_odd):  # type: ignore[no-untyped-def]
+        a = uint(u & uint(top - one))
+        sign = uint(u & top)
+        negative = sign != zero
+        noise, stays = drawn(noise, noise_mask)
+        if is_grid:
+            r = round_grid(a, negative, noise, ulp_shift, origin, smallest)
+        else:
+            ulp = uint(top >> uint(ulp_shift))
+            if is_stochastic:
+                r = round_flat(a, negative, shift_right(noise, uint(ulp_shift + sint(1))), ulp, always_odd)
+            else:
+                r = round_flat(a, negative, noise, ulp, always_odd)
+            if shape == GAP:
+                r = round_gap(a, negative, noise, stays, smallest) if a < smallest else r
+        if is_nearest_or_stochastic:
+            beyond = overflow
+        else:  # a directed rounding moves a finite value to infinity only on its own side
+            away = (rule == UP and not negative) or (rule == DOWN and negative)
+            beyond = overflow if away or a >= infinity else largest
+        if shape == FIXED:
+            end = always_odd if negative else largest
+            r = end if r > end else r
+        else:
+            r = beyond if r > largest else r
+        if may_lose_sign:
+            sign = uint(sign & zero_sign) if r == zero else sign
+        r = a if a > infinity else r  # NaN keeps its payload
+        return uint(r | sign)
+
+    @njit(inline="always")
+    def round_scale(u, noise, ulp_shift, origin, largest, overflow, smallest, zero_sign, noise_mask, always_odd):  # type: ignore[no-untyped-def]
+        a = uint(u & uint(top - one))
+        positive = u < top and a != zero
+        subnormal = a < implicit  # float32 holds the smallest power, 2**-127, as a subnormal
+        base = smallest if subnormal else uint(a & uint(~uint(implicit - one)))
+        ulp = smallest if subnormal else implicit
+        low = uint(a - base) if a >= base else zero
+        noise = drawn(noise, noise_mask)[0] >> (below_leading + one if subnormal else below_leading)
+        up = addend(ulp, True, False, uint(noise)) > uint(uint(ulp - one) & uint(~low))
+        r = uint(base + (ulp if up else zero))
+        r = max(r, smallest)
+        beyond = overflow if goes_beyond or a >= infinity else largest
+        r = beyond if r > largest else r
+        return r if positive and a <= infinity else nan
+
+    return round_scale if shape == SCALE else round_bits

@@ -1,0 +1,1 @@
+"""One model: quantised, run under its formats, saved and restored."""

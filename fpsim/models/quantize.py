@@ -1,0 +1,290 @@
+"""quantize, set_policy, dequantize: emulation of a whole model, module by module."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.border import require_module
+from fpsim.checks import known_arguments, require_flag, shown
+from fpsim.emulation.entering import take_off_leftovers
+from fpsim.emulation.scope import NO_SPECS, Listeners
+from fpsim.formats.blocks import BlockFormat, Delayed
+from fpsim.models.computed_weights import modules_that_compute, sources
+from fpsim.models.forwards import bound_elsewhere, emulated_forward, emulated_forwards, install, uninstall
+from fpsim.policies.policy import ROLES, FormatLike, Policy
+from fpsim.policies.products import PRODUCTS
+from fpsim.policies.recipes import as_policy_of
+from fpsim.tensors.launch import round_memory_
+from fpsim.torch_internals import is_compiled_wrapper
+from fpsim.torch_modes import keeps_grad_mode
+
+__all__ = [
+    "dequantize",
+    "install_policies",
+    "listeners",
+    "policies_of",
+    "quantize",
+    "round_parameters_",
+    "set_policy",
+]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@known_arguments()
+def quantize(
+    model: Model, fmt: FormatLike, *, rounding: str | Mapping[str, str] | None = None, inplace: bool = False
+) -> Model:
+    """A copy of `model` that computes, forward and backward, as hardware with format `fmt` would.
+
+    Parameter names, `state_dict` keys and the class stay as they are, parameters stay float32 (a master copy that
+    optimizers update), and `deepcopy`, `pickle` and `torch.save` work. Any of its submodules may be called alone.
+
+    Integer, boolean, complex, sparse and float8 tensors are not rounded. Code that a checkpoint runs again outside of
+    any module, and methods of the model other than the forwards of its modules, are not emulated. Neither is what
+    `torch.fx.symbolic_trace` makes, which reads the class of the model, nor the copies of a `torch.fx.GraphModule`,
+    which write their forward anew.
+
+    A weight that is computed, by `torch.nn.utils.parametrize` or by a hook of `torch.nn.utils` (weight_norm,
+    spectral_norm, prune), has the role of a weight, and what computes it runs in float32, whatever the policy says of
+    the parametrization's modules.
+
+    model: any module; a copy of it is changed.
+    fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module. A format
+        whose numbers share scales ("mxfp8_e4m3") is that of all operands of matrix products; all else stays float32.
+        "recipe:" before the name of a recipe stands for `fpsim.recipe(name, model)`.
+    rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, if there is no role.
+    inplace: change `model` itself and return it.
+    Raises TypeError for what is no nn.Module or cannot be emulated, ValueError for a pattern that matches no module
+    and for a model that is quantised already.
+
+    >>> model = quantize(nn.Linear(2, 2), fmt="fp16")
+    >>> print(model)
+    Linear(in_features=2, out_features=2, bias=True, fpsim: fp16 nearest_even)
+    >>> print(quantize(nn.Linear(2, 2), "mxfp8_e4m3"))
+    Linear(in_features=2, out_features=2, bias=True, fpsim: products: mxfp8_e4m3 nearest_even)
+    """
+    require_module(model, remedy=" For functions use `with fpsim.emulate(fmt):`.")
+    require_flag("inplace", inplace)
+    policies = _policies(model, fmt, rounding)
+    for name, module in model.named_modules():
+        _require_emulable(name, module, policies[name])
+    if not inplace:
+        model = _copy_of(model, "quantize(model, fmt")
+    _install_all(model, policies, Listeners())
+    return model
+
+
+def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str, str] | None = None) -> None:
+    """Have a quantised model compute in other formats from its next call on.
+
+    The parameters, the optimizer's state, a recording and a scaling of `ada_loss` stay as they are. Delayed scaling
+    remembers the operands whose format and rule stay, and begins anew for the others. Modules that were added since are
+    quantised too. Call it between two steps: gradients of an earlier call are still rounded as that call's policy said.
+
+    model: from `fpsim.quantize`, or a wrapper of one, such as DistributedDataParallel's.
+    fmt, rounding: as in `quantize`.
+    Raises ValueError for a model that is not quantised, or of which only parts are, and what `quantize` raises.
+
+    >>> model = quantize(nn.Linear(1, 1, bias=False), "e5m2")
+    >>> set_policy(model, "bf16")
+    >>> print(model)
+    Linear(in_features=1, out_features=1, bias=False, fpsim: bf16 nearest_even)
+    """
+    shared = listeners(model)
+    whole = [module for module, forward in emulated_forwards(model) if not forward.name]
+    if len(shared) > 1 or not whole:
+        raise ValueError(
+            f"{type(model).__name__} is not one quantised model: it is a part of one, or has several inside. Possible: "
+            f"the model that fpsim.quantize gave, each by itself."
+        )
+    policies = _policies(whole[0], fmt, rounding)
+    _install_all(whole[0], policies, shared[0])
+    histories = shared[0].histories
+    kept = {name: e for name, e in histories.state_dict().items() if keeps_history(name, e, policies)}
+    histories.load_state_dict(kept)
+
+
+def _policies(model: nn.Module, fmt: FormatLike, rounding: str | Mapping[str, str] | None) -> dict[str, Policy]:
+    """The policy of every module by name."""
+    take_off_leftovers()
+    policy = as_policy_of(fmt, model)
+    policy = policy if rounding is None else policy.with_rounding(rounding)
+    found = policy.for_modules(model)
+    _warn_of_idle_bits(policy, found.values())
+    return found
+
+
+def _warn_of_idle_bits(policy: Policy, policies: Iterable[Policy]) -> None:
+    """Warn where a number of random bits was given that no rounding uses."""
+    given = policy.random_bits
+    roles = [role for role, bits in given.items() if bits is not None] if isinstance(given, Mapping) else list(ROLES)
+    if given is None or not roles:
+        return
+    used = [spec for p in policies for spec in p.specs() if spec is not None]
+    if not any(spec.rounding == "stochastic" for spec in used):
+        warnings.warn(
+            f"random_bits={shown(given)} changes nothing: stochastic rounding alone uses random bits, and no role has "
+            f"it. Use rounding='stochastic', or omit random_bits.",
+            stacklevel=4,
+        )
+
+
+def _install_all(model: nn.Module, policies: Mapping[str, Policy], listeners: Listeners) -> None:
+    apart = modules_that_compute(model)
+    listeners.has_names = _have_one_format(policies.values())
+    for name, module in model.named_modules():
+        if module not in apart and not is_compiled_wrapper(module):
+            install(module, name, policies[name], listeners)
+
+
+def _have_one_format(policies: Iterable[Policy]) -> bool:
+    """Whether activations that are rounded are all in one format."""
+    return len({spec.fmt for policy in policies if (spec := policy.specs().activation) is not None}) < 2
+
+
+def policies_of(model: nn.Module) -> dict[str, Policy]:
+    """The policy of each module of a quantised model by name, overrides resolved."""
+    return {forward.name: forward.policy or Policy() for _, forward in emulated_forwards(model)}
+
+
+def install_policies(model: nn.Module, policies: Mapping[str, Policy]) -> None:
+    """Have the modules of a quantised model compute under these policies, by name; the others stay as they are."""
+    for module, forward in list(emulated_forwards(model)):
+        if forward.name in policies:
+            install(module, forward.name, policies[forward.name], forward.listeners)
+    for shared in listeners(model):
+        shared.has_names = _have_one_format(policies_of(model).values())
+
+
+def keeps_history(name: str, entry: Mapping[str, Any], policies: Mapping[str, Policy]) -> bool:
+    """Whether a history, "blocks.0.widen:linear fprop.x", is of an operand that these policies scale so."""
+    site, _, role = name.rpartition(" ")
+    policy = policies.get(site.rpartition(":")[0])
+    if policy is None or policy.products is None:
+        return False
+    product, _, operand = role.partition(".")
+    if operand not in PRODUCTS.get(product, ()):
+        return False
+    found = getattr(policy.products.specs, product)[PRODUCTS[product].index(operand)]
+    if found is None or not found.is_delayed:
+        return False
+    fmt = found.spec().fmt
+    assert isinstance(fmt, BlockFormat)
+    assert isinstance(fmt.scale_rule, Delayed)
+    return asdict(fmt.scale_rule) == entry["rule"] and fmt.largest == entry["largest"]
+
+
+def _require_emulable(name: str, module: nn.Module, policy: Policy) -> None:
+    where = f"{name or 'the model'} ({type(module).__name__})"
+    if emulated_forward(module) is not None:
+        raise ValueError(f"{where} is quantised already. Call dequantize(model) first, or quantise the original.")
+    if policy.specs() == NO_SPECS and policy.products is None:
+        return
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"{where} is compiled by TorchScript, which cannot be intercepted. Quantise the Python module.")
+
+
+def dequantize(model: Model, *, inplace: bool = False) -> Model:
+    """A copy of a quantised model that computes in float32 again; `inplace` changes the model itself.
+
+    Raises ValueError for a model that was not quantised.
+    """
+    require_flag("inplace", inplace)
+    if not any(True for _ in emulated_forwards(model)):
+        raise ValueError(
+            f"{type(model).__name__} is not quantised: there is nothing to undo. See quantize(model, fmt)."
+        )
+    if not inplace:
+        model = _copy_of(model, "dequantize(model")
+    for module, _ in list(emulated_forwards(model)):
+        uninstall(module)
+    return model
+
+
+@keeps_grad_mode
+def _copy_of(model: Model, verb: str) -> Model:
+    """A deep copy; where there can be none, an error that says why."""
+    remedy = f"Possible: a model that copy.deepcopy can copy. Change this one itself: {verb}, inplace=True)."
+    try:
+        duplicate = copy.deepcopy(model)
+    except Exception as error:  # whatever the model keeps may refuse
+        why = _computed_tensors(model) or f"copy.deepcopy says: {error}"
+        raise TypeError(f"{type(model).__name__} cannot be copied, {why}. {remedy}") from error
+    stale = bound_elsewhere(duplicate, model.modules())
+    if stale is not None:
+        raise TypeError(
+            f"The forward of {stale} was replaced by a function that runs the original, also in a copy. {remedy}"
+        )
+    return duplicate
+
+
+def _computed_tensors(model: nn.Module) -> str:
+    """Which tensors of a model keep it from being copied."""
+    found = [
+        f"{name}.{attribute}" if name else attribute
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, Tensor) and not value.is_leaf
+    ]
+    if not found:
+        return ""
+    return (
+        f"for it keeps tensors that were computed and carry a gradient: {', '.join(found[:5])}. The older "
+        f"torch.nn.utils.weight_norm and spectral_norm keep their weights so (torch.nn.utils.parametrizations do not), "
+        f"and so do models that keep a state"
+    )
+
+
+def round_parameters_(model: nn.Module) -> None:
+    """Round each parameter of a quantised model, in place, to the format in which its module uses it.
+
+    As hardware without a float32 master copy keeps them: an update below half an ulp is lost. Parameters that are used
+    in float32, or to compute a weight, stay; one that several modules share is rounded as the first of them uses it.
+    Warns where all of them stay, and something else is rounded.
+
+    >>> model = quantize(nn.Linear(1, 1, bias=False), "e5m2")
+    >>> with torch.no_grad():
+    ...     _ = model.weight.fill_(1.01)
+    >>> round_parameters_(model)
+    >>> model.weight.item()
+    1.0
+    """
+    done: set[int] = set()
+    for module, forward in emulated_forwards(model):
+        kept = sources(module)
+        for name, parameter in module.named_parameters(recurse=False):
+            if name in kept or forward.specs.weight is None:
+                continue
+            if id(parameter) not in done and parameter.is_floating_point():
+                done.add(id(parameter))
+                round_memory_(parameter.detach(), forward.specs.weight)
+                torch.autograd.graph.increment_version(parameter)
+    rounds = any(any(forward.specs) or forward.products is not None for _, forward in emulated_forwards(model))
+    if not any(True for _ in emulated_forwards(model)) and any(True for _ in model.parameters()):
+        warnings.warn(
+            f"round_parameters_ changed nothing: this {type(model).__name__} is not quantised. Give it what "
+            f"fpsim.quantize(model, fmt) returns.",
+            stacklevel=2,
+        )
+    if not done and rounds and any(True for _ in model.parameters()):
+        warnings.warn(
+            f"round_parameters_ changed nothing: no parameter of {type(model).__name__} is used in a format, for the "
+            f"policy has none for weights. Use one that has, such as fpsim.Policy(weight='bf16').",
+            stacklevel=2,
+        )
+
+
+def listeners(model: nn.Module) -> list[Listeners]:
+    """Where observers of a quantised model register; more than one if quantised models are nested in it."""
+    found = {id(f.listeners): f.listeners for _, f in emulated_forwards(model)}
+    if not found:
+        raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
+    return list(found.values())

@@ -1,0 +1,119 @@
+"""The state of delayed scaling of a quantised model: saved, restored, and shared by which ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fpsim.checks import require_mapping, shown
+from fpsim.models.forwards import emulated_forwards
+from fpsim.models.quantize import keeps_history, listeners
+from fpsim.policies.delayed import Histories, loaded
+from fpsim.policies.policy import Policy
+
+__all__ = ["load_scaling_state", "scaling_state", "set_scaling_group"]
+
+MOST_NAMED = 5  # of the names of another model
+
+
+def scaling_state(model: nn.Module) -> dict[str, Any]:
+    """What delayed scaling remembers of the earlier steps of a quantised model, by site and operand.
+
+    `state_dict` has none of it, so that its keys stay those of the model. `copy.deepcopy` and pickling of the model
+    keep it. A training that is to continue to the same bits saves it beside `model.state_dict()`, on each rank its own.
+    Empty for a model without delayed scaling, and before its first call.
+
+    model: quantised, or with quantised modules inside.
+    Returns copies of tensors where they are, numbers and words, as torch.save keeps and `torch.load` gives.
+    Raises ValueError for a model that is not quantised.
+    """
+    return {
+        f"{place}{name}": entry
+        for place, histories in _histories(model).items()
+        for name, entry in histories.state_dict().items()
+    }
+
+
+def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Go on with delayed scaling from what `scaling_state` gave; what the model remembers is dropped.
+
+    An empty state begins again. One that lacks some of what the model remembers is loaded with a warning.
+
+    All of it is checked first: a state that is refused leaves everything as it was.
+
+    Raises TypeError for what is not a mapping; ValueError for a model that is not quantised, for what is no such state,
+    and for the state of another model: one with names that no product of this one asks for, or with other formats.
+    """
+    found = _histories(model)
+    require_mapping("state", state, "what scaling_state(model) returns")
+    parts: dict[str, dict[str, Any]] = {place: {} for place in found}
+    for name, entry in state.items():
+        if not isinstance(name, str):
+            raise ValueError(f"The state names {shown(name)}. Expected: sites and operands, '0:linear fprop.x'.")
+        place = max((p for p in found if name.startswith(p)), key=len, default=None)
+        if place is None:
+            raise ValueError(f"The state names {shown(name)}, and quantised are only: {', '.join(found)}.")
+        parts[place][name.removeprefix(place)] = entry
+    fresh = {place: loaded(part) for place, part in parts.items()}  # which checks: nothing is half loaded
+    _require_wanted(model, parts)
+    lacking = [name for name in scaling_state(model) if name not in state]
+    if state and lacking:
+        warnings.warn(
+            f"The state lacks {_few(lacking)}, which the model remembers. The scaling of these operands begins again.",
+            stacklevel=2,
+        )
+    for place, histories in found.items():
+        histories.take(fresh[place])
+
+
+def _require_wanted(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ValueError for histories of operands that no product of the model scales so."""
+    policies: dict[int, dict[str, Policy]] = {}
+    for _, forward in emulated_forwards(model):
+        assert forward.policy is not None
+        policies.setdefault(id(forward.listeners.histories), {})[forward.name] = forward.policy
+    by_place = {place: policies[id(histories)] for place, histories in _histories(model).items()}
+    strange = [n for place, part in parts.items() for n, e in part.items() if not keeps_history(n, e, by_place[place])]
+    if strange:
+        raise ValueError(
+            f"The state is of another model or policy: no product asks for {_few(strange)}. Load the state of a model "
+            f"with the same names and policy."
+        )
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(map(shown, names[:MOST_NAMED]))}{more}"
+
+
+def set_scaling_group(model: nn.Module, group: Any) -> None:
+    """Let the ranks of this process group, and not all, take the largest amax of them in each step.
+
+    They call the same products in the same order, as in data-parallel training. Not copied or pickled with the model.
+
+    group: as torch.distributed.new_group gives; None for all ranks.
+    Raises TypeError for what is not a group, ValueError for a model that is not quantised.
+    """
+    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(f"group is {shown(group)}. Expected: what torch.distributed.new_group returns, or None.")
+    for histories in _histories(model).values():
+        histories.group = group
+
+
+def _histories(model: nn.Module) -> dict[str, Histories]:
+    """The histories of a model by where it is quantised: "" for one, "encoder." and so on for several inside."""
+    wanted = {id(found): found for found in listeners(model)}
+    if len(wanted) == 1:
+        return {"": next(iter(wanted.values())).histories}
+    result: dict[str, Histories] = {}
+    names = {module: name for name, module in model.named_modules()}
+    for module, forward in emulated_forwards(model):
+        found = wanted.pop(id(forward.listeners), None)
+        if found is not None:
+            place = names[module].removesuffix(forward.name)
+            result[place if place.endswith(".") or not place else f"{place}."] = found.histories
+    return result

@@ -1,0 +1,324 @@
+"""Delayed scaling: the largest magnitudes of earlier steps, kept on their device, and the scales that follow."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fpsim.checks import shown
+from fpsim.formats.blocks import Delayed
+from fpsim.torch_internals import is_watched
+from fpsim.torch_modes import plain_tensors, set_grad_enabled, without_torch_function
+
+__all__ = ["AmaxHistory", "Histories", "loaded"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_NOTHING = -1.0  # stands where no amax was recorded in this step
+_TENSORS = ("amaxes", "scale", "pending")
+_LARGEST_SCALE, _SMALLEST_SCALE = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+
+
+def _out_of_sight(function: Function) -> Function:
+    """Run `function` where no mode looks on, and what is made is a plain tensor that may be changed later.
+
+    It is left whatever is raised within, a KeyboardInterrupt too, and at once: a generator that holds a block would put
+    gradients off again as late as its traceback is forgotten.
+    """
+
+    @functools.wraps(function)
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        with without_torch_function(), plain_tensors():
+            set_grad_enabled(False)
+            return function(*args, **kwargs)
+
+    return unseen  # type: ignore[return-value]
+
+
+class AmaxHistory:
+    """The amaxes of one operand at one site in earlier steps, and its scale. Made by `Histories.of`.
+
+    What `scale` gives and `record` takes stays on the device. The history is that of the step until `begin_step` of its
+    `Histories`; amaxes recorded more than once in a step count as the largest of them.
+    """
+
+    __slots__ = ("largest", "row", "rule", "table")
+
+    def __init__(self, rule: Delayed, largest: float, table: _Table, row: int) -> None:
+        self.rule, self.largest, self.table, self.row = rule, largest, table, row
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.scales.device
+
+    def scale(self) -> Tensor:
+        """What the operand is multiplied by in this step: a float32 of no dimension, which later steps leave as it is.
+
+        1 until an amax that is finite and not zero was recorded in an earlier step.
+        """
+        with without_torch_function():
+            return self.table.scales[self.row]
+
+    @_out_of_sight
+    def record(self, amax: Tensor) -> None:
+        """Remember the largest magnitude of the operand, for the scales of later steps.
+
+        amax: of one element, float32 or float64, on the history's device. Of what is not finite it counts as inf.
+        A forward pass without gradients is no step of a training: do not record there.
+        """
+        pending = self.table.pending[self.row]
+        pending.copy_(torch.maximum(pending, amax.detach().reshape(()).nan_to_num(nan=torch.inf, posinf=torch.inf)))
+
+
+class _Table:
+    """The histories of one rule on one device, side by side: a step takes a few operations, however many there are."""
+
+    def __init__(self, rule: Delayed, device: torch.device) -> None:
+        self.rule = rule
+        self.names: list[str] = []
+        self.amaxes = torch.zeros(0, rule.history, dtype=torch.float32, device=device)
+        self.scales, self.pending, self.largest = (self.amaxes.new_zeros(0) for _ in range(3))
+        self.position = torch.zeros(0, dtype=torch.int64, device=device)  # of the oldest amax, which goes next
+
+    def add(self, name: str, largest: float) -> int:
+        """The row of a new history."""
+        amaxes = torch.cat([self.amaxes, self.amaxes.new_zeros(1, self.rule.history)])
+        position = torch.cat([self.position, self.position.new_zeros(1)])
+        columns = ((self.scales, 1.0), (self.pending, _NOTHING), (self.largest, largest))
+        grown = [torch.cat([column, column.new_full((1,), value)]) for column, value in columns]
+        names = [*self.names, name]
+        # at once: an interrupt between two of these would leave columns of different lengths
+        self.names, self.amaxes, self.position, (self.scales, self.pending, self.largest) = (
+            names,
+            amaxes,
+            position,
+            grown,
+        )
+        return len(self.names) - 1
+
+    def step(self) -> None:
+        """Let what was recorded become history, and compute the scales that follow from it."""
+        rule, amax = self.rule, self.pending
+        has_amax = amax != _NOTHING
+        place = self.position.unsqueeze(1)
+        self.amaxes.scatter_(
+            1, place, torch.where(has_amax.unsqueeze(1), amax.unsqueeze(1), self.amaxes.gather(1, place))
+        )
+        if rule.amax == "max":
+            amax = self.amaxes.amax(1)
+        # NVIDIA TransformerEngine, _default_sf_compute; a scale beyond float32 becomes the largest there, as here
+        scales = (self.largest / amax / 2.0**rule.margin).clamp(_SMALLEST_SCALE, _LARGEST_SCALE)
+        is_usable = has_amax & (amax > 0) & (amax < torch.inf)
+        scales = torch.where(is_usable, scales, self.scales)  # a new tensor: this step's may be in use still
+        position = torch.where(has_amax, (self.position + 1) % rule.history, self.position)
+        pending = torch.full_like(self.pending, _NOTHING)
+        # at once: a step that is interrupted before this is made again
+        self.scales, self.position, self.pending = scales, position, pending
+
+    def state(self, row: int) -> dict[str, Tensor]:
+        """Copies of one history's tensors; its amaxes from the oldest to the newest."""
+        order = (self.position[row] + torch.arange(self.rule.history, device=self.position.device)) % self.rule.history
+        return {
+            "amaxes": self.amaxes[row][order],
+            "scale": self.scales[row].clone(),
+            "pending": self.pending[row].clone(),
+        }
+
+    def set_state(self, row: int, state: Mapping[str, Tensor]) -> None:
+        self.amaxes[row], self.position[row] = state["amaxes"], 0
+        self.scales = self.scales.clone()  # this step's may be in use still
+        self.scales[row], self.pending[row] = state["scale"], state["pending"]
+
+
+class Histories:
+    """The amax histories of one quantised model.
+
+    A step begins where the outermost quantised module is called with gradients enabled, and not from inside of a
+    backward pass. What was recorded until then, forward and backward, becomes history in that moment. Where
+    torch.distributed is initialised, all ranks of `group` take the largest amax of them then, and so have equal scales.
+    They call the same products in the same order. Ranks whose new products differ get an error; where only some have
+    new ones, they wait for each other, as in any collective operation that not all take part in.
+
+    group: of torch.distributed; None for all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        self._tables: dict[tuple[Delayed, torch.device], _Table] = {}
+        self._histories: dict[str, AmaxHistory] = {}
+        self._agreed = 0  # how many histories the ranks have compared
+
+    def __len__(self) -> int:
+        return len(self._histories)
+
+    def of(self, site: str, operand: str, rule: Delayed, largest: float, device: torch.device) -> AmaxHistory:
+        """The history of an operand at a site; a new one if it has none. Ask for it in each call.
+
+        site: the site's name, "layer1.conv1:conv2d".
+        operand: which of the products' operands, "fprop.x".
+        rule: length of the history, margin, and which amax counts.
+        largest: the largest value of the operand's format.
+        device: where the operand is; a history moves there.
+        Raises NotImplementedError under torch.compile, torch.export, fake tensors and transforms of torch.func.
+        """
+        _require_plain_call(site)
+        name = f"{site} {operand}"
+        found = self._histories.get(name)
+        if found is None:
+            return self._add(name, rule, largest, device)
+        if found.rule != rule or found.largest != largest:
+            raise ValueError(
+                f"The history of {name} was kept for {found.rule} and a largest value of {found.largest:g}, and is "
+                f"wanted for {rule} and {largest:g}. Load the state of a model with the same policy."
+            )
+        if found.device != device:
+            self._move(name, device)
+            return self._histories[name]
+        return found
+
+    def begin_step(self) -> None:
+        """Let what was recorded become history; all ranks agree on it first.
+
+        Raises NotImplementedError as `of` does, and while a CUDA graph is captured.
+        """
+        if self._tables:
+            _require_plain_call("a model")
+            _require_no_capture()
+        self._begin_step()
+
+    @_out_of_sight
+    def _begin_step(self) -> None:
+        self._agree()
+        for table in self._tables.values():
+            table.step()
+
+    @_out_of_sight
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Copies of everything, by site and operand: tensors, numbers and words, which torch.save keeps."""
+        return {
+            name: {**h.table.state(h.row), "largest": h.largest, "rule": asdict(h.rule)}
+            for name, h in self._histories.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on from a `state_dict`: from then on this has its histories and no others.
+
+        Raises ValueError for what is none.
+        """
+        self.take(loaded(state))
+
+    def take(self, fresh: Histories) -> None:
+        """Have the histories of another, and no others."""
+        self._tables, self._histories, self._agreed = fresh._tables, fresh._histories, 0
+
+    def __deepcopy__(self, memo: Any) -> Histories:
+        return loaded(self.state_dict())
+
+    def __reduce__(self) -> Any:
+        return loaded, (self.state_dict(),)
+
+    @_out_of_sight
+    def _add(self, name: str, rule: Delayed, largest: float, device: torch.device) -> AmaxHistory:
+        table = self._tables.get((rule, device))
+        if table is None:
+            table = self._tables[rule, device] = _Table(rule, device)
+        found = AmaxHistory(rule, largest, table, table.add(name, largest))
+        self._histories[name] = found
+        return found
+
+    @_out_of_sight
+    def _move(self, name: str, device: torch.device) -> None:
+        """A history goes where its operand is; a table is dropped when the last one has gone."""
+        old = self._histories[name]
+        state = old.table.state(old.row)
+        found = self._add(name, old.rule, old.largest, device)
+        found.table.set_state(found.row, state)
+        old.table.names[old.row] = ""
+        if not any(old.table.names):
+            self._tables = {key: table for key, table in self._tables.items() if table is not old.table}
+
+    def _agree(self) -> None:
+        """Take the largest amax of all ranks for each history."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self.group) <= 1:
+            return
+        if self._agreed != len(self._histories):
+            self._require_equal_names()
+            self._agreed = len(self._histories)
+        for table in self._tables.values():
+            dist.all_reduce(table.pending, dist.ReduceOp.MAX, group=self.group)
+
+    def _require_equal_names(self) -> None:
+        """Raise RuntimeError where ranks would add up the histories of different operands."""
+        own = [name for table in self._tables.values() for name in table.names]
+        gathered: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(gathered, own, group=self.group)
+        for rank, names in enumerate(gathered):
+            if names != gathered[0]:
+                different = next((pair for pair in zip(gathered[0], names, strict=False) if pair[0] != pair[1]), None)
+                raise RuntimeError(
+                    f"Delayed scaling takes the largest amax of all ranks, and ranks 0 and {rank} have different "
+                    f"histories: {len(gathered[0])} and {len(names)}"
+                    + (f", {different[0]!r} where the other has {different[1]!r}" if different else "")
+                    + ". Possible: ranks that call the same products in the same order. Ranks with different models "
+                    "belong to different process groups, see fpsim.scaling_group."
+                )
+
+
+def _require_plain_call(where: str) -> None:
+    if torch.compiler.is_compiling() or is_watched():
+        raise NotImplementedError(
+            f"Delayed scaling came to {where} under torch.compile, torch.export, a transform of torch.func or a "
+            f"dispatch mode, where nothing can be remembered from step to step. Possible: plain calls; or the "
+            f"same format with scale_rule='amax', whose scale is that of the tensor at hand."
+        )
+
+
+def _require_no_capture() -> None:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "Delayed scaling came while a CUDA graph was captured, whose replays would use the scales of this step for "
+            "ever. Possible: no graph; or the same format with scale_rule='amax', whose scale is that of the tensor at "
+            "hand."
+        )
+
+
+@_out_of_sight
+def loaded(state: Mapping[str, Mapping[str, Any]]) -> Histories:
+    """The histories of a `state_dict`. Raises ValueError for what is none."""
+    fresh = Histories()
+    for name, entry in state.items():
+        rule, largest = _checked(name, entry)
+        found = fresh._add(name, rule, largest, entry["scale"].device)
+        found.table.set_state(found.row, {k: entry[k] for k in _TENSORS})
+    return fresh
+
+
+_restored = loaded  # the name in pickles of earlier versions
+
+
+def _checked(name: str, entry: Any) -> tuple[Delayed, float]:
+    """The rule and the largest value of an entry of a state."""
+    try:
+        rule, largest = Delayed(**entry["rule"]), float(entry["largest"])
+        shapes = [tuple(entry[k].shape) for k in _TENSORS]
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"The state of {shown(name)} is no state of delayed scaling: {shown(error)}.") from None
+    if shapes != [(rule.history,), (), ()]:
+        raise ValueError(
+            f"The state of {name!r} has tensors of shapes {shapes}. Possible: {rule.history} amaxes, one scale, one "
+            f"pending amax."
+        )
+    amaxes, scale, pending = (entry[k].detach().double() for k in _TENSORS)
+    is_usable = 0 < scale < torch.inf and (pending >= 0 or pending == _NOTHING) and (amaxes >= 0).all()
+    if not is_usable or not 0 < largest < torch.inf:
+        raise ValueError(
+            f"The state of {shown(name)} has scale={scale.item()}, pending={pending.item()}, largest={largest} and "
+            f"amaxes up to {amaxes.amax().item()}. Expected: a finite scale above 0, and magnitudes that are not NaN."
+        )
+    return rule, largest

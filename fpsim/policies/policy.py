@@ -1,0 +1,308 @@
+"""Which tensors get which format: the roles, and the modules that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from fpsim.border import require_module
+from fpsim.checks import did_you_mean, known_arguments, nearest, require_whole, shown
+from fpsim.formats.blocks import BlockFormat, Format, as_element, as_format
+from fpsim.kernels.variants import require_variant
+from fpsim.policies.products import Products
+from fpsim.tensors.spec import RoundingSpec, rounding_spec
+from fpsim.torch_internals import operation_homes
+
+__all__ = ["FEW_BITS", "ROLES", "FormatLike", "Policy", "RoleSpecs", "as_policy", "describe"]
+
+RoleFormat = str | Format | torch.dtype | np.dtype[Any] | type[np.generic]
+ROLES = ("weight", "activation", "error", "weight_grad")
+GRADIENTS = ("error", "weight_grad")
+FEW_BITS = 6  # up to here nearest rounding makes zeros of most of a gradient, whatever its scale
+_HOMES_OF_OPERATIONS = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft)
+
+
+class RoleSpecs(NamedTuple):
+    """What happens to the tensors of each role at one place of a model; None leaves them in float32."""
+
+    weight: RoundingSpec | None = None
+    activation: RoundingSpec | None = None
+    error: RoundingSpec | None = None
+    weight_grad: RoundingSpec | None = None
+
+    def __str__(self) -> str:
+        words = {role: str(spec or "float32") for role, spec in zip(ROLES, self, strict=True)}
+        if len(set(words.values())) == 1:
+            return words["weight"]
+        return ", ".join(f"{role}={word}" for role, word in words.items())
+
+
+@known_arguments()
+@dataclass(frozen=True)
+class Policy:
+    """A format for each role, and other policies for some modules.
+
+    A role left at None stays float32.
+
+    weight: parameters, where they are used.
+    activation: results of operations.
+    error: gradients of activations.
+    weight_grad: gradients of parameters, where they arrive.
+    rounding: as in `round_to`; one for all roles, or a mapping from role to rounding. None, and a role that the mapping
+        leaves out, is nearest-even; gradients in formats of at most 6 bits are rounded stochastically then while an
+        `ada_loss.AdaLossScaled` chooses their scales by "approx_range" or "current".
+    overflow: as in `round_to`; one for all roles, or a mapping from role to overflow.
+    random_bits: as in `round_to`; one for all roles, or a mapping from role to bits. Only stochastic roles use it.
+    overrides: {pattern: format, Policy or None}; None leaves those modules in float32. A pattern is a module's name
+        ("lm_head"), a name with wildcards for single parts ("blocks.*.attn"), or a module class (nn.BatchNorm2d). It
+        holds for what is inside the module too. Of several that match the last one wins.
+    float32: names of operations ("softmax", "cross_entropy") whose results and gradients are not rounded, and whose
+        operands are not quantised.
+    products: how the operands of matrix products are quantised, beside the roles: what a role has rounded enters a
+        product in the operand's format. None leaves products alone.
+    variant: as in `round_to`; one for all roles, or a mapping from role to variant. Only stochastic roles use it.
+    Raises ValueError for unknown roles, names and impossible roundings, TypeError for what is no pattern.
+
+    >>> p = Policy(weight="e4m3fn", activation="e4m3fn", error="e5m2", overrides={"head": None})
+    >>> print(p.specs())
+    weight=e4m3fn nearest_even, activation=e4m3fn nearest_even, error=e5m2 nearest_even, weight_grad=float32
+    >>> print(Policy(products=Products.all("mxfp8_e4m3", output="bf16"), overrides={"head": None}))
+    products: mxfp8_e4m3 nearest_even, output=bf16 nearest_even; head: float32
+    """
+
+    weight: RoleFormat | None = None
+    activation: RoleFormat | None = None
+    error: RoleFormat | None = None
+    weight_grad: RoleFormat | None = None
+    rounding: str | Mapping[str, str] | None = None
+    overflow: str | Mapping[str, str | None] | None = None
+    random_bits: int | Mapping[str, int | None] | None = None
+    overrides: Mapping[str | type[nn.Module], FormatLike] = field(default_factory=dict)
+    float32: tuple[str, ...] = ()
+    products: Products | None = None
+    variant: str | Mapping[str, str] = "A"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "float32", _operation_names(self.float32))
+        for name in ("rounding", "overflow", "random_bits", "variant"):
+            value = getattr(self, name)
+            unknown = [role for role in value if role not in ROLES] if isinstance(value, Mapping) else []
+            if unknown:
+                hint = did_you_mean(unknown[0], ROLES)
+                raise ValueError(
+                    f"{name} names {shown(unknown[0])}, which is no role. Roles: {', '.join(ROLES)}.{hint}"
+                )
+        for bits in self.random_bits.values() if isinstance(self.random_bits, Mapping) else (self.random_bits,):
+            rounding_spec("fp32", "stochastic", None, bits)  # checked where nothing is stochastic, too
+        self._require_products()
+        self.specs()
+        if not isinstance(self.overrides, Mapping):
+            raise TypeError(
+                f"overrides is {shown(self.overrides)}. Possible: a mapping from patterns to formats, policies or "
+                f"None; {{}} for none."
+            )
+        for pattern, inner in self.overrides.items():
+            if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
+                raise TypeError(
+                    f"The pattern {shown(pattern)} is neither a module name, with * for parts, nor a module class."
+                )
+            if isinstance(inner, Policy) and inner.overrides:
+                raise ValueError(
+                    f"The policy for {shown(pattern)} has overrides of its own. Put all patterns in one policy."
+                )
+            self._resolve(inner)
+
+    def _require_products(self) -> None:
+        for role in ROLES:
+            fmt = getattr(self, role)
+            if fmt is not None and isinstance(as_format(fmt), BlockFormat):
+                raise ValueError(
+                    f"{role}={fmt!r} is a format whose numbers share scales, along the axis that a product sums over; "
+                    f"a role has no such axis. Possible: products=fpsim.Products.all({fmt!r}), or quantize(model, "
+                    f"{fmt!r}); for a role, a format of single numbers such as 'bf16'."
+                )
+        if self.products is None:
+            return
+        if not isinstance(self.products, Products):
+            raise TypeError(
+                f"products is {shown(self.products)}. Possible: a fpsim.Products, such as Products.all('mxfp8_e4m3'), "
+                f"or None."
+            )
+        if self.products.output is not None and self.activation is not None:
+            raise ValueError(
+                f"products has output={self.products.output}, and activation={self.activation!r} rounds the results "
+                f"of products too. Give one of them."
+            )
+
+    def specs(self) -> RoleSpecs:
+        """The checked roundings of this policy's roles, overrides aside."""
+
+        def of(option: object, role: str, default: object) -> Any:
+            return option.get(role, default) if isinstance(option, Mapping) else option
+
+        found = []
+        for role in ROLES:
+            fmt, rounding = getattr(self, role), of(self.rounding, role, None)
+            rounding = "nearest_even" if rounding is None else rounding
+            is_stochastic = isinstance(rounding, str) and rounding == "stochastic"
+            bits = of(self.random_bits, role, None) if is_stochastic else None
+            variant = of(self.variant, role, "A")
+            require_variant(variant, True, 1)  # a word that exists, used or not
+            variant = variant if is_stochastic else "A"
+            overflow = of(self.overflow, role, None) if fmt is not None else None
+            spec = rounding_spec("fp32" if fmt is None else fmt, rounding, overflow, bits, variant)
+            found.append(None if fmt is None else spec)
+        return RoleSpecs(*found)
+
+    def _resolve(self, inner: FormatLike) -> Policy:
+        """The policy of an override: a bare format takes this policy's rounding for every role."""
+        if inner is None or isinstance(inner, Policy):
+            return as_policy(inner)
+        found = as_policy(inner)
+        if found.products is not None:
+            return found.with_rounding(self.rounding) if isinstance(self.rounding, str) else found
+        overflow = None  # the format's own: what one format's overflow gives, another may not have
+        bits, variant = self.random_bits, self.variant
+        return replace(found, rounding=self.rounding, random_bits=bits, variant=variant, overflow=overflow)
+
+    def with_rounding(self, rounding: str | Mapping[str, str]) -> Policy:
+        """This policy with another rounding of its roles; without any role, of all operands of its products.
+
+        >>> str(as_policy("mxfp4").with_rounding("stochastic"))
+        'products: mxfp4 stochastic'
+        """
+        if self.products is None or any(self.specs()):
+            return replace(self, rounding=rounding)
+        if not isinstance(rounding, str):
+            raise ValueError(
+                f"rounding={rounding!r} came with a policy whose roles are all float32. Possible: one rounding for all "
+                f"operands of its products, or operands with roundings of their own: fpsim.Operand(fmt, rounding)."
+            )
+        return replace(self, products=self.products.with_rounding(rounding))
+
+    def with_stochastic_gradients(self, most_bits: int) -> Policy:
+        """This policy with stochastic rounding of gradients in formats of at most so many bits, where none was named.
+
+        Blocks that share scales stay as they are: their rounding belongs to the format.
+
+        >>> print(Policy(weight="e2m1fn", error="e2m1fn").with_stochastic_gradients(6))
+        weight=e2m1fn nearest_even, activation=float32, error=e2m1fn stochastic, weight_grad=float32
+        """
+        require_whole("most_bits", most_bits, 1)
+        named = dict(self.rounding) if isinstance(self.rounding, Mapping) else dict.fromkeys(ROLES, self.rounding)
+        formats = {role: getattr(self, role) for role in GRADIENTS if named.get(role) is None}
+        few = {role for role, fmt in formats.items() if fmt is not None and as_element(fmt).bits <= most_bits}
+        products = self.products and self.products.with_stochastic_gradients(most_bits)
+        overrides = {k: self._resolve(v).with_stochastic_gradients(most_bits) for k, v in self.overrides.items()}
+        if not few and products is self.products and overrides == self.overrides:
+            return self
+        rounding = {role: rule for role, rule in named.items() if rule is not None} | dict.fromkeys(few, "stochastic")
+        return replace(self, rounding=rounding, products=products, overrides=overrides)
+
+    def __str__(self) -> str:
+        words = [describe(self.specs(), self.products)]
+        for pattern, inner in self.overrides.items():
+            name = pattern if isinstance(pattern, str) else pattern.__name__
+            resolved = self._resolve(inner)
+            words.append(f"{name}: {describe(resolved.specs(), resolved.products)}")
+        if self.float32:
+            words.append(f"float32: {', '.join(self.float32)}")
+        return "; ".join(words)
+
+    def for_modules(self, model: nn.Module) -> dict[str, Policy]:
+        """The policy of every module of `model` by name, overrides resolved.
+
+        Raises ValueError for a pattern that matches no module.
+        """
+        require_module(model)
+        modules = dict(model.named_modules())
+        result = dict.fromkeys(modules, self)
+        for pattern, inner in self.overrides.items():
+            matched = [name for name, module in modules.items() if name and _matches(pattern, name, module)]
+            if not matched:
+                raise ValueError(_no_match(pattern, modules))
+            policy = self._resolve(inner)
+            for name in modules:
+                if any(name == m or name.startswith(f"{m}.") for m in matched):
+                    result[name] = policy
+        return result
+
+
+def _operation_names(names: object) -> tuple[str, ...]:
+    """The names of `Policy(float32=...)`, each an operation of torch."""
+    if isinstance(names, str):
+        raise TypeError(f"float32 is the string {shown(names)}. Write a tuple of names: ({shown(names)},).")
+    try:
+        found: tuple[Any, ...] = tuple(names)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"float32 is {shown(names)}. Possible: a tuple of names, such as ('softmax',); () for none."
+        ) from None
+    homes = (*_HOMES_OF_OPERATIONS, *operation_homes())
+    for name in found:
+        # no home is asked for what cannot be a name: those of torch.ops raise errors of their own
+        known = isinstance(name, str) and name.isascii() and name.isidentifier()
+        if not known or not any(hasattr(home, n) for home in homes for n in (name, f"__{name}__")):
+            raise ValueError(
+                f"float32 names {shown(name)}, which is no operation of torch. Possible: names in torch, torch.Tensor, "
+                f"torch.nn.functional, torch.linalg, torch.special, torch.fft and torch.ops, such as 'softmax'."
+            )
+    return found
+
+
+FormatLike = RoleFormat | Policy | None
+
+
+def describe(specs: RoleSpecs, products: Products | None) -> str:
+    """What is rounded, in words."""
+    if products is None:
+        return str(specs)
+    return f"{specs}, products: {products}" if any(specs) else f"products: {products}"
+
+
+def as_policy(fmt: FormatLike) -> Policy:
+    """A policy from a format (for every role), a policy, or None (all float32).
+
+    A format whose numbers share scales is that of all operands of all products, and every role stays float32.
+
+    >>> as_policy("fp16").error
+    'fp16'
+    """
+    if isinstance(fmt, Policy):
+        return fmt
+    if isinstance(fmt, Mapping):
+        raise TypeError(
+            f"A format came as the mapping {shown(fmt)}. Possible: a name, a FloatFormat, a Policy, or None. "
+            f"Formats by role are a fpsim.Policy(**mapping)."
+        )
+    if fmt is not None and isinstance(as_format(fmt), BlockFormat):
+        return Policy(products=Products.all(as_format(fmt)))
+    return Policy(fmt, fmt, fmt, fmt)
+
+
+def _matches(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+    if isinstance(pattern, type):
+        return isinstance(module, pattern)
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _no_match(pattern: str | type[nn.Module], modules: Mapping[str, nn.Module]) -> str:
+    names = [name for name in modules if name]
+    if isinstance(pattern, type):
+        kinds = sorted({type(m).__name__ for name, m in modules.items() if name})
+        return (
+            f"The pattern {pattern.__name__} matches no module. Classes inside the model: "
+            f"{', '.join(kinds) or '(none: the model has no submodules)'}; the model itself has the policy's formats."
+        )
+    near = nearest(pattern, names, most=3, cutoff=0.4) or names[:5]
+    return (
+        f"The pattern {shown(pattern)} matches no module. Names are those of model.named_modules(), for instance "
+        f"{', '.join(near) or '(none: the model has no submodules)'}; * stands for one part of a name."
+    )

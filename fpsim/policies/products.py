@@ -1,0 +1,261 @@
+"""Products: in which format each operand of a layer's three matrix products enters it.
+
+`y = x w^T` is the forward product, `dx = dy w` gives the data gradient, `dw = dy^T x` the weight gradient. Each has two
+operands, and each operand is quantised along the axis that its product sums over, from the tensor as it was before any
+quantisation: the copy of w for dx is not the transpose of the copy for y.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from fpsim.checks import known_arguments, require_whole, shown
+from fpsim.formats.blocks import BlockFormat, Format, as_format
+from fpsim.formats.floats import FloatFormat
+from fpsim.tensors.accumulators import Accumulator, as_accumulator
+from fpsim.tensors.hadamard import Hadamard
+from fpsim.tensors.spec import RoundingSpec, Spec, any_spec, rounding_spec
+
+__all__ = ["PRODUCTS", "Operand", "OperandLike", "ProductSpecs", "Products"]
+
+PRODUCTS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}  # each with its operands
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How one operand of a product is quantised.
+
+    fmt: a format of single numbers or of blocks, or its name.
+    rounding: as in `round_to`; None is nearest-even, but for gradients of few bits under a scaling: see `Policy`.
+    overflow, random_bits, variant: as in `round_to`.
+    hadamard: how it is transformed before, along the axis that the product sums over; the other operand of the product
+        alike. An axis whose length the size does not divide is padded with zeros, which adds nothing to the product.
+    Raises as `round_to` does, TypeError for what is no `Hadamard`.
+
+    >>> print(Operand("e5m2", "stochastic", random_bits=8))
+    e5m2 stochastic 8 random bits
+    >>> print(Operand("nvfp4", hadamard=Hadamard(16, "fixed")))
+    nvfp4 nearest_even after Hadamard 16 fixed signs
+    """
+
+    fmt: Format
+    rounding: str | None = None
+    overflow: str | None = None
+    random_bits: int | None = None
+    hadamard: Hadamard | None = None
+    variant: str = "A"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fmt", as_format(self.fmt))
+        if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
+            raise TypeError(
+                f"hadamard is {shown(self.hadamard)}. Possible: a fpsim.Hadamard, such as Hadamard(16), or None."
+            )
+        self.spec()
+
+    def __str__(self) -> str:
+        return f"{self.spec()} after {self.hadamard}" if self.hadamard else str(self.spec())
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether its scale follows from earlier steps."""
+        return isinstance(self.fmt, BlockFormat) and self.fmt.is_delayed
+
+    @property
+    def words(self) -> tuple[str, str | None, int | None, str]:
+        """Rounding, overflow, random bits and variant."""
+        rounding = "nearest_even" if self.rounding is None else self.rounding
+        return rounding, self.overflow, self.random_bits, self.variant
+
+    @cached_property
+    def _spec(self) -> Spec:  # looked up in every product: hashing a block format takes as long as a small one
+        return any_spec(self.fmt, *self.words)
+
+    def spec(self) -> Spec:
+        """The checked rounding."""
+        return self._spec
+
+
+OperandLike = Operand | Format | str | None
+
+
+class ProductSpecs(NamedTuple):
+    """The operands of the three products, the rounding of the forward product's result, and in what sums are made."""
+
+    fprop: tuple[Operand | None, Operand | None]
+    dgrad: tuple[Operand | None, Operand | None]
+    wgrad: tuple[Operand | None, Operand | None]
+    output: RoundingSpec | None
+    accumulator: Accumulator | None
+
+
+@known_arguments()
+@dataclass(frozen=True)
+class Products:
+    """The operands of a layer's three matrix products.
+
+    An operand is given as a format, its name, an `Operand`, or None, which leaves it as it comes.
+
+    fprop: (x, w), the operands of y = x w^T.
+    dgrad: (dy, w), those of dx = dy w.
+    wgrad: (dy, x), those of dw = dy^T x.
+    output: the format of y, where the policy has none for activations; a format of single numbers. Its gradient passes.
+    accumulator: what the sums of all three are made in: an `Accumulator` or its name, such as "fp16" or "hopper_fp8";
+        None leaves them to torch, in float32. The bias is added there too.
+    attention: whether products of two activations are quantised too. Without it they are left alone: attention's two
+        products, inside of `scaled_dot_product_attention` or written as `q @ k`, and any other matmul, bmm or einsum
+        none of whose operands is a parameter or a view of one. `linear`, `bilinear` and convolutions always count as
+        products with a weight.
+    Raises ValueError and TypeError for what is no operand.
+
+    >>> print(Products(fprop=("e4m3fn", "e4m3fn"), dgrad=("e5m2", "e4m3fn"), wgrad=("e5m2", "e4m3fn")))
+    fprop=(e4m3fn nearest_even, e4m3fn nearest_even), dgrad=(e5m2 nearest_even, e4m3fn nearest_even), \
+wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
+    >>> print(Products.all("mxfp8_e4m3", output="bf16"))
+    mxfp8_e4m3 nearest_even, output=bf16 nearest_even
+    """
+
+    fprop: tuple[OperandLike, OperandLike] = (None, None)
+    dgrad: tuple[OperandLike, OperandLike] = (None, None)
+    wgrad: tuple[OperandLike, OperandLike] = (None, None)
+    output: OperandLike = None
+    accumulator: Accumulator | FloatFormat | str | None = None
+    attention: bool = False
+
+    def __post_init__(self) -> None:
+        for product, names in PRODUCTS.items():
+            object.__setattr__(self, product, _pair(product, names, getattr(self, product)))
+        if self.output is not None:
+            object.__setattr__(self, "output", _operand("output", self.output))
+        if self.accumulator is not None:
+            object.__setattr__(self, "accumulator", as_accumulator(self.accumulator))
+        if not isinstance(self.attention, bool):
+            raise TypeError(f"attention={shown(self.attention)} is impossible. Possible: True, False.")
+        _require_equal_transforms(self)
+        self.specs  # noqa: B018  # a block format as an output is an error now, not in a forward pass
+
+    @classmethod
+    def all(
+        cls,
+        fmt: OperandLike,
+        rounding: str | None = None,
+        overflow: str | None = None,
+        random_bits: int | None = None,
+        variant: str = "A",
+        **rest: Any,
+    ) -> Products:
+        """All operands of all products in one format.
+
+        fmt, rounding, overflow, random_bits, variant: as in `Operand`.
+        rest: `output`, `accumulator`, `attention`, and products that differ.
+
+        >>> print(Products.all("mxfp4", wgrad=(None, None)).dgrad[0])
+        mxfp4 nearest_even
+        """
+        is_whole = isinstance(fmt, Operand | None)
+        one = fmt if is_whole else Operand(fmt, rounding, overflow, random_bits, None, variant)  # type: ignore[arg-type]
+        return cls(**{**dict.fromkeys(PRODUCTS, (one, one)), **rest})
+
+    @classmethod
+    def by_operand(cls, x: OperandLike = None, w: OperandLike = None, dy: OperandLike = None, **rest: Any) -> Products:
+        """An operand in the same format in both of its products.
+
+        x: the input, of fprop and wgrad.
+        w: the weight, of fprop and dgrad.
+        dy: the gradient of the result, of dgrad and wgrad.
+        rest: `output`, `attention` and `accumulator`, where there is one.
+
+        >>> print(Products.by_operand(dy="e5m2").dgrad[0], Products.by_operand(dy="e5m2").fprop)
+        e5m2 nearest_even (None, None)
+        """
+        return cls(fprop=(x, w), dgrad=(dy, w), wgrad=(dy, x), **rest)
+
+    @cached_property
+    def specs(self) -> ProductSpecs:
+        """What is done to each operand."""
+        output, accumulator = self.output, self.accumulator
+        assert output is None or isinstance(output, Operand)
+        assert accumulator is None or isinstance(accumulator, Accumulator)
+        if accumulator is not None and accumulator.order == "torch":
+            accumulator = None
+        fprop, dgrad, wgrad = (getattr(self, product) for product in PRODUCTS)
+        rounding = None if output is None else rounding_spec(output.fmt, *output.words)  # type: ignore[arg-type]
+        return ProductSpecs(fprop, dgrad, wgrad, rounding, accumulator)
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether the scale of any operand follows from earlier steps."""
+        return any(o is not None and o.is_delayed for p in PRODUCTS for o in getattr(self, p))
+
+    def with_rounding(self, rounding: str) -> Products:
+        """The same products, with another rounding of every operand."""
+
+        def changed(operand: Operand | None) -> Operand | None:
+            return operand and replace(operand, rounding=rounding, random_bits=None, variant="A")
+
+        fprop, dgrad, wgrad = ((changed(a), changed(b)) for a, b in self.specs[:3])
+        return replace(self, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
+
+    def with_stochastic_gradients(self, most_bits: int) -> Products:
+        """The same products, with dy rounded stochastically in a format of at most so many bits, where none was named.
+
+        Blocks that share scales stay as they are.
+        """
+        require_whole("most_bits", most_bits, 1)
+        _, dgrad, wgrad = self.specs[:3]
+        if not (_is_of_few_bits(dgrad[0], most_bits) or _is_of_few_bits(wgrad[0], most_bits)):
+            return self
+        dgrad, wgrad = ((_stochastic(dy, most_bits), other) for dy, other in (dgrad, wgrad))
+        return replace(self, dgrad=dgrad, wgrad=wgrad)
+
+    def __str__(self) -> str:
+        words = {p: tuple(str(o or "as it is") for o in getattr(self, p)) for p in PRODUCTS}
+        all_words = {word for pair in words.values() for word in pair}
+        texts = [*all_words] if len(all_words) == 1 else [f"{p}=({', '.join(pair)})" for p, pair in words.items()]
+        if self.output is not None:
+            texts.append(f"output={self.output}")
+        if self.accumulator is not None:
+            texts.append(f"accumulator={self.accumulator}")
+        return ", ".join([*texts, *(["attention too"] if self.attention else [])])
+
+
+def _require_equal_transforms(products: Products) -> None:
+    for product, names in PRODUCTS.items():
+        a, b = (o and o.hadamard for o in getattr(products, product))
+        if a != b:
+            raise ValueError(
+                f"{product}: {names[0]} came with {a or 'no Hadamard transform'}, {names[1]} with "
+                f"{b or 'none'}. Both operands of a product are transformed alike, so that it stays what it is."
+            )
+
+
+def _is_of_few_bits(dy: Operand | None, most_bits: int) -> bool:
+    """Whether a gradient is rounded, number by number, to a format of at most so many bits by a rule nobody named."""
+    if dy is None or dy.rounding is not None or isinstance(dy.fmt, BlockFormat):
+        return False
+    return dy.fmt.bits <= most_bits
+
+
+def _stochastic(dy: Operand | None, most_bits: int) -> Operand | None:
+    return replace(dy, rounding="stochastic") if dy is not None and _is_of_few_bits(dy, most_bits) else dy
+
+
+def _operand(name: str, value: object) -> Operand:
+    if isinstance(value, Operand):
+        return value
+    try:
+        return Operand(value)  # type: ignore[arg-type]
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{name}={shown(value)} is no operand. {error}") from None
+
+
+def _pair(product: str, names: tuple[str, str], value: object) -> tuple[Operand | None, Operand | None]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(
+            f"{product}={shown(value)} is no pair of operands. Possible: ({', '.join(names)}), each a format, an "
+            f"Operand, or None to leave it as it comes; Products.all(fmt) for all operands in one format."
+        )
+    a, b = (None if v is None else _operand(f"{product}: {n}", v) for n, v in zip(names, value, strict=True))
+    return a, b

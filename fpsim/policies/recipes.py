@@ -1,0 +1,287 @@
+"""Today's recipes: in which formats hardware trains, as policies whose every part stays open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fpsim.border import require_module
+from fpsim.checks import did_you_mean, nearest, shown
+from fpsim.formats.blocks import Delayed, as_format
+from fpsim.formats.floats import CATALOGUE
+from fpsim.policies.policy import FormatLike, Policy, as_policy
+from fpsim.policies.products import Operand, Products
+from fpsim.tensors.hadamard import Hadamard
+
+__all__ = ["RECIPE_PREFIX", "RecipeRow", "as_policy_of", "recipe", "recipes"]
+
+MOST_USED = ("fp8_current", "fp8_delayed")  # named first where a name is cut short
+RECIPE_PREFIX = "recipe:"  # before a recipe's name where a format may stand
+
+
+class RecipeRow(NamedTuple):
+    """One recipe in words.
+
+    name: what `recipe` takes.
+    description: what is quantised, and how.
+    source: where it comes from.
+    """
+
+    name: str
+    description: str
+    source: str
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """A recipe: its words, its policy without a model, and which layers of a model stay in high precision.
+
+    keeps_last: beside embeddings, norms and the head, so many percent of the other layers, rounded up, from the last
+        one; None keeps nothing.
+    keeps_gates: beside these, what chooses among experts.
+    """
+
+    description: str
+    source: str
+    policy: Policy
+    keeps_last: int | None = None
+    keeps_gates: bool = False
+
+
+def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
+    """The policy of a recipe, for `fpsim.quantize`. `fpsim.recipes()` lists them; `docs/recipes.md` explains them.
+
+    Operands of products are quantised as the recipe says; what is left is bf16: results of operations, gradients of
+    activations, weights where they are used. Weights themselves, their gradients and the optimizer's state stay
+    float32. Attention's two products stay in bf16 unless `attention=True`.
+
+    name: the recipe's.
+    model: whose layers the recipe keeps in bf16 by name: embeddings, norms, the head, the last layers and gates of
+        experts, for the recipes that keep any. A layer is a module without modules inside that has a weight of two axes
+        or more; the head is the last of them.
+        Without a model every product of every layer is quantised.
+    changes: fields of `Policy` or of its `Products` to be replaced. `overrides` are added to the recipe's own.
+    Raises ValueError for an unknown name or field, and what `Policy` and `Products` raise.
+
+    >>> p = recipe("fp8_current", dgrad=("e5m2", "e4m3fn"))
+    >>> print(p.products.fprop[0], "|", p.products.dgrad[0], "|", p.activation)
+    e4m3fn per tensor fp32 nearest_even | e5m2 nearest_even | bf16
+    """
+    if not isinstance(name, str) or name not in _RECIPES:
+        hint = _hint(name)
+        raise ValueError(f"Unknown recipe {shown(name)}.{hint} Known: {', '.join(_RECIPES)}.")
+    if model is not None:
+        require_module(model)
+    found = _RECIPES[name]
+    policy, kept = found.policy, {}
+    if model is not None and found.keeps_last is not None:
+        kept = dict.fromkeys(_in_high_precision(model, found), replace(policy, products=None))
+    of_policy = {f.name for f in fields(Policy)}
+    of_products = {f.name for f in fields(Products)}
+    for field in changes:
+        if field not in of_policy | of_products:
+            hint = did_you_mean(field, of_policy | of_products, 3)
+            if field in {f.name for f in fields(Delayed)}:
+                hint = (
+                    f" It is one of delayed scaling: use fprop=(fmt, fmt) and so on, with "
+                    f"fmt = fpsim.BlockFormat('e4m3fn', 'tensor', 'fp32', fpsim.Delayed({field}=...))."
+                )
+            raise ValueError(
+                f"{shown(field)} is no field of a recipe.{hint} Fields of its policy: {', '.join(sorted(of_policy))}; "
+                f"of its products: {', '.join(sorted(of_products))}."
+            )
+    inside = {field: value for field, value in changes.items() if field in of_products}
+    around = {field: value for field, value in changes.items() if field not in of_products}
+    overrides = {**kept, **around.pop("overrides", {})}
+    policy = replace(policy, **around, overrides=overrides)
+    return replace(policy, products=replace(policy.products or Products(), **inside)) if inside else policy
+
+
+def _hint(name: object) -> str:
+    """The recipes near to a name; the most used first of those that begin with it.
+
+    >>> _hint("fp8")
+    ' Did you mean fp8_current or fp8_delayed?'
+    """
+    begin = [known for known in MOST_USED if isinstance(name, str) and known.startswith(f"{name.lower()}_")]
+    return f" Did you mean {' or '.join(begin)}?" if begin else did_you_mean(shown(name).lower(), _RECIPES, 3)
+
+
+def recipes() -> list[RecipeRow]:
+    """All recipes, with what they do and where they come from.
+
+    >>> [row.name for row in recipes()][:3]
+    ['fp8_delayed', 'fp8_current', 'fp8_row']
+    """
+    return [RecipeRow(name, found.description, found.source) for name, found in _RECIPES.items()]
+
+
+def as_policy_of(fmt: FormatLike, model: nn.Module | None = None) -> Policy:
+    """A policy from what stands for a format: a recipe's name behind "recipe:", or what `as_policy` takes.
+
+    model: the model that a recipe is for.
+
+    >>> as_policy_of("recipe:bf16").weight_grad is None
+    True
+    """
+    if isinstance(fmt, str) and fmt.startswith(RECIPE_PREFIX):
+        return recipe(fmt.removeprefix(RECIPE_PREFIX).strip(), model)
+    try:
+        return as_policy(fmt)
+    except ValueError as error:
+        if isinstance(fmt, str) and fmt in _RECIPES:
+            raise ValueError(f"{fmt!r} is a recipe, no format. Write '{RECIPE_PREFIX}{fmt}'.") from error
+        known = [name for name in _RECIPES if name not in CATALOGUE]
+        begin = [name for name in MOST_USED if isinstance(fmt, str) and name.startswith(f"{fmt}_")]
+        near = begin or nearest(fmt, known, cutoff=0.7)
+        if not near:
+            raise
+        raise ValueError(f"{error} Near it is a recipe, '{RECIPE_PREFIX}{near[0]}'.") from None
+
+
+# Which layers of a model a recipe keeps in high precision
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LAYERS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, *_CONVOLUTIONS)  # whatever computes their weights inside
+
+
+def _in_high_precision(model: nn.Module, found: _Recipe) -> Iterator[str]:
+    """The names of embeddings, norms, the last layers, the head and gates, in the order of the model."""
+    assert found.keeps_last is not None
+    named = [(n, module) for n, module in model.named_modules() if n and "parametrizations" not in n.split(".")]
+    layers: list[str] = []
+    for name, module in named:
+        if _is_layer(module) and not (layers and name.startswith(f"{layers[-1]}.")):
+            layers.append(name)
+    body, head = layers[:-1], layers[-1:]
+    kept = {*body[len(body) - -(-found.keeps_last * len(body) // 100) :], *head}
+    if found.keeps_gates:
+        kept |= {name for name, _ in named if _is_gate(model, name)}
+    return (n for n, module in named if n in kept or isinstance(module, _EMBEDDINGS) or _is_norm(module))
+
+
+def _is_gate(model: nn.Module, name: str) -> bool:
+    """Whether this module chooses among experts: by its name, beside one that is called so."""
+    around, _, own = name.rpartition(".")
+    return own in ("gate", "router") and hasattr(model.get_submodule(around), "experts")
+
+
+def _is_layer(module: nn.Module) -> bool:
+    if isinstance(module, _LAYERS):
+        return True
+    is_leaf = next(module.children(), None) is None
+    return is_leaf and not isinstance(module, _EMBEDDINGS) and _has_matrix(module)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether this normalises: its class says so, and it has neither a matrix nor a module inside."""
+    is_leaf = next(module.children(), None) is None
+    return "norm" in type(module).__name__.lower() and is_leaf and not _has_matrix(module)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(p.dim() >= 2 for p in module.parameters(recurse=False))
+
+
+# The recipes
+
+_BF16 = Policy(weight="bf16", activation="bf16", error="bf16")
+
+
+def _with(fprop: Any, dgrad: Any, wgrad: Any) -> Policy:
+    return replace(_BF16, products=Products(fprop=fprop, dgrad=dgrad, wgrad=wgrad))
+
+
+def _hybrid(scale: str) -> Policy:
+    """e4m3fn forward and e5m2 for gradients; what exceeds a scale that was predicted saturates, as it does in casts."""
+    forward, gradient = (Operand(as_format(f"{e} per tensor {scale}"), overflow="saturate") for e in ("e4m3fn", "e5m2"))
+    return _with((forward, forward), (gradient, forward), (gradient, forward))
+
+
+def _everywhere(fmt: str) -> Policy:
+    return _with((fmt, fmt), (fmt, fmt), (fmt, fmt))
+
+
+def _fp8_tile() -> Policy:
+    part, tile = "e4m3fn per 128 ceil", "e4m3fn per 128x128 ceil"  # the smallest power of two that holds amax
+    return _with((part, tile), (part, tile), (part, part))
+
+
+def _mxfp4_sr() -> Policy:
+    operand = Operand(as_format("e2m1fn per 32 at 0.75"), "stochastic", hadamard=Hadamard(64, "random"))
+    return _with(("bf16", "bf16"), (operand, operand), (operand, operand))
+
+
+def _nvfp4() -> Policy:
+    part, tile, transform = as_format("nvfp4"), "e2m1fn per 16x16 e4m3fn fp32", Hadamard(16, "fixed")
+    gradient = Operand(part, "stochastic", random_bits=8)
+    return _with(
+        (part, tile), (gradient, tile), (replace(gradient, hadamard=transform), Operand(part, hadamard=transform))
+    )
+
+
+_RECIPES = {
+    "fp8_delayed": _Recipe(
+        "e4m3fn forward, e5m2 for gradients; a float32 scale for each tensor, from the amaxes of 1,024 earlier steps",
+        "NVIDIA TransformerEngine, DelayedScaling(fp8_format=HYBRID)",
+        _hybrid("fp32 delayed"),
+    ),
+    "fp8_current": _Recipe(
+        "e4m3fn forward, e5m2 for gradients; a float32 scale for each tensor, from its own amax",
+        "NVIDIA TransformerEngine, Float8CurrentScaling(fp8_format=HYBRID)",
+        _hybrid("fp32"),
+    ),
+    "fp8_row": _Recipe(
+        "e4m3fn everywhere; a power of two for each row along which a product sums, rounded up: nothing saturates",
+        "torchao, Float8LinearConfig.from_recipe_name('rowwise')",  # round_scales_to_power_of_2=True, torchao 0.18
+        _everywhere("e4m3fn per row ceil"),
+    ),
+    "fp8_tile": _Recipe(
+        "e4m3fn everywhere; a power of two for 1 x 128 of activations and gradients, for 128 x 128 of weights",
+        "DeepSeek-V3 (arXiv 2412.19437, 3.3); NVIDIA TransformerEngine, Float8BlockScaling",
+        _fp8_tile(),
+        keeps_last=0,
+        keeps_gates=True,  # 3.3.1: embedding, output head, MoE gating, normalisation and attention operators
+    ),
+    "mxfp8": _Recipe(
+        "mxfp8_e4m3 everywhere: a power of two for 32, rounded up so that nothing saturates",
+        "arXiv 2506.08027; NVIDIA TransformerEngine, MXFP8BlockScaling",
+        _everywhere("e4m3fn per 32 ceil"),
+        keeps_last=0,
+    ),
+    "mxfp4_sr": _Recipe(
+        "bf16 forward; mxfp4 for both gradients, stochastic at 3/4 of its size, after a Hadamard transform of 64 with "
+        "fresh signs",
+        "Tseng et al. 2025 (arXiv 2502.20586; amazon-science/mxfp4-llm)",
+        _mxfp4_sr(),
+        keeps_last=0,
+    ),
+    "nvfp4": _Recipe(
+        "nvfp4 everywhere, 16 x 16 tiles of weights; gradients stochastic with 8 random bits; a Hadamard transform of "
+        "16 with fixed signs for the weight gradient",
+        "arXiv 2509.25149; NVIDIA TransformerEngine, NVFP4BlockScaling",
+        _nvfp4(),
+        keeps_last=15,
+    ),
+    "bf16": _Recipe(
+        "every result, gradient of an activation and weight in use in bf16; master weights and their gradients float32",
+        "torch.autocast(dtype=torch.bfloat16); Kalamkar et al. 2019 (arXiv 1905.12322)",
+        _BF16,
+    ),
+    "fp16": _Recipe(
+        "every result, gradient of an activation and weight in use in fp16, which wants a loss scale; master weights "
+        "and their gradients float32",
+        "Micikevicius et al. 2018 (arXiv 1710.03740)",
+        Policy(weight="fp16", activation="fp16", error="fp16"),
+    ),
+    "bf16_pure": _Recipe(
+        "bf16, and gradients of weights too. With fpsim.round_parameters_ after each step, the weights themselves; the "
+        "optimizer's state stays float32",
+        "model.to(torch.bfloat16)",
+        replace(_BF16, weight_grad="bf16"),
+    ),
+}

@@ -1,0 +1,299 @@
+"""How a matrix product adds up: the accumulator's format and rounding, its chunks, and what is aligned before."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, fields
+from functools import cache
+
+from fpsim.checks import did_you_mean, is_whole, shown
+from fpsim.formats.floats import CATALOGUE, FloatFormat, as_float_format
+from fpsim.kernels.core import ROUNDINGS
+from fpsim.kernels.variants import MOST_BITS, require_variant
+
+__all__ = ["ACCUMULATORS", "Accumulator", "as_accumulator"]
+
+ORDERS = ("ascending", "torch")
+LARGEST_GROUP = 1024  # products: as many rows of an operand lie in the cache at once
+EXACT_BITS = 53  # of a float64, in which sums are made
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """What a product of matrices is added up in: `sum = round(sum + a * b)` for each term, from +0.
+
+    The sum of accumulator and product is exact before it is rounded once, as a fused multiply-add is.
+
+    format: of the accumulator; a name or a FloatFormat.
+    rounding: "nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd" or "stochastic".
+    overflow: "inf", "nan" or "saturate"; None means inf in formats that have one, and the largest value in others.
+    random_bits: of stochastic rounding, wherever it is asked for. None means 32, or as many as a sum of two numbers
+        has to offer: 52 - p for a format of p significant bits.
+    product: the format to which each product is rounded before it is added; None means exact products.
+    product_rounding: of products.
+    chunk: so many terms are added up in an inner accumulator, which starts anew from +0; its result is then added to
+        an outer one, with one rounding. None means that there is one accumulator.
+    outer, outer_rounding: format and rounding of the outer accumulator; None means those of the inner.
+    group: so many products and the accumulator are aligned to the largest exponent among them, cut off below
+        `group_bits` significant bits, added exactly and rounded together. The exponent of a product is the sum of
+        those of its factors. None means that terms are added one by one.
+    group_bits: see group; a number at the largest exponent keeps as many.
+    order: "ascending", term by term; "torch" leaves the product to torch, in float32 and its order.
+    variant: of stochastic rounding with random_bits, wherever it is asked for, as in `round_to`.
+
+    Accumulators are values: equal fields make equal, hashable ones, and `as_accumulator(repr(a)) == a`.
+    Raises ValueError for fields that do not go together, among them an accumulator that cannot hold one product.
+
+    >>> Accumulator("cb16", chunk=64) == as_accumulator("cb16_chunk64")
+    True
+    >>> Accumulator("fp16", rounding="stochastic", product="e5m7")
+    Accumulator('fp16', rounding='stochastic', product='e5m7')
+    """
+
+    format: str | FloatFormat
+    rounding: str = "nearest_even"
+    overflow: str | None = None
+    random_bits: int | None = None
+    product: str | FloatFormat | None = None
+    product_rounding: str = "nearest_even"
+    chunk: int | None = None
+    outer: str | FloatFormat | None = None
+    outer_rounding: str | None = None
+    group: int | None = None
+    group_bits: int | None = None
+    order: str = "ascending"
+    variant: str = "A"
+
+    def __post_init__(self) -> None:
+        for name in ("format", "product", "outer"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _format_with_zero(value, name))
+        _require_roundings(self)
+        if self.overflow is not None:
+            overflow = as_float_format(self.format).resolve_overflow(self.overflow)
+            is_default = overflow == as_float_format(self.format).resolve_overflow()
+            object.__setattr__(self, "overflow", None if is_default else overflow)
+        _require_chunks(self)
+        if self.outer == self.format:
+            object.__setattr__(self, "outer", None)
+        if self.outer_rounding == self.rounding:
+            object.__setattr__(self, "outer_rounding", None)
+        _require_groups(self)
+        _require_room_for_products(self)
+        _require_order(self)
+        _require_random_bits(self)
+
+    def __repr__(self) -> str:
+        words = [repr(str(self.format))]
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                words.append(f"{field.name}={str(value) if isinstance(value, FloatFormat) else value!r}")
+        return f"Accumulator({', '.join(words)})"
+
+    def __str__(self) -> str:
+        return next((name for name, known in ACCUMULATORS.items() if known == self), None) or repr(self)
+
+    @property
+    def roundings(self) -> tuple[str, str | None, str]:
+        """Of the accumulator, of products (None where they stay exact) and of the outer accumulator."""
+        return self.rounding, self.product_rounding if self.product else None, self.outer_rounding or self.rounding
+
+    @property
+    def is_stochastic(self) -> bool:
+        return "stochastic" in self.roundings
+
+    def random_bits_of(self, fmt: FloatFormat) -> int | None:
+        """How many random bits round a sum to `fmt`; None for all 32."""
+        offered = EXACT_BITS - 1 - fmt.precision
+        return offered if self.random_bits is None and offered < 32 else self.random_bits
+
+
+def _format_with_zero(value: str | FloatFormat, name: str) -> FloatFormat:
+    f = as_float_format(value)
+    if not f.has_zero:
+        raise ValueError(
+            f"{name}={f!s} cannot accumulate: it has no zero to start from, and no sign. "
+            f"Possible: any other format, such as 'fp16'."
+        )
+    return f
+
+
+def _require_roundings(a: Accumulator) -> None:
+    for name in ("rounding", "product_rounding", "outer_rounding"):
+        value = getattr(a, name)
+        is_known = isinstance(value, str) and value in ROUNDINGS
+        if not is_known and not (value is None and name == "outer_rounding"):
+            hint = did_you_mean(value, ROUNDINGS)
+            raise ValueError(f"Unknown {name} {shown(value)}.{hint} Known: {', '.join(ROUNDINGS)}.")
+    if a.product is None and a.product_rounding != "nearest_even":
+        raise ValueError(
+            f"product_rounding={shown(a.product_rounding)} came without a product format, so that products stay exact. "
+            f"Give product='fp16' or another format, or leave product_rounding away."
+        )
+
+
+def _require_chunks(a: Accumulator) -> None:
+    if a.chunk is None:
+        for name in ("outer", "outer_rounding"):
+            if getattr(a, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(a, name)!s} came without a chunk: there is one accumulator. "
+                    f"Give chunk=64 or another number of terms, or leave {name} away."
+                )
+    elif not is_whole(a.chunk, 1) or a.chunk >= 2**31:
+        raise ValueError(
+            f"chunk={shown(a.chunk)} is not a number of terms. Expected: an integer from 1 to 2**31 - 1, or None."
+        )
+
+
+def _require_groups(a: Accumulator) -> None:
+    if (a.group is None) != (a.group_bits is None):
+        raise ValueError(
+            f"group={shown(a.group)} came with group_bits={shown(a.group_bits)}. Give both, the number of products "
+            f"and the significant bits that they keep, as group=32, group_bits=14; or neither."
+        )
+    if a.group is None or a.group_bits is None:
+        return
+    if not is_whole(a.group, 1) or a.group > LARGEST_GROUP:
+        raise ValueError(
+            f"group={shown(a.group)} is no number of products. Possible: the integers 1 to {LARGEST_GROUP}."
+        )
+    most = EXACT_BITS - 1 - int(a.group).bit_length()  # each of group + 1 numbers is below 2**(group_bits + 1) units
+    if not is_whole(a.group_bits, 1) or a.group_bits > most:
+        raise ValueError(
+            f"group_bits={shown(a.group_bits)} is impossible. Possible: 1 to {most} for groups of {a.group}, whose "
+            f"sum has to be exact in {EXACT_BITS} bits."
+        )
+    if a.product is not None:
+        raise ValueError(
+            f"product={a.product!s} came with group={a.group}: products of a group are cut off where the largest of "
+            f"them ends, not rounded to a format. Leave one of the two away."
+        )
+
+
+def _require_room_for_products(a: Accumulator) -> None:
+    if a.product is None:
+        return
+    f, product = as_float_format(a.format), as_float_format(a.product)
+    fits = (
+        product.mantissa_bits <= f.mantissa_bits
+        and product.largest <= f.largest
+        and product.min_ulp_exponent >= f.min_ulp_exponent
+    )
+    if not fits:
+        raise ValueError(
+            f"An accumulator in {f!s} is narrower than one product in {product!s}: it does not hold every value of "
+            f"it. Possible: a product format within the accumulator's range and precision, the accumulator's own, or "
+            f"product=None for exact products."
+        )
+
+
+def _require_order(a: Accumulator) -> None:
+    if not isinstance(a.order, str) or a.order not in ORDERS:
+        raise ValueError(f"Unknown order {shown(a.order)}.{did_you_mean(a.order, ORDERS)} Known: {', '.join(ORDERS)}.")
+    if a.order == "torch":
+        for field in (f for f in fields(a) if f.name != "order"):
+            value, wanted = getattr(a, field.name), CATALOGUE["fp32"] if field.name == "format" else field.default
+            if value != wanted:
+                raise ValueError(
+                    f"order='torch' came with {field.name}={value!s}. torch adds up in float32 and in an order of its "
+                    f"own. Use Accumulator('fp32', order='torch'), or leave order away."
+                )
+
+
+def _require_random_bits(a: Accumulator) -> None:
+    formats = [as_float_format(f) for f in (a.format, a.outer) if f is not None]
+    most = min(32, *(EXACT_BITS - 1 - f.precision for f in formats))
+    # a variant looks at one bit more: below it, the last bit of a sum that was rounded to odd says what was cut off
+    require_variant(a.variant, a.is_stochastic, a.random_bits, min(most - 1, MOST_BITS))
+    if a.random_bits is None:
+        return
+    if not a.is_stochastic:
+        raise ValueError(
+            f"random_bits={shown(a.random_bits)} came without a 'stochastic' rounding, which alone uses them."
+        )
+    if not is_whole(a.random_bits, 1) or a.random_bits > most:
+        raise ValueError(
+            f"random_bits={shown(a.random_bits)} is impossible. Possible: 1 to {most}, or None for as many as there "
+            f"are."
+        )
+
+
+ACCUMULATORS: dict[str, Accumulator] = {
+    "fp32": Accumulator("fp32", order="torch"),
+    "fp16": Accumulator("fp16"),
+    "cb16_chunk64": Accumulator("cb16", chunk=64),
+    # Wang et al., NeurIPS 2018, 2.3: sums in (1, 6, 9), inside of chunks of 64 and between them. cb16 has these fields.
+    "wang2018": Accumulator(FloatFormat(6, 9), chunk=64),
+    # DeepSeek-V3, arXiv 2412.19437, 3.5.2, and Xie et al., arXiv 2511.10909: 13 fraction bits behind the largest
+    # exponent of 32 products and the accumulator, cut off; the sum is cut off to e8m13.
+    "hopper_fp8": Accumulator("e8m13", "toward_zero", group=32, group_bits=14),
+    # DeepSeek-V3, 3.3.2: sums of 128 terms are added up in float32 outside of the tensor core.
+    "hopper_fp8_chunk128": Accumulator(
+        "e8m13", "toward_zero", chunk=128, outer="fp32", outer_rounding="nearest_even", group=32, group_bits=14
+    ),
+}
+
+_CHUNKED = re.compile(r"(.+)_chunk(\d+)")
+_REPR = re.compile(r"Accumulator\((.*)\)", re.DOTALL)
+
+
+def as_accumulator(accumulator: str | Accumulator | FloatFormat) -> Accumulator:
+    """The accumulator that a name, a format, a `repr` or an accumulator stands for.
+
+    accumulator: a name of ACCUMULATORS ("fp32", "fp16", "cb16_chunk64", "wang2018", "hopper_fp8",
+        "hopper_fp8_chunk128"), any format's name, which adds up in that format, the same with `_chunkN`, the `repr` of
+        an accumulator, a FloatFormat, or an Accumulator. "fp32" is torch's own product;
+        `Accumulator("fp32")` adds up in float32 term by term.
+    Raises ValueError for an unknown name, TypeError for what is no name.
+
+    >>> as_accumulator("bf16_chunk32")
+    Accumulator('bf16', chunk=32)
+    >>> as_accumulator("hopper_fp8")
+    Accumulator('e8m13', rounding='toward_zero', group=32, group_bits=14)
+    """
+    if isinstance(accumulator, Accumulator):
+        return accumulator
+    if isinstance(accumulator, FloatFormat):
+        return _parse(str(accumulator))
+    if not isinstance(accumulator, str):
+        raise TypeError(
+            f"An accumulator is wanted, not {shown(accumulator)} of type {type(accumulator).__name__}. "
+            f"Possible: a name such as 'fp16' or 'cb16_chunk64', or an Accumulator."
+        )
+    return _parse(accumulator)
+
+
+@cache
+def _parse(text: str) -> Accumulator:
+    if match := _REPR.fullmatch(text.strip()):
+        return _from_repr(text, match[1])
+    name = text.strip().lower()
+    if name in ACCUMULATORS:
+        return ACCUMULATORS[name]
+    chunked = _CHUNKED.fullmatch(name)
+    try:
+        fmt = as_float_format(chunked[1] if chunked else text)
+    except ValueError:
+        hint = did_you_mean(name, [*ACCUMULATORS, *CATALOGUE], 3)
+        raise ValueError(
+            f"Unknown accumulator {shown(text)}.{hint} Known: {', '.join(ACCUMULATORS)}; a format's name such as "
+            f"'bf16', with chunks 'bf16_chunk64'; or Accumulator(format, ...)."
+        ) from None
+    if fmt == CATALOGUE["fp32"] and not chunked:
+        return ACCUMULATORS["fp32"]
+    return Accumulator(fmt, chunk=int(chunked[2]) if chunked else None)
+
+
+def _from_repr(text: str, arguments: str) -> Accumulator:
+    try:
+        call = ast.parse(f"f({arguments})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        positional = [ast.literal_eval(argument) for argument in call.args]
+        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return Accumulator(*positional, **named)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(f"Unknown accumulator {shown(text)}: {error}") from None

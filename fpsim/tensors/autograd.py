@@ -1,0 +1,149 @@
+"""Rounding under autograd, transforms and tracers: the operator, and the straight-through gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.formats.blocks import Format
+from fpsim.tensors.launch import round_memory_, rounded
+from fpsim.tensors.noise import new_traceable_key
+from fpsim.tensors.spec import RoundingSpec, container_width, rounding_spec
+from fpsim.torch_internals import constant_under_compile, is_watched, is_zero_tensor
+
+# Up to this many elements a second pass over the tensor costs less than a Python autograd node.
+SMALL = 1 << 15
+
+
+OperatorWords = tuple[str, str, str, int, str]  # format, rounding, overflow, random bits, variant
+
+
+def words_of(spec: RoundingSpec) -> OperatorWords:
+    """A rounding as arguments of the operator."""
+    return spec.format_text, spec.rounding, spec.overflow, spec.random_bits or 0, spec.variant
+
+
+@constant_under_compile
+def operator_words(
+    fmt: str | Format, rounding: str, overflow: str | None, random_bits: int | None, variant: str
+) -> OperatorWords:
+    """The operator's arguments, as constants of a compiled graph: torch.compile cannot trace how they are found."""
+    return words_of(rounding_spec(fmt, rounding, overflow, random_bits, variant))  # type: ignore[arg-type]
+
+
+def apply_operator(x: Tensor, words: OperatorWords, key: Tensor | None) -> Tensor:
+    """Round by the operator. key: of stochastic rounding; None draws one."""
+    if key is None and words[1] == "stochastic":
+        key = new_traceable_key(x)
+    return torch.ops.fpsim.round(x, *words[:-1], key, words[-1])  # type: ignore[no-any-return]
+
+
+# The operator that torch.compile, FakeTensorMode and functorch see.
+
+
+@torch.library.custom_op("fpsim::round", mutates_args=())
+def _round_op(
+    x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, key: Tensor | None, variant: str = "A"
+) -> Tensor:
+    return rounded(x, rounding_spec(fmt, rounding, overflow, random_bits or None, variant), key)
+
+
+@_round_op.register_fake
+def _(
+    x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, key: Tensor | None, variant: str = "A"
+) -> Tensor:
+    container_width(rounding_spec(fmt, rounding, overflow, random_bits or None, variant), x.dtype)
+    return torch.empty_like(x)
+
+
+@_round_op.register_vmap
+def _(
+    info: Any, in_dims: Any, x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, key: Tensor | None,
+    variant: str = "A",
+) -> tuple[Tensor, int | None]:  # fmt: skip
+    words = fmt, rounding, overflow, random_bits, variant
+    dim, key_dim = in_dims[0], in_dims[5]
+    if key is None:
+        return apply_operator(x, words, None), dim
+    if key_dim is not None:  # randomness="different": one key serves, an element's index tells the samples apart
+        key = key.select(key_dim, 0)
+        if dim is None:
+            x, dim = x.expand(info.batch_size, *x.shape), 0
+    elif dim is not None:  # randomness="same": every sample starts from the same noise
+        return torch.stack([apply_operator(sample, words, key) for sample in x.unbind(dim)]), 0
+    return apply_operator(x, words, key), dim
+
+
+def _setup_op(ctx: Any, inputs: Any, output: Any) -> None:
+    pass
+
+
+def _backward_op(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    return gradient, *[None] * 6
+
+
+_round_op.register_autograd(_backward_op, setup_context=_setup_op)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a kernel may be called on the memory of `x` at once: it holds the values, and nobody watches the call."""
+    return (
+        (type(x) is Tensor or type(x) is nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and not is_watched()
+        and not (x.is_neg() or is_zero_tensor(x))
+        and (x.is_cpu or x.is_cuda)
+    )
+
+
+def _forward(x: Tensor, spec: RoundingSpec, key: Tensor | None) -> Tensor:
+    if is_plain(x):
+        return rounded(x, spec, key)
+    return apply_operator(x, words_of(spec), key)
+
+
+class StraightThrough(torch.autograd.Function):
+    """Round forward; let the gradient pass, or round it too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, spec: RoundingSpec | None, backward_spec: RoundingSpec | None) -> Tensor:
+        return x.view_as(x) if spec is None else _forward(x, spec, None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.backward_spec = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        if ctx.backward_spec is not None:
+            gradient = round_differentiably(gradient, ctx.backward_spec)
+        return gradient, None, None
+
+
+class _StraightThroughBothModes(StraightThrough):
+    """The same, and tangents pass in forward mode. A class of its own: torch.compile refuses any with a jvp."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return tangent.view_as(tangent)
+
+
+def straight_through(x: Tensor, spec: RoundingSpec | None, backward_spec: RoundingSpec | None) -> Tensor:
+    node = StraightThrough if torch.compiler.is_compiling() else _StraightThroughBothModes
+    return node.apply(x, spec, backward_spec)  # type: ignore[no-any-return]
+
+
+def round_differentiably(x: Tensor, spec: RoundingSpec, log2_scale: Tensor | None = None) -> Tensor:
+    if not is_plain(x):
+        return straight_through(x, spec, None)
+    if x.requires_grad and torch.is_grad_enabled():
+        if x.numel() >= SMALL and log2_scale is None:
+            return StraightThrough.apply(x, spec, None)  # type: ignore[no-any-return]
+        out = x.clone()  # its backward is the straight-through gradient: 6 us a call, 20 less than a Function
+        round_memory_(out, spec, None, log2_scale)
+        return out
+    return rounded(x, spec, None, log2_scale)

@@ -1,0 +1,119 @@
+"""Rounding to shared scales under autograd, transforms and tracers: the operator, and its straight-through gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpsim.formats.blocks import Format
+from fpsim.tensors.autograd import is_plain
+from fpsim.tensors.noise import new_traceable_key
+from fpsim.tensors.shared_scales import block_axes, rounded_blocks
+from fpsim.tensors.spec import BlockSpec, any_spec
+from fpsim.torch_internals import constant_under_compile
+
+__all__ = ["apply_block_operator", "block_words", "round_blocks_differentiably", "round_blocks_traced"]
+
+BlockWords = tuple[str, str, str, int, str]  # format, rounding, overflow, random bits, variant
+
+
+def _spec(fmt: str, rounding: str, overflow: str, random_bits: int, variant: str) -> BlockSpec:
+    spec = any_spec(fmt, rounding, overflow, random_bits or None, variant)
+    assert isinstance(spec, BlockSpec)
+    return spec
+
+
+# The operator that torch.compile, FakeTensorMode and functorch see.
+
+
+@torch.library.custom_op("fpsim::round_blocks", mutates_args=())
+def _round_blocks_op(
+    x: Tensor,
+    fmt: str,
+    rounding: str,
+    overflow: str,
+    random_bits: int,
+    axis: int,
+    across: int | None,
+    key: Tensor | None,
+    variant: str = "A",
+) -> Tensor:
+    return rounded_blocks(x, _spec(fmt, rounding, overflow, random_bits, variant), axis, across, key)
+
+
+@_round_blocks_op.register_fake
+def _(
+    x: Tensor,
+    fmt: str,
+    rounding: str,
+    overflow: str,
+    random_bits: int,
+    axis: int,
+    across: int | None,
+    key: Tensor | None,
+    variant: str = "A",
+) -> Tensor:
+    block_axes(x.shape, _spec(fmt, rounding, overflow, random_bits, variant).fmt.tile, axis, across)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_round_blocks_op.register_vmap
+def _(
+    info: Any, in_dims: Any, x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, axis: int,
+    across: int | None, key: Tensor | None, variant: str = "A",
+) -> tuple[Tensor, int]:  # fmt: skip
+    """Each sample has blocks of its own: a scale of the whole tensor is one for each of them."""
+    words = fmt, rounding, overflow, random_bits, variant
+    dim, key_dim = in_dims[0], in_dims[7]
+    samples = x.unbind(dim) if dim is not None else [x] * info.batch_size
+    keys = key.unbind(key_dim) if key is not None and key_dim is not None else [key] * info.batch_size
+    rounded = [apply_block_operator(s, words, axis, across, k) for s, k in zip(samples, keys, strict=True)]
+    return torch.stack(rounded), 0
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    pass
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    return gradient, *[None] * 8
+
+
+_round_blocks_op.register_autograd(_backward, setup_context=_setup)
+
+
+@constant_under_compile
+def block_words(
+    fmt: str | Format, rounding: str, overflow: str | None, random_bits: int | None, variant: str
+) -> BlockWords:
+    """The operator's arguments, as constants of a compiled graph: torch.compile cannot trace how they are found."""
+    spec = any_spec(fmt, rounding, overflow, random_bits, variant)
+    assert isinstance(spec, BlockSpec)
+    return _words_of(spec)
+
+
+def _words_of(spec: BlockSpec) -> BlockWords:
+    return repr(spec.fmt), spec.rounding, spec.overflow, spec.random_bits or 0, spec.variant
+
+
+def apply_block_operator(
+    x: Tensor, words: BlockWords, axis: int, across: int | None, key: Tensor | None = None
+) -> Tensor:
+    """Round by the operator. key: of stochastic rounding; None draws one."""
+    if key is None and words[1] == "stochastic":
+        key = new_traceable_key(x)
+    return torch.ops.fpsim.round_blocks(x, *words[:-1], axis, across, key, words[-1])  # type: ignore[no-any-return]
+
+
+def round_blocks_differentiably(x: Tensor, spec: BlockSpec, axis: int, across: int | None) -> Tensor:
+    """`rounded_blocks` through which the gradient passes unchanged."""
+    if is_plain(x) and not (x.requires_grad and torch.is_grad_enabled()):
+        return rounded_blocks(x, spec, axis, across)
+    return round_blocks_traced(x, spec, axis, across)
+
+
+def round_blocks_traced(x: Tensor, spec: BlockSpec, axis: int, across: int | None) -> Tensor:
+    """Round by the operator, which tracers see."""
+    return apply_block_operator(x, _words_of(spec), axis, across)

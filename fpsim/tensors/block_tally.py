@@ -1,0 +1,96 @@
+"""What a rounding did to the blocks of a tensor: their scales, and elements at the ends of their range."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fpsim.formats.blocks import Element
+from fpsim.formats.fixed_point import FixedPoint
+from fpsim.kernels import block_tally, block_teams
+from fpsim.kernels.blocks import BlockPlan
+from fpsim.kernels.statistics import BLOCK_FIELDS, LARGEST_SCALE, SMALLEST_SCALE
+from fpsim.tensors.launch import parts_of, run_on_card, run_parts
+from fpsim.tensors.shared_scales import BlockAxes, Cut, block_axes, block_plan, finite_amax, in_parts, shared_numbers
+from fpsim.tensors.spec import BlockSpec, address_of
+
+__all__ = ["blocks_between", "saturated_from"]
+
+_LARGEST = torch.iinfo(torch.int64).max
+
+
+def blocks_between(before: Tensor, after: Tensor, spec: BlockSpec, cut: Cut) -> Tensor:
+    """What the blocks of a tensor tell of its rounding: the BLOCK_FIELDS of `statistics`; nothing goes to the host.
+
+    before, after: the same shape and device, floating, any strides; taken as float32.
+    cut: how it was rounded.
+    Returns eight int64 on their device.
+    """
+    plan, axes = block_plan(spec), block_axes(before.shape, spec.fmt.tile, cut.axis, cut.across)
+    x, r = (t.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous() for t in (before, after))
+    if x.numel() == 0:
+        return _row(x.device)
+    shared = torch.cat([shared_numbers(x, spec.fmt, plan, cut.scale), torch.full((1,), -1, device=x.device)])
+    if spec.fmt.block == "tensor":
+        shared[2] = finite_amax(x)
+        axes = in_parts(axes, x.is_cuda)
+    limits = limits_of(spec)
+    if x.is_cuda:
+        return _on_cuda(x, r, axes, plan, shared, limits)
+    parts = len(parts_of(x.numel()))
+    total = math.prod(axes.blocks)
+    rows = torch.stack([_row(x.device)] * parts)
+    words = np.array(axes, np.int64), np.array(plan.parameters, np.int64), np.array(limits, np.float64)
+    dims, parameters, ends = (w.ctypes.data for w in words)
+    begins = [total * i // parts for i in range(parts + 1)]
+    addresses = address_of(x), address_of(r), dims, parameters, shared.data_ptr(), ends
+    calls = [(*addresses, rows[i].data_ptr(), begins[i], begins[i + 1]) for i in range(parts)]
+    run_parts(block_tally.cpu_loop(plan.scale_shape, plan.kind), calls, x, r, rows, shared, words)
+    return joined(rows)
+
+
+def joined(rows: Tensor) -> Tensor:
+    """One row of BLOCK_FIELDS from several, (n, BLOCK_FIELDS)."""
+    found = rows.sum(0)
+    found[SMALLEST_SCALE], found[LARGEST_SCALE] = rows[:, SMALLEST_SCALE].amin(), rows[:, LARGEST_SCALE].amax()
+    return found
+
+
+def _row(device: torch.device) -> Tensor:
+    row = torch.zeros(BLOCK_FIELDS, dtype=torch.int64, device=device)
+    row[SMALLEST_SCALE] = _LARGEST
+    return row
+
+
+def _on_cuda(
+    x: Tensor, r: Tensor, axes: BlockAxes, plan: BlockPlan, shared: Tensor, limits: tuple[float, float, float]
+) -> Tensor:
+    from fpsim.kernels.card import array_words
+
+    row = _row(x.device)
+    words = address_of(x), address_of(r), *axes, *plan.parameters, shared.data_ptr()
+    found = array_words(row.data_ptr(), (BLOCK_FIELDS,), 8)
+    loop = block_teams.cuda_tally(plan.scale_shape, plan.kind)
+    grid, team = block_teams.grid_of(axes, loop.threads)
+    run_on_card(loop, x, grid, (*words, *found, *limits, team))
+    return row
+
+
+@cache
+def limits_of(spec: BlockSpec) -> tuple[float, float, float]:
+    """Below which magnitude an element is subnormal, and from which it saturates; from which a scale does."""
+    element = spec.fmt.element
+    # halfway to the largest subnormal, for elements are multiplied by scales that round; fixed point has none
+    normal = (
+        0.0 if isinstance(element, FixedPoint) else element.smallest_normal - math.ldexp(0.5, element.min_ulp_exponent)
+    )
+    return normal, saturated_from(element), saturated_from(spec.fmt.scale)
+
+
+def saturated_from(fmt: Element) -> float:
+    """The magnitude from which saturation is counted: the largest value and half of the spacing there."""
+    return fmt.largest + math.ldexp(0.5, math.frexp(fmt.largest)[1] - 1 - fmt.mantissa_bits)

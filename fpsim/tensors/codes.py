@@ -1,0 +1,110 @@
+"""Codes: the bit patterns of a small format, from numbers and back."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fpsim.formats.blocks import as_format
+from fpsim.formats.floats import FloatFormat
+from fpsim.kernels.core import BINARY32, BINARY64
+from fpsim.tensors.ops import round_to
+from fpsim.tensors.spec import require_floating
+
+__all__ = ["decode", "encode"]
+
+
+def encode(x: Tensor, fmt: str | FloatFormat, rounding: str = "nearest_even", overflow: str | None = None) -> Tensor:
+    """Round `x` to a format of up to 16 bits and give the codes.
+
+    NaN gives the canonical (first quiet) NaN.
+
+    x, fmt, rounding, overflow: as in `round_to`; `x` is a tensor.
+    Returns int32 in the shape of `x`, on its device.
+    Raises ValueError for a format of more than 16 bits, and where `x` holds a NaN and the format has none.
+
+    >>> encode(torch.tensor([1.0, -448.0]), "e4m3fn")
+    tensor([ 56, 254], dtype=torch.int32)
+    """
+    f = _codable(fmt)
+    require_floating(x)
+    if x.device.type == "meta":
+        raise TypeError("x is on device meta, where tensors hold no numbers to encode. Possible: cpu, cuda.")
+    x = x.detach()
+    rounded = round_to(x if x.dtype is torch.float64 else x.float(), f, rounding, overflow)
+    is_nan = rounded.isnan()
+    if not f.has_nan and is_nan.any():
+        raise ValueError(f"x holds NaN and {f} has no code for it. Possible: finite values; see torch.nan_to_num.")
+    width = 64 if x.dtype is torch.float64 else 32
+    table, codes = (torch.from_numpy(a).to(x.device) for a in _code_table(f, width))
+    # by patterns, which no processor flushes to zero; read as integers, those of negative numbers run backwards
+    patterns = rounded.view(torch.int32 if width == 32 else torch.int64)
+    ordered = (patterns ^ ((patterns >> (width - 1)) & torch.iinfo(patterns.dtype).max)).contiguous()
+    result = codes[torch.searchsorted(table, ordered).clamp_(max=len(table) - 1)]
+    return torch.where(is_nan, torch.full_like(result, f.encode(math.nan) if f.has_nan else 0), result)
+
+
+def decode(codes: Tensor, fmt: str | FloatFormat) -> Tensor:
+    """The values of integer codes of a format of up to 16 bits.
+
+    codes: a tensor of any integer dtype and shape.
+    fmt: a format, or its name.
+    Returns float32 in the shape of `codes`, on its device.
+    Raises ValueError for a format of more than 16 bits and for codes out of range, TypeError for other dtypes.
+
+    >>> decode(torch.tensor([0x3C00, 0x7C00]), "fp16")
+    tensor([1., inf])
+    """
+    f = _codable(fmt)
+    if not isinstance(codes, Tensor):
+        raise TypeError(f"codes is {type(codes).__name__}. Possible: a torch.Tensor; wrap it with torch.as_tensor.")
+    if codes.layout is not torch.strided or codes.device.type == "meta":
+        layout = str(codes.layout).removeprefix("torch.")
+        raise TypeError(
+            f"codes has layout {layout} on device {codes.device}. Possible: a dense tensor that holds numbers."
+        )
+    if codes.dtype.is_floating_point or codes.dtype.is_complex or codes.dtype is torch.bool:
+        raise TypeError(f"codes has dtype {str(codes.dtype).removeprefix('torch.')}. Possible: any integer dtype.")
+    index = codes.long()
+    if codes.numel() and not 0 <= int(index.min()) <= int(index.max()) < 2**f.bits:
+        raise ValueError(
+            f"codes holds {int(index.min())} to {int(index.max())}. The codes of {f} are 0 to {2**f.bits - 1}."
+        )
+    return torch.from_numpy(_value_table(f)).to(codes.device)[index]
+
+
+def _codable(fmt: str | FloatFormat) -> FloatFormat:
+    f = as_format(fmt)
+    if not isinstance(f, FloatFormat):
+        raise ValueError(f"{f} has no codes here. encode() and decode() take float formats of up to 16 bits.")
+    if f.bits > 16:
+        raise ValueError(f"{f} has {f.bits} bits. encode() and decode() take formats of up to 16 bits.")
+    return f
+
+
+# Arrays, not tensors: a tensor would keep the device or the tracer under which it was first asked for.
+
+
+@cache
+def _value_table(f: FloatFormat) -> np.ndarray[Any, Any]:
+    return np.array([BINARY32.bits(f.decode(code)) for code in range(2**f.bits)], np.uint32).view(np.float32)
+
+
+@cache
+def _code_table(f: FloatFormat, width: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The patterns of all values in a container of `width` bits, inf and -0 included, in order, and their codes."""
+    values = [*f.values()]
+    if f.has_inf:
+        values = [-math.inf, *values, math.inf]
+    if f.has_negative_zero:
+        values.insert(values.index(0.0), -0.0)
+    container = BINARY32 if width == 32 else BINARY64
+    integer: Any = np.int32 if width == 32 else np.int64
+    patterns = np.array([container.bits(v) for v in values], np.uint32 if width == 32 else np.uint64).view(integer)
+    ordered = patterns ^ ((patterns >> (width - 1)) & np.iinfo(integer).max)
+    return ordered, np.array([f.encode(v) for v in values], np.int32)

@@ -1,0 +1,299 @@
+"""Rounding as expressions of bit patterns, which a compiler fuses with what computes the numbers.
+
+The kernels are opaque to a compiler. Here the same integer steps are written over whole tensors of bit patterns, once
+for torch and for inductor, whose names for the steps are torch's. `tests/fpsim/tensors/test_expressions.py` compares
+the two bit for bit. What has no expression is left to the kernels, as an operator that nothing is fused with.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpsim.kernels.core import (
+    BINARY32,
+    CARRYING,
+    DOWN,
+    FIXED,
+    FLAT,
+    GAP,
+    GRID,
+    NEAREST_AWAY,
+    NEAREST_EVEN,
+    STOCHASTIC,
+    STOCHASTIC_B,
+    STOCHASTIC_C_TIES_TO_ODD,
+    STOCHASTIC_C_TO_ODD,
+    TO_ODD,
+    UNSIGNED_ZERO_GRID,
+    UP,
+    draws_noise,
+    make_plan,
+)
+from fpsim.tensors.autograd import apply_operator, words_of
+from fpsim.tensors.launch import masks_of, round_memory_
+from fpsim.tensors.spec import RoundingSpec, container_width
+from fpsim.torch_internals import fuse_in_inductor, is_traced
+
+__all__ = ["round_here_", "round_traced"]
+
+_SIGN = -(1 << 31)
+_INFINITY = BINARY32.bits(float("inf"))
+_FRACTION = (1 << BINARY32.mantissa_bits) - 1
+_IMPLICIT = _FRACTION + 1
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 32) if bits >= 1 << 31 else bits
+
+
+class Patterns:
+    """The roundings of int32 bit patterns of float32 numbers, in the steps of `core.make_round`.
+
+    m: torch, or inductor's operations of the same names.
+    constant: gives an integer as an operand.
+    as_float, as_bits: the same 32 bits as float32 and as int32.
+    """
+
+    def __init__(self, m: Any, constant: Any, as_float: Any, as_bits: Any) -> None:
+        self.m, self.constant, self.as_float, self.as_bits = m, constant, as_float, as_bits
+
+    def rounded(self, u: Any, noise: Any, rule: int, shape: int, parameters: list[int], masks: tuple[int, bool]) -> Any:
+        """The rounded patterns.
+
+        u: patterns; noise: as many random patterns for a stochastic rule, else None.
+        rule, shape, parameters: of a Plan of 32 bits.
+        masks: a magnitude that stays as it is, 0 for none, and whether minus infinity stays.
+        """
+        m, c = self.m, self.constant
+        ulp_shift, origin, largest, overflow, smallest, zero_sign, noise_mask, last = map(_signed, parameters)
+        magnitude = u & c(~_SIGN)
+        negative = u < c(0)
+        a = m.minimum(magnitude, c(_INFINITY))  # a NaN is put back below; no sum overflows
+        if draws_noise(rule):
+            noise = self._drawn(noise, rule, noise_mask)
+        if rule == NEAREST_EVEN and shape in (GRID, UNSIGNED_ZERO_GRID):
+            subnormal = a < c(origin + (ulp_shift << 23))
+            flat = self._flat(a, negative, None, rule, ulp_shift, ulp_shift == 31 - 23)
+            r = m.where(subnormal, self._subnormal_nearest(a, smallest), flat)
+        elif shape in (GRID, UNSIGNED_ZERO_GRID, FIXED):
+            r = self._grid(a, negative, noise, rule, ulp_shift, origin, smallest)
+        else:
+            r = self._flat(a, negative, noise, rule, ulp_shift, last)
+            if shape == GAP:
+                r = m.where(a < c(smallest), self._gap(a, negative, rule, smallest), r)
+        r = self._limited(r, a, negative, rule, shape, largest, overflow, last)
+        sign = u & c(_SIGN)
+        if shape in (GAP, UNSIGNED_ZERO_GRID, FIXED) and zero_sign == 0:
+            sign = m.where(r == c(0), c(0), sign)
+        r = m.where(magnitude > c(_INFINITY), magnitude, r) | sign
+        if masks[0]:
+            r = m.where(magnitude == c(masks[0]), u, r)
+        return m.where(u == c(_signed(BINARY32.bits(-torch.inf))), u, r) if masks[1] else r
+
+    def _drawn(self, noise: Any, rule: int, used: int) -> Any:
+        m, c = self.m, self.constant
+        bits = noise & c(used)
+        if rule == STOCHASTIC:
+            return bits
+        last, half = -used, -used >> 1
+        if rule == STOCHASTIC_B:
+            return bits | c(half)
+        odd = (bits & c(_signed(last))) != c(0)
+        if rule == STOCHASTIC_C_TO_ODD:
+            return m.where(odd, bits | c(last - 1), bits)
+        of_odd, of_even = (half, half - 1) if rule == STOCHASTIC_C_TIES_TO_ODD else (half - 1, half)
+        return bits | m.where(odd, c(of_odd), c(of_even))
+
+    def _limited(
+        self, r: Any, a: Any, negative: Any, rule: int, shape: int, largest: int, overflow: int, last: int
+    ) -> Any:
+        """What is beyond the largest value becomes what the rule says."""
+        m, c = self.m, self.constant
+        if shape == FIXED:
+            return m.minimum(r, m.where(negative, c(last), c(largest)))
+        beyond = c(overflow)
+        if rule not in (NEAREST_EVEN, NEAREST_AWAY) and not draws_noise(rule) and overflow != largest:
+            away = a >= c(_INFINITY)
+            if rule in (UP, DOWN):
+                away = m.logical_or(away, negative if rule == DOWN else m.logical_not(negative))
+            beyond = m.where(away, c(overflow), c(largest))
+        return m.where(r > c(largest), beyond, r)
+
+    def _addend(self, ulp: Any, odd: Any, negative: Any, rule: int) -> Any:
+        m, c = self.m, self.constant
+        if rule == NEAREST_EVEN:
+            half = m.bitwise_right_shift(ulp, c(1))
+            return m.where(odd, half, half - c(1))
+        if rule == NEAREST_AWAY:
+            return m.bitwise_right_shift(ulp, c(1))
+        if rule in (UP, DOWN):
+            return m.where(negative, *((c(0), ulp - c(1)) if rule == UP else (ulp - c(1), c(0))))
+        return m.where(odd, c(0), ulp - c(1)) if rule == TO_ODD else c(0)
+
+    def _flat(self, a: Any, negative: Any, noise: Any, rule: int, ulp_shift: int, always_odd: int) -> Any:
+        m, c = self.m, self.constant
+        ulp = 1 << (31 - ulp_shift)
+        if draws_noise(rule):
+            added = m.bitwise_right_shift(noise, c(ulp_shift + 1)) & c(ulp - 1)
+        else:
+            odd = c(1) == c(1) if always_odd else (a & c(ulp)) != c(0)
+            added = self._addend(c(ulp), odd, negative, rule)
+        return (a + added) & c(-ulp)
+
+    def _subnormal_nearest(self, a: Any, smallest: int) -> Any:
+        """Rounded to multiples of `smallest`: a sum with 2^23 of it has no finer digits, and ties go to even.
+
+        The float32 unit rounds here, and no compiler changes it: there is no product that a multiply-add would take in,
+        and a subnormal of float32 that is flushed to zero would become zero anyway.
+        """
+        shifter = self.as_float(self.constant(smallest + (23 << 23)))
+        return self.as_bits((self.as_float(a) + shifter) - shifter)
+
+    def _gap(self, a: Any, negative: Any, rule: int, smallest: int) -> Any:
+        m, c = self.m, self.constant
+        if rule == NEAREST_EVEN:
+            up = a > c(smallest - _IMPLICIT)
+        elif rule == NEAREST_AWAY:
+            up = a >= c(smallest - _IMPLICIT)
+        elif rule in (UP, DOWN, TO_ODD):
+            up = a != c(0)
+            if rule != TO_ODD:
+                up = m.logical_and(up, negative if rule == DOWN else m.logical_not(negative))
+        else:
+            return c(0)
+        return m.where(up, c(smallest), c(0))
+
+    def _grid(self, a: Any, negative: Any, noise: Any, rule: int, ulp_shift: int, origin: Any, smallest: Any) -> Any:
+        m, c = self.m, self.constant
+        significand = (a & c(_FRACTION)) | c(_IMPLICIT)
+        discarded = c(31) - m.bitwise_right_shift(a - c(origin), c(23))
+        discarded = m.maximum(discarded, c(31 - ulp_shift))
+        # one bit above the significand and a zero above that: whatever is smaller still is treated as these
+        ulp = m.bitwise_left_shift(c(1), m.minimum(discarded, c(25)))
+        odd = (significand & ulp) != c(0)
+        if rule in CARRYING:
+            kept = (significand + self._addend(ulp, odd, negative, rule)) & (c(0) - ulp)
+            return m.where(kept == c(0), c(0), a + (kept - significand))
+        low = significand & (ulp - c(1))
+        if draws_noise(rule):
+            left = m.minimum(m.maximum(c(32) - discarded, c(0)), c(31))
+            right = m.minimum(m.maximum(discarded - c(32), c(0)), c(31))
+            fraction = m.bitwise_right_shift(m.bitwise_left_shift(significand, left), right)
+            if rule != STOCHASTIC:  # what was cut off decides about ties
+                cut = m.bitwise_left_shift(m.bitwise_right_shift(significand, right), right) != significand
+                fraction = fraction | m.where(m.logical_and(cut, a != c(0)), c(1), c(0))
+            up = (noise ^ c(_SIGN)) > (fraction ^ c(~_SIGN))  # unsigned: noise > ~fraction
+        else:
+            up = m.logical_and(self._addend(ulp, odd, negative, rule) != c(0), low != c(0))
+            up = m.logical_and(up, a != c(0))
+        below_smallest = ulp > c(_IMPLICIT)
+        base, step = m.where(below_smallest, c(0), a - low), m.where(below_smallest, c(smallest), ulp)
+        return m.where(up, base + step, base)
+
+
+# The operator: nothing differentiates it, for the emulation rounds below autograd.
+
+_library = torch.library.Library("fpsim", "FRAGMENT")
+_library.define(
+    "round_patterns(Tensor x, Tensor? noise, int rule, int shape, int[] parameters, int mask, bool keeps_infinity, "
+    "int version) -> Tensor"
+)
+
+
+def _in_torch(
+    x: Tensor, noise: Tensor | None, rule: int, shape: int, parameters: list[int], mask: int, keeps: bool, version: int
+) -> Tensor:
+    def constant(value: int) -> Tensor:
+        return torch.full((), value, dtype=torch.int32, device=x.device)
+
+    def as_float(bits: Tensor) -> Tensor:
+        return bits.view(torch.float32)
+
+    def as_bits(numbers: Tensor) -> Tensor:
+        return numbers.view(torch.int32)
+
+    bits = as_bits(x.to(torch.float32))
+    found = Patterns(torch, constant, as_float, as_bits).rounded(bits, noise, rule, shape, parameters, (mask, keeps))
+    return as_float(found).to(x.dtype)
+
+
+def _fake(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+_library.impl("round_patterns", _in_torch, "CompositeExplicitAutograd")
+torch.library.register_fake("fpsim::round_patterns", _fake, lib=_library)
+
+
+def _in_inductor(ops: Any, x: Any, noise: Any, dtype: torch.dtype, *words: Any) -> Any:
+    rule, shape, parameters, mask, keeps, _ = words
+
+    def constant(value: int) -> Any:
+        return ops.constant(value, torch.int32)
+
+    def as_float(bits: Any) -> Any:
+        return ops.to_dtype_bitcast(bits, torch.float32, torch.int32)
+
+    def as_bits(numbers: Any) -> Any:
+        return ops.to_dtype_bitcast(numbers, torch.int32, torch.float32)
+
+    bits = as_bits(x if dtype is torch.float32 else ops.to_dtype(x, torch.float32, src_dtype=dtype))
+    found = Patterns(ops, constant, as_float, as_bits).rounded(bits, noise, rule, shape, parameters, (mask, keeps))
+    out = as_float(found)
+    return out if dtype is torch.float32 else ops.to_dtype(out, dtype, src_dtype=torch.float32)
+
+
+@cache
+def _version() -> int:
+    """Of this file: compilers keep programs on disk by the operators' arguments."""
+    return zlib.crc32(Path(__file__).read_bytes())
+
+
+def round_traced(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_infinity: bool = True) -> Tensor:
+    """A rounded copy of a tensor that a compiler traces, below autograd. Arguments as in `launch.round_memory_`.
+
+    The noise of stochastic rounding is the compiler's: as uniform as the kernels', and other bits.
+    """
+    width = container_width(spec, x.dtype)
+    if width == 0:
+        return x.clone()
+    masks = masks_of(spec, x.dtype, 32, keep_infinity) if keep_masks else None
+    plan = make_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width, spec.variant)
+    is_stochastic = draws_noise(plan.rule)
+    if (
+        width != 32
+        or plan.shape not in (FLAT, GRID, UNSIGNED_ZERO_GRID, FIXED, GAP)
+        or (plan.shape == GAP and is_stochastic)
+    ):
+        return _by_kernel(x, spec, keep_masks, keep_infinity)
+    fuse_in_inductor(torch.ops.fpsim.round_patterns.default, _in_inductor)
+    noise = torch.randint(-(1 << 31), 1 << 31, x.shape, device=x.device).int() if is_stochastic else None
+    mask, keeps = (0, False) if masks is None else masks
+    return torch.ops.fpsim.round_patterns(  # type: ignore[no-any-return]
+        x, noise, plan.rule, plan.shape, list(plan.parameters), mask, keeps, _version()
+    )
+
+
+def _by_kernel(x: Tensor, spec: RoundingSpec, keep_masks: bool, keep_infinity: bool) -> Tensor:
+    rounded = apply_operator(x, words_of(spec), None)
+    if not keep_masks or x.dtype not in (torch.float32, torch.float64):
+        return rounded
+    is_mask = x.abs() == torch.finfo(x.dtype).max
+    if keep_infinity and spec.saturates:
+        is_mask = is_mask | (x == -torch.inf)
+    return torch.where(is_mask, x, rounded)
+
+
+def round_here_(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_infinity: bool = True) -> None:
+    """`launch.round_memory_`, also of what a compiler traces: what autograd saved of `x` is the rounded value."""
+    if not is_traced(x):
+        round_memory_(x, spec, keep_masks=keep_masks, keep_infinity=keep_infinity)
+        return
+    with torch.no_grad():
+        x.data.copy_(round_traced(x.detach(), spec, keep_masks, keep_infinity))

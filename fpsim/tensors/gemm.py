@@ -1,0 +1,312 @@
+"""Products of matrices in an accumulator of any format: `matmul`, and `accumulate` below autograd."""
+
+from __future__ import annotations
+
+import math
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fpsim.formats.floats import FloatFormat, as_float_format
+from fpsim.kernels.accumulate import Code, Sizes, cpu_loop, cuda_loop, memory_of, tiles
+from fpsim.kernels.core import Plan, make_plan
+from fpsim.kernels.sums import EXACT
+from fpsim.tensors.accumulators import Accumulator, as_accumulator
+from fpsim.tensors.launch import key_arguments, run_on_card, run_parts
+from fpsim.tensors.noise import new_key_for, new_traceable_key
+from fpsim.tensors.spec import address_of, require_floating
+from fpsim.torch_internals import constant_under_compile
+
+__all__ = ["accumulate", "apply_accumulate_operator", "matmul"]
+
+# Below this many terms a second thread costs more than it saves: 30 us for the hand-over, about 1 ns a term.
+PARALLEL_FROM = 1 << 17
+NARROW = 32  # columns: a narrower product of more rows than columns is computed as its transpose, on whole vectors
+
+
+class Summation:
+    """An accumulator as its kernels take it: what is compiled in, and the integers of three Plans."""
+
+    def __init__(self, accumulator: Accumulator) -> None:
+        f, outer = as_float_format(accumulator.format), as_float_format(accumulator.outer or accumulator.format)
+        rounding, product_rounding, outer_rounding = accumulator.roundings
+        p = make_plan(f, rounding, accumulator.overflow, *_noise(accumulator, f, rounding))
+        overflow = accumulator.overflow if outer == f else None
+        o = make_plan(outer, outer_rounding, overflow, *_noise(accumulator, outer, outer_rounding))
+        q = Plan(EXACT, 0, 64, p.parameters)
+        if accumulator.product is not None and product_rounding is not None:
+            q = make_plan(
+                as_float_format(accumulator.product),
+                product_rounding,
+                None,
+                *_noise(accumulator, None, product_rounding),
+            )
+        self.code = Code(p.rule, p.shape, q.rule, q.shape, o.rule, o.shape, int(accumulator.group is not None))
+        self.plans = p.parameters, q.parameters, o.parameters
+        self.ends = accumulator.chunk or 0, accumulator.group or 0, accumulator.group_bits or 0
+        self.is_stochastic = accumulator.is_stochastic
+
+    @cached_property
+    def loop(self) -> Any:
+        return cpu_loop(self.code).native
+
+
+def _noise(accumulator: Accumulator, fmt: FloatFormat | None, rounding: str) -> tuple[int | None, int, str]:
+    """Random bits, width and variant of a Plan. fmt: of a sum; None for products, which offer all bits."""
+    if rounding != "stochastic":
+        return None, 64, "A"
+    bits = accumulator.random_bits if fmt is None else accumulator.random_bits_of(fmt)
+    return bits, 64, accumulator.variant
+
+
+@cache
+def summation_of(accumulator: Accumulator) -> Summation:
+    return Summation(accumulator)
+
+
+_NO_KEY = np.zeros(2, np.uint32)
+
+
+def accumulate(
+    a: Tensor, b: Tensor, accumulator: Accumulator, bias: Tensor | None = None, key: Tensor | None = None
+) -> Tensor:
+    """The product of batches of matrices in an accumulator, below autograd and without a check of what comes.
+
+    a, b: (batch, rows, terms) and (batch, terms, columns), float32 on one device, any strides.
+    bias: (batch, rows, columns), any strides, or None. It is added last, see `matmul`.
+    key: of the noise of stochastic roundings, on the CPU; None draws one.
+    Returns (batch, rows, columns) float32, contiguous.
+    """
+    a, b, bias = a.detach(), b.detach(), None if bias is None else bias.detach()
+    if accumulator.order == "torch":
+        product = torch.bmm(a, b)
+        return product if bias is None else product.add_(bias)
+    summation = summation_of(accumulator)
+    if summation.is_stochastic and key is None:
+        key = new_key_for(a)
+    (batches, m, k), n = a.shape, b.shape[2]
+    out = torch.empty((batches, m, n), dtype=torch.float32, device=a.device)
+    if out.numel() == 0:
+        return out
+    target = out
+    if n < NARROW and m > n:  # multiplication commutes
+        a, b, bias, target, m, n = b.mT, a.mT, None if bias is None else bias.mT, out.mT, n, m
+    of_bias = (0, 0, 0) if bias is None else bias.stride()
+    strides = (*a.stride(), *b.stride(), *of_bias, *target.stride())
+    sizes = Sizes._make((batches, m, n, k, *strides, int(bias is not None), *summation.ends))
+    run = _run_on_card if out.is_cuda else _run_on_cpu
+    run(summation, sizes, key, a, b, out if bias is None else bias, out)
+    return out
+
+
+def _run_on_cpu(summation: Summation, sizes: Sizes, key: Tensor | None, *tensors: Tensor) -> None:
+    addresses = [address_of(x) for x in tensors]
+    numbers = np.array((*sizes, *(integer for plan in summation.plans for integer in plan)), np.int64)
+    rest = numbers.ctypes.data, _NO_KEY.ctypes.data if key is None else key.data_ptr()
+    count = tiles(sizes)
+    work = sizes.batches * sizes.rows * sizes.columns * sizes.terms
+    threads = min(count, torch.get_num_threads()) if work >= PARALLEL_FROM else 1
+    ends = [count * i // threads for i in range(threads + 1)]
+    memory, size = np.empty(threads * memory_of(sizes), np.uint8), memory_of(sizes)
+    parts = [(*addresses, ends[i], ends[i + 1], *rest, memory.ctypes.data + i * size) for i in range(threads)]
+    run_parts(summation.loop, parts, *tensors, numbers, key, memory)
+
+
+def _run_on_card(summation: Summation, sizes: Sizes, key: Tensor | None, *tensors: Tensor) -> None:
+    out = tensors[-1]
+    addresses = [address_of(x if x.numel() else out) for x in tensors]
+    plans = (integer for plan in summation.plans for integer in plan)
+    loop, elements = cuda_loop(summation.code), sizes.batches * sizes.rows * sizes.columns
+    words = *addresses, *sizes, *plans, *key_arguments(key)
+    run_on_card(loop, out, -(-elements // loop.threads), words)
+
+
+# The operator that torch.compile, FakeTensorMode and functorch see.
+
+
+@torch.library.custom_op("fpsim::accumulate", mutates_args=())
+def _accumulate_op(a: Tensor, b: Tensor, bias: Tensor | None, accumulator: str, key: Tensor | None) -> Tensor:
+    return accumulate(a, b, as_accumulator(accumulator), bias, key)
+
+
+@_accumulate_op.register_fake
+def _(a: Tensor, b: Tensor, bias: Tensor | None, accumulator: str, key: Tensor | None) -> Tensor:
+    return a.new_empty((a.shape[0], a.shape[1], b.shape[2]))
+
+
+@_accumulate_op.register_vmap
+def _(
+    info: Any, in_dims: Any, a: Tensor, b: Tensor, bias: Tensor | None, accumulator: str, key: Tensor | None
+) -> tuple[Tensor, int]:
+    n = info.batch_size
+    a, b = _with_batch(a, in_dims[0], n), _with_batch(b, in_dims[1], n)
+    bias = None if bias is None else _with_batch(bias, in_dims[2], n)
+    if key is not None and in_dims[4] is None:  # randomness="same": every sample starts from the same noise
+        biases = [None] * n if bias is None else bias.unbind()
+        samples = zip(a.unbind(), b.unbind(), biases, strict=True)
+        return torch.stack([torch.ops.fpsim.accumulate(x, y, c, accumulator, key) for x, y, c in samples]), 0
+    if key is not None:  # one key serves, an element's index tells the samples apart
+        key = key.select(in_dims[4], 0)
+    flat = (None if x is None else x.flatten(0, 1) for x in (a, b, bias))
+    return torch.ops.fpsim.accumulate(*flat, accumulator, key).unflatten(0, (n, a.shape[1])), 0
+
+
+def _with_batch(x: Tensor, dim: int | None, n: int) -> Tensor:
+    return x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+class Product(torch.autograd.Function):
+    """The operator with its gradients, which are products in the same accumulator."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, bias: Tensor | None, accumulator: str, key: Tensor | None) -> Tensor:
+        return torch.ops.fpsim.accumulate(a, b, bias, accumulator, key)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, _, ctx.accumulator, key = inputs
+        ctx.is_stochastic = key is not None
+        ctx.save_for_backward(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        da = _apply(dy, b.mT, None, ctx.accumulator, ctx.is_stochastic) if ctx.needs_input_grad[0] else None
+        db = _apply(a.mT, dy, None, ctx.accumulator, ctx.is_stochastic) if ctx.needs_input_grad[1] else None
+        return da, db, dy if ctx.needs_input_grad[2] else None, None, None
+
+
+def _apply(a: Tensor, b: Tensor, bias: Tensor | None, accumulator: str, is_stochastic: bool) -> Tensor:
+    key = new_traceable_key(a) if is_stochastic else None
+    return Product.apply(a, b, bias, accumulator, key)  # type: ignore[no-any-return]
+
+
+def apply_accumulate_operator(a: Tensor, b: Tensor, bias: Tensor | None, accumulator: Accumulator) -> Tensor:
+    """`accumulate` by the operator, which tracers see."""
+    words, order, is_stochastic = _words_of(accumulator)
+    if order == "torch":
+        return accumulate(a, b, accumulator, bias)
+    key = new_traceable_key(a) if is_stochastic else None
+    return torch.ops.fpsim.accumulate(a, b, bias, words, key)  # type: ignore[no-any-return]
+
+
+@constant_under_compile
+def _operator_words(accumulator: str | Accumulator | FloatFormat) -> tuple[str, str, bool]:
+    """The operator's text of an accumulator, its order and whether it draws noise: constants of a compiled graph."""
+    return _words_of(as_accumulator(accumulator))
+
+
+@cache
+def _words_of(accumulator: Accumulator) -> tuple[str, str, bool]:
+    return repr(accumulator), accumulator.order, accumulator.is_stochastic
+
+
+def matmul(
+    a: Tensor, b: Tensor, accumulator: str | Accumulator | FloatFormat = "fp32", bias: Tensor | None = None
+) -> Tensor:
+    """`torch.matmul` in an accumulator of any format.
+
+    Each element is added up from +0, term by term as `Accumulator` says, in the order of the contracted axis. Each
+    sum is exact before it is rounded, subnormals included. NaN, inf and -0 go as IEEE 754 has them; a sum beyond the
+    format's largest value overflows as the accumulator says. Without terms the result is +0.
+
+    a, b: float32 of the same device, in the shapes of torch.matmul: vectors, matrices, batches that broadcast; any
+        strides. They are not rounded: round them first, with `round_to`, where the hardware holds them in a format.
+    accumulator: an Accumulator, or what `as_accumulator` takes; "fp32" is torch's own product.
+    bias: float32 that broadcasts to the result. It is added to the last sum, the outer one if there are chunks, with
+        one more rounding: the epilogue of a hardware product does so.
+    Returns float32 of torch.matmul's shape. Every value is one of the accumulator's (the outer's) format.
+
+    The gradients of `a` and `b` are products in the same accumulator, and so are theirs; that of `bias`, and the sums
+    over axes that were broadcast, are torch's. Stochastic noise follows `manual_seed`: an element and a rounding have
+    the same on every device and with any number of threads.
+
+    Raises TypeError for what is no float32 tensor, ValueError for shapes that do not fit and unknown accumulators,
+    NotImplementedError in forward-mode differentiation.
+
+    >>> ones = torch.ones(4096)
+    >>> matmul(ones, ones, "fp16"), matmul(ones, ones, "cb16_chunk64")
+    (tensor(2048.), tensor(4096.))
+    """
+    text, order, is_stochastic = _operator_words(accumulator)
+    _require_matrices(a, b)
+    left, right = a.unsqueeze(0) if a.ndim == 1 else a, b.unsqueeze(-1) if b.ndim == 1 else b
+    batch = _batch_shape(left, right)
+    kept_rows, kept_columns = () if a.ndim == 1 else left.shape[-2:-1], () if b.ndim == 1 else right.shape[-1:]
+    shape = (*batch, *kept_rows, *kept_columns)
+    if bias is not None:
+        bias = _broadcast_bias(bias, shape, a.device)
+    if order == "torch":
+        return torch.matmul(a, b) if bias is None else torch.matmul(a, b) + bias
+    _refuse_forward_mode(a, b, bias)
+    m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+    if right.ndim == 2:  # one matrix for all: the batch is more rows
+        batches, m = 1, math.prod(batch) * m
+    else:
+        batches = math.prod(batch)
+        left, right = left.expand(*batch, m, k), right.expand(*batch, k, n)
+    bias = None if bias is None else bias.reshape(batches, m, n)
+    left, right = left.reshape(batches, m, k), right.reshape(batches, k, n)
+    return _apply(left, right, bias, text, is_stochastic).reshape(shape)
+
+
+def _require_matrices(a: Any, b: Any) -> None:
+    for name, x in (("a", a), ("b", b)):
+        require_floating(x, name)
+        if x.dtype is not torch.float32:
+            raise TypeError(
+                f"{name} has dtype {str(x.dtype).removeprefix('torch.')}. Possible: float32, which holds the values of "
+                f"every format. Convert it with {name}.float()."
+            )
+        if x.ndim == 0:
+            raise ValueError(f"{name} is 0-d. Possible: vectors, matrices and batches of them. For a number use a * b.")
+    if a.device != b.device:
+        raise ValueError(f"a is on {a.device}, b on {b.device}. Move one of them: b.to(a.device).")
+    terms = b.shape[0] if b.ndim == 1 else b.shape[-2]
+    if a.shape[-1] != terms:
+        raise ValueError(
+            f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}: {a.shape[-1]} terms do not meet {terms}. "
+            f"The last axis of a must be as long as the last but one of b, or b's only one."
+        )
+
+
+def _batch_shape(left: Tensor, right: Tensor) -> tuple[int, ...]:
+    try:
+        return tuple(torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]))
+    except RuntimeError:
+        raise ValueError(
+            f"a has batches {tuple(left.shape[:-2])} and b {tuple(right.shape[:-2])}, which do not broadcast. "
+            f"Axes must be equal or 1, aligned at the last."
+        ) from None
+
+
+def _refuse_forward_mode(*operands: Tensor | None) -> None:
+    """An operator has no rule for forward mode, and torch would take its tangent for zero."""
+    if torch.compiler.is_compiling():
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in operands):
+        raise NotImplementedError(
+            "matmul came with a tangent of forward-mode differentiation. Possible: reverse mode, by backward, "
+            "torch.func.grad or torch.func.vjp; or accumulator='fp32', which is torch's own product."
+        )
+
+
+def _broadcast_bias(bias: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    require_floating(bias, "bias")
+    if bias.dtype is not torch.float32 or bias.device != device:
+        raise TypeError(
+            f"bias is {str(bias.dtype).removeprefix('torch.')} on {bias.device}. Possible: float32 on {device}."
+        )
+    try:
+        return bias.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}, which does not broadcast to the result's {tuple(shape)}. "
+            f"For one number of each column give a vector of {shape[-1] if shape else 1}."
+        ) from None

@@ -1,0 +1,226 @@
+"""Hadamard transforms of tensors, which spread an outlier over its group before a product's operand is quantised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fpsim.checks import did_you_mean, is_whole, shown
+from fpsim.kernels.hadamard import LANES, cpu_loop, cuda_loop
+from fpsim.tensors.autograd import is_plain
+from fpsim.tensors.launch import PARALLEL_FROM, key_arguments, run_on_card, run_parts
+from fpsim.tensors.noise import new_key_for, new_traceable_key
+from fpsim.tensors.spec import address_of, require_floating
+from fpsim.torch_internals import has_no_holes
+
+__all__ = ["Hadamard", "apply_hadamard_operator", "hadamard", "padded_to_groups", "require_groups", "transformed"]
+
+SIGNS = (None, "fixed", "random")
+LARGEST_SIZE = 1024
+# NVIDIA TransformerEngine's signs for groups of 16: bit i is set where sign i is minus
+FIXED_SIGNS = sum(1 << i for i, sign in enumerate("+++-+------+-+--") if sign == "-")
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """A Hadamard transform: x -> x D H / sqrt(size), in groups of `size` along an axis.
+
+    H is Sylvester's matrix in its natural order, D a diagonal of signs. D H / sqrt(size) is orthogonal: where both
+    operands of a product are transformed along the axis that it sums over, it gives the same, and nothing is undone.
+
+    size: elements of a group, a power of two from 2 to 1024.
+    signs: None for no D; "fixed" for the 16 signs + + + - + - - - - - - + - + - - of NVIDIA's TransformerEngine, which
+        begin anew after 16 and are cut off for smaller groups; "random" for signs that a noise key decides, the same
+        for every group.
+    Raises ValueError for other sizes and signs.
+
+    >>> Hadamard(16, "fixed")
+    Hadamard(size=16, signs='fixed')
+    """
+
+    size: int
+    signs: str | None = None
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.size, 2) or self.size > LARGEST_SIZE or self.size & (self.size - 1):
+            raise ValueError(
+                f"size={shown(self.size)} is impossible for a Hadamard transform. Possible: powers of two, 2 to 1024."
+            )
+        if not (self.signs is None or isinstance(self.signs, str)) or self.signs not in SIGNS:
+            raise ValueError(
+                f"Unknown signs {shown(self.signs)}.{did_you_mean(self.signs, ['fixed', 'random'])} "
+                f"Known: None, 'fixed', 'random'."
+            )
+        object.__setattr__(self, "size", int(self.size))
+
+    def __str__(self) -> str:
+        return f"Hadamard {self.size}" + (f" {self.signs} signs" if self.signs else "")
+
+
+def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None = None) -> Tensor:
+    """The Hadamard transform of `x` along `axis`.
+
+    float32 is computed in float32, sums and differences in the order of the fast transform, which is the same on every
+    device; then one product with 1 / sqrt(size), exact where the size is a power of four. A NaN or inf reaches its
+    whole group, and so does a sum beyond the largest float32, as inf. float16 and bfloat16 are computed in float32 and
+    rounded once. The gradient is that of the linear map, the inverse transform.
+
+    x: float32, float64, float16 or bfloat16, any shape and strides, on the CPU or a CUDA device.
+    transform: size and signs.
+    axis: along which groups are formed. Its length is a multiple of the size.
+    key: the 64 bits that decide random signs, an int64 of no dimension on the CPU; None draws them from the noise's
+        stream. Two tensors with one key get the same signs.
+    Returns the same shape, dtype and device.
+    Raises ValueError for a length that the size does not divide, IndexError for an axis that is not there, TypeError
+    for tensors that cannot be transformed.
+
+    >>> hadamard(torch.tensor([8.0, 0.0, 0.0, 0.0]), Hadamard(4))
+    tensor([4., 4., 4., 4.])
+    >>> x, w, t = torch.arange(8.0).view(2, 4), torch.ones(1, 4), Hadamard(4, "fixed")
+    >>> torch.equal(hadamard(x, t) @ hadamard(w, t).T, x @ w.T)
+    True
+    """
+    if not isinstance(transform, Hadamard):
+        raise TypeError(
+            f"transform is {type(transform).__name__}, {shown(transform)}. "
+            f"Possible: a fpsim.Hadamard, such as Hadamard(16)."
+        )
+    require_floating(x)
+    if not is_whole(axis):
+        raise TypeError(f"axis={shown(axis)} is not an integer. Possible: {-x.dim()} to {x.dim() - 1}.")
+    if not -x.dim() <= axis < x.dim():
+        raise IndexError(f"axis={shown(axis)} came with {x.dim()} dimensions. Possible: {-x.dim()} to {x.dim() - 1}.")
+    axis %= x.dim()
+    require_groups(transform, x.shape[axis], f"x of shape {tuple(x.shape)} along axis {axis}")
+    if key is not None:
+        _require_key(key)
+    plain = is_plain(x)
+    if transform.signs != "random":
+        key = None
+    elif key is None:
+        key = new_key_for(x) if plain else new_traceable_key(x)
+    if plain and not (x.requires_grad and torch.is_grad_enabled()):
+        return transformed(x, transform, axis, key)
+    return apply_hadamard_operator(x, transform, axis, key)
+
+
+def _require_key(key: Any) -> None:
+    if not isinstance(key, Tensor) or key.dtype is not torch.int64 or key.dim():
+        came = f"a tensor of {key.dtype}, shape {tuple(key.shape)}" if isinstance(key, Tensor) else shown(key)
+        raise TypeError(f"key is {came}. Expected: an int64 tensor of no dimension, or None.")
+
+
+def apply_hadamard_operator(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None) -> Tensor:
+    """The transform by the operator. `axis` counts from 0."""
+    return torch.ops.fpsim.hadamard(x, transform.size, transform.signs or "none", axis, False, key)  # type: ignore[no-any-return]
+
+
+def require_groups(transform: Hadamard, length: int, where: str) -> None:
+    """Raise ValueError, saying `where`, if an axis of this length is not a whole number of groups."""
+    if length % transform.size:
+        largest = length & -length
+        fitting = f"sizes that divide it, {largest} at most" if largest > 1 else "no size at all, for it is odd"
+        raise ValueError(
+            f"A Hadamard transform of size {transform.size} came to {where}, whose length {length} it does not divide. "
+            f"Possible: {fitting}. Choose another size, pad the axis, or leave the transform away here."
+        )
+
+
+def padded_to_groups(x: Tensor, transform: Hadamard, axis: int) -> Tensor:
+    """`x` with zeros behind the end of an axis, up to a whole number of groups; `x` itself where that is nothing.
+
+    A product of two operands that are padded along the axis that it sums over is the product of the operands.
+    """
+    missing = -x.shape[axis] % transform.size
+    if not missing:
+        return x
+    shape = list(x.shape)
+    shape[axis] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim=axis)
+
+
+_NO_KEY = np.zeros(2, np.uint32)
+
+
+def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, is_inverse: bool = False) -> Tensor:
+    """The transform of a plain tensor, below autograd, its strides kept where it has no holes. `axis` counts from 0."""
+    if x.dtype is not torch.float32 and x.dtype is not torch.float64:
+        return transformed(x.float(), transform, axis, key, is_inverse).to(x.dtype)
+    x = x.detach()
+    out = torch.empty_like(x)
+    if not has_no_holes(x):
+        x = out.copy_(x)
+    lines = x.numel() // transform.size
+    if lines == 0:
+        return out
+    behind = sorted(range(x.dim()), key=x.stride, reverse=True)
+    behind = behind[behind.index(axis) + 1 :]
+    inner = int(np.prod([x.shape[d] for d in behind], dtype=np.int64))
+    pattern = FIXED_SIGNS if transform.signs == "fixed" else 0
+    words = inner, pattern, int(transform.signs == "random"), int(is_inverse)
+    if x.is_cuda:
+        on_card = cuda_loop(transform.size, 8 * x.element_size())
+        arguments = address_of(x), address_of(out), lines, *words, *key_arguments(key)
+        run_on_card(on_card, x, -(-lines * transform.size // on_card.threads), arguments)
+        return out
+    loop = cpu_loop(transform.size, 8 * x.element_size())
+    key_address = _NO_KEY.ctypes.data if key is None else key.data_ptr()
+    source, target = address_of(x), address_of(out)
+    threads = torch.get_num_threads() if x.numel() >= PARALLEL_FROM else 1
+    per_thread = -(-lines // (threads * LANES)) * LANES
+    parts = [
+        (source, target, first, min(first + per_thread, lines), *words, key_address)
+        for first in range(0, lines, per_thread)
+    ]
+    run_parts(loop, parts, x, out, key)
+    return out
+
+
+# The operator that autograd, torch.compile, FakeTensorMode and functorch see.
+
+
+def _named(size: int, signs: str) -> Hadamard:
+    return Hadamard(size, None if signs == "none" else signs)
+
+
+@torch.library.custom_op("fpsim::hadamard", mutates_args=())
+def _hadamard_op(x: Tensor, size: int, signs: str, axis: int, is_inverse: bool, key: Tensor | None) -> Tensor:
+    return transformed(x, _named(size, signs), axis, key, is_inverse)
+
+
+@_hadamard_op.register_fake
+def _(x: Tensor, size: int, signs: str, axis: int, is_inverse: bool, key: Tensor | None) -> Tensor:
+    return torch.empty_like(x)
+
+
+@_hadamard_op.register_vmap
+def _(info: Any, in_dims: Any, x: Tensor, size: int, signs: str, axis: int, is_inverse: bool, key: Any) -> Any:
+    dim, key_dim = in_dims[0], in_dims[-1]
+    if dim is not None:
+        x = x.movedim(dim, 0)
+    if key_dim is None:
+        return torch.ops.fpsim.hadamard(x, size, signs, axis + 1, is_inverse, key), 0
+    samples = x.unbind() if dim is not None else [x] * info.batch_size
+    keys = key.unbind(key_dim)
+    return torch.stack(
+        [torch.ops.fpsim.hadamard(s, size, signs, axis, is_inverse, k) for s, k in zip(samples, keys, strict=True)]
+    ), 0
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.words, key = inputs
+    ctx.save_for_backward(key)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    size, signs, axis, is_inverse = ctx.words
+    (key,) = ctx.saved_tensors
+    # orthogonal, and H symmetric: the adjoint is the inverse
+    return torch.ops.fpsim.hadamard(gradient, size, signs, axis, not is_inverse, key), None, None, None, None, None
+
+
+_hadamard_op.register_autograd(_backward, setup_context=_setup)

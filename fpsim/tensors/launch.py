@@ -1,0 +1,368 @@
+"""Launching a kernel on a tensor's memory: by how many threads, on which stream, through which copy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fpsim.kernels.containers import narrow_loop, power_loop, widen_loop
+from fpsim.kernels.core import BINARY32, BINARY64, Plan, make_plan
+from fpsim.kernels.round import (
+    ALIGNED,
+    HAS_KEY,
+    HAS_SCALE,
+    NO_MASKS,
+    Masks,
+    cpu_fitting_loop,
+    cpu_loop,
+    cuda_loop,
+    elements_of_block,
+)
+from fpsim.kernels.threefry import NOISE_BLOCK
+from fpsim.tensors.noise import new_key, new_key_for
+from fpsim.tensors.spec import CONTAINERS, RoundingSpec, address_of, container_width, no_memory
+from fpsim.torch_internals import current_stream_handle, has_no_holes
+
+if TYPE_CHECKING:
+    from fpsim.kernels.card import CudaKernel
+
+# Below this many elements a second thread costs more than it saves: 30 us for the hand-over, 0.2 ns an element.
+PARALLEL_FROM = 1 << 18
+
+
+class Kernel:
+    """A Plan with its compiled CPU loop and the address of its integers. masks: what stays as it is."""
+
+    def __init__(self, plan: Plan, masks: Masks) -> None:
+        self.plan, self.masks = plan, masks
+        self._parameters = np.array(plan.parameters, np.int64)
+        self.address = self._parameters.ctypes.data
+
+    @cached_property
+    def loop(self) -> Any:
+        return cpu_loop(self.plan.rule, self.plan.shape, self.plan.width, self.masks).native
+
+    @cached_property
+    def on_card(self) -> tuple[CudaKernel, int, tuple[int, ...]]:
+        """The CUDA kernel, how many elements a block of its threads rounds, and the plan's integers."""
+        rule, shape, width, parameters = self.plan
+        return cuda_loop(rule, shape, width, self.masks), elements_of_block(rule, width), parameters
+
+    @cached_property
+    def fitting_loop(self) -> Any:
+        return cpu_fitting_loop(self.plan.rule, self.plan.shape, self.plan.width).native
+
+
+@cache
+def kernel_for(spec: RoundingSpec, width: int, masks: Masks = NO_MASKS) -> Kernel:
+    """The kernel that rounds numbers in a container of `width` bits."""
+    return Kernel(make_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width, spec.variant), masks)
+
+
+def masks_of(spec: RoundingSpec, dtype: torch.dtype, width: int, keep_infinity: bool = True) -> Masks:
+    """What stands for a mask, in a container of `width` bits, in tensors of this dtype.
+
+    Models write `torch.finfo(x.dtype).min` or -inf where attention may not look. In a container that is no number of
+    the computation: a format with less range must neither make it inf nor saturate it to a number that can be seen.
+
+    keep_infinity: whether -inf is a mask, and was not computed from numbers.
+    """
+    if dtype is not torch.float32 and dtype is not torch.float64:
+        return NO_MASKS  # a real dtype: its own range is what the model asked for
+    container = BINARY32 if width == 32 else BINARY64
+    return Masks(container.bits(torch.finfo(dtype).max), keep_infinity and spec.saturates)
+
+
+_known: dict[tuple[str, torch.dtype, bool, bool], tuple[Kernel | None, torch.dtype]] = {}
+
+
+def _kernel_and_container(
+    spec: RoundingSpec, dtype: torch.dtype, keep_masks: bool, keep_infinity: bool
+) -> tuple[Kernel | None, torch.dtype]:
+    """What rounds tensors of a dtype, and in which dtype; no kernel where there is nothing to do."""
+    key = (spec.text, dtype, keep_masks, keep_infinity)  # a string keeps its hash, and this is asked in every call
+    found = _known.get(key)
+    if found is not None:
+        return found
+    width = container_width(spec, dtype)
+    masks = masks_of(spec, dtype, width, keep_infinity) if keep_masks and width else NO_MASKS
+    kernel = kernel_for(spec, width, masks) if width else None
+    return _known.setdefault(key, (kernel, CONTAINERS.get(width, dtype)))
+
+
+_IS_ROCM = torch.version.hip is not None
+_BEYOND_FLOAT64 = 4400  # of a scale: its numbers span 2**-1074 to 2**1024
+
+_NO_KEY = np.zeros(2, np.uint32)
+_NO_SCALE = np.zeros(1, np.int64)
+_NO_KEY_ADDRESS, _NO_SCALE_ADDRESS = _NO_KEY.ctypes.data, _NO_SCALE.ctypes.data  # asked for once: it takes 0.8 us
+_pools: dict[int, ThreadPoolExecutor] = {}
+
+
+def thread_pool() -> ThreadPoolExecutor:
+    # keyed by process: a forked DataLoader worker inherits the object, not its threads
+    pid = os.getpid()
+    pool = _pools.get(pid)
+    if pool is None:  # two Python threads may come here at once; an executor without work has no threads
+        pool = _pools.setdefault(pid, ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="fpsim"))
+    return pool
+
+
+def _run_part(future: Future[Any], loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> None:
+    """One thread's part. It holds the tensors: Ctrl-C in the caller must not free memory that is written to."""
+    if not future.set_running_or_notify_cancel():
+        return  # the caller has taken it back
+    try:
+        future.set_result(loop(*arguments))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _hand_over(loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> Future[Any]:
+    # a future of its own: where a thread cannot be started, submit raises although it may have queued the part
+    future: Future[Any] = Future()
+    with suppress(RuntimeError):  # at the interpreter's end, or at a limit of threads: the part stays with the caller
+        thread_pool().submit(_run_part, future, loop, arguments, *kept_alive)
+    return future
+
+
+def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_scale: Tensor | None = None) -> None:
+    """Round the memory of `src` into that of `dst`: same dtype, device and order, both without holes."""
+    n = src.numel()
+    if src.is_cuda:
+        launch_on_card(src, dst, n, kernel, key, log2_scale)
+        return
+    scale_address = _NO_SCALE_ADDRESS if log2_scale is None else log2_scale.data_ptr()
+    size = kernel.plan.width // 8
+    key_address = _NO_KEY_ADDRESS if key is None else key.data_ptr()
+    source, target = src.data_ptr(), dst.data_ptr()
+    if not (source and target and key_address and scale_address) and n:
+        raise no_memory(dst if source else src)
+    if n < PARALLEL_FROM:
+        kernel.loop(source, target, n, kernel.address, key_address, 0, scale_address)
+        return
+    parts = [
+        (
+            source + first * size,
+            target + first * size,
+            length,
+            kernel.address,
+            key_address,
+            first // NOISE_BLOCK,
+            scale_address,
+        )
+        for first, length in parts_of(n)
+    ]
+    run_parts(kernel.loop, parts, src, dst, kernel, key, log2_scale)
+
+
+def parts_of(n: int) -> list[tuple[int, int]]:
+    """Where each thread's part of `n` elements begins, at a multiple of NOISE_BLOCK, and its length."""
+    threads = torch.get_num_threads() if n >= PARALLEL_FROM else 1
+    per_thread = -(-n // (threads * NOISE_BLOCK)) * NOISE_BLOCK
+    return [(first, min(per_thread, n - first)) for first in range(0, max(n, 1), max(per_thread, 1))]
+
+
+def run_parts(loop: Any, parts: Sequence[tuple[Any, ...]], *kept_alive: Any) -> list[Any]:
+    """Call a compiled loop for each part, and give what it gave: the first here, others in the pool.
+
+    A part that no thread has begun by then runs here too.
+    """
+    others = [_hand_over(loop, part, *kept_alive) for part in parts[1:]]
+    results = [loop(*parts[0])]
+    for part, other in zip(parts[1:], others, strict=True):
+        results.append(loop(*part) if other.cancel() else other.result())
+    return results
+
+
+def run_on_card(loop: CudaKernel, x: Tensor, blocks: int, arguments: tuple[float, ...]) -> None:
+    """Launch a CUDA kernel on the device of `x`, and there on torch's current stream."""
+    if _IS_ROCM:
+        raise NotImplementedError(
+            "A tensor on an AMD GPU came, which torch calls cuda too: the kernels are for NVIDIA's. "
+            "Possible: move the tensor to the CPU with .cpu()."
+        )
+    device = x.get_device()
+    if device == torch.cuda.current_device():
+        loop(device, current_stream_handle(device), blocks, arguments)
+        return
+    with torch.cuda.device(device):
+        loop(device, current_stream_handle(device), blocks, arguments)
+
+
+def key_arguments(key: Tensor | None) -> tuple[int, int, int]:
+    """A noise key as a kernel takes it: the address of one on the card, whether there is one, else its 64 bits."""
+    if key is None:
+        return 0, 0, 0
+    return (address_of(key), 1, 0) if key.is_cuda else (0, 0, int(key.item()))
+
+
+def launch_on_card(
+    src: Tensor, dst: Tensor, n: int, kernel: Kernel, key: Tensor | None, log2_scale: Tensor | None = None
+) -> None:
+    """`launch` on a card. Nothing is made there, and no memory but that of the arguments is looked at."""
+    if n == 0:
+        return
+    source, target = address_of(src), address_of(dst)
+    flags = 0 if (source | target) & 15 else ALIGNED
+    scale = key_address = word = 0
+    if log2_scale is not None:
+        flags, scale = flags | HAS_SCALE, address_of(log2_scale)
+    if key is not None:
+        key_address, has_address, word = key_arguments(key)
+        flags |= HAS_KEY * has_address
+    # as flat memory, whatever the strides: the two tensors have the same ones
+    loop, per_block, parameters = kernel.on_card
+    words = (source, target, scale, key_address, n, flags, word, *parameters)
+    run_on_card(loop, src, -(-n // per_block), words)
+
+
+def round_memory_(
+    x: Tensor,
+    spec: RoundingSpec,
+    key: Tensor | None = None,
+    log2_scale: Tensor | None = None,
+    keep_masks: bool = False,
+    keep_infinity: bool = True,
+) -> None:
+    """Round the memory of `x` in place, below autograd and without a trace in its version counter.
+
+    key: of the noise; None draws one.
+    log2_scale: an int64 on the device of `x`, within `log2_scale_limits`: round(x * 2**log2_scale) / 2**log2_scale.
+    keep_masks: masks stay, see masks_of, which says also what `keep_infinity` means.
+    """
+    kernel, container = _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
+    if kernel is None or x.numel() == 0:
+        return
+    if spec.rounding == "stochastic":
+        key = new_key_for(x) if key is None else key
+        direct = x.is_contiguous()  # noise goes by the logical index, so memory order must be logical order
+    else:
+        direct = has_no_holes(x)
+    if direct and x.dtype is container:
+        launch(x, x, kernel, key, log2_scale)
+    else:
+        memory = _each_once(x.detach().data)
+        memory.copy_(rounded(memory, spec, key, log2_scale, keep_masks, keep_infinity))
+
+
+def _each_once(x: Tensor) -> Tensor:
+    """`x` without the dimensions in which it was expanded, so that no number of its memory comes twice."""
+    for i, (step, size) in enumerate(zip(x.stride(), x.shape, strict=True)):
+        if step == 0 and size > 1:
+            x = x.narrow(i, 0, 1)
+    return x
+
+
+def round_fitting_(x: Tensor, spec: RoundingSpec, log2_scale: Tensor, ceiling: float) -> float | None:
+    """`round_memory_` that looks for the largest magnitude in the same pass and gives it, inf for what is not finite.
+
+    Elements above `ceiling` stay as they are; if there is one, it is for the caller to round all at another scale.
+    None, and nothing done, where there is no such loop: on a card, not in the container's dtype, not in one piece.
+    """
+    n, width = x.numel(), container_width(spec, x.dtype)
+    is_stochastic = spec.rounding == "stochastic"
+    in_order = x.is_contiguous() or (not is_stochastic and has_no_holes(x))
+    if width == 0 or x.dtype is not CONTAINERS[width] or not in_order or not x.is_cpu:
+        return None
+    kernel, key = kernel_for(spec, width), new_key() if is_stochastic and n else None
+    source, scale, size = address_of(x), address_of(log2_scale), width // 8
+    rest = kernel.address, _NO_KEY_ADDRESS if key is None else key.data_ptr()
+    if n < PARALLEL_FROM:
+        return kernel.fitting_loop(source, n, *rest, 0, scale, ceiling)  # type: ignore[no-any-return]
+    parts = [
+        (source + first * size, length, *rest, first // NOISE_BLOCK, scale, ceiling) for first, length in parts_of(n)
+    ]
+    return max(run_parts(kernel.fitting_loop, parts, x, kernel, key, log2_scale))
+
+
+def rounded(
+    x: Tensor,
+    spec: RoundingSpec,
+    key: Tensor | None = None,
+    log2_scale: Tensor | None = None,
+    keep_masks: bool = False,
+    keep_infinity: bool = True,
+) -> Tensor:
+    """A rounded copy of `x` with its dtype and, where it has no holes, its strides. Arguments as in round_memory_."""
+    kernel, container = _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
+    if kernel is None:
+        return x.detach().clone()
+    if spec.rounding == "stochastic" and key is None:
+        key = new_key_for(x)
+    direct = x.is_contiguous() or (spec.rounding != "stochastic" and has_no_holes(x))
+    if x.dtype is container and direct:
+        out = torch.empty_like(x)
+        launch(x, out, kernel, key, log2_scale)
+        return out
+    wide = _wider_copy(x.detach(), container)
+    launch(wide, wide, kernel, key, log2_scale)
+    result = _narrower(wide, x.dtype)
+    if result.dtype is x.dtype and x.is_contiguous():
+        return result
+    return torch.empty_like(x, requires_grad=False).copy_(result)
+
+
+def _wider_copy(x: Tensor, container: torch.dtype) -> Tensor:
+    if container is torch.float64 and x.dtype is not torch.float64:
+        return to_float64(x)
+    return x.to(container, memory_format=torch.contiguous_format, copy=True)
+
+
+def _narrower(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rounded numbers of a container in float32 if they are to become `dtype`, which holds them, from float64."""
+    if not x.is_cpu or x.dtype is not torch.float64 or dtype is torch.float64:
+        return x
+    out = torch.empty_like(x, dtype=torch.float32)
+    source, target = address_of(x), address_of(out)
+    parts = [(source + 8 * first, target + 4 * first, length) for first, length in parts_of(x.numel())]
+    run_parts(narrow_loop(), parts, x, out)
+    return out
+
+
+def ldexp(x: Tensor, log2_scale: Tensor) -> Tensor:
+    """A float64 tensor times 2**log2_scale, on any device; exact, or rounded once. torch.ldexp overflows early."""
+    left, powers = log2_scale.long().clamp(-2100, 2100), []  # beyond, all but zero becomes inf or 0
+    for _ in range(3):
+        part = left.clamp(-1022, 1023)
+        left = left - part
+        powers.append(((part + 1023) << 52).view(torch.float64))  # a power of two by its pattern
+    last, *first = powers  # the largest comes last: what lies between is normal, unless the result is 0
+    for power in first:
+        x = x * power
+    return x * last
+
+
+def to_float64(x: Tensor, log2_scale: int | Tensor = 0) -> Tensor:
+    """`x` times 2**log2_scale as contiguous float64: the same whatever the processor does with subnormals.
+
+    Each number is exact unless it leaves the range of float64: inf beyond, rounded to nearest even below.
+
+    x: of any floating dtype; it is given back itself where there is nothing to do.
+    log2_scale: an integer; as a tensor on the device of `x`, it is not copied to the host from a card.
+    """
+    x = x.detach().resolve_neg()
+    is_scaled = isinstance(log2_scale, Tensor) or log2_scale != 0
+    if not x.is_cpu:
+        wide = x.to(torch.float64).contiguous()
+        return ldexp(wide, torch.as_tensor(log2_scale, device=x.device)) if is_scaled else wide
+    if x.dtype is torch.float64:
+        out = x.clone(memory_format=torch.contiguous_format) if is_scaled else x.contiguous()
+    else:
+        x = x.to(torch.float32).contiguous()  # of 16 bits torch shifts the pattern into place
+        out = torch.empty_like(x, dtype=torch.float64)
+        source, target = address_of(x), address_of(out)
+        parts = [(source + 4 * first, target + 8 * first, length) for first, length in parts_of(x.numel())]
+        run_parts(widen_loop(), parts, x, out)
+    if is_scaled:
+        scale, target = max(-_BEYOND_FLOAT64, min(int(log2_scale), _BEYOND_FLOAT64)), out.data_ptr()
+        run_parts(power_loop(), [(target + 8 * first, length, scale) for first, length in parts_of(out.numel())], out)
+    return out

@@ -1,0 +1,201 @@
+"""Moments, range and exponents of a tensor, each in one pass, left on its device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpsim.kernels.moments import (
+    FIELDS,
+    cuda_exponents,
+    cuda_moments,
+    exponents_loop,
+    moments_loop,
+    partial_words,
+)
+from fpsim.kernels.statistics import (
+    AMAX,
+    AMIN,
+    COUNT,
+    LOG_MEAN,
+    LOG_MEAN_SQUARE,
+    MAXIMUM,
+    MEAN,
+    MEAN_SQUARE,
+    MINIMUM,
+    NONZERO,
+    Moments,
+)
+from fpsim.tensors.launch import parts_of, run_on_card, run_parts
+from fpsim.tensors.spec import address_of, no_memory, require_floating
+from fpsim.torch_internals import has_no_holes
+
+__all__ = ["Moments", "amax_of", "binades", "keep_memory_of", "memory_of", "moments_of", "on_device"]
+
+
+# Below this many elements the hand-over to a second thread costs more than it saves.
+PARALLEL_FROM = {True: 1 << 21, False: 1 << 19}  # by whether only amax is wanted
+
+
+def join_rows(rows, only_amax, out):  # type: ignore[no-untyped-def]
+    """Join the moments of a tensor's parts, in Python over the memory. On a card the last block does it."""
+    infinity = float("inf")
+    count, nonzero, total, squares, logs, log_squares = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    lowest, highest, amax, amin = infinity, -infinity, 0.0, infinity
+    for i in range(rows.shape[0]):
+        amax = max(amax, rows[i, AMAX])
+        if only_amax[0] == 0 and rows[i, COUNT] > 0.0:
+            count += rows[i, COUNT]
+            nonzero += rows[i, NONZERO]
+            total += rows[i, MEAN] * rows[i, COUNT]
+            squares += rows[i, MEAN_SQUARE] * rows[i, COUNT]
+            lowest, highest = min(lowest, rows[i, MINIMUM]), max(highest, rows[i, MAXIMUM])
+            if 0.0 < rows[i, AMIN] < infinity:
+                amin = min(amin, rows[i, AMIN])
+            logs += rows[i, LOG_MEAN] * rows[i, NONZERO]
+            log_squares += rows[i, LOG_MEAN_SQUARE] * rows[i, NONZERO]
+    out[AMAX] = amax
+    if only_amax[0] == 0:
+        out[COUNT], out[NONZERO] = count, nonzero
+        out[MEAN], out[MEAN_SQUARE] = (total / count, squares / count) if count > 0.0 else (0.0, 0.0)
+        out[MINIMUM], out[MAXIMUM] = (lowest, highest) if count > 0.0 else (0.0, 0.0)
+        out[AMIN] = amin if amin < infinity else 0.0
+        out[LOG_MEAN], out[LOG_MEAN_SQUARE] = (logs / nonzero, log_squares / nonzero) if nonzero > 0.0 else (0.0, 0.0)
+
+
+def moments_of(x: Tensor, logs: bool = False, out: Tensor | None = None) -> Tensor:
+    """The `Moments` of `x` as ten float64 on its device, from one pass; nothing is copied to the host.
+
+    x: any shape and strides, on the CPU or a CUDA device. logs: also those of log|x|, at thirty times the price on
+    the CPU. out: where to put them.
+
+    A CPU that flushes subnormals (torch.set_flush_denormal) may count those of float64 as zeros in the sums.
+
+    >>> Moments(*moments_of(torch.tensor([3.0, 0.0, -1.0])).tolist())[:8]
+    (3.0, 2.0, 0.6666666666666666, 3.3333333333333335, -1.0, 3.0, 3.0, 1.0)
+    """
+    require_floating(x)
+    return _gather(x, False, logs, out)
+
+
+def amax_of(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """The largest magnitude of `x`, inf if an element is not finite, in the amax field of ten float64; others stay.
+
+    >>> float(amax_of(torch.tensor([3.0, -4.0]))[6])
+    4.0
+    """
+    require_floating(x)
+    return _gather(x, True, False, out)
+
+
+def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tensor:
+    x = _flat(x)
+    if out is None:
+        out = torch.zeros(FIELDS, dtype=torch.float64, device=x.device)
+    n = x.numel()
+    if x.is_cuda:
+        from fpsim.kernels.card import array_words
+
+        size, source = x.element_size(), address_of(x)
+        blocks, integers, floats = partial_words(n, size)
+        rows = torch.zeros(integers, dtype=torch.int64, device=x.device)
+        sums = torch.empty(floats, dtype=torch.float64, device=x.device)
+        words = array_words(rows.data_ptr(), (integers,), 8)
+        arguments = source, n, int(source % 16 == 0), *words, sums.data_ptr(), address_of(out)
+        run_on_card(cuda_moments(size, only_amax, logs), x, blocks, arguments)
+        return out
+    size, source = x.element_size(), x.data_ptr()
+    if not source and n:
+        raise no_memory(x)
+    loop = moments_loop(size, only_amax, logs)
+    if n < PARALLEL_FROM[only_amax]:
+        loop(source, n, out.data_ptr())
+        return out
+    parts = parts_of(n)
+    rows = torch.zeros((len(parts), FIELDS), dtype=torch.float64, device=x.device)
+    row, step = rows.data_ptr(), 8 * FIELDS
+    run_parts(
+        loop, [(source + first * size, length, row + i * step) for i, (first, length) in enumerate(parts)], x, rows
+    )
+    on_device(join_rows, rows, _flag_on(x.device, only_amax), out)
+    return out
+
+
+def binades(x: Tensor, power_begins: bool = False) -> tuple[Tensor, int]:
+    """How many elements of `x` lie in each binade, as int64 on its device, and the binade of the first.
+
+    Entry i counts 2**(first+i) < |x| <= 2**(first+i+1): a power of two ends its binade. Zeros, inf and NaN are left
+    out; the first entry holds the container's subnormals, all of them, with its smallest normal.
+
+    power_begins: entry i counts 2**(first+i) <= |x| < 2**(first+i+1), and the first one the subnormals alone.
+
+    >>> counts, first = binades(torch.tensor([1.0, 1.5, 2.0, 0.0]))
+    >>> {first + i: int(n) for i, n in enumerate(counts) if n}
+    {-1: 1, 0: 2}
+    >>> counts, first = binades(torch.tensor([1.0, 1.5, 2.0, 0.0]), power_begins=True)
+    >>> {first + i: int(n) for i, n in enumerate(counts) if n}
+    {0: 2, 1: 1}
+    """
+    require_floating(x)
+    x = _flat(x)
+    fields, bias = (256, 127) if x.dtype is torch.float32 else (2048, 1023)
+    bins = torch.zeros(fields, dtype=torch.int64, device=x.device)
+    if x.is_cuda:
+        from fpsim.kernels.card import array_words
+
+        source, n, size = address_of(x), x.numel(), x.element_size()
+        arguments = source, n, int(source % 16 == 0), *array_words(bins.data_ptr(), (fields,), 8)
+        run_on_card(cuda_exponents(size, power_begins), x, partial_words(n, size)[0], arguments)
+    else:
+        exponents_loop(x.element_size(), power_begins)(address_of(x), x.numel(), bins.data_ptr())
+    return bins, -bias
+
+
+def _flat(x: Tensor) -> Tensor:
+    """A tensor of the same numbers, in float32 or float64, whose memory has no holes."""
+    if x.dtype is not torch.float32 and x.dtype is not torch.float64:
+        x = x.detach().float()
+    return x if x.is_contiguous() or has_no_holes(x) else x.detach().contiguous()
+
+
+def memory_of(x: Tensor) -> memoryview:
+    """The memory of a CPU tensor, whose items are Python's numbers; at hand where `keep_memory_of` was called."""
+    kept = getattr(x, "_fpsim_memory", None)
+    return memoryview(x.numpy()) if kept is None else kept  # type: ignore[arg-type]
+
+
+def keep_memory_of(x: Tensor) -> Tensor:
+    """Ask once for the memory of a tensor that lives long and is used often; gives the tensor."""
+    if x.device.type == "cpu":
+        x._fpsim_memory = memoryview(x.numpy())  # type: ignore[attr-defined, arg-type]
+    return x
+
+
+# On the CPU alone: a tensor on a card would be filled on the stream of the first call, and read on others.
+_FLAGS = [keep_memory_of(torch.full((1,), flag, dtype=torch.int64, device="cpu")) for flag in range(2)]
+
+
+def _flag_on(device: torch.device, flag: bool) -> Tensor:
+    """A flag in the memory of a device, filled on the current stream."""
+    if device.type == "cpu":
+        return _FLAGS[flag]
+    return torch.full((1,), int(flag), dtype=torch.int64, device=device)
+
+
+def on_device(function: Any, *arrays: Tensor) -> None:
+    """Run a scalar function over small contiguous tensors of one device, where they are: it changes them in place.
+
+    On the CPU the function is called with their memory, on a CUDA device as a kernel of one thread. It indexes its
+    arguments and computes with numbers, `math` and other such functions: what Numba compiles for CUDA.
+    """
+    device = arrays[0].device
+    if device.type == "cpu":
+        function(*[memory_of(a) for a in arrays])
+        return
+    from fpsim.kernels.card import array_words, scalar_kernel
+
+    kernel = scalar_kernel(function, tuple((str(a.dtype).removeprefix("torch."), a.dim()) for a in arrays))
+    words = (word for a in arrays for word in array_words(address_of(a), tuple(a.shape), a.element_size()))
+    run_on_card(kernel, arrays[0], 1, tuple(words))

@@ -1,0 +1,291 @@
+"""The door to torch and NumPy: `round_to`, `round_to_` and `Rounder`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fpsim.formats.blocks import BlockFormat, Element, Format, as_format
+from fpsim.tensors.autograd import apply_operator, is_plain, operator_words, round_differentiably, straight_through
+from fpsim.tensors.block_autograd import apply_block_operator, block_words, round_blocks_differentiably
+from fpsim.tensors.launch import kernel_for, launch, round_memory_, rounded
+from fpsim.tensors.noise import new_key_for
+from fpsim.tensors.shared_scales import axis_pair, require_no_axis, rounded_blocks
+from fpsim.tensors.spec import (
+    CONTAINERS,
+    BlockSpec,
+    RoundingSpec,
+    Spec,
+    any_spec,
+    container_width,
+    require_float32,
+    require_floating,
+    require_ndarray,
+    require_no_mask,
+    rounding_spec,
+)
+from fpsim.torch_internals import base_of, constant_under_compile, share_storage
+
+__all__ = ["Rounder", "round_to", "round_to_"]
+
+
+def _require_out(out: Any, x: Any) -> None:
+    """`out` fits `x`: two tensors, or two arrays."""
+    library = "torch" if isinstance(x, Tensor) else "numpy"
+    for what in ("dtype", "device", "shape"):
+        came, wanted = getattr(out, what, None), getattr(x, what, None)  # NumPy 1 has no devices
+        if came != wanted:
+            if what == "shape":
+                came, wanted = tuple(out.shape), tuple(x.shape)
+            raise ValueError(f"out has {what} {came}, x has {wanted}. They must agree: {library}.empty_like(x) does.")
+    if isinstance(out, Tensor):
+        strides, is_contiguous = out.stride(), out.is_contiguous()
+    else:
+        strides, is_contiguous = out.strides, out.flags.c_contiguous
+    if not is_contiguous:
+        raise ValueError(
+            f"out has strides {strides}, which is not contiguous. "
+            f"Use {library}.empty(x.shape, dtype=x.dtype), or leave out= away."
+        )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors share some of their memory, but not all."""
+    distance = abs(a.data_ptr() - b.data_ptr())
+    return 0 < distance < a.numel() * a.element_size()
+
+
+@overload
+def round_to(
+    x: Tensor,
+    fmt: str | Format,
+    rounding: str = ...,
+    overflow: str | None = ...,
+    random_bits: int | None = ...,
+    out: Tensor | None = ...,
+    axis: int | tuple[int, int] | None = ...,
+    variant: str = ...,
+) -> Tensor: ...
+@overload
+def round_to(
+    x: np.ndarray[Any, Any],
+    fmt: str | Format,
+    rounding: str = ...,
+    overflow: str | None = ...,
+    random_bits: int | None = ...,
+    out: np.ndarray[Any, Any] | None = ...,
+    axis: int | tuple[int, int] | None = ...,
+    variant: str = ...,
+) -> np.ndarray[Any, Any]: ...
+def round_to(
+    x: Any,
+    fmt: str | Format,
+    rounding: str = "nearest_even",
+    overflow: str | None = None,
+    random_bits: int | None = None,
+    out: Any = None,
+    axis: int | tuple[int, int] | None = None,
+    variant: str = "A",
+) -> Any:
+    """Round every element of `x` to a value of `fmt`, kept in the dtype of `x`.
+
+    NaN stays NaN; -0 keeps its sign where the format has one. float64 is rounded directly, never through float32. The
+    gradient passes through unchanged (straight-through).
+
+    x: float32, float64, float16 or bfloat16 tensor or ndarray, any shape and strides, on the CPU or a CUDA device.
+    fmt: a format, or its name.
+    rounding: "nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd" or "stochastic".
+    overflow: what lies beyond the largest value gives: "inf", "nan" or "saturate". None means inf in formats that have
+        one, and the largest value in others and in block formats.
+    random_bits: for "stochastic", how many random bits r decide (1 to 32); None uses every discarded bit up to 32.
+    out: a contiguous tensor of the same shape, dtype and device to write to; no gradient then.
+    axis: in block formats, the axis along which elements share a scale, the last one by default; (across, axis) gives
+        a tile's rows their axis too. Of a product, blocks run along the contraction axis. `x` is a float32 then.
+    variant: with random_bits, how the distance to the lower neighbour is rounded to r bits, which are the probability
+        to go up: "A" cuts it off, so that results are too close to zero by 2^-(r+1) of the spacing on average; "B"
+        rounds it to nearest, ties away, "C" to nearest even, both without that bias; "C_ties_to_odd", "C_to_odd" as
+        their names say. A, B and C are IEEE P3109's.
+    Returns the same shape, dtype and device.
+    Raises ValueError for unknown words, TypeError for tensors that cannot be rounded, among them a dtype that cannot
+    hold every value of the format.
+
+    >>> round_to(torch.tensor([1.0, 65519.0, 65520.0, -1e-8]), "fp16")
+    tensor([1.0000e+00, 6.5504e+04,        inf, -0.0000e+00])
+    >>> round_to(np.array([0.3, 500.0]), "e4m3fn")
+    array([3.125e-01, 4.480e+02])
+    >>> round_to(torch.tensor([[1.0, 2.2], [300.0, 700.0]]), "mxfp4", axis=1)
+    tensor([[  1.,   2.],
+            [256., 768.]])
+    """
+    if _shares_scales(fmt):
+        if torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
+            require_float32(x)
+            words = block_words(fmt, rounding, overflow, random_bits, variant)
+            return apply_block_operator(x, words, *axis_pair(axis))
+        return _round_blocks(x, any_spec(fmt, rounding, overflow, random_bits, variant), out, axis)
+    require_no_axis(axis, fmt)
+    if torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
+        require_floating(x)
+        return apply_operator(x, operator_words(fmt, rounding, overflow, random_bits, variant), None)
+    spec = rounding_spec(fmt, rounding, overflow, random_bits, variant)  # type: ignore[arg-type]
+    if type(x) is Tensor and x.dtype is torch.float32 and out is None and not x.requires_grad and is_plain(x):
+        if x.layout is torch.strided:
+            return rounded(x, spec)
+    if isinstance(x, np.ndarray):
+        return _round_ndarray(x, spec, out)
+    require_floating(x)
+    if out is None:
+        return round_differentiably(x, spec)
+    require_floating(out, "out")
+    _require_out(out, x)
+    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+        raise ValueError("out= keeps no gradient, and x or out requires one. Leave out= away, or use torch.no_grad().")
+    if not is_plain(x) or not is_plain(out):
+        return out.copy_(round_differentiably(x, spec))
+    width = container_width(spec, x.dtype)
+    if width == 0:
+        return out.copy_(x.detach())
+    direct = x.is_contiguous() and x.dtype is CONTAINERS[width]
+    if direct and not _overlap(x, out):
+        launch(x, out, kernel_for(spec, width), new_key_for(x) if spec.rounding == "stochastic" else None)
+        torch.autograd.graph.increment_version(out)
+        return out
+    return out.copy_(rounded(x, spec))
+
+
+@constant_under_compile
+def _shares_scales(fmt: Any) -> bool:
+    return isinstance(fmt, BlockFormat) or (isinstance(fmt, str) and _names_blocks(fmt))
+
+
+@cache
+def _names_blocks(name: str) -> bool:
+    """Whether this is the name of a block format. A wrong name is none: other code says what is wrong."""
+    try:
+        return isinstance(as_format(name), BlockFormat)
+    except ValueError:
+        return False
+
+
+def _round_blocks(x: Any, spec: Spec, out: Any, axis: int | tuple[int, int] | None) -> Any:
+    assert isinstance(spec, BlockSpec)
+    along, across = axis_pair(axis)
+    if isinstance(x, np.ndarray):
+        require_ndarray(x)
+        if x.dtype != np.float32:
+            raise TypeError(f"x has dtype {x.dtype}. Blocks are rounded in float32: x.astype(numpy.float32).")
+        rounded = rounded_blocks(torch.from_numpy(np.array(x, order="C")), spec, along, across).numpy()
+        if out is None:
+            return rounded
+        if not isinstance(out, np.ndarray):
+            raise TypeError(f"out is {type(out).__name__} and x a numpy.ndarray. Give an ndarray: numpy.empty_like(x).")
+        require_no_mask(out, "out")
+        _require_out(out, x)
+        out[...] = rounded
+        return out
+    require_float32(x)
+    if out is None:
+        return round_blocks_differentiably(x, spec, along, across)
+    require_floating(out, "out")
+    _require_out(out, x)
+    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+        raise ValueError("out= keeps no gradient, and x or out requires one. Leave out= away, or use torch.no_grad().")
+    if is_plain(x) and is_plain(out) and not share_storage(x, out):
+        rounded_blocks(x, spec, along, across, out=out)
+        torch.autograd.graph.increment_version(out)
+        return out
+    return out.copy_(round_blocks_differentiably(x, spec, along, across))
+
+
+def _round_ndarray(x: np.ndarray[Any, Any], spec: RoundingSpec, out: Any) -> np.ndarray[Any, Any]:
+    require_ndarray(x)
+    if out is None:
+        rounded = torch.from_numpy(np.array(x, order="C"))
+        round_memory_(rounded, spec)
+        return rounded.numpy()
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"out is {type(out).__name__} and x a numpy.ndarray. Give an ndarray: numpy.empty_like(x).")
+    require_no_mask(out, "out")
+    _require_out(out, x)
+    out[...] = _round_ndarray(x, spec, None)
+    return out
+
+
+def round_to_(
+    x: Tensor,
+    fmt: str | Element,
+    rounding: str = "nearest_even",
+    overflow: str | None = None,
+    random_bits: int | None = None,
+    variant: str = "A",
+) -> Tensor:
+    """Round `x` in place and return it: `round_to` without a second copy, any strides.
+
+    The gradient passes through unchanged. A leaf that requires a gradient is refused, as torch does.
+
+    >>> x = torch.tensor([[1.0, 2.1], [3.3, 4.0]])
+    >>> round_to_(x.T, "e5m2"); x
+    tensor([[1.0000, 3.5000],
+            [2.0000, 4.0000]])
+    tensor([[1.0000, 2.0000],
+            [3.5000, 4.0000]])
+    """
+    spec = rounding_spec(fmt, rounding, overflow, random_bits, variant)
+    require_floating(x)
+    base = base_of(x)
+    if torch.is_grad_enabled() and x.requires_grad and (x if base is None else base).is_leaf:
+        raise RuntimeError(
+            "round_to_ came with a leaf that requires a gradient, or a view of one; an in-place change would lose its "
+            "history. Use round_to(x), or torch.no_grad()."
+        )
+    if not is_plain(x):
+        return x.copy_(round_differentiably(x, spec))
+    round_memory_(x, spec)
+    torch.autograd.graph.increment_version(x)
+    return x
+
+
+class Rounder(nn.Module):
+    """A layer that rounds activations forward and their gradients backward, each to its own format.
+
+    Shapes and dtypes pass unchanged.
+
+    forward: the format of activations; None leaves them alone.
+    backward: the format of their gradients; None leaves them alone.
+    rounding: of activations, as in `round_to`.
+    backward_rounding: of gradients; None means the same.
+    overflow, backward_overflow: as in `round_to`.
+
+    >>> layer = Rounder(forward="e4m3fn", backward="e5m2")
+    >>> x = torch.tensor([0.3], requires_grad=True)
+    >>> (layer(x) * 1.3).backward(); x.grad
+    tensor([1.2500])
+    """
+
+    def __init__(
+        self,
+        forward: str | Element | None = None,
+        backward: str | Element | None = None,
+        rounding: str = "nearest_even",
+        backward_rounding: str | None = None,
+        overflow: str | None = None,
+        backward_overflow: str | None = None,
+    ) -> None:
+        super().__init__()
+        backward_rounding = rounding if backward_rounding is None else backward_rounding
+        # words that come with no format are checked with one that has inf and NaN
+        onward = rounding_spec("e5m2" if forward is None else forward, rounding, overflow)
+        back = rounding_spec("e5m2" if backward is None else backward, backward_rounding, backward_overflow)
+        self.forward_spec = None if forward is None else onward
+        self.backward_spec = None if backward is None else back
+
+    def forward(self, x: Tensor) -> Tensor:
+        require_floating(x)
+        return straight_through(x, self.forward_spec, self.backward_spec)
+
+    def extra_repr(self) -> str:
+        return f"forward={self.forward_spec or 'float32'}, backward={self.backward_spec or 'float32'}"

@@ -1,0 +1,158 @@
+"""A second definition of rounding, in float64 arithmetic, to hold the kernels against: `python -m fpsim verify`.
+
+It shares nothing with `kernels/core.py`: significands are counted in units of the last place, which float64 does
+exactly, and noise is computed again. What a format is, its exponents and its largest value, comes from `formats/`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fpsim.formats.floats import FloatFormat
+
+__all__ = ["noise_of", "rounded_in_float64"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_WORD = 2.0**32
+Few = tuple[int, str] | None  # random bits and variant, where they are given
+
+
+def rounded_in_float64(
+    x: Array,
+    fmt: FloatFormat,
+    rounding: str,
+    noise: Array | None = None,
+    random_bits: int | None = None,
+    variant: str = "A",
+) -> Array:
+    """What `fpsim.round_to(x, fmt, rounding, None, random_bits, variant=variant)` has to give, as float64.
+
+    NaN has no payload here.
+
+    x: float32, any shape.
+    noise: uint32 of the same shape for "stochastic", see `noise_of`.
+    """
+    few = None if random_bits is None else (random_bits, variant)
+    with np.errstate(invalid="ignore", over="ignore"):
+        wide = x.astype(np.float64)
+        a, negative = np.abs(wide), np.signbit(wide)
+        finite = np.where(np.isfinite(a), a, 0.0)
+        exponent = np.maximum(np.frexp(finite)[1] - 1, fmt.min_exponent)
+        unit = np.ldexp(1.0, exponent - fmt.mantissa_bits)
+        r = _whole(finite / unit, negative, rounding, noise, few) * unit
+        if not fmt.subnormals:
+            gap = finite < fmt.smallest
+            r = np.where(gap, _beside_a_gap(finite, fmt.smallest, negative, rounding, noise, few), r)
+        if not fmt.has_zero:
+            r = np.maximum(r, fmt.smallest)
+        r = np.where(np.isinf(a), np.inf, r)
+        r = np.where(r > fmt.largest, _beyond(a, fmt, rounding, negative), r)
+        r = np.copysign(r, wide)
+    if not fmt.has_negative_zero:
+        r = np.where(r == 0, 0.0, r)
+    is_nan = np.isnan(wide) | (~np.asarray(fmt.has_zero) & ((wide <= 0) | np.isinf(wide) & negative))
+    return np.where(is_nan, np.nan, r)
+
+
+def _whole(k: Array, negative: Array, rounding: str, noise: Array | None, few: Few) -> Array:
+    """k, a magnitude in units of the last place, rounded to whole units."""
+    low = np.floor(k)
+    rest = k - low
+    if rounding == "nearest_even":
+        return np.rint(k)
+    if rounding == "nearest_away":
+        return low + (rest >= 0.5)
+    if rounding == "toward_zero":
+        return low
+    if rounding in ("up", "down"):
+        return low + ((rest > 0) & (negative == (rounding == "down")))
+    if rounding == "to_odd":
+        return low + ((rest > 0) & (low % 2 == 0))
+    assert noise is not None
+    if few is not None:
+        return low + _goes_up(rest, 1.0, noise, *few)
+    return low + (np.floor(rest * _WORD) + noise >= _WORD)
+
+
+def _goes_up(part: Array, whole: float, noise: Array, random_bits: int, variant: str) -> Array:
+    """Whether `part`, of what lies between two neighbours, `whole`, goes up: by the formulas of IEEE P3109, 4.7.4.
+
+    Exact: products with powers of two, a remainder, and a quotient that is an integer below 2**32.
+    """
+    random, top = (noise >> np.uint32(32 - random_bits)).astype(np.float64), 2.0**random_bits
+    if variant == "B":
+        random, top = 2 * random + 1, 2 * top
+    rest = np.fmod(part * top, whole)
+    low = (part * top - rest) / whole
+    odd = low % 2 == 1
+    up = {
+        "A": rest < 0,
+        "B": rest < 0,
+        "C": (2 * rest > whole) | ((2 * rest == whole) & odd),
+        "C_ties_to_odd": (2 * rest > whole) | ((2 * rest == whole) & ~odd),
+        "C_to_odd": (rest > 0) & ~odd,
+    }[variant]
+    return low + up + random >= top
+
+
+def _beside_a_gap(a: Array, smallest: float, negative: Array, rounding: str, noise: Array | None, few: Few) -> Array:
+    """Zero or the smallest value, where nothing lies between."""
+    if rounding == "nearest_even":
+        up = a > smallest / 2
+    elif rounding == "nearest_away":
+        up = a >= smallest / 2
+    elif rounding == "stochastic":
+        assert noise is not None
+        if few is not None:
+            return np.where(_goes_up(np.minimum(a, smallest), smallest, noise, *few), smallest, 0.0)
+        up = a * _WORD >= smallest * (_WORD - noise.astype(np.float64))
+    elif rounding == "toward_zero":
+        up = np.zeros(a.shape, bool)
+    else:
+        up = (a > 0) & ((rounding == "to_odd") | (negative == (rounding == "down")))
+    return np.where(up, smallest, 0.0)
+
+
+def _beyond(a: Array, fmt: FloatFormat, rounding: str, negative: Array) -> Array:
+    """What is beyond the largest value: directed roundings leave it finite, unless it is infinite or goes outwards."""
+    overflow = {"inf": np.inf, "nan": np.nan, "saturate": fmt.largest}[fmt.resolve_overflow()]
+    if rounding in ("nearest_even", "nearest_away", "stochastic"):
+        return np.full(a.shape, overflow)
+    outwards = np.isinf(a)
+    if rounding in ("up", "down"):
+        outwards = outwards | (negative == (rounding == "down"))
+    return np.where(outwards, overflow, fmt.largest)
+
+
+# Threefry-4x32 with 12 rounds: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011
+_ROTATIONS = ((10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20))
+
+
+def noise_of(n: int, key: int) -> Array:
+    """The noise of the first n elements of a call with this key of 64 bits, as uint32."""
+    counters = np.arange(-(-n // 128) * 16, dtype=np.uint64)
+    words = _threefry(counters, key)  # (4, counters): word w of counter 16 b + l is for elements 128 b + 32 w + l
+    blocks = words.reshape(4, -1, 16).transpose(1, 0, 2)  # block, word, lane
+    exchanged = (blocks << np.uint32(16)) | (blocks >> np.uint32(16))  # and for those 16 further on
+    return np.stack([blocks, exchanged], axis=2).reshape(-1)[:n]
+
+
+def _threefry(counters: Array, key: int) -> Array:
+    k = [np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32 & 0xFFFFFFFF), np.uint32(0), np.uint32(0)]
+    k.append(np.uint32(0x1BD11BDA) ^ k[0] ^ k[1])
+    low, high = (counters & np.uint64(0xFFFFFFFF)).astype(np.uint32), (counters >> np.uint64(32)).astype(np.uint32)
+    x = [low + k[0], high + k[1], np.zeros_like(low), np.zeros_like(low)]
+    with np.errstate(over="ignore"):
+        for i in range(12):
+            first, second = _ROTATIONS[i % 8]
+            a, b = (1, 3) if i % 2 == 0 else (3, 1)
+            for at, other, turn in ((0, a, first), (2, b, second)):
+                x[at] = x[at] + x[other]
+                x[other] = ((x[other] << np.uint32(turn)) | (x[other] >> np.uint32(32 - turn))) ^ x[at]
+            if i % 4 == 3:
+                injection = i // 4 + 1
+                x = [x[j] + k[(injection + j) % 5] for j in range(4)]
+                x[3] = x[3] + np.uint32(injection)
+    return np.stack(x)

@@ -1,0 +1,306 @@
+"""Rounding to formats whose blocks share a scale: how a tensor is cut into blocks, and who rounds them."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fpsim.checks import shown
+from fpsim.formats.blocks import BlockFormat, as_format
+from fpsim.kernels import block_loops, block_teams, blocks
+from fpsim.kernels.core import BINARY32, draws_noise, make_plan, scale_limits
+from fpsim.tensors.launch import key_arguments, parts_of, run_on_card, run_parts
+from fpsim.tensors.noise import new_key_for
+from fpsim.tensors.spec import BlockSpec, address_of
+
+__all__ = ["BlockAxes", "Cut", "block_scales", "rounded_blocks"]
+
+_RULES = {"floor": blocks.FLOOR, "ceil": blocks.CEIL, "even": blocks.EVEN, "nearest": blocks.NEAREST}
+
+
+@cache
+def block_plan(spec: BlockSpec) -> blocks.BlockPlan:
+    """The integers that a kernel takes, see the indices in kernels/blocks.py."""
+    f, element = spec.fmt, spec.element
+    words = element.fmt, element.rounding, element.overflow, element.random_bits
+    plans = [make_plan(*words, width, element.variant) for width in (32, 64)]
+    scale = make_plan(f.scale, "nearest_even", "saturate", None, 32)
+    largest = BINARY32.bits(f.element.largest)
+    emax = math.frexp(f.element.largest)[1] - 1
+    least_shift, most_shift = scale_limits(f.element, 32)
+    # powers of two that a float32 can hold: the element's smallest value, and its largest, times the scale
+    least = max(f.scale.min_exponent, -BINARY32.bias - 22 - f.element.min_ulp_exponent)
+    most = min(math.frexp(f.scale.largest)[1] - 1, BINARY32.bias - emax)
+    if not f.has_power_scale:
+        kind = blocks.DIVIDED if f.scale.mantissa_bits == BINARY32.mantissa_bits else blocks.NARROW
+    else:
+        kind = blocks.POWER if f.gain == 1 else blocks.GAINED
+    numbers = (
+        *plans[0].parameters,
+        *plans[1].parameters,
+        *scale.parameters,
+        _RULES.get(str(f.scale_rule), 0),
+        emax,
+        largest & ((1 << 23) - 1),
+        1 << (22 - f.element.mantissa_bits),
+        least,
+        most,
+        least_shift,
+        most_shift,
+        largest,
+        BINARY32.bits(f.gain),
+        BINARY32.bits(f.scale.largest),
+    )
+    assert len(numbers) == blocks.PARAMETERS
+    assert plans[0].shape == plans[1].shape
+    return blocks.BlockPlan(plans[0].rule, plans[0].shape, scale.shape, kind, numbers)
+
+
+class BlockAxes(NamedTuple):
+    """How a contiguous tensor is cut: (outer, R, middle, C, inner) in blocks of r by c along R and C."""
+
+    outer: int
+    rows: int
+    middle: int
+    columns: int
+    inner: int
+    r: int
+    c: int
+
+    @property
+    def blocks(self) -> tuple[int, int, int, int, int]:
+        """How many blocks there are along each."""
+        return self.outer, -(-self.rows // self.r), self.middle, -(-self.columns // self.c), self.inner
+
+
+def axis_pair(axis: int | tuple[int, int] | None) -> tuple[int, int | None]:
+    """Along which axis blocks run, and along which the rows of a tile. Raises ValueError for what is neither."""
+    if isinstance(axis, tuple):
+        if len(axis) != 2:
+            raise ValueError(f"axis={shown(axis)} is no pair. Possible: one axis, or (across, axis) for tiles.")
+        return axis[1], axis[0]
+    return (-1 if axis is None else axis), None
+
+
+def require_no_axis(axis: object, fmt: object) -> None:
+    """Raise ValueError for an axis that came with a format of single numbers."""
+    if axis is not None:
+        as_format(fmt)  # which raises for what is no format at all
+        raise ValueError(f"axis={shown(axis)} came with {shown(fmt)}, whose numbers share no scale. Leave axis away.")
+
+
+class Cut(NamedTuple):
+    """How a tensor is cut into blocks, and the scale that it comes with: arguments of `rounded_blocks`."""
+
+    axis: int = -1
+    across: int | None = None
+    scale: Tensor | None = None
+
+
+def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int | None) -> BlockAxes:
+    """How a tensor of this shape is cut, blocks running along `axis` and a tile's rows along `across`.
+
+    Raises ValueError for axes that the shape does not have.
+    """
+    rank = max(len(shape), 1)
+    axis = _axis(axis, shape, "axis")
+    r, c = tile
+    if c == 0 and r == 0:
+        return BlockAxes(1, 1, 1, math.prod(shape), 1, 1, max(math.prod(shape), 1))
+    c = c or max(shape[axis] if shape else 1, 1)
+    sizes = list(shape) or [1]
+    if r == 1:
+        return BlockAxes(math.prod(sizes[:axis]), 1, 1, sizes[axis], math.prod(sizes[axis + 1 :]), 1, c)
+    if rank < 2:
+        raise ValueError(
+            f"Tiles of {r} x {c} came for a tensor of shape {tuple(shape)}. Possible: two axes or more, or a format "
+            f"whose blocks run along one."
+        )
+    across = (axis - 1 if axis else 1) if across is None else _axis(across, shape, "across")
+    if across == axis:
+        raise ValueError(
+            f"axis and across are both {axis}. The rows of a tile run along another axis than its columns."
+        )
+    first, second = sorted((axis, across))
+    sides = (r, c) if across < axis else (c, r)
+    return BlockAxes(
+        math.prod(sizes[:first]),
+        sizes[first],
+        math.prod(sizes[first + 1 : second]),
+        sizes[second],
+        math.prod(sizes[second + 1 :]),
+        *sides,
+    )
+
+
+def _axis(axis: int, shape: torch.Size, name: str) -> int:
+    rank = max(len(shape), 1)
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -rank <= axis < rank:
+        raise ValueError(
+            f"{name}={shown(axis)} is no axis of a tensor of shape {tuple(shape)}. Possible: {-rank} to {rank - 1}."
+        )
+    return axis % rank
+
+
+def finite_amax(x: Tensor) -> Tensor:
+    """The pattern of the largest finite magnitude of a contiguous tensor, an int64 on its device."""
+    if x.is_cuda:
+        magnitudes = x.detach().abs()
+        amax = torch.where(magnitudes < math.inf, magnitudes, 0).amax()
+        return amax.view(torch.int32).long()
+    loop, address = block_loops.cpu_amax(), address_of(x)
+    found = run_parts(loop, [(address + first * 4, length) for first, length in parts_of(x.numel())], x)
+    return torch.tensor(max(found))
+
+
+def rounded_blocks(
+    x: Tensor,
+    spec: BlockSpec,
+    axis: int = -1,
+    across: int | None = None,
+    key: Tensor | None = None,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A rounded copy of `x`, below autograd, whose blocks share scales.
+
+    x: float32, float64, float16 or bfloat16, any shape and strides; rounded as float32.
+    axis: along which blocks run: the contraction axis of a product.
+    across: along which the rows of a tile run; None takes the axis before `axis`, or the next for the first one.
+    key: of the noise; None draws one.
+    scale: of delayed scaling, a float32 of one element on the device of `x`: what elements are multiplied by.
+    out: a contiguous float32 of the shape and device of `x` to write to, which shares no memory with it.
+    Raises ValueError for axes that `x` does not have.
+    """
+    return _run(x, spec, axis, across, key, scale, False, out)[0]
+
+
+def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None = None) -> Tensor:
+    """The scales of the blocks of `x`, a value of the block being element * scale.
+
+    A tensor's own second scale is not among them. float32; `x`'s shape with each axis that blocks run along divided by
+    their length, rounded up.
+    """
+    scales = _run(x, spec, axis, across, None, None, True)[1]
+    assert scales is not None
+    return scales.flatten()[0] if spec.fmt.block == "tensor" else scales
+
+
+def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale: Tensor | None) -> Tensor:
+    """Two int64: what stands in for every block's own amax, and the pattern of the tensor's; -1 for neither.
+
+    source: a contiguous float32.
+    scale: of delayed scaling.
+    """
+    shared = torch.full((2,), -1, dtype=torch.int64, device=source.device)
+    if f.tensor_scale:
+        shared[1] = finite_amax(source)
+    if scale is not None:
+        shared[0] = scale.detach().reshape(()).view(torch.int32).long()
+    elif f.block == "tensor":
+        amax = finite_amax(source)
+        shared[0] = _multiplier(amax, f.element.largest) if plan.kind == blocks.DIVIDED else amax
+    return shared
+
+
+def in_parts(axes: BlockAxes, is_cuda: bool) -> BlockAxes:
+    """A tensor that is one block, cut into parts that have its scale."""
+    return axes._replace(c=min(1 << (8 if is_cuda else 12), axes.columns))
+
+
+def _run(
+    x: Tensor,
+    spec: BlockSpec,
+    axis: int,
+    across: int | None,
+    key: Tensor | None,
+    scale: Tensor | None,
+    wants_scales: bool,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    f, plan = spec.fmt, block_plan(spec)
+    if f.is_delayed != (scale is not None):
+        raise ValueError(
+            f"{f} takes its scale from earlier steps, and none came. Possible: as an operand of products in a "
+            f"quantised model, which remembers them; here, the same format with scale_rule='amax'."
+            if f.is_delayed
+            else f"A scale came for {f}, which computes its own. Leave scale away."
+        )
+    axes = block_axes(x.shape, f.tile, axis, across)
+    source = x.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+    out = torch.empty_like(source) if out is None else out
+    scales = None
+    if source.numel():
+        shared = shared_numbers(source, f, plan, scale)
+        if f.block == "tensor":
+            axes = in_parts(axes, x.is_cuda)
+        if wants_scales:
+            scales = torch.empty(axes.blocks, device=x.device)
+        if draws_noise(plan.rule) and key is None:
+            key = new_key_for(x)
+        run = _run_on_card if source.is_cuda else _run_on_cpu
+        run(plan, axes, key, source, out, shared, scales)
+    result = out if x.dtype is torch.float32 else out.to(x.dtype)
+    return result, scales
+
+
+def _multiplier(amax: Tensor, largest: float) -> Tensor:
+    """largest / amax as a float32 pattern; 1 where amax is 0 (NVIDIA TransformerEngine, Float8CurrentScaling)."""
+    value = amax.int().view(torch.float32)
+    # not largest / value, which torch computes as value.reciprocal() * largest, with two roundings
+    found = torch.div(torch.full_like(value, largest), value).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(value == 0, torch.ones_like(found), found).view(torch.int32).long()
+
+
+_NO_KEY = np.zeros(2, np.uint32)
+
+
+def _run_on_cpu(
+    plan: blocks.BlockPlan,
+    axes: BlockAxes,
+    key: Tensor | None,
+    source: Tensor,
+    out: Tensor,
+    shared: Tensor,
+    scales: Tensor | None,
+) -> None:
+    words = (plan.rule, plan.shape, plan.scale_shape, plan.kind)
+    if axes.inner == 1:
+        loop, total = block_loops.cpu_along(*words), math.prod(axes.blocks)
+    else:
+        lane_blocks = -(-axes.inner // block_loops.lanes_of(axes.r, axes.c))
+        loop, total = block_loops.cpu_across(*words), math.prod(axes.blocks[:4]) * lane_blocks
+    dims, parameters = np.array(axes, np.int64), np.array(plan.parameters, np.int64)
+    addresses = (
+        address_of(source),
+        address_of(out),
+        dims.ctypes.data,
+        parameters.ctypes.data,
+        _NO_KEY.ctypes.data if key is None else key.data_ptr(),
+        shared.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+    )
+    per_thread = -(-total // len(parts_of(source.numel())))
+    parts = [(*addresses, i, min(i + per_thread, total)) for i in range(0, total, per_thread)]
+    run_parts(loop, parts, source, out, dims, parameters, key, shared, scales)
+
+
+def _run_on_card(
+    plan: blocks.BlockPlan,
+    axes: BlockAxes,
+    key: Tensor | None,
+    source: Tensor,
+    out: Tensor,
+    shared: Tensor,
+    scales: Tensor | None,
+) -> None:
+    loop = block_teams.cuda_rounding(plan.rule, plan.shape, plan.scale_shape, plan.kind)
+    grid, team = block_teams.grid_of(axes, loop.threads)
+    found, has_scales = (0, 0) if scales is None else (scales.data_ptr(), 1)
+    addresses = address_of(source), address_of(out), *axes, *plan.parameters, shared.data_ptr(), found
+    run_on_card(loop, source, grid, (*addresses, has_scales, *key_arguments(key), team))

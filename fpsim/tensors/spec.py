@@ -1,0 +1,274 @@
+"""A checked rounding: which format, rule, overflow and random bits; and which tensors can be rounded so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fpsim.checks import is_whole, shown
+from fpsim.formats.blocks import BlockFormat, Element, Format, as_element, as_format
+from fpsim.formats.floats import CATALOGUE
+from fpsim.kernels.core import ROUNDINGS, needs_wider_container, scale_limits
+from fpsim.kernels.variants import require_variant
+
+CONTAINERS = {32: torch.float32, 64: torch.float64}  # by width
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class RoundingSpec:
+    """What is done to a number: format, rounding rule, overflow and random bits, checked and complete."""
+
+    fmt: Element
+    rounding: str = "nearest_even"
+    overflow: str = "inf"
+    random_bits: int | None = None
+    variant: str = "A"  # of variants.VARIANTS
+    text: str = field(init=False, compare=False, repr=False)
+    format_text: str = field(init=False, compare=False, repr=False)
+    is_float32: bool = field(init=False, compare=False, repr=False)  # nothing is rounded
+    saturates: bool = field(init=False, compare=False, repr=False)  # without inf, and far below float32's largest
+    dtype: torch.dtype | None = field(init=False, compare=False, repr=False)  # torch's own name of the format
+
+    def __post_init__(self) -> None:
+        words = [str(self.fmt), self.rounding]
+        if self.overflow != self.fmt.resolve_overflow():
+            words.append(self.overflow)
+        if self.random_bits:
+            words.append(f"{self.random_bits} random bits")
+        if self.variant != "A":
+            words.append(f"variant {self.variant}")
+        object.__setattr__(self, "text", " ".join(words))  # equal for equal specifications
+        object.__setattr__(self, "format_text", repr(self.fmt))
+        object.__setattr__(self, "is_float32", self.fmt == CATALOGUE["fp32"] and self.overflow == "inf")
+        names = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        found = next((dtype for name, dtype in names.items() if self.fmt == CATALOGUE[name]), None)
+        object.__setattr__(self, "dtype", found)
+        # sums of products of such numbers stay finite in float32, 2**80 each and 2**47 of them
+        object.__setattr__(self, "saturates", self.overflow != "inf" and float(self.fmt.largest) < 2.0**40)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)  # kept by the string; the kernel is looked up in every call
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """What is done to a tensor whose blocks share scales: the format, and how its elements are rounded."""
+
+    fmt: BlockFormat
+    element: RoundingSpec
+    text: str = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        words = self.element.text.removeprefix(str(self.element.fmt))
+        object.__setattr__(self, "text", f"{self.fmt}{words}")
+
+    @property
+    def rounding(self) -> str:
+        """The rule by which elements are rounded."""
+        return self.element.rounding
+
+    @property
+    def overflow(self) -> str:
+        """What an element beyond the largest becomes."""
+        return self.element.overflow
+
+    @property
+    def random_bits(self) -> int | None:
+        """The random bits of an element."""
+        return self.element.random_bits
+
+    @property
+    def variant(self) -> str:
+        """How few random bits decide about an element."""
+        return self.element.variant
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+Spec = RoundingSpec | BlockSpec
+
+
+def any_spec(
+    fmt: str | Format,
+    rounding: str = "nearest_even",
+    overflow: str | None = None,
+    random_bits: int | None = None,
+    variant: str = "A",
+) -> Spec:
+    """Check and complete the words of `round_to`, for a format of single numbers or of blocks."""
+    f = as_format(fmt)
+    if isinstance(f, BlockFormat):
+        overflow = "saturate" if overflow is None else overflow  # elements do by default: OCP MX v1.0, 6.3
+        return _block_spec(f, rounding_spec(f.element, rounding, overflow, random_bits, variant))
+    return rounding_spec(f, rounding, overflow, random_bits, variant)
+
+
+@cache
+def _block_spec(fmt: BlockFormat, element: RoundingSpec) -> BlockSpec:
+    return BlockSpec(fmt, element)
+
+
+def rounding_spec(
+    fmt: str | Element,
+    rounding: str = "nearest_even",
+    overflow: str | None = None,
+    random_bits: int | None = None,
+    variant: str = "A",
+) -> RoundingSpec:
+    """Check and complete the words of `round_to`."""
+    try:
+        return _known_spec(fmt, rounding, overflow, random_bits, variant)
+    except TypeError:
+        pass  # a word without a hash, too: what is wrong with it is found without looking it up
+    return _new_spec(fmt, rounding, overflow, random_bits, variant)
+
+
+def _new_spec(
+    fmt: str | Element, rounding: str, overflow: str | None, random_bits: int | None, variant: str
+) -> RoundingSpec:
+    f = as_element(fmt)
+    if not isinstance(rounding, str) or rounding not in ROUNDINGS:
+        raise ValueError(f"Unknown rounding {shown(rounding)}. Known: {', '.join(ROUNDINGS)}.")
+    if random_bits is not None:
+        came = shown(random_bits)
+        if rounding != "stochastic":
+            raise ValueError(f"random_bits={came} came with rounding={rounding!r}; only 'stochastic' uses it.")
+        if not is_whole(random_bits, 1) or random_bits > 32:
+            raise ValueError(f"random_bits={came} is impossible. Possible: 1 to 32, or None for 32.")
+        random_bits = int(random_bits)
+    require_variant(variant, rounding == "stochastic", random_bits)
+    return RoundingSpec(f, rounding, f.resolve_overflow(overflow), random_bits, variant)
+
+
+_known_spec = lru_cache(maxsize=None, typed=True)(_new_spec)  # typed: True is no number of bits
+
+
+@cache
+def container_width(spec: RoundingSpec, dtype: torch.dtype) -> int:
+    """Width of the container in which `dtype` is rounded; 0 where there is nothing to do.
+
+    Raises TypeError for a dtype that cannot hold every value of the format.
+    """
+    if dtype is torch.float64:
+        return 64
+    f = spec.fmt
+    info = torch.finfo(dtype)
+    precision = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}[dtype]
+    smallest = f.min_exponent - f.mantissa_bits
+    if f.mantissa_bits > precision or f.largest > info.max or 2.0**smallest < info.smallest_normal * 2**-precision:
+        raise TypeError(
+            f"A {str(dtype).removeprefix('torch.')} tensor cannot hold every value of {f}. "
+            f"Possible here: float32 or float64. Convert it with x.float() first."
+        )
+    if spec.is_float32:
+        return 0
+    return 64 if needs_wider_container(f) else 32
+
+
+def log2_scale_limits(spec: RoundingSpec, dtype: torch.dtype) -> tuple[int, int]:
+    """Between which exponents of a scale a tensor of this dtype can be rounded; (0, 0) where it cannot be scaled."""
+    if dtype not in (torch.float32, torch.float64):
+        return 0, 0
+    return scale_limits(spec.fmt, 32 if dtype is torch.float32 else 64)
+
+
+def require_no_mask(x: np.ndarray[Any, Any], name: str = "x") -> None:
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a masked array, and its mask would be lost. Possible: a torch.Tensor or a plain numpy.ndarray. "
+            f"Round its data: numpy.ma.array(round_to({name}.data, ...), mask={name}.mask)."
+        )
+
+
+def require_ndarray(x: np.ndarray[Any, Any]) -> None:
+    """Raise TypeError for an array that torch cannot hold as it is."""
+    require_no_mask(x)
+    if x.dtype not in (np.float32, np.float64, np.float16) or not x.dtype.isnative:
+        raise TypeError(
+            f"x has dtype {x.dtype}. Possible: float32, float64, float16 in native byte order. "
+            f"Convert it with x.astype(numpy.float32)."
+        )
+
+
+def require_floating(x: Any, name: str = "x") -> None:
+    if isinstance(x, np.ndarray):
+        raise TypeError(f"{name} is a numpy.ndarray. Possible here: a torch.Tensor; torch.from_numpy({name}) is one.")
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name} is {type(x).__name__}. Possible: a torch.Tensor or a numpy.ndarray; wrap it with torch.as_tensor."
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(
+            f"{name} has layout {str(x.layout).removeprefix('torch.')}. Possible: dense tensors. "
+            f"Round its values: torch.sparse_coo_tensor(x.indices(), round_to(x.values(), ...), x.shape)."
+        )
+    if x.dtype not in FLOATING:
+        raise TypeError(
+            f"{name} has dtype {str(x.dtype).removeprefix('torch.')}. Possible: float32, float64, float16, bfloat16. "
+            + ("Round x.real and x.imag." if x.dtype.is_complex else "Convert it with x.float().")
+        )
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        raise TypeError(f"{name} is on device {x.device}. Possible: cpu, cuda. Move it with x.cpu().")
+
+
+def holds_numbers(x: Tensor) -> bool:
+    """Whether the elements of `x` are in memory. Those of a meta or fake tensor, or of a freed storage, are not.
+
+    >>> holds_numbers(torch.ones(2)), holds_numbers(torch.ones(2, device="meta"))
+    (True, False)
+    """
+    if type(x) is Tensor:
+        return not x.is_meta and (x.data_ptr() != 0 or x.numel() == 0)
+    storage = x.untyped_storage()  # a fake tensor says that it is on the CPU
+    return storage.device.type != "meta" and (x.numel() == 0 or storage.data_ptr() != 0)
+
+
+def require_numbers(x: Tensor, name: str = "x") -> None:
+    """Raise TypeError for a tensor without numbers to look at."""
+    if not holds_numbers(x):
+        raise TypeError(
+            f"{name} is {_without_numbers(x)}. Expected: a tensor on cpu or cuda that holds numbers. "
+            f"Give a model memory with model.to_empty(device='cpu'), and load its numbers."
+        )
+
+
+def _without_numbers(x: Tensor) -> str:
+    kind = "on device meta" if x.device.type == "meta" else f"a {type(x).__name__} on device {x.device} without memory"
+    return f"{kind}, where tensors hold no numbers"
+
+
+def address_of(x: Tensor) -> int:
+    """Where the elements of `x` begin, for a kernel: the last line of defence against one that has no memory.
+
+    Raises TypeError where there are elements and no memory.
+    """
+    address = x.data_ptr()
+    if not address and x.numel():
+        raise no_memory(x)
+    return address
+
+
+def no_memory(x: Tensor) -> TypeError:
+    """The error for a tensor that came to a kernel, and has elements and no memory."""
+    return TypeError(f"A tensor came to a kernel that is {_without_numbers(x)}. Expected: one on cpu or cuda.")
+
+
+def require_float32(x: Any) -> None:
+    """Raise TypeError for a tensor whose blocks cannot be rounded."""
+    require_floating(x)
+    if x.dtype is not torch.float32:
+        dtype = str(x.dtype).removeprefix("torch.")
+        raise TypeError(f"x has dtype {dtype}. Blocks are rounded in float32: convert it with x.float().")

@@ -1,0 +1,290 @@
+"""What a format does to a tensor: underflow, overflow, SQNR, the exponents."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fpsim.checks import is_whole, shown
+from fpsim.formats.blocks import BlockFormat, Format
+from fpsim.formats.fixed_point import FixedPoint
+from fpsim.kernels.statistics import (
+    BLOCK_SATURATED,
+    BLOCK_SUBNORMAL,
+    ELEMENT_COUNTS,
+    EXPONENT_BIAS,
+    EXPONENT_FIELDS,
+    LARGEST_SCALE,
+    LOST_COUNTS,
+    SMALLEST_SCALE,
+    TALLY_AMAX,
+    TALLY_COUNTS,
+    TALLY_NOISE,
+    TALLY_OVERFLOW,
+    TALLY_SIGNAL,
+    TALLY_SPREAD,
+    TALLY_SUBNORMAL,
+    TALLY_SUMS,
+)
+from fpsim.kernels.tally import LEAST_SQUARE, lost_loop, tally_loop
+from fpsim.tensors.block_tally import blocks_between, saturated_from
+from fpsim.tensors.launch import ldexp, parts_of, rounded, run_parts, to_float64
+from fpsim.tensors.shared_scales import Cut, axis_pair, require_no_axis, rounded_blocks
+from fpsim.tensors.spec import (
+    BlockSpec,
+    Spec,
+    address_of,
+    any_spec,
+    require_float32,
+    require_floating,
+    require_ndarray,
+    require_numbers,
+)
+
+__all__ = ["Accumulator", "Tally", "lost_between", "tally"]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What rounding to `fmt` did to some numbers.
+
+    count: elements.
+    nonzero: elements that are finite and not zero.
+    underflow: elements that are not zero, and become zero.
+    subnormal: elements that become a subnormal value; fixed point has none.
+    overflow: finite elements that become inf or NaN, or saturate by at least half an ulp.
+    nonfinite: elements that were inf or NaN before.
+    exact: finite elements that stay as they were.
+    amax: the largest finite magnitude.
+    signal: the sum of squares of the values, over elements finite before and after; a square up to 2**-1022 counts 0.
+    noise: the sum of squares of their changes, over the same elements.
+    exponents: {floor(log2|x|): elements}.
+
+    Of a format whose numbers share scales also, and 0 of others:
+
+    blocks: how many of them.
+    zero_blocks: those without a finite element that is not zero. They count in none of what follows.
+    scale_underflow: those whose scale would be below the smallest of its format. It becomes the smallest, or 0 where
+        that is nearer, which makes zeros of all elements.
+    scale_overflow: those whose scale would be beyond the largest of its format, by half an ulp where that is no power
+        of two: elements saturate.
+    log2_scale_spread: log2 of the largest over the smallest scale above 0, in the tensor where it is widest.
+    """
+
+    fmt: Format
+    count: int
+    nonzero: int
+    underflow: int
+    subnormal: int
+    overflow: int
+    nonfinite: int
+    exact: int
+    amax: float
+    signal: float
+    noise: float
+    exponents: dict[int, int]
+    blocks: int = 0
+    zero_blocks: int = 0
+    scale_underflow: int = 0
+    scale_overflow: int = 0
+    log2_scale_spread: float = 0.0
+
+    @property
+    def underflow_fraction(self) -> float:
+        """Share of the non-zero elements that became zero; 0 where there are none."""
+        return self.underflow / self.nonzero if self.nonzero else 0.0
+
+    @property
+    def overflow_fraction(self) -> float:
+        """Share of all elements that overflowed or saturated; 0 where there are none."""
+        return self.overflow / self.count if self.count else 0.0
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantisation noise in dB, 10 log10(signal / noise); inf without noise, NaN without signal."""
+        if self.signal == 0:
+            return math.nan
+        return 10 * math.log10(self.signal / self.noise) if self.noise else math.inf
+
+
+class Accumulator:
+    """The sums behind a Tally, on the device of the tensors it is given; nothing goes to the host before `result`."""
+
+    def __init__(self, spec: Spec, device: torch.device) -> None:
+        self.spec, self.calls = spec, 0
+        self.counts = torch.zeros(len(TALLY_COUNTS), dtype=torch.int64, device=device)
+        self.sums = torch.zeros(len(TALLY_SUMS), dtype=torch.float64, device=device)
+        self.exponents = torch.zeros(EXPONENT_FIELDS, dtype=torch.int64, device=device)
+        self.limits = _limits(spec.fmt)
+
+    def add(self, before: Tensor, after: Tensor, cut: Cut | None = None) -> None:
+        """Count what happened between `before` and `after`: same shape, any floating dtype.
+
+        cut: how they were cut into blocks, of a format whose numbers share scales.
+        """
+        self.calls += 1
+        if before.device.type == "cpu":
+            x, r = _comparable(before.detach(), after.detach())
+            state = (t.data_ptr() for t in (self.counts, self.sums, self.exponents))
+            tally_loop(x.element_size())(address_of(x), address_of(r), x.numel(), *state, *self.limits)
+        else:
+            self._add_on_device(before.detach(), after.detach())
+        if isinstance(self.spec, BlockSpec):
+            assert cut is not None
+            self._add_blocks(blocks_between(before, after, self.spec, cut))
+
+    def _add_blocks(self, found: Tensor) -> None:
+        self.counts[ELEMENT_COUNTS:] += found[: len(TALLY_COUNTS) - ELEMENT_COUNTS]
+        self.counts[TALLY_SUBNORMAL] += found[BLOCK_SUBNORMAL]
+        self.counts[TALLY_OVERFLOW] += found[BLOCK_SATURATED]
+        smallest, largest = found[SMALLEST_SCALE].view(torch.float64), found[LARGEST_SCALE].view(torch.float64)
+        spread = torch.where(largest > 0, torch.log2(largest / smallest), 0.0)
+        self.sums[TALLY_SPREAD] = torch.maximum(self.sums[TALLY_SPREAD], spread)
+
+    def _add_on_device(self, before: Tensor, after: Tensor) -> None:
+        """The same as the CPU loop, in torch's own operations: no copy to the host, several passes."""
+        smallest_normal, saturated_from, largest = self.limits
+        x, r = before.double().flatten(), after.double().flatten()
+        finite, magnitude, rounded = x.isfinite(), x.abs(), r.abs()
+        nonzero = finite & (x != 0)
+        overflow = finite & (~r.isfinite() | ((rounded == largest) & (magnitude >= saturated_from)))
+        masks = (
+            torch.ones_like(finite),
+            nonzero,
+            nonzero & (r == 0),
+            finite & (rounded > 0) & (rounded < smallest_normal),
+            overflow,
+            ~finite,
+            finite & (x == r),
+        )
+        self.counts[:ELEMENT_COUNTS] += torch.stack([mask.sum() for mask in masks])
+        both = finite & r.isfinite()
+        for field, squares in ((TALLY_SIGNAL, x * x), (TALLY_NOISE, (r - x) ** 2)):
+            self.sums[field] += torch.where(both & (squares > LEAST_SQUARE), squares, 0.0).sum()
+        if x.numel():
+            self.sums[TALLY_AMAX] = torch.maximum(self.sums[TALLY_AMAX], torch.where(finite, magnitude, 0.0).amax())
+        fields = (magnitude.view(torch.int64) >> 52).clamp(max=EXPONENT_FIELDS - 1)
+        self.exponents.index_add_(0, fields, nonzero.to(torch.int64))
+
+    def result(self) -> Tally:
+        exponents = self.exponents.cpu()
+        present = exponents.nonzero().flatten().tolist()
+        sums = dict(zip(TALLY_SUMS, self.sums.tolist(), strict=True))
+        counts = dict(zip(TALLY_COUNTS, self.counts.tolist(), strict=True))
+        histogram = {field - EXPONENT_BIAS: int(exponents[field]) for field in present}
+        return Tally(self.spec.fmt, exponents=histogram, **sums, **counts)
+
+
+def _comparable(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the container of the wider, contiguous."""
+    if torch.float64 in (before.dtype, after.dtype):
+        return to_float64(before), to_float64(after)
+    return before.float().contiguous(), after.float().contiguous()
+
+
+@cache
+def _limits(fmt: Format) -> tuple[float, float, float]:
+    """Smallest normal, the magnitude from which saturation is counted, and the largest value."""
+    if isinstance(fmt, BlockFormat):
+        return 0.0, math.inf, math.inf  # those of an element are multiplied by the scales: see blocks_between
+    return 0.0 if isinstance(fmt, FixedPoint) else fmt.smallest_normal, saturated_from(fmt), fmt.largest
+
+
+MOST_LOG2_SCALE = 1022  # 2**-1074 is float64's smallest magnitude, 2**1023 its largest power of two
+
+
+def tally(
+    x: Tensor | np.ndarray[Any, Any],
+    fmt: str | Format,
+    log2_scale: int = 0,
+    rounding: str = "nearest_even",
+    overflow: str | None = None,
+    axis: int | tuple[int, int] | None = None,
+) -> Tally:
+    """Count what rounding `x`, scaled by `2**log2_scale`, to `fmt` would do; `x` itself stays.
+
+    The tally's amax, signal, noise and exponents are those of the scaled numbers.
+
+    x: a tensor or ndarray that `round_to` takes, any shape and strides.
+    fmt, rounding, overflow, axis: as in `round_to`.
+    log2_scale: the exponent of the scale; 0 for a format whose numbers share scales.
+    Raises as `round_to` does, and TypeError for a scale that is no integer.
+
+    >>> t = tally(torch.tensor([1.0, 1e-9, 1e6, 0.0]), "fp16")
+    >>> t.underflow, t.overflow, t.exact, t.exponents
+    (1, 1, 2, {-30: 1, 0: 1, 19: 1})
+    >>> tally(torch.tensor([1e-9]), "fp16", log2_scale=10).underflow
+    0
+    >>> t = tally(torch.tensor([[7.5, 1.0], [0.0, 0.0], [0.0, 24.0]]), "mxfp4")
+    >>> t.blocks, t.zero_blocks, t.log2_scale_spread, t.overflow
+    (3, 1, 2.0, 1)
+    """
+    if not is_whole(log2_scale):
+        raise TypeError(f"log2_scale is {shown(log2_scale)}. Possible: an integer, the exponent of a power of two.")
+    if abs(log2_scale) > MOST_LOG2_SCALE:
+        raise ValueError(
+            f"log2_scale={shown(log2_scale)} is out of range. Expected: -{MOST_LOG2_SCALE} to {MOST_LOG2_SCALE}, "
+            f"beyond which float64 loses what is scaled."
+        )
+    spec = any_spec(fmt, rounding, overflow)
+    if isinstance(x, np.ndarray):
+        require_ndarray(x)
+        x = torch.from_numpy(np.array(x, order="C"))
+    require_floating(x)
+    require_numbers(x)
+    x = x.detach().resolve_neg()
+    sums = Accumulator(spec, x.device)
+    if isinstance(spec, BlockSpec):
+        if log2_scale:
+            raise ValueError(f"log2_scale={log2_scale} came with {spec.fmt}, which computes its scales. Leave it away.")
+        require_float32(x)
+        cut = Cut(*axis_pair(axis))
+        sums.add(x, rounded_blocks(x, spec, cut.axis, cut.across), cut)
+        return sums.result()
+    require_no_axis(axis, fmt)
+    if log2_scale or x.dtype in (torch.float16, torch.bfloat16):
+        x = to_float64(x, int(log2_scale))
+    sums.add(x, rounded(x, spec))
+    return sums.result()
+
+
+def lost_between(before: Tensor, after: Tensor, largest: float, log2_scale: Tensor) -> Tensor:
+    """What was lost when `before` was rounded to `after`: the LOST_COUNTS, nothing copied to the host.
+
+    They count zeros before; other elements that became zero; elements that were finite and are not, or whose magnitude
+    was above `largest * 2**-log2_scale`, where a format that saturates loses them.
+
+    before, after: the same shape and floating dtype, any strides.
+    largest: the largest value of the format.
+    log2_scale: the scale at which it was rounded, one integer on their device.
+    Returns three int64 on their device.
+
+    >>> x, r = torch.tensor([0.0, 1e-9, 1.0, 5.0]), torch.tensor([0.0, 0.0, 1.0, 4.0])
+    >>> lost_between(x, r, 4.0, torch.tensor([0])).tolist()
+    [1, 1, 1]
+    """
+    if before.device.type != "cpu":
+        return lost_on_device(before, after, largest, log2_scale)
+    x, r = _comparable(before.detach(), after.detach())
+    parts = parts_of(x.numel())
+    counts = torch.zeros((len(parts), len(LOST_COUNTS)), dtype=torch.int64, device=x.device)
+    limit, size, row = math.ldexp(largest, -int(log2_scale)), x.element_size(), counts.data_ptr()
+    places = [(first * size, length, row + i * 8 * len(LOST_COUNTS)) for i, (first, length) in enumerate(parts)]
+    source, rounded = address_of(x), address_of(r)
+    calls = [(source + at, rounded + at, length, limit, to) for at, length, to in places]
+    run_parts(lost_loop(size), calls, x, r, counts)
+    return counts.sum(0)
+
+
+def lost_on_device(before: Tensor, after: Tensor, largest: float, log2_scale: Tensor) -> Tensor:
+    """The same as the CPU loop, in torch's own operations."""
+    magnitude, rounded = before.detach().abs().double(), after.detach().abs()
+    limit = ldexp(torch.full_like(log2_scale, largest, dtype=torch.float64), -log2_scale)
+    overflow = magnitude.isfinite() & (~rounded.isfinite() | (magnitude > limit))
+    return torch.stack([m.sum() for m in (magnitude == 0, (magnitude != 0) & (rounded == 0), overflow)])

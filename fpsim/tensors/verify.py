@@ -1,0 +1,233 @@
+"""Whether the kernels of this machine round as they should: `python -m fpsim verify`.
+
+On any device bits are compared with `reference.py`, a second definition of rounding. On a card also: blocks that share
+a scale, against the CPU's; two streams at once, replays of a captured graph, the speed beside a copy, and what a launch
+costs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fpsim.formats.blocks import BLOCKS
+from fpsim.formats.floats import CATALOGUE, FloatFormat
+from fpsim.kernels.core import ROUNDINGS
+from fpsim.kernels.variants import VARIANTS
+from fpsim.tensors.launch import rounded
+from fpsim.tensors.moments import moments_of
+from fpsim.tensors.reference import noise_of, rounded_in_float64
+from fpsim.tensors.shared_scales import rounded_blocks
+from fpsim.tensors.spec import BlockSpec, RoundingSpec, any_spec, rounding_spec
+
+__all__ = ["FULL_FORMATS", "Row", "on_card", "patterns", "verify"]
+
+FULL_FORMATS = ("fp16", "bf16", "tf32", "e4m3fn", "e5m2", "dlfloat16")  # one of each shape of the kernels and more
+KEY = 0x9E3779B97F4A7C15 >> 1  # of the noise; a key has 63 bits
+FEW_BITS = 4  # of the variants
+_CHUNK = 1 << 22
+
+
+class Row(NamedTuple):
+    """One line of the table. ok: None for what is measured and judged by nobody."""
+
+    check: str
+    ok: bool | None
+    detail: str
+
+
+def patterns() -> Tensor:
+    """Float32 numbers: 2**16 random patterns, and around the places and ties of each significand in each binade."""
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), generator=generator).int()
+    fractions = {0, 1 << 22, (1 << 22) + 1, (1 << 23) - 1} | {
+        (odd << k) + d for k in range(22) for odd in (1, 3) for d in (-1, 0, 1)
+    }
+    borders = (torch.arange(256)[:, None] * (1 << 23) + torch.tensor(sorted(fractions))).flatten().int()
+    return torch.cat([random, borders, borders | -(1 << 31)]).view(torch.float32)
+
+
+def all_patterns() -> Iterator[Tensor]:
+    """All 2**32 float32 numbers, in parts."""
+    for start in range(-(1 << 31), 1 << 31, _CHUNK):
+        yield torch.arange(start, start + _CHUNK, dtype=torch.int64).int().view(torch.float32)
+
+
+def mismatches(x: Tensor, spec: RoundingSpec, device: str) -> tuple[int, str]:
+    """How many elements a device rounds otherwise than the reference, and the first of them."""
+    assert isinstance(spec.fmt, FloatFormat)
+    noise = noise_of(x.numel(), KEY) if spec.rounding == "stochastic" else None
+    expected = rounded_in_float64(x.numpy(), spec.fmt, spec.rounding, noise, spec.random_bits, spec.variant)
+    key = torch.tensor(KEY) if noise is not None else None
+    found = rounded(x.to(device), spec, key).cpu().double().numpy()
+    both_nan = np.isnan(expected) & np.isnan(found)
+    wrong = ~(both_nan | ((expected == found) & (np.signbit(expected) == np.signbit(found))))
+    if not wrong.any():
+        return 0, ""
+    i = int(np.flatnonzero(wrong)[0])
+    return int(wrong.sum()), f"{float(x[i])!r} gives {float(found[i])!r}, not {float(expected[i])!r}"
+
+
+def _compare(spec: RoundingSpec, device: str, parts: Iterable[Tensor]) -> Row:
+    count, wrong, first = 0, 0, ""
+    for x in parts:
+        n, example = mismatches(x, spec, device)
+        count, wrong, first = count + x.numel(), wrong + n, first or example
+    detail = f"{wrong} of {count:,} numbers differ: {first}" if wrong else f"{count:,} numbers"
+    return Row(str(spec), not wrong, detail)
+
+
+def _specs(fmt: str) -> list[RoundingSpec]:
+    """Each rounding of a format, and each variant of a few random bits."""
+    few = [rounding_spec(CATALOGUE[fmt], "stochastic", None, FEW_BITS, variant) for variant in VARIANTS]
+    return [*(rounding_spec(CATALOGUE[fmt], rounding) for rounding in ROUNDINGS), *few]
+
+
+def verify(device: str, full: bool) -> Iterator[Row]:
+    """The rows of the table, each as soon as it is known.
+
+    device: "cpu" or "cuda".
+    full: also all 2**32 inputs of six formats in each rounding, which takes hours on a CPU.
+    """
+    x = patterns()
+    for fmt in CATALOGUE:
+        for spec in _specs(fmt):
+            yield _compare(spec, device, [x])
+    if full:
+        for fmt in FULL_FORMATS:
+            for spec in _specs(fmt):
+                yield _compare(spec, device, all_patterns())
+    if device == "cuda":
+        yield from on_card()
+
+
+# On a card
+
+
+def on_card() -> Iterator[Row]:
+    """What only a card can show."""
+    yield from _blocks()
+    yield _two_streams()
+    yield from _graph_replays()
+    yield from _speeds()
+
+
+def _block_spec(name: str, rounding: str = "nearest_even") -> BlockSpec:
+    spec = any_spec(name, rounding)
+    assert isinstance(spec, BlockSpec)
+    return spec
+
+
+def _blocks() -> Iterator[Row]:
+    """Each format whose numbers share scales, along each axis, in blocks that are cut off at the end."""
+    generator = torch.Generator().manual_seed(0)
+    binades = torch.randint(-20, 20, (301, 1, 83), generator=generator).float()
+    x = torch.randn(301, 37, 83, generator=generator) * torch.exp2(binades)
+    x[0, 0, 0], x[1, 2, 3], x[4] = torch.inf, torch.nan, 0.0
+    key = torch.tensor(KEY)
+    for name in (*BLOCKS, "e4m3fn per row fp32", "e4m3fn per 128x128 fp32"):
+        for rounding in ("nearest_even", "stochastic"):
+            spec, wrong, first = _block_spec(name, rounding), 0, ""
+            for axis in range(3):
+                expected = rounded_blocks(x, spec, axis, None, key)
+                found = rounded_blocks(x.cuda(), spec, axis, None, key).cpu()
+                is_wrong = found.view(torch.int32) != expected.view(torch.int32)
+                places = (is_wrong & ~(found.isnan() & expected.isnan())).nonzero().tolist()
+                wrong += len(places)
+                if places and not first:
+                    at = tuple(places[0])
+                    values = f"{float(x[at])!r} gives {float(found[at])!r}, not {float(expected[at])!r}"
+                    first = f"along axis {axis} at {at} {values}"
+            count = f"{3 * x.numel():,} numbers"
+            yield Row(f"{name} {rounding}", not wrong, f"{wrong} of {count} differ: {first}" if wrong else count)
+
+
+def _two_streams(times: int = 200) -> Row:
+    """Two streams round at once, each to a format of its own."""
+    inputs = [torch.randn(1 << 18, device="cuda") * 4.0**i for i in range(2)]
+    specs = [rounding_spec("e3m4"), rounding_spec("e4m3fn")]
+    expected = [rounded(x.cpu(), spec) for x, spec in zip(inputs, specs, strict=True)]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    results: list[list[Tensor]] = [[], []]
+    for _ in range(times):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[i].append(rounded(inputs[i], specs[i]))
+    torch.cuda.synchronize()
+    wrong = sum(not torch.equal(y.cpu(), expected[i]) for i in range(2) for y in results[i])
+    return Row("two streams", not wrong, f"{wrong} of {2 * times} results differ")
+
+
+def _graph_replays() -> Iterator[Row]:
+    """A captured rounding is replayed on other numbers; whether its noise repeats is told."""
+    for rounding in ("nearest_even", "stochastic"):
+        spec, x = rounding_spec("e4m3fn", rounding), torch.randn(1 << 18, device="cuda")
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            rounded(x, spec)  # compiled and loaded before the capture
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = rounded(x, spec)
+        if rounding == "nearest_even":
+            wrong = 0
+            for i in range(20):
+                x.copy_(torch.randn(1 << 18) * 2.0**i)
+                graph.replay()
+                wrong += not torch.equal(y.cpu(), rounded(x.cpu(), spec))
+            yield Row("graph replay", not wrong, f"{wrong} of 20 replays differ from the CPU")
+        else:
+            graph.replay()
+            first = y.clone()
+            graph.replay()
+            yield Row("noise of replays", None, "repeats" if torch.equal(first, y) else "is new in each replay")
+
+
+def _milliseconds(run: Callable[[], object], times: int) -> float:
+    """The time of one call on the card, by events around many."""
+    run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / times
+
+
+def _speeds() -> Iterator[Row]:
+    """Bytes read and written in a second, beside a copy of the same tensor; and a call's cost to Python."""
+    x = torch.randn(1 << 27, device="cuda")
+    out = torch.empty_like(x)
+    moved = 2 * x.numel() * x.element_size() / 1e6
+    copy = moved / _milliseconds(lambda: out.copy_(x), 20)
+    yield Row("copy", None, f"{copy:,.0f} GB/s")
+    calls: dict[str, Callable[[], Tensor]] = {
+        f"e4m3fn {rule}": partial(rounded, x, rounding_spec("e4m3fn", rule)) for rule in ("nearest_even", "stochastic")
+    }
+    rows = x.view(1 << 13, 1 << 14)
+    for name in ("mxfp8_e4m3", "nvfp4", "e4m3fn per row fp32"):
+        for axis in (0, 1):
+            calls[f"{name} along axis {axis}"] = partial(rounded_blocks, rows, _block_spec(name), axis)
+    calls["moments"] = partial(moments_of, x)
+    for name, call in calls.items():
+        moves = moved / 2 if name == "moments" else moved  # which it only reads
+        speed = moves / _milliseconds(call, 20)
+        yield Row(name, None, f"{speed:,.0f} GB/s, {speed / copy:.0%} of a copy")
+    few, spec = torch.randn(16, device="cuda"), rounding_spec("e4m3fn")
+    for name, launched in (("torch.relu", lambda: torch.relu(few)), ("rounding", lambda: rounded(few, spec))):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(1000):
+            launched()
+        took = (time.perf_counter() - began) * 1e3
+        torch.cuda.synchronize()
+        yield Row(f"launch of {name}", None, f"{took:.1f} us")

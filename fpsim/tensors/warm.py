@@ -1,0 +1,70 @@
+"""Compiling and loading ahead of time, for code that must not do it: the capture of a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from fpsim.checks import require_iterable, shown
+from fpsim.formats.blocks import Format
+from fpsim.kernels.variants import require_variant
+from fpsim.tensors.launch import rounded
+from fpsim.tensors.moments import amax_of, binades, moments_of
+from fpsim.tensors.shared_scales import rounded_blocks
+from fpsim.tensors.spec import BlockSpec, any_spec
+
+__all__ = ["warm_up"]
+
+
+def warm_up(
+    device: str | torch.device,
+    formats: Iterable[str | Format],
+    roundings: Iterable[str] = ("nearest_even",),
+    variants: Iterable[str] = ("A",),
+) -> None:
+    """Make ready, on a device, what rounds tensors of up to 32 bits to these formats, and gathers their statistics.
+
+    While a CUDA graph is captured nothing can be compiled or loaded; a rounding that needs it raises RuntimeError. What
+    is compiled is kept on disk: a process that finds it there loads it in milliseconds. No noise is drawn.
+
+    Adaptive scales, products in an accumulator and Hadamard transforms have kernels of their own. Run a step of such
+    a model once before it is captured, as torch asks for too.
+
+    device: a CUDA device, or the CPU, whose loops are compiled at their first call too.
+    formats: formats or their names.
+    roundings: rounding rules, each for every format.
+    variants: of stochastic rounding, as in `round_to`; each has kernels of its own, for any number of random bits.
+    Raises ValueError for unknown words.
+
+    >>> warm_up("cpu", ["e4m3fn", "mxfp8_e4m3"], ["nearest_even", "stochastic"])
+    """
+    try:
+        device = torch.device(None if isinstance(device, bytes) else device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"device={shown(device)} is not a device. Expected: 'cpu', 'cuda' or 'cuda:1'.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={shown(device)} has no kernels. Expected: 'cpu', 'cuda' or 'cuda:1'.")
+    formats = require_iterable("formats", formats, "['fp16']")
+    roundings = require_iterable("roundings", roundings, "['nearest_even']")
+    variants = require_iterable("variants", variants, "['A']")
+    for variant in variants:
+        require_variant(variant, True, 1)  # a word that exists, used or not
+    x, key = torch.zeros(1, device=device), torch.zeros((), dtype=torch.int64)
+    specs = [
+        any_spec(fmt, rounding, None, None if variant == "A" else 8, variant)
+        for fmt in formats
+        for rounding in roundings
+        for variant in (variants if rounding == "stochastic" else ("A",))
+    ]
+    for spec in specs:
+        if isinstance(spec, BlockSpec):
+            rounded_blocks(x, spec, -1, None, key)
+            continue
+        rounded(x, spec, key)
+        for keep_infinity in (False, True):  # what an emulated model rounds lets masks pass
+            rounded(x, spec, key, None, True, keep_infinity)
+    for logs in (False, True):
+        moments_of(x, logs)
+    amax_of(x)
+    binades(x)

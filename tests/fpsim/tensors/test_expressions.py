@@ -1,0 +1,110 @@
+"""Rounding as a compiler sees it gives the bits of the kernels."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fpsim.formats.blocks import as_element
+from fpsim.formats.floats import CATALOGUE
+from fpsim.kernels.core import ROUNDINGS
+from fpsim.tensors.expressions import round_traced
+from fpsim.tensors.launch import rounded
+from fpsim.tensors.spec import rounding_spec
+
+
+def patterns(fmt: str) -> Tensor:
+    """Random patterns, and each binade's borders and ties at every place of the significand."""
+    generator = torch.Generator().manual_seed(len(fmt))
+    fractions = {0, 1 << 22, (1 << 22) + 1, (1 << 23) - 1} | {
+        (odd << k) + d for k in range(22) for odd in (1, 3) for d in (-1, 0, 1)
+    }
+    borders = torch.arange(256)[:, None] * (1 << 23) + torch.tensor(sorted(fractions))
+    borders = borders.flatten().int()
+    random = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), generator=generator).int()
+    return torch.cat([random, borders, borders | -(1 << 31)]).view(torch.float32)
+
+
+FORMATS = [*CATALOGUE, "e3m0", "e4m12", "uint8", "int4"]
+
+
+@pytest.mark.parametrize("rounding", [r for r in ROUNDINGS if r != "stochastic"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_each_pattern_becomes_what_the_kernels_make_of_it(fmt: str, rounding: str) -> None:
+    x = patterns(fmt)
+    for overflow in ("inf", "nan", "saturate"):
+        try:
+            spec = rounding_spec(as_element(fmt), rounding, overflow)
+        except ValueError:  # the format has no such value
+            continue
+        found, expected = round_traced(x, spec), rounded(x, spec)
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_other_containers_too(dtype: torch.dtype) -> None:
+    x = patterns("e4m3fn").to(dtype)
+    spec = rounding_spec("e4m3fn")
+    found, expected = round_traced(x, spec), rounded(x, spec)
+    assert torch.equal(found.nan_to_num(77.0), expected.nan_to_num(77.0))
+    assert torch.equal(found.signbit(), expected.signbit())
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "fp16", "e2m1"])
+def test_masks_stay(fmt: str) -> None:
+    largest = torch.finfo(torch.float32).max
+    x = torch.tensor([largest, -largest, -math.inf, math.inf, 1.06, -0.0])
+    spec = rounding_spec(fmt)
+    for keep_infinity in (False, True):
+        found = round_traced(x, spec, True, keep_infinity)
+        assert torch.equal(found, rounded(x, spec, keep_masks=True, keep_infinity=keep_infinity))
+        assert found[:2].tolist() == [largest, -largest]
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16", "e4m3fn", "int8"])
+def test_noise_rounds_up_as_often_as_it_should(fmt: str) -> None:
+    spec = rounding_spec(fmt, "stochastic")
+    low = rounded(torch.tensor(1.3), rounding_spec(fmt, "toward_zero")).item()
+    high = rounded(torch.tensor(1.3), rounding_spec(fmt, "up")).item()
+    torch.manual_seed(0)
+    n = 1 << 16
+    found = round_traced(torch.full((n,), 1.3), spec)
+    assert set(found.unique().tolist()) == {low, high}
+    share, expected = (found == high).double().mean().item(), (torch.tensor(1.3).item() - low) / (high - low)
+    assert abs(share - expected) < 5 * math.sqrt(0.25 / n)  # five standard deviations of a mean of n, at most
+
+
+def test_what_has_no_expression_is_rounded_by_the_kernels() -> None:
+    x = patterns("e8m0")
+    spec = rounding_spec("e8m0fnu", "down")
+    found, expected = round_traced(x, spec), rounded(x, spec)
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+def test_inductor_writes_the_same_bits() -> None:
+    """All shapes of formats, in one program: its C++ is compiled once."""
+    specs = [
+        rounding_spec(fmt, rounding)
+        for fmt, rounding in (
+            ("bf16", "nearest_even"), ("fp16", "nearest_even"), ("e4m3fn", "nearest_away"), ("e5m2", "up"),
+            ("e4m3fnuz", "down"), ("e2m1", "to_odd"), ("uint8", "nearest_even"), ("tf32", "toward_zero"),
+        )
+    ]  # fmt: skip
+    x = patterns("inductor")
+    torch._dynamo.reset()
+
+    @torch._dynamo.nonstrict_trace  # as the emulation itself is traced
+    def each(x: Tensor) -> list[Tensor]:
+        return [round_traced(x, spec, True) for spec in specs] + [round_traced(x * 1.1, spec) for spec in specs[:2]]
+
+    program = torch.compile(lambda x: each(x), fullgraph=True, dynamic=False)
+    found = program(x)
+    for spec, got in zip(specs, found, strict=False):
+        expected = rounded(x, spec, keep_masks=True)
+        assert torch.equal(got.view(torch.int32), expected.view(torch.int32)), spec
+    for spec, got in zip(specs, found[len(specs) :], strict=False):  # no product is taken into the rounding
+        expected = rounded(x * 1.1, spec)
+        assert torch.equal(got.nan_to_num(77.0), expected.nan_to_num(77.0)), spec

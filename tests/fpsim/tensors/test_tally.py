@@ -1,0 +1,154 @@
+"""What a tally counts, against counting by hand in plain Python."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fpsim
+from fpsim.tensors.spec import any_spec
+from fpsim.tensors.tally import Accumulator, lost_between, lost_on_device
+
+FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2", "e2m1fn", "dlfloat16", "e4m3fnuz")
+
+
+def samples(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    spread = torch.randn(5000, generator=generator) * torch.exp2(torch.randint(-45, 20, (5000,), generator=generator))
+    corners = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 3e38, 1.0, -65504.0, 65520.0, 464.0]
+    return torch.cat([spread, torch.tensor(corners)]).to(dtype)
+
+
+def counted_by_hand(x: torch.Tensor, rounded: torch.Tensor, fmt: fpsim.FloatFormat) -> dict[str, Any]:
+    top = math.ldexp(1.0, math.frexp(fmt.largest)[1] - 1 - fmt.mantissa_bits)
+    found: Counter[str] = Counter()
+    exponents: Counter[int] = Counter()
+    squares: list[float] = []
+    changes: list[float] = []
+    for v, r in zip(x.double().tolist(), rounded.double().tolist(), strict=True):
+        found["count"] += 1
+        if not math.isfinite(v):
+            found["nonfinite"] += 1
+            continue
+        if v != 0:
+            found["nonzero"] += 1
+            exponents[math.frexp(v)[1] - 1] += 1
+            found["underflow"] += r == 0
+        found["subnormal"] += 0 < abs(r) < fmt.smallest_normal
+        found["overflow"] += not math.isfinite(r) or (abs(r) == fmt.largest and abs(v) >= fmt.largest + top / 2)
+        found["exact"] += r == v
+        if math.isfinite(r):
+            squares.append(v * v)
+            changes.append((r - v) ** 2)
+    amax = max(abs(v) for v in x.double().tolist() if math.isfinite(v))
+    sums = {"amax": amax, "signal": math.fsum(squares), "noise": math.fsum(changes)}
+    return {**found, **sums, "exponents": dict(exponents)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_tally_counts_what_a_loop_in_python_counts(name: str, dtype: torch.dtype) -> None:
+    x, fmt = samples(dtype), fpsim.as_format(name)
+    tally = fpsim.tally(x, name)
+    expected = counted_by_hand(x, fpsim.round_to(x, name), fmt)
+    for key in ("count", "nonzero", "underflow", "subnormal", "overflow", "nonfinite", "exact"):
+        assert getattr(tally, key) == expected.get(key, 0), key
+    assert tally.exponents == expected["exponents"]
+    assert tally.amax == expected["amax"]
+    # 5,000 positive float64 terms added in order: relative error at most 5,000 * 2**-53 = 6e-13
+    assert tally.signal == pytest.approx(expected["signal"], rel=6e-13)
+    assert tally.noise == pytest.approx(expected["noise"], rel=6e-13)
+
+
+def test_the_counts_of_a_small_example_are_those_of_a_reader() -> None:
+    # fp16: 2**-25 is a tie that goes to zero, 2**-24 is subnormal and exact, 65519 rounds to 65504, 65520 to inf
+    x = torch.tensor([0.0, 2.0**-25, 2.0**-24, 65519.0, 65520.0, math.nan])
+    t = fpsim.tally(x, "fp16")
+    assert (t.count, t.nonzero, t.underflow, t.subnormal, t.overflow, t.nonfinite, t.exact) == (6, 4, 1, 1, 1, 1, 2)
+    assert (t.underflow_fraction, t.overflow_fraction) == (1 / 4, 1 / 6)
+    assert t.exponents == {-25: 1, -24: 1, 15: 2}
+
+
+def test_saturation_is_counted_from_half_an_ulp_beyond_the_largest_value() -> None:
+    # e4m3fn: largest 448, the next code would be 480; 463 still rounds to 448 as if unbounded, 464 does not
+    t = fpsim.tally(torch.tensor([448.0, 463.0, 464.0, -1e6]), "e4m3fn")
+    assert (t.overflow, t.exact) == (2, 1)
+
+
+def test_a_scale_moves_the_numbers_before_they_are_rounded() -> None:
+    x = samples()
+    for log2_scale in (-7, 3, 20):
+        assert fpsim.tally(x, "fp16", log2_scale) == fpsim.tally(x.double() * 2.0**log2_scale, "fp16")
+    assert fpsim.tally(torch.tensor([2.0**-30]), "fp16").underflow == 1
+    assert fpsim.tally(torch.tensor([2.0**-30]), "fp16", log2_scale=6).underflow == 0
+
+
+def test_sqnr_is_the_ratio_of_energies_in_decibels() -> None:
+    x = torch.tensor([1.0 + 2.0**-11, 1.0])  # the first is a tie of fp16 and goes down by 2**-11
+    expected = 10 * math.log10(((1 + 2.0**-11) ** 2 + 1) / 2.0**-22)
+    assert fpsim.tally(x, "fp16").sqnr_db == pytest.approx(expected, rel=4e-16)  # one rounding of a float64
+    assert fpsim.tally(torch.ones(3), "fp16").sqnr_db == math.inf
+    assert math.isnan(fpsim.tally(torch.zeros(3), "fp16").sqnr_db)
+
+
+def test_empty_scalar_strided_half_and_numpy_inputs_are_counted() -> None:
+    assert fpsim.tally(torch.empty(0), "fp16").count == 0
+    assert fpsim.tally(torch.tensor(1e-9), "fp16").underflow == 1
+    x = samples()[:5000].reshape(50, 100)
+    assert fpsim.tally(x.T[::2], "e5m2") == fpsim.tally(x.T[::2].contiguous(), "e5m2")
+    assert fpsim.tally(x.numpy(), "e5m2") == fpsim.tally(x, "e5m2")
+    half = x.clamp(-100, 100).half()
+    assert fpsim.tally(half, "e4m3fn") == fpsim.tally(half.float(), "e4m3fn")
+    assert fpsim.tally(np.array([2.0**-1070]), "fp16").exponents == {-1023: 1}  # float64's subnormals share a bin
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_form_for_other_devices_counts_the_same(name: str) -> None:
+    fmt, x = fpsim.as_format(name), samples()
+    loop, other = Accumulator(any_spec(fmt), x.device), Accumulator(any_spec(fmt), x.device)
+    rounded = fpsim.round_to(x, fmt)
+    for _ in range(2):
+        loop.add(x, rounded)
+        other._add_on_device(x, rounded)
+    assert torch.equal(loop.counts, other.counts)
+    assert torch.equal(loop.exponents, other.exponents)
+    torch.testing.assert_close(loop.sums, other.sums, rtol=2e-12, atol=0)  # 10,000 float64 terms, any order
+
+
+@pytest.mark.parametrize("scale", [1.5, "2", True, None])
+def test_a_scale_that_is_no_integer_is_refused(scale: object) -> None:
+    with pytest.raises(TypeError, match="exponent of a power of two"):
+        fpsim.tally(torch.ones(1), "fp16", log2_scale=scale)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_what_is_lost_at_a_scale_is_counted_as_by_hand(fmt: str, dtype: torch.dtype) -> None:
+    f, x = fpsim.as_format(fmt), samples(dtype)
+    for k in (-9, 0, 6):
+        scaled = torch.ldexp(x.double(), torch.tensor(k))
+        rounded = torch.ldexp(fpsim.round_to(scaled, fmt), torch.tensor(-k)).to(dtype)
+        expected = [0, 0, 0]
+        for before, after in zip(x.double().tolist(), rounded.double().tolist(), strict=True):
+            expected[0] += before == 0
+            expected[1] += before != 0 and after == 0
+            above = abs(before) > math.ldexp(f.largest, -k)
+            expected[2] += math.isfinite(before) and (above or not math.isfinite(after))
+        for count in (lost_between, lost_on_device):
+            assert count(x, rounded, f.largest, torch.tensor([k])).tolist() == expected
+    assert expected[1] > 0 or f.exponent_bits == 8
+    assert expected[2] > 0
+
+
+def test_what_is_lost_between_threads_and_strides_is_the_same() -> None:
+    x = torch.randn(1500, 1400, generator=torch.Generator().manual_seed(0)) * 1e-4
+    rounded, scale = fpsim.round_to(x, "e5m2"), torch.tensor([0])
+    expected = [int((x == 0).sum()), int(((x != 0) & (rounded == 0)).sum()), 0]
+    assert lost_between(x, rounded, 57344.0, scale).tolist() == expected
+    assert lost_between(x.T, rounded.T, 57344.0, scale).tolist() == expected
+    assert lost_between(x[:0], rounded[:0], 57344.0, scale).tolist() == [0, 0, 0]
