@@ -126,7 +126,7 @@ FLOORS = (
         "lab.tasks.__init__",
         "lab.training.steps lab.sweep.identity lab.sweep.telemetry lab.sweep.cell_formats",
         "lab.sweep.names lab.sweep.live",
-        "lab.results.trackers",
+        "lab.results.trackers lab.results.deciding",
         "lab.training.loop lab.sweep.cells",
         "lab.training.__init__ lab.sweep.branches lab.sweep.work lab.sweep.prepare lab.results.results "
         "lab.results.notifier",
