@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ada_loss.files import strict_json
 
@@ -42,9 +42,10 @@ def spread_of(task: str) -> Spread | None:
 
 
 def _known() -> dict[str, Spread]:
+    content: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
     return {
         task: Spread(**{name: math.nan if value is None else value for name, value in values.items()})
-        for task, values in json.loads(FILE.read_text()).items()
+        for task, values in content.items()
     }
 
 
