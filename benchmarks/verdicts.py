@@ -3,7 +3,7 @@
     python benchmarks/verdicts.py --sweeps 4000
 
 prints the share of sweeps with a wrong statement anywhere, the share of settings that are found, and what becomes of
-settings that collapse with some seeds. docs/scaling.md has the tables.
+settings that collapse with some seeds. docs/verdict.md has the tables.
 """
 
 from __future__ import annotations

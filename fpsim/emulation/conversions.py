@@ -175,7 +175,7 @@ def cast(
         emulation.prepare_target(x)
         return x
     result = emulation.new_operand(out) if is_marked_wide(out) else emulation.operand(out, Rounds.ALL)
-    if x is not args[0] and out is x and not is_made_here(args[0]):
+    if result is not args[0] and out is x and not is_made_here(args[0]):
         emulation.aliases.add(result, Alias(args[0], own=partial(_itself, args[0])))
     return result
 

@@ -18,7 +18,7 @@ from fpsim.kernels.statistics import TALLY_COUNTS
 from fpsim.models.quantize import listeners
 from fpsim.tensors.shared_scales import Cut
 from fpsim.tensors.spec import Spec, any_spec, holds_numbers
-from fpsim.tensors.tally import Accumulator, Tally
+from fpsim.tensors.tally import Accumulator, Tally, row_of
 from fpsim.undoing import Block, Undo
 
 __all__ = ["Recording", "record"]
@@ -40,8 +40,11 @@ SHOWN = (
     "nonfinite",
     "sqnr_db",
     "amax",
+    "row_bias",
+    "kurtosis",
 )
-SUMS = ("counts", "sums", "exponents")  # the tensors of an Accumulator
+LIKE_A_TALLY = ("amax", "sqnr_db", "log2_scale_spread", "row_bias", "kurtosis")
+SUMS = ("counts", "sums", "exponents", "shape")  # the tensors of an Accumulator
 
 
 def is_of_role(name: str, role: str) -> bool:
@@ -69,6 +72,8 @@ def _loaded(
         require_whole("state['sums'][...]['calls']", saved["calls"], 0)
         found.calls = int(saved["calls"])
         for name in SUMS:
+            if name == "shape" and name not in saved:
+                continue  # of a version that did not know them
             mine, its = getattr(found, name), saved[name]
             if (mine.shape, mine.dtype) != (its.shape, its.dtype):
                 raise ValueError(
@@ -108,7 +113,7 @@ class Recording:
         key = (site, role, spec)
         if key not in self._sums:
             self._sums[key] = Accumulator(spec, before.device)
-        self._sums[key].add(before, after, cut)
+        self._sums[key].add(before, after, cut, row_of(site) if is_of_role(role, "error") else None)
 
     def continue_from(self, other: Recording) -> None:
         """Go on where another recording is, for instance one that was saved and loaded."""
@@ -160,7 +165,7 @@ class Recording:
         count, nonzero, blocks, zero_blocks: counts of numbers, and of blocks that share a scale.
         underflow: share of the non-zero numbers that became zero. subnormal, overflow, nonfinite, exact: share of all
         numbers. scale_underflow, scale_overflow: share of all blocks. Each has its count beside it: underflow_count.
-        amax, sqnr_db, log2_scale_spread: as in a `Tally`.
+        amax, sqnr_db, log2_scale_spread: as in a `Tally`. row_bias, kurtosis: too, of gradients of activations.
         """
         rows = Rows()
         for (site, role, spec), sums in self._sums.items():
@@ -173,7 +178,7 @@ class Recording:
                 if whole is not None:
                     row[name] = value / max(getattr(t, whole), 1)
                 row[name if whole is None else f"{name}_count"] = value
-            row.update({name: getattr(t, name) for name in ("amax", "sqnr_db", "log2_scale_spread")})
+            row.update({name: getattr(t, name) for name in LIKE_A_TALLY})
             rows.append(row)
         return rows
 

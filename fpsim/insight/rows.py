@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fpsim.checks import pip_install
 
-__all__ = ["Rows", "number", "text_table"]
+__all__ = ["Rows", "largest_of", "number", "text_table"]
 
 
 class Rows(list[dict[str, Any]]):
@@ -23,6 +23,11 @@ class Rows(list[dict[str, Any]]):
 
     def __str__(self) -> str:
         return text_table([*self[0]], [[number(v) for v in row.values()] for row in self]) if self else "(no rows)"
+
+
+def largest_of(rows: Iterable[Mapping[str, Any]], name: str) -> float | None:
+    """The largest value of a column, of the rows that have one."""
+    return max((row[name] for row in rows if row[name] is not None), default=None)
 
 
 def number(value: object) -> str:

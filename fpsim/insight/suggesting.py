@@ -101,7 +101,7 @@ def worst_of(rows: Iterable[Mapping[str, Any]]) -> Worst:
         known = found.setdefault(key, dict(row))
         for name in ("underflow", "overflow", "amax"):
             known[name] = max(known[name], row[name])
-        for name, better in (("sqnr_db", min), ("lost", max)):
+        for name, better in (("sqnr_db", min), ("lost", max), ("row_bias", max), ("kurtosis", max)):
             known[name] = better((r[name] for r in (known, row) if r[name] is not None), default=None)
         pick = min if row["role"] in ("error", "weight_grad") else max
         known["nonfinite"] = pick(known["nonfinite"], row["nonfinite"])

@@ -17,7 +17,7 @@ from fpsim.emulation.tracing import Operation, Trace
 from fpsim.formats.blocks import Format
 from fpsim.insight.masks import masked_in
 from fpsim.insight.ranges import binades_in
-from fpsim.insight.rows import Rows
+from fpsim.insight.rows import Rows, largest_of
 from fpsim.insight.stepping import as_step, nothing_ran, preserve
 from fpsim.insight.suggesting import (
     Called,
@@ -35,7 +35,7 @@ from fpsim.policies.policy import Policy
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.shared_scales import Cut, rounded_blocks
 from fpsim.tensors.spec import BlockSpec, Spec, any_spec, holds_numbers
-from fpsim.tensors.tally import Accumulator, Tally
+from fpsim.tensors.tally import Accumulator, Tally, row_of
 from fpsim.torch_internals import is_compiled_wrapper, version_of
 from fpsim.torch_modes import hook_steps, is_stand_in, keeps_grad_mode, unhook_steps
 from fpsim.undoing import Exit, Undo, undone
@@ -256,7 +256,8 @@ class Watch:
             key = self._watched, site, role, spec
             if key not in self._sums:
                 self._sums[key] = Accumulator(spec, x.device)
-            self._sums[key].add(x, _rounded(x, spec), Cut() if isinstance(spec, BlockSpec) else None)
+            row, cut = row_of(site) if role == "error" else None, Cut() if isinstance(spec, BlockSpec) else None
+            self._sums[key].add(x, _rounded(x, spec), cut, row)
 
     def _add_lost(self, name: str, before: Tensor, after: Tensor) -> None:
         """Count the updates that would change nothing in parameters of each format."""
@@ -278,7 +279,7 @@ class Watch:
         underflow: share of the non-zero numbers that would become zero. overflow: share of all that would saturate or
         become inf. sqnr_db: signal to quantisation noise. amax: the largest finite magnitude. spread: the binades that
         hold 99 % of the non-zero numbers. nonfinite: share of inf and NaN; what masks is left out. lost: of an update,
-        the share that would change nothing in parameters of the format.
+        the share that would change nothing in parameters of the format. row_bias, kurtosis: of "error", see `Tally`.
         """
         if self._trace.is_replaced:
             warnings.warn(
@@ -325,11 +326,12 @@ class Watch:
                         "format": str(spec.fmt),
                         "sites": len(rows),
                         "do": sum(does(row, limits) for row in rows),
-                        "underflow": max(row["underflow"] for row in rows),
-                        "overflow": max(row["overflow"] for row in rows),
+                        "underflow": largest_of(rows, "underflow"),
+                        "overflow": largest_of(rows, "overflow"),
                         "sqnr_db": min((row["sqnr_db"] for row in rows if row["sqnr_db"] is not None), default=None),
-                        "lost": max((row["lost"] for row in rows if row["lost"] is not None), default=None),
-                        "nonfinite": max(row["nonfinite"] for row in rows),
+                        "lost": largest_of(rows, "lost"),
+                        "nonfinite": largest_of(rows, "nonfinite"),
+                        **{name: largest_of(rows, name) for name in ("row_bias", "kurtosis")},
                     }
                 )
         return found
@@ -443,4 +445,6 @@ def _row(step: int, site: str, role: str, spec: Spec, t: Tally, lost: tuple[int,
         "spread": binades_in(t.exponents),
         "nonfinite": t.nonfinite / t.count,
         "lost": lost[0] / lost[1] if lost is not None and lost[1] else None,
+        "row_bias": t.row_bias,
+        "kurtosis": t.kurtosis,
     }

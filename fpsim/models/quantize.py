@@ -15,12 +15,12 @@ from fpsim.border import require_module
 from fpsim.checks import known_arguments, require_flag, shown
 from fpsim.emulation.entering import take_off_leftovers
 from fpsim.emulation.scope import NO_SPECS, Listeners
-from fpsim.formats.blocks import BlockFormat, Delayed
+from fpsim.formats.blocks import BlockFormat, Delayed, as_format
 from fpsim.models.computed_weights import modules_that_compute, sources
 from fpsim.models.forwards import bound_elsewhere, emulated_forward, emulated_forwards, install, uninstall
 from fpsim.policies.policy import ROLES, FormatLike, Policy
 from fpsim.policies.products import PRODUCTS
-from fpsim.policies.recipes import as_policy_of
+from fpsim.policies.recipes import as_policy_of, layers_in
 from fpsim.tensors.launch import round_memory_
 from fpsim.torch_internals import is_compiled_wrapper
 from fpsim.torch_modes import keeps_grad_mode
@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 Model = TypeVar("Model", bound=nn.Module)
+FEW_BITS = 4  # in 6 bits and more, nearest rounding keeps enough of a loss's gradient
 
 
 @known_arguments()
@@ -63,7 +64,7 @@ def quantize(
     rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, if there is no role.
     inplace: change `model` itself and return it.
     Raises TypeError for what is no nn.Module or cannot be emulated, ValueError for a pattern that matches no module
-    and for a model that is quantised already.
+    and for a model that is quantised already. Warns where the gradient of the last layer has 4 bits to nearest.
 
     >>> model = quantize(nn.Linear(2, 2), fmt="fp16")
     >>> print(model)
@@ -76,6 +77,7 @@ def quantize(
     policies = _policies(model, fmt, rounding)
     for name, module in model.named_modules():
         _require_emulable(name, module, policies[name])
+    _warn_of_a_head_in_few_bits(model, policies)
     if not inplace:
         model = _copy_of(model, "quantize(model, fmt")
     _install_all(model, policies, Listeners())
@@ -135,6 +137,29 @@ def _warn_of_idle_bits(policy: Policy, policies: Iterable[Policy]) -> None:
             f"it. Use rounding='stochastic', or omit random_bits.",
             stacklevel=4,
         )
+
+
+def _warn_of_a_head_in_few_bits(model: nn.Module, policies: Mapping[str, Policy]) -> None:
+    """Warn where the gradient of a model's last layer has 4 bits or fewer, rounded to nearest.
+
+    A rounding that nobody named is stochastic under adaptive scaling, and is passed over.
+    """
+    *others, last = layers_in(model) or [""]
+    policy = policies[last].with_stochastic_gradients(FEW_BITS)
+    operands = () if policy.products is None else (policy.products.specs.dgrad[0], policy.products.specs.wgrad[0])
+    for found in (policy.specs().error, *operands):
+        if not others or found is None or str(found.rounding) == "stochastic":
+            continue
+        fmt = as_format(found.fmt)
+        if (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits <= FEW_BITS:
+            warnings.warn(
+                f"The gradient of {last} is rounded to nearest in {fmt}. If the loss reads this layer, most of "
+                f"that gradient becomes zero and its rows no longer sum to zero, which costs accuracy at any scale. "
+                f"Use overrides={{{last!r}: 'bf16'}} (fpsim.last_layers(model, step) names such layers), or stochastic "
+                f"rounding of gradients.",
+                stacklevel=4,
+            )
+            return
 
 
 def _install_all(model: nn.Module, policies: Mapping[str, Policy], listeners: Listeners) -> None:

@@ -152,16 +152,25 @@ _LAYERS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, *_CONVOLUTIONS)  # wha
 def _in_high_precision(model: nn.Module, found: _Recipe) -> Iterator[str]:
     """The names of embeddings, norms, the last layers, the head and gates, in the order of the model."""
     assert found.keeps_last is not None
-    named = [(n, module) for n, module in model.named_modules() if n and "parametrizations" not in n.split(".")]
-    layers: list[str] = []
-    for name, module in named:
-        if _is_layer(module) and not (layers and name.startswith(f"{layers[-1]}.")):
-            layers.append(name)
+    named, layers = _named_modules(model), layers_in(model)
     body, head = layers[:-1], layers[-1:]
     kept = {*body[len(body) - -(-found.keeps_last * len(body) // 100) :], *head}
     if found.keeps_gates:
         kept |= {name for name, _ in named if _is_gate(model, name)}
     return (n for n, module in named if n in kept or isinstance(module, _EMBEDDINGS) or _is_norm(module))
+
+
+def layers_in(model: nn.Module) -> list[str]:
+    """The names of the layers that multiply by a weight, in the order of the model; the head is the last as a rule."""
+    layers: list[str] = []
+    for name, module in _named_modules(model):
+        if _is_layer(module) and not (layers and name.startswith(f"{layers[-1]}.")):
+            layers.append(name)
+    return layers
+
+
+def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(n, module) for n, module in model.named_modules() if n and "parametrizations" not in n.split(".")]
 
 
 def _is_gate(model: nn.Module, name: str) -> bool:

@@ -16,7 +16,7 @@ from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.sweep.telemetry import Curves, curves_of
 from ada_loss.lab.training.run import is_of_role
 
-__all__ = ["cell_page", "lost_by_site"]
+__all__ = ["cell_page", "gradient_rows", "lost_by_site"]
 
 POINTS = 120
 MOST_SITES = 40
@@ -34,11 +34,12 @@ def cell_page(
     settings = {name: value for name, value in results.settings_of(cell).items() if name != "id"}
     curves: Curves = {}
     heat: dict[str, Any] | None = None
+    gradients: list[tuple[str, ...]] = []
     damage = ""
     if row is not None and with_curves:
         try:
             arrays = results.telemetry(cell["id"])
-            curves, heat = _shown(curves_of(arrays)), _heat(arrays)
+            curves, heat, gradients = _shown(curves_of(arrays)), _heat(arrays), gradient_rows(arrays)
         except Exception as error:  # arrays of another kind than a training gives
             damage = str(error)
     return {
@@ -51,6 +52,7 @@ def cell_page(
         "attempts": cell["attempts"],
         "points": {name: _points(*found) for name, found in curves.items()},
         "heat": heat,
+        "gradients": gradients,
         "damage": damage,
     }
 
@@ -95,6 +97,23 @@ def lost_by_site(
         shares = np.where(nonzero > 0, lost / nonzero, np.nan)
     sites = [f"{arrays['sites.site'][i]} {roles[i] if roles[i] != role else ''}".rstrip() for i in chosen]
     return arrays["history.steps"].tolist(), sites, shares
+
+
+def gradient_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
+    """What became of each gradient of a training: site, lost, bias of the row sums, kurtosis; from input to output.
+
+    Empty without a recording, or with one of a version that did not know the bias. Gradients that are not rounded, or
+    that are all zero, are left out.
+    """
+    names = [f"sites.{name}" for name in ("site", "role", "underflow", "nonzero", "row_bias", "kurtosis")]
+    if not arrays.keys() >= set(names):
+        return []
+    found: list[tuple[str, ...]] = []
+    for site, role, lost, nonzero, row_bias, kurtosis in zip(*(arrays[name] for name in names), strict=True):
+        if is_of_role(str(role), "error") and nonzero and math.isfinite(kurtosis):
+            words = f"{site} {role if role != 'error' else ''}".rstrip()
+            found.append((words, f"{100 * lost / nonzero:.1f} %", f"{row_bias:.3f}", f"{kurtosis:.0f}"))
+    return found[::-1]  # gradients are recorded from the output to the input
 
 
 def _heat(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any] | None:

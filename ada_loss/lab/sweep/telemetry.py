@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
     With a training function of the user's own:
         curves.NAME: (2, numbers), steps and values of what it logged.
     With a recording, whose sites come in the order of the forward pass:
-        sites.COLUMN: (sites,), each column of the tallies.
+        sites.COLUMN: (sites,), each column of the tallies; NaN where a role has none.
         history.steps: (points,).
         history.elements, .nonzero, .underflow, .overflow: (points, sites), the counts up to those steps.
     With adaptive scaling and a recording:
@@ -66,7 +66,7 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
         for name in run.rows[0]:  # counts under the names that they had in the first files; no shares
             if not name.endswith("_count"):
                 is_count = f"{name}_count" in run.rows[0]
-                arrays[f"sites.{name}"] = np.array([tallied(r, name) if is_count else r[name] for r in run.rows])
+                arrays[f"sites.{name}"] = _column(tallied(r, name) if is_count else r[name] for r in run.rows)
         arrays["history.steps"] = np.array([step for step, _ in run.history])
         columns = {(row["site"], row["role"], row["rounding"], row["format"]): i for i, row in enumerate(run.rows)}
         for name in ("count", "nonzero", "underflow", "overflow"):
@@ -76,6 +76,10 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
                     counts[i, columns[row["site"], row["role"], row["rounding"], row["format"]]] = tallied(row, name)
             arrays[f"history.{'elements' if name == 'count' else name}"] = counts
     return arrays
+
+
+def _column(values: Iterable[Any]) -> np.ndarray[Any, Any]:
+    return np.array([math.nan if value is None else value for value in values])
 
 
 def curves_of(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Curves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -118,3 +119,39 @@ def test_what_leads_to_no_product_is_refused_in_words() -> None:
         last_layers(net, lambda: 1.0)
     with pytest.raises(ValueError, match="No product with a parameter of Sequential leads to what the step returned"):
         last_layers(net, lambda: torch.ones(2).sum())
+
+
+NAMED = fpsim.Policy(error="e2m1fn", rounding="nearest_even")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["mxfp4", "nvfp4", "e2m1fn per tensor fp32", NAMED, fpsim.Policy(products=fpsim.Products.by_operand(dy="mxfp4"))],
+    ids=str,
+)
+def test_a_last_layer_in_four_bits_to_nearest_is_warned_of_with_its_name(policy: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.warns(UserWarning, match=r"The gradient of 2 is rounded to nearest in .*overrides=\{'2': 'bf16'\}"):
+        fpsim.quantize(model, policy)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "mxfp8_e4m3",
+        "mxfp6_e2m3",
+        "recipe:nvfp4",  # stochastic, and without the head
+        "recipe:mxfp4_sr",
+        fpsim.Policy(error="e2m1fn"),  # nobody named a rounding: it is stochastic under adaptive scaling
+        fpsim.Policy(error="e2m1fn", rounding="stochastic"),
+        fpsim.Policy(error="e2m1fn", rounding="nearest_even", overrides={"2": "bf16"}),
+        fpsim.Policy(weight="e2m1fn", activation="e2m1fn", rounding="nearest_even"),
+    ],
+    ids=str,
+)
+def test_a_wider_or_stochastic_last_layer_is_not_warned_of(policy: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fpsim.quantize(model, policy)
+        fpsim.quantize(model[2], "mxfp4")  # a single layer is no model with a head

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fpsim
+from fpsim.tensors.tally import shape_between
 
 
 def small_model() -> nn.Sequential:
@@ -120,9 +124,87 @@ def test_a_recording_prints_as_a_table_of_shares() -> None:
     with fpsim.record(model) as recording:
         (model(torch.ones(2, 3)) * 1e-8).sum().backward()
     lines = str(recording).splitlines()
-    head = "site role format rounding calls count underflow overflow nonfinite sqnr_db amax"
+    head = "site role format rounding calls count underflow overflow nonfinite sqnr_db amax row_bias kurtosis"
     assert lines[0].split() == head.split()
     cells = next(line for line in lines if " error " in line).split()
     assert cells[:7] == [":linear", "error", "fp16", "nearest_even", "1", "2", "1"]  # both of two underflow
     assert len(lines) == 2 + len(recording.rows())
     assert list(recording.to_frame()["site"]) == [row["site"] for row in recording.rows()]
+
+
+def by_numpy(before: Tensor, after: Tensor, axis: int) -> tuple[float, float]:
+    """The bias of the row sums, and the kurtosis, in float64."""
+    x, r = (np.asarray(t.detach().double()) for t in (before, after))
+    nonzero = x[x != 0]
+    kurtosis = (nonzero**4).mean() / (nonzero**2).mean() ** 2
+    return float(np.abs((r - x).sum(axis)).sum() / np.abs(x).sum()), float(kurtosis)
+
+
+def gradients_of(model: nn.Module, batch: Tensor, target: Tensor) -> dict[str, dict[str, Any]]:
+    with fpsim.record(model) as recording:
+        nn.functional.cross_entropy(model(batch), target).backward()
+    return {row["site"]: row for row in recording.rows() if row["role"] == "error"}
+
+
+def test_the_bias_of_row_sums_and_the_kurtosis_of_a_loss_gradient_are_those_of_numpy() -> None:
+    torch.manual_seed(0)
+    model = fpsim.quantize(nn.Linear(5, 50, bias=False), fpsim.Policy(error="e4m3fn"))
+    batch, target = torch.randn(7, 5), torch.arange(7)
+    row = gradients_of(model, batch, target)[":linear"]
+    logits = nn.functional.linear(batch, model.weight)
+    gradient = (torch.softmax(logits, 1) - nn.functional.one_hot(target, 50)).detach() / 7
+    bias, kurtosis = by_numpy(gradient, fpsim.round_to(gradient, "e4m3fn"), 1)
+    assert bias > 0.01  # or the test would see nothing
+    # float32's softmax has a relative error of some 2^-22, and moves no element across a tie of these seven rows
+    assert row["row_bias"] == pytest.approx(bias, rel=1e-4)
+    assert row["kurtosis"] == pytest.approx(kurtosis, rel=1e-4)
+
+
+def test_rows_of_a_convolution_lie_along_its_channels_and_rows_that_cancel_are_not_hidden() -> None:
+    flat = nn.Sequential(nn.Conv2d(1, 4, 1, bias=False), nn.Flatten(0))
+    model = fpsim.quantize(flat, fpsim.Policy(error="int4"))
+    gradient = torch.zeros(1, 4, 1, 2)
+    gradient[0, :, 0, 0] = torch.tensor([-6.0, 0.25, 0.25, 0.25])  # the small ones become 0: errors of -0.75
+    gradient[0, :, 0, 1] = torch.tensor([6.0, -0.25, -0.25, -0.25])  # and of +0.75
+    with fpsim.record(model) as recording:
+        (model(torch.ones(1, 1, 1, 2)) * gradient.flatten()).sum().backward()
+    row = next(row for row in recording.rows() if row["role"] == "error" and row["site"] == "0:conv2d")
+    assert row["row_bias"] == pytest.approx((0.75 + 0.75) / 13.5, rel=1e-6)  # a rounding of float32 each: 2^-23
+    assert all(row["row_bias"] is None for row in recording.rows() if row["role"] != "error")
+
+
+@pytest.mark.parametrize("shape", [(), (6,), (3, 6), (2, 3, 6), (0, 4)], ids=str)
+def test_the_shape_of_a_gradient_has_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    found = shape_between(x, fpsim.round_to(x, "e2m1fn"))
+    if not x.numel():
+        assert found.isnan().all()
+        return
+    expected = by_numpy(x if shape else x[None], fpsim.round_to(x if shape else x[None], "e2m1fn"), -1)
+    assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-7)  # sums of 36 float32 at most
+
+
+def test_what_is_not_finite_is_left_out_and_extreme_magnitudes_do_not_vanish() -> None:
+    x = torch.tensor([[1e30, 3e30, math.nan], [2e30, math.inf, 1e30]])
+    small = torch.tensor([[1.0, 3.0, 0.0], [2.0, 0.0, 1.0]])
+    assert shape_between(x, 1.5 * x).tolist() == pytest.approx([0.5, by_numpy(small, small, 1)[1]], rel=1e-6)
+    tiny = (small * 1e-30).clone()
+    assert shape_between(tiny, torch.zeros(2, 3)).tolist() == pytest.approx(
+        [1.0, by_numpy(small, small, 1)[1]], rel=1e-6
+    )
+    assert shape_between(torch.zeros(2, 3), torch.zeros(2, 3)).isnan().all()
+
+
+def test_a_state_of_a_version_without_the_bias_is_loaded_without_it() -> None:
+    torch.manual_seed(0)
+    model = fpsim.quantize(nn.Linear(3, 2), "fp16")
+    with fpsim.record(model) as recording:
+        model(torch.randn(4, 3)).sum().backward()
+    state = recording.state_dict()
+    for saved in state["sums"]:
+        del saved["shape"]
+    loaded = fpsim.Recording()
+    loaded.load_state_dict(state)
+    without = [{k: v for k, v in row.items() if k not in ("row_bias", "kurtosis")} for row in recording.rows()]
+    assert [{k: v for k, v in row.items() if k in without[0]} for row in loaded.rows()] == without
+    assert all(row["kurtosis"] is None for row in loaded.rows())

@@ -133,6 +133,29 @@ def test_the_suggested_policy_has_for_each_role_the_smallest_format_that_does_an
     assert "Suggested, tried on step 1 (once)" in str(watching)
 
 
+def test_a_watch_tells_that_four_bits_ruin_the_sums_of_a_loss_gradient() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 100, bias=False))
+    with fpsim.watch(model, ["e2m1fn", "fp16"], every=1) as watching:
+        loss = 6 * len(X) * nn.functional.cross_entropy(model(X), torch.arange(len(X)))  # amax just below 6, e2m1fn's
+        loss.backward()
+    found = {(row["role"], row["site"], row["format"]): row for row in watching.rows()}
+    head = found["error", "1:linear", "e2m1fn"]
+    logits = model(X).detach()
+    gradient = (6 * (torch.softmax(logits, 1) - nn.functional.one_hot(torch.arange(len(X)), 100))).double()
+    lost = fpsim.round_to(gradient.float(), "e2m1fn").double() - gradient
+    assert head["row_bias"] == pytest.approx(float(lost.sum(1).abs().sum() / gradient.abs().sum()), rel=1e-4)
+    assert head["row_bias"] > 0.4
+    assert head["underflow"] > 0.9
+    assert head["kurtosis"] > 50
+    assert found["error", "1:linear", "fp16"]["row_bias"] < 1e-4  # 2^-11 each, and they cancel
+    table = {(row["role"], row["format"]): row for row in watching.table()}
+    biases = [row["row_bias"] for (role, _, fmt), row in found.items() if (role, fmt) == ("error", "e2m1fn")]
+    assert table["error", "e2m1fn"]["row_bias"] == max(biases)
+    assert len(biases) == 2
+    assert table["activation", "fp16"]["row_bias"] is None
+
+
 def test_only_calls_in_training_are_steps_and_nothing_stays_behind() -> None:
     model = network()
     watching = fpsim.watch(model, ["fp16"], every=1)

@@ -20,7 +20,7 @@ from matplotlib import colormaps
 from matplotlib.image import imread
 
 from ada_loss.lab.results import Results
-from ada_loss.lab.results.cell_pages import lost_by_site
+from ada_loss.lab.results.cell_pages import gradient_rows, lost_by_site
 from ada_loss.lab.results.heat import heat_png
 from ada_loss.lab.results.report import MOST_CURVES
 from ada_loss.lab.sweep.driver import sweep
@@ -444,6 +444,25 @@ def test_a_cell_shows_its_curves_with_axes_and_where_it_lost_gradients(browser: 
     image = cell.find_element("css selector", ".map img")
     assert image.get_property("naturalHeight") == len(sites)
     assert image.size["height"] == cell.find_element("css selector", ".map ol").size["height"]
+
+
+def test_a_cell_tells_of_each_gradient_what_is_lost_its_bias_and_its_kurtosis(results: Results) -> None:
+    row = next(row for row in results.rows() if row["format"] == "e5m2")
+    arrays = dict(results.telemetry(row["id"]))
+    found = gradient_rows(arrays)
+    sites = [
+        str(site) for site, role in zip(arrays["sites.site"], arrays["sites.role"], strict=True) if role == "error"
+    ]
+    assert [site for site, *_ in found] == sites[::-1]
+    for site, *words in found:
+        at = np.flatnonzero((arrays["sites.site"] == site) & (arrays["sites.role"] == "error"))[0]
+        lost = arrays["sites.underflow"][at] / arrays["sites.nonzero"][at]
+        bias, kurtosis = arrays["sites.row_bias"][at], arrays["sites.kurtosis"][at]
+        assert words == [f"{100 * lost:.1f} %", f"{bias:.3f}", f"{kurtosis:.0f}"]
+    page = results.report().read_text(encoding="utf-8")
+    assert f"<td>{found[0][1]}</td><td>{found[0][2]}</td><td>{found[0][3]}</td>" in page
+    del arrays["sites.row_bias"]  # of a version that did not know it
+    assert gradient_rows(arrays) == []
 
 
 def test_a_pixel_of_a_heat_map_is_transparent_where_nothing_arrives() -> None:

@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import json
+import math
 import operator
 import os
 import re
@@ -336,6 +337,9 @@ def test_a_cell_gives_what_training_gives() -> None:
     assert arrays["losses"].tolist() == run.losses
     assert arrays["scales"].tolist() == run.scales == [8.0] * 22
     assert arrays["sites.underflow"].tolist() == [row["underflow_count"] for row in run.rows]
+    biases = [math.nan if row["row_bias"] is None else row["row_bias"] for row in run.rows]
+    assert np.array_equal(arrays["sites.row_bias"], biases, equal_nan=True)
+    assert np.isfinite(biases).tolist() == [row["role"] == "error" for row in run.rows]
     assert arrays["history.steps"].tolist() == [20, 22]
     assert arrays["history.underflow"][-1].tolist() == arrays["sites.underflow"].tolist()
     assert (np.diff(arrays["history.nonzero"], axis=0) >= 0).all()
