@@ -44,7 +44,7 @@ def spread_of(task: str) -> Spread | None:
 def _known() -> dict[str, Spread]:
     content: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
     return {
-        task: Spread(**{name: math.nan if value is None else value for name, value in values.items()})
+        task: Spread(**dict[str, Any]((name, math.nan if value is None else value) for name, value in values.items()))
         for task, values in content.items()
     }
 
