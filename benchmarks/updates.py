@@ -50,7 +50,7 @@ def train(update: Update, rate: float, seed: int, steps: int = 200) -> dict[str,
     with torch.no_grad():
         bits = bits_per_character(model(task.test[0]), task.test[1])
     still = sum(int((p == 1).sum()) for p in norms) / sum(p.numel() for p in norms)
-    return {"bits": bits, "lost": lost.share, "norm weights at 1": still}
+    return {"bits": bits, "lost": lost.share, "edq": lost.edq, "norm weights at 1": still}
 
 
 def main() -> None:

@@ -91,7 +91,6 @@ def write_by_index(w: Writer) -> list[str]:
             f"{x}.unbind(1)[2].mul_(1.1)",
             f"torch.split({x}, 2)[1].zero_()",
             f"torch._foreach_mul_({x}.unbind(), 1.1)",
-            f"torch._foreach_copy_([{x}[0], {x}[1]], [{r}, {r}])",
         ]
     text = w.choose(forms)
     if not w.has_gradients:

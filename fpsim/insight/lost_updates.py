@@ -22,7 +22,8 @@ def lost_updates(quantized: QuantizedOptimizer, every: int = 1) -> LostUpdates:
     """Record what rounding takes from the updates of an optimizer, until the end of the block or `detach()`.
 
     An update is lost where the optimizer computed one that is not zero, and what is stored of the weight, with its
-    compensation or its master copy, stayed the same. On a card each recorded step waits for it.
+    compensation or its master copy, stayed the same. On a card each recorded step waits for it. Stochastic rounding
+    loses single updates too, and others in their place become larger: its `edq` is 1 on average.
 
     Args:
         quantized: what `quantize_optimizer` returned.
@@ -172,6 +173,12 @@ class LostUpdates:
     def share(self) -> float | None:
         """The share of lost updates of all parameters and recorded steps; None before the first."""
         return _share(sum(s.lost for s in self._sums.values()), sum(s.wanted for s in self._sums.values()))
+
+    @property
+    def edq(self) -> float | None:
+        """Effective over intended update of all parameters and recorded steps; None before the first."""
+        norm = sum(s.norm for s in self._sums.values())
+        return sum(s.inner for s in self._sums.values()) / norm if norm else None
 
     def never_moved(self) -> list[str]:
         """The names of the parameters all of whose weights have the value with which the record began."""

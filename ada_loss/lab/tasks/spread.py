@@ -42,11 +42,11 @@ def spread_of(task: str) -> Spread | None:
 
 
 def _known() -> dict[str, Spread]:
-    found = {}
-    for task, values in json.loads(FILE.read_text()).items():
-        known: Any = {name: math.nan if value is None else value for name, value in values.items()}
-        found[task] = Spread(**known)
-    return found
+    content: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
+    return {
+        task: Spread(**dict[str, Any]((name, math.nan if value is None else value) for name, value in values.items()))
+        for task, values in content.items()
+    }
 
 
 def spreads(found: Mapping[str, Spread]) -> bytes:

@@ -198,3 +198,8 @@ def test_float32s_least_number_is_beyond_what_it_is_copied_into(fmt: str) -> Non
         return y
 
     hold(run, fmt)
+
+
+@FORMATS
+def test_the_name_of_a_tensor_of_float64_is_no_name_of_the_format(fmt: str) -> None:
+    hold(lambda self, x: x.abs().float().type(x.double().type()) * 1.0123, fmt)

@@ -30,6 +30,7 @@ def test_an_update_below_half_a_spacing_is_lost_and_zero_is_no_update():
     (row,) = lost.rows()
     assert row == {"step": 0, "parameter": "w", "lost": 1 / 3, "edq": 2 / 3, "decay_lost": None, "flips": 0.0}
     assert lost.share == 1 / 3
+    assert lost.edq == 2 / 3
     assert lost.table() == [
         {"parameter": "w", "elements": 4, "lost": 1 / 3, "edq": 2 / 3, "at_first": 0.5, "flips": 0.0}
     ]
@@ -132,12 +133,25 @@ def test_recording_changes_no_bit():
     assert torch.equal(*results)
 
 
+def test_stochastic_rounding_loses_single_updates_and_none_on_average():
+    """1/16 of a spacing: lost with probability 15/16, else 16 times as large; within five standard deviations."""
+    n = 100_000
+    p, optimizer, quantized = sgd(torch.ones(n), Update(weight="bf16", rounding="stochastic"))
+    with lost_updates(quantized) as lost:
+        step(p, optimizer, [1.0] * n)
+    assert lost.share is not None
+    assert abs(lost.share - 15 / 16) < 5 * (15 / 16 * 1 / 16 / n) ** 0.5
+    assert lost.edq is not None
+    assert abs(lost.edq - 1) < 5 * 16 * (15 / 16 * 1 / 16 / n) ** 0.5
+
+
 def test_a_skipped_step_and_a_missing_gradient_are_not_counted():
     _, optimizer, quantized = sgd(HALF, Update(weight="bf16"))
     with lost_updates(quantized) as lost:
         optimizer.step()
     assert lost.rows() == []
     assert lost.share is None
+    assert lost.edq is None
     assert lost.table()[0]["lost"] is None
     assert str(lost).endswith("never moved: w")
 
