@@ -7,21 +7,26 @@ from fpsim.kernels import sources as _sources  # noqa: F401  # first: it reads t
 # isort: split
 from fpsim.emulation import emulate
 from fpsim.formats.blocks import BLOCKS, BlockFormat, Delayed, as_format
+from fpsim.formats.codebook import Codebook
+from fpsim.formats.codebooks import CODEBOOKS
 from fpsim.formats.fixed_point import FixedPoint
 from fpsim.formats.floats import CATALOGUE, FloatFormat
 from fpsim.insight.compare import Comparison, compare
 from fpsim.insight.diagnose import Diagnosis, diagnose
 from fpsim.insight.last_layers import last_layers
+from fpsim.insight.lost_updates import LostUpdates, lost_updates
 from fpsim.insight.recording import Recording, record
 from fpsim.insight.sensitivity import Sensitivity, sensitivity
 from fpsim.insight.summary import summary
 from fpsim.insight.watch import Watch, watch
 from fpsim.insight.why import Why, why
+from fpsim.models.optimizers import QuantizedOptimizer, quantize_optimizer
 from fpsim.models.quantize import dequantize, quantize, round_parameters_, set_policy
 from fpsim.models.scaling_state import load_scaling_state, scaling_state, set_scaling_group
 from fpsim.policies.policy import ROLES, FormatLike, Policy
 from fpsim.policies.products import Operand, Products
 from fpsim.policies.recipes import RECIPE_PREFIX, recipe, recipes
+from fpsim.policies.update import UPDATES, Update
 from fpsim.tensors.accumulators import Accumulator, as_accumulator
 from fpsim.tensors.codes import decode, encode
 from fpsim.tensors.gemm import matmul
@@ -34,10 +39,13 @@ from fpsim.tensors.warm import warm_up
 __all__ = [
     "BLOCKS",
     "CATALOGUE",
+    "CODEBOOKS",
     "RECIPE_PREFIX",
     "ROLES",
+    "UPDATES",
     "Accumulator",
     "BlockFormat",
+    "Codebook",
     "Comparison",
     "Delayed",
     "Diagnosis",
@@ -45,13 +53,16 @@ __all__ = [
     "FloatFormat",
     "FormatLike",
     "Hadamard",
+    "LostUpdates",
     "Operand",
     "Policy",
     "Products",
+    "QuantizedOptimizer",
     "Recording",
     "Rounder",
     "Sensitivity",
     "Tally",
+    "Update",
     "Watch",
     "Why",
     "as_accumulator",
@@ -65,10 +76,12 @@ __all__ = [
     "hadamard",
     "last_layers",
     "load_scaling_state",
+    "lost_updates",
     "manual_seed",
     "matmul",
     "noise_of_torch",
     "quantize",
+    "quantize_optimizer",
     "recipe",
     "recipes",
     "record",

@@ -256,6 +256,12 @@ CALLS = [
     Call("Recording", _constructor(fpsim.Recording)),
     Call("Recording.continue_from", lambda: (fpsim.Recording().continue_from, {"other": fpsim.Recording()})),
     Call("Recording.load_state_dict", lambda: (fpsim.Recording().load_state_dict, {"state": fpsim.Recording().state_dict()})),
+    Call("lost_updates", lambda: (fpsim.lost_updates, {"quantized": fpsim.quantize_optimizer(sgd(model()), "bf16_sr")})),
+    Call("Update", _constructor(fpsim.Update, weight="bf16")),
+    Call(
+        "quantize_optimizer",
+        lambda: (fpsim.quantize_optimizer, {"optimizer": sgd(model()), "update": fpsim.Update(weight="bf16")}),
+    ),
     Call("quantize", lambda: (fpsim.quantize, {"model": model(), "fmt": "fp16"})),
     Call("dequantize", lambda: (fpsim.dequantize, {"model": quantised()})),
     Call("set_policy", lambda: (fpsim.set_policy, {"model": quantised(), "fmt": "bf16"})),

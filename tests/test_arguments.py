@@ -31,7 +31,7 @@ A_FORMAT, A_WORD = ("format", "recipe", "share no scale"), ("unknown",)
 # What an error calls an argument, where that is not its name.
 WORDS = {
     **dict.fromkeys("fmt a b weight activation error weight_grad forward backward formats policy".split(), A_FORMAT),
-    **dict.fromkeys("element scale product outer format".split(), A_FORMAT),
+    **dict.fromkeys("element scale product outer format master states".split(), A_FORMAT),
     **dict.fromkeys("backward_rounding roundings".split(), ("rounding",)),
     **dict.fromkeys("rows columns metric".split(), ("column", "number of the metric")),
     "init_scale": ("scale",),
@@ -101,6 +101,10 @@ WITHOUT = {
     "LossRule": "the base class of the rules",
     "LossRule.adjust": "for the scaler, once a step",
     "LossRule.evolve": "for the scaler, once a step, and not checked for speed",
+    "QuantizedOptimizer": "a result: quantize_optimizer() makes it",
+    "LostUpdates": "a result: lost_updates() makes it",
+    "LostUpdates.is_due": "for the optimizer, once a step",
+    "LostUpdates.saw": "for the optimizer, once a step",
     "Recorder.to_csv": "whose path Python's own functions refuse",
     "Recorder.to_tensorboard": "whose writer is the user's",
     "Recorder.wants": "for AdaLossScaled, once a step",

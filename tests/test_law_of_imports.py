@@ -23,14 +23,16 @@ FLOORS = (
     (
         "fpsim.formats",
         "__init__ floats",
-        "fixed_point foreign",
+        "codebook fixed_point foreign",
+        "codebooks",
         "blocks",
     ),
     (
         "fpsim.kernels",
         "__init__ deferred sources statistics variants",
         "compile core kept",
-        "blocks card native threefry",
+        "card codebook_tables codebooks native threefry",
+        "blocks",
         "containers",
         "moments round sums tally",
         "accumulate block_loops hadamard",
@@ -50,7 +52,7 @@ FLOORS = (
         "fpsim.policies",
         "__init__ delayed products",
         "policy",
-        "recipes",
+        "recipes update",
     ),
     (
         "fpsim.emulation",
@@ -65,10 +67,10 @@ FLOORS = (
     ),
     (
         "fpsim.models",
-        "__init__ computed_weights opened",
-        "forwards",
-        "quantize",
-        "scaling_state",
+        "__init__ computed_weights opened storing",
+        "forwards parameter_store",
+        "format_steps optimizer_state quantize",
+        "optimizers scaling_state",
     ),
     (
         "fpsim",
@@ -77,7 +79,7 @@ FLOORS = (
     (
         "fpsim.insight",
         "__init__ masks pictures rows stepping reasons.__init__ reasons.event reasons.kept reasons.widening",
-        "compare last_layers ranges recording sensitivity summary reasons.dying",
+        "compare last_layers lost_updates ranges recording sensitivity summary reasons.dying",
         "seen reasons.numbers",
         "diagnose reasons.explaining reasons.masks reasons.slopes reasons.updates",
         "suggesting reasons.timeline",
@@ -126,7 +128,7 @@ FLOORS = (
         "lab.tasks.__init__",
         "lab.training.steps lab.sweep.identity lab.sweep.telemetry lab.sweep.cell_formats",
         "lab.sweep.names lab.sweep.live",
-        "lab.results.trackers",
+        "lab.results.trackers lab.results.deciding",
         "lab.training.loop lab.sweep.cells",
         "lab.training.__init__ lab.sweep.branches lab.sweep.work lab.sweep.prepare lab.results.results "
         "lab.results.notifier",

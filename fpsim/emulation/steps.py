@@ -57,7 +57,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return None
     warnings.warn(
         "An optimizer's step ran inside of fpsim.emulate(...). It stays a float32 step on the master weights. Put it "
-        "outside of the block.",
+        "outside of the block; fpsim.quantize_optimizer(optimizer, update) stores weights and states in few bits.",
         stacklevel=3,
     )
     emulation.step = step = Step(_running_step(), emulation.scope)

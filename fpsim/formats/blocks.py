@@ -9,13 +9,15 @@ from functools import cache
 from typing import Any
 
 from fpsim.checks import did_you_mean, is_finite_number, is_whole, shown
+from fpsim.formats.codebook import Codebook
+from fpsim.formats.codebooks import CODEBOOKS
 from fpsim.formats.fixed_point import FIXED_POINT_NAME, FixedPoint, named_fixed_point
 from fpsim.formats.floats import ALIASES, CATALOGUE, FloatFormat, as_float_format
 from fpsim.formats.foreign import from_other_library
 
 __all__ = ["BLOCKS", "SCALE_RULES", "BlockFormat", "Delayed", "Element", "Format", "as_element", "as_format"]
 
-Element = FloatFormat | FixedPoint
+Element = FloatFormat | FixedPoint | Codebook
 
 MOST_STEPS = 2**20  # of a history, which is kept for each operand
 POWER_RULES = ("floor", "ceil", "even", "nearest")
@@ -25,6 +27,7 @@ SCALE_RULES = {
     "even": "as floor, of amax rounded to the element's significand",
     "nearest": "2**(round(log2(amax)) - emax)",
     "amax": "amax / largest, in the scale's format",
+    "absmax": "amax / largest in float32, by which elements are divided (bitsandbytes, torchao)",
 }
 
 
@@ -66,11 +69,15 @@ class BlockFormat:
     scale: the format of the scales: "e8m0fnu" for powers of two, "fp32", or any format without subnormal surprises,
         such as "e4m3fn".
     scale_rule: how a scale follows from amax, the largest finite magnitude of its block. Powers of two: "floor",
-        "ceil", "even" or "nearest", see SCALE_RULES. Any other scale: "amax", or Delayed() for a tensor.
+        "ceil", "even" or "nearest", see SCALE_RULES. Any other scale: "amax", or Delayed() for a tensor. Float32 alone:
+        "absmax", the default of code books, under which elements are divided by the scale. Under "amax" they are
+        multiplied by largest / amax, which differs in the last bit.
     tensor_scale: whether a float32 for the whole tensor multiplies the scales, which brings the largest block's scale
         to the top of the scale's format (NVFP4).
     gain: elements are rounded at this multiple of their size, and divided by it afterwards: 3/4 in MXFP4 as in
         arXiv 2502.20586, so that nothing saturates under the rule "floor".
+    least_amax: under "absmax", what a smaller amax counts as: 1e-12 in torchao. With 0, a block of zeros has a scale of
+        0, and stays zero in formats without a zero too.
 
     Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
     Raises ValueError for combinations that make no format.
@@ -87,6 +94,7 @@ class BlockFormat:
     scale_rule: str | Delayed = None  # type: ignore[assignment]  # filled in below
     tensor_scale: bool = False
     gain: float = 1.0
+    least_amax: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "element", _symmetric(as_element(self.element)))
@@ -94,7 +102,7 @@ class BlockFormat:
         if isinstance(self.block, list):
             object.__setattr__(self, "block", tuple(self.block))
         if self.scale_rule is None:
-            object.__setattr__(self, "scale_rule", "floor" if self.has_power_scale else "amax")
+            object.__setattr__(self, "scale_rule", self._default_rule)
         _require_block(self.block)
         _require_rule(self)
 
@@ -105,6 +113,12 @@ class BlockFormat:
     def has_power_scale(self) -> bool:
         """Whether scales are powers of two."""
         return self.scale.specials == "scale"
+
+    @property
+    def _default_rule(self) -> str:
+        if self.has_power_scale:
+            return "floor"
+        return "absmax" if isinstance(self.element, Codebook) and self.scale == CATALOGUE["fp32"] else "amax"
 
     @property
     def is_delayed(self) -> bool:
@@ -154,7 +168,7 @@ def _require_block(block: object) -> None:
 
 
 def _require_rule(f: BlockFormat) -> None:
-    rules = POWER_RULES if f.has_power_scale else ("amax",)
+    rules = _rules_of(f)
     if isinstance(f.scale_rule, Delayed):
         if f.block != "tensor" or f.scale != CATALOGUE["fp32"] or f.tensor_scale:
             raise ValueError(
@@ -183,13 +197,30 @@ def _require_rule(f: BlockFormat) -> None:
         )
     if f.element.specials == "scale":
         raise ValueError(f"{f.element} has no zero and no sign. Elements are numbers such as e4m3fn or int8.")
-    if f.element.min_ulp_exponent < -94 or f.element.mantissa_bits > 22:
+    if not is_finite_number(f.least_amax) or f.least_amax < 0 or (f.least_amax and f.scale_rule != "absmax"):
+        raise ValueError(
+            f"Got least_amax={shown(f.least_amax)} with scale_rule={shown(f.scale_rule)}. Expected: 0 or more under "
+            f"scale_rule='absmax', else 0."
+        )
+    is_book = isinstance(f.element, Codebook)
+    if f.element.min_ulp_exponent < -94 and is_book and f.has_power_scale:
+        raise ValueError(
+            f"{f.element} holds a multiple of 2**{f.element.min_ulp_exponent}, which leaves no room for a power of two "
+            f"in a float32. Use scale='fp32', or values that are multiples of 2**-94."
+        )
+    if not is_book and (f.element.min_ulp_exponent < -94 or f.element.mantissa_bits > 22):
         raise ValueError(
             f"{f.element} leaves no room for a scale in a float32: a block needs elements of at most 23 significant "
             f"bits whose smallest value is at least 2**-94."
         )
     if f.scale.min_exponent > 0 or f.scale.largest < 1:
         raise ValueError(f"{f.scale} does not hold 1. Scales are in a format such as e8m0fnu, e4m3fn or fp32.")
+
+
+def _rules_of(f: BlockFormat) -> tuple[str, ...]:
+    if f.has_power_scale:
+        return tuple(r for r in POWER_RULES if r != "even" or not isinstance(f.element, Codebook))
+    return ("amax", "absmax") if f.scale == CATALOGUE["fp32"] else ("amax",)
 
 
 _PER = re.compile(r"(\S+) per (tensor|row|\d+|(\d+) ?x ?(\d+))((?: [a-z0-9]+)*)(?: at (\d+(?:\.\d+)?(?:e-?\d+)?))?")
@@ -203,11 +234,13 @@ def _systematic_name(f: BlockFormat) -> str | None:
         words[0] = f"int{f.element.word_length}"
     if not f.has_power_scale:
         words += [str(f.scale), *(["fp32"] if f.tensor_scale else [])]
-    if f.scale_rule not in ("floor", "amax"):
+    if f.scale_rule != f._default_rule:
         words.append("delayed" if f.is_delayed else str(f.scale_rule))
     if f.gain != 1:
         words += ["at", repr(float(f.gain))]
     name = " ".join(words)
+    if isinstance(f.element, Codebook) and str(f.element) not in CODEBOOKS:  # a name for people, which is not parsed
+        return name if not f.least_amax and (not f.is_delayed or f.scale_rule == Delayed()) else None
     return name if _PER.fullmatch(name) and _from_words(name) == f else None
 
 
@@ -229,17 +262,17 @@ def _from_words(name: str) -> BlockFormat | None:
             has_two = True  # of the tensor, behind those of the blocks
         else:
             scale = word
-    scale = scale or ("fp32" if rule == "amax" else "e8m0fnu")
+    scale = scale or ("fp32" if rule in ("amax", "absmax") else "e8m0fnu")
     gain = float(found[6]) if found[6] else 1.0
     return BlockFormat(as_element(found[1]), block, as_float_format(scale), rule, has_two, gain)  # type: ignore[arg-type]
 
 
-Format = FloatFormat | FixedPoint | BlockFormat
-_CALL = re.compile(r"(FixedPoint|BlockFormat)\(.*\)", re.DOTALL)
+Format = FloatFormat | FixedPoint | Codebook | BlockFormat
+_CALL = re.compile(r"(FixedPoint|Codebook|BlockFormat)\(.*\)", re.DOTALL)
 
 
 def as_element(fmt: str | Element) -> Element:
-    """The format of single numbers that a name, a `repr` or a format stands for: a float format or fixed point."""
+    """The format of single numbers that a name, a `repr` or a format stands for, of any kind but blocks."""
     found = as_format(fmt)
     if isinstance(found, BlockFormat):
         raise ValueError(
@@ -253,10 +286,11 @@ def as_format(fmt: Any) -> Format:
     """The format that a name, a `repr` or a format stands for.
 
     fmt: a name of the catalogues ("fp16", "e4m3fn", "mxfp4", "nvfp4"), an alias ("half"), eXmY, eXmYfn or eXmYfnuz for
-        any other with the standard bias, "int8" and the like, "<element> per <block> [scale [fp32]] [rule] [at gain]"
-        for elements that share a scale ("e4m3fn per tensor fp32", "int4 per 32", "e4m3fn per 128x128 ceil", "e2m1fn per
-        16x16 e4m3fn fp32", "e2m1fn per 32 at 0.75"), the `repr` of a format, or a format; a floating dtype of torch,
-        NumPy or ml_dtypes (torch.float8_e4m3fn), gfloat's FormatInfo.
+        any other with the standard bias, "int8" and the like, a code book's ("nf4", "dynamic8", "hif8"), "<element> per
+        <block> [scale [fp32]] [rule] [at gain]" for elements that share a scale ("e4m3fn per tensor fp32", "int4 per
+        32", "e4m3fn per 128x128 ceil", "e2m1fn per 16x16 e4m3fn fp32", "e2m1fn per 32 at 0.75", "dynamic8 per 256
+        fp32"), the `repr` of a format, or a format; a floating dtype of torch, NumPy or ml_dtypes
+        (torch.float8_e4m3fn), gfloat's FormatInfo.
     Raises ValueError for an unknown name, TypeError for what is no name.
 
     >>> as_format("half") is as_format("fp16")
@@ -266,7 +300,7 @@ def as_format(fmt: Any) -> Format:
     >>> as_format("int4 per row").element.values()[:3]
     (-7.0, -6.0, -5.0)
     """
-    if isinstance(fmt, FixedPoint | BlockFormat):
+    if isinstance(fmt, FixedPoint | Codebook | BlockFormat):
         return fmt
     if isinstance(fmt, str):
         return _parse(fmt)
@@ -278,6 +312,8 @@ def _parse(text: str) -> Format:
     name = text.strip().lower()
     if name in BLOCKS:
         return BLOCKS[name]
+    if name in CODEBOOKS:
+        return CODEBOOKS[name]
     if FIXED_POINT_NAME.fullmatch(name):
         found = named_fixed_point(name)
         assert found is not None
@@ -286,8 +322,10 @@ def _parse(text: str) -> Format:
         return _from_words(name)  # type: ignore[return-value]
     if _CALL.fullmatch(text.strip()):
         return _from_repr(text)
-    hint = did_you_mean(name, [*BLOCKS, *CATALOGUE, *ALIASES], 3)
-    return as_float_format(text, f"{hint} Block formats: {', '.join(BLOCKS)}, or such as 'e4m3fn per tensor fp32'.")
+    hint = did_you_mean(name, [*BLOCKS, *CATALOGUE, *ALIASES, *CODEBOOKS], 3)
+    books, blocks = ", ".join(CODEBOOKS), ", ".join(BLOCKS)
+    hint = f"{hint} Block formats: {blocks}, or such as 'e4m3fn per tensor fp32'. Code books: {books}."
+    return as_float_format(text, hint)
 
 
 def _from_repr(text: str) -> Format:
@@ -295,16 +333,22 @@ def _from_repr(text: str) -> Format:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"Unknown format {shown(text)}: {error}") from None
-    if not isinstance(value, FixedPoint | BlockFormat):
+    if not isinstance(value, FixedPoint | Codebook | BlockFormat):
         raise ValueError(f"Unknown format {shown(text)}.")
     return value
 
 
 def _evaluate(node: ast.expr) -> Any:
     """A literal, or a call of the formats' classes with such arguments; nothing else is run."""
+    if isinstance(node, ast.Tuple):
+        return tuple(map(_evaluate, node.elts))
+    if isinstance(node, ast.Name) and node.id in ("inf", "nan"):  # as code books write them
+        return float(node.id)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Name):
+        return -_evaluate(node.operand)
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
-    kinds = {kind.__name__: kind for kind in (FloatFormat, FixedPoint, BlockFormat, Delayed)}
+    kinds = {kind.__name__: kind for kind in (FloatFormat, FixedPoint, Codebook, BlockFormat, Delayed)}
     if not isinstance(node.func, ast.Name) or node.func.id not in kinds:
         raise ValueError(f"a call of something else than {', '.join(kinds)}")
     named = {str(k.arg): _evaluate(k.value) for k in node.keywords}

@@ -38,6 +38,9 @@ LABELS = 72  # sites that are named on an axis
 _is_apart = ContextVar("_is_apart", default=False)
 
 
+MOST_NAMED_LINES = 10  # a legend of more hides the picture
+
+
 class Picture(Figure):
     """A figure that a notebook shows, once."""
 
@@ -231,4 +234,28 @@ def plot_sites(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
     axes.set_xlabel(f"{value.replace('_', ' ')}{' in %' * is_share}")
     axes.set_title(title, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
+    return picture
+
+
+def plot_lost(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """The share of lost updates of each parameter against the step.
+
+    rows: of `LostUpdates`.
+    """
+    picture = new_picture(7.2, 3.2)
+    axes = picture.subplots()
+    names = list(dict.fromkeys(row["parameter"] for row in rows))
+    for name in names:
+        points = [
+            (row["step"], 100 * row["lost"]) for row in rows if row["parameter"] == name and row["lost"] is not None
+        ]
+        axes.plot(
+            [x for x, _ in points], [y for _, y in points], label=name, linewidth=1, marker="." * (len(points) < 20)
+        )
+    axes.set_xlabel("step")
+    axes.set_ylabel("lost updates in %")
+    axes.set_ylim(-2, 102)
+    axes.spines[["top", "right"]].set_visible(False)
+    if 0 < len(names) <= MOST_NAMED_LINES:
+        axes.legend(fontsize=7, frameon=False)
     return picture

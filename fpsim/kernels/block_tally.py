@@ -19,6 +19,7 @@ from fpsim.kernels.blocks import (
     NARROW,
     PARAMETERS,
     POWER,
+    QUOTIENT,
     finite_magnitude,
     make_numbers,
     make_tensor_scale,
@@ -76,6 +77,8 @@ def make_facts(scale_shape: int, kind: int) -> Callable[..., Any]:
             unit = float64_of_bits(u64(u64(i64(exponent) + i64(1023)) << u64(52))) / f64(float32_of(p[GAIN]))
         elif kind == DIVIDED:
             is_under = by >= FLOAT32_LARGEST
+        elif kind == QUOTIENT:
+            is_under = scale == u64(0)
         elif kind == NARROW:
             is_under, is_over = scale == u64(0), f64(wanted_scale(a, whole, p)) >= scale_saturated_from
             unit = unit / f64(whole)

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fpsim.kernels.codebooks import make_rounding
 from fpsim.kernels.compile import float32_bits, float32_of
-from fpsim.kernels.core import leading_zeros, make_at_scale, make_round
+from fpsim.kernels.core import BOOK, SEARCHED_BOOK, leading_zeros, make_at_scale
 from fpsim.kernels.deferred import njit
 
 # How a scale follows from amax. It selects the code that is compiled.
@@ -21,6 +22,7 @@ POWER = 0  # a power of two, see SCALE_RULES in fpsim.formats.blocks
 GAINED = 1  # a power of two, and elements are rounded at a multiple of their size
 DIVIDED = 2  # largest / amax in float32, by which elements are multiplied
 NARROW = 3  # amax / largest in a format of its own, beneath a float32 for the tensor
+QUOTIENT = 4  # amax / largest in float32, by which elements are divided
 
 FLOOR, CEIL, EVEN, NEAREST = range(4)
 
@@ -45,7 +47,8 @@ HALF_ULP = 27  # of an element's significand, in units of a float32's last place
 LEAST_EXPONENT, MOST_EXPONENT = 28, 29  # of a scale
 LEAST_SHIFT, MOST_SHIFT = 30, 31  # of log2 of what elements are multiplied by, in 32 bits
 LARGEST, GAIN, SCALE_LARGEST = 32, 33, 34  # as float32 patterns
-PARAMETERS = 35
+LEAST_AMAX = 35  # as a float32 pattern
+PARAMETERS = 36
 
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 INFINITY = np.uint32(0x7F800000)
@@ -139,6 +142,14 @@ def narrowed(bits):  # type: ignore[no-untyped-def]
     return np.uint32(sign | np.uint32(significand >> np.uint64(np.int64(29 - 126) - exponent)))
 
 
+@njit(inline="always")
+def divided_by_power(bits, exponent):  # type: ignore[no-untyped-def]
+    """The float64 pattern of a number over 2**exponent, neither of them far from float32's range."""
+    field = np.uint64((bits >> np.uint64(52)) & np.uint64(0x7FF))
+    is_moved = np.uint64(0) < field < np.uint64(0x7FF)
+    return np.uint64(bits - np.uint64(np.int64(exponent) << np.int64(52))) if is_moved else np.uint64(bits)
+
+
 @cache
 def make_tensor_scale(kind: int) -> Callable[..., Any]:
     """What brings the scale of the block with the tensor's amax to the top of the scales' format."""
@@ -160,7 +171,7 @@ def make_numbers(scale_shape: int, kind: int) -> Callable[..., Any]:
     It gives the four numbers of rounding.at_scale, what elements are multiplied `by` before they are rounded and
     `back` afterwards (the scale itself, where it is a power of two), and log2 of such a scale.
     """
-    at_scale, round_scale = make_at_scale(32), make_round(0, scale_shape, 32)
+    at_scale, round_scale = make_at_scale(32), make_rounding(0, scale_shape, 32)
     u32, i32, i64, f32, s = np.uint32, np.int32, np.int64, np.float32, SCALE_PLAN
 
     @njit(inline="always")
@@ -179,6 +190,9 @@ def make_numbers(scale_shape: int, kind: int) -> Callable[..., Any]:
             by = min(f32(float32_of(p[LARGEST]) / float32_of(nonzero)), FLOAT32_LARGEST)
             by = float32_of(shared) if shared >= i64(0) else by
             back = f32(f32(1) / by)
+        elif kind == QUOTIENT:
+            back = f32(float32_of(max(a, u32(p[LEAST_AMAX]))) / float32_of(p[LARGEST]))
+            by = back if back != f32(0) else f32(1)
         else:
             top, over, least, sign = u32(p[s + 2]), u32(p[s + 3]), u32(p[s + 4]), u32(p[s + 5])
             q, used, odd = float32_bits(wanted_scale(a, whole, p)), u32(p[s + 6]), u32(p[s + 7])
@@ -193,18 +207,18 @@ def make_numbers(scale_shape: int, kind: int) -> Callable[..., Any]:
 @cache
 def make_apply(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     """The rounding of one element of a block in 32 bits, as a compiled function."""
-    round_bits = make_round(rule, shape, 32)
+    round_bits = make_rounding(rule, shape, 32)
 
     @njit(inline="always")
     def apply(word, noise, shift, zero_sign, used, odd, origin, largest, overflow, smallest, by, back, whole):  # type: ignore[no-untyped-def]
         if kind == POWER:
             return round_bits(word, noise, shift, origin, largest, overflow, smallest, zero_sign, used, odd)
-        scaled = float32_bits(np.float32(float32_of(word) * by))
+        scaled = float32_bits(np.float32(float32_of(word) / by if kind == QUOTIENT else float32_of(word) * by))
         r = round_bits(scaled, noise, shift, origin, largest, overflow, smallest, zero_sign, used, odd)
         if kind == GAINED:
             # the rounding was at the scale already: what is left to undo is the gain
             return float32_bits(np.float32(float32_of(r) / by))
-        if kind == DIVIDED:
+        if kind == DIVIDED or kind == QUOTIENT:
             return float32_bits(np.float32(float32_of(r) * back))
         return float32_bits(np.float32(np.float32(float32_of(r) * back) / whole))
 
@@ -214,19 +228,22 @@ def make_apply(rule: int, shape: int, kind: int) -> Callable[..., Any]:
 @cache
 def make_apply_far(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     """The rounding of one element of a block whose scale is too far for 32 bits: powers of two alone go so far."""
-    round_wide, at_scale = make_round(rule, shape, 64), make_at_scale(64)
-    u64, i64, w = np.uint64, np.int64, WIDE_PLAN
+    round_wide, at_scale = make_rounding(rule, shape, 64), make_at_scale(64)
+    u64, i64, w, is_book = np.uint64, np.int64, WIDE_PLAN, shape in (BOOK, SEARCHED_BOOK)
 
     @njit(inline="always")
     def apply_far(word, noise, exponent, p):  # type: ignore[no-untyped-def]
-        if np.uint32(word & MAGNITUDE) == np.uint32(0):
+        if not is_book and np.uint32(word & MAGNITUDE) == np.uint32(0):
             return np.uint32(word & np.uint32(p[5]))
         by = float32_of(p[GAIN])
         scaled = float32_bits(np.float32(float32_of(word) * by)) if kind == GAINED else np.uint32(word)
-        origin, largest, overflow, smallest = at_scale(p[w + 1], p[w + 2], p[w + 3], p[w + 4], -i64(exponent))
+        log2_scale = i64(0) if is_book else -i64(exponent)
+        origin, largest, overflow, smallest = at_scale(p[w + 1], p[w + 2], p[w + 3], p[w + 4], log2_scale)
         bits, used = u64(u64(noise) << u64(32)), u64(u64(p[w + 6]) << u64(32))
         sign, odd, shift, wide = u64(p[w + 5]), u64(p[w + 7]), i64(p[w]), widened(scaled)
-        rounded = narrowed(round_wide(wide, bits, shift, origin, largest, overflow, smallest, sign, used, odd))
+        wide = divided_by_power(wide, exponent) if is_book else wide  # a table stays as it is
+        rounded = round_wide(wide, bits, shift, origin, largest, overflow, smallest, sign, used, odd)
+        rounded = narrowed(divided_by_power(rounded, -exponent) if is_book else rounded)
         return float32_bits(np.float32(float32_of(rounded) / by)) if kind == GAINED else rounded
 
     return apply_far  # type: ignore[no-any-return]

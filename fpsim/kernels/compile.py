@@ -169,6 +169,28 @@ def pointer(typingctx: Any, address: Any) -> Any:
     return types.voidptr(types.uintp), generate
 
 
+def _loaded(width: int) -> Any:
+    def load(typingctx: Any, address: Any, index: Any) -> Any:
+        """The unsigned integer at a place of an array, whose address is a number: of the CPU's memory, or of a card."""
+        from llvmlite import ir
+        from numba import types
+
+        if address != types.uint64 or index != types.int64:
+            return None
+        kind = ir.IntType(width)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            base = builder.inttoptr(arguments[0], kind.as_pointer())
+            return builder.load(builder.gep(base, [arguments[1]]))
+
+        return (types.uint32 if width == 32 else types.uint64)(address, index), generate
+
+    return intrinsic(load)
+
+
+load32, load64 = _loaded(32), _loaded(64)
+
+
 @intrinsic
 def float64_bits(typingctx: Any, x: Any) -> Any:
     from llvmlite import ir

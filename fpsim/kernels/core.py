@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fpsim.formats.codebook import Codebook
 from fpsim.formats.fixed_point import FixedPoint
 from fpsim.formats.floats import FloatFormat
 from fpsim.kernels.deferred import intrinsic, njit
@@ -32,6 +33,7 @@ GAP = 2  # a narrower exponent range without subnormals: nothing between zero an
 SCALE = 3  # powers of two without sign or zero
 UNSIGNED_ZERO_GRID = 4  # GRID without -0: a shape of its own, because asking costs GRID an eighth of its speed
 FIXED = 5  # UNSIGNED_ZERO_GRID whose lowest value is not minus its largest
+BOOK, SEARCHED_BOOK = 6, 7  # a table of values, see kernels/codebooks.py
 
 
 class Container(NamedTuple):
@@ -71,8 +73,10 @@ class Plan(NamedTuple):
     # in FIXED, the last one is the lowest value's magnitude
 
 
-def needs_wider_container(fmt: FloatFormat | FixedPoint) -> bool:
+def needs_wider_container(fmt: FloatFormat | FixedPoint | Codebook) -> bool:
     """Whether float32 input must go through float64: the format's spacing reaches float32's own subnormals."""
+    if isinstance(fmt, Codebook):
+        return False
     if fmt.specials == "scale":
         return fmt.min_exponent < -BINARY32.bias  # of float32's subnormals, the core knows the largest power alone
     if fmt.mantissa_bits == BINARY32.mantissa_bits:
@@ -133,12 +137,14 @@ def has_lone_lowest(fmt: FloatFormat | FixedPoint) -> bool:
     return isinstance(fmt, FixedPoint) and fmt.lowest != -fmt.largest
 
 
-def scale_limits(fmt: FloatFormat | FixedPoint, width: int) -> tuple[int, int]:
+def scale_limits(fmt: FloatFormat | FixedPoint | Codebook, width: int) -> tuple[int, int]:
     """The least and the largest log2 of a scale at which numbers of `width` bits can be rounded to `fmt`, see at_scale.
 
-    (0, 0) where a scale could change nothing, since the format has the container's own exponents, and for fixed point
-    whose lowest value has no opposite: at_scale does not move it.
+    (0, 0) where a scale could change nothing, since the format has the container's own exponents; and where at_scale
+    does not move all of a format: code books, and fixed point whose lowest value has no opposite.
     """
+    if isinstance(fmt, Codebook):
+        return 0, 0
     container = BINARY32 if width == 32 else BINARY64
     if (
         fmt.specials == "scale"
@@ -234,6 +240,35 @@ def rotate_left(typingctx: Any, value: Any, amount: Any) -> Any:
     return types.uint32(types.uint32, amount), generate
 
 
+def make_drawn(rule: int, width: int) -> Callable[..., Any]:
+    """The random bits of a stochastic rule, as a compiled function of (noise, the mask of those that are used)."""
+    uint = np.uint32 if width == 32 else np.uint64
+    zero, one, is_variant = uint(0), uint(1), rule > STOCHASTIC
+
+    @njit(inline="always")
+    def drawn(noise, used):  # type: ignore[no-untyped-def]
+        """The random bits R, with what lets a distance that goes up carry; and 1 where the bound itself stays, else 0.
+
+        In units of 2**-r, a distance goes up if it rounds to T = 2**r - R or beyond. These begin at T in A, at T - 1/2
+        in B and C; in C, T - 1/2 itself is one of them where T, and so R, is even. To odd they begin above T - 1 where
+        T is odd, else at T.
+        """
+        bits = uint(noise & used)
+        if not is_variant:
+            return bits, zero
+        last = uint(zero - used)  # the last of the random bits
+        odd = uint(bits & last) != zero
+        half = uint(last >> one)
+        if rule == STOCHASTIC_B:
+            return uint(bits | half), zero
+        if rule == STOCHASTIC_C_TO_ODD:
+            return (uint(bits | uint(last - one)), one) if odd else (bits, zero)
+        stays = one if odd != (rule == STOCHASTIC_C_TIES_TO_ODD) else zero
+        return uint(bits | uint(half - stays)), stays
+
+    return drawn  # type: ignore[no-any-return]
+
+
 def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     """The rounding of one bit pattern, as a compiled function of (bits, noise, *parameters of a Plan).
 
@@ -258,27 +293,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     is_nearest_or_stochastic = rule in (NEAREST_EVEN, NEAREST_AWAY) or is_stochastic
     goes_beyond = is_nearest_or_stochastic or rule == UP
     may_lose_sign = shape in (GAP, UNSIGNED_ZERO_GRID, FIXED)
-
-    @njit(inline="always")
-    def drawn(noise, used):  # type: ignore[no-untyped-def]
-        """The random bits R, with what lets a distance that goes up carry; and 1 where the bound itself stays, else 0.
-
-        In units of 2**-r, a distance goes up if it rounds to T = 2**r - R or beyond. These begin at T in A, at T - 1/2
-        in B and C; in C, T - 1/2 itself is one of them where T, and so R, is even. To odd they begin above T - 1 where
-        T is odd, else at T.
-        """
-        bits = uint(noise & used)
-        if not is_variant:
-            return bits, zero
-        last = uint(zero - used)  # the last of the random bits
-        odd = uint(bits & last) != zero
-        half = uint(last >> one)
-        if rule == STOCHASTIC_B:
-            return uint(bits | half), zero
-        if rule == STOCHASTIC_C_TO_ODD:
-            return (uint(bits | uint(last - one)), one) if odd else (bits, zero)
-        stays = one if odd != (rule == STOCHASTIC_C_TIES_TO_ODD) else zero
-        return uint(bits | uint(half - stays)), stays
+    drawn = make_drawn(rule, width)
 
     @njit(inline="always")
     def addend(ulp, odd, negative, noise):  # type: ignore[no-untyped-def]

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fpsim.kernels import core as rounding
+from fpsim.kernels.codebooks import make_rounding
 from fpsim.kernels.compile import CUDA_THREADS, cuda_module, integers, pointer, stack_array
 from fpsim.kernels.containers import make_limit, make_value
-from fpsim.kernels.core import draws_noise, make_at_scale, make_round, rotate_left
+from fpsim.kernels.core import draws_noise, make_at_scale, rotate_left
 from fpsim.kernels.deferred import carray, njit
 from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, NOISE_ROUNDS, threefry
@@ -89,7 +90,7 @@ def _cpu_body(
     limited: patterns of a magnitude above `limit` stay as they are, and the largest magnitude is given back.
     masks: the patterns that stay as they are.
     """
-    round_bits, at_scale, is_mask = make_round(rule, shape, width), make_at_scale(width), _make_is_mask(width, masks)
+    round_bits, at_scale, is_mask = make_rounding(rule, shape, width), make_at_scale(width), _make_is_mask(width, masks)
     uint, sint, is_stochastic = *integers(width), draws_noise(rule)
     to_top, magnitude_mask = uint(width - 32), uint((1 << (width - 1)) - 1)
     new_noise = stack_array(NOISE_BLOCK, np.uint32)
@@ -204,7 +205,7 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
 
     global cuda
     cuda = cuda_module()
-    round_bits, at_scale, is_mask = make_round(rule, shape, width), make_at_scale(width), _make_is_mask(width, masks)
+    round_bits, at_scale, is_mask = make_rounding(rule, shape, width), make_at_scale(width), _make_is_mask(width, masks)
     uint, sint, is_stochastic = *integers(width), draws_noise(rule)
     to_top, lanes = uint(width - 32), 128 // width
     load, store = vector_access(width)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fpsim.formats.blocks import as_format
+from fpsim.formats.codebook import Codebook
 from fpsim.formats.floats import FloatFormat
 from fpsim.kernels.core import BINARY32, BINARY64
 from fpsim.tensors.ops import round_to
@@ -18,9 +19,11 @@ from fpsim.tensors.spec import require_floating
 
 __all__ = ["decode", "encode"]
 
+Coded = FloatFormat | Codebook
 
-def encode(x: Tensor, fmt: str | FloatFormat, rounding: str = "nearest_even", overflow: str | None = None) -> Tensor:
-    """Round `x` to a format of up to 16 bits and give the codes.
+
+def encode(x: Tensor, fmt: str | Coded, rounding: str = "nearest_even", overflow: str | None = None) -> Tensor:
+    """Round `x` to a format of up to 16 bits, or a code book, and give the codes.
 
     NaN gives the canonical (first quiet) NaN.
 
@@ -49,8 +52,8 @@ def encode(x: Tensor, fmt: str | FloatFormat, rounding: str = "nearest_even", ov
     return torch.where(is_nan, torch.full_like(result, f.encode(math.nan) if f.has_nan else 0), result)
 
 
-def decode(codes: Tensor, fmt: str | FloatFormat) -> Tensor:
-    """The values of integer codes of a format of up to 16 bits.
+def decode(codes: Tensor, fmt: str | Coded) -> Tensor:
+    """The values of integer codes of a format of up to 16 bits, or of a code book.
 
     codes: a tensor of any integer dtype and shape.
     fmt: a format, or its name.
@@ -71,17 +74,18 @@ def decode(codes: Tensor, fmt: str | FloatFormat) -> Tensor:
     if codes.dtype.is_floating_point or codes.dtype.is_complex or codes.dtype is torch.bool:
         raise TypeError(f"codes has dtype {str(codes.dtype).removeprefix('torch.')}. Possible: any integer dtype.")
     index = codes.long()
-    if codes.numel() and not 0 <= int(index.min()) <= int(index.max()) < 2**f.bits:
+    table = torch.from_numpy(_value_table(f))
+    if codes.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(table):
         raise ValueError(
-            f"codes holds {int(index.min())} to {int(index.max())}. The codes of {f} are 0 to {2**f.bits - 1}."
+            f"codes holds {int(index.min())} to {int(index.max())}. The codes of {f} are 0 to {len(table) - 1}."
         )
-    return torch.from_numpy(_value_table(f)).to(codes.device)[index]
+    return table.to(codes.device)[index]
 
 
-def _codable(fmt: str | FloatFormat) -> FloatFormat:
+def _codable(fmt: str | Coded) -> Coded:
     f = as_format(fmt)
-    if not isinstance(f, FloatFormat):
-        raise ValueError(f"{f} has no codes here. encode() and decode() take float formats of up to 16 bits.")
+    if not isinstance(f, Coded):
+        raise ValueError(f"{f} has no codes here. Expected: a float format of up to 16 bits, or a code book.")
     if f.bits > 16:
         raise ValueError(f"{f} has {f.bits} bits. encode() and decode() take formats of up to 16 bits.")
     return f
@@ -91,15 +95,16 @@ def _codable(fmt: str | FloatFormat) -> FloatFormat:
 
 
 @cache
-def _value_table(f: FloatFormat) -> np.ndarray[Any, Any]:
-    return np.array([BINARY32.bits(f.decode(code)) for code in range(2**f.bits)], np.uint32).view(np.float32)
+def _value_table(f: Coded) -> np.ndarray[Any, Any]:
+    values = f.values if isinstance(f, Codebook) else [f.decode(code) for code in range(2**f.bits)]
+    return np.array([BINARY32.bits(v) for v in values], np.uint32).view(np.float32)
 
 
 @cache
-def _code_table(f: FloatFormat, width: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _code_table(f: Coded, width: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """The patterns of all values in a container of `width` bits, inf and -0 included, in order, and their codes."""
-    values = [*f.values()]
-    if f.has_inf:
+    values = [v for v, _ in f.ascending] if isinstance(f, Codebook) else [*f.values()]
+    if f.has_inf and not isinstance(f, Codebook):
         values = [-math.inf, *values, math.inf]
     if f.has_negative_zero:
         values.insert(values.index(0.0), -0.0)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpsim.kernels.codebook_tables import any_plan
 from fpsim.kernels.core import (
     BINARY32,
     CARRYING,
@@ -33,7 +34,6 @@ from fpsim.kernels.core import (
     UNSIGNED_ZERO_GRID,
     UP,
     draws_noise,
-    make_plan,
 )
 from fpsim.tensors.autograd import apply_operator, words_of
 from fpsim.tensors.launch import masks_of, round_memory_
@@ -264,7 +264,7 @@ def round_traced(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_i
     if width == 0:
         return x.clone()
     masks = masks_of(spec, x.dtype, 32, keep_infinity) if keep_masks else None
-    plan = make_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width, spec.variant)
+    plan = any_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width, spec.variant)
     is_stochastic = draws_noise(plan.rule)
     if (
         width != 32

@@ -13,8 +13,9 @@ from torch import Tensor
 from fpsim.checks import shown
 from fpsim.formats.blocks import BlockFormat, as_format
 from fpsim.kernels import block_loops, block_teams, blocks
+from fpsim.kernels.codebook_tables import any_plan
 from fpsim.kernels.core import BINARY32, draws_noise, make_plan, scale_limits
-from fpsim.tensors.launch import key_arguments, parts_of, run_on_card, run_parts
+from fpsim.tensors.launch import key_arguments, on_card, parts_of, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for
 from fpsim.tensors.spec import BlockSpec, address_of
 
@@ -28,7 +29,9 @@ def block_plan(spec: BlockSpec) -> blocks.BlockPlan:
     """The integers that a kernel takes, see the indices in kernels/blocks.py."""
     f, element = spec.fmt, spec.element
     words = element.fmt, element.rounding, element.overflow, element.random_bits
-    plans = [make_plan(*words, width, element.variant) for width in (32, 64)]
+    plans = [any_plan(*words, width, element.variant) for width in (32, 64)]
+    if plans[0].shape != plans[1].shape:  # a code book that is searched in one container
+        plans = [any_plan(*words, width, element.variant, search=True) for width in (32, 64)]
     scale = make_plan(f.scale, "nearest_even", "saturate", None, 32)
     largest = BINARY32.bits(f.element.largest)
     emax = math.frexp(f.element.largest)[1] - 1
@@ -38,6 +41,7 @@ def block_plan(spec: BlockSpec) -> blocks.BlockPlan:
     most = min(math.frexp(f.scale.largest)[1] - 1, BINARY32.bias - emax)
     if not f.has_power_scale:
         kind = blocks.DIVIDED if f.scale.mantissa_bits == BINARY32.mantissa_bits else blocks.NARROW
+        kind = blocks.QUOTIENT if f.scale_rule == "absmax" else kind
     else:
         kind = blocks.POWER if f.gain == 1 else blocks.GAINED
     numbers = (
@@ -47,7 +51,7 @@ def block_plan(spec: BlockSpec) -> blocks.BlockPlan:
         _RULES.get(str(f.scale_rule), 0),
         emax,
         largest & ((1 << 23) - 1),
-        1 << (22 - f.element.mantissa_bits),
+        1 << max(22 - f.element.mantissa_bits, 0),
         least,
         most,
         least_shift,
@@ -55,6 +59,7 @@ def block_plan(spec: BlockSpec) -> blocks.BlockPlan:
         largest,
         BINARY32.bits(f.gain),
         BINARY32.bits(f.scale.largest),
+        BINARY32.bits(f.least_amax),
     )
     assert len(numbers) == blocks.PARAMETERS
     assert plans[0].shape == plans[1].shape
@@ -302,5 +307,6 @@ def _run_on_card(
     loop = block_teams.cuda_rounding(plan.rule, plan.shape, plan.scale_shape, plan.kind)
     grid, team = block_teams.grid_of(axes, loop.threads)
     found, has_scales = (0, 0) if scales is None else (scales.data_ptr(), 1)
-    addresses = address_of(source), address_of(out), *axes, *plan.parameters, shared.data_ptr(), found
+    parameters = on_card(plan.shape, plan.parameters, source, (0, blocks.WIDE_PLAN))
+    addresses = address_of(source), address_of(out), *axes, *parameters, shared.data_ptr(), found
     run_on_card(loop, source, grid, (*addresses, has_scales, *key_arguments(key), team))

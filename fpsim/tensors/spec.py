@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fpsim.checks import is_whole, shown
 from fpsim.formats.blocks import BlockFormat, Element, Format, as_element, as_format
+from fpsim.formats.codebook import Codebook
 from fpsim.formats.floats import CATALOGUE
 from fpsim.kernels.core import ROUNDINGS, needs_wider_container, scale_limits
 from fpsim.kernels.variants import require_variant
@@ -150,6 +151,8 @@ def _new_spec(
             raise ValueError(f"random_bits={came} is impossible. Possible: 1 to 32, or None for 32.")
         random_bits = int(random_bits)
     require_variant(variant, rounding == "stochastic", random_bits)
+    if isinstance(f, Codebook) and rounding == "to_odd":
+        raise ValueError(f"rounding='to_odd' is invalid for {f}: codes of a code book are labels. Use another rule.")
     return RoundingSpec(f, rounding, f.resolve_overflow(overflow), random_bits, variant)
 
 

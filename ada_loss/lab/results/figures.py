@@ -105,9 +105,15 @@ def _layers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {layer: underflow[layer] / n if n else math.nan for layer, n in nonzero.items() if layer in underflow}
 
 
-def _elements(name: str) -> fpsim.FloatFormat | fpsim.FixedPoint:
+def _elements(name: str) -> fpsim.FloatFormat | fpsim.FixedPoint | fpsim.Codebook:
     fmt = fpsim.as_format(name)
     return fmt.element if isinstance(fmt, fpsim.BlockFormat) else fmt
+
+
+def _values(name: str) -> tuple[float, ...]:
+    """The finite values of a format's elements, ascending."""
+    fmt = _elements(name)
+    return fmt.finite if isinstance(fmt, fpsim.Codebook) else fmt.values()
 
 
 def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
@@ -115,7 +121,7 @@ def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
     figure = new_picture(9, 0.55 * len(formats) + 0.9)
     axes = figure.subplots()
     for i, name in enumerate(formats):
-        values = [v for v in _elements(name).values() if abs(v) <= largest]
+        values = [v for v in _values(name) if abs(v) <= largest]
         axes.plot(values, [-i] * len(values), "|", markersize=16, color=colour(i))
     axes.set_yticks([-i for i in range(len(formats))], formats)
     axes.set_ylim(0.6 - len(formats), 0.6)

@@ -1,0 +1,214 @@
+"""lost_updates(quantized): which updates of an optimizer changed nothing, in which parameters, and what was left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpsim.checks import require_whole, shown
+from fpsim.insight.rows import Rows
+from fpsim.models.optimizers import QuantizedOptimizer
+from fpsim.models.parameter_store import ParameterStore
+from fpsim.models.storing import local_part, stored
+from fpsim.undoing import Exit
+
+__all__ = ["LostUpdates", "lost_updates"]
+
+
+def lost_updates(quantized: QuantizedOptimizer, every: int = 1) -> LostUpdates:
+    """Record what rounding takes from the updates of an optimizer, until the end of the block or `detach()`.
+
+    An update is lost where the optimizer computed one that is not zero, and what is stored of the weight, with its
+    compensation or its master copy, stayed the same. On a card each recorded step waits for it. Stochastic rounding
+    loses single updates too, and others in their place become larger: its `edq` is 1 on average.
+
+    Args:
+        quantized: what `quantize_optimizer` returned.
+        every: recorded are the steps 1, 1 + every, and so on.
+
+    Returns:
+        The record: `rows()` has a row for each recorded step and parameter, `table()` one for each parameter,
+        `never_moved()` the parameters that are as they were.
+
+    Raises:
+        TypeError: for anything but a quantised optimizer.
+        ValueError: for one that is recorded already.
+
+    >>> from fpsim import Update, quantize_optimizer
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0, 2.0**-10]))
+    >>> optimizer = torch.optim.SGD([("weight", weight)], lr=2.0**-10)
+    >>> with lost_updates(quantize_optimizer(optimizer, Update(weight="bf16"))) as lost:
+    ...     weight.grad = torch.ones(2)
+    ...     optimizer.step()
+    >>> [row["lost"] for row in lost.rows()]
+    [0.5]
+    """
+    return LostUpdates(quantized, every)
+
+
+class _Sums:
+    """What was counted of one parameter."""
+
+    def __init__(self, store: ParameterStore) -> None:
+        self.first = local_part(store.parameter.detach()).clone()
+        self.signs = torch.zeros_like(self.first, dtype=torch.int8)  # of the last change of the weight
+        self.wanted = self.lost = self.flips = self.changes = 0
+        self.inner = self.norm = 0.0
+
+    @property
+    def share(self) -> float | None:
+        """The share of lost updates."""
+        return _share(self.lost, self.wanted)
+
+    def row(self, store: ParameterStore) -> dict[str, Any]:
+        """The row of a table."""
+        return {
+            "parameter": store.name,
+            "elements": self.first.numel(),
+            "lost": self.share,
+            "edq": self.inner / self.norm if self.norm else None,
+            "at_first": _at_first(store, self),
+            "flips": _share(self.flips, self.changes),
+        }
+
+
+class LostUpdates:
+    """What was lost of an optimizer's updates; see `lost_updates`. As a block it detaches itself at the end."""
+
+    def __init__(self, quantized: QuantizedOptimizer, every: int) -> None:
+        if not isinstance(quantized, QuantizedOptimizer):
+            raise TypeError(
+                f"quantized is {shown(quantized)}. Expected: what fpsim.quantize_optimizer(optimizer, update) returns."
+            )
+        require_whole("every", every, 1)
+        if quantized.observer is not None:
+            raise ValueError("The updates of this optimizer are recorded already. Call detach() of that record first.")
+        self.every = every
+        self._quantized: QuantizedOptimizer | None = quantized
+        self._begin = quantized.steps
+        self._sums = {store: _Sums(store) for store in quantized.stores}
+        self._rows = Rows()
+        self.is_inside = False  # of a block
+        quantized.observer = self
+
+    def __enter__(self) -> LostUpdates:
+        self.is_inside = True
+        return self
+
+    __exit__ = Exit()
+
+    def leave(self) -> None:
+        """The end of its block."""
+        self.detach()
+
+    def detach(self) -> None:
+        """Record no longer; what was recorded stays."""
+        if self._quantized is not None and self._quantized.observer is self:
+            self._quantized.observer = None
+        self._quantized = None
+
+    # What is told
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step is recorded."""
+        return (step - self._begin) % self.every == 0
+
+    def saw(self, step: int, store: ParameterStore, before: Tensor, intended: Tensor, group: Mapping[str, Any]) -> None:
+        """Count what the step of one parameter has lost."""
+        sums = self._sums.setdefault(store, _Sums(store))
+        effective = local_part(store.value) - before
+        is_wanted = intended != 0
+        wanted, lost = int(is_wanted.sum()), int((is_wanted & (effective == 0)).sum())
+        inner = float((intended.double() * effective.double()).sum())
+        norm = float(intended.double().square().sum())
+        signs = effective.sign().to(torch.int8)
+        changes, flips = int((signs != 0).sum()), int((signs * sums.signs < 0).sum())
+        sums.signs = torch.where(signs != 0, signs, sums.signs)
+        sums.wanted, sums.lost, sums.changes, sums.flips = (
+            sums.wanted + wanted,
+            sums.lost + lost,
+            sums.changes + changes,
+            sums.flips + flips,
+        )
+        sums.inner, sums.norm = sums.inner + inner, sums.norm + norm
+        self._rows.append(
+            {
+                "step": step,
+                "parameter": store.name,
+                "lost": _share(lost, wanted),
+                "edq": inner / norm if norm else None,
+                "decay_lost": _decay_lost(store, before, group),
+                "flips": _share(flips, changes),
+            }
+        )
+
+    # What was found
+
+    def rows(self) -> Rows:
+        """A row for each recorded step and parameter.
+
+        lost: share of the updates that were not zero and changed nothing. edq: <intended, effective> over the squared
+        norm of the intended update, 1 where nothing is lost (Collage, arXiv 2405.03637). decay_lost: share of the
+        weights that weight decay alone would not change. flips: share of the changes against the direction of the last
+        one of the same weight. None where there is nothing to count.
+        """
+        return Rows(self._rows)
+
+    def to_frame(self) -> Any:
+        """The rows as a pandas.DataFrame."""
+        return self.rows().to_frame()
+
+    def table(self) -> Rows:
+        """A row for each parameter, of all recorded steps; the most of lost updates first.
+
+        at_first: share of its weights that have the value with which the record began.
+        """
+        order = sorted(self._sums, key=lambda store: (-(self._sums[store].share or 0), store.name))
+        return Rows([self._sums[store].row(store) for store in order])
+
+    @property
+    def share(self) -> float | None:
+        """The share of lost updates of all parameters and recorded steps; None before the first."""
+        return _share(sum(s.lost for s in self._sums.values()), sum(s.wanted for s in self._sums.values()))
+
+    @property
+    def edq(self) -> float | None:
+        """Effective over intended update of all parameters and recorded steps; None before the first."""
+        norm = sum(s.norm for s in self._sums.values())
+        return sum(s.inner for s in self._sums.values()) / norm if norm else None
+
+    def never_moved(self) -> list[str]:
+        """The names of the parameters all of whose weights have the value with which the record began."""
+        return [store.name for store, sums in self._sums.items() if sums.first.numel() and _at_first(store, sums) == 1]
+
+    def __str__(self) -> str:
+        still = self.never_moved()
+        return f"{self.table()}\nnever moved: {', '.join(still) or '(none)'}"
+
+    def plot(self) -> Any:
+        """A figure: the share of lost updates against the step, one line for each parameter; needs matplotlib."""
+        from fpsim.insight.pictures import plot_lost
+
+        return plot_lost(self.rows())
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _at_first(store: ParameterStore, sums: _Sums) -> float | None:
+    same = local_part(store.parameter.detach()) == sums.first
+    return _share(int(same.sum()), same.numel())
+
+
+def _decay_lost(store: ParameterStore, before: Tensor, group: Mapping[str, Any]) -> float | None:
+    """The share of weights other than zero that decay alone leaves as they are."""
+    decay = float(group.get("lr", 0.0)) * float(group.get("weight_decay", 0.0))
+    if not decay or store.weight is None or store.kept:
+        return None
+    nonzero = before != 0
+    after = stored(before * (1 - decay), store.weight.rounded_by("nearest_even"))
+    return _share(int((nonzero & (after == before)).sum()), int(nonzero.sum()))

@@ -1,0 +1,379 @@
+"""quantize_optimizer: any torch optimizer stores weights and states in few bits, and computes as it did."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fpsim.border import require_module, require_optimizer, require_seed
+from fpsim.checks import known_arguments, shown
+from fpsim.models.format_steps import require_format_step, run_format_step
+from fpsim.models.optimizer_state import check_state, loaded_copies, saved, without_ours
+from fpsim.models.parameter_store import ParameterStore
+from fpsim.models.storing import local_part
+from fpsim.policies.update import Update, UpdateLike, as_update, updates_of
+from fpsim.torch_modes import hook_steps, unhook_steps
+
+__all__ = ["QuantizedOptimizer", "UpdateObserver", "quantize_optimizer"]
+
+
+class UpdateObserver(Protocol):
+    """Who is told what a step wanted, and what was stored of it."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step is observed: the number of steps that were stored before it."""
+
+    def saw(self, step: int, store: ParameterStore, before: Tensor, intended: Tensor, group: Mapping[str, Any]) -> None:
+        """The step of one parameter: its value before, and what the optimizer added in its own arithmetic."""
+
+
+# By the optimizer, which holds its own by its hooks.
+_installed: weakref.WeakKeyDictionary[Optimizer, QuantizedOptimizer] = weakref.WeakKeyDictionary()
+
+
+@known_arguments()
+def quantize_optimizer(
+    optimizer: Optimizer,
+    update: UpdateLike | Iterable[UpdateLike],
+    model: nn.Module | Iterable[tuple[str, Tensor]] | None = None,
+    *,
+    seed: int = 0,
+) -> QuantizedOptimizer:
+    """Let an optimizer store weights and states in the formats of `update`.
+
+    Its class, its arguments and its methods stay. Around each step, what is stored is given to it in float32, and
+    rounded once afterwards. Weights stay float32 tensors that hold numbers of their format. They are rounded to nearest
+    now. What a skipped step of a GradScaler, or a step without a gradient, leaves unchanged is not rounded again.
+
+    A copy or a pickle of the optimizer is a plain one. `optimizer.state_dict()` has all that a run needs to go on to
+    the same bits, and a plain optimizer loads it, too.
+
+    Args:
+        optimizer: any torch.optim.Optimizer, of other libraries too; one that accelerate wraps.
+        update: a fpsim.Update, the name of one ("bf16_sr"), or a list with one for each parameter group; None leaves
+            a group in float32.
+        model: whose names the overrides use; or the pairs of `model.named_parameters()`.
+        seed: of the random bits of stochastic rounding. All ranks of a distributed run need the same one.
+
+    Returns:
+        A handle with the update, `detach()`, and what was stored.
+
+    Raises:
+        TypeError: for what is not an optimizer, and for parameters that are not float32.
+        ValueError: for an optimizer that is quantised already, and for names that match nothing.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=2**-10)
+    >>> quantized = quantize_optimizer(optimizer, Update(weight="bf16"))
+    >>> with torch.no_grad():
+    ...     _ = model.weight.fill_(1.0)
+    >>> model.weight.grad = torch.ones(1, 1)
+    >>> _ = optimizer.step()
+    >>> model.weight.item()  # 1 - 2**-10 is nearer to 1 than to the next bfloat16
+    1.0
+    """
+    require_optimizer(optimizer)
+    while not isinstance(optimizer, Optimizer):
+        inner = getattr(optimizer, "optimizer", None)  # of accelerate's, which passes no hooks on
+        if inner is None:
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}. Expected: a torch.optim.Optimizer.")
+        optimizer = inner
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    require_seed(seed)
+    if optimizer in _installed:
+        raise ValueError(
+            f"This {type(optimizer).__name__} is quantised already, as {_installed[optimizer].update}. Call detach() "
+            f"of what quantize_optimizer returned first."
+        )
+    return QuantizedOptimizer(optimizer, update, _named(model), seed)
+
+
+def _named(model: Any) -> tuple[dict[Tensor, str], dict[str, list[type]]]:
+    """The names of parameters, and the classes of the modules that they are in."""
+    if model is None:
+        return {}, {}
+    if isinstance(model, nn.Module):
+        # the name that an optimizer's checkpoint has, whoever wraps the model
+        return {p: name for name, p in model.named_parameters()}, {n: [type(m)] for n, m in model.named_modules()}
+    pairs = list(model) if isinstance(model, Iterable) and not isinstance(model, str | Tensor) else None
+    if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        require_module(model, remedy=" Or the pairs of model.named_parameters().")
+        raise TypeError(f"model is {shown(model)}. Expected: a torch.nn.Module, or pairs of names and parameters.")
+    return {p: name for name, p in pairs}, {}
+
+
+class QuantizedOptimizer:
+    """What `quantize_optimizer` has put on an optimizer.
+
+    update: of the optimizer, or of its first parameter group.
+    steps: how many have been stored.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        update: Any,
+        names: tuple[dict[Tensor, str], dict[str, list[type]]],
+        seed: int,
+    ) -> None:
+        self._names, self._classes = names
+        self._updates = _for_groups(update, len(optimizer.param_groups))
+        self.update, self.seed, self.steps = self._updates[0], seed, 0
+        self._optimizer = weakref.ref(optimizer)
+        self._stores: dict[Tensor, ParameterStore] = {}
+        self.observer: UpdateObserver | None = None
+        self._observed: dict[Tensor, tuple[Tensor, Tensor]] = {}  # the value before a step, and what it began from
+        self._intended: dict[Tensor, Tensor] = {}
+        self._gradients: list[tuple[Tensor, Tensor]] = []  # hidden from a step
+        self._evaluations = 0  # of the closure, in this step
+        self._has_checked_names = False
+        self._loading: Callable[[], None] | None = None
+        found = self._new_stores(optimizer)
+        for store in found:
+            _require_parameter(store)
+            if store.update.is_in_format:
+                require_format_step(optimizer, store.update.arithmetic)
+        self._take(found, optimizer)
+        hook_steps(optimizer, self._before, self._after)
+        self._handles = [
+            optimizer.register_state_dict_post_hook(self._save),
+            optimizer.register_load_state_dict_pre_hook(self._check),
+            optimizer.register_load_state_dict_post_hook(self._load),
+        ]
+        _installed[optimizer] = self
+
+    def __repr__(self) -> str:
+        return f"QuantizedOptimizer({self.update})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "What quantize_optimizer returns belongs to its optimizer, and is neither copied nor pickled. Save "
+            "optimizer.state_dict(), and quantize the copy of the optimizer."
+        )
+
+    def detach(self) -> None:
+        """Let the optimizer store float32 from here on. Weights and states stay as they are, rounded."""
+        optimizer = self._optimizer()
+        if optimizer is None or _installed.get(optimizer) is not self:
+            return
+        unhook_steps(optimizer, self._before, self._after)
+        for handle in self._handles:
+            handle.remove()
+        del _installed[optimizer]
+
+    # The parameters
+
+    def _new_stores(self, optimizer: Optimizer) -> list[ParameterStore]:
+        """Stores for parameters that have none yet: all of them at first, later those of groups that were added."""
+        parameters = [(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
+        names = [self._name_of(optimizer, i, p) for i, p in parameters]
+        updates = {}
+        for i in range(len(optimizer.param_groups)):
+            update = self._updates[min(i, len(self._updates) - 1)]
+            updates[i] = updates_of(update, names, self._classes)
+        return [
+            ParameterStore(p, name, index, updates[i][index])
+            for index, ((i, p), name) in enumerate(zip(parameters, names, strict=True))
+            if p not in self._stores
+        ]
+
+    def _name_of(self, optimizer: Optimizer, group: int, parameter: Tensor) -> str:
+        if parameter in self._names:
+            return self._names[parameter]
+        entry = optimizer.param_groups[group]
+        place = next(i for i, p in enumerate(entry["params"]) if p is parameter)
+        given = entry.get("param_names")  # of an optimizer that was given named parameters
+        return str(given[place]) if given else f"{group}.{place}"
+
+    def _take(self, stores: list[ParameterStore], optimizer: Optimizer) -> None:
+        for store in stores:
+            self._stores[store.parameter] = store
+            store.begin()
+            store.store_states(optimizer.state.get(store.parameter, {}), self.seed, self.steps)
+
+    def _working(self) -> list[ParameterStore]:
+        return [store for store in self._stores.values() if not store.is_exact]
+
+    # Around a step
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if sum(len(group["params"]) for group in optimizer.param_groups) != len(self._stores):
+            self._take(self._new_stores(optimizer), optimizer)
+        self._evaluations = 0
+        for store in self._working():
+            store.decode()
+        self._gradients, self._observed, self._intended = [], {}, {}
+        if self.observer is not None and self.observer.is_due(self.steps):
+            for store in self._working():
+                x = local_part(store.parameter.detach())
+                self._observed[store.parameter] = local_part(store.value).clone(), x.clone()
+        is_closure = [callable(x) and not isinstance(x, Optimizer) for x in args]
+        if not any(is_closure) and not callable(kwargs.get("closure")):
+            self._step_in_format(optimizer)
+            return None
+        args = tuple(
+            self._seeing_weights(optimizer, x) if wraps else x for x, wraps in zip(args, is_closure, strict=True)
+        )
+        wrapped = {
+            k: self._seeing_weights(optimizer, x) if k == "closure" and callable(x) else x for k, x in kwargs.items()
+        }
+        return args, wrapped
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for p, gradient in self._gradients:
+            p.grad = gradient
+        self._gradients = []
+        if _was_skipped(optimizer):
+            for store in self._working():
+                store.undo()
+            return
+        for store in self._working():
+            if store.parameter.grad is None:
+                store.undo()
+                continue
+            if store.parameter in self._observed and store.parameter not in self._intended:
+                start = self._observed[store.parameter][1]
+                self._intended[store.parameter] = local_part(store.parameter.detach()) - start
+            store.store(self.seed, self.steps)
+            store.store_states(optimizer.state.get(store.parameter, {}), self.seed, self.steps)
+        self._tell(optimizer)
+        self.steps += 1
+        if not self._has_checked_names:
+            self._check_state_names(optimizer)
+
+    def _tell(self, optimizer: Optimizer) -> None:
+        """Tell the observer of the steps of this step's parameters."""
+        for group in optimizer.param_groups if self.observer is not None else ():
+            for p in group["params"]:
+                if p in self._intended and self.observer is not None:
+                    self.observer.saw(self.steps, self._stores[p], self._observed[p][0], self._intended[p], group)
+        self._observed, self._intended = {}, {}
+
+    @property
+    def stores(self) -> list[ParameterStore]:
+        """What is stored of each parameter that is not plain float32."""
+        return self._working()
+
+    def _step_in_format(self, optimizer: Optimizer) -> None:
+        """Step the parameters whose operations are rounded one by one, and hide their gradients from the optimizer."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                store = self._stores[p]
+                if store.update.is_in_format and p.grad is not None:
+                    wanted = run_format_step(optimizer, group, store, p in self._observed)
+                    if wanted is not None:
+                        self._intended[p] = wanted
+                    self._gradients.append((p, p.grad))
+        for p, _ in self._gradients:
+            p.grad = None
+
+    def _seeing_weights(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """The closure of a step, for which weights are as they are stored and not as the optimizer has them."""
+
+        def evaluated(*args: Any, **kwargs: Any) -> Any:
+            stores = self._working()
+            with torch.no_grad():
+                hidden = [store.parameter.detach().clone() for store in stores]
+                for store in stores:
+                    store.show(self.seed, self.steps, self._evaluations)
+            self._evaluations += 1
+            result = closure(*args, **kwargs)
+            with torch.no_grad():
+                self._step_in_format(optimizer)
+                for store, x in zip(stores, hidden, strict=True):
+                    if not store.update.is_in_format:
+                        store.parameter.copy_(x)
+            return result
+
+        return evaluated
+
+    def _check_state_names(self, optimizer: Optimizer) -> None:
+        """Raise ValueError for an update that names states that the optimizer does not have."""
+        stepped = [store for store in self._working() if optimizer.state.get(store.parameter)]
+        if not stepped:
+            return
+        self._has_checked_names = True
+        there = sorted({name for store in stepped for name in optimizer.state[store.parameter]} - {"step"})
+        for pattern in {pattern for store in stepped for pattern in store.update.state_patterns}:
+            if not any(fnmatchcase(name, pattern) for name in there):
+                raise ValueError(
+                    f"The update names the state {shown(pattern)}, which {type(optimizer).__name__} does not have. Its "
+                    f"states: {', '.join(there) or '(none)'}."
+                )
+
+    # state_dict
+
+    def _save(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        stores = [self._stores[p] for group in optimizer.param_groups for p in group["params"] if p in self._stores]
+        return saved(state, stores, self.seed, self.steps)
+
+    def _check(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Refuse a state of another update before anything is loaded."""
+        stores = [self._stores[p] for group in optimizer.param_groups for p in group["params"] if p in self._stores]
+        found = check_state(state, stores)
+        copies = loaded_copies(state, stores, found)
+
+        def finish() -> None:
+            if found is not None:
+                self.seed, self.steps = found.seed, found.steps
+            for store, kept in zip(stores, copies, strict=True):
+                if kept is None:
+                    store.begin()
+                else:
+                    store.kept = kept
+
+        self._loading = finish
+        return without_ours(state)
+
+    def _load(self, optimizer: Optimizer) -> None:
+        finish, self._loading = self._loading, None
+        if finish is not None:
+            finish()
+
+
+def _for_groups(update: Any, groups: int) -> list[Update]:
+    """The update of each parameter group."""
+    if update is None or isinstance(update, str | Update):
+        return [as_update(update)]
+    if isinstance(update, Mapping) or not isinstance(update, Iterable):
+        raise TypeError(
+            f"update is {shown(update)}. Expected: a fpsim.Update, a name such as 'bf16_sr', or a list with one for "
+            f"each parameter group."
+        )
+    found = [as_update(one) for one in update]
+    if len(found) != groups:
+        raise ValueError(
+            f"update has {len(found)} entries, and the optimizer has {groups} parameter groups. Give one for each, or "
+            f"a single update."
+        )
+    return found
+
+
+def _require_parameter(store: ParameterStore) -> None:
+    """Raise TypeError for a parameter whose numbers cannot be stored."""
+    p = store.parameter
+    if store.is_exact:
+        return
+    if p.dtype is not torch.float32:
+        dtype = str(p.dtype).removeprefix("torch.")
+        raise TypeError(
+            f"The parameter {store.name} is {dtype}. Weights stay float32 tensors that hold numbers of their format: "
+            f"convert the model with model.float(), or leave the parameter out with overrides={{{store.name!r}: None}}."
+        )
+
+
+def _was_skipped(optimizer: Optimizer) -> bool:
+    """Whether a GradScaler has let a fused optimizer skip its step, in which that looks at the gradients itself."""
+    found = getattr(optimizer, "found_inf", None)  # of GradScaler.step, with a fused optimizer
+    return isinstance(found, Tensor) and bool(found)

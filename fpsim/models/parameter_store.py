@@ -1,0 +1,194 @@
+"""One parameter and its states as an optimizer stores them: decoded before a step, rounded once after it."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpsim.models.storing import local_part, noise_key, store_, stored
+from fpsim.policies.update import Storage, Update, state_storage
+from fpsim.torch_internals import version_of
+
+__all__ = ["COMPENSATION", "COPIES", "SECOND", "ParameterStore"]
+
+# What is kept beside the weight, by its name in a state_dict.
+MASTER, SECOND, COMPENSATION = "fpsim_master", "fpsim_second", "fpsim_compensation"
+COPIES = (MASTER, SECOND, COMPENSATION)
+
+
+class ParameterStore:
+    """What an optimizer stores for one parameter.
+
+    parameter: as the optimizer has it; float32.
+    name: as the model or the optimizer names it.
+    index: in the optimizer; with the seed and the step it is the key of the random bits.
+    update: what is stored how, without overrides.
+    kept: tensors beside the weight, by their names in COPIES.
+    """
+
+    def __init__(self, parameter: Tensor, name: str, index: int, update: Update) -> None:
+        self.parameter, self.name, self.index, self.update = parameter, name, index, update
+        self.kept: dict[str, Tensor] = {}
+        self.weight = update.weight_storage or update.master_storage
+        self._master = self._master_storage()
+        self._states: dict[str, Storage | None] = {}
+        self._visible: Tensor | None = None  # what the model sees, while the optimizer works on another copy
+        self._version = -1  # of the parameter when it was stored
+        self._before: Tensor | None = None  # the weight before a step, where a compensation needs it
+
+    def _master_storage(self) -> Storage | None:
+        if self.update.weight is None:
+            return None  # the parameter is the master copy itself
+        return self.update.master_storage
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing of this parameter is rounded."""
+        return self.update.is_float32
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Round the weight to nearest, and begin the copies from it, as libraries do that cast a model first."""
+        if self.weight is None:
+            return
+        store_(self.parameter, self._nearest(self.weight))
+        parameter = self.parameter.detach()
+        if self._master is not None:
+            self.kept[MASTER] = parameter.clone()
+            store_(self.kept[MASTER], self._nearest(self._master))
+        elif self.update.compensation == "remainder16":
+            self.kept[MASTER] = parameter.clone()
+        elif self.update.compensation == "pair":
+            self.kept[SECOND] = torch.zeros_like(parameter)
+        elif self.update.compensation == "kahan":
+            self.kept[COMPENSATION] = torch.zeros_like(parameter)
+        self._end()
+
+    @staticmethod
+    def _nearest(storage: Storage) -> Storage:
+        return storage.rounded_by("nearest_even") if storage.spec.rounding == "stochastic" else storage
+
+    # Around a step in float32
+
+    @property
+    def value(self) -> Tensor:
+        """What is stored of the weight, all of its parts together: the number that a step changes."""
+        if MASTER in self.kept:
+            return self.kept[MASTER]
+        weight = self.parameter.detach() if self._visible is None else self._visible
+        for name in (SECOND, COMPENSATION):
+            if name in self.kept:
+                return weight + self.kept[name]
+        return weight
+
+    def decode(self) -> None:
+        """Give the optimizer the numbers that it works on."""
+        self._visible = self._before = None
+        if self.update.is_in_format:
+            return  # it has a step of its own
+        if MASTER in self.kept and version_of(self.parameter) != self._version:
+            self._follow()
+        if self.update.has_copy:
+            self._visible = self.parameter.detach().clone()
+            self.parameter.copy_(self.value)
+        elif self.update.compensation == "kahan":
+            self._before = self.parameter.detach().clone()
+
+    def _follow(self) -> None:
+        """Begin the master copy again where the weight was written to since the last step, as by load_state_dict."""
+        assert self.weight is not None
+        x = local_part(self.parameter.detach())
+        ways = ("down", "up") if self.weight.spec.rounding == "stochastic" else (self.weight.spec.rounding,)
+        master = local_part(self.kept[MASTER])
+        fits = [x == stored(master, self.weight.rounded_by(way)) for way in ways]
+        if not bool((fits[0] | fits[-1] | x.isnan()).all()):
+            self.begin()
+
+    def undo(self) -> None:
+        """Put the weight back as the model saw it: the step was skipped, or the parameter had no gradient."""
+        if self._visible is not None:
+            self.parameter.copy_(self._visible)
+        self._end()
+
+    def _end(self) -> None:
+        self._visible = self._before = None
+        self._version = version_of(self.parameter)
+
+    def store(self, seed: int, step: int) -> None:
+        """Round what the optimizer has made of the weight."""
+        if self.update.is_in_format:
+            return
+        x = self.parameter.detach()
+        if self._before is not None:
+            self._store_compensated(x, self._before)
+        elif MASTER in self.kept:
+            if self._master is not None:
+                store_(x, self._master, self._key(self._master, seed, step, "master"))
+            self.kept[MASTER].copy_(x)
+            assert self.weight is not None
+            store_(x, self.weight, self._key(self.weight, seed, step, "weight"))
+        elif SECOND in self.kept:
+            assert self.weight is not None
+            whole = x.clone()
+            store_(x, self.weight)
+            self.kept[SECOND].copy_(whole - x)
+            store_(self.kept[SECOND], self.weight)
+        elif self.weight is not None:
+            store_(x, self.weight, self._key(self.weight, seed, step, "weight"))
+        self._end()
+
+    def _store_compensated(self, x: Tensor, before: Tensor) -> None:
+        """Kahan's sum in float32, its weight and its compensation rounded once."""
+        assert self.weight is not None
+        owed = self.kept[COMPENSATION] + (x - before)
+        x.copy_(before + owed)
+        store_(x, self.weight)
+        self.kept[COMPENSATION].copy_(owed - (x - before))
+        store_(self.kept[COMPENSATION], self.weight)
+
+    def show(self, seed: int, step: int, evaluation: int) -> None:
+        """Let the model see the weight as it is stored, within a step that evaluates its closure.
+
+        evaluation: how often the closure was evaluated before. Until the first time the step has changed nothing.
+        """
+        if evaluation == 0:
+            if self._visible is not None:
+                self.parameter.copy_(self._visible)
+        elif self.weight is not None and not self.update.is_in_format:
+            store_(self.parameter.detach(), self.weight, self._key(self.weight, seed, step, f"closure {evaluation}"))
+
+    def _key(self, storage: Storage, seed: int, step: int, name: str) -> Tensor | None:
+        if storage.spec.rounding != "stochastic":
+            return None
+        if self.parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None  # a number would be the same in each replay: the card draws one
+        return noise_key(seed, step, self.index, name)
+
+    # States
+
+    def state_storage(self, name: str, x: Any) -> Storage | None:
+        """How a state of the optimizer is stored; None where it stays as it is."""
+        if not isinstance(x, Tensor) or not x.is_floating_point() or self.parameter.numel() < self.update.min_size:
+            return None
+        if not self.names_state(name, x):
+            return None
+        if name not in self._states:
+            self._states[name] = state_storage(self.update, name)
+        return self._states[name]
+
+    def names_state(self, name: str, x: Any) -> bool:
+        """Whether the update names this state: by its name, or by a pattern and its shape."""
+        pattern = next((p for p in self.update.state_patterns if fnmatchcase(name, p)), None)
+        if pattern is None or name == "step" or not isinstance(x, Tensor):
+            return False
+        return "*" not in pattern or x.shape == self.parameter.shape
+
+    def store_states(self, state: dict[str, Any], seed: int, step: int) -> None:
+        """Round the states of this parameter."""
+        for name, x in state.items():
+            storage = self.state_storage(name, x)
+            if storage is not None:
+                store_(x, storage, self._key(storage, seed, step, name))

@@ -1,0 +1,103 @@
+"""Storing a tensor of an optimizer: rounded in place to its format, with random bits that can be repeated."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from fpsim.formats.blocks import BlockFormat
+from fpsim.formats.floats import CATALOGUE
+from fpsim.policies.update import Storage
+from fpsim.tensors.launch import round_memory_, rounded
+from fpsim.tensors.shared_scales import rounded_blocks
+from fpsim.tensors.spec import BlockSpec, RoundingSpec
+
+__all__ = ["local_part", "noise_key", "store_", "stored"]
+
+TORCHAO_LEAST_AMAX = 1e-12  # torchao.optim.quant_utils.scale_tensor
+TE_FP16_RANGE = torch.finfo(torch.float16).max / 2  # TransformerEngine, FusedAdam.dtype_to_range_map
+
+
+def noise_key(seed: int, step: int, index: int, name: str) -> Tensor:
+    """The key of the random bits of one tensor in one step: the same on each rank and each device.
+
+    seed: of the run. index: of the parameter in its optimizer. name: of what is stored, "weight" or a state.
+    """
+    digest = blake2b(f"{seed} {step} {index} {name}".encode(), digest_size=8).digest()
+    return torch.tensor(int.from_bytes(digest, "little", signed=True), dtype=torch.int64, device="cpu")
+
+
+def local_part(x: Tensor) -> Tensor:
+    """The part of a sharded tensor (a DTensor) that is on this rank; any other tensor itself."""
+    to_local = getattr(x, "to_local", None)
+    return x if to_local is None else to_local()
+
+
+def store_(x: Tensor, storage: Storage, key: Tensor | None = None) -> None:
+    """Round `x` in place to what is stored of it.
+
+    x: float32, any shape and strides; the part of a sharded tensor that is here.
+    key: of the random bits, from `noise_key`; None draws one.
+    """
+    x = local_part(x)
+    if not x.numel():
+        return
+    if isinstance(storage.spec, RoundingSpec):
+        round_memory_(x.detach(), storage.spec, key)
+        torch.autograd.graph.increment_version(x)
+    else:
+        x.copy_(stored(x, storage, key))
+
+
+def stored(x: Tensor, storage: Storage, key: Tensor | None = None) -> Tensor:
+    """What is stored of `x`, in float32; `x` stays as it is."""
+    spec = storage.spec
+    if isinstance(spec, RoundingSpec):
+        return rounded(x.detach(), spec, key)
+    if not x.numel():
+        return x.detach().clone()
+    rows = in_rows(x.detach(), spec.fmt)
+    if storage.library_scale == "amax_torchao":
+        result = _as_torchao(rows, spec, key)
+    elif storage.library_scale == "amax_te":
+        result = _as_transformer_engine(rows, spec, key)
+    else:
+        result = rounded_blocks(rows, spec, key=key)
+    return result.flatten()[: x.numel()].view(x.shape)
+
+
+def in_rows(x: Tensor, fmt: BlockFormat) -> Tensor:
+    """`x` as a matrix along whose rows blocks run: those of a number of elements run through all of its memory."""
+    if isinstance(fmt.block, int):
+        return x.reshape(1, -1)
+    return x.reshape(1, -1) if x.dim() < 2 else x
+
+
+def _as_torchao(x: Tensor, spec: BlockSpec, key: Tensor | None) -> Tensor:
+    """torchao.optim: quantize_fp8, and scale_tensor with dequant_with_qmap, whose largest value is 1."""
+    blocks = _blocks(x, spec.fmt)
+    scale = blocks.abs().amax(-1, keepdim=True).clip(TORCHAO_LEAST_AMAX) / spec.fmt.largest
+    return rounded(blocks / scale, spec.element, key) * scale
+
+
+def _as_transformer_engine(x: Tensor, spec: BlockSpec, key: Tensor | None) -> Tensor:
+    """TransformerEngine: FusedAdam._apply_scale and get_unscaled_state."""
+    blocks = _blocks(x, spec.fmt)
+    is_fp16 = spec.fmt.element == CATALOGUE["fp16"]
+    scale = blocks.abs().amax(-1, keepdim=True) / (TE_FP16_RANGE if is_fp16 else spec.fmt.largest)
+    by = torch.where(scale > 0, scale.reciprocal(), 0.0)
+    return rounded(blocks * by, spec.element, key) * scale
+
+
+def _blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
+    """`x` with a row for each block; the last one is filled up with zeros."""
+    if fmt.block == "row":
+        return x.contiguous().view(-1, x.shape[-1])
+    if fmt.block == "tensor":
+        return x.reshape(1, -1)
+    assert isinstance(fmt.block, int)
+    missing = -x.numel() % fmt.block
+    flat = torch.nn.functional.pad(x.reshape(-1), (0, missing)) if missing else x.reshape(-1)
+    return flat.view(-1, fmt.block)

@@ -1,0 +1,458 @@
+"""What an optimizer stores after a step, and in which formats: `Update`, and the updates by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from fpsim.checks import did_you_mean, known_arguments, nearest, require_whole, require_word, shown
+from fpsim.formats.blocks import POWER_RULES, BlockFormat, Format, as_format
+from fpsim.formats.floats import CATALOGUE
+from fpsim.policies.policy import RoleFormat
+from fpsim.tensors.spec import RoundingSpec, Spec, any_spec
+
+__all__ = ["UPDATES", "UPDATE_SCALES", "Storage", "Update", "UpdateLike", "as_update", "state_storage", "updates_of"]
+
+COMPENSATIONS = {
+    "kahan": "what rounding took from the weight is added to the next update (Kahan; Zamirai et al., arXiv 2010.06192)",
+    "pair": "the weight is a sum of two numbers of its format (Collage, arXiv 2405.03637)",
+    "remainder16": "bfloat16 weights and the 16 bits that make them float32 (TransformerEngine, FusedAdam)",
+}
+ARITHMETICS = ("float32", "format", "torch")
+DECAYS = ("inside", "before_uncompensated")
+UPDATE_SCALES = {
+    "power_of_two": "the largest power of two under which nothing saturates (FP8-LM: 2**floor(log2(largest / amax)))",
+    **dict.fromkeys(POWER_RULES, "a power of two, see fpsim.formats.blocks.SCALE_RULES"),
+    "amax": "largest / amax in float32, by which elements are multiplied (TransformerEngine's current scaling)",
+    "amax_torchao": "elements are divided by max(amax, 1e-12) / largest in float32 (torchao.optim)",
+    "amax_te": "elements are multiplied by 1 / (amax / range), range 32752 in fp16 (TransformerEngine, FusedAdam)",
+}
+FROM_LIBRARIES = ("amax_torchao", "amax_te")
+WEIGHT, MASTER = "weight", "master"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How one tensor is stored: its rounding, and the rule of the scale where that is a library's own.
+
+    spec: the format, and how numbers are rounded to it.
+    library_scale: of UPDATE_SCALES, "amax_torchao" or "amax_te"; None for the scale of the format itself.
+    """
+
+    spec: Spec
+    library_scale: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.spec} {self.library_scale}" if self.library_scale else str(self.spec)
+
+    @property
+    def shares_scales(self) -> bool:
+        return not isinstance(self.spec, RoundingSpec)
+
+    def rounded_by(self, rounding: str) -> Storage:
+        """The same format with another rounding than a stochastic one."""
+        return replace(self, spec=any_spec(self.spec.fmt, rounding, self.spec.overflow))
+
+    @property
+    def bits(self) -> float:
+        """Bits of an element and its part of the scale; the scale of a row or a tensor counts nothing."""
+        fmt = self.spec.fmt
+        return fmt.bits_per_value if isinstance(fmt, BlockFormat) else fmt.bits
+
+
+@known_arguments()
+@dataclass(frozen=True)
+class Update:
+    """The formats of what an optimizer stores: weights and states. What is None stays float32.
+
+    With arithmetic="float32" the optimizer computes its step in float32, and what it stores is rounded once. That is
+    what torchao, bitsandbytes, MS-AMP and TransformerEngine do.
+
+    Args:
+        weight: the format of parameters; None leaves them in float32, or in the format of the master copy.
+        rounding: of the weight, as in `round_to`; or a mapping from "weight", "master" and names of states to
+            roundings. What is not named is rounded to nearest even.
+        random_bits: as in `round_to`, for what is rounded stochastically.
+        compensation: what is kept of what rounding the weight loses: None, "kahan", "pair" (two numbers of the
+            weight's format) or "remainder16" (the 16 bits that a bfloat16 lacks of a float32).
+        master: the format of a copy of the weights that the optimizer updates in their place.
+        states: {name: format}, with names as in `optimizer.state[parameter]` and * for any characters; one format for
+            all states that have the parameter's shape.
+        min_size: states of parameters with fewer elements stay float32.
+        arithmetic: "float32"; "format": each operation of the step is rounded to the weight's format, and so are
+            learning rate and coefficients; "torch": the same, with coefficients as torch's bfloat16 kernels on the CPU
+            have them, in float32 but for those of sums.
+        decay: where decoupled weight decay is applied with such an arithmetic: "inside" of the update, which a
+            compensation sees, or "before_uncompensated", as a product of its own before it, as torch does. None takes
+            "inside" for "pair", and "before_uncompensated" for the others.
+        scale: how the scales of block formats follow from amax, in the place of the formats' own rules: one of
+            UPDATE_SCALES.
+        overrides: {pattern: Update, name or None} for some parameters; None leaves them in float32. A pattern is the
+            name of a parameter or a module ("head"), with * for single parts ("blocks.*.norm"), or a module class. Of
+            several that match the last one wins.
+
+    Numbers of a block are neighbours in memory order, as in bitsandbytes and torchao; rows and tiles are those of the
+    tensor.
+
+    Raises:
+        ValueError: for unknown words, and for combinations that no optimizer could have.
+        TypeError: for values of other types.
+
+    >>> print(Update(weight="bf16", rounding="stochastic"))
+    weight=bf16 stochastic
+    >>> print(Update(states={"exp_avg": "e4m3fn per tensor", "exp_avg_sq": "fp16 per tensor"}, scale="power_of_two"))
+    exp_avg=e4m3fn per tensor ceil nearest_even, exp_avg_sq=fp16 per tensor ceil nearest_even saturate
+    """
+
+    weight: RoleFormat | None = None
+    rounding: str | Mapping[str, str] = "nearest_even"
+    random_bits: int | None = None
+    compensation: str | None = None
+    master: RoleFormat | None = None
+    states: RoleFormat | Mapping[str, RoleFormat | None] = field(default_factory=dict)
+    min_size: int = 0
+    arithmetic: str = "float32"
+    decay: str | None = None
+    scale: str | None = None
+    overrides: Mapping[str | type[nn.Module], UpdateLike] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_word("arithmetic", self.arithmetic, ARITHMETICS)
+        require_whole("min_size", self.min_size, 0)
+        for name, known in (("compensation", COMPENSATIONS), ("decay", DECAYS), ("scale", UPDATE_SCALES)):
+            if getattr(self, name) is not None:
+                require_word(name, getattr(self, name), known)
+        if not isinstance(self.rounding, str | Mapping):
+            raise TypeError(
+                f"rounding is {shown(self.rounding)}. Expected: a word, such as 'stochastic', or a mapping from "
+                f"'weight', 'master' and names of states to words."
+            )
+        _require_roundings(self)
+        storages = [
+            self.weight_storage,
+            self.master_storage,
+            *(state_storage(self, name) for name in self.state_patterns),
+        ]
+        if self.scale is not None and not any(s is not None and s.shares_scales for s in storages):
+            raise ValueError(
+                f"scale={self.scale!r} was given, and no format here has scales. Use formats that have, such as "
+                f"'e4m3fn per tensor', or omit scale."
+            )
+        _require_compensation(self)
+        _require_arithmetic(self)
+        _require_overrides(self)
+
+    # What is stored, and how
+
+    @property
+    def state_patterns(self) -> dict[str, RoleFormat | None]:
+        """Formats by names of states, which may have wildcards."""
+        if isinstance(self.states, Mapping):
+            return dict(self.states)
+        return {"*": self.states}
+
+    def _storages(self) -> list[Storage | None]:
+        states = (state_storage(self, name) for name in self.state_patterns)
+        return [self.weight_storage, self.master_storage, *states]
+
+    def _rounding_of(self, name: str) -> str:
+        if isinstance(self.rounding, Mapping):
+            return self.rounding.get(name, "nearest_even")
+        return self.rounding if name == WEIGHT else "nearest_even"
+
+    def _storage(self, name: str, fmt: RoleFormat | None) -> Storage | None:
+        if fmt is None:
+            return None
+        found: Format = as_format(fmt)
+        is_library = self.scale in FROM_LIBRARIES and isinstance(found, BlockFormat)
+        if self.scale is not None and not is_library and isinstance(found, BlockFormat):
+            found = _with_scale(found, self.scale)
+        rounding = self._rounding_of(name)
+        bits = self.random_bits if rounding == "stochastic" else None
+        return Storage(any_spec(found, rounding, None, bits), self.scale if is_library else None)
+
+    @property
+    def weight_storage(self) -> Storage | None:
+        """How the weight is stored: what the model sees."""
+        if self.compensation == "remainder16":
+            return Storage(any_spec("bf16", "nearest_away"))  # by the sign of the remainder: a tie goes away from zero
+        return self._storage(WEIGHT, self.weight)
+
+    @property
+    def master_storage(self) -> Storage | None:
+        """How the copy that the optimizer updates is stored."""
+        return self._storage(MASTER, self.master)
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether the optimizer works on numbers that the model does not see."""
+        return self.compensation in ("pair", "remainder16") or (self.master is not None and self.weight is not None)
+
+    @property
+    def is_in_format(self) -> bool:
+        """Whether each operation of the step is rounded."""
+        return self.arithmetic != "float32"
+
+    @property
+    def decays_inside(self) -> bool:
+        """Whether decoupled weight decay is part of the update, where that is not computed in float32."""
+        return self.decay == "inside" if self.decay is not None else self.compensation == "pair"
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether nothing is rounded anywhere."""
+        storages = (
+            self.weight_storage,
+            self.master_storage,
+            *(state_storage(self, name) for name in self.state_patterns),
+        )
+        inner = (as_update(other) for other in self.overrides.values())
+        return all(s is None or _is_exact(s) for s in storages) and all(u.is_float32 for u in inner)
+
+    def __str__(self) -> str:
+        words = [
+            f"{name}={storage}"
+            for name, storage in (
+                (WEIGHT, self.weight_storage),
+                (MASTER, self.master_storage),
+                *((name, state_storage(self, name)) for name in self.state_patterns),
+            )
+            if storage is not None
+        ]
+        words += [f"compensation={self.compensation}"] * (self.compensation is not None)
+        words += [f"min_size={self.min_size}"] * (self.min_size > 0)
+        if self.is_in_format:
+            decay = "inside" if self.decays_inside else "before_uncompensated"
+            words += [f"arithmetic={self.arithmetic}", f"decay={decay}"]
+        text = ", ".join(words) or "float32"
+        for pattern, inner in self.overrides.items():
+            text += f"; {pattern if isinstance(pattern, str) else pattern.__name__}: {as_update(inner)}"
+        return text
+
+
+UpdateLike = Update | str | None
+
+
+def updates_of(update: Update, names: list[str], classes: Mapping[str, list[type]]) -> list[Update]:
+    """The update of each parameter by its name, overrides resolved.
+
+    Args:
+        update: of the optimizer.
+        names: of the parameters, "blocks.0.norm.weight".
+        classes: the classes of the modules by name; empty where there is no model.
+
+    Raises:
+        ValueError: for a pattern that matches none.
+    """
+    found = [replace(update, overrides={})] * len(names)
+    for pattern, inner in update.overrides.items():
+        matched = [i for i, name in enumerate(names) if _matches(pattern, name, classes)]
+        if not matched:
+            raise ValueError(_no_match(pattern, names, classes))
+        for i in matched:
+            found[i] = as_update(inner)
+    return found
+
+
+def state_storage(update: Update, name: str) -> Storage | None:
+    """How the state of this name is stored; None where it stays float32."""
+    fmt = next((f for pattern, f in update.state_patterns.items() if fnmatchcase(name, pattern)), None)
+    return update._storage(name, fmt)
+
+
+def _is_exact(storage: Storage) -> bool:
+    return isinstance(storage.spec, RoundingSpec) and storage.spec.is_float32
+
+
+def _with_scale(fmt: BlockFormat, scale: str) -> BlockFormat:
+    """The format with another rule for its scales."""
+    if scale == "amax":
+        return replace(fmt, scale=CATALOGUE["fp32"], scale_rule="amax", tensor_scale=False, gain=1.0)
+    rule = "ceil" if scale == "power_of_two" else scale
+    return replace(fmt, scale=CATALOGUE["e8m0fnu"], scale_rule=rule, tensor_scale=False, gain=1.0)
+
+
+def _require_roundings(update: Update) -> None:
+    names = {WEIGHT: update.weight, MASTER: update.master, **update.state_patterns}
+    if isinstance(update.rounding, Mapping):
+        for name in update.rounding:
+            if name not in names and not any(fnmatchcase(str(name), pattern) for pattern in update.state_patterns):
+                raise ValueError(
+                    f"rounding names {shown(name)}, which has no format here.{did_you_mean(name, names)} Expected: "
+                    f"'weight', 'master', or a state of states=."
+                )
+    elif update.weight is None and update.rounding != "nearest_even":
+        any_spec("fp32", update.rounding)  # which raises for an unknown word
+        raise ValueError(
+            f"rounding={update.rounding!r} is the weight's, and weight is None. Name its format, weight='bf16', or "
+            f"what is rounded so: rounding={{'master': {update.rounding!r}}}."
+        )
+    words = update.rounding.values() if isinstance(update.rounding, Mapping) else [update.rounding]
+    if update.random_bits is not None and "stochastic" not in words:
+        raise ValueError(
+            f"random_bits={shown(update.random_bits)} was given, and nothing is rounded stochastically. Use "
+            f"rounding='stochastic', or omit random_bits."
+        )
+    storages = {name: update._storage(name, fmt) for name, fmt in names.items()}
+    for name, storage in storages.items():
+        if storage is None:
+            continue
+        fmt = storage.spec.fmt
+        if isinstance(fmt, BlockFormat) and fmt.is_delayed:
+            raise ValueError(
+                f"{name} has the format {fmt}, whose scale is delayed. What is stored has a scale of its own: use "
+                f"'{fmt.element} per tensor fp32'."
+            )
+        if storage.library_scale is not None and isinstance(fmt, BlockFormat) and isinstance(fmt.block, tuple):
+            raise ValueError(
+                f"scale={update.scale!r} was given with tiles of {name}={fmt}, which no library has. Use scale='amax', "
+                f"or blocks of a number of elements, 'row' or 'tensor'."
+            )
+
+
+def _require_compensation(update: Update) -> None:
+    if update.compensation is None:
+        return
+    came = f"compensation={update.compensation!r}"
+    if update.weight is None:
+        raise ValueError(f"{came} was given without a format of the weight. Add weight='bf16'.")
+    weight = as_format(update.weight)
+    if isinstance(weight, BlockFormat):
+        raise ValueError(
+            f"{came} was given with weight={weight}, whose numbers share scales. Use a format of single numbers, such "
+            f"as '{weight.element}'."
+        )
+    if update.master is not None:
+        raise ValueError(f"{came} was given with master={shown(update.master)}, which loses nothing. Omit one of them.")
+    if update._rounding_of(WEIGHT) != "nearest_even" and not (
+        update.compensation == "remainder16" and update._rounding_of(WEIGHT) == "nearest_away"
+    ):
+        raise ValueError(
+            f"{came} was given with rounding={update._rounding_of(WEIGHT)!r}. A compensation keeps what rounding to "
+            f"nearest takes. Omit rounding, or the compensation."
+        )
+    if update.compensation == "remainder16" and weight != CATALOGUE["bf16"]:
+        raise ValueError(
+            f"{came} was given with weight={weight}. It is the 16 bits that a bfloat16 lacks of a float32: use "
+            f"weight='bf16', or compensation='pair'."
+        )
+
+
+def _require_arithmetic(update: Update) -> None:
+    if update.arithmetic == "float32":
+        if update.decay == "before_uncompensated":
+            raise ValueError(
+                "decay='before_uncompensated' was given with arithmetic='float32', where decay and update are rounded "
+                "together, once. Use arithmetic='format', or omit decay."
+            )
+        return
+    if update.weight is None or isinstance(as_format(update.weight), BlockFormat):
+        raise ValueError(
+            f"arithmetic={update.arithmetic!r} was given with weight={shown(update.weight)}. It computes in the "
+            f"weight's format: use one of single numbers, such as weight='bf16'."
+        )
+    wrong = {
+        "master": update.master is not None,
+        "states": bool(update.state_patterns),
+        "min_size": update.min_size > 0,
+        "rounding": update._rounding_of(WEIGHT) != "nearest_even",
+        "compensation": update.compensation == "remainder16",
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(
+                f"{name}={shown(getattr(update, name))} was given with arithmetic={update.arithmetic!r}, where states "
+                f"are in the weight's format, and each operation is rounded to nearest even. Omit {name}, or use "
+                f"arithmetic='float32'."
+            )
+
+
+def _require_overrides(update: Update) -> None:
+    if not isinstance(update.overrides, Mapping):
+        raise TypeError(
+            f"overrides is {shown(update.overrides)}, which is not a mapping. Expected: such as {{'head': None}}."
+        )
+    for pattern, inner in update.overrides.items():
+        if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
+            raise TypeError(f"The pattern {shown(pattern)} is neither a name, with * for parts, nor a module class.")
+        if as_update(inner).overrides:
+            raise ValueError(
+                f"The update for {shown(pattern)} has overrides of its own. Put all patterns in one update."
+            )
+
+
+def _matches(pattern: str | type[nn.Module], name: str, classes: Mapping[str, list[type]]) -> bool:
+    parts = name.split(".")
+    if not isinstance(pattern, str):
+        places = [".".join(parts[:i]) for i in range(len(parts))]
+        return any(issubclass(kind, pattern) for place in places for kind in classes.get(place, ()))
+    wanted = pattern.split(".")
+    return len(wanted) <= len(parts) and all(map(fnmatchcase, parts, wanted))
+
+
+def _no_match(pattern: str | type[nn.Module], names: list[str], classes: Mapping[str, list[type]]) -> str:
+    if not isinstance(pattern, str):
+        kinds = sorted({kind.__name__ for found in classes.values() for kind in found})
+        remedy = f"Classes that have parameters: {', '.join(kinds)}." if kinds else "Classes need model=model."
+        return f"The pattern {pattern.__name__} matches no parameter. {remedy}"
+    near = nearest(pattern, names, most=3, cutoff=0.4) or names[:5]
+    if not classes and all(name.replace(".", "").isdecimal() for name in names):
+        return f"The pattern {shown(pattern)} matches no parameter, for they have no names. Give model=model."
+    return (
+        f"The pattern {shown(pattern)} matches no parameter. Names are those of model.named_parameters(), for instance "
+        f"{', '.join(near)}; * stands for one part of a name."
+    )
+
+
+def as_update(update: Any) -> Update:
+    """An update from one, from a name of UPDATES, or from None (everything float32).
+
+    >>> print(as_update("bf16_sr"))
+    weight=bf16 stochastic, *=bf16 nearest_even
+    """
+    if isinstance(update, Update):
+        return update
+    if update is None:
+        return Update()
+    if isinstance(update, str) and update in UPDATES:
+        return UPDATES[update]
+    if isinstance(update, str):
+        raise ValueError(
+            f"Unknown update {shown(update)}.{did_you_mean(update, UPDATES)} Known: {', '.join(UPDATES)}. A format of "
+            f"the weight alone is fpsim.Update(weight={shown(update)})."
+        )
+    raise TypeError(f"The update is {shown(update)}. Expected: a fpsim.Update, or a name such as 'bf16_sr'.")
+
+
+# Each reproduces what its name says, see docs/updates.md and tests/fpsim/test_update_presets.py.
+UPDATES: dict[str, Update] = {
+    "bf16": Update(weight="bf16", arithmetic="torch"),
+    "bf16_sr": Update(weight="bf16", rounding="stochastic", states="bf16"),
+    "bf16_kahan": Update(weight="bf16", compensation="kahan", arithmetic="torch"),
+    "bf16_collage": Update(weight="bf16", compensation="pair", arithmetic="torch"),
+    "adam8bit": Update(
+        states={"exp_avg": "dynamic8 per 256 fp32", "exp_avg_sq": "udynamic8 per 256 fp32"},
+        min_size=4096,
+        scale="amax_torchao",
+    ),
+    "adam4bit": Update(
+        states={"exp_avg": "dynamic4 per 128 fp32", "exp_avg_sq": "ulinear4 per 128 fp32"},
+        min_size=4096,
+        scale="amax_torchao",
+    ),
+    "adam_fp8": Update(
+        states=dict.fromkeys(("exp_avg", "exp_avg_sq"), "e4m3fn per 256 fp32"), min_size=4096, scale="amax_torchao"
+    ),
+    "fp8_lm": Update(
+        master="fp16 per tensor",
+        states={"exp_avg": "e4m3fn per tensor", "exp_avg_sq": "fp16 per tensor"},
+        scale="power_of_two",
+    ),
+    "te_fp16_master": Update(weight="bf16", master="fp16 per tensor fp32", scale="amax_te"),
+    "bf16_remainder": Update(weight="bf16", compensation="remainder16"),
+    "muon_bf16": Update(states={"momentum_buffer": "bf16"}),
+}
