@@ -359,6 +359,22 @@ def formats(as_json: AsJson = False) -> None:
 
 
 @app.command()
+def tasks(as_json: AsJson = False) -> None:
+    """Show the tasks: what float32 reaches, and the smallest tolerance that 3, 5 and 10 seeds can decide."""
+    with _errors_as_exit_codes():
+        from ada_loss.lab.results.deciding import task_rows
+
+        rows = task_rows()
+        if as_json:
+            print(json.dumps(rows))
+            return
+        lines = [[*rows[0]], *([*row.values()] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        for line in lines:
+            print("  ".join(word.ljust(width) for word, width in zip(line, widths)).rstrip())
+
+
+@app.command()
 def inspect(
     model: Annotated[
         str, typer.Argument(help="A task's name, or 'module:function' of a model or a task.", autocompletion=_tasks)

@@ -37,7 +37,7 @@ SEEDS = (tuple(range(1000, 1010)), tuple(range(2000, 2010)))
 OPTIONS: dict[str, dict[str, Any]] = {
     "chars": {"steps": 100},
     "digits": {"epochs": 6, "record_every": 4},
-    "deep_digits": {"optimizer": "adam", "learning_rate": 1e-3, "epochs": 40},
+    "deep_digits": {},  # those of the task itself
 }
 POINTS, BITS, SHARE, RATIO = "points", "bits", "%", ""  # units of rows
 INF = math.inf
@@ -412,7 +412,8 @@ def _mean(one: Found) -> str:
     if not one.values:
         return "-"
     digits = {POINTS: 2, SHARE: 1}.get(one.claim.unit, 4)
-    return f"{one.mean:.{digits}f} ± {one.half_width:.{digits}f} ({len(one.values)})"
+    interval = f" ± {one.half_width:.{digits}f}" if len(one.values) > 1 else ""
+    return f"{one.mean:.{digits}f}{interval} ({len(one.values)})"
 
 
 def chosen(claims: Iterable[Claim], only: str) -> list[Claim]:

@@ -135,7 +135,23 @@ def rounding(report: Report, repeats: int) -> None:
                     copy = partial(out.copy_, x)
                     _, _, ratio = paired(copy, partial(fpsim.round_to, x, fmt, mode, out=out), repeats)
                     report.add("rounding", f"{fmt} {mode}, {where}", ratio, "x copy", goal)
+    codebooks(report, repeats)
     torch.set_num_threads(cores)
+
+
+def codebooks(report: Report, repeats: int) -> None:
+    """Code books on one thread: beside a copy, and beside torch.bucketize, which looks for the codes alone."""
+    torch.set_num_threads(1)
+    x = torch.randn(2**22).clamp(-1, 1)
+    out, codes = torch.empty_like(x), torch.empty(2**22, dtype=torch.int64)
+    for name in ("nf4", "dynamic8", "hif8"):
+        borders = torch.tensor(fpsim.as_format(name).midpoints).float()
+        bucketize = partial(torch.bucketize, x, borders, out=codes)
+        for mode in ("nearest_even", "stochastic"):
+            ours = partial(fpsim.round_to, x, name, mode, out=out)
+            for base, unit in ((partial(out.copy_, x), "x copy"), (bucketize, "x torch.bucketize")):
+                _, _, ratio = paired(base, ours, repeats)
+                report.add("rounding", f"{name} {mode}, 2^22, 1 thread", ratio, unit)
 
 
 def peers(report: Report, repeats: int) -> None:

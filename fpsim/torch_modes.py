@@ -32,6 +32,7 @@ __all__ = [
     "hooks_of_saved_tensors",
     "is_stand_in",
     "keeps_grad_mode",
+    "layers_behind",
     "memory_behind",
     "modes",
     "module_called",
@@ -71,11 +72,16 @@ hooks_of_saved_tensors._dynamo_marked_constant = True  # type: ignore[attr-defin
 has_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
 
 
-def memory_behind(x: Tensor) -> Tensor:
-    """The tensor that a transform of torch.func shows as `x`, with all samples of a batch in it."""
+def layers_behind(x: Tensor) -> Iterator[Tensor]:
+    """The tensors that transforms of torch.func show as `x`, with all samples of a batch in them; the memory last."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
-    return x
+        yield x
+
+
+def memory_behind(x: Tensor) -> Tensor:
+    """The tensor that holds the numbers of what transforms of torch.func show as `x`."""
+    return [x, *layers_behind(x)][-1]
 
 
 def modes() -> Iterator[TorchFunctionMode]:

@@ -67,12 +67,13 @@ class Writer:
     """A program while it is drawn.
 
     format: "bf16" or "fp16".
+    kinds_drawn: the kinds of statements, the more often the more often they are in it.
     has_gradients: whether a backward pass follows. Then what it may have saved is not written to behind its back.
     is_tree: whether nothing was used twice, so that no gradient is a sum whose order or rounding may differ.
     """
 
-    def __init__(self, format: str, has_gradients: bool, without: frozenset[str] = frozenset()) -> None:
-        self.kinds_drawn = [kind for kind in KINDS if kind.__name__ not in without]
+    def __init__(self, format: str, has_gradients: bool, kinds: Sequence[Callable[[Writer], list[str]]]) -> None:
+        self.kinds_drawn = kinds
         self.format, self.has_gradients, self.is_tree = format, has_gradients, True
         self.statements: list[list[str]] = []
         self.kinds: list[str] = []

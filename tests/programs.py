@@ -42,7 +42,8 @@ if __package__:  # python -m tests.programs
     sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from program_statements import Writer
+from program_forms import FURTHER_KINDS
+from program_statements import KINDS, Writer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,13 +55,39 @@ LENGTHS = (3, 9)  # statements
 FAN_OUT_ULPS = 64
 # Kinds of statements that neither write to their operands nor share memory with them.
 NEW_MEMORY = {"scaling", "arithmetic", "selection", "checkpointed", "condition", "limits", "factory", "with_a_dtype"}
+NEW_MEMORY |= {"promotion", "rearranged", "branch"}
 Genes = tuple[tuple[int, ...], ...]
 
 HEAD = """\
+import copy
+import math
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return a * a
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0] * 2
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(b)
+        return a.float() * b.float() * 1.003
+
+    @staticmethod
+    def backward(ctx, gradient):
+        b = ctx.saved_tensors[0]
+        return (gradient * b).to(b.dtype), torch.zeros_like(b)
 
 
 class Program(nn.Module):
@@ -107,7 +134,8 @@ def draw(genes: Genes, format: str, without: frozenset[str] = frozenset()) -> Pr
 
     without: kinds of statements that are left out.
     """
-    writer = Writer(format, has_gradients=genes[0][0] % 2 == 1, without=without)
+    kinds = [kind for kind in (*KINDS, *FURTHER_KINDS, *FURTHER_KINDS) if kind.__name__ not in without]
+    writer = Writer(format, genes[0][0] % 2 == 1, kinds)
     for statement in genes[1:]:
         writer.write(statement)
     made = [v for v in writer.variables if v.name.startswith("v")]
@@ -345,7 +373,8 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="compare with torch.compile of the emulated program")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # what torch says of programs that it does not compile
-    without = frozenset(options.without)
+    further = [kind.__name__ for kind in FURTHER_KINDS] if options.compiled else []  # torch compiles few of them
+    without = frozenset([*options.without, *further])
     ran, found, refused, seed = 0, [], 0, options.seed
     while ran < options.count:
         result = execute(draw(random_genes(seed), options.format, without), options.format, options.compiled)

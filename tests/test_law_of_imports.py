@@ -114,7 +114,8 @@ FLOORS = (
         "layerwise.scaled",
         "layerwise.__init__",
         "lab.errors lab.environment lab.devices lab.directions",
-        "lab.tasks.task lab.training.run lab.training.methods lab.training.format_schedule lab.training.generators "
+        "lab.tasks.task lab.tasks.scenes lab.tasks.spread lab.training.run lab.training.methods "
+        "lab.training.format_schedule lab.training.generators "
         "lab.sweep.limits lab.sweep.lock lab.sweep.trust lab.sweep.execution lab.sweep.progress "
         "lab.results.judgement",
         "lab.results.figures",
@@ -122,12 +123,13 @@ FLOORS = (
         "lab.studies.space",
         "lab.studies.study",
         "lab.sweep.ledger",
-        "lab.tasks.digits lab.tasks.chars lab.tasks.images lab.tasks.own_data lab.training.options "
-        "lab.training.job lab.training.batches lab.sweep.engines",
+        "lab.tasks.digits lab.tasks.chars lab.tasks.images lab.tasks.image_files lab.tasks.phonemes lab.tasks.own_data "
+        "lab.tasks.detection lab.tasks.segmentation lab.training.options lab.training.job "
+        "lab.training.batches lab.sweep.engines",
         "lab.tasks.__init__",
         "lab.training.steps lab.sweep.identity lab.sweep.telemetry lab.sweep.cell_formats",
         "lab.sweep.names lab.sweep.live",
-        "lab.results.trackers",
+        "lab.results.trackers lab.results.deciding",
         "lab.training.loop lab.sweep.cells",
         "lab.training.__init__ lab.sweep.branches lab.sweep.work lab.sweep.prepare lab.results.results "
         "lab.results.notifier",
@@ -162,6 +164,7 @@ ENTERS = {
     "numba_cuda": {"fpsim.kernels.compile"},
     "matplotlib": {"ada_loss.lab.results.figures", "ada_loss.lab.results.heat", "fpsim.insight.pictures"},
     "scipy": {"ada_loss.lab.results.comparison", "ada_loss.lab.results.judgement"},
+    "PIL": {"ada_loss.lab.tasks.image_files"},
     "sklearn": {"ada_loss.lab.tasks.digits", "ada_loss.lab.tasks.images"},
     "sqlite3": {"ada_loss.lab.sweep.ledger"},
     "distributed": {"ada_loss.lab.sweep.engines"},

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fpsim.emulation.arguments import tensors_in
-from fpsim.emulation.calls import Call
+from fpsim.emulation.calls import WRITTEN_TO, Call
 from fpsim.emulation.marks import (
     format_of,
     is_made_here,
@@ -135,12 +135,17 @@ def note_write(emulation: Any, x: Tensor) -> None:
     base = x if alias is None else alias.base
     specs, has_role = emulation.scope.specs, _is_weight(emulation, base)
     for copy, own in aliases.copies_of(base):
-        _refresh(copy, own, specs.weight if has_role else specs.activation, keep_masks=not has_role)
+        has_history = torch.is_grad_enabled() and own.requires_grad and own.grad_fn is not None
+        _refresh(copy, own, specs.weight if has_role else specs.activation, not has_role, has_history)
+        if has_history:
+            emulation.hook(copy, emulation.scope.site(WRITTEN_TO.name), WRITTEN_TO.name, (own,))
 
 
-def _refresh(copy: Tensor, own: Tensor, spec: RoundingSpec | None, keep_masks: bool) -> None:
-    """Round the memory again, into a copy that somebody holds."""
+def _refresh(copy: Tensor, own: Tensor, spec: RoundingSpec | None, keep_masks: bool, has_history: bool) -> None:
+    """Round the memory again, into a copy that somebody holds, with the history of what was written if it has one."""
     known = format_of(copy)
+    if has_history:
+        copy.copy_(own)
     with torch.no_grad():
         copy.data.copy_(own)
         if spec is not None:

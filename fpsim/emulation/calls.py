@@ -24,6 +24,7 @@ __all__ = [
     "FLOAT64",
     "LOOK_UPS",
     "NARROWING",
+    "QUOTIENT_OF_NUMBER",
     "REFUSE",
     "WRITTEN_TO",
     "Action",
@@ -135,6 +136,7 @@ ONLY_COMPARED = {
     F.cosine_embedding_loss: ((2,), ("target",)),
     F.hinge_embedding_loss: ((1,), ("target",)),
 }
+QUOTIENT_OF_NUMBER = Tensor.__rtruediv__  # 3.0 / x, which torch computes as x.reciprocal() * 3.0
 # Functions that give float64, whatever they are given.
 FLOAT64 = ("float_power",)
 # Functions of several steps whose backward pass looks for their result among what they chose it from: it has to stay
@@ -142,6 +144,16 @@ FLOAT64 = ("float_power",)
 CHOOSE_INSIDE = ("linalg_matrix_norm", "matrix_norm", "linalg_norm", "norm", "linalg_cond", "cond")
 # What is looked up in a weight is an activation, and its gradient, which is summed into the weight, an error.
 LOOK_UPS = ("embedding",)
+# Functions that move each of several tensors, which keep their dtypes.
+EACH = frozenset("broadcast_tensors meshgrid atleast_1d atleast_2d atleast_3d".split())
+# Functions whose result has the dtype of their first argument: of the others they take the shape, or numbers to copy.
+SHAPE_OF_OTHERS = ("view_as", "expand_as", "reshape_as")
+COPIES_INTO_FIRST = ("diagonal_scatter", "select_scatter", "slice_scatter", "as_strided_scatter")
+# Functions that give their argument itself where they drop nothing, and whether they drop if they are not told.
+DROPS = {
+    **dict.fromkeys("dropout dropout2d dropout3d feature_dropout".split(), True),
+    **dict.fromkeys("alpha_dropout feature_alpha_dropout".split(), False),
+}
 # Operations that bring their operands into the format, as autocast does, unless all of them are float32 on purpose. All
 # others follow torch's type promotion: one operand that is float32 on purpose makes the result so.
 NARROWING = frozenset(
@@ -204,15 +216,17 @@ class Call:
     takes_dtype: whether a dtype may be given by its place among the arguments.
     only_compared: positions and names of the arguments that promote nothing.
     scales: whether it multiplies or divides a tensor by a number, if it is given one.
-    shape_alone_of_others: whether all arguments but the first give a shape alone.
+    has_dtype_of_first: whether the first argument alone says what the result's dtype is.
+    is_of_each: whether it moves each of several tensors, which keep their dtypes.
+    drops: whether it drops numbers if it is not told; None for what drops none.
     inplace_at: the position of the argument `inplace`; None where there is none.
     skip_positions, skip_names: arguments that are no operands, or that the function writes to: a copy would not do.
     """
 
     __slots__ = (
-        "action", "chooses_inside", "converts", "has_pole", "in_place", "inplace_at", "is_comparison", "is_quotient",
-        "is_view", "name", "narrows", "only_compared", "scales", "shape_alone_of_others", "skip_names",
-        "skip_positions", "takes_dtype",
+        "action", "chooses_inside", "converts", "drops", "has_dtype_of_first", "has_pole", "in_place", "inplace_at",
+        "is_comparison", "is_of_each", "is_quotient", "is_view", "name", "narrows", "only_compared",
+        "scales", "skip_names", "skip_positions", "takes_dtype",
     )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -230,11 +244,12 @@ class Call:
         self.chooses_inside = name in CHOOSE_INSIDE
         self.is_view, self.is_comparison = name in VIEWS, name in COMPARISONS
         self.takes_dtype = name in TAKES_DTYPE or self.action in (Action.CAST, Action.FACTORY, Action.LIKE)
-        self.shape_alone_of_others = name in ("view_as", "expand_as", "reshape_as")
+        self.has_dtype_of_first = name in SHAPE_OF_OTHERS or name in COPIES_INTO_FIRST
+        self.is_of_each, self.drops = name in EACH, DROPS.get(name)
         self.only_compared = ONLY_COMPARED.get(function)
         self.name = name.strip("_") if name.startswith("__") else name
         self.scales = self.name in SCALINGS
-        self.narrows = self.name in NARROWING or self.action is Action.SET_ITEM
+        self.narrows = self.name in NARROWING or name in COPIES_INTO_FIRST or self.action is Action.SET_ITEM
         self.has_pole, self.is_quotient = self.name in POLES, self.name in QUOTIENTS
         inner = name[2:] if name.startswith("__i") and name.endswith("__") else ""
         is_augmented = inner != "" and name not in ("__invert__", "__index__", "__int__", "__iter__")
@@ -250,6 +265,12 @@ class Call:
         """Whether a call with these arguments writes to the first one."""
         at = self.inplace_at
         return self.in_place or (at is not None and bool(args[at] if at < len(args) else kwargs.get("inplace")))
+
+    def drops_nothing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a dropout with these arguments gives the first one itself."""
+        p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+        named = kwargs.get("training", kwargs.get("train", self.drops))
+        return not (args[2] if len(args) > 2 else named) or p == 0
 
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function itself."""
@@ -283,7 +304,7 @@ def _action_of(function: Callable[..., Any], name: str) -> Action:
         return Action.SET_ITEM
     if name in REFUSE:
         return Action.REFUSE
-    if function is F.multi_head_attention_forward or name in recurrent.OPERATIONS:
+    if function in (F.multi_head_attention_forward, QUOTIENT_OF_NUMBER) or name in recurrent.OPERATIONS:
         return Action.DECOMPOSE
     return Action.MOVE if name in MOVE else Action.COMPUTE
 

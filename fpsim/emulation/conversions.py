@@ -110,8 +110,8 @@ def _name_of_type(x: Any) -> str:
 def _dtype_of_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
     kind = args[1] if len(args) > 1 else kwargs.get("dtype")
     word = kind if isinstance(kind, str) else _name_of_type(kind)
-    known = {**{name: dtype for dtype, name in _TYPES.items()}, "torch.FloatTensor": torch.float32}
-    return known.get(word)
+    wide = {"torch.FloatTensor": torch.float32, "torch.DoubleTensor": torch.float64}
+    return {**{name: dtype for dtype, name in _TYPES.items()}, **wide}.get(word)
 
 
 def result_type(emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,7 +175,7 @@ def cast(
         emulation.prepare_target(x)
         return x
     result = emulation.new_operand(out) if is_marked_wide(out) else emulation.operand(out, Rounds.ALL)
-    if x is not args[0] and out is x and not is_made_here(args[0]):
+    if result is not args[0] and out is x and not is_made_here(args[0]):
         emulation.aliases.add(result, Alias(args[0], own=partial(_itself, args[0])))
     return result
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fpsim.tensors.spec import FLOATING, RoundingSpec
 from fpsim.torch_internals import base_of, version_of
+from fpsim.torch_modes import has_transform, layers_behind
 
 __all__ = [
     "OF_A_WEIGHT",
@@ -149,11 +150,16 @@ def mark_wide(x: Tensor) -> None:
     global _has_wide
     _has_wide = True
     x._fpsim = (WIDE, 0, None, True)  # type: ignore[attr-defined]
+    if has_transform():  # what it is called outside of the transform
+        for y in layers_behind(x):
+            y._fpsim = (WIDE, 0, None, True)  # type: ignore[attr-defined]
 
 
 def is_marked_wide(x: Tensor) -> bool:
     """Whether `x` is float32 on purpose."""
     found = getattr(x, "_fpsim", None)
+    if found is None:
+        return has_transform() and _is_wide_behind(x)
     return bool(found and found[0] == WIDE)
 
 
@@ -190,10 +196,16 @@ def format_of(x: Tensor) -> str | None:
     """
     found = getattr(x, "_fpsim", None)
     if not found or found[2] is not None:  # empty: of a gradient at a scale that was copied
-        return None
+        return WIDE if found is None and has_transform() and _is_wide_behind(x) else None
     if found[0] == WIDE:
         return WIDE
     return found[0] if found[1] == writes_to(x) and found[3] >= x.requires_grad else None
+
+
+def _is_wide_behind(x: Tensor) -> bool:
+    """Whether what a transform shows as `x` is float32 on purpose."""
+    marks = (getattr(y, "_fpsim", None) for y in layers_behind(x))
+    return any(found and found[0] == WIDE for found in marks)
 
 
 def is_made_here(x: Tensor) -> bool:

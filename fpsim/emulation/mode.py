@@ -16,7 +16,17 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from fpsim.emulation import recurrent
 from fpsim.emulation.aliases import Alias, Aliases, note_write, view_from_outside, write_outside, written_outside
 from fpsim.emulation.arguments import are_integers, roundable_in, tensors_in, typed_in
-from fpsim.emulation.calls import FLOAT64, LOOK_UPS, NARROWING, REFUSE, Action, Call, call_of, in_order
+from fpsim.emulation.calls import (
+    FLOAT64,
+    LOOK_UPS,
+    NARROWING,
+    QUOTIENT_OF_NUMBER,
+    REFUSE,
+    Action,
+    Call,
+    call_of,
+    in_order,
+)
 from fpsim.emulation.casts import (
     WIDE_DTYPES,
     asks_for_float32,
@@ -54,7 +64,10 @@ from fpsim.torch_modes import hooks_of_saved_tensors
 __all__ = ["Emulation"]
 
 # torch functions of many operations, in Python: their inside is emulated call by call.
-_decomposed: dict[Any, Callable[..., Any]] = {f: blind_to_modes(f) for f in (F.multi_head_attention_forward,)}
+_decomposed: dict[Any, Callable[..., Any]] = {
+    F.multi_head_attention_forward: blind_to_modes(F.multi_head_attention_forward),
+    QUOTIENT_OF_NUMBER: lambda x, number: x.reciprocal() * number,
+}
 
 
 @cache
@@ -142,13 +155,29 @@ class Emulation(Roundings, TorchFunctionMode):
         out = call(func, args, kwargs)
         if args and isinstance(args[0], Tensor) and call.writes_to_first(args, kwargs):
             note_write(self, args[0])
+        elif call.name == "grad" and self.has_wide:
+            self._mark_gradients(out, args, kwargs)
         return out
+
+    def _mark_gradients(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A gradient, of `x.grad` or of torch.autograd.grad, has the dtype of what it is the gradient of."""
+        if len(args) == 1 and not kwargs:
+            inputs, found = args[0], (out,)
+        else:
+            inputs, found = args[1] if len(args) > 1 else kwargs["inputs"], out
+        for x, gradient in zip((inputs,) if isinstance(inputs, Tensor) else inputs, found, strict=False):
+            if isinstance(gradient, Tensor) and is_marked_wide(x):
+                self.mark_wide(gradient)
 
     def _emulated(
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Any:
         """The call, as what it does is to be treated."""
         first = args[0] if args else None
+        if call.drops is not None and isinstance(first, Tensor) and call.drops_nothing(args, kwargs):
+            return call(func, args, kwargs)
+        if call.is_of_each and len(moved := [*tensors_in(args)]) > 1:
+            return self._each_moved(func, call, moved, args, kwargs)
         written = first if isinstance(first, Tensor) and call.writes_to_first(args, kwargs) else None
         if written is not None and self.is_stored(written):
             return write_outside(self, func, call, args, kwargs)
@@ -161,13 +190,31 @@ class Emulation(Roundings, TorchFunctionMode):
         elif call.action is Action.READ:
             return self._read(func, call, args, kwargs, asked)
         else:
-            if asked is Asked.NARROW and self.has_wide:  # as a cast before it
+            copies = call.action is Action.SET_ITEM or call.name == "copy_"
+            if self.has_wide and (asked is Asked.NARROW or (copies and not _is_wide(first))):  # as a cast before it
                 args = tuple([self.new_operand(x) if _is_wide(x) else x for x in args])
+            into = kwargs.get("out")
+            if isinstance(into, Tensor) and (alias := self.aliases.of(into)) is not None and alias.is_of_copy:
+                self.compute(func, call, args, {**kwargs, "out": alias.memory(into)}, asked)
+                note_write(self, into)
+                return into
             out = self.compute(func, call, args, kwargs, asked)
         if written is not None:
             note_write(self, written)
         elif call.is_view and call.name == "data" and isinstance(first, Tensor) and out is not first:
             self.aliases.add(out, Alias(first))
+        return out
+
+    def _each_moved(
+        self, func: Callable[..., Any], call: Call, moved: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Views of several tensors, each in the dtype of its own."""
+        found: list[Tensor] = []
+        out = call(func, tuple(self.prepared(x, Rounds.ALL_BUT_WIDE, found) for x in args), kwargs)
+        prepared = iter(found)
+        for view, x in zip(tensors_in(out), moved, strict=True):
+            if is_roundable(x):
+                self.carry_marks(view, [next(prepared)], None, None)
         return out
 
     def _converted(
@@ -346,7 +393,7 @@ class Emulation(Roundings, TorchFunctionMode):
         if isinstance(target, Tensor) and kwargs.get("out") is not target:
             return is_marked_wide(target)
         kwargs = {name: x for name, x in kwargs.items() if name != "out"} if "out" in kwargs else kwargs
-        if call.shape_alone_of_others:
+        if call.has_dtype_of_first:
             args, kwargs = args[:1], {}
         elif call.only_compared is not None:
             positions, names = call.only_compared

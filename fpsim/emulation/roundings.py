@@ -22,6 +22,7 @@ from fpsim.emulation.marks import (
     is_weight,
     mark,
     mark_wide,
+    unmark,
     was_any_made_wide,
 )
 from fpsim.emulation.operands import Rounds
@@ -32,7 +33,7 @@ from fpsim.tensors.expressions import round_here_
 from fpsim.tensors.launch import round_memory_
 from fpsim.tensors.spec import RoundingSpec
 from fpsim.torch_internals import base_of, calibrate_holders, has_history, is_traced, share_storage
-from fpsim.torch_modes import has_transform, memory_behind
+from fpsim.torch_modes import has_transform, layers_behind, memory_behind
 
 __all__ = ["Roundings"]
 
@@ -269,7 +270,11 @@ class Roundings:
             if spec is not None and has_transform() and _round_behind(out, spec, keep_infinity):
                 spec = None
             rounded = self._straight_through(out, spec, error, keep_infinity=keep_infinity)
-            return out.copy_(rounded) if is_target else rounded
+            if is_target:
+                return out.copy_(rounded)
+            for x in layers_behind(rounded) if has_transform() else ():
+                unmark(x)  # what it is called outside of the transform was made here
+            return rounded
         if product is not None and product.asks and error is not None and out.requires_grad:
             # its gradient is rounded here, and then as an operand: two places in the graph, two sites
             out, operands, site, operation = out.view_as(out), (out,), f"{site}.output", "output"

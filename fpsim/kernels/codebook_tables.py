@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from fpsim.kernels.core import (
 )
 from fpsim.kernels.variants import VARIANTS
 
-__all__ = ["any_plan", "table_at"]
+__all__ = ["any_plan", "halves_of", "table_address", "table_at"]
 
 MOST_BUCKETS = 1 << 14  # of a half: beyond, a search through the limits costs less than memory out of the cache
 
@@ -48,11 +49,9 @@ def any_plan(
     is_stochastic = rounding == "stochastic"
     rule = STOCHASTIC + VARIANTS.index(variant) if is_stochastic else 0
     table = _table_of(fmt, rounding, fmt.resolve_overflow(overflow), width, search)
-    address = table.words.ctypes.data
+    low, high = halves_of(table.words.ctypes.data)
     used = 0xFFFFFFFF & ~((1 << (32 - random_bits)) - 1) if random_bits else 0xFFFFFFFF
-    parameters = (
-        table.shift, table.base, address & 0xFFFFFFFF, address >> 32, table.buckets, 0, used, table.results
-    )  # fmt: skip
+    parameters = (table.shift, table.base, low, high, table.buckets, 0, used, table.results)
     return Plan(rule, table.shape, width, parameters)
 
 
@@ -68,6 +67,16 @@ class Table(NamedTuple):
 
 
 _kept: dict[int, np.ndarray[Any, Any]] = {}  # by address: a kernel keeps addresses, and no memory
+
+
+def halves_of(address: int) -> tuple[int, int]:
+    """An address as a Plan has it."""
+    return address & 0xFFFFFFFF, address >> 32
+
+
+def table_address(parameters: Sequence[int]) -> int:
+    """Where the table is whose address is in the parameters of a Plan."""
+    return parameters[2] | parameters[3] << 32
 
 
 def table_at(address: int) -> np.ndarray[Any, Any]:

@@ -133,8 +133,10 @@ class _StraightThroughBothModes(StraightThrough):
 
 
 def straight_through(x: Tensor, spec: RoundingSpec | None, backward_spec: RoundingSpec | None) -> Tensor:
-    node = StraightThrough if torch.compiler.is_compiling() else _StraightThroughBothModes
-    return node.apply(x, spec, backward_spec)  # type: ignore[no-any-return]
+    if torch.compiler.is_compiling():
+        return StraightThrough.apply(x, spec, backward_spec)  # type: ignore[no-any-return]
+    out = _StraightThroughBothModes.apply(x, spec, backward_spec)
+    return out.clone() if spec is None else out  # torch lets nobody write to what a Function gave back as it came
 
 
 def round_differentiably(x: Tensor, spec: RoundingSpec, log2_scale: Tensor | None = None) -> Tensor:

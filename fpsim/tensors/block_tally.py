@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fpsim.formats.blocks import Element
+from fpsim.formats.codebook import Codebook
 from fpsim.formats.fixed_point import FixedPoint
 from fpsim.kernels import block_tally, block_teams
 from fpsim.kernels.blocks import BlockPlan
@@ -85,12 +86,14 @@ def limits_of(spec: BlockSpec) -> tuple[float, float, float]:
     """Below which magnitude an element is subnormal, and from which it saturates; from which a scale does."""
     element = spec.fmt.element
     # halfway to the largest subnormal, for elements are multiplied by scales that round; fixed point has none
-    normal = (
-        0.0 if isinstance(element, FixedPoint) else element.smallest_normal - math.ldexp(0.5, element.min_ulp_exponent)
-    )
+    normal = 0.0
+    if not isinstance(element, FixedPoint | Codebook):
+        normal = element.smallest_normal - math.ldexp(0.5, element.min_ulp_exponent)
     return normal, saturated_from(element), saturated_from(spec.fmt.scale)
 
 
 def saturated_from(fmt: Element) -> float:
     """The magnitude from which saturation is counted: the largest value and half of the spacing there."""
+    if isinstance(fmt, Codebook):
+        return fmt.saturated_from
     return fmt.largest + math.ldexp(0.5, math.frexp(fmt.largest)[1] - 1 - fmt.mantissa_bits)

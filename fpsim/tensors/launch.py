@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.kernels.codebook_tables import any_plan
+from fpsim.kernels.codebook_tables import any_plan, halves_of, table_address, table_at
 from fpsim.kernels.containers import narrow_loop, power_loop, widen_loop
-from fpsim.kernels.core import BINARY32, BINARY64, Plan
+from fpsim.kernels.core import BINARY32, BINARY64, BOOK, SEARCHED_BOOK, Plan
 from fpsim.kernels.round import (
     ALIGNED,
     HAS_KEY,
@@ -206,6 +206,39 @@ def key_arguments(key: Tensor | None) -> tuple[int, int, int]:
     return (address_of(key), 1, 0) if key.is_cuda else (0, 0, int(key.item()))
 
 
+_tables: dict[tuple[int, int], Tensor] = {}  # of code books, by the address on the CPU and the card
+
+
+def on_card(shape: int, parameters: tuple[int, ...], x: Tensor, places: tuple[int, ...] = (0,)) -> tuple[int, ...]:
+    """A plan's integers with the table of a code book, if it has one, in the memory of the card of `x`.
+
+    shape: of the Plan; places: where the integers of a Plan begin in `parameters`.
+    Raises RuntimeError for a table that is not there yet, while a CUDA graph is captured.
+    """
+    if shape not in (BOOK, SEARCHED_BOOK):
+        return parameters
+    words = list(parameters)
+    for place in places:
+        key = table_address(words[place : place + 8]), x.get_device()
+        table = _tables.get(key)
+        if table is None:
+            table = _tables.setdefault(key, _copied(key[0], x.device))
+        words[place + 2], words[place + 3] = halves_of(address_of(table))
+    return tuple(words)
+
+
+def _copied(address: int, device: torch.device) -> Tensor:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "A code book whose table is not on the card yet was asked for while a CUDA graph is captured, when nothing "
+            "can be copied. Run the same code once before, or fpsim.warm_up(device, formats, roundings)."
+        )
+    words = table_at(address)
+    copied = torch.from_numpy(words.view(np.int32 if words.itemsize == 4 else np.int64)).to(device)
+    torch.cuda.current_stream(device).synchronize()  # other streams read it too
+    return copied
+
+
 def launch_on_card(
     src: Tensor, dst: Tensor, n: int, kernel: Kernel, key: Tensor | None, log2_scale: Tensor | None = None
 ) -> None:
@@ -222,6 +255,7 @@ def launch_on_card(
         flags |= HAS_KEY * has_address
     # as flat memory, whatever the strides: the two tensors have the same ones
     loop, per_block, parameters = kernel.on_card
+    parameters = on_card(kernel.plan.shape, parameters, src)
     words = (source, target, scale, key_address, n, flags, word, *parameters)
     run_on_card(loop, src, -(-n // per_block), words)
 

@@ -259,6 +259,8 @@ class Rounder(nn.Module):
     rounding: of activations, as in `round_to`.
     backward_rounding: of gradients; None means the same.
     overflow, backward_overflow: as in `round_to`.
+    random_bits, variant: as in `round_to`, of activations and of gradients alike where their rounding is stochastic.
+        Raises ValueError where neither is.
 
     >>> layer = Rounder(forward="e4m3fn", backward="e5m2")
     >>> x = torch.tensor([0.3], requires_grad=True)
@@ -274,12 +276,24 @@ class Rounder(nn.Module):
         backward_rounding: str | None = None,
         overflow: str | None = None,
         backward_overflow: str | None = None,
+        random_bits: int | None = None,
+        variant: str = "A",
     ) -> None:
         super().__init__()
         backward_rounding = rounding if backward_rounding is None else backward_rounding
         # words that come with no format are checked with one that has inf and NaN
         onward = rounding_spec("e5m2" if forward is None else forward, rounding, overflow)
         back = rounding_spec("e5m2" if backward is None else backward, backward_rounding, backward_overflow)
+        if random_bits is not None or variant != "A":
+            used = [spec for fmt, spec in ((forward, onward), (backward, back)) if fmt is not None] or [onward]
+            first = next((spec for spec in used if spec.rounding == "stochastic"), used[0])
+            rounding_spec(first.fmt, first.rounding, first.overflow, random_bits, variant)  # refuses what nothing uses
+            onward, back = (
+                rounding_spec(spec.fmt, spec.rounding, spec.overflow, random_bits, variant)
+                if spec.rounding == "stochastic"
+                else spec
+                for spec in (onward, back)
+            )
         self.forward_spec = None if forward is None else onward
         self.backward_spec = None if backward is None else back
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from fpsim.formats.codebook import Codebook
 from fpsim.formats.floats import FloatFormat
 
-__all__ = ["noise_of", "rounded_in_float64"]
+__all__ = ["noise_of", "rounded_in_float64", "rounded_to_codebook"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _WORD = 2.0**32
@@ -156,3 +157,27 @@ def _threefry(counters: Array, key: int) -> Array:
                 x = [x[j] + k[(injection + j) % 5] for j in range(4)]
                 x[3] = x[3] + np.uint32(injection)
     return np.stack(x)
+
+
+def rounded_to_codebook(x: Array, book: Codebook, rounding: str) -> Array:
+    """What `fpsim.round_to(x, book, rounding)` has to give, as float64, to nearest, "toward_zero", "up", "down".
+
+    For books whose borders float64 holds; NaN has no payload here.
+    """
+    wide = x.astype(np.float64)
+    values = np.array([v for v, _ in book.ascending])
+    last = len(values) - 1
+    if rounding == "nearest_even":
+        borders = np.array(book.midpoints)
+        below = np.searchsorted(borders, wide, "left")  # borders that were passed
+        goes_up = np.array([book.goes_up(i) for i in range(last)])
+        beside = np.minimum(below, last - 1)
+        index = below + ((wide == borders[beside]) & (below < last) & goes_up[beside])
+    else:
+        low = np.clip(np.searchsorted(values, wide, "right") - 1, 0, last)
+        high = np.clip(np.searchsorted(values, wide, "left"), 0, last)
+        up = (wide < 0) if rounding == "toward_zero" else np.full(wide.shape, rounding == "up")
+        index = np.where(up, high, low)
+    found = values[index]
+    zero = np.copysign(0.0, wide) if book.has_negative_zero else np.zeros_like(wide)
+    return np.where(np.isnan(wide), np.nan, np.where(found == 0, zero, found))

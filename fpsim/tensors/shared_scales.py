@@ -15,7 +15,7 @@ from fpsim.formats.blocks import BlockFormat, as_format
 from fpsim.kernels import block_loops, block_teams, blocks
 from fpsim.kernels.codebook_tables import any_plan
 from fpsim.kernels.core import BINARY32, draws_noise, make_plan, scale_limits
-from fpsim.tensors.launch import key_arguments, parts_of, run_on_card, run_parts
+from fpsim.tensors.launch import key_arguments, on_card, parts_of, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for
 from fpsim.tensors.spec import BlockSpec, address_of
 
@@ -307,5 +307,6 @@ def _run_on_card(
     loop = block_teams.cuda_rounding(plan.rule, plan.shape, plan.scale_shape, plan.kind)
     grid, team = block_teams.grid_of(axes, loop.threads)
     found, has_scales = (0, 0) if scales is None else (scales.data_ptr(), 1)
-    addresses = address_of(source), address_of(out), *axes, *plan.parameters, shared.data_ptr(), found
+    parameters = on_card(plan.shape, plan.parameters, source, (0, blocks.WIDE_PLAN))
+    addresses = address_of(source), address_of(out), *axes, *parameters, shared.data_ptr(), found
     run_on_card(loop, source, grid, (*addresses, has_scales, *key_arguments(key), team))

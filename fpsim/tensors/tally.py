@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fpsim.checks import is_whole, shown
 from fpsim.formats.blocks import BlockFormat, Format
+from fpsim.formats.codebook import Codebook
 from fpsim.formats.fixed_point import FixedPoint
 from fpsim.kernels.statistics import (
     BLOCK_SATURATED,
@@ -211,7 +212,7 @@ def _limits(fmt: Format) -> tuple[float, float, float]:
     """Smallest normal, the magnitude from which saturation is counted, and the largest value."""
     if isinstance(fmt, BlockFormat):
         return 0.0, math.inf, math.inf  # those of an element are multiplied by the scales: see blocks_between
-    return 0.0 if isinstance(fmt, FixedPoint) else fmt.smallest_normal, saturated_from(fmt), fmt.largest
+    return 0.0 if isinstance(fmt, FixedPoint | Codebook) else fmt.smallest_normal, saturated_from(fmt), fmt.largest
 
 
 MOST_LOG2_SCALE = 1022  # 2**-1074 is float64's smallest magnitude, 2**1023 its largest power of two

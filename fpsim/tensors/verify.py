@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from fpsim.formats.blocks import BLOCKS
+from fpsim.formats.codebook import Codebook
+from fpsim.formats.codebooks import CODEBOOKS
 from fpsim.formats.floats import CATALOGUE, FloatFormat
 from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.variants import VARIANTS
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.moments import moments_of
-from fpsim.tensors.reference import noise_of, rounded_in_float64
+from fpsim.tensors.reference import noise_of, rounded_in_float64, rounded_to_codebook
 from fpsim.tensors.shared_scales import rounded_blocks
 from fpsim.tensors.spec import BlockSpec, RoundingSpec, any_spec, rounding_spec
 
@@ -61,9 +63,12 @@ def all_patterns() -> Iterator[Tensor]:
 
 def mismatches(x: Tensor, spec: RoundingSpec, device: str) -> tuple[int, str]:
     """How many elements a device rounds otherwise than the reference, and the first of them."""
-    assert isinstance(spec.fmt, FloatFormat)
     noise = noise_of(x.numel(), KEY) if spec.rounding == "stochastic" else None
-    expected = rounded_in_float64(x.numpy(), spec.fmt, spec.rounding, noise, spec.random_bits, spec.variant)
+    if isinstance(spec.fmt, Codebook):
+        expected = rounded_to_codebook(x.numpy(), spec.fmt, spec.rounding)
+    else:
+        assert isinstance(spec.fmt, FloatFormat)
+        expected = rounded_in_float64(x.numpy(), spec.fmt, spec.rounding, noise, spec.random_bits, spec.variant)
     key = torch.tensor(KEY) if noise is not None else None
     found = rounded(x.to(device), spec, key).cpu().double().numpy()
     both_nan = np.isnan(expected) & np.isnan(found)
@@ -99,6 +104,11 @@ def verify(device: str, full: bool) -> Iterator[Row]:
     for fmt in CATALOGUE:
         for spec in _specs(fmt):
             yield _compare(spec, device, [x])
+    for book in CODEBOOKS.values():
+        at = torch.tensor([*book.finite, *book.midpoints]).float()
+        ends = torch.tensor(torch.inf), torch.tensor(-torch.inf)
+        for rounding in ("nearest_even", "toward_zero", "up", "down"):
+            yield _compare(rounding_spec(book, rounding), device, [x, at, *(at.nextafter(end) for end in ends)])
     if full:
         for fmt in FULL_FORMATS:
             for spec in _specs(fmt):

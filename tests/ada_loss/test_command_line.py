@@ -394,3 +394,12 @@ def test_errors_of_a_ledger_send_no_codes_to_the_terminal(tmp_path: Path, capsys
     assert "\n\tand more" in printed
     say("a cell failed: \x1b[2J")
     assert capsys.readouterr().err == "a cell failed: \\x1b[2J\n"
+
+
+def test_tasks_are_listed_with_what_they_can_decide() -> None:
+    lines = ada_loss("tasks").stdout.splitlines()
+    assert lines[0].split()[:3] == ["task", "metric", "float32"]
+    assert lines[1].startswith("digits ")
+    rows = {row["task"]: row for row in json.loads(ada_loss("tasks", "--json").stdout)}
+    assert rows["deep_digits"]["metric"] == "accuracy"
+    assert rows["cifar10"]["metric"] == "not measured"

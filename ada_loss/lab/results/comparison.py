@@ -114,14 +114,20 @@ class Comparison:
         return f"{words}. Among all settings: {self.statement}" if self.statement else words
 
 
-def in_units(metric: str, value: float, unit: bool = True) -> str:
+def in_units(metric: str, value: float, unit: bool = True, tolerance: float | None = None) -> str:
     """A difference of a metric as text: in points of per cent where the metric is a share.
+
+    tolerance: of the metric; decimals that are small beside it are left out then.
 
     >>> in_units("accuracy", -0.015), in_units("accuracy", -0.0002), in_units("loss", 0.0213)
     ('-1.5 points', '0.0 points', '0.0213')
+    >>> in_units("loss", -9.63e-06), in_units("loss", -9.63e-06, tolerance=0.036)
+    ('-9.63e-06', '0')
     """
     if is_share(metric):
         return f"{100 * value:z.1f}{' points' * unit}"  # z: no "-0.0"
+    if tolerance is not None and tolerance > 0 and math.isfinite(value):
+        value = round(value, 2 - math.floor(math.log10(tolerance)))
     return f"{value:z.3g}"
 
 

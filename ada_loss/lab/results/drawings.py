@@ -25,6 +25,7 @@ EVEN = 2.0  # tolerances on both sides of float32 up to which the axis of differ
 LEAST = 3.0  # tolerances that it reaches, at least
 MARGIN = 0.5  # of its ends, in its own units
 APART = 11.0  # per cent of the width between two numbers of the axis
+LETTER, GAP = 3.7, 4.0  # in per cent of 170 pixels: letters of 6.2 pixels, and what is between two numbers
 POINTS = 80
 MOST_LINES = 7
 MOST_PANELS = 24
@@ -86,10 +87,17 @@ class _Axis:
         found: list[tuple[float, str]] = []
         for value in values:
             if self.low + MARGIN / 2 <= _bent(value) <= self.high - MARGIN / 2:
-                place = self.place(value * self.tolerance)
-                if all(abs(place - other) >= APART for other, _ in found):
-                    found.append((place, _tick(self.verdict, value * self.tolerance)))
+                place, words = self.place(value * self.tolerance), _tick(self.verdict, value * self.tolerance)
+                half = LETTER * len(words) / 2
+                is_whole = half <= place <= 100 - half
+                if is_whole and all(abs(place - other) >= _apart(words, others) for other, others in found):
+                    found.append((place, words))
         return sorted(found)
+
+
+def _apart(*words: str) -> float:
+    """How far the middles of two numbers are from each other at least, in per cent of the axis of a phone."""
+    return max(APART, GAP + LETTER * sum(map(len, words)) / 2)
 
 
 def _bent(tolerances: float) -> float:
@@ -110,7 +118,7 @@ def _tick(verdict: Verdict, value: float) -> str:
 def _line(one: Combination, axis: _Axis) -> dict[str, Any]:
     found, sign = one.comparison, axis.verdict.sign
     low, high = (math.nan, math.nan) if one.judgement is None else sorted(sign * b for b in one.judgement.interval)
-    words = in_units(found.metric, found.mean, unit=False) if math.isfinite(found.mean) else one.outcome
+    words = in_units(found.metric, found.mean, False, axis.tolerance) if math.isfinite(found.mean) else one.outcome
     if found.diverged:
         words = f"{found.diverged} of {one.seeds} diverged"
     if one.collapsed:

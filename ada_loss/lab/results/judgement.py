@@ -36,6 +36,7 @@ __all__ = [
     "is_sharing",
     "judge",
     "largest_rate_unseen",
+    "smallest_tolerance",
 ]
 
 LEAST_SEEDS = 3  # with two, a t-test at 5 % needs a difference of 12.7 standard errors
@@ -263,6 +264,20 @@ def _seeds_that_decide(margin: float, variance: float, seeds: int, level: float)
     counts, errors = _needed(level)
     enough = counts[(counts > seeds) & (errors * np.sqrt(variance / counts) <= abs(margin))]
     return int(enough[0]) if len(enough) else MOST_SEEDS + 1
+
+
+def smallest_tolerance(deviation: float, seeds: int, settings: int = 1, level: float = 0.05) -> float:
+    """The tolerance at which a setting that equals float32 is found to be no worse with a probability of 80 %.
+
+    deviation: of its differences from float32, seed by seed.
+    seeds: two or more.
+    settings: that are tested together. It is what the strictest of their tests needs.
+
+    >>> f"{smallest_tolerance(0.3, 5):.2f}, {smallest_tolerance(0.3, 5, settings=4):.2f}"
+    '0.50, 0.71'
+    """
+    strict = _family(level, settings, seeds) / settings
+    return float(_needed(strict)[1][min(seeds, MOST_SEEDS) - 2] * deviation / np.sqrt(seeds))
 
 
 @lru_cache(maxsize=64)

@@ -68,7 +68,7 @@ def _row(
         return OverviewRow(fmt, "-", "-", "-", "-", "", cells)
     best = max(chosen, key=worth)
     mean = best.comparison.mean
-    difference = in_units(verdict.metric, mean, unit=False) if math.isfinite(mean) else "-"
+    difference = in_units(verdict.metric, mean, unit=False, tolerance=verdict.tolerance) if math.isfinite(mean) else "-"
     if best.comparison.diverged:
         difference = f"{best.comparison.diverged} of {best.seeds} diverged"
     lost = [rows[cell]["underflow"] for cell in best.cells if cell in rows and is_number(rows[cell]["underflow"])]

@@ -48,20 +48,33 @@ def label(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.12g}"
     if not isinstance(value, Mapping):
-        return str(value)
+        return _spoken(value)
     if SCHEDULE in value:
         with suppress(TypeError, ValueError):  # a ledger of someone else may hold anything
             return str(
                 FormatSchedule(tuple(stage._replace(fmt=label(stage.fmt)) for stage in as_schedule(value).stages))
             )
-    return " ".join(_operands_label(v) if isinstance(v, Mapping) else f"{k}={v}" for k, v in value.items())
+    return " ".join(_operands_label(v) if isinstance(v, Mapping) else f"{k}={_spoken(v)}" for k, v in value.items())
+
+
+def _spoken(value: Any) -> str:
+    """A value for people: a code book without a name by its digest, not by its values."""
+    return str(fpsim.as_format(value)) if isinstance(value, str) and "Codebook(" in value else str(value)
+
+
+def _words(fmt: Any) -> str:
+    """The words that `as_format` reads: a format's name; the values of a code book that has none."""
+    found = fpsim.as_format(fmt)
+    element = found.element if isinstance(found, fpsim.BlockFormat) else found
+    has_name = not isinstance(element, fpsim.Codebook) or str(element) in fpsim.CODEBOOKS
+    return str(found) if has_name else repr(found)
 
 
 def _operands_label(value: Mapping[str, Any]) -> str:
     """Operands, or products, with those in one format together."""
     names: dict[str, list[str]] = {}
     for name, fmt in value.items():
-        names.setdefault("float32" if fmt is None else str(fmt), []).append(name)
+        names.setdefault("float32" if fmt is None else _spoken(fmt), []).append(name)
     return " ".join(f"{','.join(map(str, together))}={fmt}" for fmt, together in names.items())
 
 
@@ -89,7 +102,7 @@ def canonical_format(fmt: Any) -> Any:
         return _canonical_schedule(schedule) if SCHEDULE in fmt else _canonical_policy(fmt)
     if isinstance(fmt, str):
         fpsim.quantize(torch.nn.Linear(1, 1, device="meta"), fmt)  # a recipe without its prefix has an error of its own
-    return str(fpsim.as_format(fmt))
+    return _words(fmt)
 
 
 def _canonical_schedule(schedule: FormatSchedule) -> Any:
@@ -121,13 +134,13 @@ def _canonical(field: str, value: Any) -> Any:
     """A field of a policy, in the words that stand for all that mean the same."""
     if field == "products" and isinstance(value, Mapping):
         return {k: _operands(v) for k, v in value.items() if v is not None}
-    return str(fpsim.as_format(value)) if field in ROLES else value
+    return _words(value) if field in ROLES else value
 
 
 def _operands(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_operands(v) for v in value]
-    return str(fpsim.as_format(value)) if isinstance(value, str) else value
+    return _words(value) if isinstance(value, str | fpsim.Codebook | fpsim.BlockFormat) else value
 
 
 def _policy(fields: Mapping[str, Any]) -> Policy:

@@ -20,6 +20,7 @@ from ada_loss.lab.directions import keep_directions, stated
 from ada_loss.lab.environment import environment
 from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
+from ada_loss.lab.results.deciding import decidable
 from ada_loss.lab.results.notifier import Notifier
 from ada_loss.lab.results.trackers import Tracker, make_trackers
 from ada_loss.lab.sweep.branches import Branches
@@ -118,6 +119,8 @@ def sweep(
     cells = plan_all({**grid, "task_options": task_options, "train": train}, also, baseline)
     given = task if train is None else train
     function = None if isinstance(given, str) else given
+    if show_progress:
+        _say_what_is_decidable(cells)
     results = run_cells(cells, folder, execution, function, track=track, show_progress=show_progress, goals=said)
     if why and explain(folder, execution, function):
         return Results(folder)
@@ -237,6 +240,21 @@ def run_cells(
     results = Results(out)
     _say_failures(results, cells)
     return results
+
+
+def _say_what_is_decidable(cells: Sequence[Cell]) -> None:
+    """Say for each task that runs with its own options what so many seeds and settings can decide."""
+    for task in dict.fromkeys(cell.config["task"] for cell in cells):
+        chosen = [cell.config for cell in cells if cell.config["task"] == task]
+        if not is_of_library(task):
+            continue
+        own = {**OPTIONS, **getattr(find_task(task), "options", {})}
+        if any(one["options"] != own for one in chosen):
+            continue
+        seeds = {one["seed"] for one in chosen}
+        settings = {(str(one["format"]), one["rounding"], one["scaling"]) for one in chosen if one["format"] != "fp32"}
+        if words := decidable(task, len(seeds), len(settings)):
+            say(words)
 
 
 def _say_failures(results: Results, cells: Sequence[Cell]) -> None:

@@ -1,4 +1,4 @@
-"""Tasks: functions from a seed to a model, data, a loss and metrics. All use real data; only CIFAR needs a network."""
+"""Tasks: functions from a seed to a model, data, a loss and metrics. Only CIFAR needs a network for its data."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from importlib import import_module
 from pathlib import Path
 
 from ada_loss.lab.tasks.chars import chars
+from ada_loss.lab.tasks.detection import detection
 from ada_loss.lab.tasks.digits import deep_digits, digits
+from ada_loss.lab.tasks.image_files import fashion, mnist5k, pictures
 from ada_loss.lab.tasks.images import cifar10, cifar100, patches
 from ada_loss.lab.tasks.own_data import is_of_own_data, on_data
+from ada_loss.lab.tasks.phonemes import phonemes
+from ada_loss.lab.tasks.segmentation import segmentation
 from ada_loss.lab.tasks.task import Task, accuracy, trained_with
 from fpsim.checks import did_you_mean, shown
 
@@ -24,16 +28,26 @@ __all__ = [
     "cifar10",
     "cifar100",
     "deep_digits",
+    "detection",
     "digits",
+    "fashion",
     "find_task",
     "folder_of",
     "is_of_library",
+    "mnist5k",
     "patches",
+    "phonemes",
+    "pictures",
+    "segmentation",
     "trained_with",
 ]
 
 TASKS: dict[str, Callable[[int], Task]] = {
-    make_task.__name__: make_task for make_task in (digits, deep_digits, patches, chars, cifar10, cifar100)
+    make_task.__name__: make_task
+    for make_task in (
+        *(digits, deep_digits, mnist5k, fashion, patches, chars, phonemes, detection, segmentation),
+        *(cifar10, cifar100, pictures),
+    )
 }
 
 
@@ -48,7 +62,7 @@ def find_task(name: str) -> Callable[[int], Task]:
     True
     >>> find_task("digit")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: Unknown task 'digit'. Did you mean digits? Known: digits, deep_digits, patches, chars, ...
+    ValueError: Unknown task 'digit'. Did you mean digits? Known: digits, deep_digits, mnist5k, ...
     """
     if not isinstance(name, str):
         raise TypeError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from ada_loss.lab.tasks.task import Task, accuracy
+from ada_loss.lab.tasks.task import Task, accuracy, trained_with
 from fpsim.checks import pip_install
 
 __all__ = ["deep_digits", "digits"]
@@ -47,10 +48,12 @@ class DigitsNet(nn.Module):
 
 
 class DeepNet(nn.Sequential):
-    """A stack of linear layers and ReLUs with torch's initial weights: (batch, 1, 8, 8) -> (batch, 10).
+    """A stack of linear layers and ReLUs with small initial weights: (batch, 1, 8, 8) -> (batch, 10).
 
-    The weights have the variance 1 / (3 * fan-in), which makes a gradient 2.4 times smaller with every layer: over ten
-    layers, some 3,000 times.
+    The weights are uniform with the variance 2 / (3 * fan-in). He et al. 2015 have 2 / fan-in, with which a gradient
+    keeps its size; this makes it 1.7 times smaller with every layer, over nine of them 140 times.
+
+    With torch's own initial weights, of half the variance, float32 itself stays below 90 % with one seed in five.
     """
 
     def __init__(self, depth: int = 10, width: int = 128) -> None:
@@ -58,6 +61,9 @@ class DeepNet(nn.Sequential):
         for _ in range(depth - 2):
             layers += [nn.Linear(width, width), nn.ReLU()]
         super().__init__(*layers, nn.Linear(width, 10))
+        for layer in self:
+            if isinstance(layer, nn.Linear):
+                nn.init.uniform_(layer.weight, -(limit := math.sqrt(2 / layer.in_features)), limit)
 
 
 def digits(seed: int = 0) -> Task:
@@ -70,10 +76,11 @@ def digits(seed: int = 0) -> Task:
     return _digits("digits", DigitsNet, seed)
 
 
+@trained_with(optimizer="adam", learning_rate=1e-3, epochs=20, warmup=100)
 def deep_digits(seed: int = 0) -> Task:
     """The same images for a deep network without normalisation or shortcuts, whose gradients shrink towards the input.
 
-    Train it with Adam, whose steps do not depend on the size of a gradient, as long as it is not zero.
+    It is trained with Adam, whose steps do not depend on the size of a gradient, as long as it is not zero.
 
     >>> len([layer for layer in deep_digits().model if isinstance(layer, nn.Linear)])
     10

@@ -21,7 +21,10 @@ from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import Accumulator, as_accumulator, as_format
 from fpsim.kernels import accumulate as products
 from fpsim.kernels import block_teams, hadamard, moments
+from fpsim.kernels.blocks import WIDE_PLAN
 from fpsim.kernels.card import CudaKernel, scalar_kernel
+from fpsim.kernels.codebook_tables import table_address, table_at
+from fpsim.kernels.core import BOOK
 from fpsim.kernels.statistics import AMAX, LOG_MEAN, LOG_MEAN_SQUARE, MEAN, MEAN_SQUARE, SMALLEST_SCALE
 from fpsim.tensors.block_tally import blocks_between, limits_of
 from fpsim.tensors.gemm import accumulate, summation_of
@@ -160,6 +163,8 @@ def test_binades_are_counted_as_on_the_cpu(power_begins: bool, dtype: torch.dtyp
         ("e4m3fn per row fp32", "nearest_even", (4958, 20), 0, 32),
         ("e4m3fn per 128x128 fp32", "nearest_even", (370, 268), -1, 256),
         ("e4m3fn per 128x1 fp32", "nearest_even", (370, 268), -1, 32),
+        ("nf4 per 32", "nearest_even", (20, 134, 37), 1, 8),
+        ("dynamic8 per 32 fp32", "stochastic", (20, 134, 37), -1, 8),
     ],
 )
 def test_blocks_have_the_bits_of_the_cpu(
@@ -177,7 +182,8 @@ def test_blocks_have_the_bits_of_the_cpu(
     loop = block_teams.cuda_rounding(plan.rule, plan.shape, plan.scale_shape, plan.kind)
     grid, chosen = block_teams.grid_of(axes, loop.threads)
     assert chosen == team
-    with memory(y, scales, reads=(x, common, key)) as (target, found, source, shared, address):
+    tables = [table_at(table_address(plan.parameters[i:])) for i in (0, WIDE_PLAN) if plan.shape >= BOOK]
+    with memory(y, scales, reads=(x, common, key, *tables)) as (target, found, source, shared, address, *_):
         arguments = source, target, *axes, *plan.parameters, shared, found, 1, address, 1, 0, team
         loop(DEVICE, STREAM, grid, arguments)
     assert same(y, rounded_blocks(x, spec, axis, None, torch.tensor(KEY)))

@@ -17,7 +17,8 @@ from format_cases import ALL
 
 from fpsim import FloatFormat, as_format
 from fpsim.kernels.card import CudaKernel
-from fpsim.kernels.core import ROUNDINGS, STOCHASTIC
+from fpsim.kernels.codebook_tables import table_address, table_at
+from fpsim.kernels.core import BOOK, ROUNDINGS, STOCHASTIC
 from fpsim.kernels.round import (
     ALIGNED,
     HAS_KEY,
@@ -61,8 +62,9 @@ def on_card(
     assert x.ctypes.data % 16 == y.ctypes.data % 16 == 0 or not flags & ALIGNED
     flags |= HAS_SCALE if log2_scale else 0
     blocks = -(-len(x) // elements_of_block(plan.rule, plan.width))
-    with memory(y, reads=(x, scale, key)) as (target, *sources):
-        source, scale_address, key_address = sources
+    tables = [table_at(table_address(plan.parameters))] if plan.shape >= BOOK else []
+    with memory(y, reads=(x, scale, key, *tables)) as (target, *sources):
+        source, scale_address, key_address = sources[:3]
         addresses = source, target, scale_address if log2_scale else 0, key_address if flags & HAS_KEY else 0
         word = ~KEY if flags & HAS_KEY else KEY
         loop = cuda_loop(plan.rule, plan.shape, plan.width, masks)
@@ -115,6 +117,18 @@ def test_every_format_and_rule_has_the_bits_of_the_cpu(kernel: tuple[int, int, i
         check(on_card(edges, spec, flags=HAS_KEY), on_cpu(edges, spec), edges, spec)
         for part in ends(edges):
             check(on_card(part, spec, flags=HAS_KEY), on_cpu(part, spec), part, spec)
+
+
+@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize(("name", "rounding"), [("nf4", "nearest_even"), ("dynamic8", "stochastic"), ("hif8", "up")])
+def test_code_books_have_the_bits_of_the_cpu(name: str, rounding: str, width: int) -> None:
+    book, spec = as_format(name), rounding_spec(name, rounding)
+    edges = np.array([*book.finite, *book.midpoints], f"f{width // 8}").view(f"u{width // 8}")
+    edges = np.concatenate([edges, edges - 1, edges + 1, edges[:1] * 0])
+    x = np.concatenate([edges, patterns(as_format("fp16"), width, PATTERNS // 10, np.random.default_rng(width))])
+    check(on_card(x, spec), on_cpu(x, spec), x, spec)
+    for part in ends(x)[:3]:
+        check(on_card(part, spec, flags=HAS_KEY), on_cpu(part, spec), part, spec)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from ada_loss.rules import LAYER_RULES
 from fpsim import Accumulator, as_accumulator
 from fpsim.kernels import accumulate, block_teams, blocks, hadamard, moments
 from fpsim.kernels.compile import for_device
+from fpsim.kernels.core import BOOK, SEARCHED_BOOK
 from fpsim.kernels.round import Masks, cuda_kernel, cuda_loop
 from fpsim.tensors.gemm import summation_of
 
@@ -46,7 +47,7 @@ def test_a_floating_point_instruction_would_be_found() -> None:
         assert FLOATING.findall(str(text)) != []
 
 
-@pytest.mark.parametrize("kind", range(4), ids=["power", "gained", "divided", "narrow"])
+@pytest.mark.parametrize("kind", range(5), ids=["power", "gained", "divided", "narrow", "quotient"])
 @pytest.mark.parametrize("rule", [0, 6], ids=["nearest_even", "stochastic"])
 def test_the_kernels_of_blocks_compile(rule: int, kind: int) -> None:
     text = block_teams.cuda_rounding(rule, 1, 1, kind).ptx((8, 0))
@@ -59,10 +60,17 @@ def test_the_kernels_of_blocks_compile(rule: int, kind: int) -> None:
         assert "fma" not in str(text)  # each operation is rounded by itself
 
 
-@pytest.mark.parametrize("kind", range(4), ids=["power", "gained", "divided", "narrow"])
+@pytest.mark.parametrize("kind", range(5), ids=["power", "gained", "divided", "narrow", "quotient"])
 def test_the_kernels_that_tally_blocks_compile(kind: int) -> None:
     text = block_teams.cuda_tally(1, kind).ptx((8, 0))
     assert len(re.findall(r"\b(?:atom|red)\.global\.(?:add|min|max)\.\S*64", str(text))) >= 6
+
+
+@pytest.mark.parametrize(("rule", "shape", "width"), [(0, BOOK, 32), (0, SEARCHED_BOOK, 64), (6, BOOK, 64)])
+def test_the_kernels_of_code_books_compile_to_integers(rule: int, shape: int, width: int) -> None:
+    text = cuda_loop(rule, shape, width).ptx((8, 0))
+    assert ".entry" in text
+    assert FLOATING.findall(text) == []
 
 
 @pytest.mark.parametrize("size", [4, 8], ids=["float32", "float64"])

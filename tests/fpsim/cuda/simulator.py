@@ -138,6 +138,22 @@ ROUNDED = [
 
 
 @pytest.mark.usefixtures("in_turn")
+@pytest.mark.parametrize(
+    ("name", "rounding", "dtype"),
+    [("nf4", "nearest_even", torch.float32), ("dynamic8", "stochastic", torch.float32), ("hif8", "up", torch.float64)],
+    ids=str,
+)
+def test_code_books_have_the_bits_of_the_cpu(
+    name: str, rounding: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round, "CUDA_THREADS", 32)
+    book = as_format(name)
+    x = torch.cat([torch.tensor([*book.finite, *book.midpoints], dtype=dtype)[::5], sample(NOISE_BLOCK, dtype)])
+    spec, key = rounding_spec(book, rounding), 0x123456789ABCDEF
+    assert same(simulated(x, book, rounding, key), rounded(x, spec, torch.tensor(key)))
+
+
+@pytest.mark.usefixtures("in_turn")
 @pytest.mark.parametrize(("name", "rounding", "dtype"), ROUNDED, ids=str)
 def test_the_kernel_gives_the_bits_of_the_cpu(
     name: str, rounding: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -20,9 +20,10 @@ from fpsim.kernels.codebooks import make_round_in_book
 from fpsim.kernels.core import BOOK, SEARCHED_BOOK
 from fpsim.kernels.variants import VARIANTS
 from fpsim.tensors.launch import rounded
-from fpsim.tensors.reference import noise_of
+from fpsim.tensors.reference import noise_of, rounded_to_codebook
 from fpsim.tensors.shared_scales import block_scales
 from fpsim.tensors.spec import any_spec, rounding_spec
+from fpsim.tensors.verify import mismatches
 
 # Books whose corners are of every kind
 BOOKS = {
@@ -521,3 +522,90 @@ def test_stochastic_elements_stay_between_their_neighbours() -> None:
         within = x.abs() < 1
         assert (mean - x)[within].abs().max() < limit
     assert not torch.equal(round_to(x, "dynamic8 per 256 fp32", "stochastic"), near)
+
+
+# In models and programs
+
+
+LEVELS = Codebook((-2.0, -1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0, 2.0), "away")
+
+
+def small_model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+
+
+def test_a_model_computes_with_code_books_in_its_roles() -> None:
+    model, x = small_model(), torch.randn(5, 8)
+    found = fpsim.quantize(model, fpsim.Policy(weight="nf4", activation=LEVELS, error="hif8", weight_grad="posit8"))
+    first, last = model[0], model[2]
+
+    def layer(of: torch.nn.Linear, value: torch.Tensor) -> torch.Tensor:
+        weight, bias = (round_to(p.detach(), "nf4") for p in (of.weight, of.bias))
+        return round_to(torch.nn.functional.linear(value, weight, bias), LEVELS)
+
+    wanted = layer(last, torch.relu(layer(first, round_to(x, LEVELS))))
+    y = found(x)
+    assert torch.equal(y, wanted)
+    y.sum().backward()
+    for parameter in found.parameters():
+        assert parameter.grad is not None
+        assert set(parameter.grad.flatten().tolist()) <= set(CODEBOOKS["posit8"].values)
+    assert f"{LEVELS} nearest_even" in str(fpsim.summary(found))
+    assert torch.equal(fpsim.quantize(small_model(), LEVELS)(x), fpsim.quantize(small_model(), repr(LEVELS))(x))
+
+
+def test_operands_of_products_are_code_books_in_blocks() -> None:
+    model, x = torch.nn.Linear(16, 4, bias=False), torch.randn(3, 16)
+    products = fpsim.Products.by_operand(x="dynamic8 per 8 fp32", w="nf4 per 8 fp32", dy="hif8 per 4 fp32")
+    y = fpsim.quantize(model, fpsim.Policy(products=products))(x)
+    wanted = round_to(x, "dynamic8 per 8 fp32") @ round_to(model.weight.detach(), "nf4 per 8 fp32").T
+    assert torch.equal(y, wanted)
+    y.sum().backward()
+
+
+def test_gradients_transforms_and_compiled_programs() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    for fmt in ("nf4", LEVELS, "dynamic8 per 8 fp32"):
+        (gradient,) = torch.autograd.grad(round_to(x, fmt).sum(), x)
+        assert torch.equal(gradient, torch.ones_like(x))
+        compiled = torch.compile(lambda t, f=fmt: round_to(t * 2, f) + 1, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x.detach()), round_to(x.detach() * 2, fmt) + 1)
+        assert torch.equal(torch.func.vmap(lambda t, f=fmt: round_to(t, f))(x.detach()), round_to(x.detach(), fmt))
+    model = fpsim.quantize(small_model(), LEVELS)
+    assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x.detach()), model(x.detach()))
+
+
+def test_a_tally_counts_what_saturates_and_what_becomes_zero() -> None:
+    book = Codebook((-1.0, 0.0, 0.5, 1.0), "up")
+    found = fpsim.tally(torch.tensor([0.1, -0.1, 0.5, 1.2, 1.25, -3.0, torch.inf, 0.0]), book)
+    # saturation counts from half of the last spacing, 0.5 between -1 and 0, beyond the largest magnitude
+    assert (found.underflow, found.overflow, found.nonfinite, found.subnormal) == (2, 2, 1, 0)
+    blocks = fpsim.tally(torch.randn(4, 512), "dynamic8 per 256 fp32")
+    assert (blocks.blocks, blocks.zero_blocks, blocks.scale_underflow, blocks.overflow) == (8, 0, 0, 0)
+
+
+def test_a_sweep_knows_code_books_by_words_that_are_read_again() -> None:
+    from ada_loss.lab.sweep.cell_formats import canonical_format, label
+
+    blocks = BlockFormat(LEVELS, 16, "fp32")
+    assert canonical_format("nf4") == "nf4"
+    for fmt in (LEVELS, blocks):
+        text = canonical_format(fmt)
+        assert as_format(text) == fmt
+        assert canonical_format(text) == text
+        assert label(text) == str(fmt)
+    policy = canonical_format({"weight": LEVELS, "products": {"x": blocks, "w": "nf4 per 16 fp32"}})
+    assert as_format(policy["weight"]) == LEVELS
+    assert as_format(policy["products"]["x"]) == blocks
+    assert str(LEVELS) in label(policy)
+    assert "values" not in label(policy)
+
+
+def test_the_second_definition_of_verify_agrees_and_sees_a_wrong_value() -> None:
+    x = borders(CODEBOOKS["dynamic8"])
+    spec = rounding_spec("dynamic8")
+    assert mismatches(x, spec, "cpu") == (0, "")
+    moved = Codebook(CODEBOOKS["dynamic8"].values, "down")
+    wanted = rounded_to_codebook(x.numpy(), moved, "nearest_even")
+    assert (torch.from_numpy(wanted) != round_to(x, "dynamic8").double()).sum() > 100

@@ -41,6 +41,7 @@ def check(name: str, model: str, fmt: str) -> None:
     assert (found.cause["role"], found.cause["kind"]) == (cause.role, cause.kind), str(found)
     lines = str(found).splitlines()
     assert len(lines) <= 15
+    assert found.runs <= 30
     assert place in lines[0]
     assert cause.role in lines[0]
     assert cause.kind.lower() in lines[0].lower()
@@ -102,6 +103,7 @@ def test_what_fails_in_a_training_loop_is_named_and_what_is_printed_as_tried_wor
     assert planted.is_named_by(found), str(found)
     assert found.cause is not None
     assert found.cause["kind"] == planted.kind
+    assert found.runs <= 30
     if loop is a_sentence_without_words:  # its LSTM divides inside, which a mode of torch sees
         assert found.tried[0]["loss"] == pytest.approx(float(loop(least=1).step()), rel=2**-10)
         return

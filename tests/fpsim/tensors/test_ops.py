@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -338,6 +339,38 @@ def test_a_rounder_rounds_each_direction_to_its_format() -> None:
     assert torch.equal(z, x)
     assert z is not x
     assert "forward=e4m3fn nearest_even, backward=float32" in repr(Rounder("e4m3fn"))
+
+
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_one_random_bit_of_a_layer_moves_nothing_that_lies_below_half(rounding: str) -> None:
+    """Variant A cuts a distance of 0.4 ulp to 0 of 2; with 32 bits two in five of the numbers go up."""
+    x = torch.full((1000,), 1 + 0.4 / 8, requires_grad=True)  # e4m3fn has an ulp of 1/8 there, e5m2 one of 1/4
+    layer = Rounder("e4m3fn", "e5m2", rounding, "stochastic", random_bits=1)
+    y = layer(x)
+    y.backward(torch.full((1000,), 1 + 0.4 / 4))
+    assert x.grad is not None
+    assert bool((y == 1).all())
+    assert bool((x.grad == 1).all())
+    free = Rounder("e4m3fn", "e5m2", "stochastic")(x)
+    assert 0 < int((free > 1).sum()) < 1000
+    torch.manual_seed(0)
+    once = Rounder("e4m3fn", rounding="stochastic", random_bits=3, variant="C")(x)
+    torch.manual_seed(0)
+    assert torch.equal(once, round_to(x, "e4m3fn", "stochastic", random_bits=3, variant="C"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"forward": "e4m3fn", "random_bits": 3}, "only 'stochastic' uses it"),
+        ({"backward": "e5m2", "rounding": "stochastic", "backward_rounding": "up", "random_bits": 3}, "rounding='up'"),
+        ({"forward": "fp16", "rounding": "stochastic", "variant": "B"}, "variant='B' without random_bits"),
+        ({"forward": "fp16", "rounding": "stochastic", "random_bits": 33}, "Possible: 1 to 32"),
+    ],
+)
+def test_random_bits_that_no_rounding_of_a_layer_uses_are_refused(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rounder(**words)
 
 
 def test_a_rounder_survives_copies_and_pickles() -> None:

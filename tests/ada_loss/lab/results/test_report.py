@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from matplotlib.image import imread
 
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.cell_pages import gradient_rows, lost_by_site
+from ada_loss.lab.results.drawings import difference_panels
 from ada_loss.lab.results.heat import heat_png
+from ada_loss.lab.results.overview import overview
 from ada_loss.lab.results.report import MOST_CURVES
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.sweep.ledger import Ledger
@@ -582,6 +585,32 @@ def test_the_head_of_a_sweep_that_goes_on_says_how_far_it_is(tmp_path: Path, res
     assert "gave too few results, 1 seed; 3 are needed" in text
     assert not re.search(r"\d %", text.split('<div class="first">')[1].split("<h2>")[0])  # nor does a line end before %
     assert "so far" not in results.report().read_text().split("</header>")[0]
+
+
+def test_small_differences_and_wide_numbers_are_read_on_a_phone(tmp_path: Path) -> None:
+    """Bits per character: a difference of 1e-5 at a tolerance of 0.036 took two lines, and numbers of the axis met."""
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        config = {"task": "digits", "rounding": "nearest_even", "scaling": "none", "options": {}}
+        far = {"fp32": 0.0, "fp16": -1e-5, "bf16": 7e-5, "e4m3fn": 0.0123, "e5m2": 3.4}
+        ledger.add((f"{fmt}{seed}", {**config, "format": fmt, "seed": seed}) for fmt in far for seed in range(3))
+        for fmt, by in far.items():
+            for seed in range(3):
+                found = {"bits_per_character": 3.57 + seed / 100 + by * (1 + seed / 10)}
+                ledger.start(f"{fmt}{seed}")
+                ledger.finish(f"{fmt}{seed}", {"metrics": found, "seconds": 1.0, "underflow": 0.25})
+    results = Results(tmp_path)
+    (verdict,) = results.verdicts()
+    drawn = difference_panels(verdict)
+    assert drawn is not None
+    lines = {line["name"]: line["words"] for panel in drawn["panels"] for line in panel["lines"]}
+    assert lines == {"fp16": "0", "bf16": "0.0001", "e4m3fn": "0.0135", "e5m2": "3.74"}  # 1.1 times each
+    assert {row.format: row.difference for row in overview(results, verdict)}["bf16"] == "0.0001"
+    pixels, letter = 170, 6.2  # of the axis on a phone of 390, and of a digit at 11 pixels
+    ends = [(pixels * place / 100, letter * len(words) / 2) for place, words in drawn["ticks"]]
+    assert len(ends) > 2
+    assert ends[0][0] >= ends[0][1]
+    assert ends[-1][0] + ends[-1][1] <= pixels
+    assert all(a + half <= b - other for (a, half), (b, other) in pairwise(ends))
 
 
 def test_thousands_of_cells_are_listed_and_curves_left_out_are_said(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_reason_has_the_time_limit_of_a_cell(tmp_path: Path, monkeypatch: pyte
     sweep(**arguments, show_progress=False)
     monkeypatch.setattr("ada_loss.lab.sweep.work.within_time", over)
     with pytest.warns(UserWarning, match=r"about fp16, none, seed 0: planted"):
-        found = sweep(**arguments, time_limit=70, why=True, show_progress=False)
+        found = sweep(**arguments, engine="here", time_limit=70, why=True, show_progress=False)
     assert given == [70]
     assert not any(row.get("reason") for row in found.rows())
 

