@@ -53,6 +53,7 @@ FLOORS = (
         "__init__ delayed products",
         "policy",
         "recipes update",
+        "update_overrides",
     ),
     (
         "fpsim.emulation",
