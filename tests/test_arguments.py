@@ -93,6 +93,7 @@ WITHOUT = {
     "AdaLossTransformConv2d.matches": "that of AdaLossTransform",
     "AdaLossTransformLinear.matches": "that of AdaLossTransform",
     "Accumulator.random_bits_of": "of a format that the accumulator holds",
+    "Codebook.goes_up": "for what builds the table of a book",
     "Comparison": "a result: compare() makes it",
     "Job.load_state_dict": "for the checkpoint, which checks what it reads",
     "Job.note_update": "for the job's own scaler",

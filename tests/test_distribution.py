@@ -27,7 +27,10 @@ TEXTS += sorted(path for package in ("fpsim", "ada_loss") for path in (ROOT / pa
 
 def test_the_distribution_is_called_as_the_constant_says() -> None:
     assert PROJECT["name"] == DISTRIBUTION
-    assert f"{DISTRIBUTION}[lab,mlflow,search,tensorboard,wandb]" in PROJECT["optional-dependencies"]["test"]
+    assert (
+        f"{DISTRIBUTION}[lab,mlflow,mnist,phonemes,search,tensorboard,wandb]"
+        in PROJECT["optional-dependencies"]["test"]
+    )
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))

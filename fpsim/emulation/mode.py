@@ -66,7 +66,7 @@ __all__ = ["Emulation"]
 # torch functions of many operations, in Python: their inside is emulated call by call.
 _decomposed: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: blind_to_modes(F.multi_head_attention_forward),
-    QUOTIENT_OF_NUMBER: lambda x, number: x.reciprocal() * number,
+    QUOTIENT_OF_NUMBER: lambda self, other: self.reciprocal() * other,
 }
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from fpsim.checks import did_you_mean, shown
+from fpsim.checks import did_you_mean, number_of, shown
 from fpsim.formats.floats import FLOAT32_LARGEST
 
 __all__ = ["TIES", "Codebook"]
@@ -145,11 +145,12 @@ class Codebook:
 
     def encode(self, value: float) -> int:
         """The code of a value of the book. Raises ValueError for other numbers: round them first."""
-        found = self._codes.get(str(float(value)))
+        value = number_of("value", value)
+        found = self._codes.get(str(value))
         if found is None and value == 0:
             found = self._codes.get("0.0")
         if found is None:
-            raise ValueError(f"{self} does not hold {value!r}. Round it first: fpsim.round_to.")
+            raise ValueError(f"value={value!r} is not a value of {self}. Round it first: fpsim.round_to.")
         return found
 
     # What a rounding asks of any format
@@ -269,7 +270,7 @@ def nearest_float32(value: float) -> float:
 def _numbers(name: str, given: Any) -> tuple[float, ...]:
     try:
         return tuple(float(v) for v in ([given] if isinstance(given, str) else given))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of a complex tensor
         expected = "Expected: a sequence such as (-1.0, 0.0, 1.0)."
         raise ValueError(f"{name}={shown(given)} are no numbers. {expected}") from None
 
@@ -277,7 +278,7 @@ def _numbers(name: str, given: Any) -> tuple[float, ...]:
 def _float32s(given: Any) -> tuple[float, ...]:
     found = _numbers("values", given)
     if not 2 <= len(found) <= MOST_VALUES:
-        raise ValueError(f"Got a code book of {len(found)} values. Expected: 2 to {MOST_VALUES}.")
+        raise ValueError(f"values={shown(given)} has {len(found)} numbers. Expected: 2 to {MOST_VALUES}.")
     return tuple(math.nan if math.isnan(v) else nearest_float32(v) for v in found)
 
 
@@ -295,10 +296,16 @@ def _require_values(book: Codebook) -> None:
 def _borders(book: Codebook) -> tuple[float, ...]:
     found, numbers = _numbers("borders", book.borders), [v for v, _ in book.ascending]
     if len(found) != len(numbers) - 1:
-        raise ValueError(f"Got {len(found)} borders for {len(numbers)} values. Expected: {len(numbers) - 1}.")
+        raise ValueError(
+            f"borders={shown(book.borders)} has {len(found)} numbers for {len(numbers)} values. Expected: "
+            f"{len(numbers) - 1}."
+        )
     for border, low, high in zip(found, numbers, numbers[1:], strict=False):
         if not (low <= border <= high and math.isfinite(border)):
-            raise ValueError(f"The border {border!r} does not lie between its values, {low!r} and {high!r}.")
+            raise ValueError(
+                f"borders={shown(book.borders)} has {border!r}, which does not lie between its values, {low!r} and "
+                f"{high!r}."
+            )
     return found
 
 

@@ -137,7 +137,7 @@ def test_the_mean_iou_is_that_of_counted_pixels() -> None:
 
 
 def test_scenes_are_learned_in_a_few_steps() -> None:
-    run = train(detection(), steps=30, learning_rate=0.01, batch_size=32, warmup=10)
+    run = train(detection(), steps=60, learning_rate=0.01, batch_size=32, warmup=10)
     assert run.losses[-1] < run.losses[0] / 2
     run = train(segmentation(), steps=60, optimizer="adam", learning_rate=0.01, batch_size=16, warmup=10)
     assert run.metrics["mean_iou"] > 0.3  # all background is 0.2
