@@ -110,7 +110,7 @@ def test_books_that_differ_are_not_equal() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (((1.0,),), "1 values. Expected: 2 to 65536"),
+        (((1.0,),), "has 1 numbers. Expected: 2 to 65536"),
         (((1.0, 1.0),), "holds 1.0 twice"),
         (((0.1, 0.1 + 1e-12),), "twice, as float32"),
         (((1.0, 2.0), "nearest"), "Unknown ties 'nearest'"),
