@@ -132,11 +132,7 @@ class Update:
                 f"'weight', 'master' and names of states to words."
             )
         _require_roundings(self)
-        storages = [
-            self.weight_storage,
-            self.master_storage,
-            *(state_storage(self, name) for name in self.state_patterns),
-        ]
+        storages = self._storages()
         if self.scale is not None and not any(s is not None and s.shares_scales for s in storages):
             raise ValueError(
                 f"scale={self.scale!r} was given, and no format here has scales. Use formats that have, such as "
@@ -205,13 +201,8 @@ class Update:
     @property
     def is_float32(self) -> bool:
         """Whether nothing is rounded anywhere."""
-        storages = (
-            self.weight_storage,
-            self.master_storage,
-            *(state_storage(self, name) for name in self.state_patterns),
-        )
         inner = (as_update(other) for other in self.overrides.values())
-        return all(s is None or _is_exact(s) for s in storages) and all(u.is_float32 for u in inner)
+        return all(s is None or _is_exact(s) for s in self._storages()) and all(u.is_float32 for u in inner)
 
     def __str__(self) -> str:
         words = [
