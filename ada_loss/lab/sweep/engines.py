@@ -7,10 +7,11 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import resource_tracker
@@ -118,8 +119,26 @@ def _interrupts_held() -> Iterator[None]:
     """Threads and processes that are started in this block never see Ctrl-C; this thread gets it behind the block.
 
     A terminal sends SIGINT to every process of the sweep, and each worker would print its traceback. A signal that is
-    blocked stays blocked in what is started. Does nothing on Windows.
+    blocked stays blocked in what is started. It may still arrive in another thread of this process, and Python would
+    then raise in the main thread; so there its handler waits as well. The mask does nothing on Windows.
     """
+    arrived: list[Any] = []
+    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if callable(handler):
+        signal.signal(signal.SIGINT, lambda *call: arrived.append(call))
+    try:
+        with _masked():
+            yield
+    finally:
+        if callable(handler):
+            signal.signal(signal.SIGINT, handler)
+            if arrived:
+                handler(*arrived[0])
+
+
+@contextmanager
+def _masked() -> Iterator[None]:
+    """SIGINT is blocked in this thread, and in the threads and processes that it starts."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -129,6 +148,25 @@ def _interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _closed_at_the_end(start: Callable[[], Any]) -> Iterator[Any]:
+    """What `start` starts, closed behind the block. Ctrl-C never comes in the middle of either.
+
+    A client of Dask that is half closed closes itself once more when it is deleted, and waits for an event loop that
+    has ended: a minute later it printed a traceback.
+    """
+    with ExitStack() as stack:
+        with _interrupts_held():
+            started = start()
+            stack.callback(_close, started)
+        yield started
+
+
+def _close(started: Any) -> None:
+    with _interrupts_held():
+        started.close()
 
 
 @contextmanager
@@ -161,33 +199,34 @@ def _local_cluster(execution: Execution) -> Iterator[str]:
         "distributed.worker.profile.enabled": False,  # it would sample the training every 10 ms
         "distributed.nanny.environ": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
     }
-    with dask.config.set(settings):
+
+    def started() -> Any:
         try:
-            with _interrupts_held():
-                cluster = distributed.LocalCluster(
-                    n_workers=execution.workers,
-                    threads_per_worker=1,
-                    host="127.0.0.1",
-                    protocol="tls://",
-                    security=security,
-                    dashboard_address="127.0.0.1:0",  # None means 8787, which another sweep may use
-                    scheduler_kwargs={"dashboard": False},
-                    memory_limit=execution.memory_limit,
-                    resources=dict(execution.resources or {}),
-                    silence_logs="CRITICAL",
-                )
+            return distributed.LocalCluster(
+                n_workers=execution.workers,
+                threads_per_worker=1,
+                host="127.0.0.1",
+                protocol="tls://",
+                security=security,
+                dashboard_address="127.0.0.1:0",  # None means 8787, which another sweep may use
+                scheduler_kwargs={"dashboard": False},
+                memory_limit=execution.memory_limit,
+                resources=dict(execution.resources or {}),
+                silence_logs="CRITICAL",
+            )
         except RuntimeError as error:
             raise ConnectionError(
                 f"The workers did not start ({error}) They import the file that was started. In a script, call sweep() "
                 f"below `if __name__ == '__main__':`; from standard input, give workers=1."
             ) from None
-        with cluster:
-            address = cluster.scheduler_address
-            _CERTIFICATES[address] = security
-            try:
-                yield address
-            finally:
-                del _CERTIFICATES[address]
+
+    with dask.config.set(settings), _closed_at_the_end(started) as cluster:
+        address = cluster.scheduler_address
+        _CERTIFICATES[address] = security
+        try:
+            yield address
+        finally:
+            del _CERTIFICATES[address]
 
 
 @contextmanager
@@ -195,16 +234,20 @@ def _client(address: str, execution: Execution) -> Iterator[Engine]:
     """The workers of a scheduler."""
     resources, timeout = execution.resources, execution.engine_timeout
     distributed = _distributed()
-    try:
-        security = _CERTIFICATES.get(address) or distributed.Security()
-        _shake_hands(distributed, address, security, timeout)
-        client = distributed.Client(address, security=security, timeout=timeout, set_as_default=False)
-    except OSError as error:  # a timeout is one
-        raise ConnectionError(
-            f"No Dask scheduler answered at {address} within {timeout:g} s ({type(error).__name__}). "
-            f"Start one with `dask scheduler --host HOST`, or give a higher engine_timeout."
-        ) from None
-    with client:
+    security = _CERTIFICATES.get(address) or distributed.Security()
+
+    def started() -> Any:
+        return distributed.Client(address, security=security, timeout=timeout, set_as_default=False)
+
+    with ExitStack() as stack:
+        try:
+            _shake_hands(distributed, address, security, timeout)  # Ctrl-C ends the wait for a silent scheduler
+            client = stack.enter_context(_closed_at_the_end(started))
+        except OSError as error:  # a timeout is one
+            raise ConnectionError(
+                f"No Dask scheduler answered at {address} within {timeout:g} s ({type(error).__name__}). "
+                f"Start one with `dask scheduler --host HOST`, or give a higher engine_timeout."
+            ) from None
         try:
             client.wait_for_workers(1, timeout=timeout)
         except TimeoutError:
