@@ -1,0 +1,223 @@
+"""Count the functions of fpsim that one call enters, and time small calls: `python benchmarks/calls.py [--time]`.
+
+A small call costs what Python does around the kernel, and who reads the code goes through the same functions. Counted
+are calls of functions of the package (`sys.setprofile`), once everything that is kept has been kept. Times are of this
+thread's processor, beside the plain call in the same run, and pairs take turns; the medians are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import fpsim
+
+HOME = f"{Path(fpsim.__file__).parent}/"
+PAIRS = 60
+TURN_SECONDS = 0.003  # of one turn at least
+Work = Callable[[], object]
+
+
+# Counts
+
+
+def entered(work: Work) -> Counter[str]:
+    """The functions of fpsim that `work` enters, each with how often it does."""
+    found: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(HOME):
+            found[f"{path.removeprefix(HOME)}: {frame.f_code.co_qualname}"] += 1
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def layers(width: int, times: int) -> nn.Sequential:
+    """Linear and GELU, so many times."""
+    return nn.Sequential(*(layer for _ in range(times) for layer in (nn.Linear(width, width), nn.GELU())))
+
+
+def counts() -> dict[str, tuple[Counter[str], int]]:
+    """What each call enters, and the number of calls that is the goal."""
+    x = torch.randn(64, 64)
+    model = fpsim.quantize(layers(64, 1), "e4m3fn")
+    results: list[Tensor] = []
+
+    def forward() -> None:
+        results[:] = [model(x)]
+
+    def backward() -> None:
+        results[0].backward(x)
+
+    def add() -> Counter[str]:
+        with fpsim.emulate("bf16"):
+            y = x + x
+            y + y
+            return entered(lambda: y + y)
+
+    calls: dict[str, tuple[Work, int]] = {
+        'round_to(x, "e4m3fn")': (lambda: fpsim.round_to(x, "e4m3fn"), 6),
+        'round_to(x, "mxfp8_e4m3")': (lambda: fpsim.round_to(x, "mxfp8_e4m3"), 12),
+        "Linear and GELU in e4m3fn, forward": (forward, 90),
+        "Linear and GELU in e4m3fn, backward": (backward, 35),
+    }
+    for _ in range(2):  # what is kept is found by then
+        for work, _ in calls.values():
+            work()
+    found = {name: (entered(work), goal) for name, (work, goal) in calls.items()}
+    found["an addition under emulate"] = add(), 12
+    return found
+
+
+# Processor time
+
+Repeated = Callable[[int], object]  # does the same thing so many times
+
+
+class Timed(NamedTuple):
+    """A call beside the plain one.
+
+    per_call: whether the goal is microseconds of the call; else it is times the plain call.
+    """
+
+    plain: Repeated
+    ours: Repeated
+    goal: float | None
+    per_call: bool = False
+
+
+def repeated(call: Callable[[], object]) -> Repeated:
+    """`call`, so many times."""
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            call()
+
+    return work
+
+
+def added(fmt: str | None) -> Repeated:
+    """Additions of 16 numbers in a block of `fpsim.emulate`, or in none."""
+    x = fpsim.round_to(torch.randn(16), "bf16")
+
+    def work(times: int) -> None:
+        with nullcontext() if fmt is None else fpsim.emulate(fmt):
+            y = x + x
+            for _ in range(times):
+                y + y
+
+    return work
+
+
+def stepped(model: nn.Module, x: Tensor) -> Repeated:
+    """Training steps without an optimizer."""
+    ones = torch.ones_like(x)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).backward(ones)
+
+    return repeated(step)
+
+
+def per_sample(model: nn.Module, x: Tensor) -> Repeated:
+    """A loop that gives the model one sample at a time, as who wants the gradient of each."""
+
+    def loop() -> None:
+        for row in x:
+            model.zero_grad()
+            model(row[None]).sum().backward()
+
+    return repeated(loop)
+
+
+def timed() -> dict[str, Timed]:
+    """The small calls."""
+    x16, x, sequence = torch.randn(16), torch.randn(64, 64), torch.randn(8, 4, 32)
+    found = {
+        'round_to(x, "e4m3fn") of 16, relu': Timed(
+            repeated(lambda: torch.relu(x16)), repeated(lambda: fpsim.round_to(x16, "e4m3fn")), 2.5
+        ),
+        "x + x of 16 under emulate, bf16": Timed(added(None), added("bf16"), 6.0, True),
+    }
+    linear = nn.Linear(64, 64)
+    for fmt, goal in (("e4m3fn", 35.0), ("mxfp8_e4m3", 60.0), ("recipe:fp8_current", 80.0)):
+        model = fpsim.quantize(linear, fmt)
+        found[f"Linear(64, 64), {fmt}"] = Timed(repeated(partial(linear, x)), repeated(partial(model, x)), goal, True)
+    for width in (64, 256):
+        for fmt, goal in (("e4m3fn", 2.0), ("recipe:fp8_current", 3.5)):
+            plain, y = layers(width, 2), torch.randn(width, width)
+            found[f"step of (Linear, GELU) x 2, {width} wide, {fmt}"] = Timed(
+                stepped(plain, y), stepped(fpsim.quantize(plain, fmt), y), goal
+            )
+    lstm = nn.LSTM(32, 32)
+    cell = fpsim.quantize(lstm, "e4m3fn")
+    found["LSTM(32, 32) of 8 steps, e4m3fn"] = Timed(
+        repeated(lambda: lstm(sequence)), repeated(lambda: cell(sequence)), None
+    )
+    plain, y = layers(64, 2), torch.randn(8, 64)
+    found["gradients of 8 samples, one by one, e4m3fn"] = Timed(
+        per_sample(plain, y), per_sample(fpsim.quantize(plain, "e4m3fn"), y), None
+    )
+    return found
+
+
+def seconds(work: Repeated, times: int) -> float:
+    """This thread's processor time for one of so many."""
+    began = time.thread_time()
+    work(times)
+    return (time.thread_time() - began) / times
+
+
+def paired(row: Timed, pairs: int) -> tuple[float, float, float]:
+    """Median seconds of the plain call and of ours, and the median of their ratio."""
+    works = [row.plain, row.ours]
+    times = max(1, round(TURN_SECONDS / max(min(seconds(row.ours, 5) for _ in range(3)), 1e-9)))
+    taken: dict[Repeated, list[float]] = {work: [] for work in works}
+    for _ in range(pairs):
+        for work in works:
+            taken[work].append(seconds(work, times))
+        works.reverse()
+    plain, ours = taken[row.plain], taken[row.ours]
+    ratio = statistics.median(b / a for a, b in zip(plain, ours, strict=True))
+    return statistics.median(plain), statistics.median(ours), ratio
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--time", action="store_true", help="time small calls too")
+    parser.add_argument("--list", action="store_true", help="list the functions that each call enters")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name, (found, goal) in counts().items():
+        print(f"{name:56} {found.total():4} calls of {len(found):3} functions   goal <= {goal}")
+        for function, times in found.most_common() if options.list else ():
+            print(f"{times:8} {function}")
+    if not options.time:
+        return
+    for name, row in timed().items():
+        plain, ours, ratio = paired(row, PAIRS)
+        goal = "" if row.goal is None else f"   goal <= {row.goal:g} {'us' if row.per_call else 'times'}"
+        print(f"{name:56} {ours * 1e6:7.1f} us, plain {plain * 1e6:6.1f} us: {ratio:5.2f} times{goal}")
+
+
+if __name__ == "__main__":
+    main()
