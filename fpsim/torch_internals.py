@@ -26,6 +26,7 @@ from torch.utils import _pytree
 from fpsim.torch_modes import has_transform
 
 __all__ = [
+    "FORMER",
     "base_of",
     "blind_to_modes",
     "calibrate_holders",
@@ -34,11 +35,11 @@ __all__ = [
     "computing_hooks",
     "constant_under_compile",
     "current_graph_task",
-    "direct_buffers",
     "direct_parameters",
     "fuse_in_inductor",
     "has_history",
     "has_no_holes",
+    "held_by",
     "is_compiled_wrapper",
     "is_held_by_autograd_alone",
     "is_legacy_batched",
@@ -73,6 +74,8 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 # Whether a tensor is a zero that autograd made without memory.
 is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor  # type: ignore[assignment]
+# Whether a tensor stands for a batch of them, as `torch.autograd.grad(is_grads_batched=True)` makes them.
+is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 # Whether two tensors lie in one storage, wherever in it.
 share_storage: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
@@ -90,12 +93,9 @@ def has_no_holes(x: Tensor) -> bool:
     return x.is_contiguous() or x.permute(*sorted(range(x.dim()), key=x.stride, reverse=True)).is_contiguous()
 
 
-def is_legacy_batched(x: Tensor) -> bool:
-    """Whether `x` stands for a batch of tensors, as `torch.autograd.grad(is_grads_batched=True)` makes them."""
-    return torch._C._functorch.is_legacy_batchedtensor(x)
-
-
 # What torch knows of a module
+
+FORMER = "_former_parameters"  # where a replica of nn.DataParallel keeps what it has in the place of parameters
 
 
 def direct_parameters(module: nn.Module) -> Iterator[Tensor]:
@@ -104,13 +104,13 @@ def direct_parameters(module: nn.Module) -> Iterator[Tensor]:
     A replica of nn.DataParallel keeps what it has of them under another name.
     """
     own = module._parameters.values()
-    former = module.__dict__.get("_former_parameters")
+    former = module.__dict__.get(FORMER)
     return (p for p in (own if former is None else (*own, *former.values())) if p is not None)
 
 
-def direct_buffers(module: nn.Module) -> Iterator[Tensor]:
-    """The module's own buffers; absent ones are left out."""
-    return (b for b in module._buffers.values() if b is not None)
+# The dictionaries that a module keeps, of its own parameters, buffers, children and hooks before its forward. An absent
+# parameter, buffer or child is None.
+held_by: Callable[[nn.Module], Any] = attrgetter("_parameters", "_buffers", "_modules", "_forward_pre_hooks")
 
 
 @contextmanager
@@ -397,8 +397,9 @@ def calibrate_holders() -> None:
     under Dynamo's evaluation of frames, where a call holds its arguments.
     """
     global _alone, _is_measured
-    is_plain = sys.gettrace() is None and _references_in_a_call(object()) <= _PLAIN_REFERENCES
-    if _is_measured or not is_plain or current_graph_task() >= 0:
+    if _is_measured or current_graph_task() >= 0:
+        return
+    if sys.gettrace() is not None or _references_in_a_call(object()) > _PLAIN_REFERENCES:
         return
     with _measuring:
         if _is_measured:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "CALL_SLOT",
+    "any_mode",
     "call_inside",
     "has_transform",
     "hook_steps",
@@ -56,6 +57,7 @@ CALL_SLOT = "_compiled_call_impl"
 push_mode: Callable[[TorchFunctionMode], None] = torch._C._push_on_torch_function_stack  # type: ignore[attr-defined]
 _pop: Callable[[], TorchFunctionMode] = torch._C._pop_torch_function_stack  # type: ignore[attr-defined]
 _size: Callable[[], int] = torch._C._len_torch_function_stack
+any_mode = _size  # how many function modes are on the stack of this thread; 0 for none
 _at: Callable[[int], TorchFunctionMode] = torch._C._get_function_stack_at  # type: ignore[attr-defined]
 
 

@@ -74,7 +74,7 @@ def is_in_order(wanted: Calls, calls: Calls) -> bool:
 
 def of_each_hook(calls: Calls) -> list[Calls]:
     """The calls of a backward pass, cut before every gradient."""
-    starts = [i for i, (_, name) in enumerate(calls) if name == "BackwardRounding.__call__"]
+    starts = [i for i, (_, name) in enumerate(calls) if name == "ScaledBackwardRounding.__call__"]
     return [calls[a:b] for a, b in zip(starts, [*starts[1:], len(calls)], strict=True)]
 
 

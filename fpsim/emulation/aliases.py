@@ -102,8 +102,9 @@ class Aliases:
 
     def seen(self, x: Tensor) -> tuple[Alias | None, Any]:
         """`of` and `state_of`, for whoever asks both in each call."""
-        is_known = self._known.data or self._writes.data
-        return (self.of(x), self.state_of(x)) if is_known else (None, writes_to(x))
+        if self._known.data or self._writes.data:
+            return self.of(x), self.state_of(x)
+        return None, writes_to(x)
 
     def state_of(self, x: Tensor) -> Any:
         """What changes whenever the memory of a tensor is written to, through whichever alias."""

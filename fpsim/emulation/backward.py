@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fpsim.emulation.marks import is_rounded_at, mark_of, mark_rounded
+from fpsim.emulation.marks import MARK, is_rounded_at, mark, mark_of
 from fpsim.emulation.scope import Observer, Scope
 from fpsim.tensors.autograd import is_plain, round_differentiably
 from fpsim.tensors.expressions import round_traced
@@ -15,7 +15,7 @@ from fpsim.tensors.launch import round_memory_, rounded, to_float64
 from fpsim.tensors.spec import RoundingSpec, container_width
 from fpsim.torch_internals import has_no_holes, is_held_by_autograd_alone, is_legacy_batched, is_traced
 
-__all__ = ["BackwardRounding"]
+__all__ = ["BackwardRounding", "ScaledBackwardRounding"]
 
 
 class BackwardRounding:
@@ -23,77 +23,62 @@ class BackwardRounding:
 
     scope: of the module in whose forward pass the tensor was made.
     site, role, spec: what is told to observers, and how the gradient is rounded.
-    scale: gives the log2 of the scale at which it is rounded, see `Scaling`; None for a scale of 1.
     """
 
-    __slots__ = ("role", "scale", "scope", "site", "spec")
+    __slots__ = ("role", "scope", "site", "spec")
 
-    def __init__(
-        self,
-        scope: Scope,
-        site: str,
-        role: str,
-        spec: RoundingSpec,
-        scale: Callable[[Tensor, bool], Tensor | None] | None,
-    ) -> None:
-        self.scope, self.site, self.role, self.spec, self.scale = scope, site, role, spec, scale
+    def __init__(self, scope: Scope, site: str, role: str, spec: RoundingSpec) -> None:
+        self.scope, self.site, self.role, self.spec = scope, site, role, spec
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
         """The rounded gradient, or None where it is rounded in place or needs no rounding."""
+        if gradient is None or gradient.is_sparse or is_legacy_batched(gradient) or not is_plain(gradient):
+            return self._unusual(gradient)
+        if torch.is_grad_enabled():  # it is to be differentiated again
+            return self._unusual(gradient)
+        spec, listeners = self.spec, self.scope.listeners
+        if hasattr(gradient, MARK) and is_rounded_at(gradient, None, spec):
+            return None
+        observer = None if listeners.observer is None else listeners.watching(self.site, self.role)
+        if spec.is_float32 and container_width(spec, gradient.dtype) == 0:
+            # not rounded; a copy has no holes, and sums in another order
+            self._show(observer, gradient, gradient, None)
+            return None
+        is_dense = gradient.is_contiguous() or has_no_holes(gradient)
+        if observer is None and is_dense and is_held_by_autograd_alone(gradient):
+            round_memory_(gradient, spec)
+            mark(gradient, spec.text)
+            return None
+        return self._apart(observer, gradient, gradient, None)
+
+    def _scale_of(self, gradient: Tensor) -> Tensor | None:
+        """log2 of the scale of a gradient that is not to be rounded in place; None for a scale of 1."""
+        return None
+
+    def _unusual(self, gradient: Tensor | None) -> Tensor | None:
+        """The rounded gradient where it is none, sparse, traced, seen by a transform, or differentiated again."""
         if gradient is None:  # an output that nobody used, beside one that somebody did
             return None
         if gradient.is_sparse:
-            return self._round_sparse(gradient)
+            return self._sparse(gradient)
         if is_legacy_batched(gradient):
             raise NotImplementedError(
                 f"A batch of gradients came to {self.site}, of torch.autograd.grad(is_grads_batched=True) or "
                 f"torch.autograd.functional.jacobian(vectorize=True), and cannot be rounded. Possible: one gradient "
                 f"after the other, or torch.func.vmap over torch.func.vjp."
             )
-        spec, listeners = self.spec, self.scope.listeners
-        can_launch = not torch.is_grad_enabled() and is_plain(gradient)  # no double backward, no transform
-        log2_scale, observer, before, may_round = None, None, None, False
-        if self.scale is not None:
-            may_round = (
-                can_launch
-                and mark_of(gradient) is None
-                and has_no_holes(gradient)
-                and is_held_by_autograd_alone(gradient)
-            )
-            if may_round:
-                observer = listeners.watching(self.site, self.role)
-                before = None if observer is None else gradient.detach().clone()  # the scaling may round it at once
-            log2_scale = self.scale(gradient, may_round)
+        spec, log2_scale = self.spec, self._scale_of(gradient)
         if is_rounded_at(gradient, log2_scale, spec):
-            if observer is not None and before is not None:
-                self._show(observer, before, gradient, log2_scale)
             return None
-        if is_traced(gradient) and not torch.is_grad_enabled():
-            if container_width(spec, gradient.dtype) == 0:
-                return None
-            result = round_traced(gradient, spec)
-            mark_rounded(result, None, spec)
-            return result
-        if not can_launch:
+        if not is_traced(gradient) or torch.is_grad_enabled():
             return round_differentiably(gradient, spec, log2_scale)
-        if not may_round:
-            observer = listeners.watching(self.site, self.role)
-        if container_width(spec, gradient.dtype) == 0:  # not rounded; a copy has no holes, and sums in another order
-            if observer is not None:
-                self._show(observer, gradient, gradient, log2_scale)
+        if container_width(spec, gradient.dtype) == 0:
             return None
-        # asked again: the scaling may have kept the gradient
-        if observer is None and has_no_holes(gradient) and is_held_by_autograd_alone(gradient):
-            round_memory_(gradient, spec, None, log2_scale)
-            mark_rounded(gradient, log2_scale, spec)
-            return None
-        result = rounded(gradient, spec, None, log2_scale)
-        mark_rounded(result, log2_scale, spec)
-        if observer is not None:
-            self._show(observer, gradient if before is None else before, result, log2_scale)
+        result = round_traced(gradient, spec)
+        mark(result, spec.text)
         return result
 
-    def _round_sparse(self, gradient: Tensor) -> Tensor:
+    def _sparse(self, gradient: Tensor) -> Tensor:
         """The gradient of an embedding: its rows are summed, then rounded."""
         gradient = gradient.coalesce()
         indices, values = gradient.indices(), gradient.values()
@@ -101,7 +86,60 @@ class BackwardRounding:
         values = values if result is None else result
         return torch.sparse_coo_tensor(indices, values, gradient.shape, is_coalesced=True, check_invariants=False)
 
-    def _show(self, observer: Observer, before: Tensor, after: Tensor, log2_scale: Tensor | None) -> None:
+    def _apart(self, observer: Observer | None, before: Tensor, gradient: Tensor, log2_scale: Tensor | None) -> Tensor:
+        """Rounded in memory of its own. before: what the observer is shown beside it."""
+        result = rounded(gradient, self.spec, None, log2_scale)
+        mark(result, self.spec.text, log2_scale)
+        self._show(observer, before, result, log2_scale)
+        return result
+
+    def _show(self, observer: Observer | None, before: Tensor, after: Tensor, log2_scale: Tensor | None) -> None:
+        if observer is None:
+            return
         if log2_scale is not None:  # as the format sees it; exact, for float64 has exponents to spare
             before, after = to_float64(before, log2_scale), to_float64(after, log2_scale)
         observer(self.site, self.role, before, after, self.spec)
+
+
+class ScaledBackwardRounding(BackwardRounding):
+    """The same at a scale that is found when the gradient arrives.
+
+    scale: gives the log2 of the scale, see `Scaling`; it may round a gradient that nobody else holds at once.
+    """
+
+    __slots__ = ("scale",)
+
+    def __init__(
+        self, scope: Scope, site: str, role: str, spec: RoundingSpec, scale: Callable[[Tensor, bool], Tensor | None]
+    ) -> None:
+        super().__init__(scope, site, role, spec)
+        self.scale = scale
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        """As of `BackwardRounding`."""
+        if gradient is None or gradient.is_sparse or is_legacy_batched(gradient) or not is_plain(gradient):
+            return self._unusual(gradient)
+        if torch.is_grad_enabled():  # it is to be differentiated again
+            return self._unusual(gradient)
+        spec, listeners = self.spec, self.scope.listeners
+        is_free = mark_of(gradient) is None and has_no_holes(gradient) and is_held_by_autograd_alone(gradient)
+        observer = listeners.watching(self.site, self.role) if is_free else None
+        before = gradient if observer is None else gradient.detach().clone()
+        log2_scale = self.scale(gradient, is_free)
+        if is_rounded_at(gradient, log2_scale, spec):
+            self._show(observer, before, gradient, log2_scale)
+            return None
+        if not is_free:
+            observer = listeners.watching(self.site, self.role)
+        if container_width(spec, gradient.dtype) == 0:
+            self._show(observer, gradient, gradient, log2_scale)
+            return None
+        # asked again: the scaling may have kept the gradient
+        if observer is None and has_no_holes(gradient) and is_held_by_autograd_alone(gradient):
+            round_memory_(gradient, spec, None, log2_scale)
+            mark(gradient, spec.text, log2_scale)
+            return None
+        return self._apart(observer, before, gradient, log2_scale)
+
+    def _scale_of(self, gradient: Tensor) -> Tensor | None:
+        return self.scale(gradient, False)

@@ -21,7 +21,6 @@ from fpsim.emulation.scope import active
 from fpsim.torch_internals import written_arguments
 
 __all__ = [
-    "FLOAT64",
     "LOOK_UPS",
     "NARROWING",
     "QUOTIENT_OF_NUMBER",
@@ -31,6 +30,7 @@ __all__ = [
     "Call",
     "call_of",
     "in_order",
+    "known_calls",
 ]
 
 
@@ -138,7 +138,7 @@ ONLY_COMPARED = {
 }
 QUOTIENT_OF_NUMBER = Tensor.__rtruediv__  # 3.0 / x, which torch computes as x.reciprocal() * 3.0
 # Functions that give float64, whatever they are given.
-FLOAT64 = ("float_power",)
+_FLOAT64 = ("float_power",)
 # Functions of several steps whose backward pass looks for their result among what they chose it from: it has to stay
 # as it is, and a copy is rounded.
 CHOOSE_INSIDE = ("linalg_matrix_norm", "matrix_norm", "linalg_norm", "norm", "linalg_cond", "cond")
@@ -194,6 +194,8 @@ _RANKS = {name: rank for rank, name in enumerate(_OPERANDS)}
 
 def in_order(named: dict[str, Any]) -> list[Any]:
     """The operands that were given by name, in the order of torch's own parameters."""
+    if len(named) < 2:
+        return [*named.values()]
     return [named[name] for name in sorted(named, key=lambda name: _RANKS.get(name, len(_RANKS)))]
 
 
@@ -220,13 +222,17 @@ class Call:
     is_of_each: whether it moves each of several tensors, which keep their dtypes.
     drops: whether it drops numbers if it is not told; None for what drops none.
     inplace_at: the position of the argument `inplace`; None where there is none.
+    may_write: whether it writes to its first argument with some of its arguments.
+    may_renormalise: whether it changes a weight first, if it is given a `max_norm`.
+    gives_float64: whether it gives float64, whatever it is given.
+    only_computes: whether nothing but the rounding of its operands and results is to be done.
     skip_positions, skip_names: arguments that are no operands, or that the function writes to: a copy would not do.
     """
 
     __slots__ = (
-        "action", "chooses_inside", "converts", "drops", "has_dtype_of_first", "has_pole", "in_place", "inplace_at",
-        "is_comparison", "is_of_each", "is_quotient", "is_view", "name", "narrows", "only_compared",
-        "scales", "skip_names", "skip_positions", "takes_dtype",
+        "action", "chooses_inside", "converts", "drops", "gives_float64", "has_dtype_of_first", "has_pole", "in_place",
+        "inplace_at", "is_comparison", "is_of_each", "is_quotient", "is_view", "may_renormalise", "may_write", "name",
+        "narrows", "only_compared", "only_computes", "scales", "skip_names", "skip_positions", "takes_dtype",
     )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -257,6 +263,11 @@ class Call:
         code = getattr(function, "__code__", None)
         names = code.co_varnames[: code.co_argcount] if code is not None else ()
         self.inplace_at = names.index("inplace") if "inplace" in names else None
+        self.may_write = self.in_place or self.inplace_at is not None
+        self.may_renormalise, self.gives_float64 = self.name.startswith("embedding"), self.name in _FLOAT64
+        self.only_computes = self.action is Action.COMPUTE and not (
+            self.may_write or self.is_view or self.is_of_each or self.drops is not None or self.name == "copy_"
+        )
         skips = NOT_OPERANDS.get(function) or NOT_OPERANDS.get(name, ((), ()))
         written = written_arguments(function)
         self.skip_positions, self.skip_names = written[0].union(skips[0]), written[1].union(skips[1])
@@ -322,13 +333,16 @@ class _BackwardCall(Call):
             active.emulation = emulation
 
 
-_calls: dict[Any, Call] = {f: _BackwardCall(f) for f in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)}
+# Those that were looked up.
+known_calls: dict[Any, Call] = {
+    f: _BackwardCall(f) for f in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+}
 
 
 def call_of(function: Callable[..., Any]) -> Call:
     """How this torch function is treated; looked up once and kept."""
-    call = _calls.get(function)
-    return _calls.setdefault(function, Call(function)) if call is None else call
+    call = known_calls.get(function)
+    return known_calls.setdefault(function, Call(function)) if call is None else call
 
 
 class _Border:

@@ -27,6 +27,7 @@ __all__ = [
     "asks_for_float32",
     "autocast_depth",
     "dtype_in",
+    "has_process_group",
     "is_called_by_sharding",
     "is_float32_island",
     "is_of_machinery",
@@ -90,13 +91,16 @@ def _caller_of(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+has_process_group: Callable[[], bool] = (  # bool() is False
+    torch.distributed.is_initialized if torch.distributed.is_available() else bool
+)
+
+
 def is_called_by_sharding() -> bool:
     """Whether torch.distributed itself calls: it gathers and frees parameters between modules, and computes nothing.
 
     Asked only where there is a process group.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
     frame: FrameType | None = inspect.currentframe()
     while frame is not None and _is_between(frame.f_code.co_filename):
         if _is_of_sharding(frame.f_code.co_filename):
@@ -137,6 +141,8 @@ def is_float32_island(outer_depth: int) -> bool:
 
     A checkpoint runs its forward again inside of such blocks of its own, which say nothing.
     """
-    if autocast_depth() <= outer_depth:
+    depth = torch.autocast_increment_nesting() - 1  # as autocast_depth
+    torch.autocast_decrement_nesting()
+    if depth <= outer_depth:
         return False
     return not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))

@@ -20,7 +20,7 @@ from fpsim.emulation.steps import watch_steps
 from fpsim.policies.policy import FormatLike
 from fpsim.policies.recipes import as_policy_of
 from fpsim.torch_internals import current_graph_task
-from fpsim.torch_modes import keeps_grad_mode, modes, push_mode, take_off
+from fpsim.torch_modes import any_mode, keeps_grad_mode, modes, push_mode, take_off
 from fpsim.undoing import Block, Undo
 
 __all__ = ["Position", "computing_a_weight", "emulate", "run_entered", "take_off_leftovers"]
@@ -28,8 +28,9 @@ __all__ = ["Position", "computing_a_weight", "emulate", "run_entered", "take_off
 
 def _enter(scope: Scope, undo: Undo) -> None:
     """Run what follows under `scope`: in the mode that is active in this thread, or in a new one."""
-    _begin_step(scope)
     emulation: Emulation | None = active.emulation
+    if emulation is None or emulation.scope.listeners is not scope.listeners:
+        _begin_step(scope)
     if emulation is None:
         emulation = _new_emulation(scope, True)
         _activate(emulation, undo)
@@ -63,8 +64,9 @@ def run_entered(
     has_names: bool = True,
 ) -> Any:
     """`function(*args, **kwargs)` under `scope`. Nothing stays behind, whatever is raised and wherever."""
-    _begin_step(scope)
     emulation: Emulation | None = active.emulation
+    if emulation is None or emulation.scope.listeners is not scope.listeners:
+        _begin_step(scope)
     if emulation is not None:
         previous = emulation.scope
         try:
@@ -93,9 +95,9 @@ def _run_in(
 
 
 def _begin_step(scope: Scope) -> None:
-    emulation, histories = active.emulation, scope.listeners.histories
-    is_outermost = emulation is None or emulation.scope.listeners is not scope.listeners
-    if is_outermost and len(histories) and torch.is_grad_enabled() and current_graph_task() < 0:
+    """A step of a model begins with each of its calls that is in no other one of it."""
+    histories = scope.listeners.histories
+    if len(histories) and torch.is_grad_enabled() and current_graph_task() < 0:
         histories.begin_step()
 
 
@@ -132,7 +134,7 @@ def take_off_leftovers() -> None:
     that is handled while it does so lets it put the mode back as late as the traceback is forgotten, after we have
     taken it off.
     """
-    found = [mode for mode in modes() if _is_leftover(mode)]
+    found = [mode for mode in modes() if _is_leftover(mode)] if any_mode() else []
     if not found:
         return
     for mode in found:

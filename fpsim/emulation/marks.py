@@ -13,6 +13,7 @@ from fpsim.torch_internals import base_of, version_of
 from fpsim.torch_modes import has_transform, layers_behind
 
 __all__ = [
+    "MARK",
     "OF_A_WEIGHT",
     "WIDE",
     "format_of",
@@ -45,6 +46,7 @@ __all__ = [
 OF_A_WEIGHT = " of a weight"
 # The mark of what is float32 on purpose, and not in the format.
 WIDE = "wide"
+MARK = "_fpsim"  # the attribute of a tensor where its mark is
 
 
 # A mark is a plain tuple, for torch.save writes it with the tensor and torch.load(weights_only=True) takes no class. It
@@ -125,10 +127,7 @@ def note_inference_write() -> None:
 
 def writes_to(x: Tensor) -> int:
     """A number that changes whenever `x` is written to."""
-    try:
-        return version_of(x)
-    except RuntimeError:  # an inference tensor
-        return _inference_version
+    return _inference_version if x.is_inference() else version_of(x)
 
 
 def is_leaf(x: Tensor) -> bool:
@@ -138,7 +137,8 @@ def is_leaf(x: Tensor) -> bool:
 
 def mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
     """Note that `x` was rounded as `text` says, at this scale."""
-    made = (text, writes_to(x), log2_scale, x.requires_grad and not is_leaf(x))
+    writes = _inference_version if x.is_inference() else version_of(x)  # as writes_to
+    made = (text, writes, log2_scale, x.requires_grad and not (base_of(x) is None and x.is_leaf))  # as is_leaf
     x._fpsim = made if log2_scale is None else _MarkAtScale(made)  # type: ignore[attr-defined]
 
 
@@ -199,7 +199,8 @@ def format_of(x: Tensor) -> str | None:
         return WIDE if found is None and has_transform() and _is_wide_behind(x) else None
     if found[0] == WIDE:
         return WIDE
-    return found[0] if found[1] == writes_to(x) and found[3] >= x.requires_grad else None
+    writes = _inference_version if x.is_inference() else version_of(x)
+    return found[0] if found[1] == writes and found[3] >= x.requires_grad else None
 
 
 def _is_wide_behind(x: Tensor) -> bool:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from fpsim.emulation import recurrent
 from fpsim.emulation.aliases import Alias, Aliases, note_write, view_from_outside, write_outside, written_outside
-from fpsim.emulation.arguments import are_integers, roundable_in, tensors_in, typed_in
+from fpsim.emulation.arguments import (
+    are_integers,
+    as_numbers,
+    has_lazy,
+    renormalised,
+    roundable_in,
+    tensors_in,
+    typed_in,
+)
 from fpsim.emulation.calls import (
-    FLOAT64,
     LOOK_UPS,
     NARROWING,
     QUOTIENT_OF_NUMBER,
@@ -26,12 +32,14 @@ from fpsim.emulation.calls import (
     Call,
     call_of,
     in_order,
+    known_calls,
 )
 from fpsim.emulation.casts import (
     WIDE_DTYPES,
     asks_for_float32,
     autocast_depth,
     dtype_in,
+    has_process_group,
     is_called_by_sharding,
     is_float32_island,
 )
@@ -58,7 +66,7 @@ from fpsim.emulation.scaled_masks import keep_masks, masks_to_scale
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.emulation.steps import Step
 from fpsim.tensors.spec import rounding_spec
-from fpsim.torch_internals import base_of, blind_to_modes, has_history
+from fpsim.torch_internals import base_of, blind_to_modes
 from fpsim.torch_modes import hooks_of_saved_tensors
 
 __all__ = ["Emulation"]
@@ -68,25 +76,6 @@ _decomposed: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: blind_to_modes(F.multi_head_attention_forward),
     QUOTIENT_OF_NUMBER: lambda self, other: self.reciprocal() * other,
 }
-
-
-@cache
-def _has_lazy(types: tuple[type, ...]) -> bool:
-    """Whether a parameter or a buffer that has no memory yet is among the arguments."""
-    return any(issubclass(kind, UninitializedParameter | UninitializedBuffer) for kind in types)
-
-
-def _renormalised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an embedding after it has changed the weight itself, not the rounded copy."""
-    torch.embedding_renorm_(args[1].detach(), args[0].contiguous(), kwargs["max_norm"], kwargs["norm_type"])
-    return {**kwargs, "max_norm": None}
-
-
-def _as_numbers(x: Any) -> Any:
-    """What is read, detached where torch refuses its gradient: another view of what it is a view of was written to."""
-    if not isinstance(x, Tensor) or not x.requires_grad or base_of(x) is None or format_of(x) is not None:
-        return x
-    return x if has_history(x) else x.detach()
 
 
 def _is_wide(x: Any) -> bool:
@@ -112,11 +101,11 @@ class Emulation(Roundings, TorchFunctionMode):
         if func == DTYPE_OF:
             return dtype_of(self, inspect.currentframe(), args[0])  # no variable: a frame in itself is a cycle
         kwargs = kwargs or {}
-        call = call_of(func)
+        call = known_calls.get(func) or call_of(func)
         action, scope = call.action, self.scope
         if action is Action.DTYPE:
             return result_type(self, func, args, kwargs)
-        if (self.step is not None and self.step.is_running(scope)) or (types and _has_lazy(types)):
+        if (self.step is not None and self.step.is_running(scope)) or (types and has_lazy(types)):
             return call(func, args, kwargs)
         asked = Asked.NOTHING
         if call.takes_dtype or "dtype" in kwargs:
@@ -127,7 +116,7 @@ class Emulation(Roundings, TorchFunctionMode):
             action is Action.PASS
             or (rounds_nothing and scope.products is None)
             or call.name in scope.float32
-            or is_called_by_sharding()
+            or (has_process_group() and is_called_by_sharding())
         ):
             return self._pass(func, call, args, kwargs)
         if rounds_nothing and call.name not in CALLS and action not in (Action.REFUSE, Action.DECOMPOSE):
@@ -139,16 +128,21 @@ class Emulation(Roundings, TorchFunctionMode):
                 f"{resolve_name(func) or call.name} at {scope.name or 'the top level'} hides several operations in one "
                 f"call and cannot be emulated. To do: {REFUSE[call.name]}."
             )
-        is_left = call.name in recurrent.OPERATIONS and scope.products is None and leaves_float32(specs, args[0])
-        if action is Action.DECOMPOSE and not is_left:
+        if action is Action.DECOMPOSE and not self._is_left(call, args):
             inner = _decomposed.get(func) or partial(recurrent.OPERATIONS[call.name], scope.repeated)
             with self:
                 return inner(*args, **kwargs)
+        run = self.compute if call.only_computes and not self.has_wide and "out" not in kwargs else self._emulated
         hooks = hooks_of_saved_tensors()
         if hooks is None:
-            return self._emulated(func, call, args, kwargs, asked)
+            return run(func, call, args, kwargs, asked)
         with packed_afterwards(hooks):
-            return self._emulated(func, call, args, kwargs, asked)
+            return run(func, call, args, kwargs, asked)
+
+    def _is_left(self, call: Call, args: tuple[Any, ...]) -> bool:
+        """Whether a recurrent layer is left to torch, for nothing in it is rounded."""
+        scope = self.scope
+        return call.name in recurrent.OPERATIONS and scope.products is None and leaves_float32(scope.specs, args[0])
 
     def _pass(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as it is."""
@@ -242,8 +236,8 @@ class Emulation(Roundings, TorchFunctionMode):
         rounds = Rounds.ALL_BUT_WIDE if is_wide else Rounds.ALL
         if is_float32_island(self._autocast_depth) and not any(map(self._is_narrow, roundable_in(args, kwargs))):
             rounds = Rounds.NOTHING
-        args = tuple([self.prepared(_as_numbers(x), rounds, []) for x in args])
-        kwargs = {name: self.prepared(_as_numbers(x), rounds, []) for name, x in kwargs.items()} if kwargs else kwargs
+        args = tuple([self.prepared(as_numbers(x), rounds, []) for x in args])
+        kwargs = {name: self.prepared(as_numbers(x), rounds, []) for name, x in kwargs.items()} if kwargs else kwargs
         return call(func, self._scalars_in_format(call, args, is_wide), kwargs)
 
     def is_stored(self, x: Tensor) -> bool:
@@ -255,41 +249,22 @@ class Emulation(Roundings, TorchFunctionMode):
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Any:
         """Any other call: its operands are brought into their formats, and its results are rounded."""
-        if call.name.startswith("embedding") and kwargs.get("max_norm") is not None:
-            kwargs = _renormalised(args, kwargs)
-        keeps_first = call.writes_to_first(args, kwargs)
-        target = kwargs.get("out", args[0] if keeps_first and args else None)
-        moves = call.action is Action.MOVE
-        is_wide = self._is_wide_call(func, call, args, kwargs, target, asked)
-        is_narrowed = moves or call.narrows or asked is Asked.NARROW
-        rounds = Rounds.ALL if is_narrowed else Rounds.ALL_BUT_WIDE
-        if is_wide:
-            rounds = Rounds.ALL_BUT_WIDE
-        elif call.is_view and args and isinstance(args[0], Tensor) and is_made_here(args[0]):
-            rounds = Rounds.VIEWED
-        if is_float32_island(self._autocast_depth):
-            is_wide = is_wide or not any(self._is_narrow(x) for x in roundable_in(args, kwargs))
-            rounds = Rounds.NOTHING if is_wide else rounds
+        if call.may_renormalise and kwargs.get("max_norm") is not None:
+            kwargs = renormalised(args, kwargs)
+        keeps_first = call.may_write and call.writes_to_first(args, kwargs)
+        first = args[0] if keeps_first and args else None
+        target = kwargs.get("out", first)
+        is_wide, rounds = self._treatment(func, call, args, kwargs, target, asked)
         floats: list[Tensor] = []
-
-        found = [
-            x if (i == 0 and keeps_first) or i in call.skip_positions else self.prepared(x, rounds, floats)
-            for i, x in enumerate(args)
-        ]
-        new_args, new_kwargs = tuple(found), kwargs
-        if kwargs:
-            new_kwargs = {
-                name: x if name in call.skip_names or name == "out" else self.prepared(x, rounds, floats)
-                for name, x in kwargs.items()
-            }
+        new_args, new_kwargs = self._in_formats(call, args, kwargs, keeps_first, rounds, floats)
         if call.action is Action.SET_ITEM:
             return self._set_item(func, call, new_args, new_kwargs, is_wide)
         operands = (*new_args, *in_order(new_kwargs)) if new_kwargs else new_args
-        first = args[0] if keeps_first and args else None
-        known_base = self.format_of_base(target) if isinstance(target, Tensor) else None
-        if isinstance(first, Tensor) and not is_wide and not moves:
-            self.prepare_target(first)
-        was_marked = format_of(first) if isinstance(first, Tensor) else None
+        known_base, was_marked = None if target is None else self.format_of_base(target), None
+        if isinstance(first, Tensor):
+            if not is_wide and call.action is not Action.MOVE:
+                self.prepare_target(first)
+            was_marked = format_of(first)
         product = None
         is_left = is_wide and (rounds is Rounds.NOTHING or not isinstance(target, Tensor))
         if self.scope.products is not None and call.name in CALLS and not is_left:
@@ -298,30 +273,78 @@ class Emulation(Roundings, TorchFunctionMode):
             out = compute_products(product, partial(call, func), new_args, new_kwargs, target)
         else:
             masks = None if is_wide or not call.scales else masks_to_scale(self.scope.specs.activation, operands)
-            out = keep_masks(call(func, new_args, new_kwargs), masks)
+            out = call(func, new_args, new_kwargs) if target is not None else func(*new_args, **new_kwargs)
+            if masks is not None:
+                out = keep_masks(out, masks)
         if isinstance(given := kwargs.get("out"), Tensor):
             return self._given_out(given, known_base, out, call, operands, floats, is_wide)
         if is_wide or (not floats and not isinstance(target, Tensor) and are_integers(args)):
             self._let_results_be_wide(out, call)
             return out
-        if moves:
+        if call.action is Action.MOVE:
             note_views_of_weights(self.scope, call, out, args, kwargs)
-            self.carry_marks(out, floats, first, was_marked)
-            if rounds is Rounds.VIEWED and not (isinstance(out, Tensor) and is_made_here(out)):
-                for x in tensors_in(out):
-                    if not is_made_here(x) and is_roundable(x):
-                        unmark(x)
-            if call.name not in LOOK_UPS or not isinstance(out, Tensor):
-                return out
-            activation = self.scope.specs.activation
-            if activation is None or format_of(out) == activation.text:
-                if out.requires_grad:
-                    self.hook(out, self.scope.site(call.name), call.name, operands)
-                return out
-        result = self.round_results(out, call, operands, floats, target, product)
+            return self._moved(out, call, operands, floats, first, was_marked, rounds)
+        rounds_all = self.round_result if isinstance(out, Tensor) else self.round_results
+        result = rounds_all(out, call, operands, floats, target, product)
         if isinstance(first, Tensor):
             self.know_again(base_of(first), known_base, call)
         return result
+
+    def _treatment(
+        self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any],
+        target: Any, asked: Asked,
+    ) -> tuple[bool, Rounds]:  # fmt: skip
+        """Whether a call computes float32 on purpose, and which of its operands are brought into their formats."""
+        may_be_wide = self.has_wide or call.takes_dtype or call.gives_float64 or "dtype" in kwargs
+        is_wide = may_be_wide and self._is_wide_call(func, call, args, kwargs, target, asked)
+        if is_wide:
+            rounds = Rounds.ALL_BUT_WIDE
+        elif call.is_view and args and isinstance(args[0], Tensor) and is_made_here(args[0]):
+            rounds = Rounds.VIEWED
+        elif call.action is Action.MOVE or call.narrows or asked is Asked.NARROW:
+            rounds = Rounds.ALL
+        else:
+            rounds = Rounds.ALL_BUT_WIDE
+        if is_float32_island(self._autocast_depth):
+            is_wide = is_wide or not any(self._is_narrow(x) for x in roundable_in(args, kwargs))
+            rounds = Rounds.NOTHING if is_wide else rounds
+        return is_wide, rounds
+
+    def _in_formats(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], keeps_first: bool, rounds: Rounds,
+        floats: list[Tensor],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+        """The arguments, with those that are operands in their formats, which are appended to `floats`."""
+        found = [*args]
+        for i, x in enumerate(args):
+            if isinstance(x, Tensor | list | tuple) and not (i == 0 and keeps_first) and i not in call.skip_positions:
+                found[i] = self.prepared(x, rounds, floats)
+        if not kwargs:
+            return tuple(found), kwargs
+        named = {**kwargs}
+        for name, x in kwargs.items():
+            if isinstance(x, Tensor | list | tuple) and name != "out" and name not in call.skip_names:
+                named[name] = self.prepared(x, rounds, floats)
+        return tuple(found), named
+
+    def _moved(
+        self, out: Any, call: Call, operands: tuple[Any, ...], floats: list[Tensor], first: Any,
+        was_marked: str | None, rounds: Rounds,
+    ) -> Any:  # fmt: skip
+        """The result of a call that moves values, which are in the format that they were in."""
+        self.carry_marks(out, floats, first, was_marked)
+        if rounds is Rounds.VIEWED and not (isinstance(out, Tensor) and is_made_here(out)):
+            for x in tensors_in(out):
+                if not is_made_here(x) and is_roundable(x):
+                    unmark(x)
+        if call.name not in LOOK_UPS or not isinstance(out, Tensor):
+            return out
+        activation = self.scope.specs.activation
+        if activation is None or format_of(out) == activation.text:
+            if out.requires_grad:
+                self.hook(out, self.scope.site(call.name), call.name, operands)
+            return out
+        return self.round_results(out, call, operands, floats, None)
 
     def _given_out(
         self, given: Tensor, known_base: str | None, out: Any, call: Call, operands: tuple[Any, ...],
@@ -383,7 +406,7 @@ class Emulation(Roundings, TorchFunctionMode):
         asked: Asked,
     ) -> bool:
         """Whether a call computes float32 on purpose, by torch's type promotion with the format as a dtype below it."""
-        if asked is not Asked.NOTHING or call.name in FLOAT64:
+        if asked is not Asked.NOTHING or call.gives_float64:
             return asked is not Asked.NARROW
         if "dtype" in kwargs or call.takes_dtype:
             if not isinstance(target, Tensor) and dtype_in(args, kwargs) in WIDE_DTYPES:

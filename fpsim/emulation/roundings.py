@@ -6,12 +6,12 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fpsim.emulation.aliases import Aliases
 from fpsim.emulation.arguments import tensors_in
-from fpsim.emulation.backward import BackwardRounding
+from fpsim.emulation.backward import BackwardRounding, ScaledBackwardRounding
 from fpsim.emulation.calls import WRITTEN_TO, Call
 from fpsim.emulation.marks import (
     OF_A_WEIGHT,
@@ -31,7 +31,7 @@ from fpsim.emulation.scope import Scope
 from fpsim.tensors.autograd import is_plain, straight_through
 from fpsim.tensors.expressions import round_here_
 from fpsim.tensors.launch import round_memory_
-from fpsim.tensors.spec import RoundingSpec
+from fpsim.tensors.spec import FLOATING, RoundingSpec
 from fpsim.torch_internals import base_of, calibrate_holders, has_history, is_traced, share_storage
 from fpsim.torch_modes import has_transform, layers_behind, memory_behind
 
@@ -83,7 +83,7 @@ class Roundings:
         """An argument with its tensors in their formats, which are appended to `floats`."""
         # a method, not a closure: one that calls itself is a cycle, and kept every tensor until a collection
         if isinstance(x, Tensor):
-            if not is_roundable(x):
+            if x.dtype not in FLOATING or x.layout is not torch.strided:  # as is_roundable
                 return x
             x = self.operand(x, rounds)
             floats.append(x)
@@ -105,18 +105,20 @@ class Roundings:
     def operand(self, x: Tensor, rounds: Rounds) -> Tensor:
         """`x` in its format: a parameter in the weights', anything else in the activations'."""
         scope, known = self.scope, format_of(x)
-        specs = scope.specs
-        has_weights_role = is_weight(x) or id(x) in scope.weights
+        has_weights_role = type(x) is nn.Parameter or is_weight(x) or id(x) in scope.weights
         if not has_weights_role and known is not None and known == scope.activation and x.dtype is torch.float32:
             return x
-        if x.dtype is self.scope.dtype and self.has_names and rounds is Rounds.ALL:
+        specs = scope.specs
+        if x.dtype is scope.dtype and self.has_names and rounds is Rounds.ALL:
             x, known = x.float(), None  # of autocast, or a parameter: beside the container it would be another dtype
         spec, backward = (specs.weight, specs.weight_grad) if has_weights_role else (specs.activation, specs.error)
         if (spec is None and backward is None) or rounds is Rounds.NOTHING:
             return x
-        if not has_weights_role and rounds.leaves(x, known):
+        if not has_weights_role and (known is not None or rounds is Rounds.VIEWED) and rounds.leaves(x, known):
             return x
-        if self._is_in_format(known, spec) or self._rounds_no(x, spec, backward):
+        if known is not None and self._is_in_format(known, spec):
+            return x
+        if (spec is None or spec.is_float32) and self._rounds_no(x, backward):
             return x
         alias, state = self.aliases.seen(x)
         if alias is not None and alias.rounded is not None and alias.state == state:
@@ -139,12 +141,11 @@ class Roundings:
             return x
         return self._rounded_operand(x, specs.activation, specs.error, "activation", keep_masks=not is_named)
 
-    def _rounds_no(self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None) -> bool:
-        """Whether the formats are float32's and nobody looks: a copy would change the order of gradients' sums."""
+    def _rounds_no(self, x: Tensor, backward: RoundingSpec | None) -> bool:
+        """Whether the gradient's format is float32 too and nobody looks: a copy would change the order of its sums."""
         listeners = self.scope.listeners
-        is_float32 = (spec is None or spec.is_float32) and (backward is None or backward.is_float32)
         is_seen = listeners.observer is not None or listeners.scaling is not None
-        return is_float32 and not is_seen and x.dtype is torch.float32
+        return (backward is None or backward.is_float32) and not is_seen and x.dtype is torch.float32
 
     def _rounded_operand(
         self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None, role: str, keep_masks: bool = True
@@ -159,7 +160,8 @@ class Roundings:
             activation = self.scope.specs.activation
             is_activation = role == "activation" or (activation is not None and activation.text == spec.text)
             mark(rounded, spec.text if is_activation else spec.text + OF_A_WEIGHT)
-            observer = self.scope.listeners.watching(site, role)
+            listeners = self.scope.listeners
+            observer = None if listeners.observer is None else listeners.watching(site, role)
             if observer is not None:
                 observer(site, role, x.detach(), rounded.detach(), spec)
         if backward is not None and rounded.requires_grad:
@@ -241,7 +243,7 @@ class Roundings:
         product: ProductCall | None = None,
     ) -> Tensor:
         specs = self.scope.specs
-        if not is_roundable(out):
+        if out.dtype not in FLOATING or out.layout is not torch.strided:  # as is_roundable
             if out.is_nested and out.is_floating_point() and specs.activation and not specs.activation.is_float32:
                 raise NotImplementedError(
                     f"Got a nested tensor from {call.name} at {self.scope.name or 'the top level'}, and its numbers "
@@ -289,7 +291,8 @@ class Roundings:
         elif error is not None:
             mark(out, "float32")  # its gradient has its place
         if error is not None and out.requires_grad and (not is_target or torch.is_grad_enabled()):
-            self.hook(out, site, operation, operands)
+            if base_of(out) is None or has_history(out):  # as hook
+                self._register(out, site, "error", error, operation, operands)
         return out
 
     def hook(self, out: Tensor, site: str, operation: str, operands: tuple[Any, ...]) -> None:
@@ -301,11 +304,14 @@ class Roundings:
     def _register(
         self, out: Tensor, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...]
     ) -> None:
-        scaling = self.scope.listeners.scaling
-        scale = None if scaling is None else scaling(site, role, spec, operation, operands, out)
-        if not is_traced(out):
+        if type(out) is Tensor or not is_traced(out):
             calibrate_holders()  # it takes a backward pass, and none should run in another
-        out.register_hook(BackwardRounding(self.scope, site, role, spec, scale))
+        scaling = self.scope.listeners.scaling
+        if scaling is None:
+            out.register_hook(BackwardRounding(self.scope, site, role, spec))
+            return
+        scale = scaling(site, role, spec, operation, operands, out)
+        out.register_hook(ScaledBackwardRounding(self.scope, site, role, spec, scale))
 
 
 def _round_behind(x: Tensor, spec: RoundingSpec, keep_infinity: bool) -> bool:

@@ -124,7 +124,11 @@ class Scope:
 
     def again(self, weights: Collection[int], wide: dict[str, None]) -> Scope:
         """The same place in another call, with no operation counted yet."""
-        return Scope(self.name, self.specs, self.float32, self.listeners, weights, wide, self.products)
+        scope = object.__new__(Scope)
+        scope.name, scope.specs, scope.float32, scope.listeners = self.name, self.specs, self.float32, self.listeners
+        scope.products, scope.dtype, scope.activation = self.products, self.dtype, self.activation
+        scope.weights, scope.wide, scope.counts = weights, wide, {}
+        return scope
 
     def site(self, operation: str) -> str:
         """A name for the next call of `operation`: 'layer1.conv1:conv2d', the second one ':conv2d_1'."""

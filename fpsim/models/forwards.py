@@ -29,11 +29,12 @@ from fpsim.models.opened import open_objects
 from fpsim.policies.policy import FEW_BITS, Policy, RoleSpecs, describe
 from fpsim.policies.products import Products
 from fpsim.torch_internals import (
+    FORMER,
     called_module,
     compile_as_one,
     constant_under_compile,
-    direct_buffers,
     direct_parameters,
+    held_by,
     is_traced,
     standing_in,
 )
@@ -83,7 +84,10 @@ class EmulatedForward:
         """What `module.forward` would be without this: a method, a static one, or what a library put there."""
         if self.inner is not None:
             return self.inner  # type: ignore[no-any-return]
-        of_class = next(vars(c)["forward"] for c in type(module).__mro__ if "forward" in vars(c))
+        for c in type(module).__mro__:
+            if "forward" in vars(c):
+                break
+        of_class = vars(c)["forward"]
         return of_class.__get__(module) if hasattr(of_class, "__get__") else of_class  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -303,34 +307,29 @@ class _UnboundForward:
 def _prepare_weights(module: nn.Module) -> list[int]:
     """Adopt the weights that are computed around here, and know the buffers.
 
-    Returns the ids of the plain tensors in the place of parameters.
+    Returns the ids of the plain tensors in the place of parameters: torch.func.functional_call puts them there.
 
-    torch.func.functional_call puts them there.
+    Asked of all modules whose weights may be used in the module's scope: its own, and those inside. Children too: an
+    attention uses the weights of its last layer itself. What was added to the model after it was quantised runs under
+    the scope around it, however deep.
     """
-    found = []
-    for m in _run_under(module):
-        adopt(m)
-        for b in direct_buffers(m):
-            if not is_state(b):
+    found, waiting = [], [module]
+    while waiting:
+        m = waiting.pop()
+        if m is None:
+            continue
+        parameters, buffers, children, hooks = held_by(m)
+        if hooks or "parametrizations" in children:
+            adopt(m)
+        for b in buffers.values():
+            if b is not None and not is_state(b):
                 mark_as_state(b)
-        found += [
-            id(p) for p in direct_parameters(m) if type(p) is not nn.Parameter and not isinstance(p, nn.Parameter)
-        ]
+        for p in parameters.values() if FORMER not in vars(m) else direct_parameters(m):
+            if type(p) is not nn.Parameter and p is not None and not isinstance(p, nn.Parameter):
+                found.append(id(p))
+        if m is module or _KEY not in vars(m):
+            waiting += children.values()
     return found
-
-
-def _run_under(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules whose weights may be used in the module's scope: its own, and those inside.
-
-    Children too: an attention uses the weights of its last layer itself. What was added to the model after it was
-    quantised runs under the scope around it, however deep.
-    """
-    yield module
-    for child in module.children():
-        if _KEY in vars(child):
-            yield child
-        else:
-            yield from _run_under(child)
 
 
 class _EmulatedRepr:

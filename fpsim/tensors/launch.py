@@ -89,10 +89,7 @@ def _kernel_and_container(
     spec: RoundingSpec, dtype: torch.dtype, keep_masks: bool, keep_infinity: bool
 ) -> tuple[Kernel | None, torch.dtype]:
     """What rounds tensors of a dtype, and in which dtype; no kernel where there is nothing to do."""
-    key = (spec.text, dtype, keep_masks, keep_infinity)  # a string keeps its hash, and this is asked in every call
-    found = _known.get(key)
-    if found is not None:
-        return found
+    key = (spec.text, dtype, keep_masks, keep_infinity)
     width = container_width(spec, dtype)
     masks = masks_of(spec, dtype, width, keep_infinity) if keep_masks and width else NO_MASKS
     kernel = kernel_for(spec, width, masks) if width else None
@@ -274,14 +271,15 @@ def round_memory_(
     log2_scale: an int64 on the device of `x`, within `log2_scale_limits`: round(x * 2**log2_scale) / 2**log2_scale.
     keep_masks: masks stay, see masks_of, which says also what `keep_infinity` means.
     """
-    kernel, container = _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
+    found = _known.get((spec.text, x.dtype, keep_masks, keep_infinity))  # a string keeps its hash
+    kernel, container = found or _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
     if kernel is None or x.numel() == 0:
         return
     if spec.rounding == "stochastic":
         key = new_key_for(x) if key is None else key
         direct = x.is_contiguous()  # noise goes by the logical index, so memory order must be logical order
     else:
-        direct = has_no_holes(x)
+        direct = x.is_contiguous() or has_no_holes(x)
     if direct and x.dtype is container:
         launch(x, x, kernel, key, log2_scale)
     else:
@@ -328,7 +326,8 @@ def rounded(
     keep_infinity: bool = True,
 ) -> Tensor:
     """A rounded copy of `x` with its dtype and, where it has no holes, its strides. Arguments as in round_memory_."""
-    kernel, container = _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
+    found = _known.get((spec.text, x.dtype, keep_masks, keep_infinity))  # a string keeps its hash
+    kernel, container = found or _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
     if kernel is None:
         return x.detach().clone()
     if spec.rounding == "stochastic" and key is None:
