@@ -44,8 +44,6 @@ __all__ = [
     "is_held_by_autograd_alone",
     "is_legacy_batched",
     "is_traced",
-    "is_watched",
-    "is_zero_tensor",
     "map_leaves",
     "may_compute_weights",
     "operation_homes",
@@ -72,8 +70,6 @@ current_stream_handle: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 # The tensor that another one is a view of, as autograd sees it; None for a tensor that is no view.
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-# Whether a tensor is a zero that autograd made without memory.
-is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor  # type: ignore[assignment]
 # Whether a tensor stands for a batch of them, as `torch.autograd.grad(is_grads_batched=True)` makes them.
 is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 # Whether two tensors lie in one storage, wherever in it.
@@ -197,18 +193,6 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 
 
 # Who watches the calls of torch
-
-
-def is_watched() -> bool:
-    """Whether a tracer, a dispatch mode, a transform of torch.func or forward-mode differentiation sees each call."""
-    modes = torch._C._len_torch_dispatch_stack()
-    return (modes > 0 and _has_mode(modes)) or has_transform() or forward_ad._current_level >= 0
-
-
-def _has_mode(count: int) -> bool:
-    """Whether one is not of a selective checkpoint, which keeps results in the memory in which they are rounded."""
-    kinds = (type(torch._C._get_dispatch_stack_at(i)) for i in range(count))
-    return any(kind.__module__ != "torch.utils.checkpoint" for kind in kinds)
 
 
 def is_traced(x: Tensor) -> bool:

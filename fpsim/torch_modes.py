@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
@@ -31,7 +32,9 @@ __all__ = [
     "hook_steps",
     "hooked",
     "hooks_of_saved_tensors",
+    "is_plain",
     "is_stand_in",
+    "is_watched",
     "keeps_grad_mode",
     "layers_behind",
     "memory_behind",
@@ -72,6 +75,32 @@ def hooks_of_saved_tensors() -> Any:
 hooks_of_saved_tensors._dynamo_marked_constant = True  # type: ignore[attr-defined]  # in a compiled program: None
 # Whether a transform of torch.func sees each call.
 has_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
+
+
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# Whether a tensor is a zero that autograd made without memory.
+_is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor  # type: ignore[assignment]
+
+
+def is_watched() -> bool:
+    """Whether a tracer, a dispatch mode, a transform of torch.func or forward-mode differentiation sees each call."""
+    modes = _dispatch_modes()
+    return (modes > 0 and _has_mode(modes)) or has_transform() or forward_ad._current_level >= 0
+
+
+def _has_mode(count: int) -> bool:
+    """Whether one is not of a selective checkpoint, which keeps results in the memory in which they are rounded."""
+    kinds = (type(torch._C._get_dispatch_stack_at(i)) for i in range(count))
+    return any(kind.__module__ != "torch.utils.checkpoint" for kind in kinds)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a kernel may be called on the memory of `x` at once: it holds the values, and nobody watches the call."""
+    if (type(x) is not Tensor and type(x) is not nn.Parameter) or torch.compiler.is_compiling():
+        return False
+    if (_dispatch_modes() or has_transform() or forward_ad._current_level >= 0) and is_watched():
+        return False
+    return not (x.is_neg() or _is_zero_tensor(x)) and (x.is_cpu or x.is_cuda)
 
 
 def layers_behind(x: Tensor) -> Iterator[Tensor]:

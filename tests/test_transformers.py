@@ -136,7 +136,7 @@ def test_no_operation_escapes_but_those_listed_with_their_reason(name: str, monk
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # its mask is no number of the computation
     # the watcher must not change the way: a dispatch mode would mean the traced one
-    monkeypatch.setattr(fpsim.tensors.autograd, "is_watched", lambda: False)
+    monkeypatch.setattr(fpsim.torch_modes, "is_watched", lambda: False)
     with Outputs(model) as outputs:
         model(**inputs)
     assert len(outputs.results) > 50

@@ -34,10 +34,10 @@ from fpsim.emulation.marks import (
     writes_to,
 )
 from fpsim.emulation.operands import Rounds
-from fpsim.tensors.autograd import is_plain
 from fpsim.tensors.expressions import round_here_
 from fpsim.tensors.spec import RoundingSpec
 from fpsim.torch_internals import is_traced, share_storage
+from fpsim.torch_modes import is_plain
 
 __all__ = [
     "Alias",

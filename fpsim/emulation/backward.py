@@ -9,11 +9,12 @@ from torch import Tensor
 
 from fpsim.emulation.marks import MARK, is_rounded_at, mark, mark_of
 from fpsim.emulation.scope import Observer, Scope
-from fpsim.tensors.autograd import is_plain, round_differentiably
+from fpsim.tensors.autograd import round_differentiably
 from fpsim.tensors.expressions import round_traced
 from fpsim.tensors.launch import round_memory_, rounded, to_float64
 from fpsim.tensors.spec import RoundingSpec, container_width
 from fpsim.torch_internals import has_no_holes, is_held_by_autograd_alone, is_legacy_batched, is_traced
+from fpsim.torch_modes import is_plain
 
 __all__ = ["BackwardRounding", "ScaledBackwardRounding"]
 

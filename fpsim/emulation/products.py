@@ -20,7 +20,6 @@ from fpsim.formats.blocks import BlockFormat, Delayed
 from fpsim.kernels.statistics import AMAX
 from fpsim.policies.products import PRODUCTS, Operand, ProductSpecs
 from fpsim.tensors.accumulators import Accumulator
-from fpsim.tensors.autograd import is_plain
 from fpsim.tensors.block_autograd import round_blocks_traced
 from fpsim.tensors.expressions import round_traced
 from fpsim.tensors.gemm import accumulate, apply_accumulate_operator
@@ -31,6 +30,7 @@ from fpsim.tensors.noise import new_key_for, new_traceable_key
 from fpsim.tensors.shared_scales import Cut, rounded_blocks
 from fpsim.tensors.spec import FLOATING, BlockSpec, RoundingSpec, Spec
 from fpsim.torch_internals import is_legacy_batched, is_traced
+from fpsim.torch_modes import is_plain
 
 __all__ = ["ProductCall", "note_views_of_weights", "weights_among"]
 

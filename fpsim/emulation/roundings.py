@@ -28,12 +28,12 @@ from fpsim.emulation.marks import (
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.products import ProductCall
 from fpsim.emulation.scope import Scope
-from fpsim.tensors.autograd import is_plain, straight_through
+from fpsim.tensors.autograd import straight_through
 from fpsim.tensors.expressions import round_here_
 from fpsim.tensors.launch import round_memory_
 from fpsim.tensors.spec import FLOATING, RoundingSpec
 from fpsim.torch_internals import base_of, calibrate_holders, has_history, is_traced, share_storage
-from fpsim.torch_modes import has_transform, layers_behind, memory_behind
+from fpsim.torch_modes import has_transform, is_plain, layers_behind, memory_behind
 
 __all__ = ["Roundings"]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from fpsim.emulation.casts import WIDE_DTYPES
 from fpsim.emulation.marks import is_roundable
 from fpsim.kernels.statistics import AMAX
-from fpsim.tensors.autograd import is_plain
 from fpsim.tensors.moments import amax_of
 from fpsim.tensors.spec import RoundingSpec
 from fpsim.torch_internals import is_traced
+from fpsim.torch_modes import is_plain
 
 __all__ = ["keep_masks", "masks_to_scale"]
 

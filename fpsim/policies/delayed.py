@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fpsim.checks import shown
 from fpsim.formats.blocks import Delayed
-from fpsim.torch_internals import is_watched
-from fpsim.torch_modes import plain_tensors, set_grad_enabled, without_torch_function
+from fpsim.torch_modes import is_watched, plain_tensors, set_grad_enabled, without_torch_function
 
 __all__ = ["AmaxHistory", "Histories", "loaded"]
 

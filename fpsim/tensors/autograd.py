@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fpsim.formats.blocks import Format
 from fpsim.tensors.launch import round_memory_, rounded
 from fpsim.tensors.noise import new_traceable_key
 from fpsim.tensors.spec import RoundingSpec, container_width, rounding_spec
-from fpsim.torch_internals import constant_under_compile, is_watched, is_zero_tensor
+from fpsim.torch_internals import constant_under_compile
+from fpsim.torch_modes import is_plain
 
 # Up to this many elements a second pass over the tensor costs less than a Python autograd node.
 SMALL = 1 << 15
@@ -85,17 +86,6 @@ def _backward_op(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 
 _round_op.register_autograd(_backward_op, setup_context=_setup_op)
-
-
-def is_plain(x: Tensor) -> bool:
-    """Whether a kernel may be called on the memory of `x` at once: it holds the values, and nobody watches the call."""
-    return (
-        (type(x) is Tensor or type(x) is nn.Parameter)
-        and not torch.compiler.is_compiling()
-        and not is_watched()
-        and not (x.is_neg() or is_zero_tensor(x))
-        and (x.is_cpu or x.is_cuda)
-    )
 
 
 def _forward(x: Tensor, spec: RoundingSpec, key: Tensor | None) -> Tensor:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fpsim.checks import did_you_mean, is_whole, shown
 from fpsim.kernels.hadamard import LANES, cpu_loop, cuda_loop
-from fpsim.tensors.autograd import is_plain
 from fpsim.tensors.launch import PARALLEL_FROM, key_arguments, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for, new_traceable_key
 from fpsim.tensors.spec import address_of, require_floating
 from fpsim.torch_internals import has_no_holes
+from fpsim.torch_modes import is_plain
 
 __all__ = ["Hadamard", "apply_hadamard_operator", "hadamard", "padded_to_groups", "require_groups", "transformed"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.formats.blocks import BlockFormat, Element, Format, as_format
-from fpsim.tensors.autograd import apply_operator, is_plain, operator_words, round_differentiably, straight_through
+from fpsim.tensors.autograd import apply_operator, operator_words, round_differentiably, straight_through
 from fpsim.tensors.block_autograd import apply_block_operator, block_words, round_blocks_differentiably
 from fpsim.tensors.launch import kernel_for, launch, round_memory_, rounded
 from fpsim.tensors.noise import new_key_for
@@ -19,7 +19,6 @@ from fpsim.tensors.spec import (
     CONTAINERS,
     BlockSpec,
     RoundingSpec,
-    Spec,
     any_spec,
     container_width,
     require_float32,
@@ -29,6 +28,7 @@ from fpsim.tensors.spec import (
     rounding_spec,
 )
 from fpsim.torch_internals import base_of, constant_under_compile, share_storage
+from fpsim.torch_modes import is_plain
 
 __all__ = ["Rounder", "round_to", "round_to_"]
 
@@ -121,29 +121,37 @@ def round_to(
     tensor([[  1.,   2.],
             [256., 768.]])
     """
-    if _shares_scales(fmt):
-        if torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
-            require_float32(x)
-            words = block_words(fmt, rounding, overflow, random_bits, variant)
-            return apply_block_operator(x, words, *axis_pair(axis))
-        return _round_blocks(x, any_spec(fmt, rounding, overflow, random_bits, variant), out, axis)
-    require_no_axis(axis, fmt)
     if torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
-        require_floating(x)
-        return apply_operator(x, operator_words(fmt, rounding, overflow, random_bits, variant), None)
-    spec = rounding_spec(fmt, rounding, overflow, random_bits, variant)  # type: ignore[arg-type]
-    if type(x) is Tensor and x.dtype is torch.float32 and out is None and not x.requires_grad and is_plain(x):
+        return _round_by_operator(x, fmt, (rounding, overflow, random_bits, variant), axis)
+    spec = any_spec(fmt, rounding, overflow, random_bits, variant)
+    if isinstance(spec, BlockSpec):
+        return _round_blocks(x, spec, out, axis)
+    if axis is not None:
+        require_no_axis(axis, fmt)
+    if out is None and type(x) is Tensor and x.dtype is torch.float32 and not x.requires_grad and is_plain(x):
         if x.layout is torch.strided:
             return rounded(x, spec)
+    return _round_numbers(x, spec, out)
+
+
+def _round_by_operator(x: Tensor, fmt: Any, words: tuple[Any, ...], axis: Any) -> Tensor:
+    """What torch.compile traces."""
+    if not _shares_scales(fmt):
+        require_no_axis(axis, fmt)
+        require_floating(x)
+        return apply_operator(x, operator_words(fmt, *words), None)
+    require_float32(x)
+    return apply_block_operator(x, block_words(fmt, *words), *axis_pair(axis))
+
+
+def _round_numbers(x: Any, spec: RoundingSpec, out: Any) -> Any:
+    """Round each number by itself."""
     if isinstance(x, np.ndarray):
         return _round_ndarray(x, spec, out)
     require_floating(x)
     if out is None:
         return round_differentiably(x, spec)
-    require_floating(out, "out")
-    _require_out(out, x)
-    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
-        raise ValueError("out= keeps no gradient, and x or out requires one. Leave out= away, or use torch.no_grad().")
+    _require_tensor_out(out, x)
     if not is_plain(x) or not is_plain(out):
         return out.copy_(round_differentiably(x, spec))
     width = container_width(spec, x.dtype)
@@ -155,6 +163,13 @@ def round_to(
         torch.autograd.graph.increment_version(out)
         return out
     return out.copy_(rounded(x, spec))
+
+
+def _require_tensor_out(out: Any, x: Tensor) -> None:
+    require_floating(out, "out")
+    _require_out(out, x)
+    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+        raise ValueError("out= keeps no gradient, and x or out requires one. Leave out= away, or use torch.no_grad().")
 
 
 @constant_under_compile
@@ -171,29 +186,18 @@ def _names_blocks(name: str) -> bool:
         return False
 
 
-def _round_blocks(x: Any, spec: Spec, out: Any, axis: int | tuple[int, int] | None) -> Any:
-    assert isinstance(spec, BlockSpec)
-    along, across = axis_pair(axis)
+def _round_blocks(x: Any, spec: BlockSpec, out: Any, axis: int | tuple[int, int] | None) -> Any:
+    """Round blocks that share scales."""
+    along, across = (-1, None) if axis is None else axis_pair(axis)
     if isinstance(x, np.ndarray):
-        require_ndarray(x)
-        if x.dtype != np.float32:
-            raise TypeError(f"x has dtype {x.dtype}. Blocks are rounded in float32: x.astype(numpy.float32).")
-        rounded = rounded_blocks(torch.from_numpy(np.array(x, order="C")), spec, along, across).numpy()
-        if out is None:
-            return rounded
-        if not isinstance(out, np.ndarray):
-            raise TypeError(f"out is {type(out).__name__} and x a numpy.ndarray. Give an ndarray: numpy.empty_like(x).")
-        require_no_mask(out, "out")
-        _require_out(out, x)
-        out[...] = rounded
-        return out
-    require_float32(x)
+        return _round_blocks_of_ndarray(x, spec, out, along, across)
+    if type(x) is not Tensor or x.dtype is not torch.float32 or not x.is_cpu or x.layout is not torch.strided:
+        require_float32(x)
     if out is None:
+        if not x.requires_grad and is_plain(x):
+            return rounded_blocks(x, spec, along, across)
         return round_blocks_differentiably(x, spec, along, across)
-    require_floating(out, "out")
-    _require_out(out, x)
-    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
-        raise ValueError("out= keeps no gradient, and x or out requires one. Leave out= away, or use torch.no_grad().")
+    _require_tensor_out(out, x)
     if is_plain(x) and is_plain(out) and not share_storage(x, out):
         rounded_blocks(x, spec, along, across, out=out)
         torch.autograd.graph.increment_version(out)
@@ -201,18 +205,33 @@ def _round_blocks(x: Any, spec: Spec, out: Any, axis: int | tuple[int, int] | No
     return out.copy_(round_blocks_differentiably(x, spec, along, across))
 
 
-def _round_ndarray(x: np.ndarray[Any, Any], spec: RoundingSpec, out: Any) -> np.ndarray[Any, Any]:
+def _round_blocks_of_ndarray(
+    x: np.ndarray[Any, Any], spec: BlockSpec, out: Any, along: int, across: int | None
+) -> np.ndarray[Any, Any]:
     require_ndarray(x)
-    if out is None:
-        rounded = torch.from_numpy(np.array(x, order="C"))
-        round_memory_(rounded, spec)
-        return rounded.numpy()
+    if x.dtype != np.float32:
+        raise TypeError(f"x has dtype {x.dtype}. Blocks are rounded in float32: x.astype(numpy.float32).")
+    rounded: np.ndarray[Any, Any] = rounded_blocks(
+        torch.from_numpy(np.array(x, order="C")), spec, along, across
+    ).numpy()
+    return rounded if out is None else _written(rounded, x, out)
+
+
+def _written(rounded: np.ndarray[Any, Any], x: np.ndarray[Any, Any], out: Any) -> np.ndarray[Any, Any]:
+    """`out`, with the rounded numbers of `x` in it."""
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out is {type(out).__name__} and x a numpy.ndarray. Give an ndarray: numpy.empty_like(x).")
     require_no_mask(out, "out")
     _require_out(out, x)
-    out[...] = _round_ndarray(x, spec, None)
+    out[...] = rounded
     return out
+
+
+def _round_ndarray(x: np.ndarray[Any, Any], spec: RoundingSpec, out: Any) -> np.ndarray[Any, Any]:
+    require_ndarray(x)
+    rounded = torch.from_numpy(np.array(x, order="C"))
+    round_memory_(rounded, spec)
+    return rounded.numpy() if out is None else _written(rounded.numpy(), x, out)
 
 
 def round_to_(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +15,8 @@ from fpsim.checks import shown
 from fpsim.formats.blocks import BlockFormat, as_format
 from fpsim.kernels import block_loops, block_teams, blocks
 from fpsim.kernels.codebook_tables import any_plan
-from fpsim.kernels.core import BINARY32, draws_noise, make_plan, scale_limits
-from fpsim.tensors.launch import key_arguments, on_card, parts_of, run_on_card, run_parts
+from fpsim.kernels.core import BINARY32, make_plan, scale_limits
+from fpsim.tensors.launch import PARALLEL_FROM, key_arguments, on_card, parts_of, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for
 from fpsim.tensors.spec import BlockSpec, address_of
 
@@ -228,7 +229,7 @@ def _run(
     wants_scales: bool,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    f, plan = spec.fmt, block_plan(spec)
+    f = spec.fmt
     if f.is_delayed != (scale is not None):
         raise ValueError(
             f"{f} takes its scale from earlier steps, and none came. Possible: as an operand of products in a "
@@ -236,22 +237,26 @@ def _run(
             if f.is_delayed
             else f"A scale came for {f}, which computes its own. Leave scale away."
         )
-    axes = block_axes(x.shape, f.tile, axis, across)
-    source = x.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+    if type(axis) is not int or (across is not None and type(across) is not int):
+        block_axes(x.shape, f.tile, axis, across)  # which raises for what is no axis, and may have no hash
+    plan, axes, units = _kept(spec, x.shape, axis, across, x.is_cuda)
+    source = x.detach()
+    if x.dtype is not torch.float32 or not x.is_contiguous():
+        source = source.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
     out = torch.empty_like(source) if out is None else out
     scales = None
     if source.numel():
-        shared = shared_numbers(source, f, plan, scale)
-        if f.block == "tensor":
-            axes = in_parts(axes, x.is_cuda)
+        shares = scale is not None or f.tensor_scale or f.block == "tensor" or x.is_cuda
+        shared = shared_numbers(source, f, plan, scale) if shares else _NOTHING_SHARED
         if wants_scales:
             scales = torch.empty(axes.blocks, device=x.device)
-        if draws_noise(plan.rule) and key is None:
+        if spec.element.rounding == "stochastic" and key is None:
             key = new_key_for(x)
-        run = _run_on_card if source.is_cuda else _run_on_cpu
-        run(plan, axes, key, source, out, shared, scales)
-    result = out if x.dtype is torch.float32 else out.to(x.dtype)
-    return result, scales
+        if units is None:
+            _run_on_card(plan, axes, key, source, out, shared, scales)
+        else:
+            _run_on_cpu(units, key, source, out, shared, scales)
+    return out if x.dtype is torch.float32 else out.to(x.dtype), scales
 
 
 def _multiplier(amax: Tensor, largest: float) -> Tensor:
@@ -263,17 +268,33 @@ def _multiplier(amax: Tensor, largest: float) -> Tensor:
 
 
 _NO_KEY = np.zeros(2, np.uint32)
+_NO_KEY_ADDRESS = _NO_KEY.ctypes.data
+_NOTHING_SHARED = torch.full((2,), -1, dtype=torch.int64, device="cpu")
 
 
-def _run_on_cpu(
-    plan: blocks.BlockPlan,
-    axes: BlockAxes,
-    key: Tensor | None,
-    source: Tensor,
-    out: Tensor,
-    shared: Tensor,
-    scales: Tensor | None,
-) -> None:
+class _Units(NamedTuple):
+    """What rounds tensors of one cut on the CPU: the loop, how many units of work there are, and its integers."""
+
+    loop: Callable[..., Any]
+    total: int
+    integers: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]  # dims and parameters
+    addresses: tuple[int, int]
+
+
+@lru_cache(1 << 12, typed=True)  # True is no axis
+def _kept(
+    spec: BlockSpec, shape: torch.Size, axis: int, across: int | None, is_cuda: bool
+) -> tuple[blocks.BlockPlan, BlockAxes, _Units | None]:
+    """How tensors of one shape are rounded: the format's integers, the cut, and the work on the CPU."""
+    plan, axes = block_plan(spec), block_axes(shape, spec.fmt.tile, axis, across)
+    if not math.prod(shape):
+        return plan, axes, None
+    if spec.fmt.block == "tensor":
+        axes = in_parts(axes, is_cuda)
+    return plan, axes, None if is_cuda else _units(plan, axes)
+
+
+def _units(plan: blocks.BlockPlan, axes: BlockAxes) -> _Units:
     words = (plan.rule, plan.shape, plan.scale_shape, plan.kind)
     if axes.inner == 1:
         loop, total = block_loops.cpu_along(*words), math.prod(axes.blocks)
@@ -281,18 +302,26 @@ def _run_on_cpu(
         lane_blocks = -(-axes.inner // block_loops.lanes_of(axes.r, axes.c))
         loop, total = block_loops.cpu_across(*words), math.prod(axes.blocks[:4]) * lane_blocks
     dims, parameters = np.array(axes, np.int64), np.array(plan.parameters, np.int64)
+    return _Units(loop.native, total, (dims, parameters), (dims.ctypes.data, parameters.ctypes.data))
+
+
+def _run_on_cpu(
+    units: _Units, key: Tensor | None, source: Tensor, out: Tensor, shared: Tensor, scales: Tensor | None
+) -> None:
     addresses = (
         address_of(source),
         address_of(out),
-        dims.ctypes.data,
-        parameters.ctypes.data,
-        _NO_KEY.ctypes.data if key is None else key.data_ptr(),
+        *units.addresses,
+        _NO_KEY_ADDRESS if key is None else key.data_ptr(),
         shared.data_ptr(),
         0 if scales is None else scales.data_ptr(),
     )
-    per_thread = -(-total // len(parts_of(source.numel())))
-    parts = [(*addresses, i, min(i + per_thread, total)) for i in range(0, total, per_thread)]
-    run_parts(loop, parts, source, out, dims, parameters, key, shared, scales)
+    if source.numel() < PARALLEL_FROM:
+        units.loop(*addresses, 0, units.total)
+        return
+    per_thread = -(-units.total // len(parts_of(source.numel())))
+    parts = [(*addresses, i, min(i + per_thread, units.total)) for i in range(0, units.total, per_thread)]
+    run_parts(units.loop, parts, source, out, units, key, shared, scales)
 
 
 def _run_on_card(

@@ -110,11 +110,24 @@ def any_spec(
     variant: str = "A",
 ) -> Spec:
     """Check and complete the words of `round_to`, for a format of single numbers or of blocks."""
+    try:
+        return _known_any_spec(fmt, rounding, overflow, random_bits, variant)
+    except TypeError:
+        pass  # as in rounding_spec
+    return _new_any_spec(fmt, rounding, overflow, random_bits, variant)
+
+
+def _new_any_spec(
+    fmt: str | Format, rounding: str, overflow: str | None, random_bits: int | None, variant: str
+) -> Spec:
     f = as_format(fmt)
     if isinstance(f, BlockFormat):
         overflow = "saturate" if overflow is None else overflow  # elements do by default: OCP MX v1.0, 6.3
         return _block_spec(f, rounding_spec(f.element, rounding, overflow, random_bits, variant))
     return rounding_spec(f, rounding, overflow, random_bits, variant)
+
+
+_known_any_spec = lru_cache(maxsize=None, typed=True)(_new_any_spec)
 
 
 @cache

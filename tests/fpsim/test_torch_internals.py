@@ -29,14 +29,12 @@ from fpsim.torch_internals import (
     is_compiled_wrapper,
     is_held_by_autograd_alone,
     is_legacy_batched,
-    is_watched,
-    is_zero_tensor,
     operation_homes,
     parametrization_lists,
     share_storage,
     version_of,
 )
-from fpsim.torch_modes import without_torch_function
+from fpsim.torch_modes import is_plain, is_watched, without_torch_function
 
 
 def test_a_version_counts_writes_through_any_view() -> None:
@@ -56,8 +54,8 @@ def test_the_base_of_a_view_is_the_tensor_itself() -> None:
 
 
 def test_a_zero_of_autograd_is_told_from_one_in_memory() -> None:
-    assert is_zero_tensor(torch._efficientzerotensor(3))
-    assert not is_zero_tensor(torch.zeros(3))
+    assert not is_plain(torch._efficientzerotensor(3))
+    assert is_plain(torch.zeros(3))
 
 
 def test_tensors_of_one_storage_share_it_wherever_they_lie() -> None:
@@ -133,15 +131,19 @@ class Dispatch(TorchDispatchMode):
 
 
 def test_whoever_sees_each_call_is_noticed() -> None:
+    x = torch.ones(2)
     assert not is_watched()
+    assert is_plain(x)
     with Dispatch():
         assert is_watched()
+        assert not is_plain(x)
     with forward_ad.dual_level():
         assert is_watched()
+        assert not is_plain(x)
     found = []
-    torch.func.vmap(lambda v: found.append(is_watched()) or v)(torch.ones(2))
-    torch.func.grad(lambda v: found.append(is_watched()) or v.sum())(torch.ones(2))
-    assert found == [True, True]
+    torch.func.vmap(lambda v: found.append((is_watched(), is_plain(x))) or v)(x)
+    torch.func.grad(lambda v: found.append((is_watched(), is_plain(x))) or v.sum())(x)
+    assert found == [(True, False)] * 2
     assert not is_watched()
 
 
