@@ -25,7 +25,6 @@ from torch import Tensor, nn
 import fpsim
 
 HOME = f"{Path(fpsim.__file__).parent}/"
-PAIRS = 60
 TURN_SECONDS = 0.003  # of one turn at least
 Work = Callable[[], object]
 
@@ -102,6 +101,7 @@ class Timed(NamedTuple):
     ours: Repeated
     goal: float | None
     per_call: bool = False
+    pairs: int = 60
 
 
 def repeated(call: Callable[[], object]) -> Repeated:
@@ -180,6 +180,55 @@ def timed() -> dict[str, Timed]:
     return found
 
 
+TOKENS = 32
+
+
+def llama() -> nn.Module:
+    """A Llama of 11 million weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 6}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=4096, bos_token_id=1, eos_token_id=2, **sizes)).eval()
+
+
+def generated(model: nn.Module, is_frozen: bool = False) -> Repeated:
+    """Texts of so many tokens, one token after the other."""
+    prompt = torch.randint(3, 4096, (1, 8))
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            with torch.no_grad(), fpsim.frozen(model) if is_frozen else nullcontext():
+                out = model(prompt, use_cache=True)
+                for _ in range(TOKENS):
+                    token = out.logits[:, -1:].argmax(-1)
+                    out = model(token, past_key_values=out.past_key_values, use_cache=True)
+
+    return work
+
+
+def evaluated(model: nn.Module, is_frozen: bool = False) -> Repeated:
+    """Evaluations of two texts of 256 tokens."""
+    text = torch.randint(3, 4096, (1, 256))
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            with torch.no_grad(), fpsim.frozen(model) if is_frozen else nullcontext():
+                model(text), model(text)
+
+    return work
+
+
+def generations() -> dict[str, Timed]:
+    """Generation and evaluation, with weights that are rounded once and at each call."""
+    plain, found = llama(), {}
+    for fmt, goal in (("bf16", 2.0), ("e4m3fn", 2.0), ("recipe:fp8_current", 2.5), ("recipe:mxfp8", 2.5)):
+        model = fpsim.quantize(plain, fmt)
+        found[f"{TOKENS} tokens, {fmt}, frozen"] = Timed(generated(plain), generated(model, True), goal, pairs=5)
+        found[f"{TOKENS} tokens, {fmt}"] = Timed(generated(plain), generated(model), None, pairs=5)
+        found[f"evaluation, {fmt}, frozen"] = Timed(evaluated(plain), evaluated(model, True), 1.4, pairs=5)
+    return found
+
+
 def seconds(work: Repeated, times: int) -> float:
     """This thread's processor time for one of so many."""
     began = time.thread_time()
@@ -187,12 +236,13 @@ def seconds(work: Repeated, times: int) -> float:
     return (time.thread_time() - began) / times
 
 
-def paired(row: Timed, pairs: int) -> tuple[float, float, float]:
+def paired(row: Timed) -> tuple[float, float, float]:
     """Median seconds of the plain call and of ours, and the median of their ratio."""
     works = [row.plain, row.ours]
-    times = max(1, round(TURN_SECONDS / max(min(seconds(row.ours, 5) for _ in range(3)), 1e-9)))
+    row.plain(1), row.ours(1)
+    times = max(1, round(TURN_SECONDS / max(seconds(row.ours, 1), 1e-9)))
     taken: dict[Repeated, list[float]] = {work: [] for work in works}
-    for _ in range(pairs):
+    for _ in range(row.pairs):
         for work in works:
             taken[work].append(seconds(work, times))
         works.reverse()
@@ -205,16 +255,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--time", action="store_true", help="time small calls too")
     parser.add_argument("--list", action="store_true", help="list the functions that each call enters")
+    parser.add_argument("--generate", action="store_true", help="time generation and evaluation of a small Llama too")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name, (found, goal) in counts().items():
         print(f"{name:56} {found.total():4} calls of {len(found):3} functions   goal <= {goal}")
         for function, times in found.most_common() if options.list else ():
             print(f"{times:8} {function}")
-    if not options.time:
-        return
-    for name, row in timed().items():
-        plain, ours, ratio = paired(row, PAIRS)
+    rows = [*timed().items()] if options.time else []
+    rows += [*generations().items()] if options.generate else []
+    for name, row in rows:
+        plain, ours, ratio = paired(row)
         goal = "" if row.goal is None else f"   goal <= {row.goal:g} {'us' if row.per_call else 'times'}"
         print(f"{name:56} {ours * 1e6:7.1f} us, plain {plain * 1e6:6.1f} us: {ratio:5.2f} times{goal}")
 

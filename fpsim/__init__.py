@@ -20,6 +20,7 @@ from fpsim.insight.sensitivity import Sensitivity, sensitivity
 from fpsim.insight.summary import summary
 from fpsim.insight.watch import Watch, watch
 from fpsim.insight.why import Why, why
+from fpsim.models.frozen import frozen
 from fpsim.models.optimizers import QuantizedOptimizer, quantize_optimizer
 from fpsim.models.quantize import dequantize, quantize, round_parameters_, set_policy
 from fpsim.models.scaling_state import load_scaling_state, scaling_state, set_scaling_group
@@ -73,6 +74,7 @@ __all__ = [
     "diagnose",
     "emulate",
     "encode",
+    "frozen",
     "hadamard",
     "last_layers",
     "load_scaling_state",

@@ -268,6 +268,7 @@ CALLS = [
     ),
     Call("quantize", lambda: (fpsim.quantize, {"model": model(), "fmt": "fp16"})),
     Call("dequantize", lambda: (fpsim.dequantize, {"model": quantised()})),
+    Call("frozen", lambda: (fpsim.frozen, {"model": quantised()})),
     Call("set_policy", lambda: (fpsim.set_policy, {"model": quantised(), "fmt": "bf16"})),
     Call("round_parameters_", lambda: (fpsim.round_parameters_, {"model": quantised()})),
     Call("scaling_state", lambda: (fpsim.scaling_state, {"model": quantised()})),

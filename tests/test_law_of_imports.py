@@ -57,7 +57,9 @@ FLOORS = (
     ),
     (
         "fpsim.emulation",
-        "callers einsum forms marks module_calls packing recurrent scope",
+        "callers einsum forms marks module_calls packing recurrent",
+        "kept_weights",
+        "scope",
         "accumulated arguments backward casts checkpoints operands steps",
         "calls scaled_masks",
         "aliases products",
@@ -70,7 +72,7 @@ FLOORS = (
         "fpsim.models",
         "__init__ computed_weights opened storing",
         "forwards parameter_store",
-        "format_steps optimizer_state quantize",
+        "format_steps frozen optimizer_state quantize",
         "optimizers scaling_state",
     ),
     (

@@ -174,9 +174,23 @@ class _Product:
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         with self._own_dtype():
+            kept = self._kept(w)
             x, w = (t.detach().to(self.working) for t in (x, w))
-            xq, wq = self._operands("fprop", self.form.arrange(x), w)
+            xq, wq = self._operands("fprop", self.form.arrange(x), w, kept=kept)
             return self.form.forward(xq, wq, None if bias is None else bias.to(self.working)).to(self.dtype)
+
+    def _kept(self, w: Tensor) -> Tensor | None:
+        """The quantised w of an earlier call, while the model is frozen; None where each call quantises its own."""
+        kept, (first, operand), side = self.listeners.kept_weights, self.specs.fprop, self.form.fprop[1]
+        if kept is None or operand is None or self.listeners.observer is not None or not kept.is_kept(w):
+            return None
+        if operand.rounding == "stochastic" or operand.is_delayed or (first is not None and first.hadamard is not None):
+            return None
+
+        def quantised(x: Tensor) -> Tensor:
+            return self._quantised(x.detach().to(self.working), operand, side, "fprop.w")
+
+        return kept.copy_of(w, (str(operand), side, self.working), quantised) if is_plain(w) else None
 
     def backward(
         self, dy: Tensor, x: Tensor | None, w: Tensor | None, needs_bias: bool
@@ -221,12 +235,13 @@ class _Product:
         return not isinstance(a.fmt, BlockFormat) or a.fmt.block == "tensor"
 
     def _operands(
-        self, product: str, a: Tensor, b: Tensor, log2_scale: Tensor | None = None, shared: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, product: str, a: Tensor, b: Tensor, log2_scale: Tensor | None = None, shared: Tensor | None = None,
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The two operands of a product, quantised.
 
         log2_scale: of the first, where it is dy.
-        shared: the first one, where it is known already.
+        shared, kept: the first and the second one, where they are known already.
         """
         pair: tuple[Operand | None, Operand | None] = getattr(self.specs, product)
         sides: tuple[Side, Side] = getattr(self.form, product)
@@ -234,7 +249,7 @@ class _Product:
         if pair[0] is not None and pair[0].hadamard is not None:
             a, b = self._transformed(product, a, b, pair[0].hadamard, sides)
         first = self._quantised(a, pair[0], sides[0], roles[0], log2_scale, shared)
-        return first, self._quantised(b, pair[1], sides[1], roles[1])
+        return first, self._quantised(b, pair[1], sides[1], roles[1], None, kept)
 
     def _transformed(
         self, product: str, a: Tensor, b: Tensor, transform: Hadamard, sides: tuple[Side, Side]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,6 +124,10 @@ class Roundings:
         alias, state = self.aliases.seen(x)
         if alias is not None and alias.rounded is not None and alias.state == state:
             return alias.rounded
+        kept = scope.listeners.kept_weights
+        if kept is not None and type(x) is nn.Parameter and spec is not None and self._may_keep(x, spec):
+            text = self._mark_of_weight(spec)
+            return kept.copy_of(x, text, partial(_rounded_weight, spec, text))
         copies: dict[Any, tuple[Any, Tensor]] = self._operands.setdefault(x, {})
         key, needs_grad = (spec and spec.text, backward and backward.text), x.requires_grad and torch.is_grad_enabled()
         state_then, rounded = copies.get(key, (None, x))
@@ -157,9 +162,7 @@ class Roundings:
         rounded = x.clone()
         if spec is not None:
             (round_memory_ if is_now else round_here_)(rounded, spec, keep_masks=keep_masks)
-            activation = self.scope.specs.activation
-            is_activation = role == "activation" or (activation is not None and activation.text == spec.text)
-            mark(rounded, spec.text if is_activation else spec.text + OF_A_WEIGHT)
+            mark(rounded, spec.text if role == "activation" else self._mark_of_weight(spec))
             listeners = self.scope.listeners
             observer = None if listeners.observer is None else listeners.watching(site, role)
             if observer is not None:
@@ -168,6 +171,15 @@ class Roundings:
             gradient_role = "weight_grad" if role == "weight" else "error"
             self._register(rounded, site, gradient_role, backward, role, (x,))
         return rounded
+
+    def _mark_of_weight(self, spec: RoundingSpec) -> str:
+        """The mark of a weight's rounded copy."""
+        return spec.text if spec.text == self.scope.activation else spec.text + OF_A_WEIGHT
+
+    def _may_keep(self, x: Tensor, spec: RoundingSpec) -> bool:
+        """Whether a frozen weight's rounded copy may be that of another call: nobody can tell it from a new one."""
+        has_gradient, is_seen = x.requires_grad and torch.is_grad_enabled(), self.scope.listeners.observer is not None
+        return not (has_gradient or is_seen or spec.rounding == "stochastic") and is_plain(x)
 
     def carry_marks(self, out: Any, floats: list[Tensor], first: Any, first_mark: str | None) -> None:
         # what has no elements is in every format: transformers joins keys to an empty cache
@@ -312,6 +324,14 @@ class Roundings:
             return
         scale = scaling(site, role, spec, operation, operands, out)
         out.register_hook(ScaledBackwardRounding(self.scope, site, role, spec, scale))
+
+
+def _rounded_weight(spec: RoundingSpec, text: str, x: Tensor) -> Tensor:
+    """A rounded copy of a weight, without a gradient."""
+    copy = x.detach().clone()
+    round_memory_(copy, spec)
+    mark(copy, text)
+    return copy
 
 
 def _round_behind(x: Tensor, spec: RoundingSpec, keep_infinity: bool) -> bool:

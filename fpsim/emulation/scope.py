@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from fpsim.emulation.kept_weights import KeptWeights
 from fpsim.policies.delayed import Histories
 from fpsim.policies.policy import Policy, RoleSpecs
 from fpsim.policies.products import Products
@@ -61,7 +62,7 @@ class Observer(Protocol):
 class Listeners:
     """The observer, the scaling and the amax histories of one quantised model, shared by its modules.
 
-    The histories are copied and pickled with it; observer and scaling are not.
+    The histories are copied and pickled with it; observer, scaling and kept weights are not.
 
     has_names: whether torch's name of a format may stand for it. Not where modules compute in several formats: the
         least number of one, a mask, would be a number in another.
@@ -73,6 +74,7 @@ class Listeners:
         self.has_names = has_names
         self.observer: Observer | None = None
         self.scaling: Scaling | None = None
+        self.kept_weights: KeptWeights | None = None  # while the model is frozen
         self.rounds_few_bits_stochastically = False
         self.histories = Histories() if histories is None else histories
 

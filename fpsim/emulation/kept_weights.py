@@ -1,0 +1,78 @@
+"""Weights that are rounded once: their rounded copies, kept from call to call while the weights are frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fpsim.emulation.marks import writes_to
+from fpsim.torch_modes import plain_tensors
+
+__all__ = ["KeptWeights"]
+
+_PATTERNS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by the size of a number in bytes
+
+
+class _Kept(NamedTuple):
+    """A rounded copy of a weight.
+
+    writes: how often the weight had been written to.
+    make: makes it again, from the weight.
+    """
+
+    writes: int
+    copy: Tensor
+    make: Callable[[Tensor], Tensor]
+
+
+class KeptWeights:
+    """The rounded copies of the weights of one model, from the first call that uses them on.
+
+    name_of: what the error calls a weight.
+    """
+
+    def __init__(self, name_of: Callable[[Tensor], str]) -> None:
+        self._name_of = name_of
+        self._kept = WeakTensorKeyDictionary()  # {weight: {key: _Kept}}
+        self._copies = WeakTensorKeyDictionary()  # the copies, as keys: a product quantises them once more
+
+    def is_kept(self, x: Tensor) -> bool:
+        """Whether `x` is a parameter, or the kept copy of one."""
+        return type(x) is nn.Parameter or x in self._copies
+
+    def copy_of(self, x: Tensor, key: Hashable, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """The kept copy of a weight, which is `make(x)`. Raises RuntimeError where the weight was written to since."""
+        copies: dict[Any, _Kept] = self._kept.setdefault(x, {})
+        kept = copies.get(key)
+        if kept is None:
+            with plain_tensors():  # another call may need a gradient
+                kept = copies[key] = _Kept(writes_to(x), make(x), make)
+            self._copies[kept.copy] = None
+        elif kept.writes != writes_to(x):
+            raise self._written(x)
+        return kept.copy
+
+    def require_unchanged(self) -> None:
+        """Raise RuntimeError for a weight that is not what it was when it was rounded, whoever wrote to it and how.
+
+        Each copy is made again and compared: `w.data` and NumPy write where no counter sees it.
+        """
+        for x, copies in [*self._kept.items()]:
+            for kept in copies.values():
+                if kept.writes != writes_to(x) or not _same_bits(kept.copy, kept.make(x)):
+                    raise self._written(x)
+
+    def _written(self, x: Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"{self._name_of(x)} was written to inside of fpsim.frozen(model), which rounds each weight once. What was "
+            f"computed since may be of the old numbers. Write to weights outside of the block, and begin it again."
+        )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    pattern = _PATTERNS[a.element_size()]
+    return torch.equal(a.detach().contiguous().view(pattern), b.detach().contiguous().view(pattern))
