@@ -65,7 +65,7 @@ from fpsim.emulation.roundings import Roundings
 from fpsim.emulation.scaled_masks import keep_masks, masks_to_scale
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.emulation.steps import Step
-from fpsim.tensors.spec import rounding_spec
+from fpsim.tensors.spec import ContainerError, rounding_spec
 from fpsim.torch_internals import base_of, blind_to_modes
 from fpsim.torch_modes import hooks_of_saved_tensors
 
@@ -128,21 +128,20 @@ class Emulation(Roundings, TorchFunctionMode):
                 f"{resolve_name(func) or call.name} at {scope.name or 'the top level'} hides several operations in one "
                 f"call and cannot be emulated. To do: {REFUSE[call.name]}."
             )
-        if action is Action.DECOMPOSE and not self._is_left(call, args):
+        is_left = call.name in recurrent.OPERATIONS and scope.products is None and leaves_float32(specs, args[0])
+        if action is Action.DECOMPOSE and not is_left:
             inner = _decomposed.get(func) or partial(recurrent.OPERATIONS[call.name], scope.repeated)
             with self:
                 return inner(*args, **kwargs)
         run = self.compute if call.only_computes and not self.has_wide and "out" not in kwargs else self._emulated
         hooks = hooks_of_saved_tensors()
-        if hooks is None:
-            return run(func, call, args, kwargs, asked)
-        with packed_afterwards(hooks):
-            return run(func, call, args, kwargs, asked)
-
-    def _is_left(self, call: Call, args: tuple[Any, ...]) -> bool:
-        """Whether a recurrent layer is left to torch, for nothing in it is rounded."""
-        scope = self.scope
-        return call.name in recurrent.OPERATIONS and scope.products is None and leaves_float32(scope.specs, args[0])
+        try:
+            if hooks is None:
+                return run(func, call, args, kwargs, asked)
+            with packed_afterwards(hooks):
+                return run(func, call, args, kwargs, asked)
+        except ContainerError as error:  # of a TypeError, an operator makes "unsupported operand"
+            raise RuntimeError(str(error)) from None
 
     def _pass(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as it is."""
