@@ -33,14 +33,17 @@ from fpsim.kernels.core import (
     TO_ODD,
     UNSIGNED_ZERO_GRID,
     UP,
+    Plan,
     draws_noise,
 )
+from fpsim.kernels.round import Masks
 from fpsim.tensors.autograd import apply_operator, words_of
 from fpsim.tensors.launch import masks_of, round_memory_
+from fpsim.tensors.noise import new_compiled_key
 from fpsim.tensors.spec import RoundingSpec, container_width
 from fpsim.torch_internals import fuse_in_inductor, is_traced
 
-__all__ = ["round_here_", "round_traced"]
+__all__ = ["round_by_expression", "round_here_", "round_traced"]
 
 _SIGN = -(1 << 31)
 _INFINITY = BINARY32.bits(float("inf"))
@@ -258,21 +261,29 @@ def _version() -> int:
 def round_traced(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_infinity: bool = True) -> Tensor:
     """A rounded copy of a tensor that a compiler traces, below autograd. Arguments as in `launch.round_memory_`.
 
-    The noise of stochastic rounding is the compiler's: as uniform as the kernels', and other bits.
+    The noise of stochastic rounding is the kernels' on the CPU, from keys that are drawn as without a compiler; on a
+    card it is the compiler's: as uniform, and other bits.
     """
     width = container_width(spec, x.dtype)
     if width == 0:
         return x.clone()
-    masks = masks_of(spec, x.dtype, 32, keep_infinity) if keep_masks else None
     plan = any_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width, spec.variant)
     is_stochastic = draws_noise(plan.rule)
+    if is_stochastic and x.device.type == "cpu":  # inductor draws 64 bits for each element: 16 ns, a kernel takes 0.5
+        return _by_kernel(x, spec, keep_masks, keep_infinity, new_compiled_key())
     if (
         width != 32
         or plan.shape not in (FLAT, GRID, UNSIGNED_ZERO_GRID, FIXED, GAP)
         or (plan.shape == GAP and is_stochastic)
     ):
-        return _by_kernel(x, spec, keep_masks, keep_infinity)
+        return _by_kernel(x, spec, keep_masks, keep_infinity, None)
+    return round_by_expression(x, plan, masks_of(spec, x.dtype, 32, keep_infinity) if keep_masks else None)
+
+
+def round_by_expression(x: Tensor, plan: Plan, masks: Masks | None) -> Tensor:
+    """Round by a plan of 32 bits, in operations that a compiler fuses."""
     fuse_in_inductor(torch.ops.fpsim.round_patterns.default, _in_inductor)
+    is_stochastic = draws_noise(plan.rule)
     noise = torch.randint(-(1 << 31), 1 << 31, x.shape, device=x.device).int() if is_stochastic else None
     mask, keeps = (0, False) if masks is None else masks
     return torch.ops.fpsim.round_patterns(  # type: ignore[no-any-return]
@@ -280,8 +291,8 @@ def round_traced(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_i
     )
 
 
-def _by_kernel(x: Tensor, spec: RoundingSpec, keep_masks: bool, keep_infinity: bool) -> Tensor:
-    rounded = apply_operator(x, words_of(spec), None)
+def _by_kernel(x: Tensor, spec: RoundingSpec, keep_masks: bool, keep_infinity: bool, key: Tensor | None) -> Tensor:
+    rounded = apply_operator(x, words_of(spec), key)
     if not keep_masks or x.dtype not in (torch.float32, torch.float64):
         return rounded
     is_mask = x.abs() == torch.finfo(x.dtype).max

@@ -182,3 +182,8 @@ def new_traceable_key(x: Tensor) -> Tensor:
     stream = None if torch.compiler.is_compiling() else _stream()
     chosen: dict[str, Any] = {} if stream is None else {"generator": stream}
     return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu", **chosen)
+
+
+def new_compiled_key() -> Tensor:
+    """A key of a compiled program on the CPU, by the very operation of `new_key`, which a compiler leaves to torch."""
+    return torch.empty((), dtype=torch.int64, device="cpu").random_()

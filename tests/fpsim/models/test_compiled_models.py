@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -95,6 +96,22 @@ class Awkward(nn.Module):
         if self.training:
             y = y * 2
         return {"y": torch.softmax(y * torch.rsqrt(wide + 1e-5).type_as(y), -1), "wide": [wide]}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_stochastic_rounding_draws_what_it_draws_without_a_compiler(backend: str) -> None:
+    plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    x, results = torch.randn(4, 8), []
+    for compiler in (lambda model: model, partial(torch.compile, backend=backend, fullgraph=True)):
+        model = quantize(plain, "e5m2", rounding="stochastic")
+        run = compiler(model)
+        torch.manual_seed(0)
+        for _ in range(2):
+            out = run(x)
+            out.backward(torch.ones_like(out))
+        results.append([out.detach(), *(p.grad for p in model.parameters())])
+    expected, found = results
+    assert all(map(torch.equal, found, expected))
 
 
 def test_tied_weights_modes_and_float32_on_purpose_survive() -> None:

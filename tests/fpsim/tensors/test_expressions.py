@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fpsim.formats.blocks import as_element
 from fpsim.formats.floats import CATALOGUE
+from fpsim.kernels.codebook_tables import any_plan
 from fpsim.kernels.core import ROUNDINGS
-from fpsim.tensors.expressions import round_traced
+from fpsim.tensors.expressions import round_by_expression, round_traced
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.spec import rounding_spec
 
@@ -71,10 +72,19 @@ def test_noise_rounds_up_as_often_as_it_should(fmt: str) -> None:
     high = rounded(torch.tensor(1.3), rounding_spec(fmt, "up")).item()
     torch.manual_seed(0)
     n = 1 << 16
-    found = round_traced(torch.full((n,), 1.3), spec)
+    plan = any_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, 32, spec.variant)
+    found = round_by_expression(torch.full((n,), 1.3), plan, None)  # as on a card
     assert set(found.unique().tolist()) == {low, high}
     share, expected = (found == high).double().mean().item(), (torch.tensor(1.3).item() - low) / (high - low)
     assert abs(share - expected) < 5 * math.sqrt(0.25 / n)  # five standard deviations of a mean of n, at most
+
+
+def test_noise_on_the_cpu_is_that_of_the_kernels() -> None:
+    x, spec = torch.randn(1000), rounding_spec("e4m3fn", "stochastic")
+    torch.manual_seed(0)
+    found = round_traced(x, spec, keep_masks=True)
+    torch.manual_seed(0)
+    assert torch.equal(found, rounded(x, spec, keep_masks=True))
 
 
 def test_what_has_no_expression_is_rounded_by_the_kernels() -> None:
