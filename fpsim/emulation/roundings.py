@@ -55,6 +55,7 @@ class Roundings:
         self.scope = scope
         self.aliases = Aliases() if aliases is None else aliases
         self.has_wide = was_any_made_wide()
+        self._is_calibrated = False  # whether it was asked in this pass who else may hold a gradient
         # {original: {(its format, its gradient's): (its state, rounded copy)}}: it does not keep the originals alive
         self._operands = WeakTensorKeyDictionary()
 
@@ -316,8 +317,9 @@ class Roundings:
     def _register(
         self, out: Tensor, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...]
     ) -> None:
-        if type(out) is Tensor or not is_traced(out):
+        if not self._is_calibrated and not is_traced(out):
             calibrate_holders()  # it takes a backward pass, and none should run in another
+            self._is_calibrated = True
         scaling = self.scope.listeners.scaling
         if scaling is None:
             out.register_hook(BackwardRounding(self.scope, site, role, spec))

@@ -172,7 +172,8 @@ class EmulatedForward:
         if self.policy is None:
             return forward(*args, **kwargs)
         self.wide = {}  # of this call, the last one
-        scope = self.scope.again(_prepare_weights(module), self.wide)
+        known = self._scopes.get(self.listeners.rounds_few_bits_stochastically) or self.scope
+        scope = known.again(_prepare_weights(module), self.wide)
         is_outermost = active.emulation is None
         has_names = self.listeners.has_names and scope.dtype is not None
         has_names = has_names and is_outermost and _dtype_of_model(module) is not scope.dtype
