@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from types import CodeType
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 __all__ = [
     "CALL_SLOT",
     "call_inside",
+    "guard_step",
     "has_transform",
     "hook_steps",
     "hooked",
@@ -40,6 +42,7 @@ __all__ = [
     "push_mode",
     "set_grad_enabled",
     "take_off",
+    "unguard_step",
     "unhook_call",
     "unhook_steps",
     "without_torch_function",
@@ -177,6 +180,9 @@ def hooked(x: Tensor, hook: Callable[[Tensor], Any], handles: list[Any]) -> None
         raise
 
 
+GUARD = "fpsim_guard"  # by which a guard is found
+
+
 # Hooks that are taken off by themselves, not by a handle: a signal may come before anybody has that.
 
 
@@ -198,6 +204,57 @@ def unhook_steps(optimizer: Optimizer | None, before: Callable[..., Any], after:
     else:
         _take_out(optimizer._optimizer_step_pre_hooks, before)
         _take_out(optimizer._optimizer_step_post_hooks, after)
+
+
+class _Guard:
+    """Around the steps of an optimizer.
+
+    before: what stood in the place of its method; None for the method itself.
+    step: what stands there now.
+    is_on: whether anybody is told.
+    """
+
+    def __init__(self, before: Any) -> None:
+        self.before, self.is_on = before, True
+        self.step: Any = None
+
+
+def guard_step(optimizer: Optimizer, on_error: Callable[[], object]) -> None:
+    """Call a function where a step of this optimizer raises: hooks behind it do not run then.
+
+    As torch's schedules do, it takes the place of the method; they take `__func__` of what they find, so it has one.
+    """
+    guard = _Guard(vars(optimizer).get("step"))
+    reference = weakref.ref(optimizer)
+
+    def unbound(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return type(self).step(self, *args, **kwargs) if guard.before is None else guard.before(*args, **kwargs)
+        except BaseException:
+            if guard.is_on:
+                on_error()
+            raise
+
+    @functools.wraps(type(optimizer).step if guard.before is None else guard.before)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return unbound(reference(), *args, **kwargs)  # type: ignore[arg-type]  # whoever calls it holds the optimizer
+
+    vars(unbound)[GUARD] = guard  # `functools.wraps` of a schedule takes it along
+    vars(step).update({"__func__": unbound, GUARD: guard})
+    vars(optimizer)["step"] = guard.step = step
+
+
+def unguard_step(optimizer: Optimizer) -> None:
+    """Undo `guard_step`. Where somebody has wrapped the guard since, it stays there and does nothing."""
+    found = vars(optimizer).get("step")
+    guard = getattr(found, GUARD, None)
+    if guard is None:
+        return
+    guard.is_on = False
+    if found is guard.step and guard.before is None:
+        del vars(optimizer)["step"]
+    elif found is guard.step:
+        vars(optimizer)["step"] = guard.before
 
 
 def unhook_call(module: nn.Module, hook: Callable[..., Any]) -> None:

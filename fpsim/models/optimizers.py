@@ -19,7 +19,7 @@ from fpsim.models.parameter_store import ParameterStore
 from fpsim.models.storing import local_part
 from fpsim.policies.update import Update, UpdateLike, as_update
 from fpsim.policies.update_overrides import updates_of
-from fpsim.torch_modes import hook_steps, unhook_steps
+from fpsim.torch_modes import guard_step, hook_steps, unguard_step, unhook_steps
 
 __all__ = [
     "QuantizedOptimizer",
@@ -160,6 +160,7 @@ class QuantizedOptimizer:
                 require_format_step(optimizer, store.update.arithmetic)
         self._take(found, optimizer)
         hook_steps(optimizer, self._before, self._after)
+        guard_step(optimizer, self._abandon)
         self._handles = [
             optimizer.register_state_dict_post_hook(self._save),
             optimizer.register_load_state_dict_pre_hook(self._check),
@@ -182,6 +183,7 @@ class QuantizedOptimizer:
         if optimizer is None or _installed.get(optimizer) is not self:
             return
         unhook_steps(optimizer, self._before, self._after)
+        unguard_step(optimizer)
         for handle in self._handles:
             handle.remove()
         del _installed[optimizer]
@@ -245,6 +247,17 @@ class QuantizedOptimizer:
             k: self._seeing_weights(optimizer, x) if k == "closure" and callable(x) else x for k, x in kwargs.items()
         }
         return args, wrapped
+
+    @torch.no_grad()
+    def _abandon(self) -> None:
+        """A step has raised: parameters hold again what is stored of them, and gradients are where they were."""
+        optimizer = self._optimizer()
+        for p, gradient in self._gradients:
+            p.grad = gradient
+        self._gradients, self._observed, self._intended = [], {}, {}
+        for store in self._working() if optimizer is not None else ():
+            store.abandon()
+            store.store_states(optimizer.state.get(store.parameter, {}), self.seed, self.steps)
 
     @torch.compiler.disable
     @torch.no_grad()

@@ -113,6 +113,17 @@ class ParameterStore:
             self.parameter.copy_(self.visible)
         self._end()
 
+    def abandon(self) -> None:
+        """The step has raised: where the stored weight is known it comes back, else what became of it is rounded."""
+        if self.visible is not None or self.update.is_in_format:
+            self.undo()
+            return
+        if self._before is not None:
+            self.parameter.copy_(self._before)
+        elif self.weight is not None and not self.kept:
+            store_(self.parameter.detach(), self._nearest(self.weight))
+        self._end()
+
     def _end(self) -> None:
         self.visible = self._before = None
         self._version = version_of(self.parameter)
