@@ -1,4 +1,4 @@
-"""torch's private names around a call: modes, transforms and hooks, and what stands in the place of a module's call.
+"""torch's private names around a call: modes, transforms, hooks, what stands in the place of a module's call; shards.
 
 `tests/fpsim/insight/test_torch_modes.py` holds each belief against the installed torch.
 """
@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "CALL_SLOT",
+    "Place",
     "call_inside",
     "guard_step",
     "has_transform",
@@ -38,6 +39,7 @@ __all__ = [
     "memory_behind",
     "modes",
     "module_called",
+    "place_of",
     "plain_tensors",
     "push_mode",
     "set_grad_enabled",
@@ -222,7 +224,8 @@ class _Guard:
 def guard_step(optimizer: Optimizer, on_error: Callable[[], object]) -> None:
     """Call a function where a step of this optimizer raises: hooks behind it do not run then.
 
-    As torch's schedules do, it takes the place of the method; they take `__func__` of what they find, so it has one.
+    As torch's schedules do, it takes the place of the method, and does not keep the optimizer alive. They take
+    `__func__` of what they find, so it has one.
     """
     guard = _Guard(vars(optimizer).get("step"))
     reference = weakref.ref(optimizer)
@@ -237,7 +240,10 @@ def guard_step(optimizer: Optimizer, on_error: Callable[[], object]) -> None:
 
     @functools.wraps(type(optimizer).step if guard.before is None else guard.before)
     def step(*args: Any, **kwargs: Any) -> Any:
-        return unbound(reference(), *args, **kwargs)  # type: ignore[arg-type]  # whoever calls it holds the optimizer
+        held = reference()
+        if held is None:
+            raise ReferenceError("The optimizer of this step is gone. Keep the optimizer itself, not its step alone.")
+        return unbound(held, *args, **kwargs)
 
     vars(unbound)[GUARD] = guard  # `functools.wraps` of a schedule takes it along
     vars(step).update({"__func__": unbound, GUARD: guard})
@@ -273,3 +279,24 @@ def _take_out(hooks: MutableMapping[int, Any], hook: Callable[..., Any]) -> list
 def without_torch_function() -> AbstractContextManager[None]:
     """A block in which torch's functions ask no mode and no subclass."""
     return torch._C.DisableTorchFunction()
+
+
+# Tensors of which each rank has a part
+
+
+class Place(NamedTuple):
+    """Where the part of a sharded tensor that is here begins, in the whole, whose shape this is."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def place_of(x: Tensor) -> Place | None:
+    """The place of what is here of a sharded tensor (a DTensor of which each rank has a part); None for a whole one."""
+    mesh, placements = getattr(x, "device_mesh", None), getattr(x, "placements", None)
+    if mesh is None or placements is None or all(p.is_replicate() for p in placements):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(x.shape, mesh, placements)
+    return Place(tuple(x.shape), tuple(offset))

@@ -612,3 +612,13 @@ def test_a_detached_optimizer_has_its_own_step_again():
     own = optimizer.step
     quantize_optimizer(optimizer, "bf16").detach()
     assert optimizer.step is own
+
+
+def test_a_step_does_not_keep_its_optimizer_and_says_so():
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], lr=0.5)
+    quantize_optimizer(optimizer, "bf16")
+    step = optimizer.step
+    del optimizer
+    with pytest.raises(ReferenceError, match="Keep the optimizer itself"):
+        step()
