@@ -70,6 +70,12 @@ def _formats(incomplete: str) -> list[str]:
     return [name for name in (*fpsim.CATALOGUE, *fpsim.BLOCKS, *recipes) if name.startswith(incomplete)]
 
 
+def _updates(incomplete: str) -> list[str]:
+    import fpsim
+
+    return [name for name in ("float32", *fpsim.UPDATES) if name.startswith(incomplete)]
+
+
 @contextmanager
 def _errors_as_exit_codes(hint: str = "") -> Iterator[None]:
     """Report an error as one line on stderr and an exit code; a traceback is left for errors of this library itself.
@@ -113,6 +119,10 @@ def sweep(
     engine: EngineName = None,
     device: Device = None,
     seeds: Annotated[int | None, typer.Option(help="How many seeds each training is run with.")] = None,
+    update: Annotated[
+        list[str] | None,
+        typer.Option(help="What the optimizer stores: float32, bf16_sr, ... Repeatable.", autocompletion=_updates),
+    ] = None,
     time_limit: Seconds = None,
     retry_failed: RetryFailed = False,
     settings: Annotated[
@@ -135,7 +145,9 @@ def sweep(
         folder = None if out is None else str(out)
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
         chosen = {"retry_failed": retry_failed or None, "baseline": False if no_baseline else None, "why": why or None}
-        given = _given(**execution, **chosen, seeds=seeds, out=folder, minimize=minimize, maximize=maximize)
+        given = _given(
+            **execution, **chosen, seeds=seeds, updates=update, out=folder, minimize=minimize, maximize=maximize
+        )
         arguments = with_settings(read_sweep(config), settings or [])
         _add_current_folder()
         _finish(run(**{**arguments, **given}), as_json)

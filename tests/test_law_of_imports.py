@@ -117,7 +117,7 @@ FLOORS = (
         "layerwise.__init__",
         "lab.errors lab.environment lab.devices lab.directions",
         "lab.tasks.task lab.tasks.scenes lab.tasks.spread lab.training.run lab.training.methods "
-        "lab.training.format_schedule lab.training.generators "
+        "lab.training.format_schedule lab.training.generators lab.training.stored_weights "
         "lab.sweep.limits lab.sweep.lock lab.sweep.trust lab.sweep.execution lab.sweep.progress "
         "lab.results.judgement",
         "lab.results.figures",
@@ -129,7 +129,9 @@ FLOORS = (
         "lab.tasks.detection lab.tasks.segmentation lab.training.options lab.training.job "
         "lab.training.batches lab.sweep.engines",
         "lab.tasks.__init__",
-        "lab.training.steps lab.sweep.identity lab.sweep.telemetry lab.sweep.cell_formats",
+        "lab.training.steps lab.sweep.identity lab.sweep.telemetry",
+        "lab.sweep.cell_updates",
+        "lab.sweep.cell_formats",
         "lab.sweep.names lab.sweep.live",
         "lab.results.trackers lab.results.deciding",
         "lab.training.loop lab.sweep.cells",

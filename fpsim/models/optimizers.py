@@ -255,9 +255,11 @@ class QuantizedOptimizer:
         for p, gradient in self._gradients:
             p.grad = gradient
         self._gradients, self._observed, self._intended = [], {}, {}
-        for store in self._working() if optimizer is not None else ():
+        for store in self._working():
             store.abandon()
-            store.store_states(optimizer.state.get(store.parameter, {}), self.seed, self.steps)
+            store.store_states(
+                {} if optimizer is None else optimizer.state.get(store.parameter, {}), self.seed, self.steps
+            )
 
     @torch.compiler.disable
     @torch.no_grad()
