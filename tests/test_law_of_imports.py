@@ -150,6 +150,7 @@ FLOORS = (
         "lab.studies.__init__",
         "lab.__init__",
         "__init__",
+        "completions",
         "__main__",
     ),
 )

@@ -56,12 +56,15 @@ def unrecorded(optimizers: Iterable[QuantizedOptimizer]) -> list[QuantizedOptimi
     return [q for q in optimizers if not any(isinstance(observer, LostUpdates) for observer in q.observers)]
 
 
+CHUNK = 2**16  # elements that are counted at once on a CPU: what is computed of them stays in its cache
+
+
 class _Sums:
     """What was counted of one parameter."""
 
     def __init__(self, store: ParameterStore) -> None:
         self.first = local_part(store.parameter.detach()).clone()
-        self.signs = torch.zeros_like(self.first, dtype=torch.int8)  # of the last change of the weight
+        self.signs = self.first.new_zeros(self.first.shape, dtype=torch.int8)  # of the last change of the weight
         self.wanted = self.lost = self.flips = self.changes = 0
         self.inner = self.norm = 0.0
 
@@ -69,6 +72,19 @@ class _Sums:
     def share(self) -> float | None:
         """The share of lost updates."""
         return _share(self.lost, self.wanted)
+
+    def count(self, after: Tensor, before: Tensor, intended: Tensor) -> tuple[int, int, float, float, int, int]:
+        """Count a step. Returns how many updates were not zero, how many of these were lost, <intended, effective>, the
+        squared norm of the intended one, how many weights have changed, and how many of these against the last change.
+        """
+        parts = [x.reshape(-1) for x in (after, before, intended, self.signs)]
+        length = CHUNK if not before.is_cuda else max(before.numel(), 1)
+        found = [_counted(*chunk) for chunk in zip(*(x.split(length) for x in parts), strict=True)]
+        wanted, lost, inner, norm, changes, flips = (sum(column) for column in zip(*found, strict=True))
+        self.wanted, self.lost = self.wanted + int(wanted), self.lost + int(lost)
+        self.changes, self.flips = self.changes + int(changes), self.flips + int(flips)
+        self.inner, self.norm = self.inner + inner, self.norm + norm
+        return int(wanted), int(lost), inner, norm, int(changes), int(flips)
 
     def row(self, store: ParameterStore) -> dict[str, Any]:
         """The row of a table."""
@@ -80,6 +96,24 @@ class _Sums:
             "at_first": _at_first(store, self),
             "flips": _share(self.flips, self.changes),
         }
+
+
+def _counted(after: Tensor, before: Tensor, intended: Tensor, signs: Tensor) -> tuple[float, ...]:
+    """The counts of `_Sums.count` for some elements; `signs`, of their last changes, is brought up to date in place."""
+    effective = after - before
+    has_changed, is_wanted = effective != 0, intended != 0
+    wide = intended.double()
+    new = effective.sign().to(torch.int8)
+    flips = int(torch.count_nonzero(new * signs < 0))
+    torch.where(has_changed, new, signs, out=signs)
+    return (
+        int(torch.count_nonzero(is_wanted)),
+        int(torch.count_nonzero(is_wanted & ~has_changed)),
+        float(torch.dot(wide, effective.double())),
+        float(torch.dot(wide, wide)),
+        int(torch.count_nonzero(has_changed)),
+        flips,
+    )
 
 
 @dataclass
@@ -149,22 +183,10 @@ class LostUpdates:
 
     def saw(self, step: int, store: ParameterStore, before: Tensor, intended: Tensor, group: Mapping[str, Any]) -> None:
         """Count what the step of one parameter has lost."""
-        sums = self._sums.setdefault(store, _Sums(store))
-        effective = local_part(store.value) - before
-        is_wanted = intended != 0
-        wanted, lost = int(is_wanted.sum()), int((is_wanted & (effective == 0)).sum())
-        inner = float((intended.double() * effective.double()).sum())
-        norm = float(intended.double().square().sum())
-        signs = effective.sign().to(torch.int8)
-        changes, flips = int((signs != 0).sum()), int((signs * sums.signs < 0).sum())
-        sums.signs = torch.where(signs != 0, signs, sums.signs)
-        sums.wanted, sums.lost, sums.changes, sums.flips = (
-            sums.wanted + wanted,
-            sums.lost + lost,
-            sums.changes + changes,
-            sums.flips + flips,
-        )
-        sums.inner, sums.norm = sums.inner + inner, sums.norm + norm
+        if store not in self._sums:
+            self._sums[store] = _Sums(store)
+        sums = self._sums[store]
+        wanted, lost, inner, norm, changes, flips = sums.count(local_part(store.value), before, intended)
         self._steps.setdefault(step, _Step()).add(wanted, lost, inner, norm)
         self._rows.append(
             {

@@ -54,7 +54,7 @@ def with_updates(formats: Sequence[Any], updates: Sequence[Any] | None) -> list[
     """
     if updates is None:
         return [*formats]
-    if isinstance(updates, str | Mapping | Update) or not isinstance(updates, Sequence):
+    if isinstance(updates, str | bytes | bytearray | Mapping | Update) or not isinstance(updates, Sequence):
         raise TypeError(f"updates is {shown(updates)}. Expected: a list, such as ['float32', 'bf16_sr'].")
     if not updates:
         raise ValueError("updates is empty, so there is no cell to run. Give at least one, such as 'float32'.")
@@ -115,7 +115,7 @@ def _update(update: Any) -> Update:
         return update
     if not isinstance(update, Mapping):
         raise TypeError(
-            f"The update is {shown(update)}. Expected: a name such as 'bf16_sr', or fields of fpsim.Update."
+            f"One of the updates is {shown(update)}. Expected: a name such as 'bf16_sr', or fields of fpsim.Update."
         )
     for name in update:
         if name not in FIELDS:
