@@ -333,6 +333,12 @@ def _decay_lost(store: ParameterStore, before: Tensor, group: Mapping[str, Any])
     decay = float(group.get("lr", 0.0)) * float(group.get("weight_decay", 0.0))
     if not decay or store.weight is None or store.kept:
         return None
-    nonzero = before != 0
-    after = stored(before * (1 - decay), store.weight.rounded_by("nearest_even"))
-    return _share(int((nonzero & (after == before)).sum()), int(nonzero.sum()))
+    nearest = store.weight.rounded_by("nearest_even")
+    has_blocks = store.weight.shares_scales or before.is_cuda
+    parts = [before] if has_blocks else before.reshape(-1).split(CHUNK)
+    nonzero = same = 0
+    for part in parts:
+        had = part != 0
+        nonzero += int(torch.count_nonzero(had))
+        same += int(torch.count_nonzero(had & (stored(part * (1 - decay), nearest) == part)))
+    return _share(same, nonzero)
