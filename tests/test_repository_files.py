@@ -18,7 +18,7 @@ GITHUB = ROOT / ".github"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted(GITHUB.glob("workflows/*.yml"))
 SCHEMAS = {  # those that check-jsonschema has with it
-    **{path: "github-workflows" for path in WORKFLOWS},
+    **dict.fromkeys(WORKFLOWS, "github-workflows"),
     **{path: "github-issue-forms" for path in GITHUB.glob("ISSUE_TEMPLATE/*.yml") if path.name != "config.yml"},
     GITHUB / "ISSUE_TEMPLATE" / "config.yml": "github-issue-config",
     GITHUB / "dependabot.yml": "dependabot",
