@@ -342,6 +342,29 @@ def report(
 
 
 @app.command()
+def verdict(
+    out: Out,
+    metric: Annotated[str | None, typer.Option(help="What is compared.", show_default="the task's first")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="In units of the metric.", show_default="a point, or 1 % of float32's mean")
+    ] = None,
+    level: Annotated[float, typer.Option(help="The bound for the chance of a wrong statement.")] = 0.05,
+    equivalence: Annotated[
+        bool, typer.Option("--equivalence", help="Ask for no more than the tolerance on both sides of float32.")
+    ] = False,
+    minimize: Minimize = None,
+    maximize: Maximize = None,
+) -> None:
+    """Tell which settings are no more than a tolerance below float32, which fall short, and what is open."""
+    with _errors_as_exit_codes():
+        from ada_loss.lab.results import Results
+
+        found = Results(out, minimize=minimize or (), maximize=maximize or ())
+        for one in found.verdicts(metric, tolerance, level, equivalence):
+            print(one)
+
+
+@app.command()
 def formats(as_json: AsJson = False) -> None:
     """Print the catalogue of number formats."""
     from fpsim import CATALOGUE

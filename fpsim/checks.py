@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from urllib.parse import unquote
 __all__ = [
     "DISTRIBUTION",
     "did_you_mean",
+    "few",
     "is_finite_number",
     "is_number",
     "is_whole",
@@ -102,6 +103,16 @@ def shown(value: object) -> str:
     if "\n" in text:  # of a tensor
         text = " ".join(line.strip() for line in text.splitlines())
     return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}...{text[-SHOWN // 2 :]}"
+
+
+def few(names: Sequence[str], most: int = 5) -> str:
+    """The first of some names, for an error or a warning, and how many more there are.
+
+    >>> few(["a", "b", "c"], most=2)
+    "'a', 'b' and 1 more"
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(map(shown, names[:most]))}{more}"
 
 
 def did_you_mean(word: object, known: Iterable[str], most: int = 1) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fpsim
@@ -218,3 +219,26 @@ def test_a_scaling_state_that_lacks_what_the_model_remembers_is_said() -> None:
     assert plain(fpsim.scaling_state(model)) == plain(state)
     fpsim.load_scaling_state(model, {})  # is asked for
     assert fpsim.scaling_state(model) == {}
+
+
+def test_a_scaling_state_of_another_models_own_operations_is_said_after_a_step() -> None:
+    class Scorer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, self.weight)
+
+    other = fpsim.quantize(Scorer(), "recipe:fp8_delayed")
+    trained(other)
+    state = fpsim.scaling_state(other)
+    assert next(iter(state)).startswith(":linear ")
+    model = fpsim.quantize(layers("a"), "recipe:fp8_delayed")
+    fpsim.load_scaling_state(model, state)  # what products a model forms is not known before it ran
+    with pytest.warns(UserWarning, match=r"':linear [\w.]+'.*no product asked for in the first step.*another model"):
+        trained(model)
+    trained(model)  # said once
+    again = fpsim.quantize(Scorer(), "recipe:fp8_delayed")
+    fpsim.load_scaling_state(again, state)
+    trained(again)

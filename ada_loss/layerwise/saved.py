@@ -6,13 +6,12 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from fpsim.checks import is_number, is_whole, shown
+from fpsim.checks import few, is_number, is_whole, shown
 
 __all__ = ["check_progress", "check_sites"]
 
 MOST_LOG2_SCALE = 2100  # float64's numbers span 2**-1074 to 2**1024
 MOST_STEPS = 2**63 - 1
-MOST_NAMED = 5
 ROLES = ("error", "weight_grad", "wgrad.dy")
 KEYS = ("site", "role", "factors", "kept", "amax", "ceiling", "reached", "history")
 
@@ -50,10 +49,9 @@ def check_sites(sites: Any, step: int, modules: Collection[str], length: int | N
         _check_site(saved, step, length)
     strange = [site for site, _ in known if site.partition(":")[0] not in modules]
     if strange:
-        more = f" and {len(strange) - MOST_NAMED} more" if len(strange) > MOST_NAMED else ""
         raise ValueError(
-            f"The state is of another model: it has the sites {', '.join(map(shown, sorted(strange)[:MOST_NAMED]))}"
-            f"{more}, and the model has no such modules. Load the state of a model with the same names."
+            f"The state is of another model: it has the sites {few(sorted(strange))}, and the model "
+            f"has no such modules. Load the state of a model with the same names."
         )
 
 

@@ -57,7 +57,7 @@ from fpsim.emulation.roundings import Roundings
 from fpsim.emulation.scaled_masks import keep_masks, masks_to_scale
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.emulation.steps import Step
-from fpsim.tensors.spec import rounding_spec
+from fpsim.tensors.spec import ContainerError, rounding_spec
 from fpsim.torch_internals import base_of, blind_to_modes, has_history
 from fpsim.torch_modes import hooks_of_saved_tensors
 
@@ -145,10 +145,13 @@ class Emulation(Roundings, TorchFunctionMode):
             with self:
                 return inner(*args, **kwargs)
         hooks = hooks_of_saved_tensors()
-        if hooks is None:
-            return self._emulated(func, call, args, kwargs, asked)
-        with packed_afterwards(hooks):
-            return self._emulated(func, call, args, kwargs, asked)
+        try:
+            if hooks is None:
+                return self._emulated(func, call, args, kwargs, asked)
+            with packed_afterwards(hooks):
+                return self._emulated(func, call, args, kwargs, asked)
+        except ContainerError as error:  # of a TypeError, an operator makes "unsupported operand"
+            raise RuntimeError(str(error)) from None
 
     def _pass(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as it is."""

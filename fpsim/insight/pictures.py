@@ -232,6 +232,8 @@ def plot_sites(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
     several = len({row["role"] for row in rows}) > 1
     _name_sites(axes, [f"{row['site']} {row['role']}" if several else row["site"] for row in rows])
     axes.set_xlabel(f"{value.replace('_', ' ')}{' in %' * is_share}")
+    if is_share and not any(values):
+        axes.set_xlim(0, 1)  # around nothing matplotlib would show shares below zero
     axes.set_title(title, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     return picture

@@ -9,15 +9,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from fpsim.checks import require_mapping, shown
+from fpsim.checks import few, require_mapping, shown
 from fpsim.models.forwards import emulated_forwards
 from fpsim.models.quantize import keeps_history, listeners
 from fpsim.policies.delayed import Histories, loaded
 from fpsim.policies.policy import Policy
 
 __all__ = ["load_scaling_state", "scaling_state", "set_scaling_group"]
-
-MOST_NAMED = 5  # of the names of another model
 
 
 def scaling_state(model: nn.Module) -> dict[str, Any]:
@@ -41,7 +39,8 @@ def scaling_state(model: nn.Module) -> dict[str, Any]:
 def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Go on with delayed scaling from what `scaling_state` gave; what the model remembers is dropped.
 
-    An empty state begins again. One that lacks some of what the model remembers is loaded with a warning.
+    An empty state begins again. One that lacks some of what the model remembers is loaded with a warning. Which
+    products a model forms is known once it ran: the second step warns of what none asked for in the first.
 
     All of it is checked first: a state that is refused leaves everything as it was.
 
@@ -63,7 +62,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     lacking = [name for name in scaling_state(model) if name not in state]
     if state and lacking:
         warnings.warn(
-            f"The state lacks {_few(lacking)}, which the model remembers. The scaling of these operands begins again.",
+            f"The state lacks {few(lacking)}, which the model remembers. The scaling of these operands begins again.",
             stacklevel=2,
         )
     for place, histories in found.items():
@@ -80,14 +79,9 @@ def _require_wanted(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) ->
     strange = [n for place, part in parts.items() for n, e in part.items() if not keeps_history(n, e, by_place[place])]
     if strange:
         raise ValueError(
-            f"The state is of another model or policy: no product asks for {_few(strange)}. Load the state of a model "
+            f"The state is of another model or policy: no product asks for {few(strange)}. Load the state of a model "
             f"with the same names and policy."
         )
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return f"{', '.join(map(shown, names[:MOST_NAMED]))}{more}"
 
 
 def set_scaling_group(model: nn.Module, group: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpsim.checks import shown
+from fpsim.checks import few, shown
 from fpsim.formats.blocks import Delayed
 from fpsim.torch_internals import is_watched
 from fpsim.torch_modes import plain_tensors, set_grad_enabled, without_torch_function
@@ -153,6 +154,8 @@ class Histories:
         self._tables: dict[tuple[Delayed, torch.device], _Table] = {}
         self._histories: dict[str, AmaxHistory] = {}
         self._agreed = 0  # how many histories the ranks have compared
+        self._unasked: set[str] = set()  # of those that were loaded, until the second step
+        self._begun = 0  # how many steps, since they were loaded
 
     def __len__(self) -> int:
         return len(self._histories)
@@ -169,6 +172,8 @@ class Histories:
         """
         _require_plain_call(site)
         name = f"{site} {operand}"
+        if self._unasked:
+            self._unasked.discard(name)
         found = self._histories.get(name)
         if found is None:
             return self._add(name, rule, largest, device)
@@ -190,7 +195,21 @@ class Histories:
         if self._tables:
             _require_plain_call("a model")
             _require_no_capture()
+        if self._unasked:
+            self._tell_unasked()
         self._begin_step()
+
+    def _tell_unasked(self) -> None:
+        """Warn of loaded histories that no product asked for in the first step since: another model has such names."""
+        self._begun += 1
+        if self._begun < 2:
+            return
+        unasked, self._unasked = sorted(self._unasked), set()
+        warnings.warn(
+            f"The scaling state that was loaded has {few(unasked)}, which no product asked for in the first step "
+            f"since. Is it the state of another model?",
+            stacklevel=2,
+        )
 
     @_out_of_sight
     def _begin_step(self) -> None:
@@ -216,6 +235,7 @@ class Histories:
     def take(self, fresh: Histories) -> None:
         """Have the histories of another, and no others."""
         self._tables, self._histories, self._agreed = fresh._tables, fresh._histories, 0
+        self._unasked, self._begun = {*fresh._histories}, 0
 
     def __deepcopy__(self, memo: Any) -> Histories:
         return loaded(self.state_dict())

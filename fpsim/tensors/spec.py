@@ -156,6 +156,10 @@ def _new_spec(
     return RoundingSpec(f, rounding, f.resolve_overflow(overflow), random_bits, variant)
 
 
+class ContainerError(TypeError):
+    """A tensor's dtype cannot hold every value of a format."""
+
+
 _known_spec = lru_cache(maxsize=None, typed=True)(_new_spec)  # typed: True is no number of bits
 
 
@@ -163,7 +167,7 @@ _known_spec = lru_cache(maxsize=None, typed=True)(_new_spec)  # typed: True is n
 def container_width(spec: RoundingSpec, dtype: torch.dtype) -> int:
     """Width of the container in which `dtype` is rounded; 0 where there is nothing to do.
 
-    Raises TypeError for a dtype that cannot hold every value of the format.
+    Raises ContainerError for a dtype that cannot hold every value of the format.
     """
     if dtype is torch.float64:
         return 64
@@ -172,7 +176,7 @@ def container_width(spec: RoundingSpec, dtype: torch.dtype) -> int:
     precision = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}[dtype]
     smallest = f.min_exponent - f.mantissa_bits
     if f.mantissa_bits > precision or f.largest > info.max or 2.0**smallest < info.smallest_normal * 2**-precision:
-        raise TypeError(
+        raise ContainerError(
             f"A {str(dtype).removeprefix('torch.')} tensor cannot hold every value of {f}. "
             f"Possible here: float32 or float64. Convert it with x.float() first."
         )

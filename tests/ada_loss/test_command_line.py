@@ -22,6 +22,7 @@ import typer
 from children import environment, heed_ctrl_c
 
 from ada_loss.__main__ import app, main
+from ada_loss.lab.results import Results
 from ada_loss.lab.studies.search import search
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.sweep.ledger import Ledger
@@ -282,6 +283,20 @@ def test_tables_go_to_papers(out: Path) -> None:
     assert [row["scaling"] for row in rows] == ["none", "8"]
     assert "Possible: markdown" in ada_loss("table", out, "--to", "word", code=2).stderr
     assert "Possible: NAME=VALUE" in ada_loss("table", out, "--where", "fp16", code=2).stderr
+
+
+def test_a_verdict_has_the_tolerance_that_was_asked_for(tmp_path: Path) -> None:
+    out = tmp_path / "three seeds"
+    sweep("sweep_tasks:tiny", formats=["fp16", "e5m2"], seeds=3, out=out)
+    metric = Results(out).verdicts()[0].metric
+    wide = ada_loss("verdict", out, "--tolerance", 0.9).stdout
+    assert wide == "".join(f"{found}\n" for found in Results(out).verdicts(metric, 0.9))
+    assert "No more than 90.0 points below" in wide
+    both = ada_loss("verdict", out, "--metric", metric, "--tolerance", 0.9, "--equivalence", "--level", 0.01).stdout
+    assert both == "".join(f"{found}\n" for found in Results(out).verdicts(metric, 0.9, 0.01, equivalence=True))
+    assert "Matches float32 within 90.0 points" in both
+    said = ada_loss("verdict", out, "--tolerance", -1, code=2).stderr
+    assert "tolerance=-1.0" in said
 
 
 def test_a_report_goes_where_it_is_told(out: Path, tmp_path: Path) -> None:

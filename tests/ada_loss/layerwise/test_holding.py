@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import math
+import weakref
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,7 +14,8 @@ from layerwise_cases import assert_same, backward, gradients, seeded
 from torch import Tensor, nn
 
 from ada_loss import AdaLossScaled, Recorder
-from ada_loss.layerwise.sites import SiteState
+from ada_loss.layerwise.schedule import Schedule
+from ada_loss.layerwise.sites import ProductEdge, SiteState
 from fpsim import Policy, quantize, record, scaling
 from fpsim.scaling import rounded
 from fpsim.tensors.spec import rounding_spec
@@ -150,3 +154,65 @@ def test_scales_that_are_held_are_not_captured_in_a_cuda_graph(monkeypatch: pyte
         model(x).sum().backward()
     with AdaLossScaled(model, update_every=2), pytest.raises(NotImplementedError, match="a CUDA graph was captured"):
         model(x).sum().backward()
+
+
+def test_an_observer_sees_the_gradient_before_a_rounding_that_did_not_fit() -> None:
+    """It rounds what is below the ceiling in place before it meets what overflows, and then all at a lower scale."""
+    torch.manual_seed(0)
+    model = quantize(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), Policy(error="e5m2"))
+    x, small, grown = torch.randn(64, 64), torch.randn(64, 64) * 1e-4, torch.randn(64, 64) * 1e-4
+    grown[-1] *= 1e9
+    with AdaLossScaled(model, update_every=100) as scaled:
+        (model(x) * small).sum().backward()
+        with record(model) as recording:
+            (model(x) * grown).sum().backward()
+        (site,) = [site for site in scaled.state_dict()["sites"] if site["site"] == "1:linear"]
+    (row,) = [row for row in recording.rows() if row["site"] == "1:linear"]
+    held, lowered = 2.0 ** site["kept"], 2.0 ** site["log2_scale"]
+    fits = (grown * held).abs() <= torch.finfo(torch.float8_e5m2).max
+    once = torch.where(fits, (grown * held).to(torch.float8_e5m2).float() / held, grown)
+    assert (once == 0).sum() > 0
+    twice = (once * lowered).to(torch.float8_e5m2)
+    assert row["underflow_count"] == (twice.float() == 0).sum()
+    assert row["nonzero"] == grown.count_nonzero() == grown.numel()
+
+
+def test_headroom_is_sixteen_times_the_last_gradient_its_border_included() -> None:
+    state = SiteState()
+    state.last_amax, state.ceiling = 1.5, 24.0
+    assert state.has_headroom()
+    state.ceiling = math.nextafter(24.0, 0.0)
+    assert not state.has_headroom()
+
+
+def test_a_step_asks_anew_whether_all_scales_are_known() -> None:
+    states: dict[str, SiteState] = {"a": SiteState()}
+    schedule = Schedule(update_every=100, holds_scales=True, states=states)
+    schedule.enter(0, made_in=-1, is_linked=True)
+    states["a"].last_step = schedule.step
+    assert schedule.links_sites(-1)  # its scale is not known yet
+    states["a"].held_log2_scale = torch.zeros(1)
+    assert schedule.links_sites(-1)  # it was not when this step began
+    schedule.enter(1, made_in=-1, is_linked=True)
+    assert not schedule.links_sites(-1)
+
+
+def test_a_schedule_forgets_the_checkpoints_of_earlier_steps() -> None:
+    schedule = Schedule(update_every=100, holds_scales=True, states={})
+    for step in range(0, 300, 3):
+        schedule.enter(step, made_in=-1, is_linked=True)
+        schedule.enter(step + 1, made_in=step, is_linked=True)
+        schedule.enter(step + 2, made_in=step + 1, is_linked=True)
+    assert schedule.step == 100
+    assert len(schedule._roots) <= 3
+
+
+def test_the_other_operand_of_a_product_is_released_once_its_moments_are_known() -> None:
+    model = quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Policy(error="fp16"))
+    with AdaLossScaled(model):
+        loss = model(torch.randn(4, 8)).square().mean()
+        edges = [thing for thing in gc.get_objects() if type(thing) is ProductEdge]
+        operands = [weakref.ref(edge.other) for edge in edges if edge.other is not None]
+        assert operands
+        loss.backward(retain_graph=True)
+        assert [operand() for operand in operands] == [None] * len(operands)

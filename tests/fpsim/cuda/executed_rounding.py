@@ -38,11 +38,13 @@ KEY = 0x0123_4567_89AB_CDEF
 SHAPES = ("flat", "grid", "gap", "scale", "unsigned_zero")
 SHORT = 111
 # for each format, rule and container; what is slow takes as many as make 10**9 in all
-PATTERNS, MANY = 10**6, 1_700_000
+PATTERNS, MANY = 10**5, 1_700_000
 # float64 has more exponents than any format: none is flat there
 KERNELS = [
     (rule, shape, width) for rule in range(7) for shape in range(5) for width in (32, 64) if shape or width == 32
 ]
+# Compiling is what takes the time: each rule meets each shape, in one of the two containers.
+SOME = [kernel for kernel in KERNELS if kernel[1] == 0 or (kernel[0] + kernel[1]) % 2 == (kernel[2] == 64)]
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +107,9 @@ def of_kernel(value: tuple[int, int, int]) -> str:
     return f"{ROUNDINGS[value[0]]}-{SHAPES[value[1]]}-{value[2]}"
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=of_kernel)
+@pytest.mark.parametrize(
+    "kernel", [k if k in SOME else pytest.param(k, marks=pytest.mark.slow) for k in KERNELS], ids=of_kernel
+)
 def test_every_format_and_rule_has_the_bits_of_the_cpu(kernel: tuple[int, int, int]) -> None:
     random, specs = np.random.default_rng(kernel), specs_of(*kernel)
     assert specs

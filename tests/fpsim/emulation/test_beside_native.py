@@ -203,3 +203,16 @@ def test_float32s_least_number_is_beyond_what_it_is_copied_into(fmt: str) -> Non
 @FORMATS
 def test_the_name_of_a_tensor_of_float64_is_no_name_of_the_format(fmt: str) -> None:
     hold(lambda self, x: x.abs().float().type(x.double().type()) * 1.0123, fmt)
+
+
+OPERATORS: list[Callable[[Tensor], object]] = [lambda x: x * 1.0, lambda x: 2 - x, lambda x: x @ x, lambda x: -x]
+
+
+@pytest.mark.parametrize(("fmt", "other"), [("bf16", torch.float16), ("fp16", torch.bfloat16)])
+@pytest.mark.parametrize("operator", OPERATORS, ids=["times", "minus", "matmul", "negative"])
+def test_a_dtype_too_narrow_for_the_format_is_refused_in_words_by_operators_too(
+    operator: Callable[[Tensor], object], fmt: str, other: torch.dtype
+) -> None:
+    x = torch.randn(3)
+    with fpsim.emulate(fmt), pytest.raises(RuntimeError, match=r"cannot hold every value of .*Convert it with x.float"):
+        operator(x.to(other))

@@ -208,3 +208,11 @@ def test_a_state_of_a_version_without_the_bias_is_loaded_without_it() -> None:
     without = [{k: v for k, v in row.items() if k not in ("row_bias", "kurtosis")} for row in recording.rows()]
     assert [{k: v for k, v in row.items() if k in without[0]} for row in loaded.rows()] == without
     assert all(row["kurtosis"] is None for row in loaded.rows())
+
+
+def test_a_picture_of_nothing_lost_has_no_shares_below_zero() -> None:
+    model = fpsim.quantize(nn.Linear(4, 4), "fp16")
+    with fpsim.record(model) as recording:
+        model(torch.ones(2, 4)).sum().backward()
+    (axes,) = recording.plot().axes
+    assert axes.get_xlim() == (0, 1)
