@@ -46,7 +46,7 @@ FLOORS = (
         "autograd gemm moments shared_scales",
         "block_autograd block_tally expressions hadamard verify warm",
         "ops tally",
-        "codes",
+        "codes golden",
     ),
     (
         "fpsim.policies",
