@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+
+def _require_our_fpsim() -> None:
+    """Refuse the package that another project of the index installs as `fpsim`, into the same folder as ours.
+
+    The name is read from the source of `fpsim/__init__.py`, since importing it takes a second. Without a source it is
+    imported.
+    """
+    module = sys.modules.get("fpsim")
+    if module is None:
+        spec = find_spec("fpsim")
+        source = getattr(spec and spec.loader, "get_source", lambda _: "")("fpsim")
+        if source is not None and '__distribution__ = "ada-loss"' in source:
+            return
+        module = import_module("fpsim") if source is None else None
+    if getattr(module, "__distribution__", None) != "ada-loss":
+        raise ImportError(
+            "Got a package fpsim that is not the one of ada-loss. The fpsim of the package index is another project "
+            "in a folder of the same name. Uninstall it, then install ada-loss again: `pip uninstall fpsim` and "
+            "`pip install --force-reinstall --no-deps ada-loss` (from a checkout: `-e FOLDER` in place of the name)."
+        )
+
+
+_require_our_fpsim()
 
 if TYPE_CHECKING:
     from ada_loss.lab.results import Results

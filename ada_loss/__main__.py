@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+from ada_loss.completions import complete_formats, complete_sweeps, complete_tasks, complete_updates
+
 try:
     import typer
 except ImportError:
@@ -43,31 +45,6 @@ EngineName = Annotated[str | None, typer.Option(help="here, local, or a Dask sch
 Device = Annotated[str | None, typer.Option(help="Where cells compute: cpu, cuda.", show_default="cpu")]
 RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Run the failed cells again.")]
 Seconds = Annotated[float | None, typer.Option(help="Seconds that one cell may take.", show_default="no limit")]
-
-
-def _files_of(folder: str, kind: str, incomplete: str) -> list[str]:
-    """The names of the files of a kind in a folder of this package that begin so, without importing anything."""
-    return [
-        path.stem for path in sorted((Path(__file__).parent / folder).glob(kind)) if path.stem.startswith(incomplete)
-    ]
-
-
-def _sweeps(incomplete: str) -> list[str]:
-    here = [str(path) for kind in ("*.yaml", "*.yml") for path in Path().glob(kind)]
-    return [*_files_of("lab/sweep", "*.yaml", incomplete), *(name for name in here if name.startswith(incomplete))]
-
-
-def _tasks(incomplete: str) -> list[str]:
-    from ada_loss.lab.tasks import TASKS
-
-    return [name for name in TASKS if name.startswith(incomplete)]
-
-
-def _formats(incomplete: str) -> list[str]:
-    import fpsim
-
-    recipes = [f"{fpsim.RECIPE_PREFIX}{row.name}" for row in fpsim.recipes()]
-    return [name for name in (*fpsim.CATALOGUE, *fpsim.BLOCKS, *recipes) if name.startswith(incomplete)]
 
 
 @contextmanager
@@ -105,7 +82,8 @@ def sweep(
     config: Annotated[
         str,
         typer.Argument(
-            help="A YAML file, or the name of a sweep that comes with the library (digits).", autocompletion=_sweeps
+            help="A YAML file, or the name of a sweep that comes with the library (digits).",
+            autocompletion=complete_sweeps,
         ),
     ],
     out: Annotated[Path | None, typer.Option(help="The folder to keep everything in.")] = None,
@@ -113,6 +91,12 @@ def sweep(
     engine: EngineName = None,
     device: Device = None,
     seeds: Annotated[int | None, typer.Option(help="How many seeds each training is run with.")] = None,
+    update: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What the optimizer stores: float32, bf16_sr, ... Repeatable.", autocompletion=complete_updates
+        ),
+    ] = None,
     time_limit: Seconds = None,
     retry_failed: RetryFailed = False,
     settings: Annotated[
@@ -135,7 +119,9 @@ def sweep(
         folder = None if out is None else str(out)
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
         chosen = {"retry_failed": retry_failed or None, "baseline": False if no_baseline else None, "why": why or None}
-        given = _given(**execution, **chosen, seeds=seeds, out=folder, minimize=minimize, maximize=maximize)
+        given = _given(
+            **execution, **chosen, seeds=seeds, updates=update, out=folder, minimize=minimize, maximize=maximize
+        )
         arguments = with_settings(read_sweep(config), settings or [])
         _add_current_folder()
         _finish(run(**{**arguments, **given}), as_json)
@@ -197,7 +183,7 @@ def _finish(results: Any, as_json: bool) -> None:
 @app.command()
 def search(
     task: Annotated[
-        str, typer.Argument(help="A task's name, or 'module:function' that makes one.", autocompletion=_tasks)
+        str, typer.Argument(help="A task's name, or 'module:function' that makes one.", autocompletion=complete_tasks)
     ],
     roles: Annotated[
         list[str], typer.Option(help="Roles that get small formats, with commas between; the others stay in float32.")
@@ -400,9 +386,12 @@ def tasks(as_json: AsJson = False) -> None:
 @app.command()
 def inspect(
     model: Annotated[
-        str, typer.Argument(help="A task's name, or 'module:function' of a model or a task.", autocompletion=_tasks)
+        str,
+        typer.Argument(help="A task's name, or 'module:function' of a model or a task.", autocompletion=complete_tasks),
     ],
-    fmt: Annotated[str, typer.Option("--format", help="The format for all roles.", autocompletion=_formats)] = "fp16",
+    fmt: Annotated[
+        str, typer.Option("--format", help="The format for all roles.", autocompletion=complete_formats)
+    ] = "fp16",
     as_json: AsJson = False,
 ) -> None:
     """Show the formats of a model: of its modules, and for a task of every site of one training step."""

@@ -1,14 +1,18 @@
-"""What stored formats cost the `chars` task, and what they lose: the table of docs/updates.md.
+"""What stored formats cost the `chars` task, and what they lose: the table of docs/updates.md. And what they take.
 
     python benchmarks/updates.py --rate 3e-4 --seeds 1
+    python benchmarks/updates.py --speed --elements 4194304
 
 AdamW, 200 steps of 32 sequences, weight decay 0.01, a warm-up of 20 steps and a cosine to a tenth of the rate.
+Speed is processor time on one thread, the least of some repetitions, beside copies and plain AdamW in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import time
+from collections.abc import Callable
 
 import torch
 
@@ -16,6 +20,8 @@ import fpsim
 from ada_loss.lab.tasks.chars import bits_per_character, chars
 from fpsim import Update
 from fpsim.insight.rows import Rows
+from fpsim.models.storing import store_
+from fpsim.policies.update import state_storage
 
 UPDATES = {
     "float32": Update(),
@@ -53,11 +59,82 @@ def train(update: Update, rate: float, seed: int, steps: int = 200) -> dict[str,
     return {"bits": bits, "lost": lost.share, "edq": lost.edq, "norm weights at 1": still}
 
 
+def seconds_of(runs: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
+    """The least processor time of each call, after one that compiles; in turn, so that all meet the same machine."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for repetition in range(repetitions + 1):
+        for name, run in runs.items():
+            began = time.process_time()
+            run()
+            if repetition:
+                found[name].append(time.process_time() - began)
+    return {name: min(seconds) for name, seconds in found.items()}
+
+
+def stepping(update: Update | str | None, elements: int, every: int | None = None) -> Callable[[], object]:
+    """A step of AdamW on one parameter; ten of them where every tenth is recorded."""
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(elements))
+    optimizer = torch.optim.AdamW([p], lr=1e-3)
+    quantized = None if update is None else fpsim.quantize_optimizer(optimizer, update)
+    p.grad = torch.randn(elements)
+    record = None if every is None or quantized is None else fpsim.lost_updates(quantized, every)
+
+    def steps() -> None:
+        for _ in range(1 if record is None else record.every):
+            optimizer.step()
+
+    return steps
+
+
+def speed(elements: int, repetitions: int) -> Rows:
+    """Processor time of what is stored: of copies, of two 8-bit states, of steps; with the ratio to what is beside."""
+    torch.set_num_threads(1)
+    a, b = torch.randn(elements), torch.rand(elements)
+    to = torch.empty(elements)
+    update = fpsim.UPDATES["adam8bit"]
+    states = [(a, state_storage(update, "exp_avg")), (b, state_storage(update, "exp_avg_sq"))]
+
+    def copies() -> None:
+        for x in (a, b, a, b):
+            to.copy_(x)
+
+    def two_states() -> None:
+        for x, storage in states:
+            assert storage is not None
+            store_(x, storage)
+
+    weights = Update(weight="bf16", rounding="stochastic")
+    names = ("bf16_sr", "bf16_remainder", "adam8bit", "fp8_lm", "bf16")
+    runs: dict[str, Callable[[], object]] = {
+        "copy two float32 tensors twice": copies,
+        "encode and decode two 8-bit states": two_states,
+        "AdamW": stepping(None, elements),
+        **{f"AdamW, {name}": stepping(name, elements) for name in names},
+        "AdamW, bf16 weights alone, stochastically": stepping(weights, elements),
+        "the same, lost updates of each tenth step": stepping(weights, elements, 10),
+    }
+    found = seconds_of(runs, repetitions)
+    *_, alone, recorded = found
+    found[recorded] /= 10
+    beside = {**dict.fromkeys(runs, "AdamW"), **dict.fromkeys([*runs][:2], next(iter(runs))), recorded: alone}
+    return Rows(
+        {"what": name, "seconds": seconds, "ratio": seconds / found[beside[name]], "to": beside[name]}
+        for name, seconds in found.items()
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--speed", action="store_true", help="Measure what storing takes, not what it loses.")
+    parser.add_argument("--elements", type=int, default=2**22)
+    parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()
+    if arguments.speed:
+        print(speed(arguments.elements, arguments.repetitions))
+        return
     rows = Rows()
     for name, update in UPDATES.items():
         for seed in range(arguments.seeds):

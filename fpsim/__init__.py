@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from fpsim.kernels import sources as _sources  # noqa: F401  # first: it reads the files whose imports follow
 
 # isort: split
+from fpsim.checks import warn_of_namesake
 from fpsim.emulation import emulate
 from fpsim.formats.blocks import BLOCKS, BlockFormat, Delayed, as_format
 from fpsim.formats.codebook import Codebook
@@ -36,6 +37,8 @@ from fpsim.tensors.noise import manual_seed, noise_of_torch
 from fpsim.tensors.ops import Rounder, round_to, round_to_
 from fpsim.tensors.tally import Tally, tally
 from fpsim.tensors.warm import warm_up
+
+__distribution__ = "ada-loss"  # ada_loss looks for this line: another project's package has the same name
 
 __all__ = [
     "BLOCKS",
@@ -100,6 +103,8 @@ __all__ = [
     "watch",
     "why",
 ]
+
+warn_of_namesake()
 
 
 def __dir__() -> list[str]:

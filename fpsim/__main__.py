@@ -7,12 +7,14 @@ import platform
 import runpy
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fpsim.insight.why import why
+from fpsim.tensors.golden import replay
 from fpsim.tensors.verify import verify
 
 _NAMES: dict[str, tuple[Callable[[Any], bool], str]] = {  # of `why`, which a script may define
@@ -26,7 +28,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command, and return its exit status: 1 if a comparison differs, or a cause was found; 0 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m fpsim", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="verify|why")
-    command = commands.add_parser("verify", help="compare the kernels of this machine with a second definition")
+    command = commands.add_parser(
+        "verify", help="compare the kernels of this machine with golden vectors and a second definition"
+    )
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     extent = command.add_mutually_exclusive_group()
     extent.add_argument("--quick", action="store_true", help="130,000 numbers for each format and rounding (default)")
@@ -80,7 +84,7 @@ def _verify(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
     name = torch.cuda.get_device_name() if chosen.device == "cuda" else platform.processor() or platform.machine()
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {name}")
     failed = total = 0
-    for row in verify(chosen.device, chosen.full):
+    for row in chain(replay(chosen.device), verify(chosen.device, chosen.full)):
         verdict = {None: "", True: "ok", False: "WRONG"}[row.ok]
         print(f"{row.check:34} {verdict:6} {row.detail}", flush=True)
         total, failed = total + (row.ok is not None), failed + (row.ok is False)

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from numbers import Integral, Real
@@ -32,6 +33,7 @@ __all__ = [
     "require_whole",
     "require_word",
     "shown",
+    "warn_of_namesake",
 ]
 
 DISTRIBUTION = "ada-loss"  # the name on the package index, where `fpsim` is another project
@@ -65,6 +67,23 @@ def _installed_from() -> str:
     if url and "vcs_info" in record:
         return f"{words} @ {record['vcs_info'].get('vcs', 'git')}+{url}"
     return f"{words} @ {url}" if url else words
+
+
+def warn_of_namesake() -> None:
+    """Warn where the `fpsim` of the package index is installed too: pip unpacks it into the folder of ours."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        theirs = version("fpsim")
+    except PackageNotFoundError:
+        return
+    warnings.warn(
+        f"The distribution fpsim {theirs} is installed. It is another project, and its files replace those of "
+        f"{DISTRIBUTION}'s package fpsim, or are replaced by them. Use an environment of its own for each: "
+        f"`pip uninstall fpsim`, then `pip install --force-reinstall --no-deps {DISTRIBUTION}` (from a checkout: "
+        "`-e FOLDER`).",
+        stacklevel=3,
+    )
 
 
 LONGEST_WORD = 1000  # that is looked at for near ones

@@ -24,6 +24,7 @@ from fpsim.kernels.statistics import (
 )
 from fpsim.models.quantize import listeners
 from fpsim.policies.policy import FEW_BITS, Policy, as_policy
+from fpsim.policies.update import as_update
 from fpsim.tensors.autograd import round_differentiably
 from fpsim.tensors.launch import round_fitting_, round_memory_, rounded
 from fpsim.tensors.moments import amax_of, binades, keep_memory_of, memory_of, moments_of, on_device
@@ -50,6 +51,7 @@ __all__ = [
     "Scaling",
     "amax_of",
     "as_policy",
+    "as_update",
     "binades",
     "current_graph_task",
     "gradients_have_scales",

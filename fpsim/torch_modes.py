@@ -1,4 +1,4 @@
-"""torch's private names around a call: modes, transforms and hooks, and what stands in the place of a module's call.
+"""torch's private names around a call: modes, transforms, hooks, what stands in the place of a module's call; shards.
 
 `tests/fpsim/insight/test_torch_modes.py` holds each belief against the installed torch.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,10 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "CALL_SLOT",
+    "Place",
     "any_mode",
     "call_inside",
+    "guard_step",
     "has_transform",
     "hook_steps",
     "hooked",
@@ -40,10 +43,12 @@ __all__ = [
     "memory_behind",
     "modes",
     "module_called",
+    "place_of",
     "plain_tensors",
     "push_mode",
     "set_grad_enabled",
     "take_off",
+    "unguard_step",
     "unhook_call",
     "unhook_steps",
     "without_torch_function",
@@ -208,6 +213,9 @@ def hooked(x: Tensor, hook: Callable[[Tensor], Any], handles: list[Any]) -> None
         raise
 
 
+GUARD = "fpsim_guard"  # by which a guard is found
+
+
 # Hooks that are taken off by themselves, not by a handle: a signal may come before anybody has that.
 
 
@@ -231,6 +239,61 @@ def unhook_steps(optimizer: Optimizer | None, before: Callable[..., Any], after:
         _take_out(optimizer._optimizer_step_post_hooks, after)
 
 
+class _Guard:
+    """Around the steps of an optimizer.
+
+    before: what stood in the place of its method; None for the method itself.
+    step: what stands there now.
+    is_on: whether anybody is told.
+    """
+
+    def __init__(self, before: Any) -> None:
+        self.before, self.is_on = before, True
+        self.step: Any = None
+
+
+def guard_step(optimizer: Optimizer, on_error: Callable[[], object]) -> None:
+    """Call a function where a step of this optimizer raises: hooks behind it do not run then.
+
+    As torch's schedules do, it takes the place of the method, and does not keep the optimizer alive. They take
+    `__func__` of what they find, so it has one.
+    """
+    guard = _Guard(vars(optimizer).get("step"))
+    reference = weakref.ref(optimizer)
+
+    def unbound(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return type(self).step(self, *args, **kwargs) if guard.before is None else guard.before(*args, **kwargs)
+        except BaseException:
+            if guard.is_on:
+                on_error()
+            raise
+
+    @functools.wraps(type(optimizer).step if guard.before is None else guard.before)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        held = reference()
+        if held is None:
+            raise ReferenceError("The optimizer of this step is gone. Keep the optimizer itself, not its step alone.")
+        return unbound(held, *args, **kwargs)
+
+    vars(unbound)[GUARD] = guard  # `functools.wraps` of a schedule takes it along
+    vars(step).update({"__func__": unbound, GUARD: guard})
+    vars(optimizer)["step"] = guard.step = step
+
+
+def unguard_step(optimizer: Optimizer) -> None:
+    """Undo `guard_step`. Where somebody has wrapped the guard since, it stays there and does nothing."""
+    found = vars(optimizer).get("step")
+    guard = getattr(found, GUARD, None)
+    if guard is None:
+        return
+    guard.is_on = False
+    if found is guard.step and guard.before is None:
+        del vars(optimizer)["step"]
+    elif found is guard.step:
+        vars(optimizer)["step"] = guard.before
+
+
 def unhook_call(module: nn.Module, hook: Callable[..., Any]) -> None:
     """Take off what `module.register_forward_pre_hook(hook)` has put on; may be called again."""
     for key in _take_out(module._forward_pre_hooks, hook):
@@ -247,3 +310,24 @@ def _take_out(hooks: MutableMapping[int, Any], hook: Callable[..., Any]) -> list
 def without_torch_function() -> AbstractContextManager[None]:
     """A block in which torch's functions ask no mode and no subclass."""
     return torch._C.DisableTorchFunction()
+
+
+# Tensors of which each rank has a part
+
+
+class Place(NamedTuple):
+    """Where the part of a sharded tensor that is here begins, in the whole, whose shape this is."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def place_of(x: Tensor) -> Place | None:
+    """The place of what is here of a sharded tensor (a DTensor of which each rank has a part); None for a whole one."""
+    mesh, placements = getattr(x, "device_mesh", None), getattr(x, "placements", None)
+    if mesh is None or placements is None or all(p.is_replicate() for p in placements):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(x.shape, mesh, placements)
+    return Place(tuple(x.shape), tuple(offset))

@@ -154,6 +154,10 @@ def _job() -> Any:
     return ada_loss.Job("fp16")
 
 
+def _lost() -> fpsim.LostUpdates:
+    return fpsim.lost_updates(fpsim.quantize_optimizer(sgd(model()), "bf16_sr"))
+
+
 def _quantised_job() -> Any:
     job = _job()
     job.quantize(model())
@@ -261,6 +265,7 @@ CALLS = [
     Call("Recording.continue_from", lambda: (fpsim.Recording().continue_from, {"other": fpsim.Recording()})),
     Call("Recording.load_state_dict", lambda: (fpsim.Recording().load_state_dict, {"state": fpsim.Recording().state_dict()})),
     Call("lost_updates", lambda: (fpsim.lost_updates, {"quantized": fpsim.quantize_optimizer(sgd(model()), "bf16_sr")})),
+    Call("LostUpdates.load_state_dict", lambda: (_lost().load_state_dict, {"state": _lost().state_dict()})),
     Call("Update", _constructor(fpsim.Update, weight="bf16")),
     Call(
         "quantize_optimizer",
@@ -281,6 +286,7 @@ CALLS = [
     Call("Watch.table", _method(_watching, "table")),
     Call("Watch.policy", _method(_watching, "policy", underflow=1.0, overflow=1.0, sqnr_db=-100.0)),
     Call("Watch.suggest", _method(_watching, "suggest", underflow=1.0, overflow=1.0, sqnr_db=-100.0)),
+    Call("Watch.suggest_update", _method(_watching, "suggest_update", underflow=1.0, overflow=1.0, sqnr_db=-100.0)),
     Call("Watch.plot", _method(_watching, "plot")),
     Call("compare", _compare),
     Call("Comparison.begins", lambda: (fpsim.compare(**_compare()[1]).begins, {})),
@@ -320,6 +326,7 @@ CALLS = [
     Call("Job", _constructor(ada_loss.Job, fmt="fp16", rounding="stochastic", scaling="torch", device="cpu")),
     Call("Job.quantize", lambda: (_job().quantize, {"model": model()})),
     Call("Job.scaler", lambda: (_quantised_job().scaler, {})),
+    Call("Job.optimizer", lambda: (ada_loss.Job(update="bf16_sr").optimizer, {"optimizer": sgd(model())})),
     Call("Job.begin_step", _method(_quantised_job, "begin_step", step=0, steps=2)),
     Call("Job.log", _method(_job, "log", step=0, loss=1.0)),
     Call("Job.checkpoint", lambda: (_job().checkpoint, {"model": model()})),

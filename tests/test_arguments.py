@@ -104,6 +104,8 @@ WITHOUT = {
     "LossRule.evolve": "for the scaler, once a step, and not checked for speed",
     "QuantizedOptimizer": "a result: quantize_optimizer() makes it",
     "LostUpdates": "a result: lost_updates() makes it",
+    "LostUpdates.is_of": "for record, of optimizers that it has found",
+    "QuantizedOptimizer.seen_by_the_model": "for watch, of the parameters that it has found",
     "LostUpdates.is_due": "for the optimizer, once a step",
     "LostUpdates.saw": "for the optimizer, once a step",
     "Recorder.to_csv": "whose path Python's own functions refuse",

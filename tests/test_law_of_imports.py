@@ -46,7 +46,7 @@ FLOORS = (
         "autograd gemm moments shared_scales",
         "block_autograd block_tally expressions hadamard verify warm",
         "ops tally",
-        "codes",
+        "codes golden",
     ),
     (
         "fpsim.policies",
@@ -82,10 +82,12 @@ FLOORS = (
     (
         "fpsim.insight",
         "__init__ masks pictures rows stepping reasons.__init__ reasons.event reasons.kept reasons.widening",
-        "compare last_layers lost_updates ranges recording sensitivity summary reasons.dying",
-        "seen reasons.numbers",
+        "compare last_layers lost_updates ranges sensitivity stored_bytes reasons.dying",
+        "recording seen summary reasons.numbers",
         "diagnose reasons.explaining reasons.masks reasons.slopes reasons.updates",
         "suggesting reasons.timeline",
+        "suggesting_updates",
+        "watched_rows watched_steps",
         "watch reasons.against reasons.trials",
         "reasons.attempts",
         "reasons.edits reasons.update_remedies",
@@ -117,7 +119,7 @@ FLOORS = (
         "layerwise.__init__",
         "lab.errors lab.environment lab.devices lab.directions",
         "lab.tasks.task lab.tasks.scenes lab.tasks.spread lab.training.run lab.training.methods "
-        "lab.training.format_schedule lab.training.generators "
+        "lab.training.format_schedule lab.training.generators lab.training.stored_weights "
         "lab.sweep.limits lab.sweep.lock lab.sweep.trust lab.sweep.execution lab.sweep.progress "
         "lab.results.judgement",
         "lab.results.figures",
@@ -129,7 +131,9 @@ FLOORS = (
         "lab.tasks.detection lab.tasks.segmentation lab.training.options lab.training.job "
         "lab.training.batches lab.sweep.engines",
         "lab.tasks.__init__",
-        "lab.training.steps lab.sweep.identity lab.sweep.telemetry lab.sweep.cell_formats",
+        "lab.training.steps lab.sweep.identity lab.sweep.telemetry",
+        "lab.sweep.cell_updates",
+        "lab.sweep.cell_formats",
         "lab.sweep.names lab.sweep.live",
         "lab.results.trackers lab.results.deciding",
         "lab.training.loop lab.sweep.cells",
@@ -148,6 +152,7 @@ FLOORS = (
         "lab.studies.__init__",
         "lab.__init__",
         "__init__",
+        "completions",
         "__main__",
     ),
 )

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fpsim.checks import require_whole, shown
+from fpsim.checks import require_mapping, require_whole, shown
 from fpsim.insight.rows import Rows
 from fpsim.models.optimizers import QuantizedOptimizer
 from fpsim.models.parameter_store import ParameterStore
 from fpsim.models.storing import local_part, stored
 from fpsim.undoing import Exit
 
-__all__ = ["LostUpdates", "lost_updates"]
+__all__ = ["LostUpdates", "lost_updates", "unrecorded"]
 
 
 def lost_updates(quantized: QuantizedOptimizer, every: int = 1) -> LostUpdates:
@@ -35,7 +37,7 @@ def lost_updates(quantized: QuantizedOptimizer, every: int = 1) -> LostUpdates:
 
     Raises:
         TypeError: for anything but a quantised optimizer.
-        ValueError: for one that is recorded already.
+        ValueError: for an impossible `every`.
 
     >>> from fpsim import Update, quantize_optimizer
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, 2.0**-10]))
@@ -49,12 +51,20 @@ def lost_updates(quantized: QuantizedOptimizer, every: int = 1) -> LostUpdates:
     return LostUpdates(quantized, every)
 
 
+def unrecorded(optimizers: Iterable[QuantizedOptimizer]) -> list[QuantizedOptimizer]:
+    """Those of some quantised optimizers whose lost updates nobody records yet."""
+    return [q for q in optimizers if not any(isinstance(observer, LostUpdates) for observer in q.observers)]
+
+
+CHUNK = 2**16  # elements that are counted at once on a CPU: what is computed of them stays in its cache
+
+
 class _Sums:
     """What was counted of one parameter."""
 
     def __init__(self, store: ParameterStore) -> None:
         self.first = local_part(store.parameter.detach()).clone()
-        self.signs = torch.zeros_like(self.first, dtype=torch.int8)  # of the last change of the weight
+        self.signs = self.first.new_zeros(self.first.shape, dtype=torch.int8)  # of the last change of the weight
         self.wanted = self.lost = self.flips = self.changes = 0
         self.inner = self.norm = 0.0
 
@@ -62,6 +72,19 @@ class _Sums:
     def share(self) -> float | None:
         """The share of lost updates."""
         return _share(self.lost, self.wanted)
+
+    def count(self, after: Tensor, before: Tensor, intended: Tensor) -> tuple[int, int, float, float, int, int]:
+        """Count a step. Returns how many updates were not zero, how many of these were lost, <intended, effective>, the
+        squared norm of the intended one, how many weights have changed, and how many of these against the last change.
+        """
+        parts = [x.reshape(-1) for x in (after, before, intended, self.signs)]
+        length = CHUNK if not before.is_cuda else max(before.numel(), 1)
+        found = [_counted(*chunk) for chunk in zip(*(x.split(length) for x in parts), strict=True)]
+        wanted, lost, inner, norm, changes, flips = (sum(column) for column in zip(*found, strict=True))
+        self.wanted, self.lost = self.wanted + int(wanted), self.lost + int(lost)
+        self.changes, self.flips = self.changes + int(changes), self.flips + int(flips)
+        self.inner, self.norm = self.inner + inner, self.norm + norm
+        return int(wanted), int(lost), inner, norm, int(changes), int(flips)
 
     def row(self, store: ParameterStore) -> dict[str, Any]:
         """The row of a table."""
@@ -75,6 +98,39 @@ class _Sums:
         }
 
 
+def _counted(after: Tensor, before: Tensor, intended: Tensor, signs: Tensor) -> tuple[float, ...]:
+    """The counts of `_Sums.count` for some elements; `signs`, of their last changes, is brought up to date in place."""
+    effective = after - before
+    has_changed, is_wanted = effective != 0, intended != 0
+    wide = intended.double()
+    new = effective.sign().to(torch.int8)
+    flips = int(torch.count_nonzero(new * signs < 0))
+    torch.where(has_changed, new, signs, out=signs)
+    return (
+        int(torch.count_nonzero(is_wanted)),
+        int(torch.count_nonzero(is_wanted & ~has_changed)),
+        float(torch.dot(wide, effective.double())),
+        float(torch.dot(wide, wide)),
+        int(torch.count_nonzero(has_changed)),
+        flips,
+    )
+
+
+@dataclass
+class _Step:
+    """What was counted of one step, of all parameters."""
+
+    wanted: int = 0
+    lost: int = 0
+    inner: float = 0.0
+    norm: float = 0.0
+
+    def add(self, wanted: int, lost: int, inner: float, norm: float) -> None:
+        """Add the counts of a parameter."""
+        self.wanted, self.lost = self.wanted + wanted, self.lost + lost
+        self.inner, self.norm = self.inner + inner, self.norm + norm
+
+
 class LostUpdates:
     """What was lost of an optimizer's updates; see `lost_updates`. As a block it detaches itself at the end."""
 
@@ -84,15 +140,14 @@ class LostUpdates:
                 f"quantized is {shown(quantized)}. Expected: what fpsim.quantize_optimizer(optimizer, update) returns."
             )
         require_whole("every", every, 1)
-        if quantized.observer is not None:
-            raise ValueError("The updates of this optimizer are recorded already. Call detach() of that record first.")
         self.every = every
-        self._quantized: QuantizedOptimizer | None = quantized
+        self._of = weakref.ref(quantized)
         self._begin = quantized.steps
         self._sums = {store: _Sums(store) for store in quantized.stores}
         self._rows = Rows()
         self.is_inside = False  # of a block
-        quantized.observer = self
+        self._steps: dict[int, _Step] = {}
+        self.attach()
 
     def __enter__(self) -> LostUpdates:
         self.is_inside = True
@@ -104,11 +159,21 @@ class LostUpdates:
         """The end of its block."""
         self.detach()
 
+    def is_of(self, quantized: QuantizedOptimizer) -> bool:
+        """Whether this is a record of this optimizer."""
+        return self._of() is quantized
+
+    def attach(self) -> None:
+        """Record again after `detach()`."""
+        quantized = self._of()
+        if quantized is not None and self not in quantized.observers:
+            quantized.observers.append(self)
+
     def detach(self) -> None:
         """Record no longer; what was recorded stays."""
-        if self._quantized is not None and self._quantized.observer is self:
-            self._quantized.observer = None
-        self._quantized = None
+        quantized = self._of()
+        if quantized is not None and self in quantized.observers:
+            quantized.observers.remove(self)
 
     # What is told
 
@@ -118,22 +183,11 @@ class LostUpdates:
 
     def saw(self, step: int, store: ParameterStore, before: Tensor, intended: Tensor, group: Mapping[str, Any]) -> None:
         """Count what the step of one parameter has lost."""
-        sums = self._sums.setdefault(store, _Sums(store))
-        effective = local_part(store.value) - before
-        is_wanted = intended != 0
-        wanted, lost = int(is_wanted.sum()), int((is_wanted & (effective == 0)).sum())
-        inner = float((intended.double() * effective.double()).sum())
-        norm = float(intended.double().square().sum())
-        signs = effective.sign().to(torch.int8)
-        changes, flips = int((signs != 0).sum()), int((signs * sums.signs < 0).sum())
-        sums.signs = torch.where(signs != 0, signs, sums.signs)
-        sums.wanted, sums.lost, sums.changes, sums.flips = (
-            sums.wanted + wanted,
-            sums.lost + lost,
-            sums.changes + changes,
-            sums.flips + flips,
-        )
-        sums.inner, sums.norm = sums.inner + inner, sums.norm + norm
+        if store not in self._sums:
+            self._sums[store] = _Sums(store)
+        sums = self._sums[store]
+        wanted, lost, inner, norm, changes, flips = sums.count(local_part(store.value), before, intended)
+        self._steps.setdefault(step, _Step()).add(wanted, lost, inner, norm)
         self._rows.append(
             {
                 "step": step,
@@ -156,6 +210,22 @@ class LostUpdates:
         one of the same weight. None where there is nothing to count.
         """
         return Rows(self._rows)
+
+    def steps(self) -> Rows:
+        """A row for each recorded step, counted from 0: `lost` and `edq` of all parameters together.
+
+        wanted: how many updates were not zero. norm: the squared norm of the intended update.
+        """
+        return Rows(
+            {
+                "step": step,
+                "lost": _share(found.lost, found.wanted),
+                "edq": found.inner / found.norm if found.norm else None,
+                "wanted": found.wanted,
+                "norm": found.norm,
+            }
+            for step, found in self._steps.items()
+        )
 
     def to_frame(self) -> Any:
         """The rows as a pandas.DataFrame."""
@@ -180,9 +250,48 @@ class LostUpdates:
         norm = sum(s.norm for s in self._sums.values())
         return sum(s.inner for s in self._sums.values()) / norm if norm else None
 
+    @property
+    def words(self) -> str:
+        """The update of the optimizer, in words."""
+        quantized = self._of()
+        return "an optimizer that is gone" if quantized is None else str(quantized.update)
+
     def never_moved(self) -> list[str]:
         """The names of the parameters all of whose weights have the value with which the record began."""
         return [store.name for store, sums in self._sums.items() if sums.first.numel() and _at_first(store, sums) == 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was recorded so far, in tensors, numbers and strings: `torch.load(..., weights_only=True)` reads it."""
+        return {
+            "every": self.every,
+            "begin": self._begin,
+            "rows": [*self._rows],
+            "steps": {step: asdict(found) for step, found in self._steps.items()},
+            "sums": {store.index: vars(sums).copy() for store, sums in self._sums.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another record was, of an optimizer of the same parameters.
+
+        Raises:
+            TypeError: for what is not a mapping.
+            ValueError: for what is not such a state; then everything stays as it was.
+        """
+        require_mapping("state", state, "what state_dict() returns")
+        stores = {store.index: store for store in self._sums}
+        try:
+            sums = {stores[index]: _loaded(stores[index], found) for index, found in state["sums"].items()}
+            steps = {step: _Step(**found) for step, found in state["steps"].items()}
+            rows = Rows(dict(row) for row in state["rows"])
+            require_whole("state['every']", state["every"], 1)
+            require_whole("state['begin']", state["begin"], 0)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"state is {shown(state)}, which is not that of a record of these parameters ({type(error).__name__}: "
+                f"{error}). Expected: what state_dict() returns."
+            ) from error
+        self.every, self._begin, self._rows, self._steps = state["every"], state["begin"], rows, steps
+        self._sums |= sums
 
     def __str__(self) -> str:
         still = self.never_moved()
@@ -193,6 +302,21 @@ class LostUpdates:
         from fpsim.insight.pictures import plot_lost
 
         return plot_lost(self.rows())
+
+
+def _loaded(store: ParameterStore, state: Mapping[str, Any]) -> _Sums:
+    """The counts of a parameter from a state. Raises ValueError for those of another one."""
+    sums = _Sums(store)
+    if {*state} != {*vars(sums)}:
+        raise ValueError(f"the counts of {store.name} are {', '.join(map(str, state))}")
+    for name, mine in vars(sums).items():
+        its = state[name]
+        if isinstance(mine, Tensor):
+            if not isinstance(its, Tensor) or (its.shape, its.dtype) != (mine.shape, mine.dtype):
+                raise ValueError(f"{name} of {store.name} is {shown(its)}")
+            its = its.to(mine.device).clone()
+        setattr(sums, name, its)
+    return sums
 
 
 def _share(part: int, whole: int) -> float | None:
@@ -209,6 +333,12 @@ def _decay_lost(store: ParameterStore, before: Tensor, group: Mapping[str, Any])
     decay = float(group.get("lr", 0.0)) * float(group.get("weight_decay", 0.0))
     if not decay or store.weight is None or store.kept:
         return None
-    nonzero = before != 0
-    after = stored(before * (1 - decay), store.weight.rounded_by("nearest_even"))
-    return _share(int((nonzero & (after == before)).sum()), int(nonzero.sum()))
+    nearest = store.weight.rounded_by("nearest_even")
+    has_blocks = store.weight.shares_scales or before.is_cuda
+    parts = [before] if has_blocks else before.reshape(-1).split(CHUNK)
+    nonzero = same = 0
+    for part in parts:
+        had = part != 0
+        nonzero += int(torch.count_nonzero(had))
+        same += int(torch.count_nonzero(had & (stored(part * (1 - decay), nearest) == part)))
+    return _share(same, nonzero)

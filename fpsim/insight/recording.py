@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from fpsim.checks import require_mapping, require_whole, require_word, shown
 from fpsim.emulation.entering import take_off_leftovers
 from fpsim.emulation.scope import Listeners
+from fpsim.insight.lost_updates import LostUpdates, unrecorded
 from fpsim.insight.rows import Rows
 from fpsim.kernels.statistics import TALLY_COUNTS
+from fpsim.models.optimizers import quantized_optimizers
 from fpsim.models.quantize import listeners
 from fpsim.tensors.shared_scales import Cut
 from fpsim.tensors.spec import Spec, any_spec, holds_numbers
@@ -93,13 +95,17 @@ def _require_words(site: object, role: object) -> None:
 
 
 class Recording:
-    """Tallies per site and role of a model that runs; see `record`. It prints as a table, and becomes a DataFrame."""
+    """Tallies per site and role of a model that runs; see `record`. It prints as a table, and becomes a DataFrame.
+
+    updates: what was lost of the updates of each quantised optimizer of the model; see `lost_updates`.
+    """
 
     def __init__(self, every: int = 1) -> None:
         require_whole("every", every, 1)
         self._every = every
         self._seen: Counter[tuple[str, str]] = Counter()
         self._sums: dict[tuple[str, str, Spec], Accumulator] = {}
+        self.updates: list[LostUpdates] = []
 
     def wants(self, site: str, role: str) -> bool:
         """Whether this call of a site is one of those that are tallied."""
@@ -212,7 +218,8 @@ class Recording:
         return plot_sites(rows, value, f"{value}, role {role}")
 
     def __str__(self) -> str:
-        return str(Rows({name: row[name] for name in SHOWN} for row in self.rows()))
+        table = str(Rows({name: row[name] for name in SHOWN} for row in self.rows()))
+        return "\n\n".join([table, *(f"lost updates:\n{lost}" for lost in self.updates)])
 
     __repr__ = __str__
 
@@ -223,7 +230,8 @@ def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> A
     A site is a module's name and the operation in it ("layer1.conv1:conv2d"); a role is "weight", "activation", "error"
     or "weight_grad", or an operand of a product: "fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x",
     and "output" for its result. Rows have the fields of a `Tally`, counts as shares too; of a format whose numbers
-    share scales also what became of the scales. Recording changes no result.
+    share scales also what became of the scales. Of parameters that a quantised optimizer has, `updates` tells which of
+    each n-th step's updates were lost, unless `lost_updates` records them. Recording changes no result.
 
     model: from `fpsim.quantize`.
     every: tally each n-th call of a site.
@@ -253,6 +261,13 @@ def _record(model: nn.Module, every: int, into: Recording | None, undo: Undo) ->
     undo.by(partial(_leave, registered, recording))
     for listener in registered:
         listener.observer = recording
+    for quantized in unrecorded(quantized_optimizers(model)):
+        known = next((lost for lost in recording.updates if lost.is_of(quantized)), None)
+        lost = LostUpdates(quantized, recording._every) if known is None else known
+        undo.by(lost.detach)
+        lost.attach()
+        if known is None:
+            recording.updates.append(lost)
     return recording
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -12,7 +12,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 from fpsim.border import require_module
 from fpsim.emulation.scope import NO_SPECS
 from fpsim.insight.rows import Rows, text_table
+from fpsim.insight.stored_bytes import stored_bytes
 from fpsim.models.forwards import emulated_forward
+from fpsim.models.optimizers import QuantizedOptimizer
 from fpsim.policies.policy import RoleSpecs
 from fpsim.policies.products import Products
 from fpsim.torch_internals import is_compiled_wrapper
@@ -48,13 +50,25 @@ class Summary(list[SummaryRow]):
     __repr__ = __str__
 
 
-def summary(model: nn.Module) -> Summary:
+@overload
+def summary(model: nn.Module) -> Summary: ...
+
+
+@overload
+def summary(model: QuantizedOptimizer) -> Rows: ...
+
+
+def summary(model: nn.Module | QuantizedOptimizer) -> Summary | Rows:
     """What each module of a quantised model rounds to, by role; prints as a table.
 
     Modules without operations of their own pass their formats on. Those that were added later run under the formats
     around them; parametrizations, which compute weights, in float32. One column more says how operands of products are
     quantised, if they are anywhere, and one names the operations that ran in float32 on purpose when the model was last
     called, such as `x.float().pow(2)`, if there were any.
+
+    Of what `quantize_optimizer` returned: the bytes of each parameter in its formats, of the weight, its copies, the
+    states that there are, and their scales, with the bytes that float32 takes.
+
     Raises ValueError for a model that is not quantised.
 
     >>> from fpsim import quantize
@@ -64,7 +78,21 @@ def summary(model: nn.Module) -> Summary:
     (model)  Sequential  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even
     0        Linear      bf16 nearest_even  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even
     1        ReLU        bf16 nearest_even  bf16 nearest_even  bf16 nearest_even  bf16 nearest_even
+    >>> import torch
+    >>> from fpsim import quantize_optimizer
+    >>> layer = nn.Linear(64, 64, bias=False)
+    >>> optimizer = torch.optim.AdamW(layer.parameters())
+    >>> quantized = quantize_optimizer(optimizer, "adam8bit", layer)
+    >>> layer(torch.ones(1, 64)).sum().backward()
+    >>> optimizer.step()
+    >>> print(summary(quantized))
+    parameter  elements  weight  copies  states  scales  bytes  float32
+    ---------  --------  ------  ------  ------  ------  -----  -------
+    weight     4096      16384   0       8192    128     24704  49152
+    (all)      4096      16384   0       8192    128     24704  49152
     """
+    if isinstance(model, QuantizedOptimizer):
+        return stored_bytes(model)
     require_module(model)
     rows = Summary()
     for name, module, specs, products in _under(model, "", None, None, set()):

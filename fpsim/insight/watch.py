@@ -15,8 +15,8 @@ from fpsim.border import require_initialised, require_memory, require_module, re
 from fpsim.checks import require_iterable, require_whole, require_word, shown
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.formats.blocks import Format
+from fpsim.insight.lost_updates import LostUpdates
 from fpsim.insight.masks import masked_in
-from fpsim.insight.ranges import binades_in
 from fpsim.insight.rows import Rows, largest_of
 from fpsim.insight.stepping import as_step, nothing_ran, preserve
 from fpsim.insight.suggesting import (
@@ -30,12 +30,15 @@ from fpsim.insight.suggesting import (
     suggested,
     worst_of,
 )
+from fpsim.insight.suggesting_updates import UpdateSuggestion, suggested_update
+from fpsim.insight.watched_rows import breaks, watched_row
+from fpsim.insight.watched_steps import WatchedSteps
 from fpsim.models.forwards import emulated_forwards
 from fpsim.policies.policy import Policy
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.shared_scales import Cut, rounded_blocks
 from fpsim.tensors.spec import BlockSpec, Spec, any_spec, holds_numbers
-from fpsim.tensors.tally import Accumulator, Tally, row_of
+from fpsim.tensors.tally import Accumulator, row_of
 from fpsim.torch_internals import is_compiled_wrapper, version_of
 from fpsim.torch_modes import hook_steps, is_stand_in, keeps_grad_mode, unhook_steps
 from fpsim.undoing import Exit, Undo, undone
@@ -78,7 +81,8 @@ def watch(
     loss: from the model's output to a scalar, for a batch.
     formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last axis.
     every: watched are the calls 1, 1 + every, and so on.
-    optimizer: whose states and updates are watched.
+    optimizer: whose states and updates are watched; `suggest_update` tries which formats they would do in. Of a
+        quantised one, `updates` has what was lost; see `fpsim.lost_updates`.
     Raises ValueError for a model that is quantised or compiled, for a step of a model in eval mode, and for impossible
     numbers and formats.
 
@@ -144,10 +148,10 @@ class Watch:
         self._rows = Rows()
         self._sums: dict[Key, Accumulator] = {}
         self._parameters = dict(model.named_parameters())
-        self._before: dict[str, Tensor] = {}
         self._lost: dict[Key, tuple[int, int]] = {}  # of the updates, how many would change nothing, of how many
         self._called: Called | None = None  # the last call that was watched
         self._optimizer = optimizer
+        self._steps = WatchedSteps(optimizer, every)
         self._versions = self._all_versions()
         self._eye = eye = _Eye(self)
         self._trace = Trace(
@@ -168,6 +172,7 @@ class Watch:
         if self._optimizer is not None:
             unhook_steps(self._optimizer, self._eye.before_step, self._eye.after_step)
             self._optimizer = None
+        self._steps.detach()
 
     def __del__(self) -> None:
         if "_trace" in vars(self):  # else it was refused
@@ -228,21 +233,19 @@ class Watch:
         elif operation.computes:
             self._add(operation.site, "error", gradient)
 
-    def _before_step(self) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_watching and self._trace.claim():
-            self._before = {name: p.detach().clone() for name, p in self._parameters.items()}
+            self._steps.begin(optimizer, self._parameters)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._trace.claim(and_warn=False):
             return
-        for name, before in self._before.items():
-            parameter = self._parameters[name]
+        for name, before, parameter in self._steps.end(optimizer, self._parameters, self._watched):
             self._add(name, "update", parameter.detach() - before)
             self._add_lost(name, before, parameter.detach())
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
                     self._add(f"{name} {key}", "state", value)
-        self._before = {}
 
     def _add(self, site: str, role: str, x: Tensor) -> None:
         x = x.detach()
@@ -300,9 +303,8 @@ class Watch:
                 "out. Watch a model that trains on cpu or cuda.",
                 stacklevel=2,
             )
-        return Rows(
-            [*self._rows, *(_row(*key, sums.result(), self._lost.get(key)) for key, sums in [*self._sums.items()])]
-        )
+        new = (watched_row(*key, sums.result(), self._lost.get(key)) for key, sums in [*self._sums.items()])
+        return Rows([*self._rows, *new])
 
     def to_frame(self) -> Any:
         """The rows as a pandas.DataFrame."""
@@ -357,6 +359,27 @@ class Watch:
         plan = planned(worst_of(self.rows()), self.specs, limits)
         return suggested(self._trace.model, plan, self._called)
 
+    def suggest_update(
+        self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB
+    ) -> UpdateSuggestion:
+        """An Update for the watched optimizer: the fewest bits of its states, and of weights, that would do.
+
+        A state has the first of the formats, alone or with an amax for each 256 elements, with which two steps add to
+        weights what those of float32 do, to `sqnr_db`; weights the first that `table` finds to do, rounded
+        stochastically where most updates would be lost. It is tried on copies, with the last watched gradients.
+        """
+        limits = Limits(underflow, overflow, sqnr_db)
+        return suggested_update(self._steps.last, worst_of(self.rows()), self.specs, limits)
+
+    def never_moved(self) -> list[str]:
+        """The names of the parameters that had a gradient, not all zero, and that no watched step changed at all."""
+        return self._steps.never_moved()
+
+    @property
+    def updates(self) -> list[LostUpdates]:
+        """What was lost of a quantised optimizer's updates, unless `lost_updates` records it."""
+        return self._steps.updates
+
     def plot(self, role: str = "error", value: str = "underflow", fmt: str | Format | None = None) -> Any:
         """A figure: a value of the rows by site and step; needs matplotlib.
 
@@ -377,25 +400,13 @@ class Watch:
 
     def __str__(self) -> str:
         found = self.suggest()
-        lines = [str(self.table()), "", *self._breaks(), f"Suggested, {found.words}:", *in_lines(found.policy)]
+        lines = [str(self.table()), "", *breaks(self.rows()), f"Suggested, {found.words}:", *in_lines(found.policy)]
+        if self._steps.last is not None:
+            update = self.suggest_update()
+            lines += ["", *self._steps.lines(), f"Update suggested, {update.words}:", f"  {update.update}"]
         return "\n".join(lines)
 
     __repr__ = __str__
-
-    def _breaks(self) -> list[str]:
-        """For each format the first operation that it would break, and what was not finite without any format."""
-        lines, rows = [], self.rows()
-        for fmt in dict.fromkeys(row["format"] for row in rows):
-            first = next((r for r in rows if r["format"] == fmt and r["role"] == "activation" and r["overflow"]), None)
-            if first is not None:
-                lines.append(f"{fmt} would overflow from step {first['step']} on, first at {first['site']}.")
-        bad = next((row for row in rows if row["nonfinite"] and row["role"] not in ("error", "weight_grad")), None)
-        if bad is not None:
-            lines.append(
-                f"Step {bad['step']} is not finite without any format, at {bad['site']} ({bad['role']}): "
-                f"fpsim.why(model, step) says why."
-            )
-        return [*lines, ""] if lines else []
 
 
 class _Eye:
@@ -421,7 +432,7 @@ class _Eye:
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if (watching := self._watching()) is not None:
-            watching._before_step()
+            watching._before_step(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if (watching := self._watching()) is not None:
@@ -430,21 +441,3 @@ class _Eye:
 
 def _rounded(x: Tensor, spec: Spec) -> Tensor:
     return rounded_blocks(x, spec, -1) if isinstance(spec, BlockSpec) else rounded(x, spec)
-
-
-def _row(step: int, site: str, role: str, spec: Spec, t: Tally, lost: tuple[int, int] | None) -> dict[str, Any]:
-    return {
-        "step": step,
-        "site": site,
-        "role": role,
-        "format": str(spec.fmt),
-        "underflow": t.underflow_fraction,
-        "overflow": t.overflow_fraction,
-        "sqnr_db": t.sqnr_db if t.signal else None,
-        "amax": t.amax,
-        "spread": binades_in(t.exponents),
-        "nonfinite": t.nonfinite / t.count,
-        "lost": lost[0] / lost[1] if lost is not None and lost[1] else None,
-        "row_bias": t.row_bias,
-        "kurtosis": t.kurtosis,
-    }

@@ -19,9 +19,15 @@ from fpsim.models.parameter_store import ParameterStore
 from fpsim.models.storing import local_part
 from fpsim.policies.update import Update, UpdateLike, as_update
 from fpsim.policies.update_overrides import updates_of
-from fpsim.torch_modes import hook_steps, unhook_steps
+from fpsim.torch_modes import guard_step, hook_steps, unguard_step, unhook_steps
 
-__all__ = ["QuantizedOptimizer", "UpdateObserver", "quantize_optimizer"]
+__all__ = [
+    "QuantizedOptimizer",
+    "UpdateObserver",
+    "quantize_optimizer",
+    "quantized_optimizer_of",
+    "quantized_optimizers",
+]
 
 
 class UpdateObserver(Protocol):
@@ -96,6 +102,17 @@ def quantize_optimizer(
     return QuantizedOptimizer(optimizer, update, _named(model), seed)
 
 
+def quantized_optimizer_of(optimizer: Optimizer) -> QuantizedOptimizer | None:
+    """What `quantize_optimizer` has put on this optimizer; None for a plain one."""
+    return _installed.get(optimizer)
+
+
+def quantized_optimizers(model: nn.Module) -> list[QuantizedOptimizer]:
+    """The quantised optimizers that have parameters of a model."""
+    parameters = set(model.parameters())
+    return [found for found in _installed.values() if any(store.parameter in parameters for store in found.stores)]
+
+
 def _named(model: Any) -> tuple[dict[Tensor, str], dict[str, list[type]]]:
     """The names of parameters, and the classes of the modules that they are in."""
     if model is None:
@@ -129,7 +146,7 @@ class QuantizedOptimizer:
         self.update, self.seed, self.steps = self._updates[0], seed, 0
         self._optimizer = weakref.ref(optimizer)
         self._stores: dict[Tensor, ParameterStore] = {}
-        self.observer: UpdateObserver | None = None
+        self.observers: list[UpdateObserver] = []
         self._observed: dict[Tensor, tuple[Tensor, Tensor]] = {}  # the value before a step, and what it began from
         self._intended: dict[Tensor, Tensor] = {}
         self._gradients: list[tuple[Tensor, Tensor]] = []  # hidden from a step
@@ -143,6 +160,7 @@ class QuantizedOptimizer:
                 require_format_step(optimizer, store.update.arithmetic)
         self._take(found, optimizer)
         hook_steps(optimizer, self._before, self._after)
+        guard_step(optimizer, self._abandon)
         self._handles = [
             optimizer.register_state_dict_post_hook(self._save),
             optimizer.register_load_state_dict_pre_hook(self._check),
@@ -165,6 +183,7 @@ class QuantizedOptimizer:
         if optimizer is None or _installed.get(optimizer) is not self:
             return
         unhook_steps(optimizer, self._before, self._after)
+        unguard_step(optimizer)
         for handle in self._handles:
             handle.remove()
         del _installed[optimizer]
@@ -213,7 +232,7 @@ class QuantizedOptimizer:
         for store in self._working():
             store.decode()
         self._gradients, self._observed, self._intended = [], {}, {}
-        if self.observer is not None and self.observer.is_due(self.steps):
+        if any(observer.is_due(self.steps) for observer in self.observers):
             for store in self._working():
                 x = local_part(store.parameter.detach())
                 self._observed[store.parameter] = local_part(store.value).clone(), x.clone()
@@ -228,6 +247,19 @@ class QuantizedOptimizer:
             k: self._seeing_weights(optimizer, x) if k == "closure" and callable(x) else x for k, x in kwargs.items()
         }
         return args, wrapped
+
+    @torch.no_grad()
+    def _abandon(self) -> None:
+        """A step has raised: parameters hold again what is stored of them, and gradients are where they were."""
+        optimizer = self._optimizer()
+        for p, gradient in self._gradients:
+            p.grad = gradient
+        self._gradients, self._observed, self._intended = [], {}, {}
+        for store in self._working():
+            store.abandon()
+            store.store_states(
+                {} if optimizer is None else optimizer.state.get(store.parameter, {}), self.seed, self.steps
+            )
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -254,17 +286,30 @@ class QuantizedOptimizer:
             self._check_state_names(optimizer)
 
     def _tell(self, optimizer: Optimizer) -> None:
-        """Tell the observer of the steps of this step's parameters."""
-        for group in optimizer.param_groups if self.observer is not None else ():
+        """Tell the observers of the steps of this step's parameters."""
+        due = [observer for observer in self.observers if observer.is_due(self.steps)] if self._intended else []
+        for group in optimizer.param_groups if due else ():
             for p in group["params"]:
-                if p in self._intended and self.observer is not None:
-                    self.observer.saw(self.steps, self._stores[p], self._observed[p][0], self._intended[p], group)
+                if p in self._intended:
+                    for observer in due:
+                        observer.saw(self.steps, self._stores[p], self._observed[p][0], self._intended[p], group)
         self._observed, self._intended = {}, {}
+
+    def seen_by_the_model(self, parameter: Tensor) -> Tensor:
+        """A parameter as the model sees it, also while a step works on another copy."""
+        store = self._stores.get(parameter)
+        return parameter if store is None or store.visible is None else store.visible
 
     @property
     def stores(self) -> list[ParameterStore]:
         """What is stored of each parameter that is not plain float32."""
         return self._working()
+
+    def stored(self) -> list[tuple[ParameterStore, dict[str, Any]]]:
+        """What is stored of each parameter, float32 ones too, and its states as the optimizer has them."""
+        optimizer = self._optimizer()
+        state: Mapping[Tensor, dict[str, Any]] = {} if optimizer is None else optimizer.state
+        return [(store, state.get(p, {})) for p, store in self._stores.items()]
 
     def _step_in_format(self, optimizer: Optimizer) -> None:
         """Step the parameters whose operations are rounded one by one, and hide their gradients from the optimizer."""

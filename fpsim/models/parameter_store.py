@@ -12,7 +12,7 @@ from fpsim.models.storing import local_part, noise_key, store_, stored
 from fpsim.policies.update import Storage, Update, state_storage
 from fpsim.torch_internals import version_of
 
-__all__ = ["COMPENSATION", "COPIES", "SECOND", "ParameterStore"]
+__all__ = ["COMPENSATION", "COPIES", "MASTER", "SECOND", "ParameterStore"]
 
 # What is kept beside the weight, by its name in a state_dict.
 MASTER, SECOND, COMPENSATION = "fpsim_master", "fpsim_second", "fpsim_compensation"
@@ -35,7 +35,7 @@ class ParameterStore:
         self.weight = update.weight_storage or update.master_storage
         self._master = self._master_storage()
         self._states: dict[str, Storage | None] = {}
-        self._visible: Tensor | None = None  # what the model sees, while the optimizer works on another copy
+        self.visible: Tensor | None = None  # what the model sees, while the optimizer works on another copy
         self._version = -1  # of the parameter when it was stored
         self._before: Tensor | None = None  # the weight before a step, where a compensation needs it
 
@@ -78,7 +78,7 @@ class ParameterStore:
         """What is stored of the weight, all of its parts together: the number that a step changes."""
         if MASTER in self.kept:
             return self.kept[MASTER]
-        weight = self.parameter.detach() if self._visible is None else self._visible
+        weight = self.parameter.detach() if self.visible is None else self.visible
         for name in (SECOND, COMPENSATION):
             if name in self.kept:
                 return weight + self.kept[name]
@@ -86,13 +86,13 @@ class ParameterStore:
 
     def decode(self) -> None:
         """Give the optimizer the numbers that it works on."""
-        self._visible = self._before = None
+        self.visible = self._before = None
         if self.update.is_in_format:
             return  # it has a step of its own
         if MASTER in self.kept and version_of(self.parameter) != self._version:
             self._follow()
         if self.update.has_copy:
-            self._visible = self.parameter.detach().clone()
+            self.visible = self.parameter.detach().clone()
             self.parameter.copy_(self.value)
         elif self.update.compensation == "kahan":
             self._before = self.parameter.detach().clone()
@@ -109,12 +109,23 @@ class ParameterStore:
 
     def undo(self) -> None:
         """Put the weight back as the model saw it: the step was skipped, or the parameter had no gradient."""
-        if self._visible is not None:
-            self.parameter.copy_(self._visible)
+        if self.visible is not None:
+            self.parameter.copy_(self.visible)
+        self._end()
+
+    def abandon(self) -> None:
+        """The step has raised: where the stored weight is known it comes back, else what became of it is rounded."""
+        if self.visible is not None or self.update.is_in_format:
+            self.undo()
+            return
+        if self._before is not None:
+            self.parameter.copy_(self._before)
+        elif self.weight is not None and not self.kept:
+            store_(self.parameter.detach(), self._nearest(self.weight))
         self._end()
 
     def _end(self) -> None:
-        self._visible = self._before = None
+        self.visible = self._before = None
         self._version = version_of(self.parameter)
 
     def store(self, seed: int, step: int) -> None:
@@ -155,8 +166,8 @@ class ParameterStore:
         evaluation: how often the closure was evaluated before. Until the first time the step has changed nothing.
         """
         if evaluation == 0:
-            if self._visible is not None:
-                self.parameter.copy_(self._visible)
+            if self.visible is not None:
+                self.parameter.copy_(self.visible)
         elif self.weight is not None and not self.update.is_in_format:
             store_(self.parameter.detach(), self.weight, self._key(self.weight, seed, step, f"closure {evaluation}"))
 

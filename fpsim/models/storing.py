@@ -11,8 +11,10 @@ from fpsim.formats.blocks import BlockFormat
 from fpsim.formats.floats import CATALOGUE
 from fpsim.policies.update import Storage
 from fpsim.tensors.launch import round_memory_, rounded
+from fpsim.tensors.noise import new_key_for
 from fpsim.tensors.shared_scales import rounded_blocks
 from fpsim.tensors.spec import BlockSpec, RoundingSpec
+from fpsim.torch_modes import Place, place_of
 
 __all__ = ["local_part", "noise_key", "store_", "stored"]
 
@@ -38,17 +40,46 @@ def local_part(x: Tensor) -> Tensor:
 def store_(x: Tensor, storage: Storage, key: Tensor | None = None) -> None:
     """Round `x` in place to what is stored of it.
 
-    x: float32, any shape and strides; the part of a sharded tensor that is here.
+    The random bits of an element follow from its place in the whole tensor, however that is sharded. Blocks of numbers
+    that share a scale are those of the part that is here.
+
+    x: float32, any shape and strides; of a sharded tensor (a DTensor) the part that is here is rounded.
     key: of the random bits, from `noise_key`; None draws one.
     """
+    place = place_of(x)
     x = local_part(x)
     if not x.numel():
         return
+    if place is not None and storage.spec.rounding == "stochastic":
+        if isinstance(storage.spec, RoundingSpec):
+            _store_part(x, storage.spec, key, place)
+            return
+        key = _key_of_part(key, place)  # ranks share no random bits
     if isinstance(storage.spec, RoundingSpec):
         round_memory_(x.detach(), storage.spec, key)
         torch.autograd.graph.increment_version(x)
     else:
         x.copy_(stored(x, storage, key))
+
+
+def _store_part(x: Tensor, spec: RoundingSpec, key: Tensor | None, place: Place) -> None:
+    """Round a part of a tensor as it would be rounded in the whole, whose other elements are zeros here."""
+    if key is None:
+        key = new_key_for(x)
+    whole = x.new_zeros(place.shape)
+    part = whole
+    for dim, (start, size) in enumerate(zip(place.offset, x.shape, strict=True)):
+        part = part.narrow(dim, start, size)
+    part.copy_(x)
+    round_memory_(whole, spec, key)
+    x.copy_(part)
+
+
+def _key_of_part(key: Tensor | None, place: Place) -> Tensor | None:
+    if key is None:
+        return None
+    digest = blake2b(f"{int(key)} {place.offset}".encode(), digest_size=8).digest()
+    return torch.tensor(int.from_bytes(digest, "little", signed=True), dtype=torch.int64, device="cpu")
 
 
 def stored(x: Tensor, storage: Storage, key: Tensor | None = None) -> Tensor:

@@ -117,8 +117,9 @@ def test_what_a_user_has_run_into_a_folder_is_resumed_without_a_word(out: Path) 
         (["search", "dig"], ["digits"]),
         (["inspect", "digits", "--format", "mxfp8_e4"], ["mxfp8_e4m3"]),
         (["inspect", "digits", "--format", "recipe:nv"], ["recipe:nvfp4"]),
+        (["sweep", "updates", "--update", "bf16_s"], ["bf16_sr"]),
     ],
-    ids=["sweep", "task", "format", "recipe"],
+    ids=["sweep", "task", "format", "recipe", "update"],
 )
 def test_sweeps_tasks_and_formats_are_completed(words: list[str], offered: list[str]) -> None:
     context = {"_ADA_LOSS_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(["ada-loss", *words])}

@@ -16,8 +16,9 @@ from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.sweep.telemetry import Curves, curves_of
 from ada_loss.lab.training.run import is_of_role
 
-__all__ = ["cell_page", "gradient_rows", "lost_by_site"]
+__all__ = ["cell_page", "gradient_rows", "lost_by_site", "parameter_rows"]
 
+ALL = "100.0 %"
 POINTS = 120
 MOST_SITES = 40
 MOST_NAMES = 8  # curves of a cell that the page keeps
@@ -35,11 +36,13 @@ def cell_page(
     curves: Curves = {}
     heat: dict[str, Any] | None = None
     gradients: list[tuple[str, ...]] = []
+    parameters: list[tuple[str, ...]] = []
     damage = ""
     if row is not None and with_curves:
         try:
             arrays = results.telemetry(cell["id"])
             curves, heat, gradients = _shown(curves_of(arrays)), _heat(arrays), gradient_rows(arrays)
+            parameters = parameter_rows(arrays)
         except Exception as error:  # arrays of another kind than a training gives
             damage = str(error)
     return {
@@ -53,6 +56,8 @@ def cell_page(
         "points": {name: _points(*found) for name, found in curves.items()},
         "heat": heat,
         "gradients": gradients,
+        "parameters": parameters,
+        "still": [name for name, _, at_first in parameters if at_first == ALL],
         "damage": damage,
     }
 
@@ -114,6 +119,24 @@ def gradient_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
             words = f"{site} {role if role != 'error' else ''}".rstrip()
             found.append((words, f"{100 * lost / nonzero:.1f} %", f"{row_bias:.3f}", f"{kurtosis:.0f}"))
     return found[::-1]  # gradients are recorded from the output to the input
+
+
+def parameter_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
+    """What an optimizer that stores few bits did to each parameter: name, lost updates, weights at their first value.
+
+    Empty where it stores float32. Those that lost most come first.
+    """
+    names = [f"parameters.{name}" for name in ("name", "lost", "at_first")]
+    if not arrays.keys() >= set(names):
+        return []
+    rows = zip(*(arrays[name] for name in names), strict=True)
+    return [(str(name), _percent(lost), _percent(at_first)) for name, lost, at_first in rows]
+
+
+def _percent(share: float) -> str:
+    if not math.isfinite(share):
+        return "-"
+    return ALL if share == 1 else f"{min(100 * share, 99.9):.1f} %"
 
 
 def _heat(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ada_loss.lab.sweep.cell_updates import UPDATE, split
 from ada_loss.lab.sweep.cells import Cell, digest
 from ada_loss.lab.sweep.identity import is_own
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Start, as_schedule
@@ -68,11 +69,13 @@ class Branches:
     def _shared(self, cells: Sequence[Cell]) -> list[tuple[Path, Start, list[str]]]:
         """The file, the start and the cells of each state that is shared, there already, or to be kept."""
         alike: dict[str, list[tuple[str, FormatSchedule]]] = {}
-        has_schedules = any(SCHEDULE in cell.config["format"] for cell in cells)
+        has_schedules = any(SCHEDULE in split(cell.config["format"])[0] for cell in cells)
         for cell in cells if has_schedules else ():
             if not is_own(cell.config["task"]):
+                fmt, update = split(cell.config["format"])
                 others = {name: value for name, value in cell.config.items() if name != "format"}
-                alike.setdefault(digest(others), []).append((cell.id, as_schedule(cell.config["format"])))
+                others |= {} if update is None else {UPDATE: update}
+                alike.setdefault(digest(others), []).append((cell.id, as_schedule(fmt)))
         found = []
         for rest, schedules in alike.items():
             for start in sorted({stage.start for _, schedule in schedules for stage in schedule.stages[1:]}):

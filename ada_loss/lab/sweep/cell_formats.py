@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import fpsim
+from ada_loss.lab.sweep.cell_updates import UPDATE, canonical_update, split, update_label
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Stage, as_schedule
 from ada_loss.lab.training.methods import fits_few_bits
 from fpsim import ROLES, Policy, Products
@@ -44,11 +45,15 @@ def label(value: Any) -> str:
     'error=e5m2 stem,head=float32'
     >>> label({"schedule": {0: {"error": "e5m2"}, 0.8: "recipe:bf16"}})
     'error=e5m2 then recipe:bf16 from 0.8'
+    >>> label({"format": "e5m2", "update": "bf16_sr"})
+    'e5m2, update bf16_sr'
     """
     if isinstance(value, float):
         return f"{value:.12g}"
     if not isinstance(value, Mapping):
         return _spoken(value)
+    if UPDATE in value:
+        return f"{label(value.get('format'))}, update {update_label(value[UPDATE])}"
     if SCHEDULE in value:
         with suppress(TypeError, ValueError):  # a ledger of someone else may hold anything
             return str(
@@ -92,7 +97,14 @@ def canonical_format(fmt: Any) -> Any:
     ('fp16', {'error': 'fp16'})
     >>> canonical_format({"schedule": {0.8: "bf16", 0: "half", 0.5: "fp16"}})
     {'schedule': [[0, 'fp16'], [0.8, 'bf16']]}
+    >>> canonical_format({"format": "half", "update": {"weight": "bf16"}})
+    {'format': 'fp16', 'update': {'weight': 'bf16'}}
     """
+    if isinstance(fmt, Mapping) and UPDATE in fmt:
+        inner, update = split(fmt)
+        found = canonical_update(update)
+        own = canonical_format(inner)
+        return own if found is None else {"format": own, UPDATE: found}
     if _is_recipe(fmt):
         name = fmt.removeprefix(fpsim.RECIPE_PREFIX).strip()
         fpsim.recipe(name)
@@ -154,7 +166,7 @@ def _policy(fields: Mapping[str, Any]) -> Policy:
 
 def needs_no_scaling(fmt: Any) -> bool:
     """Whether a scale of gradients changes nothing: there is nothing to round, or every gradient has its own scale."""
-    return all(_has_nothing_to_scale(stage.fmt) for stage in as_schedule(fmt).stages)
+    return all(_has_nothing_to_scale(stage.fmt) for stage in as_schedule(split(fmt)[0]).stages)
 
 
 def _has_nothing_to_scale(fmt: Any) -> bool:
@@ -169,7 +181,7 @@ def _has_nothing_to_scale(fmt: Any) -> bool:
 
 def has_own_rounding(fmt: Any) -> bool:
     """Whether the rounding of a cell changes nothing: its formats are recipes, or beside one float32."""
-    formats = [stage.fmt for stage in as_schedule(fmt).stages]
+    formats = [stage.fmt for stage in as_schedule(split(fmt)[0]).stages]
     return any(map(_is_recipe, formats)) and all(_is_recipe(inner) or inner == BASELINE for inner in formats)
 
 
@@ -179,14 +191,14 @@ def usual_rounding(fmt: Any, method: str | float) -> str:
     >>> usual_rounding("e2m1fn", "adaptive"), usual_rounding("e2m1fn", "torch"), usual_rounding("fp16", "adaptive")
     ('stochastic_gradients', 'nearest_even', 'nearest_even')
     """
-    formats = [stage.fmt for stage in as_schedule(fmt).stages if not _is_recipe(stage.fmt)]
+    formats = [stage.fmt for stage in as_schedule(split(fmt)[0]).stages if not _is_recipe(stage.fmt)]
     policies = [_as_policy(inner) for inner in formats]
     has_few_bits = any(policy.with_stochastic_gradients(FEW_BITS) is not policy for policy in policies)
     return STOCHASTIC_GRADIENTS if has_few_bits and fits_few_bits(method) else "nearest_even"
 
 
 def policy_of(fmt: Any, rounding: str) -> FormatSchedule:
-    """The formats of a cell as `train` takes them, each with the rounding, unless it has its own.
+    """The formats of a cell as `train` takes them, without its update, each with the rounding, unless it has its own.
 
     Raises ValueError for an unknown rounding.
     """
@@ -194,7 +206,7 @@ def policy_of(fmt: Any, rounding: str) -> FormatSchedule:
     return FormatSchedule(
         tuple(
             Stage(start, _policy_of(inner, rounding), None if _is_recipe(inner) or is_mixed else rounding)
-            for start, inner, _ in as_schedule(fmt).stages
+            for start, inner, _ in as_schedule(split(fmt)[0]).stages
         )
     )
 

@@ -22,6 +22,7 @@ from ada_loss.lab.sweep.cell_formats import (
     policy_of,
     usual_rounding,
 )
+from ada_loss.lab.sweep.cell_updates import require_update, split, with_updates
 from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, own_training, task_of
 from ada_loss.lab.sweep.names import require_different, short_name, unnamed
 from ada_loss.lab.sweep.progress import say
@@ -92,6 +93,7 @@ def plan(
     seeds: int | Sequence[int] = 1,
     options: Mapping[str, Any] | None = None,
     train: str | TrainFunction | None = None,
+    updates: Sequence[Any] | None = None,
 ) -> list[Cell]:
     """A cell for every combination, formats first. Invalid values and combinations are rejected here, before any work.
 
@@ -113,6 +115,9 @@ def plan(
     options: those of `TrainOptions`, without scaling, seed and device.
     train: a training function of the user's own in the place of a task; its options are any mapping of numbers and
         words.
+    updates: what the optimizer stores: names of `fpsim.UPDATES`, or mappings with the fields of `fpsim.Update`, with
+        "name" in one as in a format; "float32" is an optimizer as it is, and so is None, for all cells. The format and
+        the update together are the cell's format: {"format": "fp32", "update": "bf16_sr"}.
     Raises ValueError for an unknown task, format, method, rounding or option, for an empty grid, and for combinations
     that are the same training; TypeError for what is no list, and for seeds that are no integers.
 
@@ -135,15 +140,17 @@ def plan(
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(f"task_options came as {shown(options)}. Possible: a mapping, {{'epochs': 3}} for instance.")
     task_name, full = _task_and_options(task, train, options or {})
-    entries = [unnamed(entry) for entry in formats]
+    entries = [unnamed(entry) for entry in with_updates(formats, updates)]
     canonical = [canonical_format(fmt) for fmt, _ in entries]
     names = {label(fmt): name for fmt, (_, name) in zip(canonical, entries, strict=True) if name}
     require_different(names)
     for fmt in canonical:
         for named in given:
             policy_of(fmt, named or "nearest_even")
-        if train is None and full["steps"]:
-            as_schedule(fmt).steps(full["steps"])  # which raises where a format has none
+        if train is None:
+            require_update(fmt, full)
+            if full["steps"]:
+                as_schedule(split(fmt)[0]).steps(full["steps"])  # which raises where a format has none
     methods = [_method(method) for method in scaling]
     count = math.prod(map(len, (canonical, given, methods, seeds)))
     if count > MOST_CELLS:
@@ -155,7 +162,7 @@ def plan(
         if has_own_rounding(fmt) and named != given[0]:
             continue
         if needs_no_scaling(fmt):
-            if method != methods[0] or (fmt == BASELINE and named != given[0]):
+            if method != methods[0] or (split(fmt)[0] == BASELINE and named != given[0]):
                 continue
             method = "none"
         rounding = usual_rounding(fmt, method) if named is None else named
@@ -206,7 +213,11 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
     known = {cell.id for cells in asked for cell in cells}
     found: list[Cell] = []
     for one, cells in zip(grids, asked, strict=True):
-        added = [c for c in _planned({**one, "formats": [BASELINE]}) if c.id not in known] if baseline else []
+        added = (
+            [c for c in _planned({**one, "formats": [BASELINE], "updates": None}) if c.id not in known]
+            if baseline
+            else []
+        )
         known |= {cell.id for cell in added}
         found += added + cells
     _warn_of_idle_scaling(grids, found)

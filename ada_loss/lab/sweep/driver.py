@@ -69,6 +69,7 @@ def sweep(
     roundings: Sequence[str] | None = None,
     seeds: int | Sequence[int] = 1,
     task_options: Mapping[str, Any] | None = None,
+    updates: Sequence[Any] | None = None,
     also: Sequence[Mapping[str, Any]] = (),
     baseline: bool = True,
     workers: int = Execution.workers,
@@ -94,7 +95,7 @@ def sweep(
     diverges is a result; one that raises, hangs or kills its worker is a failure, and the others go on. A cell that was
     interrupted goes on from its checkpoint in `out`, to the same bits.
 
-    task, formats, scaling, roundings, seeds, task_options: the cells; see `plan`.
+    task, formats, scaling, roundings, seeds, task_options, updates: the cells; see `plan`.
     also: more cells for the same folder: mappings of these arguments, each with what differs; see `plan_all`.
     train: a training function of your own instead of a task. It is called with a `Job`, which has the format, the
         scaling method, the seed, the device and task_options, trains, and returns its metrics, {name: number}.
@@ -116,6 +117,7 @@ def sweep(
     require_flag("why", why)
     folder, said = folder_at(out), stated(minimize, maximize)
     grid = {"task": task, "formats": formats, "scaling": scaling, "roundings": roundings, "seeds": seeds}
+    grid["updates"] = updates
     cells = plan_all({**grid, "task_options": task_options, "train": train}, also, baseline)
     given = task if train is None else train
     function = None if isinstance(given, str) else given

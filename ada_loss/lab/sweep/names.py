@@ -11,6 +11,7 @@ from typing import Any
 import fpsim
 from ada_loss.files import mapping_in, strict_json, write_atomically
 from ada_loss.lab.sweep.cell_formats import BASELINE, canonical_format, label
+from ada_loss.lab.sweep.cell_updates import UPDATE, update_label
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, as_schedule
 from fpsim.checks import shown
 
@@ -38,12 +39,12 @@ def unnamed(entry: Any) -> tuple[Any, str]:
     name, rest = entry["name"], {key: value for key, value in entry.items() if key != "name"}
     if not _is_name(name):
         raise ValueError(f"Got the name {shown(name)} of a format. Use text of 1 to {LONGEST} letters, in one line.")
-    if not rest or ("format" in rest and len(rest) > 1):
+    if not rest or ("format" in rest and not {*rest} <= {"format", UPDATE}):
         raise ValueError(
             f"Got the name {shown(name)} with {', '.join(map(str, rest)) or 'nothing'}. "
             f"Use {{name: ..., format: ...}}, or a name beside the fields of fpsim.Policy."
         )
-    fmt = rest.get("format", rest)
+    fmt = rest if UPDATE in rest else rest.get("format", rest)
     is_baseline = name.lower() in (BASELINE, "float32")
     if is_baseline and canonical_format(fmt) != BASELINE:
         raise ValueError(f"Got the name {shown(name)} of another format. It is that of the baseline. Use another name.")
@@ -63,11 +64,16 @@ def short_name(fmt: Any) -> str:
     'FP4, gradients unscaled'
     >>> short_name({"products": {"dy": "e5m2 per row fp32"}}), short_name({"error": "e5m2", "weight_grad": "e5m2"})
     ('FP8 e5m2 gradients, a scale per row', 'e5m2 gradients')
+    >>> short_name({"format": "fp32", "update": "bf16_sr"}), short_name({"format": "mxfp4", "update": "bf16_sr"})
+    ('bf16_sr', 'MXFP4, bf16_sr')
     """
     if isinstance(fmt, str):
         return _of_word(fmt)
     if not isinstance(fmt, Mapping):
         return label(fmt)
+    if UPDATE in fmt:
+        words = update_label(fmt[UPDATE])
+        return words if fmt.get("format") == BASELINE else f"{short_name(fmt.get('format'))}, {words}"
     if SCHEDULE in fmt:
         try:
             stages = tuple(stage._replace(fmt=short_name(stage.fmt)) for stage in as_schedule(fmt).stages)

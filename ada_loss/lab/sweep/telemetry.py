@@ -49,6 +49,9 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
     With adaptive scaling and a recording:
         layers.steps: (points,); layers.site: (layers,).
         layers.log2_scale: (points, layers), NaN where a layer had no gradient.
+    With an optimizer that stores weights in few bits, of some steps, counted from 0:
+        updates.steps, .lost, .edq: (points,), the share of lost updates, and the effective over the intended update.
+        parameters.name, .lost, .at_first: (parameters,), at the end; see `fpsim.LostUpdates.table`.
     """
     arrays = {"losses": np.array(run.losses), "scales": np.array(run.scales), "skipped": np.array(run.skipped_steps)}
     if run.evaluations:
@@ -62,6 +65,17 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
         arrays["layers.site"] = np.array(sites)
         grid = [[scales.get(site, math.nan) for site in sites] for _, scales in run.layer_scales]
         arrays["layers.log2_scale"] = np.array(grid)
+    if run.updates:
+        arrays["updates.steps"] = np.array([row["step"] for row in run.updates])
+        arrays |= {
+            f"updates.{name}": _column(row[name] for row in run.updates).astype(float) for name in ("lost", "edq")
+        }
+    if run.parameters:
+        arrays["parameters.name"] = np.array([row["parameter"] for row in run.parameters])
+        arrays |= {
+            f"parameters.{name}": _column(row[name] for row in run.parameters).astype(float)
+            for name in ("lost", "at_first")
+        }
     if run.rows:
         for name in run.rows[0]:  # counts under the names that they had in the first files; no shares
             if not name.endswith("_count"):
@@ -87,7 +101,8 @@ def curves_of(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Curves:
 
     "loss" and "scale" of every step, counted from 0; what was logged, at the steps that were named ("loss" too, where
     it was); metrics that were computed on the way; and "underflow/ROLE", the share of a role's numbers that were lost
-    up to a step, with those of "error" that enter products. Arrays of another kind are passed over.
+    up to a step, with those of "error" that enter products; "updates/lost" and "updates/edq". Arrays of another kind
+    are passed over.
     """
     found: Curves = {}
     for name, key in NAMES.items():
@@ -105,6 +120,8 @@ def curves_of(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Curves:
         kind, _, name = key.partition(".")
         if kind == "curves" and values.ndim == 2 and len(values) == 2:
             _add(found, name, *values)
+    for name in ("lost", "edq"):
+        _add(found, f"updates/{name}", arrays.get("updates.steps"), arrays.get(f"updates.{name}"))
     if {"history.steps", "history.underflow", "history.nonzero", "sites.role"} <= arrays.keys():
         roles = [str(name) for name in arrays["sites.role"]]
         for role in ROLES:

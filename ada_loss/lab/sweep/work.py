@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from ada_loss.lab.sweep.cell_formats import policy_of
+from ada_loss.lab.sweep.cell_updates import update_of
 from ada_loss.lab.sweep.engines import Engine, keep_freed_memory
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_local, is_own, path_of
@@ -183,7 +184,7 @@ def training_of(config: Mapping[str, Any], make_task: MakeTask, device: str) -> 
         raise TypeError(f"The task gave {type(task).__name__}. It must give an ada_loss.lab.tasks.Task.")
     formats = policy_of(config["format"], config["rounding"])
     options = TrainOptions(scaling=config["scaling"], seed=config["seed"], device=device, **config["options"])
-    return Training(task, formats, None, options)
+    return Training(task, formats, None, options, update_of(config["format"]))
 
 
 def _run_own(job: Job, train: TrainFunction) -> tuple[Run, str | None]:
@@ -205,7 +206,8 @@ def _job(
     formats = policy_of(config["format"], config["rounding"])
     first, *others = formats.stages
     fmt, rounding = (formats, None) if others else (first.fmt, first.rounding)
-    job = Job(fmt, rounding, config["scaling"], config["seed"], device, config["options"], checkpoint)
+    update = update_of(config["format"])
+    job = Job(fmt, rounding, config["scaling"], config["seed"], device, config["options"], checkpoint, update=update)
     job.progress = _both(steps, live, job.so_far)
     return job
 

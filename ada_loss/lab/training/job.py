@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,13 +23,15 @@ from ada_loss.lab.training.format_schedule import FormatSchedule, FormatSwitch, 
 from ada_loss.lab.training.generators import kept_generators, seed_generators
 from ada_loss.lab.training.methods import make_scaling, require_method
 from ada_loss.lab.training.run import Run
+from ada_loss.lab.training.stored_weights import RECORD_UPDATES_EVERY, steps_together
 from ada_loss.scalers import GradScaler
-from fpsim import FormatLike, Recording
+from fpsim import FormatLike, LostUpdates, Recording, Update
 from fpsim.checks import is_number, is_whole, require_callable, require_mapping, require_whole, shown
-from fpsim.scaling import require_optimizer, require_seed
+from fpsim.scaling import as_update, require_optimizer, require_seed
 
 __all__ = ["Job", "JobScaler", "require_storable", "run_job"]
 
+AnOptimizer = TypeVar("AnOptimizer", bound=Optimizer)
 RECORD_EVERY = 100
 MOST_STEPS = 2**53
 FIRST_POINT, POINT_FACTOR = 10, 1.25  # of the history of a recording: the number of steps is not known
@@ -63,6 +65,7 @@ class Job:
     seed: the generators of torch, NumPy and Python begin with it; use it for whatever else is drawn.
     device: where the training runs, "cpu", "cuda" or "cuda:1".
     options: the `task_options` of the sweep.
+    update: what the optimizer stores, a fpsim.Update or the name of one; `optimizer` follows it.
 
     >>> job = Job("fp16", scaling=1024.0)
     >>> model = job.quantize(nn.Linear(2, 1))
@@ -87,7 +90,9 @@ class Job:
         options: Mapping[str, Any] | None = None,
         checkpoint: Path | None = None,
         progress: Callable[[int], object] | None = None,
+        update: Update | str | None = None,
     ) -> None:
+        self.update = None if as_update(update).is_float32 else as_update(update)
         self.fmt, self.rounding, self.scaling, self.seed, self.device = fmt, rounding, scaling, seed, device
         if rounding is not None:
             fpsim.Policy("fp16", rounding=rounding)  # which raises for an unknown one
@@ -123,6 +128,8 @@ class Job:
         self._adaptive: Any = None
         self._checkpoints: Checkpoints | None = None
         self._held, self._is_named = ExitStack(), False
+        self._lost: list[LostUpdates] = []
+        self._has_optimizer = False
         self._resumed_at: tuple[int, int] | None = None
 
     @property
@@ -168,6 +175,28 @@ class Job:
         if self._scaler is None:
             raise ValueError("There is no scaler before the model. Call job.quantize(model) first.")
         return self._scaler
+
+    def optimizer(self, optimizer: AnOptimizer, model: nn.Module | None = None) -> AnOptimizer:
+        """The optimizer itself, which from here on stores weights and states as the cell's update says.
+
+        Call it for each optimizer before it steps, and before `checkpoint`. Of every tenth step is recorded what was
+        lost. Where the sweep has no updates, nothing changes.
+
+        model: whose names the update's overrides use; None takes the model of `quantize`.
+        Raises TypeError for what is not an optimizer, ValueError for one that does not have the states of the update.
+
+        >>> model = nn.Linear(1, 1)
+        >>> optimizer = Job(update="bf16_sr").optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> bool((model.weight == model.weight.bfloat16()).all())
+        True
+        """
+        require_optimizer(optimizer)
+        self._has_optimizer = True
+        if self.update is not None:
+            of = self._model if model is None else model
+            quantized = fpsim.quantize_optimizer(optimizer, self.update, of, seed=self.seed)
+            self._lost.append(fpsim.lost_updates(quantized, RECORD_UPDATES_EVERY))
+        return optimizer
 
     def begin_step(self, step: int, steps: int) -> None:
         """Before a step: the model takes the format that the cell's schedule has for it. Needed with schedules only.
@@ -252,12 +281,14 @@ class Job:
         if stateful:
             states = {**stateful, "job": self, "scaler": self._scaler, "adaptive": self._adaptive}
             states["recording"] = self._recording
+            states |= {f"updates {i}": lost for i, lost in enumerate(self._lost)}
             present = {name: thing for name, thing in states.items() if thing is not None}
             if self._model is not None:
                 present["delayed scaling"] = DelayedScaling(self._model)
             self._done = step
             if self._path is not None:
                 words = {"format": str(self._schedule), "scaling": self.scaling}
+                words |= {} if self.update is None else {"update": str(self.update)}
                 identity = {**words, "seed": self.seed, "names": [*present], "versions": versions()}
                 cuda = [self.device] if self.device.startswith("cuda") else []
                 self._checkpoints = Checkpoints(self._path, present, identity, 30.0, cuda)
@@ -310,6 +341,11 @@ class Job:
                 f"The format is the schedule {self._schedule}, and the training function does not follow it. Call "
                 f"job.begin_step(step, steps) before each step."
             )
+        if self.update is not None and not self._has_optimizer:
+            raise ValueError(
+                f"The cell has the update {self.update}, and the training function does not follow it. Give each "
+                f"optimizer to job.optimizer(optimizer) before it steps."
+            )
         self._record_point()
         return replace(self.so_far(), metrics={n: _number(n, v) for n, v in metrics.items()}, seconds=seconds)
 
@@ -325,6 +361,8 @@ class Job:
             history=self.history,
             layer_scales=self.layer_scales,
             curves=self.curves,
+            updates=[*steps_together(self._lost)],
+            parameters=[row for lost in self._lost for row in lost.table()],
         )
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,10 @@ from ada_loss.lab.training.methods import make_scaling
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.run import Run, Stopped
 from ada_loss.lab.training.steps import EVALUATED, backward, evaluate, learning_rate_at, make_optimizer
-from fpsim import FormatLike, Recording
+from ada_loss.lab.training.stored_weights import RoundedWeights, every_of, stored
+from fpsim import FormatLike, LostUpdates, Recording, Update
 from fpsim.checks import known_arguments, shown
+from fpsim.scaling import as_update
 
 __all__ = ["Training", "TrainingState", "train"]
 
@@ -65,6 +67,7 @@ def train(
     record_every: int = TrainOptions.record_every,
     evaluate_every: int = TrainOptions.evaluate_every,
     device: str = TrainOptions.device,
+    update: Update | str | None = None,
     checkpoint: Path | None = None,
     checkpoint_seconds: float = 30.0,
     progress: Callable[[int], object] | None = None,
@@ -75,6 +78,7 @@ def train(
     fmt: a format for every role, a recipe ("recipe:nvfp4"), a Policy, or None for plain float32; or several in turn,
         {"schedule": {0: "fp16", 0.8: "bf16"}}: the last fifth of the steps in bf16; see `as_schedule`.
     rounding: of every role; None leaves it to the policy, or to nearest-even.
+    update: what the optimizer stores, a fpsim.Update or the name of one ("bf16_sr"); None for float32.
     checkpoint, checkpoint_seconds, progress: see `Training.run`.
     Raises ValueError for impossible options, Stopped where the loss rule stops the training.
 
@@ -103,7 +107,7 @@ def train(
         evaluate_every=evaluate_every,
         device=device,
     )
-    return Training(task, fmt, rounding, options).run(checkpoint, checkpoint_seconds, progress)
+    return Training(task, fmt, rounding, options, update).run(checkpoint, checkpoint_seconds, progress)
 
 
 @dataclass
@@ -167,6 +171,7 @@ class Training:
         fmt: FormatLike | FormatSchedule | Mapping[str, Any],
         rounding: str | None,
         options: TrainOptions,
+        update: Update | str | None = None,
     ) -> None:
         container = torch.float64 if options.accumulation == "float64" else torch.float32
         self.task, self.options, self.schedule = task, options, as_schedule(fmt, rounding)
@@ -180,6 +185,8 @@ class Training:
         self.total = options.steps or options.epochs * self._epoch_length("epochs")
         self.schedule.steps(self.total)  # which has a step for each format, or raises
         self.state = TrainingState(self.batches.order())
+        self.update = None if as_update(update).is_float32 else as_update(update)
+        self.lost = self._lost()
         self.recording = Recording(options.record_every) if options.record_every else None
         self.point_every = max(SAMPLES * options.record_every, self.total // HISTORY)
         self.cuda_devices = [options.device] if options.device.startswith("cuda") else []  # dropout draws there
@@ -227,12 +234,33 @@ class Training:
             self.state.evaluations.append((self.state.steps, metrics))
         if self.checkpoints is not None:
             self.checkpoints.remove()
-        return self.state.result(metrics)
+        return self._result(metrics)
 
     def so_far(self) -> Run:
         """The training as it is now."""
         evaluations = self.state.evaluations
-        return self.state.result(dict(evaluations[-1][1]) if evaluations else {})
+        return self._result(dict(evaluations[-1][1]) if evaluations else {})
+
+    def _lost(self) -> LostUpdates | RoundedWeights | None:
+        """The record of what is lost of the optimizer's updates; None where it stores float32."""
+        options, records = self.options, self.options.record_every > 0
+        if self.update is not None:
+            if options.master_weights == "none":
+                raise ValueError(
+                    f"master_weights='none' was given with the update {self.update}, which says how weights are "
+                    f"stored. Omit one of them."
+                )
+            return stored(self.optimizer, self.update, self.model, options.seed, self.total, records)
+        if options.master_weights == "none":
+            return RoundedWeights(self.model, every_of(self.total) if records else 0)
+        return None
+
+    def _result(self, metrics: dict[str, float]) -> Run:
+        """The result of the training as it is now."""
+        found = self.state.result(metrics)
+        if isinstance(self.lost, LostUpdates):
+            return replace(found, updates=[*self.lost.steps()], parameters=[*self.lost.table()])
+        return found if self.lost is None else replace(found, updates=[*self.lost.rows])
 
     def _run_epoch(self) -> None:
         """What is left of an epoch and of the steps."""
@@ -279,15 +307,16 @@ class Training:
         if options.max_gradient_norm:
             self.scaler.unscale_(self.optimizer)
             self.scaler.clip_(self.optimizer, options.max_gradient_norm)
-        self.scaler.step(self.optimizer)
+        if isinstance(self.lost, RoundedWeights):
+            self.lost.step(done, lambda: self.scaler.step(self.optimizer))
+        else:
+            self.scaler.step(self.optimizer)
         if self.scaler.overflowed(self.optimizer):
             state.skipped_steps.append(done)
         try:
             self.scaler.update()
         except FloatingPointError as error:
             raise self._stopped(error) from None
-        if options.master_weights == "none":
-            fpsim.round_parameters_(self.model)
 
     def _record_point(self) -> None:
         """Add a point to the history, and the scales of the layers, where one is due."""
@@ -315,7 +344,7 @@ class Training:
         self._add_seconds()
         if self.checkpoints is not None:
             self.checkpoints.remove()
-        return Stopped(str(error), self.state.result({}))
+        return Stopped(str(error), self._result({}))
 
     def _enter_last(self) -> None:
         """Take the format of the last step that is done."""
@@ -325,12 +354,13 @@ class Training:
         if path is None and not branches:
             return
         stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "adaptive": self.adaptive}
-        stateful |= {"training": self.state, "recording": self.recording}
+        stateful |= {"training": self.state, "recording": self.recording, "updates": self.lost}
         present = {name: thing for name, thing in stateful.items() if thing is not None}
         present["delayed scaling"] = DelayedScaling(self.model, self._enter_last)  # behind "training", which counts
         tensors = {**self.batches.tensors, **dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         identity = {**asdict(self.options), "versions": versions(), "tensors": _fingerprint(tensors)}
         identity["state"] = [f.name for f in fields(TrainingState)]
+        identity["update"] = "" if self.update is None else str(self.update)
 
         def opened(where: Path, formats: str) -> Checkpoints:
             return Checkpoints(where, present, {"format": formats, **identity}, seconds, self.cuda_devices)

@@ -26,6 +26,8 @@ class Run:
     layer_scales: (steps so far, {site: log2_scale of its gradient}) at the same steps, with adaptive scaling.
     evaluations: (steps so far, metrics), in the order of the steps.
     curves: {name: (step, number)} of what a training function of the user's own logged.
+    updates: {"step", "lost", "edq"} at recorded steps, counted from 0: what the optimizer's formats took from them.
+    parameters: the rows of `fpsim.LostUpdates.table` at the end.
     """
 
     metrics: dict[str, float]
@@ -38,6 +40,8 @@ class Run:
     layer_scales: list[tuple[int, dict[str, int]]] = field(default_factory=list)
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    updates: list[dict[str, Any]] = field(default_factory=list)
+    parameters: list[dict[str, Any]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.losses)

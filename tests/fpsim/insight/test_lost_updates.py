@@ -162,9 +162,6 @@ def test_what_cannot_be_recorded_is_refused():
         lost_updates(optimizer)
     with pytest.raises(ValueError, match="every=0"):
         lost_updates(quantized, every=0)
-    lost_updates(quantized)
-    with pytest.raises(ValueError, match="are recorded already"):
-        lost_updates(quantized)
 
 
 def test_the_figure_has_a_line_for_each_parameter():
@@ -175,3 +172,94 @@ def test_the_figure_has_a_line_for_each_parameter():
     (axes,) = lost.plot().axes
     assert [list(line.get_ydata()) for line in axes.lines] == [[50, 50, 50]]
     assert axes.get_ylabel() == "lost updates in %"
+
+
+def test_two_records_of_one_optimizer_see_the_same():
+    p, optimizer, quantized = sgd(HALF, Update(weight="bf16"))
+    with lost_updates(quantized) as first, lost_updates(quantized, every=2) as second:
+        for _ in range(3):
+            step(p, optimizer, [1.0] * 4)
+    assert [row["step"] for row in first.steps()] == [0, 1, 2]
+    assert second.rows() == [first.rows()[0], first.rows()[2]]
+    assert quantized.observers == []
+
+
+def test_the_steps_have_all_parameters_together():
+    a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((1,), 2.0**-10))
+    optimizer = torch.optim.SGD([("a", a), ("b", b)], lr=2.0**-12)
+    quantized = quantize_optimizer(optimizer, Update(weight="bf16"))
+    with lost_updates(quantized) as lost:
+        a.grad, b.grad = torch.ones(3), torch.ones(1)
+        optimizer.step()
+    assert lost.steps() == [{"step": 0, "lost": 3 / 4, "edq": 1 / 4, "wanted": 4, "norm": 4 * 2.0**-24}]
+
+
+def test_a_record_that_goes_on_from_its_state_is_as_one_that_was_not_interrupted(tmp_path):
+    def run(pieces: list[int]) -> fpsim.LostUpdates:
+        p, optimizer, quantized = sgd(HALF, Update(weight="bf16", rounding="stochastic"))
+        lost = lost_updates(quantized, every=3)
+        done = 0
+        for piece in pieces:
+            for i in range(done, done + piece):
+                step(p, optimizer, [1.0, -(1.0**i), 3.0, (-1.0) ** i])
+            done += piece
+            torch.save({"o": optimizer.state_dict(), "l": lost.state_dict()}, tmp_path / "state.pt")
+            state = torch.load(tmp_path / "state.pt", weights_only=True)
+            value = p.detach().clone()
+            p, optimizer, quantized = sgd(value, Update(weight="bf16", rounding="stochastic"))
+            lost = lost_updates(quantized)
+            optimizer.load_state_dict(state["o"])
+            lost.load_state_dict(state["l"])
+        return lost
+
+    whole, parts = run([10]), run([4, 5, 1])
+    assert parts.rows() == whole.rows()
+    assert parts.steps() == whole.steps()
+    assert parts.table() == whole.table()
+    assert len(whole.steps()) == 4
+
+
+def test_the_state_of_other_parameters_is_refused_and_changes_nothing():
+    _, _, quantized = sgd(HALF, Update(weight="bf16"))
+    lost, other = lost_updates(quantized), lost_updates(sgd(torch.ones(2), Update(weight="bf16"))[2])
+    with pytest.raises(ValueError, match="not that of a record of these parameters"):
+        lost.load_state_dict(other.state_dict())
+    with pytest.raises(TypeError, match="not a mapping"):
+        lost.load_state_dict(3)
+    assert lost.table()[0]["elements"] == 4
+
+
+def test_a_recording_tells_what_a_quantised_optimizer_lost():
+    model = fpsim.quantize(nn.Linear(2, 2), "bf16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-14)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(1.0)
+    with fpsim.record(model) as plain:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert plain.updates == []
+    quantized = quantize_optimizer(optimizer, Update(weight="bf16"), model)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(1.0)
+    for _ in range(2):  # of one recording that goes on
+        with fpsim.record(model, into=plain):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+    assert quantized.observers == []
+    (lost,) = plain.updates
+    assert lost.share == 1.0
+    assert len(lost.steps()) == 4
+    assert lost.never_moved() == ["weight", "bias"]
+    assert "never moved: weight, bias" in str(plain)
+
+
+def test_a_recording_leaves_what_is_recorded_already():
+    model = fpsim.quantize(nn.Linear(2, 2), "bf16")
+    quantized = quantize_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), Update(weight="bf16"), model)
+    with lost_updates(quantized), fpsim.record(model) as recording:
+        assert recording.updates == []
+        assert len(quantized.observers) == 1

@@ -548,3 +548,77 @@ def test_the_optimizer_that_accelerate_wraps_is_quantised():
     wrapped.step()
     assert all(map(equal, before, model.parameters()))
     assert all(equal(p, bf16(p.detach())) for p in model.parameters())
+
+
+class Breaking(torch.optim.SGD):
+    """Steps the first of its groups, then raises."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(p.grad, alpha=-self.param_groups[0]["lr"])
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("schedule", ["none", "before", "after"])
+@pytest.mark.parametrize("name", ["te_fp16_master", "bf16_remainder", "bf16_kahan float32", "bf16_sr", "bf16_collage"])
+def test_after_a_step_that_raises_weights_are_as_they_are_stored(name, schedule):
+    """A step that was not stored is undone where there is a copy, and rounded where the weight is the only one."""
+    updates = {
+        "bf16_kahan float32": Update(weight="bf16", compensation="kahan"),
+        "bf16_collage": Update(weight="bf16", compensation="pair"),
+    }
+    a, b = (torch.nn.Parameter(torch.tensor(x)) for x in ([1.0, 3.0], [2.0, 5.0]))
+    optimizer = Breaking([{"params": [a]}, {"params": [b]}], lr=2.0**-12)
+    if schedule == "before":
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    quantized = quantize_optimizer(optimizer, updates.get(name, name if name in fpsim.UPDATES else None))
+    if schedule == "after":
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    a.grad, b.grad = torch.tensor([1.0, 1.0]), torch.tensor([1.0, 1.0])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            optimizer.step()
+        assert torch.equal(a.detach(), torch.tensor([1.0, 3.0]))  # 2**-12 is below half a spacing, too
+        assert torch.equal(b.detach(), torch.tensor([2.0, 5.0]))
+    assert quantized.steps == 0
+    quantized.detach()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    assert torch.equal(a.detach(), torch.tensor([1.0, 3.0]) - 2.0**-12)
+
+
+def test_gradients_come_back_after_a_step_that_raises():
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([("w", p)], lr=0.5)
+    quantize_optimizer(optimizer, Update(weight="bf16", arithmetic="format"))
+
+    def closure():
+        p.grad = torch.ones(2)
+        raise KeyError("stop")
+
+    p.grad = torch.full((2,), 3.0)
+    with pytest.raises(KeyError, match="stop"):
+        optimizer.step(closure)
+    assert torch.equal(p.grad, torch.ones(2))
+    assert torch.equal(p.detach(), torch.ones(2))
+
+
+def test_a_detached_optimizer_has_its_own_step_again():
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], lr=0.5)
+    quantize_optimizer(optimizer, "bf16").detach()
+    assert "step" not in vars(optimizer)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    own = optimizer.step
+    quantize_optimizer(optimizer, "bf16").detach()
+    assert optimizer.step is own
+
+
+def test_a_step_does_not_keep_its_optimizer_and_says_so():
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], lr=0.5)
+    quantize_optimizer(optimizer, "bf16")
+    step = optimizer.step
+    del optimizer
+    with pytest.raises(ReferenceError, match="Keep the optimizer itself"):
+        step()

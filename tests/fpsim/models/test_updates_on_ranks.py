@@ -1,4 +1,7 @@
-"""Replicated parameters stay equal on all ranks, stochastic rounding included. As a script, one of two ranks."""
+"""Parameters on several ranks: replicated ones stay equal, and sharded ones are those of one process.
+
+As a script, one of two ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import fpsim
 from fpsim import Update, quantize_optimizer
+from fpsim.torch_modes import place_of
 
 UPDATE = Update(weight="bf16", rounding="stochastic", states="bf16")
 
@@ -31,8 +38,52 @@ def batches_of(rank: int) -> list[torch.Tensor]:
     return [torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank)) for step in range(4)]
 
 
-def run(rank: int, folder: Path) -> None:
+SHARDED = {
+    "stochastic": UPDATE,
+    "kahan": Update(weight="bf16", compensation="kahan"),
+    "master copy": Update(weight="bf16", rounding={"weight": "stochastic", "master": "stochastic"}, master="fp16"),
+    "rows that share scales": Update(  # that of a bias is the whole bias, of which a rank has a half
+        weight="bf16", states="e4m3fn per row fp32", overrides={"0.bias": Update(weight="bf16")}
+    ),
+    "each operation": Update(weight="bf16", arithmetic="torch"),
+}
+
+
+def wide() -> nn.Module:
+    """701 rows, which two ranks share as 351 and 350; and one row, of which the second rank has nothing."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 701), nn.Tanh(), nn.Linear(701, 1))
+
+
+def sharded(folder: Path, rank: int) -> None:
+    """Both ranks have the same batches, so that the mean of their gradients is that of one process, bit for bit."""
+    mesh = init_device_mesh("cpu", (2,))
+    for name, update in SHARDED.items():
+        model = fully_shard(wide(), mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        lost = fpsim.lost_updates(quantize_optimizer(optimizer, update, model, seed=3))
+        steps(model, optimizer)
+        first, *_ = model.parameters()
+        assert place_of(first) == ((701, 6), (351 * rank, 0))
+        assert place_of(first.full_tensor()) is None
+        whole = [p.full_tensor().detach() for p in model.parameters()]
+        torch.save({"weights": whole, "rows": [*lost.rows()]}, folder / f"{name} {rank}.pt")
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for x in batches_of(0):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def run(rank: int, folder: Path, kind: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    if kind == "sharded":
+        torch.manual_seed(rank)
+        sharded(folder, rank)
+        dist.destroy_process_group()
+        return
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 2))
     torch.manual_seed(rank)  # the ranks' own random numbers differ
@@ -41,11 +92,30 @@ def run(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_replicated_parameters_are_equal_on_two_ranks_and_have_moved(tmp_path):
+def run_ranks(folder: Path, kind: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, __file__]
-    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment) for rank in range(2)]
+    ranks = [subprocess.Popen([*command, str(rank), str(folder), kind], env=environment) for rank in range(2)]
     assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]
+
+
+def test_shards_of_two_ranks_are_the_weights_of_one_process_bit_for_bit(tmp_path):
+    """FSDP2. The random bits of an element follow from its place in the whole parameter."""
+    run_ranks(tmp_path, "sharded")
+    for name, update in SHARDED.items():
+        model = wide()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        quantize_optimizer(optimizer, update, model, seed=3)
+        steps(model, optimizer)
+        found = [torch.load(tmp_path / f"{name} {rank}.pt") for rank in range(2)]
+        for weights in (saved["weights"] for saved in found):
+            for p, q in zip(model.parameters(), weights, strict=True):
+                assert torch.equal(p.detach(), q), name
+        assert all(saved["rows"] for saved in found), name
+
+
+def test_replicated_parameters_are_equal_on_two_ranks_and_have_moved(tmp_path):
+    run_ranks(tmp_path, "replicated")
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert all(map(torch.equal, first, second))
     torch.manual_seed(0)
@@ -57,4 +127,4 @@ def test_replicated_parameters_are_equal_on_two_ranks_and_have_moved(tmp_path):
 
 
 if __name__ == "__main__":
-    run(int(sys.argv[1]), Path(sys.argv[2]))
+    run(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

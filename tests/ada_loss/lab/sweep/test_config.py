@@ -49,6 +49,7 @@ def test_a_sweep_that_comes_along_can_be_planned(name: str) -> None:
     read = read_sweep(name)
     grid = {"task": read["task"], "formats": read["formats"], "scaling": read.get("scaling", ["none"])}
     grid |= {"roundings": read.get("roundings", ["nearest_even"]), "seeds": read.get("seeds", 1)}
+    grid["updates"] = read.get("updates")
     cells = plan_all({**grid, "task_options": read.get("task_options")}, read.get("also", ()))
     assert len(cells) > 1
 

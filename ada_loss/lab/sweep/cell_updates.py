@@ -1,0 +1,215 @@
+"""Updates of cells: what an optimizer stores, beside a format, in canonical form, as a label, and as an `fpsim.Update`.
+
+A cell whose optimizer stores float32 has its format alone, as if there were no updates. With one, {"format": format,
+"update": update} stands where a format stands.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+import fpsim
+from ada_loss.lab.training.options import TrainOptions
+from ada_loss.lab.training.steps import make_optimizer
+from fpsim import UPDATES, Update
+from fpsim.checks import did_you_mean, shown
+
+__all__ = ["UPDATE", "canonical_update", "require_update", "split", "update_label", "update_of", "with_updates"]
+
+UPDATE = "update"  # the key beside "format" of a mapping that stands where a format may stand
+FORMAT = "format"
+FLOAT32 = "float32"  # the name of an update that rounds nothing
+FIELDS = {field.name: field for field in fields(Update)}
+
+
+def split(fmt: Any) -> tuple[Any, Any]:
+    """A cell's format, and its update; None where the optimizer stores float32.
+
+    >>> split("fp16"), split({"format": "fp32", "update": "bf16_sr"})
+    (('fp16', None), ('fp32', 'bf16_sr'))
+    """
+    if not isinstance(fmt, Mapping) or UPDATE not in fmt:
+        return fmt, None
+    beside = [key for key in fmt if key not in (FORMAT, UPDATE)]
+    if beside:
+        raise ValueError(
+            f"A format with an update has {', '.join(map(shown, beside))}, too. Use {{'format': ..., 'update': ...}}; "
+            f"the format may be a mapping."
+        )
+    return fmt.get(FORMAT, "fp32"), fmt[UPDATE]
+
+
+def with_updates(formats: Sequence[Any], updates: Sequence[Any] | None) -> list[Any]:
+    """Each entry of a sweep's formats with each of its updates, as entries of formats.
+
+    >>> with_updates(["fp16"], ["float32", "bf16_sr"])
+    ['fp16', {'format': 'fp16', 'update': 'bf16_sr'}]
+    >>> with_updates(["fp16"], [{"name": "mine", "weight": "bf16"}])
+    [{'name': 'fp16, mine', 'format': 'fp16', 'update': {'weight': 'bf16'}}]
+    """
+    if updates is None:
+        return [*formats]
+    if isinstance(updates, str | bytes | bytearray | Mapping | Update) or not isinstance(updates, Sequence):
+        raise TypeError(f"updates is {shown(updates)}. Expected: a list, such as ['float32', 'bf16_sr'].")
+    if not updates:
+        raise ValueError("updates is empty, so there is no cell to run. Give at least one, such as 'float32'.")
+    return [_joined(fmt, update) for fmt in formats for update in updates]
+
+
+def _joined(entry: Any, given: Any) -> Any:
+    """An entry of formats with an entry of updates."""
+    update, name = given, ""
+    if isinstance(given, Mapping) and "name" in given:
+        name, rest = given["name"], {key: value for key, value in given.items() if key != "name"}
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError(f"Got the name {shown(name)} of an update. Use text, such as 'stochastic'.")
+        update = rest[UPDATE] if {*rest} == {UPDATE} else rest
+    if isinstance(entry, Mapping) and UPDATE in entry:
+        raise ValueError(f"The format {shown(dict(entry))} has an update of its own. Give it in formats or in updates.")
+    if canonical_update(update) is None:
+        return entry
+    own = entry if isinstance(entry, Mapping) and "name" in entry else None
+    fmt = entry if own is None else own.get(FORMAT, {key: value for key, value in own.items() if key != "name"})
+    joined = {FORMAT: fmt, UPDATE: update}
+    if not name and own is None:
+        return joined
+    words = [own["name"] if own is not None else fmt if isinstance(fmt, str) else "", name or update_label(update)]
+    return {"name": ", ".join(str(word) for word in words if word and word != "fp32"), **joined}
+
+
+def canonical_update(update: Any) -> Any:
+    """What stands for an update: a name of `fpsim.UPDATES`, or its fields as JSON; None for one that rounds nothing.
+
+    Raises:
+        ValueError: for an unknown name or field, and for values that `fpsim.Update` refuses.
+        TypeError: for what is not an update.
+
+    >>> canonical_update({"weight": "bf16", "rounding": "stochastic", "states": "bf16"}), canonical_update("float32")
+    ('bf16_sr', None)
+    >>> canonical_update({"weight": "bfloat16", "compensation": None})
+    {'weight': 'bf16'}
+    """
+    found = _update(update)
+    if found.is_float32:
+        return None
+    fields = _as_json(found)
+    return next((name for name, known in UPDATES.items() if _as_json(known) == fields), fields)
+
+
+def _update(update: Any) -> Update:
+    if update is None or update == FLOAT32:
+        return Update()
+    if isinstance(update, str):
+        if update not in UPDATES:
+            raise ValueError(
+                f"Unknown update {shown(update)}.{did_you_mean(update, UPDATES)} Known: float32, {', '.join(UPDATES)}, "
+                f"or the fields of fpsim.Update: {{weight: bf16, rounding: stochastic}}."
+            )
+        return UPDATES[update]
+    if isinstance(update, Update):
+        return update
+    if not isinstance(update, Mapping):
+        raise TypeError(
+            f"One of the updates is {shown(update)}. Expected: a name such as 'bf16_sr', or fields of fpsim.Update."
+        )
+    for name in update:
+        if name not in FIELDS:
+            raise ValueError(
+                f"The update {shown(dict(update))} has {shown(name)}.{did_you_mean(name, FIELDS)} Known: "
+                f"{', '.join(FIELDS)}."
+            )
+    inner = update.get("overrides", {})
+    if isinstance(inner, Mapping):
+        update = {**update, "overrides": {pattern: _update(one) for pattern, one in inner.items()}}
+    return Update(**update)
+
+
+def _as_json(update: Update) -> dict[str, Any]:
+    """The fields of an update that are not the default, in words that `Update` reads."""
+    found: dict[str, Any] = {}
+    plain = Update()
+    for name in FIELDS:
+        value = getattr(update, name)
+        if value == getattr(plain, name):
+            continue
+        if name in ("weight", "master"):
+            value = _words(value)
+        elif name == "states":
+            value = {state: _words(fmt) for state, fmt in update.state_patterns.items()}
+            value = value["*"] if {*value} == {"*"} else value
+        elif name == "overrides":
+            if wrong := [pattern for pattern in value if not isinstance(pattern, str)]:
+                raise ValueError(
+                    f"overrides has the class {wrong[0].__name__}, which no ledger keeps. Use the names of modules, "
+                    f"with * for parts."
+                )
+            value = {pattern: canonical_update(inner) for pattern, inner in value.items()}
+        elif isinstance(value, Mapping):
+            value = dict(value)
+        found[name] = value
+    json.dumps(found)
+    return found
+
+
+def _words(fmt: Any) -> str | None:
+    """The words that `as_format` reads: a format's name; the values of a code book that has none."""
+    if fmt is None:
+        return None
+    found = fpsim.as_format(fmt)
+    element = found.element if isinstance(found, fpsim.BlockFormat) else found
+    has_name = not isinstance(element, fpsim.Codebook) or str(element) in fpsim.CODEBOOKS
+    return str(found) if has_name else repr(found)
+
+
+def update_label(update: Any) -> str:
+    """An update as words for a table.
+
+    >>> update_label("bf16_sr"), update_label({"weight": "bf16", "compensation": "kahan"}), update_label(None)
+    ('bf16_sr', 'weight=bf16 compensation=kahan', 'float32')
+    """
+    if update is None:
+        return FLOAT32
+    return " ".join(_spoken(update)) if isinstance(update, Mapping) else str(update)
+
+
+def _spoken(fields: Mapping[str, Any]) -> Iterable[str]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from (
+                f"{key}={update_label(inner) if isinstance(inner, Mapping) else inner}" for key, inner in value.items()
+            )
+        else:
+            yield f"{name}={value}"
+
+
+def update_of(fmt: Any) -> Update | None:
+    """The update of a cell's format; None where the optimizer stores float32."""
+    _, update = split(fmt)
+    return None if update is None else _update(update)
+
+
+def require_update(fmt: Any, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an update that the optimizer of these options does not take.
+
+    A step of a small optimizer tells: names of states, and the arithmetic of a step. Names in overrides are a model's.
+    """
+    update = update_of(fmt)
+    if update is None:
+        return
+    for name, wrong in (("accumulation", "float64"), ("master_weights", "none")):
+        if options[name] == wrong:
+            raise ValueError(
+                f"task_options.{name}={wrong!r} was given with the update {update_label(split(fmt)[1])}. An update "
+                f"stores the float32 weights of its optimizer: omit {name}, or the update."
+            )
+    model = torch.nn.Linear(1, 1)
+    optimizer = make_optimizer(TrainOptions(**options), model)
+    fpsim.quantize_optimizer(optimizer, replace(update, overrides={}, min_size=0))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()

@@ -1,0 +1,91 @@
+"""What a training loses where its weights are stored in few bits: by an update, or rounded after each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import fpsim
+from fpsim import LostUpdates, Update
+
+__all__ = ["RECORD_UPDATES_EVERY", "RoundedWeights", "every_of", "steps_together", "stored"]
+
+RECORD_UPDATES_EVERY = 10  # steps, at least: recording one takes about as long as a small model's step
+MOST_RECORDED = 100  # steps of a training
+
+
+def stored(
+    optimizer: torch.optim.Optimizer, update: Update, model: nn.Module, seed: int, total: int, records: bool
+) -> LostUpdates | None:
+    """Let the optimizer store what an update says. Returns the record of what is lost; None where none is kept.
+
+    total: the number of steps.
+    """
+    quantized = fpsim.quantize_optimizer(optimizer, update, model, seed=seed)
+    return fpsim.lost_updates(quantized, every_of(total)) if records else None
+
+
+def every_of(total: int) -> int:
+    """Of a training of so many steps, every how many are recorded."""
+    return max(RECORD_UPDATES_EVERY, total // MOST_RECORDED)
+
+
+def steps_together(records: Sequence[LostUpdates]) -> list[dict[str, Any]]:
+    """The rows of the steps of several optimizers: of each step the shares of all weights that were recorded."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for record in records:
+        for row in record.steps():
+            found.setdefault(row["step"], []).append(row)
+    return [
+        {"step": step, "lost": _mean(rows, "lost", "wanted"), "edq": _mean(rows, "edq", "norm")}
+        for step, rows in sorted(found.items())
+    ]
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str, weight: str) -> float | None:
+    known = [row for row in rows if row[name] is not None]
+    total = sum(row[weight] for row in known)
+    return sum(row[name] * row[weight] for row in known) / total if total else None
+
+
+class RoundedWeights:
+    """The steps of an optimizer whose weights are rounded after each, `fpsim.round_parameters_`: what is lost.
+
+    rows: {"step", "lost", "edq"}, as of `LostUpdates.steps`.
+    """
+
+    def __init__(self, model: nn.Module, every: int) -> None:
+        self.model, self.every = model, every
+        self.rows: list[dict[str, Any]] = []
+
+    @torch.no_grad()
+    def step(self, number: int, run: Callable[[], object]) -> None:
+        """Run a step of the optimizer, and round the weights."""
+        if self.every == 0 or number % self.every:
+            run()
+            fpsim.round_parameters_(self.model)
+            return
+        before = [p.detach().clone() for p in self.model.parameters()]
+        with torch.enable_grad():
+            run()
+        wanted = [p.detach() - old for p, old in zip(self.model.parameters(), before, strict=True)]
+        fpsim.round_parameters_(self.model)
+        got = [p.detach() - old for p, old in zip(self.model.parameters(), before, strict=True)]
+        pairs = [*zip(wanted, got, strict=True)]
+        moved = sum(int((u != 0).sum()) for u, _ in pairs)
+        lost = sum(int(((u != 0) & (v == 0)).sum()) for u, v in pairs)
+        norm = sum(float(u.double().square().sum()) for u, _ in pairs)
+        inner = sum(float((u.double() * v.double()).sum()) for u, v in pairs)
+        row = {"step": number, "lost": lost / moved if moved else None, "edq": inner / norm if norm else None}
+        self.rows.append(row)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows."""
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a state was saved."""
+        self.rows = [*state["rows"]]

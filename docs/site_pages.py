@@ -1,0 +1,254 @@
+"""What the site generates: tables of formats, recipes and scalers, the reference, the command line.
+
+A page has a comment `<!-- generated: NAME -->` where a part goes, `<!-- README: HEADING -->` for one of README.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import ada_loss
+import fpsim
+from ada_loss.rules.layer import LAYER_RULES
+from ada_loss.rules.loss.catalogue import SYSTEMS
+
+ROOT = Path(__file__).parents[1]
+MARK = re.compile(r"<!-- (generated|README): ([^>]+) -->")
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown."""
+    lines = [[*head]]
+    lines += [["---"] * len(lines[0]), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def number(x: float) -> str:
+    """A number as short as it is exact, or with four digits."""
+    exact = f"{x:g}"
+    return exact if float(exact) == x else f"{x:.4g}"
+
+
+def float_formats() -> str:
+    """The floating-point formats by name."""
+    head = "name bits exponent mantissa bias".split()
+    head += ["largest", "smallest normal", "smallest", "ulp at 1", "finite values", "special codes"]
+    rows = []
+    for name, fmt in fpsim.CATALOGUE.items():
+        special = [
+            word for word, has in (("inf", fmt.has_inf), ("NaN", fmt.has_nan), ("-0", fmt.has_negative_zero)) if has
+        ]
+        ends = (number(x) for x in (fmt.largest, fmt.smallest_normal, fmt.smallest))
+        codes = (f"{fmt.finite_count:,}", ", ".join(special) or "none")
+        size = (fmt.bits, fmt.exponent_bits, fmt.mantissa_bits, fmt.bias)
+        rows.append((f"`{name}`", *size, *ends, number(fmt.epsilon), *codes))
+    return table(head, rows)
+
+
+def block_formats() -> str:
+    """The formats whose numbers share scales, by name."""
+    head = ["name", "element", "numbers that share a scale", "scale", "rule of the scale", "bits per value"]
+    return table(
+        head,
+        (
+            (f"`{name}`", f"`{fmt.element}`", fmt.block, f"`{fmt.scale}`", fmt.scale_rule, number(fmt.bits_per_value))
+            for name, fmt in fpsim.BLOCKS.items()
+        ),
+    )
+
+
+def code_books() -> str:
+    """The code books by name."""
+    return table(
+        ["name", "codes", "smallest", "largest", "ties"],
+        (
+            (f"`{n}`", len(b.values), number(min(b.finite)), number(b.largest), b.ties)
+            for n, b in fpsim.CODEBOOKS.items()
+        ),
+    )
+
+
+def recipes() -> str:
+    """The recipes by name."""
+    return table(["recipe", "what it quantises", "source"], ((f"`{n}`", *rest) for n, *rest in fpsim.recipes()))
+
+
+def updates() -> str:
+    """The ways to store weights and states by name."""
+    return table(["update", "what it stores"], ((f"`{name}`", f"`{update}`") for name, update in fpsim.UPDATES.items()))
+
+
+def _rules(found: dict[str, type]) -> str:
+    return table(["name", "rule"], ((f"`{n}`", (kind.__doc__ or "").splitlines()[0]) for n, kind in found.items()))
+
+
+def loss_rules() -> str:
+    """The loss rules by name, each in a line."""
+    return _rules({**SYSTEMS})
+
+
+def layer_rules() -> str:
+    """The layer rules by name, each in a line."""
+    return _rules({**LAYER_RULES})
+
+
+def _directive(package: str, name: str) -> str:
+    found = getattr(sys.modules[package], name)
+    if isinstance(found, type):
+        return f".. autoclass:: {package}.{name}\n   :members:"
+    if callable(found) and hasattr(found, "__code__"):
+        return f".. autofunction:: {package}.{name}"
+    return f".. py:data:: {package}.{name}\n\n   {DATA[name]}"
+
+
+DATA = {
+    "BLOCKS": "The formats whose numbers share scales, by name.",
+    "CATALOGUE": "The floating-point formats, by name.",
+    "CODEBOOKS": "The code books, by name.",
+    "RECIPE_PREFIX": "What stands before the name of a recipe where a format is expected, ``recipe:``.",
+    "ROLES": "The roles of tensors: weight, activation, error and weight_grad.",
+    "UPDATES": "The ways to store weights and optimizer states, by name.",
+    "FormatLike": "The type of what stands for a format: a name, a format, or a policy.",
+}
+
+
+def _reference(package: str) -> str:
+    names = sys.modules[package].__all__
+    kinds = {True: "Classes", False: "Functions and data"}
+    parts = []
+    for is_class, title in kinds.items():
+        chosen = sorted(
+            (n for n in names if isinstance(getattr(sys.modules[package], n), type) == is_class), key=str.lower
+        )
+        parts.append(f"## {title}\n\n```{{eval-rst}}\n" + "\n\n".join(_directive(package, n) for n in chosen) + "\n```")
+    return "\n\n".join(parts)
+
+
+def reference_fpsim() -> str:
+    """Every public name of fpsim."""
+    return _reference("fpsim")
+
+
+def reference_ada_loss() -> str:
+    """Every public name of ada_loss."""
+    assert ada_loss.__all__
+    return _reference("ada_loss")
+
+
+def _help(module: str, *words: str) -> str:
+    command = [sys.executable, "-m", module, *words, "--help"]
+    environment = {**os.environ, "COLUMNS": "90", "TERM": "dumb", "NO_COLOR": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
+    text = "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
+    return f"```text\n{text}\n```"
+
+
+def command_line() -> str:
+    """The help of each command."""
+    main = _help("ada_loss")
+    commands = re.findall(r"^  (\w+)  ", main.partition("Commands:")[2], re.MULTILINE)
+    parts = ["## ada-loss", main]
+    for command in commands:
+        parts += [f"### ada-loss {command}", _help("ada_loss", command)]
+    parts += ["## python -m fpsim", _help("fpsim")]
+    for command in ("verify", "why"):
+        parts += [f"### python -m fpsim {command}", _help("fpsim", command)]
+    return "\n\n".join(parts)
+
+
+def requirements() -> str:
+    """What pyproject.toml declares."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pythons = [name.rpartition(" ")[2] for name in project["classifiers"] if re.search(r":: 3\.\d+$", name)]
+    rows = [("Python", project["requires-python"].removeprefix(">="), ", ".join(pythons))]
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line[:40])
+    for needed in project["dependencies"]:
+        name, _, least = needed.partition(">=")
+        rows.append((name, least, pinned[name]))
+    return table(["requirement", "lowest", "tested with"], rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    part.__name__: part
+    for part in (
+        float_formats, block_formats, code_books, recipes, updates, loss_rules, layer_rules, reference_fpsim,
+        reference_ada_loss, command_line, requirements,
+    )
+}  # fmt: skip
+
+
+def of_readme(heading: str) -> str:
+    """A section of README without its heading, with links as a page of docs/ has them; "top" is what stands first."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if heading == "top":
+        section = text.partition("\n")[2].partition("\n## ")[0]
+    else:
+        _, found, after = text.partition(f"\n## {heading}\n")
+        if not found:
+            raise ValueError(f"README.md has no section {heading!r}.")
+        section = after.partition("\n## ")[0]
+    section = re.sub(r"\]\(docs/", "](", section)
+    return re.sub(r"\]\((?!https?:|#)(?=benchmarks/|notebooks|[A-Z]+\.md)", "](../", section).strip()
+
+
+def generated(docname: str, text: str) -> str:
+    """A page with its generated parts."""
+    text = MARK.sub(lambda m: of_readme(m[2]) if m[1] == "README" else PARTS[m[2]](), text)
+    # drawn by the forge that shows the repository; the site has no script for it, and shows its lines
+    return text.replace("```mermaid", "```text")
+
+
+# Docstrings
+
+
+ARGUMENT = re.compile(r"(\*{0,2}\w+(?:, \*{0,2}\w+)*): (?=\S)")
+CODE = re.compile(r"``?([^`]+)``?")
+HEADS = ("Args:", "Returns:", "Raises:", "Yields:", "Note:", "Example:")
+
+
+def _escaped(line: str) -> str:
+    """A line of plain text with `code`, in reStructuredText."""
+    parts = []
+    last = 0
+    for code in CODE.finditer(line):
+        parts += [re.sub(r"([*_|\\])", r"\\\1", line[last : code.start()]), f"``{code[1]}``"]
+        after = line[code.end() : code.end() + 1]
+        parts += ["\\ "] if after.isalnum() else []
+        last = code.end()
+    return "".join([*parts, re.sub(r"([*_|\\])", r"\\\1", line[last:])])
+
+
+def readable_docstring(lines: list[str]) -> list[str]:
+    """A docstring of this library as napoleon reads it.
+
+    Arguments that stand as paragraphs `name: text` become an `Args:` block; `code` is marked as code; what
+    reStructuredText would take for markup is not; examples stay.
+    """
+    found: list[str] = []
+    block = ""  # "" for text, "args" for arguments without a heading, "doctest"
+    for i, line in enumerate(lines):
+        if line.lstrip().startswith(">>> "):
+            block = "doctest"
+            if found and found[-1]:
+                found.append("")
+        if block == "doctest":
+            block = "doctest" if line.strip() else ""
+            found.append(line)
+            continue
+        is_argument = ARGUMENT.match(line) is not None and not line.startswith(HEADS)
+        if is_argument and block != "args":
+            block = "args"
+            found += ["", "Args:"] if not (found and found[-1] == "") else ["Args:"]
+        elif block == "args" and line and not is_argument and not line.startswith(" "):
+            block = ""
+            found.append("")
+        if line.startswith("- ") and i and lines[i - 1] and not lines[i - 1].startswith(("- ", " ")):
+            found.append("")
+        found.append("    " * (block == "args" and bool(line)) + _escaped(line))
+    return found
