@@ -392,7 +392,8 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
     wait_until(lambda: len(done(tmp_path)) >= 3)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the driver and to its workers
     said = process.communicate(timeout=60)[1]
-    assert process.returncode in (130, -signal.SIGINT)
+    # 1 where tabulate is installed: torch imports it at exit, which evaluates text, and Python forgets the interrupt
+    assert process.returncode in (130, -signal.SIGINT, 1)
     assert said.count("Traceback") == 1  # the script's own
     assert said.strip().endswith(f"Interrupted. What was done is kept in {tmp_path}: run the same again to go on.")
     with Ledger(tmp_path / "ledger.sqlite", readonly=True) as ledger:
