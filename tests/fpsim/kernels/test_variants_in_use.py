@@ -95,7 +95,7 @@ def test_a_compiled_model_rounds_up_as_often_as_the_variant_says(variant: str) -
 
 
 def test_a_compiled_call_gives_the_bits_of_the_kernels_where_it_calls_them() -> None:
-    """The operator, whose key a compiled program draws from torch's stream, and the traced rounding of a gap."""
+    """The operator, whose key a compiled program draws from torch's stream, and a traced rounding, which is eager's."""
     x = torch.randn(500, generator=torch.Generator().manual_seed(0))
     for variant in VARIANTS:
         for name in ("fp16", "mxfp4"):
@@ -120,12 +120,7 @@ def test_a_compiled_call_gives_the_bits_of_the_kernels_where_it_calls_them() -> 
         found = round_traced(x, rounding_spec("dlfloat16", "stochastic", None, 2, variant))
         torch.manual_seed(3)
         fpsim.manual_seed(None)
-        assert torch.equal(found, round_to_with_traced_key(x, variant))
-
-
-def round_to_with_traced_key(x: torch.Tensor, variant: str) -> torch.Tensor:
-    key = torch.randint(0, 2**63 - 1, (), dtype=torch.int64)
-    return rounded(x, rounding_spec("dlfloat16", "stochastic", None, 2, variant), key)
+        assert torch.equal(found, round_to(x, "dlfloat16", "stochastic", random_bits=2, variant=variant))
 
 
 # Blocks, transforms, places where the word is given
