@@ -22,11 +22,11 @@ import typer
 from children import environment, heed_ctrl_c
 
 from ada_loss.__main__ import app, main
+from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.results import Results
 from ada_loss.lab.studies.search import search
 from ada_loss.lab.sweep.driver import sweep
-from ada_loss.lab.sweep.ledger import Ledger
-from ada_loss.lab.sweep.progress import say
+from ada_loss.lab.terminal import say
 from fpsim import ROLES
 
 CONFIG = """

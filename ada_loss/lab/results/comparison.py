@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ada_loss.files import data_frame
+from ada_loss.lab.cells.cell_formats import label
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.table import is_share
-from ada_loss.lab.sweep.cell_formats import label
 from fpsim.checks import is_number, pip_install, shown
 
 try:

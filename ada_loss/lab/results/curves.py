@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ada_loss.files import data_frame
+from ada_loss.lab.cells.telemetry import curves_of
 from ada_loss.lab.results.results import StoredResults, telling_axes
-from ada_loss.lab.sweep.telemetry import curves_of
 from fpsim.checks import did_you_mean, is_whole, shown
 from fpsim.insight.rows import Rows
 

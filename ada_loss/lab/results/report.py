@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ada_loss.files import strict_json, write_atomically
+from ada_loss.lab.cells.cells import AXES
 from ada_loss.lab.results.cell_pages import cell_page
 from ada_loss.lab.results.drawings import curve_panels, difference_panels
 from ada_loss.lab.results.figures import figure_bytes, in_the_dark
@@ -28,7 +29,6 @@ from ada_loss.lab.results.pictures import (
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.table import Table
 from ada_loss.lab.results.verdict import verdicts
-from ada_loss.lab.sweep.cells import AXES
 from fpsim.checks import pip_install
 from fpsim.insight.pictures import apart_from_pyplot
 

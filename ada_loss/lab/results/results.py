@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from ada_loss.files import content_of, data_frame, folder_at
+from ada_loss.lab.cells.cell_formats import label
+from ada_loss.lab.cells.cells import AXES, is_configuration
+from ada_loss.lab.cells.ledger import DAMAGED, Ledger, counted
+from ada_loss.lab.cells.missing import read_snapshot
+from ada_loss.lab.cells.names import names_of, read_names
+from ada_loss.lab.cells.telemetry import read_telemetry
 from ada_loss.lab.directions import Directions, hint_for, read_directions, stated
 from ada_loss.lab.results.table import Share, Table, is_share_by_name
-from ada_loss.lab.sweep.cell_formats import label
-from ada_loss.lab.sweep.cells import AXES, is_configuration
-from ada_loss.lab.sweep.ledger import DAMAGED, Ledger, counted
-from ada_loss.lab.sweep.missing import read_snapshot
-from ada_loss.lab.sweep.names import names_of, read_names
-from ada_loss.lab.sweep.telemetry import read_telemetry
 from fpsim.checks import did_you_mean, is_finite_number, require_flag, require_mapping, shown
 from fpsim.insight.rows import Rows
 
@@ -259,7 +259,7 @@ class StoredResults:
         return tables
 
     def telemetry(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
-        """The arrays of a cell's file; see `ada_loss.lab.sweep.telemetry`.
+        """The arrays of a cell's file; see `ada_loss.lab.cells.telemetry`.
 
         cell: its id.
         Raises ValueError for a file that is missing or damaged.

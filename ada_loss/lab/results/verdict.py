@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ada_loss.lab.cells.cell_formats import BASELINE, STOCHASTIC_GRADIENTS
 from ada_loss.lab.results import comparison as pairs
 from ada_loss.lab.results.comparison import LEVEL, Comparison, require_level
 from ada_loss.lab.results.judgement import LEAST_SEEDS, collapsed_seeds, judge
 from ada_loss.lab.results.results import StoredResults, telling_axes
 from ada_loss.lab.results.statements import SECTIONS, Combination, Verdict
 from ada_loss.lab.results.table import is_share
-from ada_loss.lab.sweep.cell_formats import BASELINE, STOCHASTIC_GRADIENTS
 from fpsim.checks import is_finite_number, is_number, shown
 
 __all__ = ["LEAST_SEEDS", "Combination", "Verdict", "compare", "verdicts"]

@@ -14,16 +14,16 @@ from typing import Any
 
 import fpsim
 from ada_loss.files import data_frame, folder_at
+from ada_loss.lab.cells.cells import OPTIONS, plan
+from ada_loss.lab.cells.identity import MakeTask, TrainFunction
 from ada_loss.lab.directions import Directions, hint_for, stated
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.table import heading, is_share, mean_and_deviation
 from ada_loss.lab.studies.space import Point, Space
 from ada_loss.lab.studies.study import StoredStudy, require_optuna
-from ada_loss.lab.sweep.cells import OPTIONS, plan
 from ada_loss.lab.sweep.driver import run_cells
 from ada_loss.lab.sweep.engines import open_engine
 from ada_loss.lab.sweep.execution import Execution
-from ada_loss.lab.sweep.identity import MakeTask, TrainFunction
 from ada_loss.lab.tasks import find_task
 from fpsim import ROLES, Policy
 from fpsim.checks import did_you_mean, is_number, is_whole, require_flag, require_whole, shown

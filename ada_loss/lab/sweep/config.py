@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ada_loss.lab.sweep.cells import OPTIONS
+from ada_loss.lab.cells.cells import OPTIONS
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.tasks import add_to_path
 from fpsim.checks import SHOWN, did_you_mean, pip_install, shown

@@ -16,6 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ada_loss.files import folder_at, write_atomically
+from ada_loss.lab.cells.cell_formats import label
+from ada_loss.lab.cells.cells import OPTIONS, Cell, plan_all, stored_cell
+from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_local, path_of
+from ada_loss.lab.cells.ledger import CannotWrite, Ledger
+from ada_loss.lab.cells.lock import lock_path
+from ada_loss.lab.cells.names import keep_names
+from ada_loss.lab.cells.telemetry import telemetry_digest, telemetry_path
 from ada_loss.lab.directions import keep_directions, stated
 from ada_loss.lab.environment import environment
 from ada_loss.lab.errors import SweepStopped
@@ -24,22 +31,16 @@ from ada_loss.lab.results.deciding import decidable
 from ada_loss.lab.results.notifier import Notifier
 from ada_loss.lab.results.trackers import Tracker, make_trackers
 from ada_loss.lab.sweep.branches import Branches
-from ada_loss.lab.sweep.cell_formats import label
-from ada_loss.lab.sweep.cells import OPTIONS, Cell, plan_all, stored_cell
 from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.explained import explain
-from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_local, path_of
-from ada_loss.lab.sweep.ledger import CannotWrite, Ledger
 from ada_loss.lab.sweep.limits import GRACE
-from ada_loss.lab.sweep.lock import lock_path
-from ada_loss.lab.sweep.names import keep_names
 from ada_loss.lab.sweep.prepare import prepare
-from ada_loss.lab.sweep.progress import Progress, say
-from ada_loss.lab.sweep.telemetry import telemetry_digest, telemetry_path
+from ada_loss.lab.sweep.progress import Progress
 from ada_loss.lab.sweep.trust import is_trusted, remember
 from ada_loss.lab.sweep.work import WorkOrder, order_of, said, work
 from ada_loss.lab.tasks import find_task, is_of_library
+from ada_loss.lab.terminal import say
 from fpsim.checks import known_arguments, pip_install, require_flag
 
 try:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ada_loss.files import content_of
-from ada_loss.lab.sweep.cells import Cell, is_intact
-from ada_loss.lab.sweep.ledger import Ledger
-from ada_loss.lab.sweep.missing import Missing, read_snapshot
-from ada_loss.lab.sweep.progress import say
-from ada_loss.lab.sweep.telemetry import is_whole, telemetry_path
+from ada_loss.lab.cells.cells import Cell, is_intact
+from ada_loss.lab.cells.ledger import Ledger
+from ada_loss.lab.cells.missing import Missing, read_snapshot
+from ada_loss.lab.cells.telemetry import is_whole, telemetry_path
+from ada_loss.lab.terminal import say
 
 __all__ = ["prepare"]
 

@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from ada_loss.lab.sweep.cell_formats import policy_of
-from ada_loss.lab.sweep.cell_updates import update_of
+from ada_loss.lab.cells.cell_formats import policy_of
+from ada_loss.lab.cells.cell_updates import update_of
+from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_local, is_own, path_of
+from ada_loss.lab.cells.live import LiveFile, live_path
+from ada_loss.lab.cells.telemetry import npz, telemetry
 from ada_loss.lab.sweep.engines import Engine, keep_freed_memory
 from ada_loss.lab.sweep.execution import Execution
-from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_local, is_own, path_of
 from ada_loss.lab.sweep.limits import TimeLimit, within_time
-from ada_loss.lab.sweep.live import LiveFile, live_path
 from ada_loss.lab.sweep.progress import StepFile, steps_path
-from ada_loss.lab.sweep.telemetry import npz, telemetry
 from ada_loss.lab.tasks import add_to_path, find_task, folder_of
 from ada_loss.lab.training.format_schedule import Start
 from ada_loss.lab.training.generators import kept_generators, seed_generators

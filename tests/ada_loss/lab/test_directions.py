@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.directions import Directions, by_name
 from ada_loss.lab.results import Results
 from ada_loss.lab.studies.search import search
 from ada_loss.lab.sweep.driver import sweep
-from ada_loss.lab.sweep.ledger import Ledger
 from ada_loss.lab.sweep.progress import Progress
 from ada_loss.lab.tasks import Task
 

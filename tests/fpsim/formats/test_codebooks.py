@@ -586,7 +586,7 @@ def test_a_tally_counts_what_saturates_and_what_becomes_zero() -> None:
 
 
 def test_a_sweep_knows_code_books_by_words_that_are_read_again() -> None:
-    from ada_loss.lab.sweep.cell_formats import canonical_format, label
+    from ada_loss.lab.cells.cell_formats import canonical_format, label
 
     blocks = BlockFormat(LEVELS, 16, "fp32")
     assert canonical_format("nf4") == "nf4"

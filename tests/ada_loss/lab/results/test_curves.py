@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ada_loss.files import write_atomically
+from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.results import Results
 from ada_loss.lab.sweep.driver import sweep
-from ada_loss.lab.sweep.ledger import Ledger
 
 
 def written(out: Path, cells: dict[tuple[str, int], dict[str, Any]]) -> Results:

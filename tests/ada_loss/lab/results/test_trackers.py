@@ -230,7 +230,7 @@ def test_hyperparameters_of_tensorboard_have_the_final_metrics(tmp_path: Path) -
 
 @TRACKING
 def test_trackers_see_a_training_while_it_runs(tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ada_loss.lab.sweep.live.EVERY", 0.0)
+    monkeypatch.setattr("ada_loss.lab.cells.live.EVERY", 0.0)
     monkeypatch.setattr("ada_loss.lab.results.notifier.READ_EVERY", 0.01)
     seen: list[tuple[int, float]] = []
 
@@ -268,7 +268,7 @@ def fails_while_a_file_is_there(job: Job) -> dict[str, float]:
 def test_a_run_that_was_interrupted_or_failed_is_begun_again(
     tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ada_loss.lab.sweep.live.EVERY", 0.0)
+    monkeypatch.setattr("ada_loss.lab.cells.live.EVERY", 0.0)
     monkeypatch.setattr("ada_loss.lab.results.notifier.READ_EVERY", 0.01)
     (tmp_path / "fail").touch()
     options = {

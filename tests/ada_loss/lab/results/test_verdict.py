@@ -11,11 +11,11 @@ import pytest
 from scipy import stats
 
 from ada_loss.files import write_atomically
+from ada_loss.lab.cells.ledger import Ledger
+from ada_loss.lab.cells.telemetry import npz
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.verdict import Verdict
 from ada_loss.lab.sweep.driver import sweep
-from ada_loss.lab.sweep.ledger import Ledger
-from ada_loss.lab.sweep.telemetry import npz
 
 FLOAT32 = (0.900, 0.910, 0.905, 0.915, 0.895)
 SAME = (0.901, 0.909, 0.906, 0.914, 0.897)

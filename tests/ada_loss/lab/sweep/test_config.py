@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ada_loss.lab.sweep.cells import plan, plan_all
+from ada_loss.lab.cells.cells import plan, plan_all
 from ada_loss.lab.sweep.config import SHIPPED, read_sweep
 
 

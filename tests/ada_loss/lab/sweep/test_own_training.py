@@ -13,8 +13,8 @@ import torch
 
 import ada_loss
 import fpsim
+from ada_loss.lab.cells.cells import plan
 from ada_loss.lab.results import Results
-from ada_loss.lab.sweep.cells import plan
 from ada_loss.lab.sweep.config import read_sweep
 from ada_loss.lab.training import Job, checkpoints
 

@@ -29,14 +29,14 @@ import pytest
 import sweep_tasks
 from children import environment, heed_ctrl_c
 
+from ada_loss.lab.cells.cells import Cell, plan
+from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
-from ada_loss.lab.sweep.cells import Cell, plan
 from ada_loss.lab.sweep.config import read_sweep
 from ada_loss.lab.sweep.driver import resume, sweep
 from ada_loss.lab.sweep.engines import open_engine
 from ada_loss.lab.sweep.execution import Execution
-from ada_loss.lab.sweep.ledger import Ledger
 from ada_loss.lab.sweep.limits import TimeLimit, within_time
 
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -13,10 +13,10 @@ import sweep_tasks
 import torch
 
 import ada_loss
+from ada_loss.lab.cells.cell_formats import label
+from ada_loss.lab.cells.cells import Cell, plan, plan_all, stored_cell
 from ada_loss.lab.results import Results
 from ada_loss.lab.sweep.branches import Branches
-from ada_loss.lab.sweep.cell_formats import label
-from ada_loss.lab.sweep.cells import Cell, plan, plan_all, stored_cell
 from ada_loss.lab.sweep.config import read_sweep
 from ada_loss.lab.sweep.driver import resume, sweep
 from ada_loss.lab.training import checkpoints, train

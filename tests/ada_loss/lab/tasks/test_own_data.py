@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ada_loss.lab.cells.cells import plan
 from ada_loss.lab.studies.describe import describe
-from ada_loss.lab.sweep.cells import plan
 from ada_loss.lab.sweep.driver import resume, sweep
 from ada_loss.lab.tasks import chars, find_task, folder_of
 from ada_loss.lab.training.loop import train

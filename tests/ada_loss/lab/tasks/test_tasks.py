@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ada_loss.lab.sweep.cells import OPTIONS, plan
+from ada_loss.lab.cells.cells import OPTIONS, plan
 from ada_loss.lab.tasks import TASKS, Task, chars, cifar10, cifar100, find_task, patches, trained_with
 from ada_loss.lab.tasks.images import resnet20
 from ada_loss.lab.training.loop import train

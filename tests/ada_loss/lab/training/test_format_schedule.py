@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fpsim
-from ada_loss.lab.sweep.telemetry import telemetry
+from ada_loss.lab.cells.telemetry import telemetry
 from ada_loss.lab.tasks import Task, accuracy, digits
 from ada_loss.lab.training import Run, checkpoints, train
 from ada_loss.lab.training.checkpoints import DIGEST

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import fpsim
-from ada_loss.lab.sweep.telemetry import telemetry
+from ada_loss.lab.cells.telemetry import telemetry
 from ada_loss.lab.tasks import Task, digits
 from ada_loss.lab.training.checkpoints import DIGEST
 from ada_loss.lab.training.loop import TrainingState, train

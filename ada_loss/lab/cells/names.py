@@ -10,8 +10,8 @@ from typing import Any
 
 import fpsim
 from ada_loss.files import mapping_in, strict_json, write_atomically
-from ada_loss.lab.sweep.cell_formats import BASELINE, canonical_format, label
-from ada_loss.lab.sweep.cell_updates import UPDATE, update_label
+from ada_loss.lab.cells.cell_formats import BASELINE, canonical_format, label
+from ada_loss.lab.cells.cell_updates import UPDATE, update_label
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, as_schedule
 from fpsim.checks import shown
 

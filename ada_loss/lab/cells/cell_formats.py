@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import fpsim
-from ada_loss.lab.sweep.cell_updates import UPDATE, canonical_update, split, update_label
+from ada_loss.lab.cells.cell_updates import UPDATE, canonical_update, split, update_label
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Stage, as_schedule
 from ada_loss.lab.training.methods import fits_few_bits
 from fpsim import ROLES, Policy, Products

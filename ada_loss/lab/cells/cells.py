@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from ada_loss.lab.sweep.cell_formats import (
+from ada_loss.lab.cells.cell_formats import (
     BASELINE,
     canonical_format,
     has_own_rounding,
@@ -22,11 +22,11 @@ from ada_loss.lab.sweep.cell_formats import (
     policy_of,
     usual_rounding,
 )
-from ada_loss.lab.sweep.cell_updates import require_update, split, with_updates
-from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, own_training, task_of
-from ada_loss.lab.sweep.names import require_different, short_name, unnamed
-from ada_loss.lab.sweep.progress import say
+from ada_loss.lab.cells.cell_updates import require_update, split, with_updates
+from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_own, own_training, task_of
+from ada_loss.lab.cells.names import require_different, short_name, unnamed
 from ada_loss.lab.tasks import find_task
+from ada_loss.lab.terminal import say
 from ada_loss.lab.training.format_schedule import as_schedule
 from ada_loss.lab.training.methods import require_method
 from ada_loss.lab.training.options import TrainOptions, hint, is_allowed, possible

@@ -24,11 +24,11 @@ import torch
 from torch import nn
 
 import fpsim
-from ada_loss.lab.sweep.cell_formats import canonical_format, label, policy_of
-from ada_loss.lab.sweep.cells import Cell, plan, plan_all
+from ada_loss.lab.cells.cell_formats import canonical_format, label, policy_of
+from ada_loss.lab.cells.cells import Cell, plan, plan_all
+from ada_loss.lab.cells.names import names_of
+from ada_loss.lab.cells.telemetry import telemetry
 from ada_loss.lab.sweep.config import read_sweep
-from ada_loss.lab.sweep.names import names_of
-from ada_loss.lab.sweep.telemetry import telemetry
 from ada_loss.lab.sweep.work import run_cell
 from ada_loss.lab.tasks import digits
 from ada_loss.lab.training.loop import train
@@ -287,7 +287,7 @@ def test_the_identity_of_a_task_with_data_is_the_same_in_every_process(tmp_path:
     code = "import numpy as np, torch\nx, z = torch.arange(3.0), np.ones(2)\n"
     code += "y = {'a': [np.arange(3)], 'b': {'u', 'v'}}\n"
     code += "def mine(seed, *, x=x):\n    def loss():\n        return z\n    return y, loss\n"
-    code += "from ada_loss.lab.sweep.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
+    code += "from ada_loss.lab.cells.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
     told = []
     changes = (
         ("", ""),
@@ -308,7 +308,7 @@ def test_the_identity_of_a_task_with_data_is_the_same_in_every_process(tmp_path:
 
 def test_a_class_of_a_notebook_that_is_changed_makes_another_task(tmp_path: Path) -> None:
     code = "things = [object()]\nclass Net:\n    width = 3\ndef mine(seed):\n    return Net.width, things\n"
-    code += "from ada_loss.lab.sweep.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
+    code += "from ada_loss.lab.cells.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
     told = []
     for text in (code, code, code.replace("3", "4")):
         (tmp_path / "mine.py").write_text(text)

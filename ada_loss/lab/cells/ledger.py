@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ada_loss.lab.cells.missing import Plan
 from ada_loss.lab.errors import UnreadableLedger
-from ada_loss.lab.sweep.missing import Plan
 
 __all__ = ["DAMAGED", "SCHEMA_VERSION", "STATES", "CannotWrite", "Ledger", "counted"]
 

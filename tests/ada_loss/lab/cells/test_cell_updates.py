@@ -12,10 +12,10 @@ from torch import nn
 
 import ada_loss
 import fpsim
-from ada_loss.lab.sweep.cell_formats import canonical_format
-from ada_loss.lab.sweep.cells import Cell, plan, plan_all, stored_cell
+from ada_loss.lab.cells.cell_formats import canonical_format
+from ada_loss.lab.cells.cells import Cell, plan, plan_all, stored_cell
+from ada_loss.lab.cells.telemetry import curves_of, telemetry
 from ada_loss.lab.sweep.config import read_sweep, with_settings
-from ada_loss.lab.sweep.telemetry import curves_of, telemetry
 from ada_loss.lab.tasks import chars, digits
 from ada_loss.lab.training.job import Job
 from ada_loss.lab.training.loop import train
