@@ -18,7 +18,7 @@ from fpsim.emulation.mode import Emulation
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.emulation.steps import watch_steps
 from fpsim.policies.policy import FormatLike
-from fpsim.policies.recipes import as_policy_of
+from fpsim.policies.recipes import as_policy
 from fpsim.torch_internals import current_graph_task
 from fpsim.torch_modes import any_mode, keeps_grad_mode, modes, push_mode, take_off
 from fpsim.undoing import Block, Undo
@@ -214,7 +214,7 @@ def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) ->
 
 
 def _emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None, undo: Undo) -> None:
-    policy = as_policy_of(fmt)
+    policy = as_policy(fmt)
     if policy.overrides:
         raise ValueError("emulate() knows no modules, and the policy has overrides. Use quantize(model, policy).")
     if policy.products is not None and policy.products.is_delayed:

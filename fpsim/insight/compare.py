@@ -19,7 +19,7 @@ from fpsim.insight.stepping import as_step, called, is_function, loss_of, nothin
 from fpsim.models.forwards import emulated_forwards
 from fpsim.models.quantize import dequantize, quantize
 from fpsim.policies.policy import FormatLike
-from fpsim.policies.recipes import as_policy_of
+from fpsim.policies.recipes import as_policy
 from fpsim.tensors.noise import seed_here
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
@@ -190,7 +190,7 @@ def compare(
     if loss is not None:
         require_callable("loss", loss, "lambda output: output.mean()")
     for fmt in (a, b):
-        as_policy_of(fmt, model)  # which raises for what is no format
+        as_policy(fmt, model=model)  # which raises for what is no format
     run = _run_of(model, batch, loss)
     result = Comparison(("float32" if a is None else str(a), "float32" if b is None else str(b)))
     kept = _Kept()

@@ -20,7 +20,7 @@ from fpsim.insight.stepping import as_step, is_function, nothing_ran, preserve, 
 from fpsim.models.forwards import emulated_forwards
 from fpsim.models.quantize import dequantize, quantize, set_policy
 from fpsim.policies.policy import FormatLike, Policy
-from fpsim.policies.recipes import as_policy_of
+from fpsim.policies.recipes import as_policy
 from fpsim.tensors.noise import seed_here
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
@@ -117,7 +117,7 @@ def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 
     require_memory(model)
     require_seed(seed)
     plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model
-    wanted = as_policy_of(policy, plain)
+    wanted = as_policy(policy, model=plain)
     if not any(name and _has_numbers(module) for name, module in plain.named_modules()):
         raise ValueError(
             f"{type(model).__name__} has no module inside that has parameters. Possible: a model of several layers."

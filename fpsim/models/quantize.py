@@ -20,7 +20,7 @@ from fpsim.models.computed_weights import modules_that_compute, sources
 from fpsim.models.forwards import bound_elsewhere, emulated_forward, emulated_forwards, install, uninstall
 from fpsim.policies.policy import ROLES, FormatLike, Policy
 from fpsim.policies.products import PRODUCTS
-from fpsim.policies.recipes import as_policy_of, layers_in
+from fpsim.policies.recipes import as_policy, layers_in
 from fpsim.tensors.launch import round_memory_
 from fpsim.torch_internals import is_compiled_wrapper
 from fpsim.torch_modes import keeps_grad_mode
@@ -117,8 +117,7 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
 def _policies(model: nn.Module, fmt: FormatLike, rounding: str | Mapping[str, str] | None) -> dict[str, Policy]:
     """The policy of every module by name."""
     take_off_leftovers()
-    policy = as_policy_of(fmt, model)
-    policy = policy if rounding is None else policy.with_rounding(rounding)
+    policy = as_policy(fmt, rounding, model=model)
     found = policy.for_modules(model)
     _warn_of_idle_bits(policy, found.values())
     return found

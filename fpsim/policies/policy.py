@@ -19,7 +19,7 @@ from fpsim.policies.products import Products
 from fpsim.tensors.spec import RoundingSpec, rounding_spec
 from fpsim.torch_internals import operation_homes
 
-__all__ = ["FEW_BITS", "ROLES", "FormatLike", "Policy", "RoleSpecs", "as_policy", "describe"]
+__all__ = ["FEW_BITS", "ROLES", "FormatLike", "Policy", "RoleSpecs", "describe", "policy_of_format"]
 
 RoleFormat = str | Format | torch.dtype | np.dtype[Any] | type[np.generic]
 ROLES = ("weight", "activation", "error", "weight_grad")
@@ -163,8 +163,8 @@ class Policy:
     def _resolve(self, inner: FormatLike) -> Policy:
         """The policy of an override: a bare format takes this policy's rounding for every role."""
         if inner is None or isinstance(inner, Policy):
-            return as_policy(inner)
-        found = as_policy(inner)
+            return policy_of_format(inner)
+        found = policy_of_format(inner)
         if found.products is not None:
             return found.with_rounding(self.rounding) if isinstance(self.rounding, str) else found
         overflow = None  # the format's own: what one format's overflow gives, another may not have
@@ -174,7 +174,7 @@ class Policy:
     def with_rounding(self, rounding: str | Mapping[str, str]) -> Policy:
         """This policy with another rounding of its roles; without any role, of all operands of its products.
 
-        >>> str(as_policy("mxfp4").with_rounding("stochastic"))
+        >>> str(policy_of_format("mxfp4").with_rounding("stochastic"))
         'products: mxfp4 stochastic'
         """
         if self.products is None or any(self.specs()):
@@ -266,12 +266,12 @@ def describe(specs: RoleSpecs, products: Products | None) -> str:
     return f"{specs}, products: {products}" if any(specs) else f"products: {products}"
 
 
-def as_policy(fmt: FormatLike) -> Policy:
+def policy_of_format(fmt: FormatLike) -> Policy:
     """A policy from a format (for every role), a policy, or None (all float32).
 
     A format whose numbers share scales is that of all operands of all products, and every role stays float32.
 
-    >>> as_policy("fp16").error
+    >>> policy_of_format("fp16").error
     'fp16'
     """
     if isinstance(fmt, Policy):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -12,11 +12,11 @@ from fpsim.border import require_module
 from fpsim.checks import did_you_mean, nearest, shown
 from fpsim.formats.blocks import Delayed, as_format
 from fpsim.formats.floats import CATALOGUE
-from fpsim.policies.policy import FormatLike, Policy, as_policy
+from fpsim.policies.policy import FormatLike, Policy, policy_of_format
 from fpsim.policies.products import Operand, Products
 from fpsim.tensors.hadamard import Hadamard
 
-__all__ = ["RECIPE_PREFIX", "RecipeRow", "as_policy_of", "recipe", "recipes"]
+__all__ = ["RECIPE_PREFIX", "RecipeRow", "as_policy", "recipe", "recipes"]
 
 MOST_USED = ("fp8_current", "fp8_delayed")  # named first where a name is cut short
 RECIPE_PREFIX = "recipe:"  # before a recipe's name where a format may stand
@@ -119,18 +119,44 @@ def recipes() -> list[RecipeRow]:
     return [RecipeRow(name, found.description, found.source) for name, found in _RECIPES.items()]
 
 
-def as_policy_of(fmt: FormatLike, model: nn.Module | None = None) -> Policy:
-    """A policy from what stands for a format: a recipe's name behind "recipe:", or what `as_policy` takes.
+def as_policy(
+    fmt: FormatLike, rounding: str | Mapping[str, str] | None = None, *, model: nn.Module | None = None
+) -> Policy:
+    """The policy that a format stands for, as `fpsim.quantize` reads it. Without a model, it checks a format's name.
 
-    model: the model that a recipe is for.
+    A format is that of every role. A format whose numbers share scales is that of all operands of matrix products, and
+    every role stays float32. A policy is returned as it is, and None is float32.
 
-    >>> as_policy_of("recipe:bf16").weight_grad is None
+    Args:
+        fmt: a format by name or as an object, a Policy, the name of a recipe after "recipe:", or None.
+        rounding: the rounding of every role, or of all operands where every role is float32. None keeps the policy's.
+        model: the model that a recipe is for; some recipes keep its last layers in high precision.
+
+    Returns:
+        A Policy.
+
+    Raises:
+        ValueError: for an unknown format, recipe or rounding.
+        TypeError: for what is not a format, or not a module. A mapping of roles is `fpsim.Policy(**mapping)`.
+
+    >>> as_policy("fp16").error
+    'fp16'
+    >>> print(as_policy("mxfp4", "stochastic"))
+    products: mxfp4 stochastic
+    >>> as_policy("recipe:bf16").weight_grad is None
     True
     """
+    if model is not None:
+        require_module(model)
+    policy = _policy_named(fmt, model)
+    return policy if rounding is None else policy.with_rounding(rounding)
+
+
+def _policy_named(fmt: FormatLike, model: nn.Module | None) -> Policy:
     if isinstance(fmt, str) and fmt.startswith(RECIPE_PREFIX):
         return recipe(fmt.removeprefix(RECIPE_PREFIX).strip(), model)
     try:
-        return as_policy(fmt)
+        return policy_of_format(fmt)
     except ValueError as error:
         if isinstance(fmt, str) and fmt in _RECIPES:
             raise ValueError(f"{fmt!r} is a recipe, no format. Write '{RECIPE_PREFIX}{fmt}'.") from error

@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import torch
-
 import fpsim
 from ada_loss.lab.cells.cell_updates import UPDATE, canonical_update, split, update_label
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Stage, as_schedule
 from ada_loss.lab.training.methods import fits_few_bits
 from fpsim import ROLES, Policy, Products
 from fpsim.checks import shown
-from fpsim.scaling import FEW_BITS, as_policy, gradients_have_scales
+from fpsim.scaling import FEW_BITS, gradients_have_scales
 
 __all__ = [
     "BASELINE",
@@ -113,7 +111,7 @@ def canonical_format(fmt: Any) -> Any:
         schedule = as_schedule(fmt)
         return _canonical_schedule(schedule) if SCHEDULE in fmt else _canonical_policy(fmt)
     if isinstance(fmt, str):
-        fpsim.quantize(torch.nn.Linear(1, 1, device="meta"), fmt)  # a recipe without its prefix has an error of its own
+        fpsim.as_policy(fmt)  # a recipe without its prefix has an error of its own
     return _words(fmt)
 
 
@@ -212,7 +210,7 @@ def policy_of(fmt: Any, rounding: str) -> FormatSchedule:
 
 
 def _as_policy(fmt: Any) -> Policy:
-    return _policy(fmt) if isinstance(fmt, Mapping) else as_policy(fmt)
+    return _policy(fmt) if isinstance(fmt, Mapping) else fpsim.as_policy(fmt)
 
 
 def _policy_of(fmt: Any, rounding: str) -> Any:
@@ -222,5 +220,5 @@ def _policy_of(fmt: Any, rounding: str) -> Any:
     if isinstance(policy, Policy):
         policy.with_rounding(rounding)  # random bits and variants that the rounding cannot use are an error now
     is_name = isinstance(fmt, str) and not _is_recipe(fmt)
-    fpsim.quantize(torch.nn.Linear(1, 1, device="meta"), policy if is_name else None, rounding=rounding)
+    fpsim.as_policy(policy if is_name else None, rounding)  # an unknown rounding is an error now
     return policy

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import fpsim
-from fpsim import Operand, Policy, Products, quantize
+from fpsim import Operand, Policy, Products, as_policy, quantize
 from fpsim.formats.blocks import BlockFormat, Delayed, FixedPoint  # noqa: F401  # names in a repr
 from fpsim.formats.floats import FloatFormat  # noqa: F401
-from fpsim.policies.policy import as_policy
 
 HYBRID = Products(("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn"), (Operand("e5m2", "stochastic", random_bits=8), "e4m3fn"))
 VALUES = [

@@ -45,6 +45,18 @@ def test_a_grid_has_every_combination_once() -> None:
     assert len({cell.id for cell in cells}) == 16
 
 
+def test_a_grid_is_planned_without_a_model_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def quantised(*_: object, **__: object) -> None:
+        raise AssertionError("a model was quantised to check a word")
+
+    monkeypatch.setattr(fpsim, "quantize", quantised)
+    assert (
+        len(plan("digits", ["fp16", "recipe:fp8_current", {"error": "e5m2"}], ["none"], roundings=["stochastic"])) == 3
+    )
+    with pytest.raises(ValueError, match=r"Unknown rounding 'nearest'"):
+        plan("digits", ["fp16"], ["none"], roundings=["nearest"])
+
+
 def test_equal_trainings_are_one_cell_and_any_change_makes_another() -> None:
     one = ids("digits", ["fp16"], [1024])
     assert one == ids("digits", ["half"], [1024.0], options={"epochs": 12, "learning_rate": 0.05})
