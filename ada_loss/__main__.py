@@ -307,7 +307,7 @@ def table(
 def _pair(word: str) -> tuple[str, str]:
     name, equals, value = word.partition("=")
     if not equals:
-        raise ValueError(f"--where came as {word!r}. Possible: NAME=VALUE. Take rounding=stochastic, for instance.")
+        raise ValueError(f"--where is {word!r}. Expected: NAME=VALUE. Take rounding=stochastic, for instance.")
     return name, value
 
 

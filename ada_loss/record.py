@@ -65,7 +65,7 @@ class Recorder:
 
     def __init__(self, every: int = 1) -> None:
         if not is_whole(every, 1):
-            raise ValueError(f"every={shown(every)} is impossible. Possible: 1 for every step, n for each n-th.")
+            raise ValueError(f"every={shown(every)} is invalid. Expected: 1 for every step, n for each n-th.")
         self.every = every
         self._labels: list[Label] = []
         self._numbers: list[Tensor] = []  # for each label its SCALES and SHARES

@@ -283,7 +283,7 @@ def known_arguments(elsewhere: Callable[[str], str] | None = None) -> Callable[[
     ...     return colour
     >>> paint("red", color="blue")
     Traceback (most recent call last):
-    TypeError: paint() has no argument 'color'. Did you mean colour? Possible: colour, thick.
+    TypeError: paint() has no argument 'color'. Did you mean colour? Expected: colour, thick.
     """
 
     def with_known_arguments(called: Called) -> Called:
@@ -296,7 +296,7 @@ def known_arguments(elsewhere: Callable[[str], str] | None = None) -> Callable[[
             for name in options:
                 if name not in names:
                     hint = (elsewhere and elsewhere(name)) or did_you_mean(name, names)
-                    possible = f"Possible: {', '.join(names)}."
+                    possible = f"Expected: {', '.join(names)}."
                     raise TypeError(f"{called.__name__}() has no argument {shown(name)}.{hint} {possible}")
             return function(*arguments, **options)
 

@@ -84,8 +84,8 @@ def _require_no_capture() -> None:
     """Raise NotImplementedError where replays would use the scales that are held now for ever."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
-            "AdaLossScaled with update_every above 1 came while a CUDA graph was captured, whose replays would hold "
-            "the scales of this step for ever. Possible: no graph; or AdaLossScaled(model, update_every=1)."
+            "AdaLossScaled with update_every above 1 was used while a CUDA graph was captured, whose replays would "
+            "hold the scales of this step for ever. Expected: no graph; or AdaLossScaled(model, update_every=1)."
         )
 
 
@@ -178,8 +178,8 @@ class Engine:
         products = find(*operands)
         if self._product_rule is not None and any(p.channel is None for p in products):
             raise NotImplementedError(
-                f"{operation} at {site.key[0]} is no linear layer or plain convolution, and element_wise_range forms "
-                f"the products of those alone. Choose modules with transforms=, or another rule."
+                f"{operation} at {site.key[0]} is not a linear layer or plain convolution, and element_wise_range "
+                f"forms the products of those alone. Choose modules with transforms=, or another rule."
             )
         return products
 

@@ -96,7 +96,7 @@ class AdaLossScaled:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"model came as {type(model).__name__}, {shown(model)}. Possible: what fpsim.quantize returns."
+                f"model is {shown(model)}, of type {type(model).__name__}. Expected: what fpsim.quantize returns."
             )
         try:
             self._listeners = listeners(model)
@@ -273,9 +273,9 @@ class AdaLossScaled:
         missing = [name for name in needed if name not in state]
         if missing:
             raise ValueError(
-                f"The state has {shown(sorted(map(str, state)))}, and lacks {', '.join(missing)}. Possible: a "
+                f"The state has {shown(sorted(map(str, state)))}, and lacks {', '.join(missing)}. Expected: a "
                 f"state_dict() of this version, which keeps all settings; older ones kept the rule alone. Start "
-                f"without the state: scales are chosen anew in the next step."
+                f"without the state: scales are chosen again in the next step."
             )
         other = [name for name in settings if state[name] != settings[name]]
         if other:
@@ -344,7 +344,7 @@ def _selected(
             continue
         if not isinstance(transform, AdaLossTransform):
             raise TypeError(
-                f"A transform came as {shown(transform)}. Possible: AdaLossTransformLinear(), "
+                f"A transform is {shown(transform)}. Expected: AdaLossTransformLinear(), "
                 f"AdaLossTransformConv2d(), ..., or AdaLossTransform(YourModule)."
             )
         matched = [name for name, module in modules.items() if transform.matches(module)]

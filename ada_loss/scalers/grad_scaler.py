@@ -34,7 +34,7 @@ class GradScaler:
     device: accepted as in torch, and not needed: the scale is put on the device of each loss.
     params: parameters of the rule, if it is given by name.
 
-    Raises ValueError for an impossible value, TypeError for a parameter that the rule does not have.
+    Raises ValueError for an invalid value, TypeError for a parameter that the rule does not have.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -62,7 +62,7 @@ class GradScaler:
             rule = loss_rule("torch" if name.partition(":")[0] in DEVICES else name, **params)
         elif params:
             raise TypeError(
-                f"Parameters came beside the rule {shown(rule)}: {', '.join(params)}. "
+                f"Parameters were given besides the rule {shown(rule)}: {', '.join(params)}. "
                 f"They go with a system's name only. Give the name, or put them into the rule."
             )
         require("max_gradient_norm", max_gradient_norm, POSITIVE.or_none(), "GradScaler", None)

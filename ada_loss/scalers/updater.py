@@ -37,7 +37,7 @@ class Updater:
     clip: clips the unscaled gradients to this global norm.
     max_retries: how often a skipped step is tried again.
 
-    Raises ValueError for an impossible value, TypeError for a function that is none.
+    Raises ValueError for an invalid value, TypeError for a function that is none.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.tensor([2.0]))
@@ -63,7 +63,7 @@ class Updater:
         for name, function in (("loss_fn", loss_fn), ("data_feeder", data_feeder)):
             if not callable(function) or (isinstance(function, type) and issubclass(function, nn.Module)):
                 raise TypeError(
-                    f"{name} came as {shown(function)}. It must be callable: a retry calls it again. "
+                    f"{name} is {shown(function)}. It must be callable: a retry calls it again. "
                     f"Give a function; for an iterator, lambda: next(iterator)."
                 )
         require_optimizer(optimizer)
@@ -111,7 +111,7 @@ class Updater:
         for parameter in parameters_of(self.optimizer):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise ValueError(
-                    f"weight_decay={rate} came with a sparse gradient. It goes with dense gradients only. "
+                    f"weight_decay={rate} was given with a sparse gradient. It goes with dense gradients only. "
                     f"Leave it out, or set sparse=False in the layer."
                 )
             if parameter.grad is not None:

@@ -104,7 +104,7 @@ def _begin_step(scope: Scope) -> None:
 def _new_emulation(scope: Scope, has_names: bool) -> Emulation:
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise NotImplementedError(
-            "torch.jit.trace came to emulated code, and would see no rounding. Possible: torch.compile and "
+            "torch.jit.trace reached emulated code, and would see no rounding. Expected: torch.compile and "
             "torch.export. Trace the model that fpsim.dequantize(model) gives, or export the quantised one."
         )
     watch_checkpoints(Position)

@@ -54,7 +54,7 @@ class Delayed:
                 f"{MOST_STEPS:,}."
             )
         if not is_whole(self.margin) or abs(self.margin) > 64:
-            raise ValueError(f"margin={shown(self.margin)} is impossible. Possible: the integers -64 to 64.")
+            raise ValueError(f"margin={shown(self.margin)} is invalid. Expected: the integers -64 to 64.")
         if not isinstance(self.amax, str) or self.amax not in ("max", "most_recent"):
             raise ValueError(f"Unknown amax {shown(self.amax)}. Known: max, most_recent.")
 
@@ -162,7 +162,7 @@ def _require_block(block: object) -> None:
     ):
         return
     raise ValueError(
-        f"block={shown(block)} is no block. Possible: a number of elements from 1 to 2**31 - 1, (rows, columns), "
+        f"block={shown(block)} is not a block. Expected: a number of elements from 1 to 2**31 - 1, (rows, columns), "
         f"'row' or 'tensor'."
     )
 
@@ -172,28 +172,28 @@ def _require_rule(f: BlockFormat) -> None:
     if isinstance(f.scale_rule, Delayed):
         if f.block != "tensor" or f.scale != CATALOGUE["fp32"] or f.tensor_scale:
             raise ValueError(
-                f"Delayed scaling came with block={shown(f.block)}, scale={f.scale}, tensor_scale={f.tensor_scale}. "
-                f"Possible: block='tensor', scale='fp32', and no second scale."
+                f"Delayed scaling got block={shown(f.block)}, scale={f.scale}, tensor_scale={f.tensor_scale}. "
+                f"Expected: block='tensor', scale='fp32', and no second scale."
             )
     elif not isinstance(f.scale_rule, str) or f.scale_rule not in rules:
         hint = did_you_mean(f.scale_rule, SCALE_RULES)
         if isinstance(f.scale_rule, str) and f.scale_rule in POWER_RULES:
             hint = " Scales that are powers of two are those of scale='e8m0fnu'."
         raise ValueError(
-            f"scale_rule={shown(f.scale_rule)} is impossible with scales in {f.scale}.{hint} "
-            + f"Possible: {', '.join(rules)}"
+            f"scale_rule={shown(f.scale_rule)} is invalid with scales in {f.scale}.{hint} "
+            + f"Expected: {', '.join(rules)}"
             + ("." if f.has_power_scale else ", or Delayed() for a tensor with scale='fp32'.")
         )
     if not isinstance(f.tensor_scale, bool):
-        raise ValueError(f"tensor_scale={shown(f.tensor_scale)} is impossible. Possible: True, False.")
+        raise ValueError(f"tensor_scale={shown(f.tensor_scale)} is invalid. Expected: True, False.")
     if f.tensor_scale and (f.has_power_scale or f.scale.largest > 1e30):
         raise ValueError(
-            f"tensor_scale=True came with scales in {f.scale}, whose range needs no second scale. "
-            f"Possible: a narrow format such as scale='e4m3fn', or tensor_scale=False."
+            f"tensor_scale=True was given with scales in {f.scale}, whose range needs no second scale. "
+            f"Expected: a narrow format such as scale='e4m3fn', or tensor_scale=False."
         )
     if not is_finite_number(f.gain) or not 0 < f.gain <= 1 or (f.gain != 1 and not f.has_power_scale):
         raise ValueError(
-            f"gain={shown(f.gain)} is impossible. Possible: above 0 and at most 1; 1 unless scales are powers."
+            f"gain={shown(f.gain)} is invalid. Expected: above 0 and at most 1; 1 unless scales are powers."
         )
     if f.element.specials == "scale":
         raise ValueError(f"{f.element} has no zero and no sign. Elements are numbers such as e4m3fn or int8.")
@@ -277,7 +277,7 @@ def as_element(fmt: str | Element) -> Element:
     if isinstance(found, BlockFormat):
         raise ValueError(
             f"{fmt!r} shares its scales among numbers, and a format of single numbers is wanted here. "
-            f"Possible: its elements' format, '{found.element}'."
+            f"Expected: its elements' format, '{found.element}'."
         )
     return found
 
@@ -291,7 +291,7 @@ def as_format(fmt: Any) -> Format:
         32", "e4m3fn per 128x128 ceil", "e2m1fn per 16x16 e4m3fn fp32", "e2m1fn per 32 at 0.75", "dynamic8 per 256
         fp32"), the `repr` of a format, or a format; a floating dtype of torch, NumPy or ml_dtypes
         (torch.float8_e4m3fn), gfloat's FormatInfo.
-    Raises ValueError for an unknown name, TypeError for what is no name.
+    Raises ValueError for an unknown name, TypeError for what is not a name.
 
     >>> as_format("half") is as_format("fp16")
     True

@@ -240,7 +240,7 @@ class FloatFormat:
             code -= 2**self.mantissa_bits if value else 0
         known = significand == int(significand) and 0 <= code <= self._largest_magnitude_code
         if not known or self._magnitude(code) != abs(value) or (negative and value and not self.is_signed):
-            raise ValueError(f"value={value!r} is no value of {self}. Round it to the format first.")
+            raise ValueError(f"value={value!r} is not a value of {self}. Round it to the format first.")
         return code + (sign_bit if negative else 0)
 
     def _encode_special(self, value: float, negative: bool, sign_bit: int) -> int:
@@ -283,8 +283,8 @@ class FloatFormat:
         if (overflow == "inf" and not self.has_inf) or (overflow == "nan" and not self.has_nan):
             possible = [o for o in OVERFLOWS if o == "saturate" or getattr(self, f"has_{o}")]
             raise ValueError(
-                f"overflow={overflow!r} is impossible: {self} has no {overflow} ({SPECIALS[self.specials]}). "
-                f"Possible: {', '.join(possible)}."
+                f"overflow={overflow!r} is invalid: {self} has no {overflow} ({SPECIALS[self.specials]}). "
+                f"Expected: {', '.join(possible)}."
             )
         return overflow
 
@@ -293,15 +293,15 @@ def _require_fields(f: FloatFormat) -> None:
     for name, low, high in (("exponent_bits", 1, 8), ("mantissa_bits", 0, 23)):
         value = getattr(f, name)
         if not is_whole(value, low) or value > high:
-            raise ValueError(f"{name}={shown(value)} makes no format. Possible: the integers {low} to {high}.")
+            raise ValueError(f"{name}={shown(value)} makes no format. Expected: the integers {low} to {high}.")
     if f.bias is not None and not is_whole(f.bias):
-        raise ValueError(f"bias={shown(f.bias)} makes no format. Possible: an integer, or None for the standard's.")
+        raise ValueError(f"bias={shown(f.bias)} makes no format. Expected: an integer, or None for the standard's.")
     if f.bias is not None and abs(f.bias) > 10**9:  # what follows puts the bias into its messages
-        raise ValueError(f"bias={shown(f.bias)} makes no format that a float32 holds. Possible: -200 to 200, or None.")
+        raise ValueError(f"bias={shown(f.bias)} makes no format that a float32 holds. Expected: -200 to 200, or None.")
     if not isinstance(f.specials, str) or f.specials not in SPECIALS:
         raise ValueError(f"Unknown specials {shown(f.specials)}. Known: {', '.join(SPECIALS)}.")
     if not isinstance(f.subnormals, bool):
-        raise ValueError(f"subnormals={shown(f.subnormals)} makes no format. Possible: True, False.")
+        raise ValueError(f"subnormals={shown(f.subnormals)} makes no format. Expected: True, False.")
     if f.specials == "scale" and f.mantissa_bits:
         raise ValueError(f"specials='scale' means powers of two: mantissa_bits must be 0, not {f.mantissa_bits}.")
     if f.specials in ("dlfloat", "p3109") and f.mantissa_bits == 0:
@@ -387,7 +387,7 @@ def as_float_format(fmt: str | FloatFormat, hint: str | None = None) -> FloatFor
     fmt: a name of the catalogue ("fp16", "e4m3fn"), an alias ("half", "float8_e4m3fn"), eXmY, eXmYfn or eXmYfnuz for
         any other with the standard bias, the `repr` of a format, or a format.
     hint: what an error adds for a name that is none; None looks for near matches among the float formats.
-    Raises ValueError for an unknown name, TypeError for what is no name.
+    Raises ValueError for an unknown name, TypeError for what is not a name.
 
     >>> as_float_format("half") is as_float_format("fp16")
     True
@@ -397,7 +397,7 @@ def as_float_format(fmt: str | FloatFormat, hint: str | None = None) -> FloatFor
     if not isinstance(fmt, str):
         raise TypeError(
             f"A format is wanted, not {shown(fmt)} of type {type(fmt).__name__}. "
-            f"Possible: a name such as 'fp16', or a FloatFormat."
+            f"Expected: a name such as 'fp16', or a FloatFormat."
         )
     return _parse(fmt, hint)
 
@@ -428,7 +428,8 @@ def _from_repr(text: str, fields: str) -> FloatFormat:
         for part in fields.strip().removesuffix(",").split(","):
             match = _FIELD.fullmatch(part)
             if match is None:
-                raise ValueError(f"{shown(part.strip())} is no field. Possible: integers, None, True, False, 'words'.")
+                words = "is not a field. Expected: integers, None, True, False, 'words'."
+                raise ValueError(f"{shown(part.strip())} {words}")
             name, integer, word, single, double = match.groups()
             value = int(integer) if integer else _WORDS[word] if word else (single if double is None else double)
             if name is None and named:

@@ -173,7 +173,7 @@ def compare(
     loss: from the model's output to a scalar. None takes the output's `loss`, and runs only forward without one.
     draws: how often `b` is run, with other noise of stochastic rounding each time.
     seed: of dropout and noise.
-    Raises what `quantize` raises, ValueError for impossible draws, and where both losses are not finite.
+    Raises what `quantize` raises, ValueError for invalid draws, and where both losses are not finite.
 
     >>> comparison = compare(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), None, "e4m3fn", torch.ones(2, 4))
     >>> [(row["site"], row["role"]) for row in comparison]
@@ -190,7 +190,7 @@ def compare(
     if loss is not None:
         require_callable("loss", loss, "lambda output: output.mean()")
     for fmt in (a, b):
-        as_policy(fmt, model=model)  # which raises for what is no format
+        as_policy(fmt, model=model)  # which raises for what is not a format
     run = _run_of(model, batch, loss)
     result = Comparison(("float32" if a is None else str(a), "float32" if b is None else str(b)))
     kept = _Kept()

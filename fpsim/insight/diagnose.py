@@ -125,7 +125,7 @@ def diagnose(
     loss: from the model's output to a scalar, for a batch.
     scaler: a torch.amp.GradScaler that `step` uses, if it keeps skipping: the step is run at other scales too, and the
         scale at which no gradient overflows is looked for. Its state is put back.
-    Raises TypeError for a scaler that is no torch.amp.GradScaler, and for a step of another kind; ValueError for a step
+    Raises TypeError for a scaler other than torch.amp.GradScaler, and for a step of another kind; ValueError for a step
     of which nothing was seen.
 
     >>> model = nn.ReLU6()
@@ -138,7 +138,7 @@ def diagnose(
     step = as_step(model, step, loss, "diagnose")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(
-            f"scaler is {shown(scaler)}, of type {type(scaler).__name__}. Possible: a torch.amp.GradScaler, or None."
+            f"scaler is {shown(scaler)}, of type {type(scaler).__name__}. Expected: a torch.amp.GradScaler, or None."
         )
     seen = _run(model, step)
     if not seen.operations and not seen.events:

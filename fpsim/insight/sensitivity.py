@@ -120,7 +120,7 @@ def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 
     wanted = as_policy(policy, model=plain)
     if not any(name and _has_numbers(module) for name, module in plain.named_modules()):
         raise ValueError(
-            f"{type(model).__name__} has no module inside that has parameters. Possible: a model of several layers."
+            f"{type(model).__name__} has no module inside that has parameters. Expected: a model of several layers."
         )
     found = Sensitivity(wanted)
     found._by_module = {name: replace(own, overrides={}) for name, own in wanted.for_modules(plain).items()}
@@ -189,7 +189,7 @@ def _rank(found: Sensitivity, losses: _Losses, plain: nn.Module, wanted: Policy)
     if not math.isfinite(found.float32):
         raise ValueError(
             f"The loss of {type(plain).__name__} is {found.float32} in float32, and no format can be blamed for that. "
-            f"Possible: a model and data with a finite loss; fpsim.why(model, step) says where it breaks."
+            f"Expected: a model and data with a finite loss; fpsim.why(model, step) says where it breaks."
         )
     found.quantised = losses.under(wanted)
     if not losses.calls and found.quantised == found.float32:

@@ -54,7 +54,7 @@ class Limits:
 
 @dataclass
 class Called:
-    """A call of the model that was watched: what came in, detached, and the gradients that came to what it gave."""
+    """A call of the model that was watched: what came in, detached, and the gradients that reached what it gave."""
 
     step: int
     args: tuple[Any, ...]
@@ -65,7 +65,7 @@ class Called:
         self.args, self.kwargs = _detached(self.args), _detached(self.kwargs)
 
     def came(self, position: int, gradient: Tensor) -> None:
-        """A gradient came to a tensor of the output."""
+        """A gradient reached a tensor of the output."""
         self.gradients[position] = gradient.detach().clone()
 
 

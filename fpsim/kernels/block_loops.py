@@ -153,7 +153,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
     every block's own number, or -1, and the pattern of the tensor's amax); scales (float32, one for a block; 0 for
     nowhere). Blocks `first` to `last` are rounded, counted by outer, R, middle and C.
 
-    The length of a block is no constant: LLVM unrolls a loop over 32 elements before it can vectorise it, which took
+    The length of a block is not a constant: LLVM unrolls a loop over 32 elements before it can vectorise it, which took
     twice the time. Numbers are computed for BATCH blocks side by side: a quarter less time with blocks of 16.
     """
     fill, run = _numbers_of(scale_shape, kind), _run_along(rule, shape, kind)

@@ -260,7 +260,7 @@ def cuda_module() -> Any:
         from numba import cuda
     except ImportError:
         raise RuntimeError(
-            "A CUDA tensor came, and numba-cuda is not installed. Its kernels round on the GPU: "
+            "A CUDA tensor was given, and numba-cuda is not installed. Its kernels round on the GPU: "
             f"{pip_install('cuda12', 'cuda13')}, whichever CUDA your torch was built for; "
             "or move the tensor to the CPU with .cpu()."
         ) from None

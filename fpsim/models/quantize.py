@@ -51,7 +51,7 @@ def quantize(
     Integer, boolean, complex, sparse and float8 tensors are not rounded. Code that a checkpoint runs again outside of
     any module, and methods of the model other than the forwards of its modules, are not emulated. Neither is what
     `torch.fx.symbolic_trace` makes, which reads the class of the model, nor the copies of a `torch.fx.GraphModule`,
-    which write their forward anew.
+    which write their forward again.
 
     A weight that is computed, by `torch.nn.utils.parametrize` or by a hook of `torch.nn.utils` (weight_norm,
     spectral_norm, prune), has the role of a weight, and what computes it runs in float32, whatever the policy says of
@@ -63,7 +63,7 @@ def quantize(
         "recipe:" before the name of a recipe stands for `fpsim.recipe(name, model)`.
     rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, if there is no role.
     inplace: change `model` itself and return it.
-    Raises TypeError for what is no nn.Module or cannot be emulated, ValueError for a pattern that matches no module
+    Raises TypeError for what is not an nn.Module or cannot be emulated, ValueError for a pattern that matches no module
     and for a model that is quantised already. Warns where the gradient of the last layer has 4 bits to nearest.
 
     >>> model = quantize(nn.Linear(2, 2), fmt="fp16")
@@ -88,7 +88,7 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
     """Have a quantised model compute in other formats from its next call on.
 
     The parameters, the optimizer's state, a recording and a scaling of `ada_loss` stay as they are. Delayed scaling
-    remembers the operands whose format and rule stay, and begins anew for the others. Modules that were added since are
+    remembers the operands whose format and rule stay, and restarts for the others. Modules that were added since are
     quantised too. Call it between two steps: gradients of an earlier call are still rounded as that call's policy said.
 
     model: from `fpsim.quantize`, or a wrapper of one, such as DistributedDataParallel's.
@@ -104,7 +104,7 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
     whole = [module for module, forward in emulated_forwards(model) if not forward.name]
     if len(shared) > 1 or not whole:
         raise ValueError(
-            f"{type(model).__name__} is not one quantised model: it is a part of one, or has several inside. Possible: "
+            f"{type(model).__name__} is not one quantised model: it is a part of one, or has several inside. Expected: "
             f"the model that fpsim.quantize gave, each by itself."
         )
     policies = _policies(whole[0], fmt, rounding)
@@ -236,7 +236,7 @@ def dequantize(model: Model, *, inplace: bool = False) -> Model:
 @keeps_grad_mode
 def _copy_of(model: Model, verb: str) -> Model:
     """A deep copy; where there can be none, an error that says why."""
-    remedy = f"Possible: a model that copy.deepcopy can copy. Change this one itself: {verb}, inplace=True)."
+    remedy = f"Expected: a model that copy.deepcopy can copy. Change this one itself: {verb}, inplace=True)."
     try:
         duplicate = copy.deepcopy(model)
     except Exception as error:  # whatever the model keeps may refuse

@@ -67,7 +67,7 @@ class Policy:
     products: how the operands of matrix products are quantised, beside the roles: what a role has rounded enters a
         product in the operand's format. None leaves products alone.
     variant: as in `round_to`; one for all roles, or a mapping from role to variant. Only stochastic roles use it.
-    Raises ValueError for unknown roles, names and impossible roundings, TypeError for what is no pattern.
+    Raises ValueError for unknown roles, names and invalid roundings, TypeError for what is not a pattern.
 
     >>> p = Policy(weight="e4m3fn", activation="e4m3fn", error="e5m2", overrides={"head": None})
     >>> print(p.specs())
@@ -96,7 +96,7 @@ class Policy:
             if unknown:
                 hint = did_you_mean(unknown[0], ROLES)
                 raise ValueError(
-                    f"{name} names {shown(unknown[0])}, which is no role. Roles: {', '.join(ROLES)}.{hint}"
+                    f"{name} names {shown(unknown[0])}, which is not a role. Roles: {', '.join(ROLES)}.{hint}"
                 )
         for bits in self.random_bits.values() if isinstance(self.random_bits, Mapping) else (self.random_bits,):
             rounding_spec("fp32", "stochastic", None, bits)  # checked where nothing is stochastic, too
@@ -104,7 +104,7 @@ class Policy:
         self.specs()
         if not isinstance(self.overrides, Mapping):
             raise TypeError(
-                f"overrides is {shown(self.overrides)}. Possible: a mapping from patterns to formats, policies or "
+                f"overrides is {shown(self.overrides)}. Expected: a mapping from patterns to formats, policies or "
                 f"None; {{}} for none."
             )
         for pattern, inner in self.overrides.items():
@@ -124,14 +124,14 @@ class Policy:
             if fmt is not None and isinstance(as_format(fmt), BlockFormat):
                 raise ValueError(
                     f"{role}={fmt!r} is a format whose numbers share scales, along the axis that a product sums over; "
-                    f"a role has no such axis. Possible: products=fpsim.Products.all({fmt!r}), or quantize(model, "
+                    f"a role has no such axis. Expected: products=fpsim.Products.all({fmt!r}), or quantize(model, "
                     f"{fmt!r}); for a role, a format of single numbers such as 'bf16'."
                 )
         if self.products is None:
             return
         if not isinstance(self.products, Products):
             raise TypeError(
-                f"products is {shown(self.products)}. Possible: a fpsim.Products, such as Products.all('mxfp8_e4m3'), "
+                f"products is {shown(self.products)}. Expected: a fpsim.Products, such as Products.all('mxfp8_e4m3'), "
                 f"or None."
             )
         if self.products.output is not None and self.activation is not None:
@@ -181,8 +181,8 @@ class Policy:
             return replace(self, rounding=rounding)
         if not isinstance(rounding, str):
             raise ValueError(
-                f"rounding={rounding!r} came with a policy whose roles are all float32. Possible: one rounding for all "
-                f"operands of its products, or operands with roundings of their own: fpsim.Operand(fmt, rounding)."
+                f"rounding={rounding!r} was given with a policy whose roles are all float32. Expected: one rounding "
+                f"for all operands of its products, or operands with their own roundings: fpsim.Operand(fmt, rounding)."
             )
         return replace(self, products=self.products.with_rounding(rounding))
 
@@ -242,7 +242,7 @@ def _operation_names(names: object) -> tuple[str, ...]:
         found: tuple[Any, ...] = tuple(names)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(
-            f"float32 is {shown(names)}. Possible: a tuple of names, such as ('softmax',); () for none."
+            f"float32 is {shown(names)}. Expected: a tuple of names, such as ('softmax',); () for none."
         ) from None
     homes = (*_HOMES_OF_OPERATIONS, *operation_homes())
     for name in found:
@@ -250,8 +250,8 @@ def _operation_names(names: object) -> tuple[str, ...]:
         known = isinstance(name, str) and name.isascii() and name.isidentifier()
         if not known or not any(hasattr(home, n) for home in homes for n in (name, f"__{name}__")):
             raise ValueError(
-                f"float32 names {shown(name)}, which is no operation of torch. Possible: names in torch, torch.Tensor, "
-                f"torch.nn.functional, torch.linalg, torch.special, torch.fft and torch.ops, such as 'softmax'."
+                f"float32 names {shown(name)}, which is not an operation of torch. Expected: names in torch, "
+                f"torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft, torch.ops: 'softmax'."
             )
     return found
 
@@ -278,7 +278,7 @@ def policy_of_format(fmt: FormatLike) -> Policy:
         return fmt
     if isinstance(fmt, Mapping):
         raise TypeError(
-            f"A format came as the mapping {shown(fmt)}. Possible: a name, a FloatFormat, a Policy, or None. "
+            f"A format is the mapping {shown(fmt)}. Expected: a name, a FloatFormat, a Policy, or None. "
             f"Formats by role are a fpsim.Policy(**mapping)."
         )
     if fmt is not None and isinstance(as_format(fmt), BlockFormat):

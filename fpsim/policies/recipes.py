@@ -90,7 +90,7 @@ def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
                     f"fmt = fpsim.BlockFormat('e4m3fn', 'tensor', 'fp32', fpsim.Delayed({field}=...))."
                 )
             raise ValueError(
-                f"{shown(field)} is no field of a recipe.{hint} Fields of its policy: {', '.join(sorted(of_policy))}; "
+                f"{shown(field)} is not a field of a recipe.{hint} Of its policy: {', '.join(sorted(of_policy))}; "
                 f"of its products: {', '.join(sorted(of_products))}."
             )
     inside = {field: value for field, value in changes.items() if field in of_products}

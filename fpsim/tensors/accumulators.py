@@ -32,7 +32,7 @@ class Accumulator:
         has to offer: 52 - p for a format of p significant bits.
     product: the format to which each product is rounded before it is added; None means exact products.
     product_rounding: of products.
-    chunk: so many terms are added up in an inner accumulator, which starts anew from +0; its result is then added to
+    chunk: so many terms are added up in an inner accumulator, which starts again from +0; its result is then added to
         an outer one, with one rounding. None means that there is one accumulator.
     outer, outer_rounding: format and rounding of the outer accumulator; None means those of the inner.
     group: so many products and the accumulator are aligned to the largest exponent among them, cut off below
@@ -116,7 +116,7 @@ def _format_with_zero(value: str | FloatFormat, name: str) -> FloatFormat:
     if not f.has_zero:
         raise ValueError(
             f"{name}={f!s} cannot accumulate: it has no zero to start from, and no sign. "
-            f"Possible: any other format, such as 'fp16'."
+            f"Expected: any other format, such as 'fp16'."
         )
     return f
 
@@ -130,8 +130,8 @@ def _require_roundings(a: Accumulator) -> None:
             raise ValueError(f"Unknown {name} {shown(value)}.{hint} Known: {', '.join(ROUNDINGS)}.")
     if a.product is None and a.product_rounding != "nearest_even":
         raise ValueError(
-            f"product_rounding={shown(a.product_rounding)} came without a product format, so that products stay exact. "
-            f"Give product='fp16' or another format, or leave product_rounding away."
+            f"product_rounding={shown(a.product_rounding)} was given without a product format, so that products stay "
+            f"exact. Give product='fp16' or another format, or omit product_rounding."
         )
 
 
@@ -140,8 +140,8 @@ def _require_chunks(a: Accumulator) -> None:
         for name in ("outer", "outer_rounding"):
             if getattr(a, name) is not None:
                 raise ValueError(
-                    f"{name}={getattr(a, name)!s} came without a chunk: there is one accumulator. "
-                    f"Give chunk=64 or another number of terms, or leave {name} away."
+                    f"{name}={getattr(a, name)!s} was given without a chunk: there is one accumulator. "
+                    f"Give chunk=64 or another number of terms, or omit {name}."
                 )
     elif not is_whole(a.chunk, 1) or a.chunk >= 2**31:
         raise ValueError(
@@ -152,25 +152,25 @@ def _require_chunks(a: Accumulator) -> None:
 def _require_groups(a: Accumulator) -> None:
     if (a.group is None) != (a.group_bits is None):
         raise ValueError(
-            f"group={shown(a.group)} came with group_bits={shown(a.group_bits)}. Give both, the number of products "
-            f"and the significant bits that they keep, as group=32, group_bits=14; or neither."
+            f"group={shown(a.group)} was given with group_bits={shown(a.group_bits)}. Give both, the number of "
+            f"products and the significant bits that they keep, as group=32, group_bits=14; or neither."
         )
     if a.group is None or a.group_bits is None:
         return
     if not is_whole(a.group, 1) or a.group > LARGEST_GROUP:
         raise ValueError(
-            f"group={shown(a.group)} is no number of products. Possible: the integers 1 to {LARGEST_GROUP}."
+            f"group={shown(a.group)} is not a number of products. Expected: the integers 1 to {LARGEST_GROUP}."
         )
     most = EXACT_BITS - 1 - int(a.group).bit_length()  # each of group + 1 numbers is below 2**(group_bits + 1) units
     if not is_whole(a.group_bits, 1) or a.group_bits > most:
         raise ValueError(
-            f"group_bits={shown(a.group_bits)} is impossible. Possible: 1 to {most} for groups of {a.group}, whose "
+            f"group_bits={shown(a.group_bits)} is invalid. Expected: 1 to {most} for groups of {a.group}, whose "
             f"sum has to be exact in {EXACT_BITS} bits."
         )
     if a.product is not None:
         raise ValueError(
-            f"product={a.product!s} came with group={a.group}: products of a group are cut off where the largest of "
-            f"them ends, not rounded to a format. Leave one of the two away."
+            f"product={a.product!s} was given with group={a.group}: products of a group are cut off where the largest "
+            f"of them ends, not rounded to a format. Omit one of the two."
         )
 
 
@@ -186,7 +186,7 @@ def _require_room_for_products(a: Accumulator) -> None:
     if not fits:
         raise ValueError(
             f"An accumulator in {f!s} is narrower than one product in {product!s}: it does not hold every value of "
-            f"it. Possible: a product format within the accumulator's range and precision, the accumulator's own, or "
+            f"it. Expected: a product format within the accumulator's range and precision, the accumulator's own, or "
             f"product=None for exact products."
         )
 
@@ -199,8 +199,8 @@ def _require_order(a: Accumulator) -> None:
             value, wanted = getattr(a, field.name), CATALOGUE["fp32"] if field.name == "format" else field.default
             if value != wanted:
                 raise ValueError(
-                    f"order='torch' came with {field.name}={value!s}. torch adds up in float32 and in an order of its "
-                    f"own. Use Accumulator('fp32', order='torch'), or leave order away."
+                    f"order='torch' was given with {field.name}={value!s}. torch adds up in float32 and in an order of "
+                    f"its own. Use Accumulator('fp32', order='torch'), or omit order."
                 )
 
 
@@ -213,12 +213,11 @@ def _require_random_bits(a: Accumulator) -> None:
         return
     if not a.is_stochastic:
         raise ValueError(
-            f"random_bits={shown(a.random_bits)} came without a 'stochastic' rounding, which alone uses them."
+            f"random_bits={shown(a.random_bits)} was given without a 'stochastic' rounding, which alone uses them."
         )
     if not is_whole(a.random_bits, 1) or a.random_bits > most:
         raise ValueError(
-            f"random_bits={shown(a.random_bits)} is impossible. Possible: 1 to {most}, or None for as many as there "
-            f"are."
+            f"random_bits={shown(a.random_bits)} is invalid. Expected: 1 to {most}, or None for as many as there are."
         )
 
 
@@ -248,7 +247,7 @@ def as_accumulator(accumulator: str | Accumulator | FloatFormat) -> Accumulator:
         "hopper_fp8_chunk128"), any format's name, which adds up in that format, the same with `_chunkN`, the `repr` of
         an accumulator, a FloatFormat, or an Accumulator. "fp32" is torch's own product;
         `Accumulator("fp32")` adds up in float32 term by term.
-    Raises ValueError for an unknown name, TypeError for what is no name.
+    Raises ValueError for an unknown name, TypeError for what is not a name.
 
     >>> as_accumulator("bf16_chunk32")
     Accumulator('bf16', chunk=32)
@@ -262,7 +261,7 @@ def as_accumulator(accumulator: str | Accumulator | FloatFormat) -> Accumulator:
     if not isinstance(accumulator, str):
         raise TypeError(
             f"An accumulator is wanted, not {shown(accumulator)} of type {type(accumulator).__name__}. "
-            f"Possible: a name such as 'fp16' or 'cb16_chunk64', or an Accumulator."
+            f"Expected: a name such as 'fp16' or 'cb16_chunk64', or an Accumulator."
         )
     return _parse(accumulator)
 

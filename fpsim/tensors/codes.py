@@ -37,12 +37,12 @@ def encode(x: Tensor, fmt: str | Coded, rounding: str = "nearest_even", overflow
     f = _codable(fmt)
     require_floating(x)
     if x.device.type == "meta":
-        raise TypeError("x is on device meta, where tensors hold no numbers to encode. Possible: cpu, cuda.")
+        raise TypeError("x is on device meta, where tensors hold no numbers to encode. Expected: cpu, cuda.")
     x = x.detach()
     rounded = round_to(x if x.dtype is torch.float64 else x.float(), f, rounding, overflow)
     is_nan = rounded.isnan()
     if not f.has_nan and is_nan.any():
-        raise ValueError(f"x holds NaN and {f} has no code for it. Possible: finite values; see torch.nan_to_num.")
+        raise ValueError(f"x holds NaN and {f} has no code for it. Expected: finite values; see torch.nan_to_num.")
     width = 64 if x.dtype is torch.float64 else 32
     table, codes = (torch.from_numpy(a).to(x.device) for a in _code_table(f, width))
     # by patterns, which no processor flushes to zero; read as integers, those of negative numbers run backwards
@@ -65,14 +65,14 @@ def decode(codes: Tensor, fmt: str | Coded) -> Tensor:
     """
     f = _codable(fmt)
     if not isinstance(codes, Tensor):
-        raise TypeError(f"codes is {type(codes).__name__}. Possible: a torch.Tensor; wrap it with torch.as_tensor.")
+        raise TypeError(f"codes is {type(codes).__name__}. Expected: a torch.Tensor; wrap it with torch.as_tensor.")
     if codes.layout is not torch.strided or codes.device.type == "meta":
         layout = str(codes.layout).removeprefix("torch.")
         raise TypeError(
-            f"codes has layout {layout} on device {codes.device}. Possible: a dense tensor that holds numbers."
+            f"codes has layout {layout} on device {codes.device}. Expected: a dense tensor that holds numbers."
         )
     if codes.dtype.is_floating_point or codes.dtype.is_complex or codes.dtype is torch.bool:
-        raise TypeError(f"codes has dtype {str(codes.dtype).removeprefix('torch.')}. Possible: any integer dtype.")
+        raise TypeError(f"codes has dtype {str(codes.dtype).removeprefix('torch.')}. Expected: any integer dtype.")
     index = codes.long()
     table = torch.from_numpy(_value_table(f))
     if codes.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(table):

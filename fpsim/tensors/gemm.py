@@ -227,7 +227,7 @@ def matmul(
     over axes that were broadcast, are torch's. Stochastic noise follows `manual_seed`: an element and a rounding have
     the same on every device and with any number of threads.
 
-    Raises TypeError for what is no float32 tensor, ValueError for shapes that do not fit and unknown accumulators,
+    Raises TypeError for what is not a float32 tensor, ValueError for shapes that do not fit and unknown accumulators,
     NotImplementedError in forward-mode differentiation.
 
     >>> ones = torch.ones(4096)
@@ -261,11 +261,11 @@ def _require_matrices(a: Any, b: Any) -> None:
         require_floating(x, name)
         if x.dtype is not torch.float32:
             raise TypeError(
-                f"{name} has dtype {str(x.dtype).removeprefix('torch.')}. Possible: float32, which holds the values of "
+                f"{name} has dtype {str(x.dtype).removeprefix('torch.')}. Expected: float32, which holds the values of "
                 f"every format. Convert it with {name}.float()."
             )
         if x.ndim == 0:
-            raise ValueError(f"{name} is 0-d. Possible: vectors, matrices and batches of them. For a number use a * b.")
+            raise ValueError(f"{name} is 0-d. Expected: vectors, matrices and batches of them. For a number use a * b.")
     if a.device != b.device:
         raise ValueError(f"a is on {a.device}, b on {b.device}. Move one of them: b.to(a.device).")
     terms = b.shape[0] if b.ndim == 1 else b.shape[-2]
@@ -292,7 +292,7 @@ def _refuse_forward_mode(*operands: Tensor | None) -> None:
         return
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in operands):
         raise NotImplementedError(
-            "matmul came with a tangent of forward-mode differentiation. Possible: reverse mode, by backward, "
+            "matmul was given a tangent of forward-mode differentiation. Expected: reverse mode, by backward, "
             "torch.func.grad or torch.func.vjp; or accumulator='fp32', which is torch's own product."
         )
 
@@ -301,7 +301,7 @@ def _broadcast_bias(bias: Any, shape: tuple[int, ...], device: torch.device) -> 
     require_floating(bias, "bias")
     if bias.dtype is not torch.float32 or bias.device != device:
         raise TypeError(
-            f"bias is {str(bias.dtype).removeprefix('torch.')} on {bias.device}. Possible: float32 on {device}."
+            f"bias is {str(bias.dtype).removeprefix('torch.')} on {bias.device}. Expected: float32 on {device}."
         )
     try:
         return bias.expand(shape)

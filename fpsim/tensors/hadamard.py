@@ -34,7 +34,7 @@ class Hadamard:
 
     size: elements of a group, a power of two from 2 to 1024.
     signs: None for no D; "fixed" for the 16 signs + + + - + - - - - - - + - + - - of NVIDIA's TransformerEngine, which
-        begin anew after 16 and are cut off for smaller groups; "random" for signs that a noise key decides, the same
+        begin again after 16 and are cut off for smaller groups; "random" for signs that a noise key decides, the same
         for every group.
     Raises ValueError for other sizes and signs.
 
@@ -48,7 +48,7 @@ class Hadamard:
     def __post_init__(self) -> None:
         if not is_whole(self.size, 2) or self.size > LARGEST_SIZE or self.size & (self.size - 1):
             raise ValueError(
-                f"size={shown(self.size)} is impossible for a Hadamard transform. Possible: powers of two, 2 to 1024."
+                f"size={shown(self.size)} is invalid for a Hadamard transform. Expected: powers of two, 2 to 1024."
             )
         if not (self.signs is None or isinstance(self.signs, str)) or self.signs not in SIGNS:
             raise ValueError(
@@ -87,13 +87,15 @@ def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None 
     if not isinstance(transform, Hadamard):
         raise TypeError(
             f"transform is {type(transform).__name__}, {shown(transform)}. "
-            f"Possible: a fpsim.Hadamard, such as Hadamard(16)."
+            f"Expected: a fpsim.Hadamard, such as Hadamard(16)."
         )
     require_floating(x)
     if not is_whole(axis):
-        raise TypeError(f"axis={shown(axis)} is not an integer. Possible: {-x.dim()} to {x.dim() - 1}.")
+        raise TypeError(f"axis={shown(axis)} is not an integer. Expected: {-x.dim()} to {x.dim() - 1}.")
     if not -x.dim() <= axis < x.dim():
-        raise IndexError(f"axis={shown(axis)} came with {x.dim()} dimensions. Possible: {-x.dim()} to {x.dim() - 1}.")
+        raise IndexError(
+            f"axis={shown(axis)} is out of range for {x.dim()} dimensions. Expected: {-x.dim()} to {x.dim() - 1}."
+        )
     axis %= x.dim()
     require_groups(transform, x.shape[axis], f"x of shape {tuple(x.shape)} along axis {axis}")
     if key is not None:
@@ -110,8 +112,8 @@ def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None 
 
 def _require_key(key: Any) -> None:
     if not isinstance(key, Tensor) or key.dtype is not torch.int64 or key.dim():
-        came = f"a tensor of {key.dtype}, shape {tuple(key.shape)}" if isinstance(key, Tensor) else shown(key)
-        raise TypeError(f"key is {came}. Expected: an int64 tensor of no dimension, or None.")
+        given = f"a tensor of {key.dtype}, shape {tuple(key.shape)}" if isinstance(key, Tensor) else shown(key)
+        raise TypeError(f"key is {given}. Expected: an int64 tensor of no dimension, or None.")
 
 
 def apply_hadamard_operator(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None) -> Tensor:
@@ -125,8 +127,8 @@ def require_groups(transform: Hadamard, length: int, where: str) -> None:
         largest = length & -length
         fitting = f"sizes that divide it, {largest} at most" if largest > 1 else "no size at all, for it is odd"
         raise ValueError(
-            f"A Hadamard transform of size {transform.size} came to {where}, whose length {length} it does not divide. "
-            f"Possible: {fitting}. Choose another size, pad the axis, or leave the transform away here."
+            f"A Hadamard transform of size {transform.size} reached {where}, whose length {length} it does not divide. "
+            f"Expected: {fitting}. Choose another size, pad the axis, or omit the transform here."
         )
 
 

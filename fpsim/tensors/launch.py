@@ -71,7 +71,7 @@ def kernel_for(spec: RoundingSpec, width: int, masks: Masks = NO_MASKS) -> Kerne
 def masks_of(spec: RoundingSpec, dtype: torch.dtype, width: int, keep_infinity: bool = True) -> Masks:
     """What stands for a mask, in a container of `width` bits, in tensors of this dtype.
 
-    Models write `torch.finfo(x.dtype).min` or -inf where attention may not look. In a container that is no number of
+    Models write `torch.finfo(x.dtype).min` or -inf where attention may not look. In a container that is not a number of
     the computation: a format with less range must neither make it inf nor saturate it to a number that can be seen.
 
     keep_infinity: whether -inf is a mask, and was not computed from numbers.
@@ -185,8 +185,8 @@ def run_on_card(loop: CudaKernel, x: Tensor, blocks: int, arguments: tuple[float
     """Launch a CUDA kernel on the device of `x`, and there on torch's current stream."""
     if _IS_ROCM:
         raise NotImplementedError(
-            "A tensor on an AMD GPU came, which torch calls cuda too: the kernels are for NVIDIA's. "
-            "Possible: move the tensor to the CPU with .cpu()."
+            "A tensor on an AMD GPU was given, which torch calls cuda too: the kernels are for NVIDIA's. "
+            "Expected: move the tensor to the CPU with .cpu()."
         )
     device = x.get_device()
     if device == torch.cuda.current_device():

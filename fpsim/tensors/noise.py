@@ -168,7 +168,7 @@ def new_key_for(x: Tensor) -> Tensor:
     """A key for a rounding of `x`: `new_key`, or an int64 on its card while a CUDA graph is captured.
 
     A graph repeats what was captured: a number would be the same in every replay. What torch's own generator of the
-    card draws in a captured operation is drawn anew in each, so that the noise follows `torch.manual_seed` there.
+    card draws in a captured operation is drawn again in each, so that the noise follows `torch.manual_seed` there.
     """
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return torch.empty((), dtype=torch.int64, device=x.device).random_()

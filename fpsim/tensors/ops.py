@@ -37,11 +37,11 @@ def _require_out(out: Any, x: Any) -> None:
     """`out` fits `x`: two tensors, or two arrays."""
     library = "torch" if isinstance(x, Tensor) else "numpy"
     for what in ("dtype", "device", "shape"):
-        came, wanted = getattr(out, what, None), getattr(x, what, None)  # NumPy 1 has no devices
-        if came != wanted:
+        given, wanted = getattr(out, what, None), getattr(x, what, None)  # NumPy 1 has no devices
+        if given != wanted:
             if what == "shape":
-                came, wanted = tuple(out.shape), tuple(x.shape)
-            raise ValueError(f"out has {what} {came}, x has {wanted}. They must agree: {library}.empty_like(x) does.")
+                given, wanted = tuple(out.shape), tuple(x.shape)
+            raise ValueError(f"out has {what} {given}, x has {wanted}. They must agree: {library}.empty_like(x) does.")
     if isinstance(out, Tensor):
         strides, is_contiguous = out.stride(), out.is_contiguous()
     else:
@@ -49,7 +49,7 @@ def _require_out(out: Any, x: Any) -> None:
     if not is_contiguous:
         raise ValueError(
             f"out has strides {strides}, which is not contiguous. "
-            f"Use {library}.empty(x.shape, dtype=x.dtype), or leave out= away."
+            f"Use {library}.empty(x.shape, dtype=x.dtype), or omit out=."
         )
 
 
@@ -169,7 +169,7 @@ def _require_tensor_out(out: Any, x: Tensor) -> None:
     require_floating(out, "out")
     _require_out(out, x)
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
-        raise ValueError("out= keeps no gradient, and x or out requires one. Leave out= away, or use torch.no_grad().")
+        raise ValueError("out= keeps no gradient, and x or out requires one. Omit out=, or use torch.no_grad().")
 
 
 @constant_under_compile
@@ -258,7 +258,7 @@ def round_to_(
     base = base_of(x)
     if torch.is_grad_enabled() and x.requires_grad and (x if base is None else base).is_leaf:
         raise RuntimeError(
-            "round_to_ came with a leaf that requires a gradient, or a view of one; an in-place change would lose its "
+            "round_to_ was given a leaf that requires a gradient, or a view of one; an in-place change would lose its "
             "history. Use round_to(x), or torch.no_grad()."
         )
     if not is_plain(x):

@@ -88,16 +88,16 @@ def axis_pair(axis: int | tuple[int, int] | None) -> tuple[int, int | None]:
     """Along which axis blocks run, and along which the rows of a tile. Raises ValueError for what is neither."""
     if isinstance(axis, tuple):
         if len(axis) != 2:
-            raise ValueError(f"axis={shown(axis)} is no pair. Possible: one axis, or (across, axis) for tiles.")
+            raise ValueError(f"axis={shown(axis)} is not a pair. Expected: one axis, or (across, axis) for tiles.")
         return axis[1], axis[0]
     return (-1 if axis is None else axis), None
 
 
 def require_no_axis(axis: object, fmt: object) -> None:
-    """Raise ValueError for an axis that came with a format of single numbers."""
+    """Raise ValueError for an axis that was given with a format of single numbers."""
     if axis is not None:
-        as_format(fmt)  # which raises for what is no format at all
-        raise ValueError(f"axis={shown(axis)} came with {shown(fmt)}, whose numbers share no scale. Leave axis away.")
+        as_format(fmt)  # which raises for what is not a format at all
+        raise ValueError(f"axis={shown(axis)} was given with {shown(fmt)}, whose numbers share no scale. Omit axis.")
 
 
 class Cut(NamedTuple):
@@ -124,8 +124,8 @@ def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int 
         return BlockAxes(math.prod(sizes[:axis]), 1, 1, sizes[axis], math.prod(sizes[axis + 1 :]), 1, c)
     if rank < 2:
         raise ValueError(
-            f"Tiles of {r} x {c} came for a tensor of shape {tuple(shape)}. Possible: two axes or more, or a format "
-            f"whose blocks run along one."
+            f"Tiles of {r} x {c} were given for a tensor of shape {tuple(shape)}. Expected: two axes or more, or a "
+            f"format whose blocks run along one."
         )
     across = (axis - 1 if axis else 1) if across is None else _axis(across, shape, "across")
     if across == axis:
@@ -148,7 +148,7 @@ def _axis(axis: int, shape: torch.Size, name: str) -> int:
     rank = max(len(shape), 1)
     if isinstance(axis, bool) or not isinstance(axis, int) or not -rank <= axis < rank:
         raise ValueError(
-            f"{name}={shown(axis)} is no axis of a tensor of shape {tuple(shape)}. Possible: {-rank} to {rank - 1}."
+            f"{name}={shown(axis)} is not an axis of a tensor of shape {tuple(shape)}. Expected: {-rank} to {rank - 1}."
         )
     return axis % rank
 
@@ -232,13 +232,13 @@ def _run(
     f = spec.fmt
     if f.is_delayed != (scale is not None):
         raise ValueError(
-            f"{f} takes its scale from earlier steps, and none came. Possible: as an operand of products in a "
+            f"{f} takes its scale from earlier steps, and none was given. Expected: as an operand of products in a "
             f"quantised model, which remembers them; here, the same format with scale_rule='amax'."
             if f.is_delayed
-            else f"A scale came for {f}, which computes its own. Leave scale away."
+            else f"A scale was given for {f}, which computes its own. Omit scale."
         )
     if type(axis) is not int or (across is not None and type(across) is not int):
-        block_axes(x.shape, f.tile, axis, across)  # which raises for what is no axis, and may have no hash
+        block_axes(x.shape, f.tile, axis, across)  # which raises for what is not an axis, and may have no hash
     plan, axes, units = _kept(spec, x.shape, axis, across, x.is_cuda)
     source = x.detach()
     if x.dtype is not torch.float32 or not x.is_contiguous():
@@ -281,7 +281,7 @@ class _Units(NamedTuple):
     addresses: tuple[int, int]
 
 
-@lru_cache(1 << 12, typed=True)  # True is no axis
+@lru_cache(1 << 12, typed=True)  # True is not an axis
 def _kept(
     spec: BlockSpec, shape: torch.Size, axis: int, across: int | None, is_cuda: bool
 ) -> tuple[blocks.BlockPlan, BlockAxes, _Units | None]:

@@ -74,7 +74,7 @@ class Tally:
     zero_blocks: those without a finite element that is not zero. They count in none of what follows.
     scale_underflow: those whose scale would be below the smallest of its format. It becomes the smallest, or 0 where
         that is nearer, which makes zeros of all elements.
-    scale_overflow: those whose scale would be beyond the largest of its format, by half an ulp where that is no power
+    scale_overflow: those whose scale would be beyond the largest of its format, by half an ulp unless that is a power
         of two: elements saturate.
     log2_scale_spread: log2 of the largest over the smallest scale above 0, in the tensor where it is widest.
 
@@ -233,7 +233,7 @@ def tally(
     x: a tensor or ndarray that `round_to` takes, any shape and strides.
     fmt, rounding, overflow, axis: as in `round_to`.
     log2_scale: the exponent of the scale; 0 for a format whose numbers share scales.
-    Raises as `round_to` does, and TypeError for a scale that is no integer.
+    Raises as `round_to` does, and TypeError for a scale that is not an integer.
 
     >>> t = tally(torch.tensor([1.0, 1e-9, 1e6, 0.0]), "fp16")
     >>> t.underflow, t.overflow, t.exact, t.exponents
@@ -245,7 +245,7 @@ def tally(
     (3, 1, 2.0, 1)
     """
     if not is_whole(log2_scale):
-        raise TypeError(f"log2_scale is {shown(log2_scale)}. Possible: an integer, the exponent of a power of two.")
+        raise TypeError(f"log2_scale is {shown(log2_scale)}. Expected: an integer, the exponent of a power of two.")
     if abs(log2_scale) > MOST_LOG2_SCALE:
         raise ValueError(
             f"log2_scale={shown(log2_scale)} is out of range. Expected: -{MOST_LOG2_SCALE} to {MOST_LOG2_SCALE}, "
@@ -261,7 +261,7 @@ def tally(
     sums = Accumulator(spec, x.device)
     if isinstance(spec, BlockSpec):
         if log2_scale:
-            raise ValueError(f"log2_scale={log2_scale} came with {spec.fmt}, which computes its scales. Leave it away.")
+            raise ValueError(f"log2_scale={log2_scale} was given with {spec.fmt}, which computes its scales. Omit it.")
         require_float32(x)
         cut = Cut(*axis_pair(axis))
         sums.add(x, rounded_blocks(x, spec, cut.axis, cut.across), cut)

@@ -89,7 +89,7 @@ def _is_recipe(fmt: Any) -> bool:
 def canonical_format(fmt: Any) -> Any:
     """What stands for a format, in the words that stand for all that mean the same: JSON, and hashed into a cell's id.
 
-    Raises ValueError for what is no format.
+    Raises ValueError for what is not a format.
 
     >>> canonical_format("half"), canonical_format({"error": "half", "weight": None})
     ('fp16', {'error': 'fp16'})
@@ -127,14 +127,14 @@ def _canonical_schedule(schedule: FormatSchedule) -> Any:
 
 def _canonical_policy(fmt: Mapping[str, Any]) -> dict[str, Any]:
     if "rounding" in fmt:
-        raise ValueError("A format came with 'rounding' in it. The sweep varies it: give roundings=[...].")
+        raise ValueError("A format has 'rounding' in it. The sweep varies it: give roundings=[...].")
     try:
         _policy(fmt)
         found = {k: _canonical(k, v) for k, v in fmt.items() if v is not None and (k, v) != ("variant", "A")}
         json.dumps(found)
     except TypeError as error:
         raise ValueError(
-            f"The format {shown(dict(fmt))} is no policy: {error}. Possible: a name, or the fields of fpsim.Policy "
+            f"The format {shown(dict(fmt))} is not a policy: {error}. Expected: a name, or the fields of fpsim.Policy "
             f"in numbers and words. Take {{'error': 'e5m2'}}, for instance."
         ) from None
     return found

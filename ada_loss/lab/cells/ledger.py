@@ -70,7 +70,7 @@ class Ledger:
     path: the file, or ":memory:".
     readonly: for readers; the file must exist. In a folder that cannot be written it must be complete: no driver may
         have died there.
-    Raises FileNotFoundError without a file to read; ValueError for a file that is no ledger, that is damaged, or that
+    Raises FileNotFoundError without a file to read; ValueError for a file that is not a ledger, is damaged, or that
     is of a newer version. Older ones are opened; a driver brings them to this version.
 
     >>> with Ledger(":memory:") as ledger:

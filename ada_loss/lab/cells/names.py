@@ -1,4 +1,4 @@
-"""Names of formats: as stated in a sweep, else short ones that can be spoken. A name is no part of what a cell is."""
+"""Names of formats: as stated in a sweep, else short ones that can be spoken. A name is not part of what a cell is."""
 
 from __future__ import annotations
 

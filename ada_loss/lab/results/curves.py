@@ -104,7 +104,7 @@ def curves(
 ) -> Curves:
     """See `Results.curves`."""
     if not is_whole(points, least=1):
-        raise ValueError(f"points={shown(points)} is impossible. Possible: 1 or more.")
+        raise ValueError(f"points={shown(points)} is invalid. Expected: 1 or more.")
     if not isinstance(name, str):
         raise TypeError(f"name={shown(name)} is not a string. Expected: the name of a curve, such as 'loss'.")
     rows = results.chosen_rows(where)

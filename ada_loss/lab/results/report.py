@@ -211,7 +211,7 @@ def _addresses(plot: Callable[[], Any]) -> tuple[str, str]:
 
 
 def _address(figure: Any, width: float | None) -> str:
-    """A figure as a data URL. width: in inches, to draw it anew for; None leaves it."""
+    """A figure as a data URL. width: in inches, for which it is drawn again; None leaves it."""
     if width is not None:
         figure.set_size_inches(min(width, figure.get_figwidth()), figure.get_figheight())
     return f"data:image/svg+xml;base64,{base64.b64encode(figure_bytes(figure, 'svg')).decode()}"

@@ -149,7 +149,7 @@ class StoredResults:
             if cell["metrics"]:
                 return self.shown(next(iter(cell["metrics"])))
         raise ValueError(
-            f"{self.words} holds no metric: no training came to its end. Run more cells, or mend the task."
+            f"{self.words} holds no metric: no training reached its end. Run more cells, or mend the task."
         )
 
     def named(self, metric: str | None) -> str:
@@ -233,7 +233,7 @@ class StoredResults:
         """A `table` of formats and scaling methods for each combination of the other columns in which the cells differ.
 
         A column that follows from those before it, as the options of a training from its task, is left out. An empty
-        list where no training came to its end.
+        list where no training reached its end.
 
         metric: the first of each task unless named.
         """

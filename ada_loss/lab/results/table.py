@@ -110,7 +110,7 @@ class Table:
         """The table as text. kind: "markdown", "latex", "csv" or "json"."""
         writers = {"markdown": self.to_markdown, "latex": self.to_latex, "csv": self.to_csv, "json": self.to_json}
         if kind not in writers:
-            raise ValueError(f"Unknown kind of table {kind!r}. Possible: {', '.join(writers)}.")
+            raise ValueError(f"Unknown kind of table {kind!r}. Expected: {', '.join(writers)}.")
         return writers[kind]()
 
     def lines(self) -> list[dict[str, Any]]:
@@ -122,7 +122,7 @@ class Table:
         ]
 
     def to_json(self) -> str:
-        """`lines` as JSON; null for what is no finite number."""
+        """`lines` as JSON; null for what is not a finite number."""
         return strict_json(self.lines()) + "\n"
 
     def __str__(self) -> str:

@@ -397,9 +397,7 @@ def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
     Raises ValueError for an unknown name, ImportError for one whose package is not installed.
     """
     if isinstance(wanted, str | bytes | bytearray) or not isinstance(wanted, Sequence):
-        raise ValueError(
-            f"track={shown(wanted)} is impossible. Possible: a list of {', '.join(TRACKERS)}, or trackers."
-        )
+        raise ValueError(f"track={shown(wanted)} is invalid. Expected: a list of {', '.join(TRACKERS)}, or trackers.")
     made: list[Tracker] = []
     for tracker in wanted:
         if tracker == "tensorboard":

@@ -33,9 +33,7 @@ def verdicts(
 ) -> list[Verdict]:
     """See `Results.verdicts`."""
     if tolerance is not None and not (is_finite_number(tolerance) and 0 <= tolerance <= sys.float_info.max):
-        raise ValueError(
-            f"tolerance={shown(tolerance)} is impossible. Possible: 0 or more, in the units of the metric."
-        )
+        raise ValueError(f"tolerance={shown(tolerance)} is invalid. Expected: 0 or more, in the units of the metric.")
     require_level(level)
     if metric is not None:
         results.require_metric(metric)

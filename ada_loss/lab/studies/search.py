@@ -174,7 +174,7 @@ def search(
     workers: processes of this machine, and how many policies are proposed at once.
     seed: of the sampler.
     options: the other arguments of `sweep`: device, limits, resources, engine_timeout, retry_failed, track.
-    Raises ValueError for an impossible search, where nothing tells whether a larger metric is better, and where even
+    Raises ValueError for an invalid search, where nothing tells whether a larger metric is better, and where even
     the widest formats do not keep the metric; ImportError without Optuna.
     """
     is_ranking, names = isinstance(modules, fpsim.Sensitivity), _names_in(modules)
@@ -237,7 +237,7 @@ def _require_options(options: Mapping[str, Any]) -> None:
             where = f" It is an option of the training: task_options={{{name!r}: ...}}." if name in OPTIONS else ""
             raise TypeError(
                 f"search() has no argument {name!r}.{where or did_you_mean(name, known)} "
-                f"Possible beside its own: {', '.join(known)}, track."
+                f"Expected besides its own: {', '.join(known)}, track."
             )
 
 
@@ -261,9 +261,9 @@ def _sample(optuna: Any, trials_done: _Trials, most_wide: int, count: int, at_on
 
 def _check(tolerance: Any, trials: Any) -> None:
     if not is_number(tolerance) or not 0 <= tolerance <= 1:
-        raise ValueError(f"tolerance={shown(tolerance)} is impossible. Possible: 0 to 1, in the units of the metric.")
+        raise ValueError(f"tolerance={shown(tolerance)} is invalid. Expected: 0 to 1, in the units of the metric.")
     if not is_whole(trials, least=1):
-        raise ValueError(f"trials={shown(trials)} is impossible. Possible: 1 or more.")
+        raise ValueError(f"trials={shown(trials)} is invalid. Expected: 1 or more.")
 
 
 @contextmanager

@@ -150,7 +150,7 @@ def resume(
     """Go on with all cells of a ledger that are not done, and give the results.
 
     out: the folder of the sweep.
-    trust: whether a task that is no task of this library is imported and run because the ledger names it. Without, it
+    trust: whether a task that is not of this library is imported and run because the ledger names it. Without, it
         is refused unless you have run it into this folder: whoever wrote the file would choose what runs here.
     The other arguments are those of `sweep`.
     Raises ValueError for a cell that is none, for a task that is not trusted, and where a task is a function that was

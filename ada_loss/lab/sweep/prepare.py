@@ -56,7 +56,7 @@ def _say_lost(missing: Missing, asked: Collection[str]) -> None:
             f"was killed, or what was written last is lost. They will be run again."
         )
     if missing.plan_was_changed:
-        say("The plan of the ledger was deleted or changed: whether it has lost rows is not known. It is written anew.")
+        say("The plan of the ledger was deleted or changed: it may have lost rows. It is written again.")
 
 
 def _names(cells: Sequence[str]) -> str:

@@ -216,7 +216,7 @@ def _result(run: Run, error: str | None) -> tuple[dict[str, Any], bytes]:
     """The result of a cell for the ledger, and its telemetry."""
     for name in run.metrics:
         if not isinstance(name, str):
-            raise TypeError(f"The task names a metric {name!r}. Possible: a string.")
+            raise TypeError(f"The task names a metric {name!r}. Expected: a string.")
         require_storable(name)
     last = run.losses[-1:] or [*run.metrics.values()] or [math.nan]
     diverged = error is not None or not all(map(math.isfinite, last))

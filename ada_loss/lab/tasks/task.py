@@ -63,22 +63,22 @@ class Task:
             if isinstance(data, Iterable) and not isinstance(data, NO_BATCHES):
                 if isinstance(data, Iterator):
                     raise TypeError(
-                        f"{part} of the task {self.name!r} came as {type(data).__name__}, which one pass exhausts. "
-                        f"Possible: a DataLoader, or another object whose __iter__ begins anew."
+                        f"{part} of the task {self.name!r} is {type(data).__name__}, which one pass exhausts. "
+                        f"Expected: a DataLoader, or another object whose __iter__ begins again."
                     )
                 continue
             if isinstance(data, list) and data and all(isinstance(batch, tuple | list) for batch in data):
                 continue  # of batches
             if not is_pair(data):
                 raise TypeError(
-                    f"{part} of the task {self.name!r} came as {types_of_pair(data)}. Possible: two tensors, "
+                    f"{part} of the task {self.name!r} is {types_of_pair(data)}. Expected: two tensors, "
                     f"inputs and targets, or an iterable of batches such as a DataLoader."
                 )
             inputs, targets = data
             if not 0 < len(inputs) == len(targets):
                 raise ValueError(
-                    f"{part} of the task {self.name!r} came with {len(inputs)} inputs and {len(targets)} targets. "
-                    f"Possible: the same number of both, 1 or more."
+                    f"{part} of the task {self.name!r} has {len(inputs)} inputs and {len(targets)} targets. "
+                    f"Expected: the same number of both, 1 or more."
                 )
 
     def _check_words(self) -> None:

@@ -79,8 +79,8 @@ class TrainOptions:
                 if "choices" in option.metadata:
                     words = f"Unknown {option.name} {shown(value)}.{hint(option.name, value)}"
                     raise ValueError(f"{words} Known: {possible(option.name)}.")
-                words = f"{option.name} came as {shown(value)}.{hint(option.name, value)}"
-                raise ValueError(f"{words} Possible: {possible(option.name)}.")
+                words = f"{option.name} is {shown(value)}.{hint(option.name, value)}"
+                raise ValueError(f"{words} Expected: {possible(option.name)}.")
             kind: Any = type(option.default)
             object.__setattr__(self, option.name, kind(value))  # 1 and 1.0 are one learning rate
         require_method(self.scaling)

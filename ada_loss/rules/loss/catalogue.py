@@ -49,7 +49,7 @@ def loss_rule(system: str, **params: Any) -> LossRule:
     params: parameters under the names that the system gives them. As in these systems, `loss_scale` of cerebras and
         apex and `scale` of chainer may be a number, which fixes the scale.
 
-    Raises ValueError for an unknown system or an impossible value, TypeError for an unknown or missing parameter.
+    Raises ValueError for an unknown system or an invalid value, TypeError for an unknown or missing parameter.
 
     >>> loss_rule("torch", init_scale=4.0, growth_interval=1).adjust(ok=True).scale
     8.0
@@ -71,7 +71,7 @@ def loss_rule(system: str, **params: Any) -> LossRule:
     for name, default in known.items():
         if default is MISSING and name not in params:
             raise TypeError(
-                f"The rule {system!r} came without {name!r}, which has no default. "
+                f"The rule {system!r} was given without {name!r}, which has no default. "
                 f"It is a scale, a finite number above 0. Give it: loss_rule({system!r}, {name}=2.0**15)."
             )
     dynamic = rule(**params)

@@ -641,5 +641,5 @@ def test_an_unknown_parameter_names_the_near_ones_and_all() -> None:
 
 @pytest.mark.parametrize("system", REQUIRED)
 def test_a_parameter_without_default_is_asked_for(system: str) -> None:
-    with pytest.raises(TypeError, match=r"came without '(loss_)?scale'.*above 0.*Give it"):
+    with pytest.raises(TypeError, match=r"was given without '(loss_)?scale'.*above 0.*Give it"):
         loss_rule(system)

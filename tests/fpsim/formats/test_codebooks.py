@@ -44,7 +44,7 @@ BF16 = (torch.arange(1 << 16, dtype=torch.int32) << 16).view(torch.float32)
 
 
 def borders(book: Codebook, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The values, what separates them, the numbers beside these in the container, and what is no number."""
+    """The values, what separates them, the numbers beside these in the container, and what is not a number."""
     points = torch.tensor([*book.finite, *book.midpoints, 0.0, torch.inf, 1e-45, 3e38], dtype=torch.float64).to(dtype)
     up, down = torch.tensor(torch.inf, dtype=dtype), torch.tensor(-torch.inf, dtype=dtype)
     x = torch.cat([points, points.nextafter(up), points.nextafter(down)])

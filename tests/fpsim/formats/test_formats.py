@@ -172,15 +172,15 @@ def test_unknown_names_are_refused_with_what_is_known(name: str) -> None:
         ("FloatFormat(5), (3)", r"Unknown format 'FloatFormat\(5\), \(3\)'\. Block formats: .* Known: fp32"),
         (
             "FloatFormat(" + "-" * 1000 + "1, 3)",
-            r"Unknown format 'FloatFormat\(---.*\.\.\.---.*1, 3\)': .* is no field",
+            r"Unknown format 'FloatFormat\(---.*\.\.\.---.*1, 3\)': .* is not a field",
         ),
         ("-" * 1000, r"Unknown format '-{49}\.\.\.-{49}'\."),
         ("FloatFormat(" * 200, "Unknown format"),
         ("FloatFormat(5, (3))", "Unknown format"),
-        ("FloatFormat(2**3, 3)", "'2\\*\\*3' is no field. Possible: integers"),
+        ("FloatFormat(2**3, 3)", "'2\\*\\*3' is not a field. Expected: integers"),
         ("FloatFormat(5, mantissa_bits=3, mantissa_bits=3)", "mantissa_bits comes twice"),
         ("FloatFormat(exponent_bits=5, 3)", "a field without a name follows one with a name"),
-        ("FloatFormat(5, 3, 99999999999)", "'99999999999' is no field"),
+        ("FloatFormat(5, 3, 99999999999)", "'99999999999' is not a field"),
         ("FloatFormat(5, 3, specials='no')", "Unknown specials 'no'"),
     ],
 )

@@ -175,7 +175,7 @@ def test_what_is_no_recipe_is_refused_with_near_matches() -> None:
     ):
         recipe("fp8_delay")
     with pytest.raises(
-        ValueError, match=r"'wgrat' is no field of a recipe\. Did you mean wgrad.*its products: .*dgrad"
+        ValueError, match=r"'wgrat' is not a field of a recipe\. Did you mean wgrad.*its products: .*dgrad"
     ):
         recipe("mxfp8", wgrat=("bf16", "bf16"))
     with pytest.raises(ValueError, match=r"'fp8_current' is a recipe, no format\. Write 'recipe:fp8_current'"):

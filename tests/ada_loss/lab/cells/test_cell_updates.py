@@ -47,7 +47,7 @@ def test_equal_updates_are_one_cell_however_they_are_written() -> None:
     assert len({cell.id for way in ways for cell in updated(way)}) == 1
     (entry,) = plan("digits", [{"format": "fp32", "update": "bf16_sr"}], ["none"], options=ADAMW)
     assert entry.id == updated(["bf16_sr"])[0].id
-    with pytest.raises(ValueError, match="came twice"):
+    with pytest.raises(ValueError, match="was given twice"):
         updated(["bf16_sr", fpsim.UPDATES["bf16_sr"]])
 
 

@@ -105,12 +105,12 @@ def test_float32_is_added_once_for_each_task_and_its_options() -> None:
 @pytest.mark.parametrize(
     ("also", "words"),
     [
-        ({"formats": ["e5m2"]}, "also came as {'formats': ['e5m2']}. Possible: a list of mappings"),
-        (["e5m2"], "Possible: a list of mappings"),
-        (None, "also came as None"),
+        ({"formats": ["e5m2"]}, "also is {'formats': ['e5m2']}. Expected: a list of mappings"),
+        (["e5m2"], "Expected: a list of mappings"),
+        (None, "also is None"),
         ([{"format": ["e5m2"]}], "Unknown key also.format. Did you mean formats? Known: task, formats, scaling,"),
         ([{"out": "elsewhere"}], "Unknown key also.out."),
-        ([{"scaling": ["torch", 8]}], "The cell 'fp16 nearest_even 8 seed 0' came twice"),
+        ([{"scaling": ["torch", 8]}], "The cell 'fp16 nearest_even 8 seed 0' was given twice"),
         ([{"formats": ["fp61"]}], "Unknown format 'fp61'"),
         ([{"task": digits}], "Give both as 'module:function'"),
     ],
@@ -143,9 +143,9 @@ def test_ten_thousand_cells_have_as_many_ids() -> None:
         ({"formats": [{"eror": "fp16"}]}, "'eror'"),
         ({"formats": [{"error": "fp16", "rounding": "stochastic"}]}, "give roundings="),
         ({"formats": []}, "formats is empty"),
-        ({"formats": ["fp16", "half"]}, "The cell 'fp16 nearest_even none seed 0' came twice"),
+        ({"formats": ["fp16", "half"]}, "The cell 'fp16 nearest_even none seed 0' was given twice"),
         ({"scaling": ["tourch"]}, "Unknown scaling method 'tourch'. Did you mean torch? Known: none, a number"),
-        ({"scaling": [1024, 1024.0]}, "came twice"),
+        ({"scaling": [1024, 1024.0]}, "was given twice"),
         ({"scaling": [-1.0]}, "-1.0"),
         ({"scaling": []}, "scaling is empty"),
         ({"roundings": ["neerest"]}, "neerest"),
@@ -157,21 +157,21 @@ def test_ten_thousand_cells_have_as_many_ids() -> None:
         ({"formats": [{"error": "fp16", "random_bits": 99}], "roundings": ["stochastic"]}, "random_bits=99"),
         ({"scaling": ["1024"]}, "Unknown scaling method '1024'. Write 1024 without quotes."),
         ({"seeds": 0}, "seeds is empty"),
-        ({"seeds": -1}, "seeds=-1 is no number of seeds. Expected: 1 or more, or a list of integers."),
+        ({"seeds": -1}, "seeds=-1 is not a number of seeds. Expected: 1 or more, or a list of integers."),
         (
             {"options": {"epochs": 2**70}},
-            "epochs came as 1180591620717411303424. That is more than 2**53.",
+            "epochs is 1180591620717411303424. That is more than 2**53.",
         ),
-        ({"seeds": [1, 1]}, "came twice"),
+        ({"seeds": [1, 1]}, "was given twice"),
         ({"options": {"epoch": 1}}, "Unknown key task_options.epoch. Did you mean epochs?"),
-        ({"options": {"epochs": "many"}}, "task_options.epochs came as 'many'. Possible: an integer, 1 or more."),
+        ({"options": {"epochs": "many"}}, "task_options.epochs is 'many'. Expected: an integer, 1 or more."),
         (
             {"options": {"epochs": 0}},
-            "epochs came as 0. Possible: an integer, 1 or more. Leave it out for 12.",
+            "epochs is 0. Expected: an integer, 1 or more. Leave it out for 12.",
         ),
-        ({"options": {"epochs": True}}, "task_options.epochs came as True"),
-        ({"options": {"epochs": 2.0}}, "task_options.epochs came as 2.0"),
-        ({"options": {"optimizer": 3}}, "task_options.optimizer came as 3. Possible: sgd, adam, adamw"),
+        ({"options": {"epochs": True}}, "task_options.epochs is True"),
+        ({"options": {"epochs": 2.0}}, "task_options.epochs is 2.0"),
+        ({"options": {"optimizer": 3}}, "task_options.optimizer is 3. Expected: sgd, adam, adamw"),
     ],
     ids=str,
 )
@@ -196,7 +196,7 @@ def test_what_cannot_be_is_said_before_anything_runs(change: dict[str, Any], wor
     ids=str,
 )
 def test_wrong_types_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="Possible"):
+    with pytest.raises(TypeError, match="Expected"):
         plan(**{"task": "digits", "formats": ["fp16"], "scaling": ["none"], **change})
 
 

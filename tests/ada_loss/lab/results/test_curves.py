@@ -72,7 +72,7 @@ def test_a_curve_that_is_not_there_is_said_with_those_that_are(tmp_path: Path) -
         ValueError, match=r"No cell has a curve 'acuracy'\. Did you mean accuracy\? Known: loss, accuracy"
     ):
         results.curves("acuracy")
-    with pytest.raises(ValueError, match="points=0 is impossible"):
+    with pytest.raises(ValueError, match="points=0 is invalid"):
         results.curves(points=0)
 
 

@@ -86,7 +86,7 @@ def test_a_table_goes_to_markdown_latex_csv_and_json(tmp_path: Path) -> None:
     ]
     table.places["fp_16", "none"] = [math.inf]
     assert json.loads(table.to("json"), parse_constant=pytest.fail)[0]["accuracy mean"] is None
-    with pytest.raises(ValueError, match=r"'word'\. Possible: markdown, latex, csv, json"):
+    with pytest.raises(ValueError, match=r"'word'\. Expected: markdown, latex, csv, json"):
         table.to("word")
 
 
@@ -285,7 +285,7 @@ def test_trainings_that_all_diverged_have_a_report_and_no_tables(tmp_path: Path)
     assert results.rows()[0]["diverged"]
     assert results.tables() == []
     assert results.report().exists()
-    with pytest.raises(ValueError, match="holds no metric: no training came to its end"):
+    with pytest.raises(ValueError, match="holds no metric: no training reached its end"):
         results.table()
 
 

@@ -345,7 +345,7 @@ def test_unknown_trackers_are_refused_before_anything_runs(tmp_path: Path) -> No
         ValueError, match=r"Unknown tracker 3\. Known: tensorboard, mlflow, wandb, or an object of your own"
     ):
         small(tmp_path / "out", track=[3])
-    with pytest.raises(ValueError, match="Possible: a list of"):
+    with pytest.raises(ValueError, match="Expected: a list of"):
         small(tmp_path / "out", track="mlflow")
     assert not (tmp_path / "out" / "ledger.sqlite").exists()
 

@@ -97,7 +97,7 @@ def test_a_sweep_says_which_cells_failed_and_why(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: fpsim.Policy(weights="fp16"), "Policy() has no argument 'weights'. Did you mean weight? Possible: we"),  # type: ignore[call-arg]
+        (lambda: fpsim.Policy(weights="fp16"), "Policy() has no argument 'weights'. Did you mean weight? Expected: we"),  # type: ignore[call-arg]
         (lambda: fpsim.quantize(digits().model, format="fp16"), "quantize() has no argument 'format'."),  # type: ignore[call-arg]
         (lambda: train(digits(), epoch=3), "train() has no argument 'epoch'. Did you mean epochs?"),  # type: ignore[call-arg]
         (
@@ -130,11 +130,11 @@ def test_a_key_of_the_file_can_be_set() -> None:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("task_options.epochs", "Possible: key=value. Take task_options.epochs=3"),
-        ("=3", "Possible: key=value"),
+        ("task_options.epochs", "Expected: key=value. Take task_options.epochs=3"),
+        ("=3", "Expected: key=value"),
         ("epochs=3", "unknown key 'epochs'. Did you mean task_options.epochs?"),
         ("sedes=3", "unknown key 'sedes'. Did you mean seeds?"),
-        ("seeds=[1", "is no YAML"),
+        ("seeds=[1", "is not YAML"),
         ("task.epochs=3", "task is 'digits', and has no epochs. Set task itself."),
     ],
 )
