@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ada_loss.files import csv_bytes, data_frame, write_atomically
-from fpsim.checks import did_you_mean, is_whole, shown
+from fpsim.checks import is_whole, refuse, shown
 from fpsim.insight.rows import Rows
 from fpsim.scaling import RoundingSpec, lost_between, rounded
 
@@ -182,9 +182,7 @@ class Recorder:
             raise ValueError(f"No row has the role {shown(role)}. Known: {known}.")
         numbers = [name for name, known in rows[0].items() if not isinstance(known, str)]
         if value not in numbers:
-            raise ValueError(
-                f"Unknown column {shown(value)}.{did_you_mean(value, numbers)} Known: {', '.join(numbers)}."
-            )
+            raise ValueError(refuse(f"Unknown column {shown(value)}", numbers, word=value))
         from fpsim.insight.pictures import plot_watch
 
         return plot_watch(rows[::-1], value, f"{value}, role {role}")

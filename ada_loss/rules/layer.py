@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from ada_loss import checks
 from ada_loss.checks import Possible, param
 from ada_loss.rules.formulas import BOUNDS, STATS, abs_range, approx_range, element_wise_range, fixed
-from fpsim.checks import did_you_mean, is_whole, shown
+from fpsim.checks import is_whole, refuse, shown
 
 __all__ = [
     "LAYER_RULES",
@@ -250,8 +250,7 @@ def layer_rule(name: str, **params: Any) -> LayerRule:
     """
     rule = LAYER_RULES.get(name) if isinstance(name, str) else None
     if rule is None:
-        near = did_you_mean(name, LAYER_RULES)
-        raise ValueError(f"Unknown layer rule {shown(name)}.{near} Known: {', '.join(LAYER_RULES)}.")
+        raise ValueError(refuse(f"Unknown layer rule {shown(name)}", LAYER_RULES, word=name))
     known = [f.name for f in fields(rule)]
     for given in params:
         if given not in known:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from fpsim.checks import did_you_mean, is_finite_number, is_whole, shown
+from fpsim.checks import did_you_mean, is_finite_number, is_whole, refuse, shown
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.codebooks import CODEBOOKS
 from fpsim.formats.fixed_point import FIXED_POINT_NAME, FixedPoint, named_fixed_point
@@ -56,7 +56,7 @@ class Delayed:
         if not is_whole(self.margin) or abs(self.margin) > 64:
             raise ValueError(f"margin={shown(self.margin)} is invalid. Expected: the integers -64 to 64.")
         if not isinstance(self.amax, str) or self.amax not in ("max", "most_recent"):
-            raise ValueError(f"Unknown amax {shown(self.amax)}. Known: max, most_recent.")
+            raise ValueError(refuse(f"Unknown amax {shown(self.amax)}", ("max", "most_recent"), word=self.amax))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from fpsim.checks import did_you_mean, number_of, shown
+from fpsim.checks import number_of, refuse, shown
 from fpsim.formats.floats import FLOAT32_LARGEST
 
 __all__ = ["TIES", "Codebook"]
@@ -57,9 +57,7 @@ class Codebook:
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", _float32s(self.values))
         if not isinstance(self.ties, str) or self.ties not in TIES:
-            raise ValueError(
-                f"Unknown ties {shown(self.ties)}.{did_you_mean(self.ties, TIES)} Known: {', '.join(TIES)}."
-            )
+            raise ValueError(refuse(f"Unknown ties {shown(self.ties)}", TIES, word=self.ties))
         _require_values(self)
         if self.borders is not None:
             object.__setattr__(self, "borders", _borders(self))

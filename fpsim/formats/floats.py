@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from fpsim.checks import did_you_mean, is_whole, number_of, shown
+from fpsim.checks import did_you_mean, is_whole, number_of, refuse, shown
 
 __all__ = ["ALIASES", "CATALOGUE", "OVERFLOWS", "FloatFormat", "as_float_format"]
 
@@ -299,7 +299,7 @@ def _require_fields(f: FloatFormat) -> None:
     if f.bias is not None and abs(f.bias) > 10**9:  # what follows puts the bias into its messages
         raise ValueError(f"bias={shown(f.bias)} makes no format that a float32 holds. Expected: -200 to 200, or None.")
     if not isinstance(f.specials, str) or f.specials not in SPECIALS:
-        raise ValueError(f"Unknown specials {shown(f.specials)}. Known: {', '.join(SPECIALS)}.")
+        raise ValueError(refuse(f"Unknown specials {shown(f.specials)}", SPECIALS, word=f.specials))
     if not isinstance(f.subnormals, bool):
         raise ValueError(f"subnormals={shown(f.subnormals)} makes no format. Expected: True, False.")
     if f.specials == "scale" and f.mantissa_bits:

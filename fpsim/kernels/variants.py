@@ -17,7 +17,7 @@ StochasticFast and Stochastic of gfloat, whose StochasticOdd is C_ties_to_odd.
 
 from __future__ import annotations
 
-from fpsim.checks import did_you_mean, shown
+from fpsim.checks import refuse, shown
 
 __all__ = ["MOST_BITS", "VARIANTS", "require_variant"]
 
@@ -31,8 +31,7 @@ def require_variant(variant: str, is_stochastic: bool, random_bits: int | None, 
     most: as many random bits can be given with a variant other than "A".
     """
     if not isinstance(variant, str) or variant not in VARIANTS:
-        hint = did_you_mean(variant, VARIANTS)
-        raise ValueError(f"Unknown variant {shown(variant)}.{hint} Known: {', '.join(VARIANTS)}.")
+        raise ValueError(refuse(f"Unknown variant {shown(variant)}", VARIANTS, word=variant))
     if variant == "A":
         return
     if not is_stochastic:

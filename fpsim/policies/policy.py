@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fpsim.border import require_module
-from fpsim.checks import did_you_mean, known_arguments, nearest, require_whole, shown
+from fpsim.checks import known_arguments, nearest, refuse, require_whole, shown
 from fpsim.formats.blocks import BlockFormat, Format, as_element, as_format
 from fpsim.kernels.variants import require_variant
 from fpsim.policies.products import Products
@@ -94,10 +94,8 @@ class Policy:
             value = getattr(self, name)
             unknown = [role for role in value if role not in ROLES] if isinstance(value, Mapping) else []
             if unknown:
-                hint = did_you_mean(unknown[0], ROLES)
-                raise ValueError(
-                    f"{name} names {shown(unknown[0])}, which is not a role. Roles: {', '.join(ROLES)}.{hint}"
-                )
+                what = f"{name} names {shown(unknown[0])}, which is not a role"
+                raise ValueError(refuse(what, ROLES, word=unknown[0]))
         for bits in self.random_bits.values() if isinstance(self.random_bits, Mapping) else (self.random_bits,):
             rounding_spec("fp32", "stochastic", None, bits)  # checked where nothing is stochastic, too
         self._require_products()

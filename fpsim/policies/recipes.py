@@ -104,10 +104,12 @@ def _hint(name: object) -> str:
     """The recipes near to a name; the most used first of those that begin with it.
 
     >>> _hint("fp8")
-    ' Did you mean fp8_current or fp8_delayed?'
+    " Did you mean 'fp8_current' or 'fp8_delayed'?"
     """
     begin = [known for known in MOST_USED if isinstance(name, str) and known.startswith(f"{name.lower()}_")]
-    return f" Did you mean {' or '.join(begin)}?" if begin else did_you_mean(shown(name).lower(), _RECIPES, 3)
+    return (
+        f" Did you mean {' or '.join(map(repr, begin))}?" if begin else did_you_mean(shown(name).lower(), _RECIPES, 3)
+    )
 
 
 def recipes() -> list[RecipeRow]:
@@ -159,7 +161,7 @@ def _policy_named(fmt: FormatLike, model: nn.Module | None) -> Policy:
         return policy_of_format(fmt)
     except ValueError as error:
         if isinstance(fmt, str) and fmt in _RECIPES:
-            raise ValueError(f"{fmt!r} is a recipe, no format. Write '{RECIPE_PREFIX}{fmt}'.") from error
+            raise ValueError(f"{fmt!r} is a recipe, not a format. Write '{RECIPE_PREFIX}{fmt}'.") from error
         known = [name for name in _RECIPES if name not in CATALOGUE]
         begin = [name for name in MOST_USED if isinstance(fmt, str) and name.startswith(f"{fmt}_")]
         near = begin or nearest(fmt, known, cutoff=0.7)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, fields
 from functools import cache
 
-from fpsim.checks import did_you_mean, is_whole, shown
+from fpsim.checks import did_you_mean, is_whole, refuse, shown
 from fpsim.formats.floats import CATALOGUE, FloatFormat, as_float_format
 from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.variants import MOST_BITS, require_variant
@@ -126,8 +126,7 @@ def _require_roundings(a: Accumulator) -> None:
         value = getattr(a, name)
         is_known = isinstance(value, str) and value in ROUNDINGS
         if not is_known and not (value is None and name == "outer_rounding"):
-            hint = did_you_mean(value, ROUNDINGS)
-            raise ValueError(f"Unknown {name} {shown(value)}.{hint} Known: {', '.join(ROUNDINGS)}.")
+            raise ValueError(refuse(f"Unknown {name} {shown(value)}", ROUNDINGS, word=value))
     if a.product is None and a.product_rounding != "nearest_even":
         raise ValueError(
             f"product_rounding={shown(a.product_rounding)} was given without a product format, so that products stay "
@@ -193,7 +192,7 @@ def _require_room_for_products(a: Accumulator) -> None:
 
 def _require_order(a: Accumulator) -> None:
     if not isinstance(a.order, str) or a.order not in ORDERS:
-        raise ValueError(f"Unknown order {shown(a.order)}.{did_you_mean(a.order, ORDERS)} Known: {', '.join(ORDERS)}.")
+        raise ValueError(refuse(f"Unknown order {shown(a.order)}", ORDERS, word=a.order))
     if a.order == "torch":
         for field in (f for f in fields(a) if f.name != "order"):
             value, wanted = getattr(a, field.name), CATALOGUE["fp32"] if field.name == "format" else field.default

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.checks import is_whole, shown
+from fpsim.checks import is_whole, refuse, shown
 from fpsim.formats.blocks import BlockFormat, Element, Format, as_element, as_format
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.floats import CATALOGUE
@@ -155,7 +155,7 @@ def _new_spec(
 ) -> RoundingSpec:
     f = as_element(fmt)
     if not isinstance(rounding, str) or rounding not in ROUNDINGS:
-        raise ValueError(f"Unknown rounding {shown(rounding)}. Known: {', '.join(ROUNDINGS)}.")
+        raise ValueError(refuse(f"Unknown rounding {shown(rounding)}", ROUNDINGS, word=rounding))
     if random_bits is not None:
         given = shown(random_bits)
         if rounding != "stochastic":

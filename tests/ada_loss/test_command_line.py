@@ -282,7 +282,7 @@ def test_tables_go_to_papers(out: Path) -> None:
     assert ada_loss("table", out, "--to", "csv").stdout.startswith("format,scaling,accuracy mean")
     rows = json.loads(ada_loss("table", out, "--to", "json", "--where", "format=fp16").stdout)
     assert [row["scaling"] for row in rows] == ["none", "8"]
-    assert "Expected: markdown" in ada_loss("table", out, "--to", "word", code=2).stderr
+    assert "Known: markdown" in ada_loss("table", out, "--to", "word", code=2).stderr
     assert "Expected: NAME=VALUE" in ada_loss("table", out, "--where", "fp16", code=2).stderr
 
 
@@ -344,11 +344,11 @@ def test_inspect_shows_modules_and_sites() -> None:
         (["status", "nowhere"], "There is no ledger at"),
         (["table", "nowhere"], "There is no ledger at"),
         (["report", "nowhere"], "There is no ledger at"),
-        (["search", "digit"], "Did you mean digits?"),
+        (["search", "digit"], "Did you mean 'digits'?"),
         (["search", "digits", "--roles", "weights"], "roles=['weights'] is invalid. Expected: some of weight,"),
         (["search", "digits", "--exponent-bits", "5", "4"], "exponent_bits=(5, 4) is invalid"),
         (["search", "digits", "--scaling", "torchh"], "Unknown scaling method 'torchh'"),
-        (["inspect", "digit"], "Did you mean digits?"),
+        (["inspect", "digit"], "Did you mean 'digits'?"),
         (["inspect", ":f"], "The task ':f' is not an import path. Expected: 'module:function'"),
         (["inspect", "..x:f"], "The task '..x:f' is not an import path. Expected: 'module:function'"),
         (["search", "digits", "--device", "cuda:"], "device='cuda:' is invalid. Expected: 'cpu', 'cuda'"),
@@ -385,7 +385,7 @@ def test_a_mistyped_configuration_is_named_with_its_place(tmp_path: Path) -> Non
     config = tmp_path / "mine.yaml"
     config.write_text(CONFIG.replace("epochs: 1", "epoch: 1"))
     said = ada_loss("sweep", config, code=2).stderr
-    assert "Unknown key task_options.epoch. Did you mean epochs?" in said
+    assert "Unknown key task_options.epoch. Did you mean 'epochs'?" in said
     assert not (tmp_path / "runs").exists()
 
 

@@ -30,7 +30,7 @@ from ada_loss.lab.terminal import say
 from ada_loss.lab.training.format_schedule import as_schedule
 from ada_loss.lab.training.methods import require_method
 from ada_loss.lab.training.options import TrainOptions, hint, is_allowed, possible
-from fpsim.checks import SHOWN, did_you_mean, is_number, is_whole, shown
+from fpsim.checks import SHOWN, is_number, is_whole, refuse, shown
 
 __all__ = [
     "AXES",
@@ -196,8 +196,7 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
     for changes in also:
         for name in changes:
             if name not in known_names:
-                near = did_you_mean(name, known_names)
-                raise ValueError(f"Unknown key also.{str(name)[:SHOWN]}.{near} Known: {', '.join(known_names)}.")
+                raise ValueError(refuse(f"Unknown key also.{str(name)[:SHOWN]}", known_names, word=name))
         if "task" in changes and not (isinstance(changes["task"], str) and isinstance(grid["task"], str)):
             raise TypeError("also was given with a task that is not a name. Give both as 'module:function'.")
         other_task = changes.get("task", grid["task"]) != grid["task"]
@@ -378,8 +377,7 @@ def _seeds(seeds: int | Sequence[int]) -> Sequence[int]:
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name not in OPTIONS:
-            near = did_you_mean(name, OPTIONS)
-            raise ValueError(f"Unknown key task_options.{str(name)[:SHOWN]}.{near} Known: {', '.join(OPTIONS)}.")
+            raise ValueError(refuse(f"Unknown key task_options.{str(name)[:SHOWN]}", OPTIONS, word=name))
         if not is_allowed(name, value):
             raise ValueError(
                 f"task_options.{name} is {shown(value)}.{hint(name, value)} Expected: {possible(name)}. "

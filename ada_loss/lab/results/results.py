@@ -21,7 +21,7 @@ from ada_loss.lab.cells.names import names_of, read_names
 from ada_loss.lab.cells.telemetry import read_telemetry
 from ada_loss.lab.directions import Directions, hint_for, read_directions, stated
 from ada_loss.lab.results.table import Share, Table, is_share_by_name
-from fpsim.checks import did_you_mean, is_finite_number, require_flag, require_mapping, shown
+from fpsim.checks import is_finite_number, refuse, require_flag, require_mapping, shown
 from fpsim.insight.rows import Rows
 
 __all__ = ["REASONS", "StoredResults", "read_reasons", "telling_axes"]
@@ -163,7 +163,7 @@ class StoredResults:
         self.named(metric)
         known = dict.fromkeys(name for cell in self.cells for name in cell["metrics"])
         if known and not any(metric in row for row in self.rows()):
-            raise ValueError(f"Unknown metric {shown(metric)}.{did_you_mean(metric, known)} Known: {', '.join(known)}.")
+            raise ValueError(refuse(f"Unknown metric {shown(metric)}", known, word=metric))
 
     def shown(self, metric: str) -> str:
         """A metric's name, which says whether it is shown in %: those of accuracies are whose values are shares."""

@@ -26,7 +26,7 @@ from ada_loss.lab.sweep.engines import open_engine
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.tasks import find_task
 from fpsim import ROLES, Policy
-from fpsim.checks import did_you_mean, is_number, is_whole, require_flag, require_whole, shown
+from fpsim.checks import did_you_mean, is_number, is_whole, refuse, require_flag, require_whole, shown
 
 __all__ = ["SearchResult", "search"]
 
@@ -304,8 +304,7 @@ class _Trials:
             raise ValueError("float32 itself gives no metric: its training failed or was stopped. Mend the task first.")
         self.metric = metric or next(iter(found[0]))
         if self.metric not in found[0]:
-            hint = did_you_mean(metric, found[0])
-            raise ValueError(f"Unknown metric {metric!r}.{hint} Known: {', '.join(found[0])}.")
+            raise ValueError(refuse(f"Unknown metric {metric!r}", found[0], word=metric))
         self.sign = directions().sign(self.metric)  # after float32: its task may state a goal
         if not self.sign:
             raise ValueError(

@@ -62,7 +62,7 @@ def find_task(name: str) -> Callable[[int], Task]:
     True
     >>> find_task("digit")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: Unknown task 'digit'. Did you mean digits? Known: digits, deep_digits, mnist5k, ...
+    ValueError: Unknown task 'digit'. Did you mean 'digits'? Known: digits, deep_digits, mnist5k, ...
     """
     if not isinstance(name, str):
         raise TypeError(f"The task is {shown(name)}. Expected: {', '.join(TASKS)}, or your own as 'module:function'.")

@@ -50,7 +50,7 @@ class TrainOptions:
     True
     >>> TrainOptions(optimizer="sdg")
     Traceback (most recent call last):
-    ValueError: Unknown optimizer 'sdg'. Did you mean sgd? Known: sgd, adam, adamw.
+    ValueError: Unknown optimizer 'sdg'. Did you mean 'sgd'? Known: sgd, adam, adamw.
     """
 
     scaling: str | float = "none"
@@ -116,7 +116,7 @@ def hint(name: str, value: object) -> str:
     """What may have been meant by a value that an option with choices cannot have, for an error; "" for nothing.
 
     >>> hint("optimizer", "sdg")
-    ' Did you mean sgd?'
+    " Did you mean 'sgd'?"
     """
     if name == "schedule" and isinstance(value, Mapping):
         return (

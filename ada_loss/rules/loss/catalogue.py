@@ -55,7 +55,7 @@ def loss_rule(system: str, **params: Any) -> LossRule:
     8.0
     >>> loss_rule("torch", growth=2.0)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    TypeError: The rule 'torch' has no parameter 'growth'. Did you mean growth_factor? It has: ...
+    TypeError: The rule 'torch' has no parameter 'growth'. Did you mean 'growth_factor'? It has: ...
     """
     rule = SYSTEMS.get(system) if isinstance(system, str) else None
     if rule is None:

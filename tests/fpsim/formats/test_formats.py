@@ -208,7 +208,7 @@ def test_fields_from_numpy_are_pythons_integers() -> None:
 
 
 def test_near_names_are_suggested_and_other_types_refused() -> None:
-    with pytest.raises(ValueError, match="Did you mean fp16"):
+    with pytest.raises(ValueError, match="Did you mean 'fp16"):
         as_format("fp61")
     with pytest.raises(TypeError, match="int"):
         as_format(16)  # type: ignore[arg-type]
@@ -237,5 +237,5 @@ def test_values_and_codes_that_do_not_exist_are_refused() -> None:
     for name in ("e2m1fn", "e5m0"):  # IEEE's top exponent without a mantissa holds inf alone
         with pytest.raises(ValueError, match="no code for nan"):
             as_format(name).encode(math.nan)
-    with pytest.raises(ValueError, match="no value"):
+    with pytest.raises(ValueError, match="is not a value of"):
         as_format("e8m0fnu").encode(0.0)

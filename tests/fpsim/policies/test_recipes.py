@@ -171,16 +171,16 @@ def test_every_part_stays_open() -> None:
 
 def test_what_is_no_recipe_is_refused_with_near_matches() -> None:
     with pytest.raises(
-        ValueError, match=r"Unknown recipe 'fp8_delay'\. Did you mean fp8_delayed.*Known: fp8_delayed, "
+        ValueError, match=r"Unknown recipe 'fp8_delay'\. Did you mean 'fp8_delayed.*Known: fp8_delayed, "
     ):
         recipe("fp8_delay")
     with pytest.raises(
-        ValueError, match=r"'wgrat' is not a field of a recipe\. Did you mean wgrad.*its products: .*dgrad"
+        ValueError, match=r"'wgrat' is not a field of a recipe\. Did you mean 'wgrad.*its products: .*dgrad"
     ):
         recipe("mxfp8", wgrat=("bf16", "bf16"))
-    with pytest.raises(ValueError, match=r"'fp8_current' is a recipe, no format\. Write 'recipe:fp8_current'"):
+    with pytest.raises(ValueError, match=r"'fp8_current' is a recipe, not a format\. Write 'recipe:fp8_current'"):
         quantize(nn.Linear(2, 2), "fp8_current")
-    with pytest.raises(ValueError, match=r"Unknown recipe 'MXFP8'\. Did you mean mxfp8"):
+    with pytest.raises(ValueError, match=r"Unknown recipe 'MXFP8'\. Did you mean 'mxfp8"):
         recipe("MXFP8")
     with pytest.raises(ValueError, match=r"Unknown recipe \['mxfp8'\]"):
         recipe(["mxfp8"])  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ def test_what_is_no_recipe_is_refused_with_near_matches() -> None:
         quantize(nn.Linear(2, 2), "fp8_curent")
     with pytest.raises(ValueError, match="Unknown recipe 'mx'"):
         quantize(nn.Linear(2, 2), "recipe:mx")
-    with pytest.raises(ValueError, match=r"Unknown recipe 'fp8'\. Did you mean fp8_current or fp8_delayed\?"):
+    with pytest.raises(ValueError, match=r"Unknown recipe 'fp8'\. Did you mean 'fp8_current' or 'fp8_delayed'\?"):
         recipe("fp8")
     with pytest.raises(ValueError, match="Near it is a recipe, 'recipe:fp8_current'"):
         quantize(nn.Linear(2, 2), "fp8")

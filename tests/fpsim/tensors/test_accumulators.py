@@ -123,11 +123,11 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ({"format": "fp17"}, r"Unknown format 'fp17'. Did you mean fp16"),
+        ({"format": "fp17"}, r"Unknown format 'fp17'. Did you mean 'fp16"),
         ({"format": "e8m0fnu"}, r"format=e8m0fnu cannot accumulate: it has no zero"),
-        ({"rounding": "nearest"}, r"Unknown rounding 'nearest'. Did you mean nearest_even\? Known: nearest_even, "),
-        ({"product": "fp16", "product_rounding": "stochastc"}, r"Unknown product_rounding.*Did you mean stochastic"),
-        ({"chunk": 4, "outer_rounding": "upp"}, r"Unknown outer_rounding 'upp'. Did you mean up"),
+        ({"rounding": "nearest"}, r"Unknown rounding 'nearest'. Did you mean 'nearest_even'\? Known: nearest_even, "),
+        ({"product": "fp16", "product_rounding": "stochastc"}, r"Unknown product_rounding.*Did you mean 'stochastic"),
+        ({"chunk": 4, "outer_rounding": "upp"}, r"Unknown outer_rounding 'upp'. Did you mean 'up"),
         ({"overflow": "infinite"}, r"Unknown overflow 'infinite'"),
         ({"format": "e4m3fn", "overflow": "inf"}, r"overflow='inf' is invalid"),
         ({"random_bits": 4}, r"random_bits=4 was given without a 'stochastic' rounding"),
@@ -147,7 +147,7 @@ def test_names() -> None:
         ({"group": 2000, "group_bits": 4}, r"group=2000 is not a number of products. Expected: the integers 1 to 1024"),
         ({"group": 32, "group_bits": 47}, r"group_bits=47 is invalid. Expected: 1 to 46 for groups of 32"),
         ({"group": 32, "group_bits": 14, "product": "fp16"}, r"Omit one of the two"),
-        ({"order": "torhc"}, r"Unknown order 'torhc'. Did you mean torch"),
+        ({"order": "torhc"}, r"Unknown order 'torhc'. Did you mean 'torch"),
         ({"order": "torch"}, r"order='torch' was given with format=fp16"),
         ({"format": "fp32", "order": "torch", "chunk": 4}, r"order='torch' was given with chunk=4"),
     ],
@@ -160,9 +160,9 @@ def test_fields_that_do_not_go_together_are_refused(fields: dict[str, Any], erro
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("fp166", r"Unknown accumulator 'fp166'. Did you mean fp16"),
-        ("hoper_fp8", r"Unknown accumulator 'hoper_fp8'. Did you mean hopper_fp8"),
-        ("cb16_chunk", r"Did you mean cb16_chunk64"),
+        ("fp166", r"Unknown accumulator 'fp166'. Did you mean 'fp16"),
+        ("hoper_fp8", r"Unknown accumulator 'hoper_fp8'. Did you mean 'hopper_fp8"),
+        ("cb16_chunk", r"Did you mean 'cb16_chunk64"),
         ("fp16_chunk0", r"chunk=0 is not a number of terms"),
         ("Accumulator('fp16', chunks=4)", r"Unknown accumulator.*chunks"),
         ("Accumulator(open('x'))", r"Unknown accumulator"),

@@ -61,7 +61,7 @@ BAD = [
     ({"element": "e4m3fn", "block": 0}, "block=0 is not a block"),
     ({"element": "e4m3fn", "block": (2, 3, 4)}, "is not a block"),
     ({"element": "e4m3fn", "block": "column"}, "is not a block"),
-    ({"element": "e4m3fn", "block": 32, "scale_rule": "flor"}, "Did you mean floor"),
+    ({"element": "e4m3fn", "block": 32, "scale_rule": "flor"}, "Did you mean 'floor"),
     ({"element": "e4m3fn", "block": 32, "scale_rule": "amax"}, "Expected: floor, ceil, even, nearest"),
     ({"element": "e4m3fn", "block": 32, "scale": "fp32", "scale_rule": "floor"}, "Expected: amax"),
     ({"element": "e4m3fn", "block": 32, "scale": "fp32", "scale_rule": Delayed()}, "block='tensor'"),

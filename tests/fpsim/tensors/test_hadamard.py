@@ -223,7 +223,7 @@ def test_a_size_that_is_no_power_of_two_is_refused(size: object) -> None:
 
 
 def test_other_bad_input_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Unknown signs 'fixt'\. Did you mean fixed\?"):
+    with pytest.raises(ValueError, match=r"Unknown signs 'fixt'\. Did you mean 'fixed'\?"):
         Hadamard(16, "fixt")
     with pytest.raises(ValueError, match=r"size 16 reached x of shape \(3, 24\) along axis 1, whose length 24 .*8 at"):
         hadamard(torch.ones(3, 24), Hadamard(16))

@@ -608,7 +608,7 @@ def test_unknown_words_are_refused() -> None:
     x = torch.ones(2)
     with pytest.raises(ValueError, match="Unknown format 'fp9'"):
         round_to(x, "fp9")
-    with pytest.raises(ValueError, match=r"Unknown rounding 'nearest'\. Known: nearest_even"):
+    with pytest.raises(ValueError, match=r"Unknown rounding 'nearest'\. Did you mean 'nearest_even'\? Known: "):
         round_to(x, "fp16", "nearest")
     with pytest.raises(ValueError, match=r"Unknown overflow 'clip'\. Known: inf, nan, saturate"):
         round_to(x, "fp16", overflow="clip")

@@ -76,8 +76,8 @@ def test_overrides_and_code_books_survive_the_ledger() -> None:
     [
         ("bf16_sr", TypeError, r"updates is 'bf16_sr'\. Expected: a list"),
         ([], ValueError, "updates is empty"),
-        (["bf16_st"], ValueError, r"Unknown update 'bf16_st'\. Did you mean bf16_sr\? Known: float32, bf16, "),
-        ([{"weights": "bf16"}], ValueError, r"has 'weights'\. Did you mean weight\? Known: weight, rounding"),
+        (["bf16_st"], ValueError, r"Unknown update 'bf16_st'\. Did you mean 'bf16_sr'\? Known: float32, bf16, "),
+        ([{"weights": "bf16"}], ValueError, r"has 'weights'\. Did you mean 'weight'\? Known: weight, rounding"),
         ([{"weight": "bf61"}], ValueError, "bf61"),
         ([3], TypeError, r"One of the updates is 3\. Expected: a name"),
         ([{"name": "", "weight": "bf16"}], ValueError, "Got the name '' of an update"),

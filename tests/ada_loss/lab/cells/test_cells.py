@@ -108,7 +108,7 @@ def test_float32_is_added_once_for_each_task_and_its_options() -> None:
         ({"formats": ["e5m2"]}, "also is {'formats': ['e5m2']}. Expected: a list of mappings"),
         (["e5m2"], "Expected: a list of mappings"),
         (None, "also is None"),
-        ([{"format": ["e5m2"]}], "Unknown key also.format. Did you mean formats? Known: task, formats, scaling,"),
+        ([{"format": ["e5m2"]}], "Unknown key also.format. Did you mean 'formats'? Known: task, formats, scaling,"),
         ([{"out": "elsewhere"}], "Unknown key also.out."),
         ([{"scaling": ["torch", 8]}], "The cell 'fp16 nearest_even 8 seed 0' was given twice"),
         ([{"formats": ["fp61"]}], "Unknown format 'fp61'"),
@@ -135,8 +135,8 @@ def test_ten_thousand_cells_have_as_many_ids() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"task": "digts"}, "Unknown task 'digts'. Did you mean digits?"),
-        ({"task": "sweep_tasks:tony"}, "Did you mean tiny?"),
+        ({"task": "digts"}, "Unknown task 'digts'. Did you mean 'digits'?"),
+        ({"task": "sweep_tasks:tony"}, "Did you mean 'tiny'?"),
         ({"task": "no_such_module:f"}, "cannot be imported"),
         ({"task": "sweep_tasks:math"}, "is a module. It must be a function"),
         ({"formats": ["fp61"]}, "Unknown format 'fp61'"),
@@ -144,7 +144,7 @@ def test_ten_thousand_cells_have_as_many_ids() -> None:
         ({"formats": [{"error": "fp16", "rounding": "stochastic"}]}, "give roundings="),
         ({"formats": []}, "formats is empty"),
         ({"formats": ["fp16", "half"]}, "The cell 'fp16 nearest_even none seed 0' was given twice"),
-        ({"scaling": ["tourch"]}, "Unknown scaling method 'tourch'. Did you mean torch? Known: none, a number"),
+        ({"scaling": ["tourch"]}, "Unknown scaling method 'tourch'. Did you mean 'torch'? Known: none, a number"),
         ({"scaling": [1024, 1024.0]}, "was given twice"),
         ({"scaling": [-1.0]}, "-1.0"),
         ({"scaling": []}, "scaling is empty"),
@@ -163,7 +163,7 @@ def test_ten_thousand_cells_have_as_many_ids() -> None:
             "epochs is 1180591620717411303424. That is more than 2**53.",
         ),
         ({"seeds": [1, 1]}, "was given twice"),
-        ({"options": {"epoch": 1}}, "Unknown key task_options.epoch. Did you mean epochs?"),
+        ({"options": {"epoch": 1}}, "Unknown key task_options.epoch. Did you mean 'epochs'?"),
         ({"options": {"epochs": "many"}}, "task_options.epochs is 'many'. Expected: an integer, 1 or more."),
         (
             {"options": {"epochs": 0}},
@@ -393,7 +393,7 @@ def test_a_recipe_has_its_own_roundings_and_no_loss_scale_where_gradients_have_t
     assert {cell.config["scaling"] for cell in cells[4:]} == {"none"}
     assert len({cell.id for cell in cells}) == len(cells)
     for name in ("recipe:nvfp5", "fp8_current"):
-        with pytest.raises(ValueError, match=r"Unknown recipe 'nvfp5'\. Did you mean nvfp4|'fp8_current' is a recipe"):
+        with pytest.raises(ValueError, match=r"Unknown recipe 'nvfp5'\. Did you mean 'nvfp4|'fp8_current' is a recipe"):
             plan("digits", [name], ["none"])
     (cell,) = plan("digits", ["recipe:mxfp8"], ["none"], options={"steps": 3, "record_every": 0})
     result, _ = run_cell(cell.config)

@@ -86,7 +86,7 @@ def test_a_table_goes_to_markdown_latex_csv_and_json(tmp_path: Path) -> None:
     ]
     table.places["fp_16", "none"] = [math.inf]
     assert json.loads(table.to("json"), parse_constant=pytest.fail)[0]["accuracy mean"] is None
-    with pytest.raises(ValueError, match=r"'word'\. Expected: markdown, latex, csv, json"):
+    with pytest.raises(ValueError, match=r"'word'\. Known: markdown, latex, csv, json"):
         table.to("word")
 
 

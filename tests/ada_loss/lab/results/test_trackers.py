@@ -338,7 +338,7 @@ def test_a_tracker_that_fails_loses_no_result_and_is_told_later_what_it_missed(t
 
 def test_unknown_trackers_are_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"Unknown tracker 'wandbb'\. Did you mean wandb\? Known: tensorboard, mlflow, wandb"
+        ValueError, match=r"Unknown tracker 'wandbb'\. Did you mean 'wandb'\? Known: tensorboard, mlflow, wandb"
     ):
         small(tmp_path / "out", track=["wandbb"])
     with pytest.raises(

@@ -77,7 +77,7 @@ BOMB += "\n".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 20)}]" for a, b in zip("ab
         (BOMB, r"is not YAML: it holds more than 100,000 values"),
         ("task: digits\nformats: [fp16]\nseeds: 2001-13-45", r"is not YAML: month must be in 1\.\.12"),
         ("task: digits\n? [1]\n: 2", r"is not YAML|unknown key"),
-        ("task: digits\nformats: [fp16]\nscalings: [none]", r"unknown key scalings\. Did you mean scaling\?"),
+        ("task: digits\nformats: [fp16]\nscalings: [none]", r"unknown key scalings\. Did you mean 'scaling'\?"),
         ("task: digits\nformats: [fp16]\nformats: [bf16]", r"is not YAML: found duplicate key .*formats.* in line 3"),
         ("task: digits\nformats: [fp16]\nformats: [x]", r'found duplicate key "formats" in line 3\. Write'),
         ("task: digits\nformats: [fp16", r"is not YAML: .* in line"),
@@ -109,7 +109,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_named_with_what_is() -> None:
-    with pytest.raises(FileNotFoundError, match=r"'digit'\. Did you mean digits\?"):
+    with pytest.raises(FileNotFoundError, match=r"'digit'\. Did you mean 'digits'\?"):
         read_sweep("digit")
 
 

@@ -80,7 +80,7 @@ def test_names_with_paths_that_cannot_be_are_refused(tmp_path: Path) -> None:
         find_task("digits=x")
     with pytest.raises(ValueError, match=r"'chars=' has no path behind '='\. Use 'chars=PATH'"):
         find_task("chars=")
-    with pytest.raises(ValueError, match=r"Unknown task 'char'\. Did you mean chars"):
+    with pytest.raises(ValueError, match=r"Unknown task 'char'\. Did you mean 'chars"):
         find_task("char=x")
     with pytest.raises(FileNotFoundError, match=r"There is no '.*nothing'\. Give the path"):
         plan(f"chars={tmp_path / 'nothing'}", ["fp16"], ["none"])
