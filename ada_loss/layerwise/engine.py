@@ -40,7 +40,6 @@ from ada_loss.layerwise.scale_kernels import (
 )
 from ada_loss.layerwise.schedule import UPDATE, Schedule
 from ada_loss.layerwise.sites import MEASURED, GradientSite, IncomingScale, ProductEdge, SiteState
-from ada_loss.rules.layer import ElementWiseRange, Fixed
 from ada_loss.transforms import PRODUCTS, Product
 from fpsim import scaling
 from fpsim.scaling import (
@@ -101,12 +100,12 @@ class Engine:
         rule = self._rule = options.rule
         self._options, self._modules = options, options.modules
         self._predicts, self._holds_scales = options.predicts, options.holds_scales
-        self._measures_casts = self._predicts and options.scales_casts and not isinstance(rule, Fixed)
-        self._product_rule = rule if isinstance(rule, ElementWiseRange) else None
-        self._is_fixed = isinstance(rule, Fixed)
-        self._skips_amax = self._predicts and not (self._holds_scales or self._is_fixed or self._product_rule)
+        self._measures_casts = self._predicts and options.scales_casts and not rule.is_constant
+        self._product_rule: Any = rule if rule.forms_products else None
+        self._is_fixed = rule.is_constant
+        self._skips_amax = self._predicts and not (self._holds_scales or self._is_fixed or rule.forms_products)
         self._warns_of_noise = rule.saturates
-        self._dead = Dead(self._predicts and not isinstance(rule, Fixed))
+        self._dead = Dead(self._predicts and not rule.is_constant)
         self.observer: Observed | None = None
         self._told: Observed | None = None  # the observer in a step that it wants to see, else None
         self.states: defaultdict[tuple[str, str], SiteState] = defaultdict(SiteState)  # by name and role

@@ -10,6 +10,8 @@ from instants import interrupted
 from torch import Tensor, nn
 
 from ada_loss import AdaLossScaled, AdaLossTransformConv2d, layer_rule
+from ada_loss.layerwise.chooser import MEASURES
+from ada_loss.rules.layer import LAYER_RULES
 from fpsim import quantize
 from fpsim.scaling import listeners
 
@@ -118,3 +120,8 @@ def test_an_adaptive_scaling_that_is_interrupted_within_its_block_ends_though_th
             assert all(found.scaling is None for found in listeners(model))
         AdaLossScaled.detach_from(model)
     assert inside >= 10
+
+
+def test_a_rule_either_predicts_or_says_what_it_measures() -> None:
+    assert {rule.measures for rule in LAYER_RULES.values() if not rule.predicts} == MEASURES.keys()
+    assert {rule.measures for rule in LAYER_RULES.values() if rule.predicts} == {""}
