@@ -322,7 +322,7 @@ WORST: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "growth by less than 1": (lambda: _compared().grows(by=-1), ValueError, "by=-1 is out of range"),
     "bytes as a device": (lambda: fpsim.warm_up(b"cpu", ["fp16"]), ValueError, "device=b'cpu' is not a device"),
     "no device": (lambda: ada_loss.GradScaler(device="x"), ValueError, "device='x' is not a device"),
-    "truth as a code": (lambda: fpsim.as_format("fp16").decode(True), ValueError, "Code True is none of fp16"),
+    "truth as a code": (lambda: fpsim.as_format("fp16").decode(True), ValueError, "Code True is out of range for fp16"),
     "a chunk beyond memory": (lambda: fpsim.Accumulator("fp16", chunk=2**70), ValueError, "chunk=1180591620717411303"),
     "a block beyond memory": (
         lambda: fpsim.BlockFormat("e4m3fn", 10**5000, fpsim.as_format("e8m0fnu")), ValueError, "block=a value of type"

@@ -211,7 +211,7 @@ def read_directions(folder: Path) -> dict[str, str]:
 
 
 def keep_directions(folder: Path, said: Mapping[str, str]) -> None:
-    """Keep stated directions in the folder of a sweep, beside those that it has."""
+    """Keep stated directions in the folder of a sweep, in addition to those that it has."""
     kept = read_directions(folder)
     if said and {**kept, **said} != kept:
         write_atomically(folder / FILE, strict_json({**kept, **said}).encode())

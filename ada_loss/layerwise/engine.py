@@ -66,7 +66,7 @@ class Observed(Protocol):
     def __call__(
         self, step: int, site: str, role: str, spec: RoundingSpec, gradient: Tensor, log2_scale: Tensor, chosen: Tensor
     ) -> None:
-        """Be told of one gradient.
+        """Called once per gradient.
 
         step: the number of the backward pass, from 1.
         site: the site's name, with '#1' and so on for its second use and later ones.

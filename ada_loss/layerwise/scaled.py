@@ -169,7 +169,7 @@ class AdaLossScaled:
 
     @property
     def observer(self) -> Observed | None:
-        """Who is told of gradients and their scales, such as a `Recorder`; None for nobody."""
+        """The observer of gradients and their scales, such as a `Recorder`, or None."""
         return self._engine.observer
 
     @observer.setter

@@ -134,7 +134,7 @@ class Codebook:
     def decode(self, code: int) -> float:
         """The value of a code. Raises ValueError for a code out of range."""
         if isinstance(code, bool) or not isinstance(code, int) or not 0 <= code < len(self.values):
-            raise ValueError(f"Code {shown(code)} is none of {self}: its codes are 0 to {len(self.values) - 1}.")
+            raise ValueError(f"Code {shown(code)} is out of range for {self}: 0 to {len(self.values) - 1}.")
         return self.values[code]
 
     @cached_property

@@ -207,7 +207,7 @@ class FloatFormat:
         (448.0, 5.960464477539063e-08)
         """
         if not is_whole(code, 0) or not 0 <= code < 2**self.bits:
-            raise ValueError(f"Code {shown(code)} is none of {self}: its codes are 0 to {2**self.bits - 1}.")
+            raise ValueError(f"Code {shown(code)} is out of range for {self}: 0 to {2**self.bits - 1}.")
         sign_bit = 2 ** (self.exponent_bits + self.mantissa_bits)
         negative, magnitude = self.is_signed and code >= sign_bit, code % sign_bit
         if self.specials in ("fnuz", "p3109") and code == sign_bit:

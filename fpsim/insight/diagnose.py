@@ -31,7 +31,7 @@ LEAST_SCALE, MOST_SCALE = -60, 60  # log2, between which a scale is looked for
 
 
 class Diagnosis(Rows):
-    """What broke in one step: a row for each place where inf, NaN or saturation appeared, the first one first.
+    """What broke in one step: one row per site where inf, NaN or saturation appeared, in order of occurrence.
 
     cause: the first inf or NaN, or where there is none the first saturation; None where all is well.
     operands: rows of what the operation of the cause read.

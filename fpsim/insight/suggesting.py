@@ -188,9 +188,9 @@ def planned(worst: Worst, specs: Iterable[Spec], limits: Limits) -> Plan:
 def _is_noise(worst: Worst, row: Mapping[str, Any]) -> bool:
     """Whether a bias has gradients that are zero in theory, as a key's in softmax, and noise in practice."""
     module, _, name = row["site"].rpartition(".")
-    beside = worst.get((f"{module}.weight", "weight_grad", row["format"]))
-    is_bias = row["role"] == "weight_grad" and name == "bias" and beside is not None
-    return is_bias and beside is not None and row["amax"] < NOISE * beside["amax"]
+    of_weight = worst.get((f"{module}.weight", "weight_grad", row["format"]))
+    is_bias = row["role"] == "weight_grad" and name == "bias" and of_weight is not None
+    return is_bias and of_weight is not None and row["amax"] < NOISE * of_weight["amax"]
 
 
 def _share(found: list[bool]) -> float:

@@ -85,7 +85,7 @@ def quantize(
 
 
 def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str, str] | None = None) -> None:
-    """Have a quantised model compute in other formats from its next call on.
+    """Change the formats of a quantised model, effective from its next call.
 
     The parameters, the optimizer's state, a recording and a scaling of `ada_loss` stay as they are. Delayed scaling
     remembers the operands whose format and rule stay, and restarts for the others. Modules that were added since are

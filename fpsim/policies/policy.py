@@ -64,7 +64,7 @@ class Policy:
         holds for what is inside the module too. Of several that match the last one wins.
     float32: names of operations ("softmax", "cross_entropy") whose results and gradients are not rounded, and whose
         operands are not quantised.
-    products: how the operands of matrix products are quantised, beside the roles: what a role has rounded enters a
+    products: how the operands of matrix products are quantised, in addition to the roles: what a role has rounded enters a
         product in the operand's format. None leaves products alone.
     variant: as in `round_to`; one for all roles, or a mapping from role to variant. Only stochastic roles use it.
     Raises ValueError for unknown roles, names and invalid roundings, TypeError for what is not a pattern.

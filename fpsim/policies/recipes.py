@@ -39,9 +39,9 @@ class RecipeRow(NamedTuple):
 class _Recipe:
     """A recipe: its words, its policy without a model, and which layers of a model stay in high precision.
 
-    keeps_last: beside embeddings, norms and the head, so many percent of the other layers, rounded up, from the last
+    keeps_last: besides embeddings, norms and the head, so many percent of the other layers, rounded up, from the last
         one; None keeps nothing.
-    keeps_gates: beside these, what chooses among experts.
+    keeps_gates: besides these, what chooses among experts.
     """
 
     description: str

@@ -87,7 +87,7 @@ def _is_recipe(fmt: Any) -> bool:
 
 
 def canonical_format(fmt: Any) -> Any:
-    """What stands for a format, in the words that stand for all that mean the same: JSON, and hashed into a cell's id.
+    """The canonical form of a format, as JSON: equal formats have equal forms. It is hashed into a cell's id.
 
     Raises ValueError for what is not a format.
 
@@ -178,7 +178,7 @@ def _has_nothing_to_scale(fmt: Any) -> bool:
 
 
 def has_own_rounding(fmt: Any) -> bool:
-    """Whether the rounding of a cell changes nothing: its formats are recipes, or beside one float32."""
+    """Whether the rounding of a cell changes nothing: its formats are recipes, or recipes and float32."""
     formats = [stage.fmt for stage in as_schedule(split(fmt)[0]).stages]
     return any(map(_is_recipe, formats)) and all(_is_recipe(inner) or inner == BASELINE for inner in formats)
 

@@ -27,7 +27,7 @@ from fpsim.insight.rows import Rows
 __all__ = ["REASONS", "StoredResults", "read_reasons", "telling_axes"]
 
 REASONS = "reasons.json"  # why cells diverged or fell short, by id; beside the ledger, whose rows stay
-OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row beside its settings and metrics
+OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row besides its settings and metrics
 
 
 class StoredResults:
@@ -305,7 +305,7 @@ def telling_axes(axes: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list
 
 
 def _column(metric: str, columns: set[str]) -> str:
-    """The column of a metric beside those columns."""
+    """The column of a metric in addition to those columns."""
     while metric in columns:
         metric = f"metric.{metric}"
     return metric

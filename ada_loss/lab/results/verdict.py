@@ -114,7 +114,7 @@ def _verdict(
 
 
 def _words_of_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What tells the setting of each row beside its format: its rounding and its scaling, where several are.
+    """What tells the setting of each row besides its format: its rounding and its scaling, where several are.
 
     That gradients are rounded stochastically follows from the format and the scaling, and is said where it is so.
     """

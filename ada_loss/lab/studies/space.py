@@ -19,7 +19,7 @@ FLOAT32_BITS = 32
 
 
 class Point(NamedTuple):
-    """What is tried: exponent and mantissa bits of each role, and the modules that stay in float32."""
+    """A search space: exponent and mantissa bits per role, and the modules kept in float32."""
 
     bits: tuple[tuple[int, int], ...]
     wide: tuple[str, ...] = ()

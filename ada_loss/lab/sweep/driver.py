@@ -286,7 +286,7 @@ class _Driver:
     """Keeps as many cells running as the engine has slots, and writes their results; only this process writes.
 
     ledger, out, engine, notifier: where results are written, where cells run, and who is told of finished cells.
-    order: what every worker is told beside a cell's configuration.
+    order: what every worker is told besides a cell's configuration.
     running: the cells that were submitted, with the time at which they were.
     deaths: how many workers died while they ran a cell, by its id.
     progress: is told of every cell.

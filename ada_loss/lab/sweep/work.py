@@ -39,7 +39,7 @@ ONE_AT_A_TIME = threading.Lock()  # torch's thread count and random numbers belo
 
 @dataclass(frozen=True)
 class WorkOrder:
-    """What a worker is told beside a cell's configuration; it is pickled.
+    """What a worker is told besides a cell's configuration; it is pickled.
 
     make_task: the function of the task or of the training, where its name is not enough.
     device: where the cell computes.

@@ -115,10 +115,10 @@ def as_schedule(fmt: Any, rounding: str | None = None) -> FormatSchedule:
         if fmt and not any(isinstance(key, str) for key in fmt):
             raise TypeError(f"A format is {shown(dict(fmt))}. Expected for formats in turn: {POSSIBLE}.")
         return FormatSchedule((Stage(0, fmt, rounding),))  # type: ignore[arg-type]  # whoever takes it says what it is
-    beside = [key for key in fmt if key != SCHEDULE]
-    if beside:
+    others = [key for key in fmt if key != SCHEDULE]
+    if others:
         raise ValueError(
-            f"A schedule has {', '.join(map(shown, beside))} beside it. Expected: {POSSIBLE}; each of its "
+            f"A schedule has {', '.join(map(shown, others))} besides its key. Expected: {POSSIBLE}; each of its "
             f"formats may be a policy."
         )
     given = [Stage(_start(start), inner, rounding) for start, inner in _pairs(fmt[SCHEDULE])]
@@ -131,7 +131,7 @@ def as_schedule(fmt: Any, rounding: str | None = None) -> FormatSchedule:
     if len({type(start) for start in starts[1:]}) > 1:
         raise ValueError(
             f"The schedule {shown(fmt[SCHEDULE])} has both steps and fractions, whose order depends on the number of "
-            f"steps. Expected: either integers, or floats below 1, beside the 0."
+            f"steps. Expected: either integers, or floats below 1, besides the 0."
         )
     return FormatSchedule(tuple(stages))
 

@@ -88,7 +88,7 @@ def test_scaling_and_roundings_are_left_out_where_no_format_has_use_for_them() -
         (turns("fp16", (0.5, {"error": "fp16", "rounding": "up"})), {}, "give roundings="),
         (turns("fp16", (20, "bf16")), {"steps": 20}, "no step for it: the training has 20"),
         ({0: "fp16", 0.8: "bf16"}, {}, "Expected for formats in turn: {'schedule': {0: 'fp16', 0.8: 'bf16'}}"),
-        ({**turns("fp16", (0.5, "bf16")), "error": "e5m2"}, {}, "has 'error' beside it"),
+        ({**turns("fp16", (0.5, "bf16")), "error": "e5m2"}, {}, "has 'error' besides its key"),
         ("fp16", {"schedule": {0: "fp16", 0.8: "bf16"}}, "It is that of the learning rate."),
     ],
 )

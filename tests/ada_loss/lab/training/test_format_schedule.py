@@ -74,7 +74,7 @@ def test_starts_may_come_in_any_order_and_as_numpys_numbers() -> None:
         ({"schedule": {0: "fp16", 0.5: "e5m2", 100: "bf16"}}, "has both steps and fractions"),
         ({"schedule": [[0, "fp16"], [0.0, "bf16"]]}, "has two formats for one start"),
         ({"schedule": {0: "fp16", 0.5: {"schedule": {0: "bf16"}}}}, "A schedule is inside another"),
-        ({"schedule": {0: "fp16"}, "error": "e5m2"}, "A schedule has 'error' beside it"),
+        ({"schedule": {0: "fp16"}, "error": "e5m2"}, "A schedule has 'error' besides its key"),
         ({0: "fp16", 0.8: "bf16"}, "Expected for formats in turn: {'schedule': {0: 'fp16', 0.8: 'bf16'}}"),
     ],
 )
