@@ -41,8 +41,6 @@ class Recorder:
     There is a row for each sampled step and each site where a gradient is rounded. Rows stay on the device until they
     are asked for. Recording changes no result, and computes nothing in a step that is not sampled.
 
-    every: sample the first step and each n-th after it.
-
     The columns of a row:
 
     step: the number of the step.
@@ -61,6 +59,9 @@ class Recorder:
     underflow: the share of the other elements that become zero if they are rounded at the scale.
     underflow_unscaled: the share of the other elements that become zero if they are rounded at scale 1.
     overflow: the share of all elements that are finite, and become inf or NaN or saturate at the scale.
+
+    Args:
+        every: sample the first step and each n-th after it.
     """
 
     def __init__(self, every: int = 1) -> None:

@@ -32,7 +32,7 @@ def use_scaler(loop: Any, scaler: GradScaler) -> None:
         raise TypeError(f"The loop is {shown(loop)}. Expected: an accelerate.Accelerator, a transformers.Trainer.")
     if accelerator.mixed_precision != "no":
         raise ValueError(
-            f"mixed_precision={accelerator.mixed_precision!r} casts tensors itself, in addition to the emulated format. "
+            f"mixed_precision={accelerator.mixed_precision!r} casts tensors itself, besides the emulated format. "
             f"Expected here: 'no'. Leave fp16= and bf16= of the Trainer out."
         )
     if accelerator._optimizers:

@@ -249,10 +249,13 @@ LAYER_RULES: dict[str, type[LayerRule]] = {
 def layer_rule(name: str, **params: Any) -> LayerRule:
     """A rule of one layer by its name.
 
-    name: "approx_range", "abs_range", "element_wise_range", "fixed", "exact", "current", "amax_history" or "mse".
-    params: the parameters of its class.
+    Args:
+        name: "approx_range", "abs_range", "element_wise_range", "fixed", "exact", "current", "amax_history" or "mse".
+        params: the parameters of its class.
 
-    Raises ValueError for an unknown name or an invalid value, TypeError for an unknown parameter.
+    Raises:
+        ValueError: for an unknown name or an invalid value.
+        TypeError: for an unknown parameter.
 
     >>> layer_rule("exact", n_uf_threshold=1e-2)
     Exact(n_uf_threshold=0.01)

@@ -27,14 +27,17 @@ class GradScaler:
     the rule skips nothing (`static`). Nothing is copied to the host before `step` has to choose or `update` to adjust,
     and nothing at all if a fused optimizer chooses by itself and the rule is torch's.
 
-    rule: a `LossRule`, the name of a system ("torch", "nnabla", ...), or a number for a constant scale. A device means
-        torch's rule. The rule "off" does not scale.
-    max_gradient_norm: `step` clips the unscaled gradients of its optimizer to this global norm.
-    enabled: False does not scale, as the rule "off".
-    device: accepted as in torch, and not needed: the scale is put on the device of each loss.
-    params: parameters of the rule, if it is given by name.
+    Args:
+        rule: a `LossRule`, the name of a system ("torch", "nnabla", ...), or a number for a constant scale. A device
+            means torch's rule. The rule "off" does not scale.
+        max_gradient_norm: `step` clips the unscaled gradients of its optimizer to this global norm.
+        enabled: False does not scale, as the rule "off".
+        device: accepted as in torch, and not needed: the scale is put on the device of each loss.
+        params: parameters of the rule, if it is given by name.
 
-    Raises ValueError for an invalid value, TypeError for a parameter that the rule does not have.
+    Raises:
+        ValueError: for an invalid value.
+        TypeError: for a parameter that the rule does not have.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)

@@ -26,18 +26,21 @@ class Updater:
     `accumulate` losses, sums them over `process_group`, unscales and clips them, adds the weight decay, steps, and lets
     the rule adjust.
 
-    optimizer: the optimizer, whose parameters are trained.
-    loss_fn: takes what `data_feeder` returns, and returns a loss.
-    data_feeder: takes no arguments, and returns the data of the next loss.
-    scaler: any GradScaler.
-    accumulate: the number of losses whose gradients are summed. For their mean, divide the loss.
-    weight_decay: adds this times the weights to the gradients.
-    process_group: None for one process, `torch.distributed.group.WORLD` for all. Every rank must have the same
-        parameters and an equal rule; then all see the same gradients, and skip, retry and adjust together.
-    clip: clips the unscaled gradients to this global norm.
-    max_retries: how often a skipped step is tried again.
+    Args:
+        optimizer: the optimizer, whose parameters are trained.
+        loss_fn: takes what `data_feeder` returns, and returns a loss.
+        data_feeder: takes no arguments, and returns the data of the next loss.
+        scaler: any GradScaler.
+        accumulate: the number of losses whose gradients are summed. For their mean, divide the loss.
+        weight_decay: adds this times the weights to the gradients.
+        process_group: None for one process, `torch.distributed.group.WORLD` for all. Every rank must have the same
+            parameters and an equal rule; then all see the same gradients, and skip, retry and adjust together.
+        clip: clips the unscaled gradients to this global norm.
+        max_retries: how often a skipped step is tried again.
 
-    Raises ValueError for an invalid value, TypeError for a function that is none.
+    Raises:
+        ValueError: for an invalid value.
+        TypeError: for a function that is none.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.tensor([2.0]))

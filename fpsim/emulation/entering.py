@@ -201,8 +201,11 @@ def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) ->
 
     The twin of `torch.autocast`: put the forward pass and the loss inside, the backward pass and the optimizer's step
     outside. Operands that come from outside are rounded, each result is rounded once, and gradients on their way back.
-    `fmt` is a format for every role or a Policy (without overrides: there are no modules here). What a parametrisation
-    computes counts as activations here; `quantize` knows it for weights.
+    What a parametrisation computes counts as activations here; `quantize` knows it for weights.
+
+    Args:
+        fmt: a format for every role, or a Policy without overrides: there are no modules here.
+        rounding: as in `quantize`.
 
     >>> x = torch.tensor([1.0, 2.0, 3.0])
     >>> with emulate("e4m3fn"):

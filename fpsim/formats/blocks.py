@@ -38,9 +38,10 @@ class Delayed:
     scale = (largest / amax') / 2**margin, amax' of the last `history` steps; this step's amax is not among them. An
     amax' that is zero or not finite keeps the scale of before (NVIDIA TransformerEngine, DelayedScaling).
 
-    history: how many steps are remembered.
-    margin: binades left free below the largest value.
-    amax: "max" of the history, or the "most_recent".
+    Args:
+        history: how many steps are remembered.
+        margin: binades left free below the largest value.
+        amax: "max" of the history, or the "most_recent".
     """
 
     history: int = 1024
@@ -63,24 +64,27 @@ class Delayed:
 class BlockFormat:
     """A format whose numbers are `element * scale`, with one scale for the elements of a block.
 
-    element: the format of the elements, or its name. An integer is symmetric: "int8" is -127 to 127.
-    block: how many elements along one axis share a scale; (rows, columns) for a tile; "row" for all along the axis;
-        "tensor" for all there are. A ragged last block is a shorter block.
-    scale: the format of the scales: "e8m0fnu" for powers of two, "fp32", or any format without subnormal surprises,
-        such as "e4m3fn".
-    scale_rule: how a scale follows from amax, the largest finite magnitude of its block. Powers of two: "floor",
-        "ceil", "even" or "nearest", see SCALE_RULES. Any other scale: "amax", or Delayed() for a tensor. Float32 alone:
-        "absmax", the default of code books, under which elements are divided by the scale. Under "amax" they are
-        multiplied by largest / amax, which differs in the last bit.
-    tensor_scale: whether a float32 for the whole tensor multiplies the scales, which brings the largest block's scale
-        to the top of the scale's format (NVFP4).
-    gain: elements are rounded at this multiple of their size, and divided by it afterwards: 3/4 in MXFP4 as in
-        arXiv 2502.20586, so that nothing saturates under the rule "floor".
-    least_amax: under "absmax", what a smaller amax counts as: 1e-12 in torchao. With 0, a block of zeros has a scale of
-        0, and stays zero in formats without a zero too.
-
     Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
-    Raises ValueError for combinations that make no format.
+
+    Args:
+        element: the format of the elements, or its name. An integer is symmetric: "int8" is -127 to 127.
+        block: how many elements along one axis share a scale; (rows, columns) for a tile; "row" for all along the axis;
+            "tensor" for all there are. A ragged last block is a shorter block.
+        scale: the format of the scales: "e8m0fnu" for powers of two, "fp32", or any format without subnormal surprises,
+            such as "e4m3fn".
+        scale_rule: how a scale follows from amax, the largest finite magnitude of its block. Powers of two: "floor",
+            "ceil", "even" or "nearest", see SCALE_RULES. Any other scale: "amax", or Delayed() for a tensor. Float32
+            alone: "absmax", the default of code books, under which elements are divided by the scale. Under "amax" they
+            are multiplied by largest / amax, which differs in the last bit.
+        tensor_scale: whether a float32 for the whole tensor multiplies the scales, which brings the largest block's
+            scale to the top of the scale's format (NVFP4).
+        gain: elements are rounded at this multiple of their size, and divided by it afterwards: 3/4 in MXFP4 as in
+            arXiv 2502.20586, so that nothing saturates under the rule "floor".
+        least_amax: under "absmax", what a smaller amax counts as: 1e-12 in torchao. With 0, a block of zeros has a
+            scale of 0, and stays zero in formats without a zero too.
+
+    Raises:
+        ValueError: for combinations that make no format.
 
     >>> BlockFormat("e4m3fn", 32) == as_format("mxfp8_e4m3")
     True
@@ -285,13 +289,17 @@ def as_element(fmt: str | Element) -> Element:
 def as_format(fmt: Any) -> Format:
     """The format that a name, a `repr` or a format stands for.
 
-    fmt: a name of the catalogues ("fp16", "e4m3fn", "mxfp4", "nvfp4"), an alias ("half"), eXmY, eXmYfn or eXmYfnuz for
-        any other with the standard bias, "int8" and the like, a code book's ("nf4", "dynamic8", "hif8"), "<element> per
-        <block> [scale [fp32]] [rule] [at gain]" for elements that share a scale ("e4m3fn per tensor fp32", "int4 per
-        32", "e4m3fn per 128x128 ceil", "e2m1fn per 16x16 e4m3fn fp32", "e2m1fn per 32 at 0.75", "dynamic8 per 256
-        fp32"), the `repr` of a format, or a format; a floating dtype of torch, NumPy or ml_dtypes
-        (torch.float8_e4m3fn), gfloat's FormatInfo.
-    Raises ValueError for an unknown name, TypeError for what is not a name.
+    Args:
+        fmt: a name of the catalogues ("fp16", "e4m3fn", "mxfp4", "nvfp4"), an alias ("half"), eXmY, eXmYfn or eXmYfnuz
+            for any other with the standard bias, "int8" and the like, a code book's ("nf4", "dynamic8", "hif8"),
+            "<element> per <block> [scale [fp32]] [rule] [at gain]" for elements that share a scale ("e4m3fn per tensor
+            fp32", "int4 per 32", "e4m3fn per 128x128 ceil", "e2m1fn per 16x16 e4m3fn fp32", "e2m1fn per 32 at 0.75",
+            "dynamic8 per 256 fp32"), the `repr` of a format, or a format; a floating dtype of torch, NumPy or ml_dtypes
+            (torch.float8_e4m3fn), gfloat's FormatInfo.
+
+    Raises:
+        ValueError: for an unknown name.
+        TypeError: for what is not a name.
 
     >>> as_format("half") is as_format("fp16")
     True

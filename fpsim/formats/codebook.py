@@ -41,7 +41,9 @@ class Codebook:
             would begin if the last spacing went on, as in IEEE 754. Stochastic rounding goes by the distances alone.
 
     Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
-    Raises ValueError for numbers that make no code book.
+
+    Raises:
+        ValueError: for numbers that make no code book.
 
     >>> levels = Codebook((-1.0, 0.0, 0.25, 1.0), ties="up")
     >>> levels.bits, levels.lowest, levels.largest, levels.decode(2), levels.encode(1.0)

@@ -18,14 +18,17 @@ class FixedPoint:
 
     There is no inf, NaN or -0, and what lies beyond the ends saturates.
 
-    word_length: 2 to 25 bits if signed, the sign among them; 1 to 24 if not.
-    fraction_length: how many of the bits lie behind the point; may be negative, or more than there are.
-    signed: two's complement, `-2**(word_length - 1) <= k < 2**(word_length - 1)`; False starts at 0.
-    symmetric: leave out the lowest number of two's complement, so that `-x` is in the format wherever `x` is. The
-        elements of a block format are so (OCP MX v1.0, 5.3.3).
-
     Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
-    Raises ValueError for fields that make no format, or one that float32 cannot hold.
+
+    Args:
+        word_length: 2 to 25 bits if signed, the sign among them; 1 to 24 if not.
+        fraction_length: how many of the bits lie behind the point; may be negative, or more than there are.
+        signed: two's complement, `-2**(word_length - 1) <= k < 2**(word_length - 1)`; False starts at 0.
+        symmetric: leave out the lowest number of two's complement, so that `-x` is in the format wherever `x` is. The
+            elements of a block format are so (OCP MX v1.0, 5.3.3).
+
+    Raises:
+        ValueError: for fields that make no format, or one that float32 cannot hold.
 
     >>> int8 = FixedPoint(8, 0)
     >>> int8.lowest, int8.largest, FixedPoint(4, 2).values()[-2:]

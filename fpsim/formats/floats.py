@@ -34,15 +34,18 @@ class FloatFormat:
     Exponent field `e` and mantissa field `m` stand for `2**(e - bias) * 1.m`, and for `2**(1 - bias) * 0.m` where `e`
     is 0 (subnormals).
 
-    exponent_bits: 1 to 8.
-    mantissa_bits: 0 to 23, without the leading bit.
-    bias: of the exponent field. Defaults to the standard's: `2**(exponent_bits - 1) - 1`, one more for "fnuz" and
-        "p3109".
-    specials: which codes are inf, NaN or -0: "ieee", "fn", "fnuz", "none", "p3109", "dlfloat" or "scale".
-    subnormals: False leaves a gap between zero and the smallest normal value.
-
     Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
-    Raises ValueError for fields that make no format, or one that float32 cannot hold.
+
+    Args:
+        exponent_bits: 1 to 8.
+        mantissa_bits: 0 to 23, without the leading bit.
+        bias: of the exponent field. Defaults to the standard's: `2**(exponent_bits - 1) - 1`, one more for "fnuz" and
+            "p3109".
+        specials: which codes are inf, NaN or -0: "ieee", "fn", "fnuz", "none", "p3109", "dlfloat" or "scale".
+        subnormals: False leaves a gap between zero and the smallest normal value.
+
+    Raises:
+        ValueError: for fields that make no format, or one that float32 cannot hold.
 
     >>> FloatFormat(5, 10) == as_float_format("fp16")
     True

@@ -167,13 +167,17 @@ def compare(
     gradients of `a` are kept until the end. Views and copies of a result have no rows. A fused operation, such as an
     LSTM, is one.
 
-    model: any module, quantised or not.
-    a, b: what `quantize` takes; None is float32.
-    batch: what the model is called with: a tensor, a tuple of arguments, or a mapping of named ones.
-    loss: from the model's output to a scalar. None takes the output's `loss`, and runs only forward without one.
-    draws: how often `b` is run, with other noise of stochastic rounding each time.
-    seed: of dropout and noise.
-    Raises what `quantize` raises, ValueError for invalid draws, and where both losses are not finite.
+    Args:
+        model: any module, quantised or not.
+        a, b: what `quantize` takes; None is float32.
+        batch: what the model is called with: a tensor, a tuple of arguments, or a mapping of named ones.
+        loss: from the model's output to a scalar. None takes the output's `loss`, and runs only forward without one.
+        draws: how often `b` is run, with other noise of stochastic rounding each time.
+        seed: of dropout and noise.
+
+    Raises:
+        What `quantize` raises.
+        ValueError: for invalid draws, and where both losses are not finite.
 
     >>> comparison = compare(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), None, "e4m3fn", torch.ones(2, 4))
     >>> [(row["site"], row["role"]) for row in comparison]

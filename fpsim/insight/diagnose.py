@@ -120,13 +120,16 @@ def diagnose(
     compiled code are not seen inside. Where nothing breaks, parameters, buffers and gradients are looked at after the
     step.
 
-    model: whose step it is.
-    step: what runs it: a function without arguments; or a batch, where the output has a `.loss` or with `loss`.
-    loss: from the model's output to a scalar, for a batch.
-    scaler: a torch.amp.GradScaler that `step` uses, if it keeps skipping: the step is run at other scales too, and the
-        scale at which no gradient overflows is looked for. Its state is put back.
-    Raises TypeError for a scaler other than torch.amp.GradScaler, and for a step of another kind; ValueError for a step
-    of which nothing was seen.
+    Args:
+        model: whose step it is.
+        step: what runs it: a function without arguments; or a batch, where the output has a `.loss` or with `loss`.
+        loss: from the model's output to a scalar, for a batch.
+        scaler: a torch.amp.GradScaler that `step` uses, if it keeps skipping: the step is run at other scales too, and
+            the scale at which no gradient overflows is looked for. Its state is put back.
+
+    Raises:
+        TypeError: for a scaler other than torch.amp.GradScaler, and for a step of another kind.
+        ValueError: for a step of which nothing was seen.
 
     >>> model = nn.ReLU6()
     >>> found = diagnose(model, lambda: model(torch.ones(2)) * 3e38 * 3e38)

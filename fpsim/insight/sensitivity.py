@@ -97,14 +97,17 @@ def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 
     `model` stays as it is: a copy is run, with the same dropout and noise each time. A step runs the model itself,
     whose formats, parameters, buffers and gradients are put back.
 
-    model: any module, quantised or not.
-    loss: from a model to its loss, on the data that is to decide. Called under torch.no_grad(), unless it enables
-        gradients itself. Or as of the other tools a step, a function without arguments that returns the loss; or a
-        batch, where the output has a `.loss`.
-    policy: the small formats; what `quantize` takes.
-    seed: of dropout and noise.
-    Raises ValueError for a model none of whose modules has parameters, for one whose loss is not finite in float32, and
-    what `quantize` raises.
+    Args:
+        model: any module, quantised or not.
+        loss: from a model to its loss, on the data that is to decide. Called under torch.no_grad(), unless it enables
+            gradients itself. Or as of the other tools a step, a function without arguments that returns the loss; or a
+            batch, where the output has a `.loss`.
+        policy: the small formats; what `quantize` takes.
+        seed: of dropout and noise.
+
+    Raises:
+        ValueError: for a model none of whose modules has parameters, for one whose loss is not finite in float32, and
+            what `quantize` raises.
 
     >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> with torch.no_grad():

@@ -75,16 +75,20 @@ def watch(
     Two forms: `with watch(model, formats) as watching:` around a training, and `watch(model, step)`, which runs the
     step once, puts back what it changed, and watches no longer.
 
-    model: not quantised; a quantised one is recorded by `fpsim.record`.
-    step: a function without arguments, or a batch where the output has a `.loss` or with `loss`. The formats may come
-        in its place.
-    loss: from the model's output to a scalar, for a batch.
-    formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last axis.
-    every: watched are the calls 1, 1 + every, and so on.
-    optimizer: whose states and updates are watched; `suggest_update` tries which formats they would do in. Of a
-        quantised one, `updates` has what was lost; see `fpsim.lost_updates`.
-    Raises ValueError for a model that is quantised or compiled, for a step of a model in eval mode, and for invalid
-    numbers and formats.
+    Args:
+        model: not quantised; a quantised one is recorded by `fpsim.record`.
+        step: a function without arguments, or a batch where the output has a `.loss` or with `loss`. The formats may
+            come in its place.
+        loss: from the model's output to a scalar, for a batch.
+        formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last
+            axis.
+        every: watched are the calls 1, 1 + every, and so on.
+        optimizer: whose states and updates are watched; `suggest_update` tries which formats they would do in. Of a
+            quantised one, `updates` has what was lost; see `fpsim.lost_updates`.
+
+    Raises:
+        ValueError: for a model that is quantised or compiled, for a step of a model in eval mode, and for invalid
+            numbers and formats.
 
     >>> model = nn.Linear(2, 1)
     >>> with watch(model, ["e4m3fn"], every=1) as watching:

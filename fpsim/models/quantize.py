@@ -57,14 +57,20 @@ def quantize(
     spectral_norm, prune), has the role of a weight, and what computes it runs in float32, whatever the policy says of
     the parametrization's modules.
 
-    model: any module; a copy of it is changed.
-    fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module. A format
-        whose numbers share scales ("mxfp8_e4m3") is that of all operands of matrix products; all else stays float32.
-        "recipe:" before the name of a recipe stands for `fpsim.recipe(name, model)`.
-    rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, if there is no role.
-    inplace: change `model` itself and return it.
-    Raises TypeError for what is not an nn.Module or cannot be emulated, ValueError for a pattern that matches no module
-    and for a model that is quantised already. Warns where the gradient of the last layer has 4 bits to nearest.
+    Warns where the gradient of the last layer has 4 bits to nearest.
+
+    Args:
+        model: any module; a copy of it is changed.
+        fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module. A
+            format whose numbers share scales ("mxfp8_e4m3") is that of all operands of matrix products; all else stays
+            float32. "recipe:" before the name of a recipe stands for `fpsim.recipe(name, model)`.
+        rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, if there is no
+            role.
+        inplace: change `model` itself and return it.
+
+    Raises:
+        TypeError: for what is not an nn.Module or cannot be emulated.
+        ValueError: for a pattern that matches no module and for a model that is quantised already.
 
     >>> model = quantize(nn.Linear(2, 2), fmt="fp16")
     >>> print(model)
@@ -91,9 +97,12 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
     remembers the operands whose format and rule stay, and restarts for the others. Modules that were added since are
     quantised too. Call it between two steps: gradients of an earlier call are still rounded as that call's policy said.
 
-    model: from `fpsim.quantize`, or a wrapper of one, such as DistributedDataParallel's.
-    fmt, rounding: as in `quantize`.
-    Raises ValueError for a model that is not quantised, or of which only parts are, and what `quantize` raises.
+    Args:
+        model: from `fpsim.quantize`, or a wrapper of one, such as DistributedDataParallel's.
+        fmt, rounding: as in `quantize`.
+
+    Raises:
+        ValueError: for a model that is not quantised, or of which only parts are, and what `quantize` raises.
 
     >>> model = quantize(nn.Linear(1, 1, bias=False), "e5m2")
     >>> set_policy(model, "bf16")
@@ -217,9 +226,14 @@ def _require_emulable(name: str, module: nn.Module, policy: Policy) -> None:
 
 
 def dequantize(model: Model, *, inplace: bool = False) -> Model:
-    """A copy of a quantised model that computes in float32 again; `inplace` changes the model itself.
+    """A copy of a quantised model that computes in float32 again.
 
-    Raises ValueError for a model that was not quantised.
+    Args:
+        model: from `quantize`.
+        inplace: change `model` itself and return it.
+
+    Raises:
+        ValueError: for a model that was not quantised.
     """
     require_flag("inplace", inplace)
     if not any(True for _ in emulated_forwards(model)):
@@ -273,6 +287,9 @@ def round_parameters_(model: nn.Module) -> None:
     As hardware without a float32 master copy keeps them: an update below half an ulp is lost. Parameters that are used
     in float32, or to compute a weight, stay; one that several modules share is rounded as the first of them uses it.
     Warns where all of them stay, and something else is rounded.
+
+    Args:
+        model: from `quantize`.
 
     >>> model = quantize(nn.Linear(1, 1, bias=False), "e5m2")
     >>> with torch.no_grad():

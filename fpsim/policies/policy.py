@@ -50,24 +50,28 @@ class Policy:
 
     A role left at None stays float32.
 
-    weight: parameters, where they are used.
-    activation: results of operations.
-    error: gradients of activations.
-    weight_grad: gradients of parameters, where they arrive.
-    rounding: as in `round_to`; one for all roles, or a mapping from role to rounding. None, and a role that the mapping
-        leaves out, is nearest-even; gradients in formats of at most 6 bits are rounded stochastically then while an
-        `ada_loss.AdaLossScaled` chooses their scales by "approx_range" or "current".
-    overflow: as in `round_to`; one for all roles, or a mapping from role to overflow.
-    random_bits: as in `round_to`; one for all roles, or a mapping from role to bits. Only stochastic roles use it.
-    overrides: {pattern: format, Policy or None}; None leaves those modules in float32. A pattern is a module's name
-        ("lm_head"), a name with wildcards for single parts ("blocks.*.attn"), or a module class (nn.BatchNorm2d). It
-        holds for what is inside the module too. Of several that match the last one wins.
-    float32: names of operations ("softmax", "cross_entropy") whose results and gradients are not rounded, and whose
-        operands are not quantised.
-    products: how the operands of matrix products are quantised, in addition to the roles: what a role has rounded enters a
-        product in the operand's format. None leaves products alone.
-    variant: as in `round_to`; one for all roles, or a mapping from role to variant. Only stochastic roles use it.
-    Raises ValueError for unknown roles, names and invalid roundings, TypeError for what is not a pattern.
+    Args:
+        weight: parameters, where they are used.
+        activation: results of operations.
+        error: gradients of activations.
+        weight_grad: gradients of parameters, where they arrive.
+        rounding: as in `round_to`; one for all roles, or a mapping from role to rounding. None, and a role that the
+            mapping leaves out, is nearest-even; gradients in formats of at most 6 bits are rounded stochastically then
+            while an `ada_loss.AdaLossScaled` chooses their scales by "approx_range" or "current".
+        overflow: as in `round_to`; one for all roles, or a mapping from role to overflow.
+        random_bits: as in `round_to`; one for all roles, or a mapping from role to bits. Only stochastic roles use it.
+        overrides: {pattern: format, Policy or None}; None leaves those modules in float32. A pattern is a module's name
+            ("lm_head"), a name with wildcards for single parts ("blocks.*.attn"), or a module class (nn.BatchNorm2d).
+            It holds for what is inside the module too. Of several that match the last one wins.
+        float32: names of operations ("softmax", "cross_entropy") whose results and gradients are not rounded, and whose
+            operands are not quantised.
+        products: how the operands of matrix products are quantised, besides the roles: what a role has rounded enters a
+            product in the operand's format. None leaves products alone.
+        variant: as in `round_to`; one for all roles, or a mapping from role to variant. Only stochastic roles use it.
+
+    Raises:
+        ValueError: for unknown roles, names and invalid roundings.
+        TypeError: for what is not a pattern.
 
     >>> p = Policy(weight="e4m3fn", activation="e4m3fn", error="e5m2", overrides={"head": None})
     >>> print(p.specs())

@@ -27,12 +27,17 @@ PRODUCTS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}  # 
 class Operand:
     """How one operand of a product is quantised.
 
-    fmt: a format of single numbers or of blocks, or its name.
-    rounding: as in `round_to`; None is nearest-even, but for gradients of few bits under a scaling: see `Policy`.
-    overflow, random_bits, variant: as in `round_to`.
-    hadamard: how it is transformed before, along the axis that the product sums over; the other operand of the product
-        alike. An axis whose length the size does not divide is padded with zeros, which adds nothing to the product.
-    Raises as `round_to` does, TypeError for what is not a `Hadamard`.
+    Args:
+        fmt: a format of single numbers or of blocks, or its name.
+        rounding: as in `round_to`; None is nearest-even, but for gradients of few bits under a scaling: see `Policy`.
+        overflow, random_bits, variant: as in `round_to`.
+        hadamard: how it is transformed before, along the axis that the product sums over; the other operand of the
+            product alike. An axis whose length the size does not divide is padded with zeros, which adds nothing to the
+            product.
+
+    Raises:
+        As `round_to` does.
+        TypeError: for what is not a `Hadamard`.
 
     >>> print(Operand("e5m2", "stochastic", random_bits=8))
     e5m2 stochastic 8 random bits
@@ -98,21 +103,25 @@ class Products:
 
     An operand is given as a format, its name, an `Operand`, or None, which leaves it as it comes.
 
-    fprop: (x, w), the operands of y = x w^T.
-    dgrad: (dy, w), those of dx = dy w.
-    wgrad: (dy, x), those of dw = dy^T x.
-    output: the format of y, where the policy has none for activations; a format of single numbers. Its gradient passes.
-    accumulator: what the sums of all three are made in: an `Accumulator` or its name, such as "fp16" or "hopper_fp8";
-        None leaves them to torch, in float32. The bias is added there too.
-    attention: whether products of two activations are quantised too. Without it they are left alone: attention's two
-        products, inside of `scaled_dot_product_attention` or written as `q @ k`, and any other matmul, bmm or einsum
-        none of whose operands is a parameter or a view of one. `linear`, `bilinear` and convolutions always count as
-        products with a weight.
-    Raises ValueError and TypeError for what is not an operand.
+    Args:
+        fprop: (x, w), the operands of y = x w^T.
+        dgrad: (dy, w), those of dx = dy w.
+        wgrad: (dy, x), those of dw = dy^T x.
+        output: the format of y, where the policy has none for activations; a format of single numbers. Its gradient
+            passes.
+        accumulator: what the sums of all three are made in: an `Accumulator` or its name, such as "fp16" or
+            "hopper_fp8"; None leaves them to torch, in float32. The bias is added there too.
+        attention: whether products of two activations are quantised too. Without it they are left alone: attention's
+            two products, inside of `scaled_dot_product_attention` or written as `q @ k`, and any other matmul, bmm or
+            einsum none of whose operands is a parameter or a view of one. `linear`, `bilinear` and convolutions always
+            count as products with a weight.
+
+    Raises:
+        ValueError, TypeError: for what is not an operand.
 
     >>> print(Products(fprop=("e4m3fn", "e4m3fn"), dgrad=("e5m2", "e4m3fn"), wgrad=("e5m2", "e4m3fn")))
     fprop=(e4m3fn nearest_even, e4m3fn nearest_even), dgrad=(e5m2 nearest_even, e4m3fn nearest_even), \
-wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
+    d=(e5m2 nearest_even, e4m3fn nearest_even)
     >>> print(Products.all("mxfp8_e4m3", output="bf16"))
     mxfp8_e4m3 nearest_even, output=bf16 nearest_even
     """

@@ -58,13 +58,15 @@ def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
     activations, weights where they are used. Weights themselves, their gradients and the optimizer's state stay
     float32. Attention's two products stay in bf16 unless `attention=True`.
 
-    name: the recipe's.
-    model: whose layers the recipe keeps in bf16 by name: embeddings, norms, the head, the last layers and gates of
-        experts, for the recipes that keep any. A layer is a module without modules inside that has a weight of two axes
-        or more; the head is the last of them.
-        Without a model every product of every layer is quantised.
-    changes: fields of `Policy` or of its `Products` to be replaced. `overrides` are added to the recipe's own.
-    Raises ValueError for an unknown name or field, and what `Policy` and `Products` raise.
+    Args:
+        name: the recipe's.
+        model: whose layers the recipe keeps in bf16 by name: embeddings, norms, the head, the last layers and gates of
+            experts, for the recipes that keep any. A layer is a module without modules inside that has a weight of two
+            axes or more; the head is the last of them. Without a model every product of every layer is quantised.
+        changes: fields of `Policy` or of its `Products` to be replaced. `overrides` are added to the recipe's own.
+
+    Raises:
+        ValueError: for an unknown name or field, and what `Policy` and `Products` raise.
 
     >>> p = recipe("fp8_current", dgrad=("e5m2", "e4m3fn"))
     >>> print(p.products.fprop[0], "|", p.products.dgrad[0], "|", p.activation)

@@ -25,25 +25,28 @@ class Accumulator:
 
     The sum of accumulator and product is exact before it is rounded once, as a fused multiply-add is.
 
-    format: of the accumulator; a name or a FloatFormat.
-    rounding: "nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd" or "stochastic".
-    overflow: "inf", "nan" or "saturate"; None means inf in formats that have one, and the largest value in others.
-    random_bits: of stochastic rounding, wherever it is asked for. None means 32, or as many as a sum of two numbers
-        has to offer: 52 - p for a format of p significant bits.
-    product: the format to which each product is rounded before it is added; None means exact products.
-    product_rounding: of products.
-    chunk: so many terms are added up in an inner accumulator, which starts again from +0; its result is then added to
-        an outer one, with one rounding. None means that there is one accumulator.
-    outer, outer_rounding: format and rounding of the outer accumulator; None means those of the inner.
-    group: so many products and the accumulator are aligned to the largest exponent among them, cut off below
-        `group_bits` significant bits, added exactly and rounded together. The exponent of a product is the sum of
-        those of its factors. None means that terms are added one by one.
-    group_bits: see group; a number at the largest exponent keeps as many.
-    order: "ascending", term by term; "torch" leaves the product to torch, in float32 and its order.
-    variant: of stochastic rounding with random_bits, wherever it is asked for, as in `round_to`.
-
     Accumulators are values: equal fields make equal, hashable ones, and `as_accumulator(repr(a)) == a`.
-    Raises ValueError for fields that do not go together, among them an accumulator that cannot hold one product.
+
+    Args:
+        format: of the accumulator; a name or a FloatFormat.
+        rounding: "nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd" or "stochastic".
+        overflow: "inf", "nan" or "saturate"; None means inf in formats that have one, and the largest value in others.
+        random_bits: of stochastic rounding, wherever it is asked for. None means 32, or as many as a sum of two numbers
+            has to offer: 52 - p for a format of p significant bits.
+        product: the format to which each product is rounded before it is added; None means exact products.
+        product_rounding: of products.
+        chunk: so many terms are added up in an inner accumulator, which starts again from +0; its result is then added
+            to an outer one, with one rounding. None means that there is one accumulator.
+        outer, outer_rounding: format and rounding of the outer accumulator; None means those of the inner.
+        group: so many products and the accumulator are aligned to the largest exponent among them, cut off below
+            `group_bits` significant bits, added exactly and rounded together. The exponent of a product is the sum of
+            those of its factors. None means that terms are added one by one.
+        group_bits: see group; a number at the largest exponent keeps as many.
+        order: "ascending", term by term; "torch" leaves the product to torch, in float32 and its order.
+        variant: of stochastic rounding with random_bits, wherever it is asked for, as in `round_to`.
+
+    Raises:
+        ValueError: for fields that do not go together, among them an accumulator that cannot hold one product.
 
     >>> Accumulator("cb16", chunk=64) == as_accumulator("cb16_chunk64")
     True
@@ -242,11 +245,15 @@ _REPR = re.compile(r"Accumulator\((.*)\)", re.DOTALL)
 def as_accumulator(accumulator: str | Accumulator | FloatFormat) -> Accumulator:
     """The accumulator that a name, a format, a `repr` or an accumulator stands for.
 
-    accumulator: a name of ACCUMULATORS ("fp32", "fp16", "cb16_chunk64", "wang2018", "hopper_fp8",
-        "hopper_fp8_chunk128"), any format's name, which adds up in that format, the same with `_chunkN`, the `repr` of
-        an accumulator, a FloatFormat, or an Accumulator. "fp32" is torch's own product;
-        `Accumulator("fp32")` adds up in float32 term by term.
-    Raises ValueError for an unknown name, TypeError for what is not a name.
+    Args:
+        accumulator: a name of ACCUMULATORS ("fp32", "fp16", "cb16_chunk64", "wang2018", "hopper_fp8",
+            "hopper_fp8_chunk128"), any format's name, which adds up in that format, the same with `_chunkN`, the `repr`
+            of an accumulator, a FloatFormat, or an Accumulator. "fp32" is torch's own product; `Accumulator("fp32")`
+            adds up in float32 term by term.
+
+    Raises:
+        ValueError: for an unknown name.
+        TypeError: for what is not a name.
 
     >>> as_accumulator("bf16_chunk32")
     Accumulator('bf16', chunk=32)

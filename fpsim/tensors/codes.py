@@ -27,9 +27,14 @@ def encode(x: Tensor, fmt: str | Coded, rounding: str = "nearest_even", overflow
 
     NaN gives the canonical (first quiet) NaN.
 
-    x, fmt, rounding, overflow: as in `round_to`; `x` is a tensor.
-    Returns int32 in the shape of `x`, on its device.
-    Raises ValueError for a format of more than 16 bits, and where `x` holds a NaN and the format has none.
+    Args:
+        x, fmt, rounding, overflow: as in `round_to`; `x` is a tensor.
+
+    Returns:
+        Int32 in the shape of `x`, on its device.
+
+    Raises:
+        ValueError: for a format of more than 16 bits, and where `x` holds a NaN and the format has none.
 
     >>> encode(torch.tensor([1.0, -448.0]), "e4m3fn")
     tensor([ 56, 254], dtype=torch.int32)
@@ -55,10 +60,16 @@ def encode(x: Tensor, fmt: str | Coded, rounding: str = "nearest_even", overflow
 def decode(codes: Tensor, fmt: str | Coded) -> Tensor:
     """The values of integer codes of a format of up to 16 bits, or of a code book.
 
-    codes: a tensor of any integer dtype and shape.
-    fmt: a format, or its name.
-    Returns float32 in the shape of `codes`, on its device.
-    Raises ValueError for a format of more than 16 bits and for codes out of range, TypeError for other dtypes.
+    Args:
+        codes: a tensor of any integer dtype and shape.
+        fmt: a format, or its name.
+
+    Returns:
+        Float32 in the shape of `codes`, on its device.
+
+    Raises:
+        ValueError: for a format of more than 16 bits and for codes out of range.
+        TypeError: for other dtypes.
 
     >>> decode(torch.tensor([0x3C00, 0x7C00]), "fp16")
     tensor([1., inf])

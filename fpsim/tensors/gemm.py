@@ -216,19 +216,26 @@ def matmul(
     sum is exact before it is rounded, subnormals included. NaN, inf and -0 go as IEEE 754 has them; a sum beyond the
     format's largest value overflows as the accumulator says. Without terms the result is +0.
 
-    a, b: float32 of the same device, in the shapes of torch.matmul: vectors, matrices, batches that broadcast; any
-        strides. They are not rounded: round them first, with `round_to`, where the hardware holds them in a format.
-    accumulator: an Accumulator, or what `as_accumulator` takes; "fp32" is torch's own product.
-    bias: float32 that broadcasts to the result. It is added to the last sum, the outer one if there are chunks, with
-        one more rounding: the epilogue of a hardware product does so.
-    Returns float32 of torch.matmul's shape. Every value is one of the accumulator's (the outer's) format.
-
     The gradients of `a` and `b` are products in the same accumulator, and so are theirs; that of `bias`, and the sums
     over axes that were broadcast, are torch's. Stochastic noise follows `manual_seed`: an element and a rounding have
     the same on every device and with any number of threads.
 
-    Raises TypeError for what is not a float32 tensor, ValueError for shapes that do not fit and unknown accumulators,
-    NotImplementedError in forward-mode differentiation.
+    Every value is one of the accumulator's (the outer's) format.
+
+    Args:
+        a, b: float32 of the same device, in the shapes of torch.matmul: vectors, matrices, batches that broadcast; any
+            strides. They are not rounded: round them first, with `round_to`, where the hardware holds them in a format.
+        accumulator: an Accumulator, or what `as_accumulator` takes; "fp32" is torch's own product.
+        bias: float32 that broadcasts to the result. It is added to the last sum, the outer one if there are chunks,
+            with one more rounding: the epilogue of a hardware product does so.
+
+    Returns:
+        Float32 of torch.matmul's shape.
+
+    Raises:
+        TypeError: for what is not a float32 tensor.
+        ValueError: for shapes that do not fit and unknown accumulators.
+        NotImplementedError: in forward-mode differentiation.
 
     >>> ones = torch.ones(4096)
     >>> matmul(ones, ones, "fp16"), matmul(ones, ones, "cb16_chunk64")

@@ -32,11 +32,14 @@ class Hadamard:
     H is Sylvester's matrix in its natural order, D a diagonal of signs. D H / sqrt(size) is orthogonal: where both
     operands of a product are transformed along the axis that it sums over, it gives the same, and nothing is undone.
 
-    size: elements of a group, a power of two from 2 to 1024.
-    signs: None for no D; "fixed" for the 16 signs + + + - + - - - - - - + - + - - of NVIDIA's TransformerEngine, which
-        begin again after 16 and are cut off for smaller groups; "random" for signs that a noise key decides, the same
-        for every group.
-    Raises ValueError for other sizes and signs.
+    Args:
+        size: elements of a group, a power of two from 2 to 1024.
+        signs: None for no D; "fixed" for the 16 signs + + + - + - - - - - - + - + - - of NVIDIA's TransformerEngine,
+            which begin again after 16 and are cut off for smaller groups; "random" for signs that a noise key decides,
+            the same for every group.
+
+    Raises:
+        ValueError: for other sizes and signs.
 
     >>> Hadamard(16, "fixed")
     Hadamard(size=16, signs='fixed')
@@ -69,14 +72,20 @@ def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None 
     whole group, and so does a sum beyond the largest float32, as inf. float16 and bfloat16 are computed in float32 and
     rounded once. The gradient is that of the linear map, the inverse transform.
 
-    x: float32, float64, float16 or bfloat16, any shape and strides, on the CPU or a CUDA device.
-    transform: size and signs.
-    axis: along which groups are formed. Its length is a multiple of the size.
-    key: the 64 bits that decide random signs, an int64 of no dimension on the CPU; None draws them from the noise's
-        stream. Two tensors with one key get the same signs.
-    Returns the same shape, dtype and device.
-    Raises ValueError for a length that the size does not divide, IndexError for an axis that is not there, TypeError
-    for tensors that cannot be transformed.
+    Args:
+        x: float32, float64, float16 or bfloat16, any shape and strides, on the CPU or a CUDA device.
+        transform: size and signs.
+        axis: along which groups are formed. Its length is a multiple of the size.
+        key: the 64 bits that decide random signs, an int64 of no dimension on the CPU; None draws them from the noise's
+            stream. Two tensors with one key get the same signs.
+
+    Returns:
+        The same shape, dtype and device.
+
+    Raises:
+        ValueError: for a length that the size does not divide.
+        IndexError: for an axis that is not there.
+        TypeError: for tensors that cannot be transformed.
 
     >>> hadamard(torch.tensor([8.0, 0.0, 0.0, 0.0]), Hadamard(4))
     tensor([4., 4., 4., 4.])

@@ -56,6 +56,9 @@ def manual_seed(seed: int | None) -> None:
     DataLoader gives each of its workers a seed of torch's stream, and knows nothing of this one: give it
     `worker_init_fn=lambda worker: fpsim.manual_seed(torch.initial_seed())`. A spawned process follows torch.
 
+    Args:
+        seed: an integer of 64 bits, or None.
+
     >>> from fpsim import round_to
     >>> x = torch.full((4,), 1.5)
     >>> manual_seed(0); first = round_to(x, "e5m0", "stochastic")

@@ -1,4 +1,4 @@
-"""Updates of cells: what an optimizer stores, besides a format, in canonical form, as a label, and as an `fpsim.Update`.
+"""Updates of cells: what an optimizer stores besides a format, in canonical form, as a label, and as an `fpsim.Update`.
 
 A cell whose optimizer stores float32 has its format alone, as if there were no updates. With one, {"format": format,
 "update": update} stands where a format stands.

@@ -25,7 +25,9 @@ class Results(StoredResults):
     a folder changes nothing in it.
 
     out: the folder.
-    Raises FileNotFoundError where there is no ledger.
+
+    Raises:
+        FileNotFoundError: where there is no ledger.
     """
 
     # what needs more than NumPy is imported on use: a sweep needs neither SciPy nor matplotlib nor Jinja

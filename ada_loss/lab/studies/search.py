@@ -159,23 +159,27 @@ def search(
 
     What was tried is a study of Optuna in `out` too: `optuna-dashboard sqlite:///runs/search/optuna.db` shows it.
 
-    task, train, task_options, engine, out, show_progress: as in `sweep`.
-    roles: those that are searched; the others stay in float32.
-    exponent_bits, mantissa_bits: the least and the largest number.
-    modules: those that may stay in float32: their names, or patterns as in `fpsim.Policy`; or what
-        `fpsim.sensitivity` found of the model. All others are in the formats.
-    tolerance: how far the mean may be below float32's, in the units of the metric.
-    scaling: the scaling method of all trials.
-    rounding: that of all trials; None as in `sweep`.
-    seeds: how many, or which.
-    trials: how many policies the sampler proposes.
-    metric: the task's first unless named.
-    minimize, maximize: the metrics of which a smaller, or a larger, value is better, as in `sweep`.
-    workers: processes of this machine, and how many policies are proposed at once.
-    seed: of the sampler.
-    options: the other arguments of `sweep`: device, limits, resources, engine_timeout, retry_failed, track.
-    Raises ValueError for an invalid search, where nothing tells whether a larger metric is better, and where even
-    the widest formats do not keep the metric; ImportError without Optuna.
+    Args:
+        task, train, task_options, engine, out, show_progress: as in `sweep`.
+        roles: those that are searched; the others stay in float32.
+        exponent_bits, mantissa_bits: the least and the largest number.
+        modules: those that may stay in float32: their names, or patterns as in `fpsim.Policy`; or what
+            `fpsim.sensitivity` found of the model. All others are in the formats.
+        tolerance: how far the mean may be below float32's, in the units of the metric.
+        scaling: the scaling method of all trials.
+        rounding: that of all trials; None as in `sweep`.
+        seeds: how many, or which.
+        trials: how many policies the sampler proposes.
+        metric: the task's first unless named.
+        minimize, maximize: the metrics of which a smaller, or a larger, value is better, as in `sweep`.
+        workers: processes of this machine, and how many policies are proposed at once.
+        seed: of the sampler.
+        options: the other arguments of `sweep`: device, limits, resources, engine_timeout, retry_failed, track.
+
+    Raises:
+        ValueError: for an invalid search, where nothing tells whether a larger metric is better, and where even the
+            widest formats do not keep the metric.
+        ImportError: without Optuna.
     """
     is_ranking, names = isinstance(modules, fpsim.Sensitivity), _names_in(modules)
     space = Space(roles, exponent_bits, mantissa_bits, names, is_ranking)

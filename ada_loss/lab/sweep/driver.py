@@ -96,22 +96,27 @@ def sweep(
     diverges is a result; one that raises, hangs or kills its worker is a failure, and the others go on. A cell that was
     interrupted goes on from its checkpoint in `out`, to the same bits.
 
-    task, formats, scaling, roundings, seeds, task_options, updates: the cells; see `plan`.
-    also: more cells for the same folder: mappings of these arguments, each with what differs; see `plan_all`.
-    train: a training function of your own instead of a task. It is called with a `Job`, which has the format, the
-        scaling method, the seed, the device and task_options, trains, and returns its metrics, {name: number}.
-    baseline: whether float32, with which the report compares, is trained with each seed too.
-    workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed, keep_states: see
-        `Execution`.
-    out: the folder that keeps everything.
-    track: who else is told of the cells, while they train: "tensorboard", "mlflow" and "wandb", which write to the
-        folder, or trackers.
-    minimize, maximize: the metrics of which a smaller, or a larger, value is better, where their names do not tell;
-        kept in `out`. They go before `Task.goal`.
-    why: whether the cells that diverged, and one of each setting that falls short of float32, are trained again up to
-        the step that fails, by the workers, where `fpsim.why` says why: the column "reason" of rows, and the verdict.
-    show_progress: whether a progress bar is shown.
-    Raises ValueError and TypeError for invalid arguments before any work, SweepStopped where it cannot go on.
+    Args:
+        task, formats, scaling, roundings, seeds, task_options, updates: the cells; see `plan`.
+        also: more cells for the same folder: mappings of these arguments, each with what differs; see `plan_all`.
+        train: a training function of your own instead of a task. It is called with a `Job`, which has the format, the
+            scaling method, the seed, the device and task_options, trains, and returns its metrics, {name: number}.
+        baseline: whether float32, with which the report compares, is trained with each seed too.
+        workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed, keep_states: see
+            `Execution`.
+        out: the folder that keeps everything.
+        track: who else is told of the cells, while they train: "tensorboard", "mlflow" and "wandb", which write to the
+            folder, or trackers.
+        minimize, maximize: the metrics of which a smaller, or a larger, value is better, where their names do not tell;
+            kept in `out`. They go before `Task.goal`.
+        why: whether the cells that diverged, and one of each setting that falls short of float32, are trained again up
+            to the step that fails, by the workers, where `fpsim.why` says why: the column "reason" of rows, and the
+            verdict.
+        show_progress: whether a progress bar is shown.
+
+    Raises:
+        ValueError, TypeError: for invalid arguments before any work.
+        SweepStopped: where it cannot go on.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)
@@ -149,12 +154,16 @@ def resume(
 ) -> Results:
     """Go on with all cells of a ledger that are not done, and give the results.
 
-    out: the folder of the sweep.
-    trust: whether a task that is not of this library is imported and run because the ledger names it. Without, it
-        is refused unless you have run it into this folder: whoever wrote the file would choose what runs here.
     The other arguments are those of `sweep`.
-    Raises ValueError for a cell that is none, for a task that is not trusted, and where a task is a function that was
-    passed to `sweep`: only that call knows it.
+
+    Args:
+        out: the folder of the sweep.
+        trust: whether a task that is not of this library is imported and run because the ledger names it. Without, it
+            is refused unless you have run it into this folder: whoever wrote the file would choose what runs here.
+
+    Raises:
+        ValueError: for a cell that is none, for a task that is not trusted, and where a task is a function that was
+            passed to `sweep`: only that call knows it.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)

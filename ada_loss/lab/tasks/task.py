@@ -23,17 +23,21 @@ NO_BATCHES = (tuple, list, dict, Tensor, np.ndarray, str, bytes, bytearray, rang
 class Task:
     """What is trained.
 
-    name: for errors and titles.
-    model: is copied before it is trained.
-    train, test: inputs and targets, two tensors of one length each; or an iterable of batches that can be gone through
-        again and again, such as a torch DataLoader, each batch two tensors.
-    loss: takes outputs and targets, and gives a 0-d tensor.
-    metrics: {name: a function of outputs and targets that gives a float}; the first is the one that tables show. Those
-        of an iterable's batches are put together first.
-    goal: "minimize" or "maximize", of the first metric, or {metric: "minimize" or "maximize"}, where the names of the
-        metrics do not tell; see `ada_loss.lab.directions`.
-    augment: changes the inputs of each training batch, and may draw torch's random numbers; None leaves them.
-    Raises TypeError for data that are neither, ValueError for tensors of different or no length.
+    Args:
+        name: for errors and titles.
+        model: is copied before it is trained.
+        train, test: inputs and targets, two tensors of one length each; or an iterable of batches that can be gone
+            through again and again, such as a torch DataLoader, each batch two tensors.
+        loss: takes outputs and targets, and gives a 0-d tensor.
+        metrics: {name: a function of outputs and targets that gives a float}; the first is the one that tables show.
+            Those of an iterable's batches are put together first.
+        goal: "minimize" or "maximize", of the first metric, or {metric: "minimize" or "maximize"}, where the names of
+            the metrics do not tell; see `ada_loss.lab.directions`.
+        augment: changes the inputs of each training batch, and may draw torch's random numbers; None leaves them.
+
+    Raises:
+        TypeError: for data that are neither.
+        ValueError: for tensors of different or no length.
     """
 
     name: str

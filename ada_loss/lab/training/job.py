@@ -59,13 +59,14 @@ class JobScaler(GradScaler):
 class Job:
     """One cell of a sweep, for a training function of your own: it trains, and returns its metrics.
 
-    fmt, rounding: the format of the cell and its rounding, as `fpsim.quantize` takes them; or a schedule of formats,
-        which `quantize` and `begin_step` follow.
-    scaling: the scaling method, "none", a number, "torch", "adaptive" ...
-    seed: the generators of torch, NumPy and Python begin with it; use it for whatever else is drawn.
-    device: where the training runs, "cpu", "cuda" or "cuda:1".
-    options: the `task_options` of the sweep.
-    update: what the optimizer stores, a fpsim.Update or the name of one; `optimizer` follows it.
+    Args:
+        fmt, rounding: the format of the cell and its rounding, as `fpsim.quantize` takes them; or a schedule of
+            formats, which `quantize` and `begin_step` follow.
+        scaling: the scaling method, "none", a number, "torch", "adaptive" ...
+        seed: the generators of torch, NumPy and Python begin with it; use it for whatever else is drawn.
+        device: where the training runs, "cpu", "cuda" or "cuda:1".
+        options: the `task_options` of the sweep.
+        update: what the optimizer stores, a fpsim.Update or the name of one; `optimizer` follows it.
 
     >>> job = Job("fp16", scaling=1024.0)
     >>> model = job.quantize(nn.Linear(2, 1))

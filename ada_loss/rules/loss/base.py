@@ -126,8 +126,9 @@ def finite_or(new: float, old: float) -> float:
 def trajectory(rule: LossRule, oks: Iterable[bool]) -> list[float]:
     """The scale before each step, and after the last one.
 
-    rule: the rule before the first step.
-    oks: for each step whether all gradients were finite.
+    Args:
+        rule: the rule before the first step.
+        oks: for each step whether all gradients were finite.
 
     >>> from ada_loss import loss_rule
     >>> trajectory(loss_rule("torch", init_scale=8.0, growth_interval=2), [True, True, True, False])

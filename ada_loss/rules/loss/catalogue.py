@@ -45,11 +45,14 @@ SYSTEMS["none"] = Off
 def loss_rule(system: str, **params: Any) -> LossRule:
     """The loss-scale rule of a system.
 
-    system: its name: "torch", "nnabla", ..., or "static" for a constant scale, "off" for none.
-    params: parameters under the names that the system gives them. As in these systems, `loss_scale` of cerebras and
-        apex and `scale` of chainer may be a number, which fixes the scale.
+    Args:
+        system: its name: "torch", "nnabla", ..., or "static" for a constant scale, "off" for none.
+        params: parameters under the names that the system gives them. As in these systems, `loss_scale` of cerebras and
+            apex and `scale` of chainer may be a number, which fixes the scale.
 
-    Raises ValueError for an unknown system or an invalid value, TypeError for an unknown or missing parameter.
+    Raises:
+        ValueError: for an unknown system or an invalid value.
+        TypeError: for an unknown or missing parameter.
 
     >>> loss_rule("torch", init_scale=4.0, growth_interval=1).adjust(ok=True).scale
     8.0
