@@ -16,7 +16,7 @@ from fpsim.kernels.accumulate import Code, Sizes, cpu_loop, cuda_loop, memory_of
 from fpsim.kernels.core import Plan, make_plan
 from fpsim.kernels.sums import EXACT
 from fpsim.tensors.accumulators import Accumulator, as_accumulator
-from fpsim.tensors.launch import key_arguments, run_on_card, run_parts
+from fpsim.tensors.launch import NO_KEY_ADDRESS, key_arguments, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for, new_traceable_key
 from fpsim.tensors.spec import address_of, require_floating
 from fpsim.torch_internals import constant_under_compile
@@ -68,9 +68,6 @@ def summation_of(accumulator: Accumulator) -> Summation:
     return Summation(accumulator)
 
 
-_NO_KEY = np.zeros(2, np.uint32)
-
-
 def accumulate(
     a: Tensor, b: Tensor, accumulator: Accumulator, bias: Tensor | None = None, key: Tensor | None = None
 ) -> Tensor:
@@ -106,7 +103,7 @@ def accumulate(
 def _run_on_cpu(summation: Summation, sizes: Sizes, key: Tensor | None, *tensors: Tensor) -> None:
     addresses = [address_of(x) for x in tensors]
     numbers = np.array((*sizes, *(integer for plan in summation.plans for integer in plan)), np.int64)
-    rest = numbers.ctypes.data, _NO_KEY.ctypes.data if key is None else key.data_ptr()
+    rest = numbers.ctypes.data, NO_KEY_ADDRESS if key is None else key.data_ptr()
     count = tiles(sizes)
     work = sizes.batches * sizes.rows * sizes.columns * sizes.terms
     threads = min(count, torch.get_num_threads()) if work >= PARALLEL_FROM else 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fpsim.checks import did_you_mean, is_whole, shown
 from fpsim.kernels.hadamard import LANES, cpu_loop, cuda_loop
-from fpsim.tensors.launch import PARALLEL_FROM, key_arguments, run_on_card, run_parts
+from fpsim.tensors.launch import NO_KEY_ADDRESS, PARALLEL_FROM, key_arguments, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for, new_traceable_key
 from fpsim.tensors.spec import address_of, require_floating
 from fpsim.torch_internals import has_no_holes
@@ -154,9 +154,6 @@ def padded_to_groups(x: Tensor, transform: Hadamard, axis: int) -> Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim=axis)
 
 
-_NO_KEY = np.zeros(2, np.uint32)
-
-
 def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, is_inverse: bool = False) -> Tensor:
     """The transform of a plain tensor, below autograd, its strides kept where it has no holes. `axis` counts from 0."""
     if x.dtype is not torch.float32 and x.dtype is not torch.float64:
@@ -179,7 +176,7 @@ def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, i
         run_on_card(on_card, x, -(-lines * transform.size // on_card.threads), arguments)
         return out
     loop = cpu_loop(transform.size, 8 * x.element_size())
-    key_address = _NO_KEY.ctypes.data if key is None else key.data_ptr()
+    key_address = NO_KEY_ADDRESS if key is None else key.data_ptr()
     source, target = address_of(x), address_of(out)
     threads = torch.get_num_threads() if x.numel() >= PARALLEL_FROM else 1
     per_thread = -(-lines // (threads * LANES)) * LANES

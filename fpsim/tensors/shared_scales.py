@@ -16,7 +16,7 @@ from fpsim.formats.blocks import BlockFormat, as_format
 from fpsim.kernels import block_loops, block_teams, blocks
 from fpsim.kernels.codebook_tables import any_plan
 from fpsim.kernels.core import BINARY32, make_plan, scale_limits
-from fpsim.tensors.launch import PARALLEL_FROM, key_arguments, on_card, parts_of, run_on_card, run_parts
+from fpsim.tensors.launch import NO_KEY_ADDRESS, PARALLEL_FROM, key_arguments, on_card, parts_of, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for
 from fpsim.tensors.spec import BlockSpec, address_of
 
@@ -267,8 +267,6 @@ def _multiplier(amax: Tensor, largest: float) -> Tensor:
     return torch.where(value == 0, torch.ones_like(found), found).view(torch.int32).long()
 
 
-_NO_KEY = np.zeros(2, np.uint32)
-_NO_KEY_ADDRESS = _NO_KEY.ctypes.data
 _NOTHING_SHARED = torch.full((2,), -1, dtype=torch.int64, device="cpu")
 
 
@@ -312,7 +310,7 @@ def _run_on_cpu(
         address_of(source),
         address_of(out),
         *units.addresses,
-        _NO_KEY_ADDRESS if key is None else key.data_ptr(),
+        NO_KEY_ADDRESS if key is None else key.data_ptr(),
         shared.data_ptr(),
         0 if scales is None else scales.data_ptr(),
     )
