@@ -30,7 +30,7 @@ from fpsim.policies.products import Operand, Products
 from fpsim.policies.recipes import RECIPE_PREFIX, as_policy, recipe, recipes
 from fpsim.policies.update import UPDATES, Update
 from fpsim.tensors.accumulators import Accumulator, as_accumulator
-from fpsim.tensors.codes import decode, encode
+from fpsim.tensors.codes import decode, encode, scales_of
 from fpsim.tensors.gemm import matmul
 from fpsim.tensors.hadamard import Hadamard, hadamard
 from fpsim.tensors.noise import manual_seed, noise_of_torch
@@ -94,6 +94,7 @@ __all__ = [
     "round_parameters_",
     "round_to",
     "round_to_",
+    "scales_of",
     "scaling_state",
     "sensitivity",
     "set_policy",

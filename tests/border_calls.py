@@ -218,6 +218,7 @@ CALLS = [
     Call("round_to of blocks", lambda: (fpsim.round_to, {"x": torch.ones(2, 32), "fmt": "mxfp4", "axis": 1})),
     Call("round_to_", lambda: (fpsim.round_to_, {"x": torch.tensor([1.0]), "fmt": "fp16"})),
     Call("tally", lambda: (fpsim.tally, {**X})),
+    Call("scales_of", lambda: (fpsim.scales_of, {"x": torch.ones(4, 32), "fmt": "mxfp4", "axis": 1})),
     Call("encode", lambda: (fpsim.encode, {**X})),
     Call("decode", _constructor(fpsim.decode, codes=torch.tensor([1]), fmt="fp16")),
     Call("as_format", _constructor(fpsim.as_format, fmt="fp16")),

@@ -1,4 +1,4 @@
-"""Codes: the bit patterns of a small format, from numbers and back."""
+"""Codes: the bit patterns of a small format, from numbers and back; and the scales that blocks of numbers share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.formats.blocks import as_format
+from fpsim.formats.blocks import BlockFormat, as_format
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.floats import FloatFormat
 from fpsim.kernels.core import BINARY32, BINARY64
 from fpsim.tensors.ops import round_to
-from fpsim.tensors.spec import require_floating
+from fpsim.tensors.shared_scales import axis_pair, block_scales
+from fpsim.tensors.spec import BlockSpec, any_spec, require_float32, require_floating
+from fpsim.torch_modes import is_plain
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "scales_of"]
 
 Coded = FloatFormat | Codebook
 
@@ -55,6 +57,41 @@ def encode(x: Tensor, fmt: str | Coded, rounding: str = "nearest_even", overflow
     ordered = (patterns ^ ((patterns >> (width - 1)) & torch.iinfo(patterns.dtype).max)).contiguous()
     result = codes[torch.searchsorted(table, ordered).clamp_(max=len(table) - 1)]
     return torch.where(is_nan, torch.full_like(result, f.encode(math.nan) if f.has_nan else 0), result)
+
+
+def scales_of(x: Tensor, fmt: str | BlockFormat, *, axis: int | tuple[int, int] | None = None) -> Tensor:
+    """The scales that the blocks of `x` share in a format: each value is an element times the scale of its block.
+
+    The second scale of a whole tensor, as NVFP4 has one, is not among them.
+
+    Args:
+        x: a float32 tensor of any strides, on the CPU or a CUDA device.
+        fmt: a format whose numbers share scales, or its name.
+        axis: as in `round_to`.
+
+    Returns:
+        Float32 in the shape of `x`, each axis that blocks run along divided by their length and rounded up; of no
+        dimension where the whole tensor has one scale.
+
+    Raises:
+        ValueError: for a format of single numbers, for delayed scaling, and for a tensor without elements.
+        TypeError: for other dtypes.
+        NotImplementedError: under torch.compile and transforms of torch.func.
+
+    >>> scales_of(torch.tensor([[6.0, 0.5, 96.0, 1.0]]), "e2m1fn per 2")
+    tensor([[ 1., 16.]])
+    """
+    spec = any_spec(fmt)
+    if not isinstance(spec, BlockSpec):
+        raise ValueError(f"The numbers of {spec.fmt} share no scales. Expected: a format of blocks, such as 'mxfp4'.")
+    require_float32(x)
+    if not is_plain(x):
+        raise NotImplementedError(
+            "scales_of was called under torch.compile or a transform of torch.func. Call it outside of them."
+        )
+    if not x.numel():
+        raise ValueError(f"x of shape {tuple(x.shape)} has no elements, and no scales. Expected: one element or more.")
+    return block_scales(x, spec, *axis_pair(axis))
 
 
 def decode(codes: Tensor, fmt: str | Coded) -> Tensor:
