@@ -121,7 +121,7 @@ class Products:
 
     >>> print(Products(fprop=("e4m3fn", "e4m3fn"), dgrad=("e5m2", "e4m3fn"), wgrad=("e5m2", "e4m3fn")))
     fprop=(e4m3fn nearest_even, e4m3fn nearest_even), dgrad=(e5m2 nearest_even, e4m3fn nearest_even), \
-    d=(e5m2 nearest_even, e4m3fn nearest_even)
+wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
     >>> print(Products.all("mxfp8_e4m3", output="bf16"))
     mxfp8_e4m3 nearest_even, output=bf16 nearest_even
     """
