@@ -176,8 +176,8 @@ def compare(
         seed: of dropout and noise.
 
     Raises:
-        What `quantize` raises.
-        ValueError: for invalid draws, and where both losses are not finite.
+        ValueError: as `quantize` does, for invalid draws, and where both losses are not finite.
+        TypeError: as `quantize` does.
 
     >>> comparison = compare(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), None, "e4m3fn", torch.ones(2, 4))
     >>> [(row["site"], row["role"]) for row in comparison]

@@ -36,8 +36,8 @@ class Operand:
             product.
 
     Raises:
-        As `round_to` does.
-        TypeError: for what is not a `Hadamard`.
+        ValueError: as `round_to` does.
+        TypeError: as `round_to` does, and for what is not a `Hadamard`.
 
     >>> print(Operand("e5m2", "stochastic", random_bits=8))
     e5m2 stochastic 8 random bits

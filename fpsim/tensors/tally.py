@@ -236,8 +236,8 @@ def tally(
         log2_scale: the exponent of the scale; 0 for a format whose numbers share scales.
 
     Raises:
-        As `round_to` does.
-        TypeError: for a scale that is not an integer.
+        ValueError: as `round_to` does.
+        TypeError: as `round_to` does, and for a scale that is not an integer.
 
     >>> t = tally(torch.tensor([1.0, 1e-9, 1e6, 0.0]), "fp16")
     >>> t.underflow, t.overflow, t.exact, t.exponents
