@@ -117,7 +117,8 @@ class Products:
             count as products with a weight.
 
     Raises:
-        ValueError, TypeError: for what is not an operand.
+        ValueError: for what is not an operand, by its value.
+        TypeError: for what is not an operand, by its type.
 
     >>> print(Products(fprop=("e4m3fn", "e4m3fn"), dgrad=("e5m2", "e4m3fn"), wgrad=("e5m2", "e4m3fn")))
     fprop=(e4m3fn nearest_even, e4m3fn nearest_even), dgrad=(e5m2 nearest_even, e4m3fn nearest_even), \

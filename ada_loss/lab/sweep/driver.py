@@ -115,8 +115,9 @@ def sweep(
         show_progress: whether a progress bar is shown.
 
     Raises:
-        ValueError, TypeError: for invalid arguments before any work.
-        SweepStopped: where it cannot go on.
+        ValueError: for invalid arguments, before any work.
+        TypeError: for arguments of another type, before any work.
+        RuntimeError: `SweepStopped`, where it cannot go on.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)
