@@ -194,7 +194,14 @@ def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None 
     """
     scales = _run(x, spec, axis, across, None, None, True)[1]
     assert scales is not None
-    return scales.flatten()[0] if spec.fmt.block == "tensor" else scales
+    if spec.fmt.block == "tensor" or not x.dim():
+        return scales.flatten()[0]
+    (r, c), shape, along = spec.fmt.tile, list(x.shape), axis % x.dim()
+    shape[along] = -(-shape[along] // (c or shape[along]))
+    if r != 1:
+        other = (along - 1 if along else 1) if across is None else across
+        shape[other] = -(-shape[other] // r)
+    return scales.reshape(shape)
 
 
 def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale: Tensor | None) -> Tensor:
