@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fpsim.checks import shown
 from fpsim.formats.blocks import BlockFormat, as_format
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.floats import FloatFormat
@@ -83,7 +84,9 @@ def scales_of(x: Tensor, fmt: str | BlockFormat, *, axis: int | tuple[int, int] 
     """
     spec = any_spec(fmt)
     if not isinstance(spec, BlockSpec):
-        raise ValueError(f"The numbers of {spec.fmt} share no scales. Expected: a format of blocks, such as 'mxfp4'.")
+        raise ValueError(
+            f"The numbers of fmt={shown(fmt)} share no scale. Expected: a format of blocks, such as 'mxfp4'."
+        )
     require_float32(x)
     if not is_plain(x):
         raise NotImplementedError(

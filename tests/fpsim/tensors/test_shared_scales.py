@@ -192,7 +192,7 @@ def test_the_scales_of_blocks_can_be_asked_for() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: scales_of(torch.ones(2), "fp16"), ValueError, "The numbers of fp16 share no scales"),
+        (lambda: scales_of(torch.ones(2), "fp16"), ValueError, "The numbers of fmt='fp16' share no scale"),
         (lambda: scales_of(torch.ones(2).double(), "mxfp4"), TypeError, "x has dtype float64"),
         (lambda: scales_of(torch.ones(0), "mxfp4"), ValueError, r"x of shape \(0,\) has no elements"),
         (lambda: scales_of(torch.ones(2), "mxfp4", axis=1), ValueError, "axis=1 is not an axis"),
