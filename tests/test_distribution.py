@@ -134,7 +134,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(python: Path, code: str, cwd: Path) -> str:
-    done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, cwd=cwd, timeout=300)
+    done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, cwd=cwd, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
