@@ -12,7 +12,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from site_pages import generated, readable_docstring  # noqa: E402
+from site_pages import generated, readable_docstring, report_colours  # noqa: E402
 
 import fpsim  # noqa: E402
 
@@ -48,10 +48,7 @@ html_show_sourcelink = False
 html_copy_source = False
 html_css_files = ["site.css"]
 html_static_path = ["site.css"]
-html_theme_options = {
-    "light_css_variables": {"color-brand-primary": "#1f5fa8", "color-brand-content": "#1f5fa8"},
-    "dark_css_variables": {"color-brand-primary": "#7db4ee", "color-brand-content": "#7db4ee"},
-}
+html_theme_options = {f"{mode}_css_variables": colours for mode, colours in report_colours().items()}
 linkcheck_ignore = [r"http://(localhost|127\.0\.0\.1)"]
 
 

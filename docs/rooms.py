@@ -102,12 +102,26 @@ def mermaid() -> str:
         lines.append(f'    subgraph {_id(house)}["{house}/"]')
         for room in sorted(arrows):
             if room.rpartition("/")[0] == house:
-                name = room.rpartition("/")[2]
-                is_folder = (ROOT / room).is_dir()
-                lines.append(f'        {_id(room)}["{name}{"/" if is_folder else ".py"}"]')
+                lines.append(f'        {_id(room)}["{_path(room).removeprefix(f"{house}/")}"]')
         lines.append("    end")
     lines += [f"    {_id(room)} --> {_id(target)}" for room in sorted(arrows) for target in sorted(arrows[room])]
     return "\n".join([*lines, "```"])
+
+
+def table() -> str:
+    """The picture as a table in Markdown, for a page without the forge's script: a row for each room that imports."""
+    arrows = without_implied(rooms())
+    rows = [
+        f"| `{_path(room)}` | {', '.join(f'`{_path(target)}`' for target in sorted(arrows[room]))} |"
+        for house in HOUSES
+        for room in sorted(arrows)
+        if arrows[room] and room.rpartition("/")[0] == house
+    ]
+    return "\n".join(["| room | imports |", "| --- | --- |", *rows])
+
+
+def _path(room: str) -> str:
+    return f"{room}/" if (ROOT / room).is_dir() else f"{room}.py"
 
 
 def _id(room: str) -> str:

@@ -13,6 +13,8 @@ import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import rooms
+
 import ada_loss
 import fpsim
 from ada_loss.rules.layer import LAYER_RULES
@@ -200,8 +202,34 @@ def of_readme(heading: str) -> str:
 def generated(docname: str, text: str) -> str:
     """A page with its generated parts."""
     text = MARK.sub(lambda m: of_readme(m[2]) if m[1] == "README" else PARTS[m[2]](), text)
-    # drawn by the forge that shows the repository; the site has no script for it, and shows its lines
-    return text.replace("```mermaid", "```text")
+    # the picture is drawn by a script of the forge that shows the repository, which the site does not have
+    return rooms.BLOCK.sub(lambda _: rooms.table(), text)
+
+
+# The look
+
+
+REPORT_NAMES = {  # furo's variable: the report's
+    "color-foreground-primary": "ink",
+    "color-foreground-secondary": "soft",
+    "color-background-primary": "page",
+    "color-background-secondary": "band",
+    "color-background-border": "line",
+    "color-brand-primary": "accent",
+    "color-brand-content": "accent",
+}
+
+
+def report_colours() -> dict[str, dict[str, str]]:
+    """The variables of the theme, light and dark, with the colours and the font of a sweep's report."""
+    css = (ROOT / "ada_loss" / "lab" / "results" / "report.css").read_text()
+    light, dark, _on_paper = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
+    (font,) = re.findall(r"font: 16px/1\.5 (.*?);", css)
+    found = {}
+    for mode, block in (("light", light), ("dark", dark)):
+        values = dict(re.findall(r"--(\w+): (#\w+);", block))
+        found[mode] = {name: values[mine] for name, mine in REPORT_NAMES.items()} | {"font-stack": font}
+    return found
 
 
 # Docstrings

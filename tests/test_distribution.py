@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import tomllib
 import venv
 from importlib.metadata import distribution
@@ -16,6 +18,8 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from readme_blocks import examples
 
 from fpsim.checks import DISTRIBUTION, _installed_from, pip_install
 
@@ -82,6 +86,19 @@ def test_a_hint_names_what_the_library_was_installed_from(
         _installed_from.cache_clear()
 
 
+def test_the_constraints_pin_every_requirement_of_ci() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line and line[0] != "#"}
+    extras = PROJECT["optional-dependencies"]
+    asked, left = {*PROJECT["dependencies"]}, ["test", "dev", "docs"]
+    while left:
+        asked |= {*extras[left.pop()]}
+        mine = {line for line in asked if Requirement(line).name == DISTRIBUTION}
+        asked -= mine
+        left += [extra for line in mine for extra in Requirement(line).extras]
+    assert {canonicalize_name(Requirement(line).name) for line in asked} - pinned == set()
+
+
 # The wheel
 
 
@@ -117,7 +134,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(python: Path, code: str, cwd: Path) -> str:
-    done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, cwd=cwd, timeout=300)
+    done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, cwd=cwd, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -128,6 +145,11 @@ def test_the_wheel_rounds_where_only_its_requirements_are(python: Path, tmp_path
     place, numbers = run(python, code, tmp_path).splitlines()
     assert Path(place).is_relative_to(python.parents[1])
     assert numbers == "[0.0999755859375, inf] 65536.0"  # as IEEE 754 and torch.amp.GradScaler have them
+
+
+def test_the_wheel_prints_what_readme_says(python: Path, tmp_path: Path) -> None:
+    for code, output in examples(ROOT / "README.md"):
+        assert run(python, code, tmp_path) == output
 
 
 def test_without_extras_every_part_of_the_lab_names_the_extra(python: Path, tmp_path: Path) -> None:
@@ -173,3 +195,37 @@ def test_the_wheel_brings_its_types(python: Path, tmp_path: Path) -> None:
         told.append(subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout)
     assert told[0].startswith("Success")
     assert 'mine.py:4: error: Incompatible types in assignment (expression has type "float"' in told[1]
+
+
+# The source distribution
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the unpacked source distribution."""
+    pytest.importorskip("hatchling", reason="hatchling builds the sdist: pip install hatchling")
+    folder = tmp_path_factory.mktemp("sdist")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+    return archive.with_name(archive.name.removesuffix(".tar.gz"))
+
+
+def test_the_sdist_holds_every_file_of_the_repository(unpacked: Path) -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout: git does not tell which files there are")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert {name for name in listed.splitlines() if (ROOT / name).is_file()} <= {
+        str(path.relative_to(unpacked)) for path in unpacked.rglob("*")
+    }
+
+
+def test_tests_of_the_sdist_run_where_it_was_unpacked(unpacked: Path) -> None:
+    chosen = ["tests/test_law_of_imports.py", "tests/fpsim/formats", "tests/ada_loss/rules/test_layer_rules.py"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *chosen]
+    done = subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "passed" in done.stdout

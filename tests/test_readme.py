@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from readme_blocks import ROOT, examples
 
-ROOT = Path(__file__).parents[1]
-TEXT = "".join(path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))))
-EXAMPLES = re.findall(r"```python\n((?:(?!```).)*)```\n\n```\n(.*?)```", TEXT, re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+EXAMPLES = [
+    pytest.param(code, output, id=f"{page.name}-{i}")
+    for page in PAGES
+    for i, (code, output) in enumerate(examples(page), 1)
+]
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) >= 3
+    assert len(examples(ROOT / "README.md")) == 2
+    assert len(EXAMPLES) > 10
 
 
-@pytest.mark.parametrize(("code", "output"), EXAMPLES, ids=lambda text: text.strip().splitlines()[0])
+@pytest.mark.parametrize(("code", "output"), EXAMPLES)
 def test_the_example_prints_what_it_says(code: str, output: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -80,6 +80,13 @@ def test_files_that_workflows_and_hooks_run_exist() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_both_workflows_try_the_packages_before_they_are_used() -> None:
+    assert ".ci/packages" in commands_of("ci.yml")
+    release = yaml.load((GITHUB / "workflows" / "release.yml").read_text())["jobs"]
+    assert ".ci/packages" in [step.get("run") for step in release["build"]["steps"]]
+    assert release["publish"]["needs"] == "build"
+
+
 def test_hooks_run_the_checks_of_ci() -> None:
     hooks = yaml.load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     names = {hook["name"] for hook in hooks}

@@ -97,6 +97,27 @@ def test_sections_of_readme_are_those_of_readme_with_links_of_a_page() -> None:
     assert not site_pages.MARK.search(site_pages.generated("docs/index", index))
 
 
+def test_the_picture_of_the_rooms_is_a_table_on_the_site() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    drawn = {tuple(line.strip().split(" --> ")) for line in page.splitlines() if " --> " in line}
+    shown = site_pages.generated("docs/architecture", page)
+    assert "mermaid\n" not in shown
+    rows = re.findall(r"^\| `((?:fpsim|ada_loss)/[\w/.]+)` \| ((?:`[\w/.]+`(?:, )?)+) \|$", shown, re.MULTILINE)
+    told = {(room, name) for room, names in rows for name in re.findall(r"`([^`]+)`", names)}
+    assert {tuple(re.sub(r"/$|\.py$", "", name).replace("/", "_") for name in pair) for pair in told} == drawn
+    assert all((ROOT / name).exists() for pair in told for name in pair)
+
+
+def test_the_site_has_the_colours_and_the_font_of_the_report() -> None:
+    css = (ROOT / "ada_loss" / "lab" / "results" / "report.css").read_text()
+    colours = site_pages.report_colours()
+    assert colours["light"].keys() == colours["dark"].keys()
+    for mode, part in zip(("light", "dark"), css.split("prefers-color-scheme: dark", 1), strict=True):
+        for name, mine in (("color-background-primary", "page"), ("color-brand-primary", "accent")):
+            assert f"--{mine}: {colours[mode][name]};" in part
+    assert f"font: 16px/1.5 {colours['light']['font-stack']};" in css
+
+
 def test_a_docstring_is_read_as_it_is_written_here() -> None:
     lines = """Do *it*.
 

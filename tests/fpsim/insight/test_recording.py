@@ -216,3 +216,23 @@ def test_a_picture_of_nothing_lost_has_no_shares_below_zero() -> None:
         model(torch.ones(2, 4)).sum().backward()
     (axes,) = recording.plot().axes
     assert axes.get_xlim() == (0, 1)
+
+
+def test_a_value_without_a_length_is_written_in_the_picture() -> None:
+    model = fpsim.quantize(nn.Linear(2, 2, bias=False), "fp16")
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 0.1], [1.0, 0.5]]))
+    with fpsim.record(model) as recording:
+        model(torch.ones(1, 2)).sum().backward()
+    (weight,) = [row for row in recording.rows() if row["role"] == "weight"]
+    (error,) = [row for row in recording.rows() if row["role"] == "error"]
+    assert 0 < weight["sqnr_db"] < math.inf  # of 0.1
+    assert error["sqnr_db"] == math.inf  # ones are exact
+    assert error["row_bias"] is not None
+    written = {}
+    for role in ("weight", "error"):
+        (axes,) = recording.plot(role, "sqnr_db").axes
+        written[role] = [text.get_text() for text in axes.texts]
+    assert written == {"weight": [], "error": [" inf"]}
+    (axes,) = recording.plot("weight", "row_bias").axes  # which weights do not have
+    assert [text.get_text() for text in axes.texts] == [" -"]
