@@ -1,6 +1,7 @@
 """What stored formats cost the `chars` task, and what they lose: the table of docs/updates.md. And what they take.
 
     python benchmarks/updates.py --rate 3e-4 --seeds 1
+    python benchmarks/updates.py --rate 3e-4 --figure docs/updates.png
     python benchmarks/updates.py --speed --elements 4194304
 
 AdamW, 200 steps of 32 sequences, weight decay 0.01, a warm-up of 20 steps and a cosine to a tenth of the rate.
@@ -11,14 +12,22 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 import fpsim
+from ada_loss.files import write_atomically
+from ada_loss.lab.results.figures import DASHES, colour, figure_bytes
 from ada_loss.lab.tasks.chars import bits_per_character, chars
 from fpsim import Update
+from fpsim.insight.pictures import new_picture
 from fpsim.insight.rows import Rows
 from fpsim.models.storing import store_
 from fpsim.policies.update import state_storage
@@ -33,8 +42,28 @@ UPDATES = {
 }
 
 
-def train(update: Update, rate: float, seed: int, steps: int = 200) -> dict[str, object]:
-    """One training: bits per character of the test, and what was lost."""
+@dataclass(frozen=True)
+class Training:
+    """What one training ended in, and what is drawn of it.
+
+    losses: of each step, in bits. lost: share of lost updates, by recorded step. norms: weights of all norms at the end.
+    """
+
+    bits: float
+    share_lost: float | None
+    edq: float | None
+    losses: list[float]
+    lost: dict[int, float]
+    norms: list[float]
+
+    @property
+    def still(self) -> float:
+        """The share of norm weights that are what they began as."""
+        return self.norms.count(1.0) / len(self.norms)
+
+
+def train(update: Update, rate: float, seed: int, steps: int = 200) -> Training:
+    """One training with what its updates lost."""
     task = chars(seed)
     model, (inputs, targets) = task.model, task.train
     torch.manual_seed(seed)
@@ -45,18 +74,51 @@ def train(update: Update, rate: float, seed: int, steps: int = 200) -> dict[str,
         optimizer,
         lambda i: min((i + 1) / warm, 1) * (last + (1 - last) * (1 + math.cos(math.pi * i / steps)) / 2),
     )
+    losses = []
     with fpsim.lost_updates(quantized, every=10) as lost:
         for _ in range(steps):
             batch = torch.randint(len(inputs), (32,))
             optimizer.zero_grad()
-            task.loss(model(inputs[batch]), targets[batch]).backward()
+            loss = task.loss(model(inputs[batch]), targets[batch])
+            losses.append(loss.item() / math.log(2))
+            loss.backward()
             optimizer.step()
             schedule.step()
     norms = [p for name, p in model.named_parameters() if "norm" in name and name.endswith("weight")]
     with torch.no_grad():
         bits = bits_per_character(model(task.test[0]), task.test[1])
-    still = sum(int((p == 1).sum()) for p in norms) / sum(p.numel() for p in norms)
-    return {"bits": bits, "lost": lost.share, "edq": lost.edq, "norm weights at 1": still}
+    by_step = {row["step"]: row["lost"] for row in lost.steps() if row["lost"] is not None}
+    ends = torch.cat([p.detach().flatten() for p in norms]).tolist()
+    return Training(bits, lost.share, lost.edq, losses, by_step, ends)
+
+
+def figure_of(trainings: Mapping[str, Training], rate: float) -> Figure:
+    """Loss, lost updates, and where the weights of the norms ended."""
+    picture = new_picture(9.6, 3.1)
+    loss, lost, norms = picture.subplots(1, 3)
+    ends = [x for training in trainings.values() for x in training.norms]
+    low, high = min(ends, default=0.99), max(ends, default=1.01)
+    width = max(high - low, 1e-3) / 40
+    edges = [low + width * i for i in range(42)]
+    for i, (name, training) in enumerate(trainings.items()):
+        look: dict[str, Any] = {
+            "color": colour(i),
+            "linestyle": DASHES[i % len(DASHES)],
+            "linewidth": 1.3,
+            "label": name,
+        }
+        losses = [statistics.mean(training.losses[max(j - 9, 0) : j + 1]) for j in range(len(training.losses))]
+        loss.plot(range(1, len(losses) + 1), losses, **look)
+        lost.plot([*training.lost], [100 * share for share in training.lost.values()], **look)
+        norms.hist(training.norms, edges, histtype="step", **look)
+    loss.set(xlabel="step", ylabel="loss in bits, mean of 10 steps", title=f"AdamW at {rate:g}")
+    lost.set(xlabel="step", ylabel="lost updates in %", ylim=(-2, 102), title="updates that change nothing")
+    norms.set(xlabel="value at the end", ylabel="number of weights", yscale="symlog", title="weights of the norms")
+    for axes in (loss, lost, norms):
+        axes.title.set_fontsize(9)
+        axes.spines[["top", "right"]].set_visible(False)
+    picture.legend(*loss.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    return picture
 
 
 def seconds_of(runs: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
@@ -131,16 +193,24 @@ def main() -> None:
     parser.add_argument("--speed", action="store_true", help="Measure what storing takes, not what it loses.")
     parser.add_argument("--elements", type=int, default=2**22)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--figure", help="Draw the trainings of seed 0 there.")
+    parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
     if arguments.speed:
         print(speed(arguments.elements, arguments.repetitions))
         return
-    rows = Rows()
+    torch.set_num_threads(1)
+    rows, first = Rows(), {}
     for name, update in UPDATES.items():
         for seed in range(arguments.seeds):
-            rows.append({"update": name, "rate": arguments.rate, "seed": seed, **train(update, arguments.rate, seed)})
+            found = train(update, arguments.rate, seed, arguments.steps)
+            first.setdefault(name, found)
+            values = {"bits": found.bits, "lost": found.share_lost, "edq": found.edq, "norm weights at 1": found.still}
+            rows.append({"update": name, "rate": arguments.rate, "seed": seed, **values})
             print(rows[-1], flush=True)
     print(rows)
+    if arguments.figure:
+        write_atomically(Path(arguments.figure), figure_bytes(figure_of(first, arguments.rate)))
 
 
 if __name__ == "__main__":

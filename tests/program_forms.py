@@ -218,7 +218,7 @@ def rearranged(w: Writer) -> list[str]:
         f"torch.vmap(lambda row, column: row * column, in_dims=(0, 1))({x}, {y})",
         f"torch.vmap(lambda row: row.float() * 1.003)({x})",
         f"torch.vmap(lambda row: row.to(torch.float32) * 1.003)({x}).to({y}.dtype)",
-        f"torch.func.grad(lambda q: (q * q * 1.1).sum())({x}.detach())",
+        f"torch.func.grad(lambda q: (q * {y}.detach() * 1.1).sum())({x}.detach())",
         f"torch.vmap(torch.func.grad(lambda q: (q.float() * q).sum()))({x}.detach())",
         f"Square.apply({x})",
         f"Scale.apply({x}, {y})",
@@ -261,8 +261,12 @@ def branch(w: Writer) -> list[str]:
     ]
     inside = ["with torch.no_grad():", "with torch.device('cpu'):", "with torch.autograd.graph.save_on_cpu():"]
     inside += [f"if bool(({x} > 0.25).any()) or True:"]
-    # where autocast is switched off, what comes from outside is left as it is
-    around_float32 = [*inside, "with torch.autocast('cpu', enabled=False):"]
+    # where autocast is switched off, what comes from outside is left as it is: a parameter is its master weight
+    is_stored = (a.memory.owner or "").startswith("self.")
+    around_float32 = [
+        *inside,
+        "with torch.device('cpu'):" if is_stored else "with torch.autocast('cpu', enabled=False):",
+    ]
     forms = [
         [w.choose(inside), f"    {z} = {x} * 1.1"],
         [w.choose(around_float32), f"    {z} = {x}.float() * 1.003"],

@@ -33,7 +33,6 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,6 +195,7 @@ def run(module: nn.Module, inputs: list[Tensor], program: Program, native: Outco
     x, y = (x.clone().requires_grad_(program.has_gradients) for x in inputs)
     with torch.set_grad_enabled(program.has_gradients):
         found, shown = module(x, y)
+    stays = {"x": x, "y": y, **dict(module.named_parameters()), **dict(module.named_buffers())}
     largest = Largest()
     if native is None:
         last = next((n for n, v in reversed(found.items()) if v.requires_grad and not v.is_leaf), None)
@@ -203,9 +203,15 @@ def run(module: nn.Module, inputs: list[Tensor], program: Program, native: Outco
         last = native.last
     if last is not None:
         gradient = torch.linspace(-1, 1, found[last].numel()).mul(64).round().div(64).view(found[last].shape)
-        with nullcontext() if program.is_tree or native is not None else largest:
-            found[last].backward(gradient.to(found[last].dtype))
-    stays = {"x": x, "y": y, **dict(module.named_parameters()), **dict(module.named_buffers())}
+        gradient = gradient.to(found[last].dtype)
+        if (
+            native is None and not program.is_tree
+        ):  # a pass of its own: beside a mode, torch computes some gradients apart
+            with largest:
+                found[last].backward(gradient, retain_graph=True)
+            for v in stays.values():
+                v.grad = None
+        found[last].backward(gradient)
     gradients = {name: v.grad for name, v in stays.items()}
     return Outcome(found, shown, {k: v.detach() for k, v in stays.items()}, gradients, last, largest.found)
 

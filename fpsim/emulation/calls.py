@@ -73,6 +73,14 @@ COMPARISONS = frozenset(
     greater greater_equal less less_equal not_equal
     """.split()
 )
+# Functions that compare elements with a number, or divide by it and keep the rest: the number is one of the format.
+THRESHOLDS = frozenset(
+    """
+    clamp clamp_min clamp_max clip hardshrink remainder fmod
+    clamp_ clamp_min_ clamp_max_ clip_ remainder_ fmod_ mod rmod imod
+    _foreach_clamp_min _foreach_clamp_max _foreach_clamp_min_ _foreach_clamp_max_
+    """.split()
+)
 READ = COMPARISONS | frozenset(
     """
     item tolist __bool__ __int__ __float__ __contains__ is_nonzero allclose equal isclose isfinite isnan isinf isneginf
@@ -208,6 +216,7 @@ class Call:
     name: without torch's underscores.
     action: what is done with it.
     in_place: whether it writes to its first argument.
+    has_threshold: whether a number of Python beside a tensor is one of the tensor's dtype.
     has_pole: whether it may make minus infinity of numbers.
     is_quotient: whether that depends on its second operand.
     is_view: whether its result may lie in the memory of its first argument.
@@ -230,9 +239,10 @@ class Call:
     """
 
     __slots__ = (
-        "action", "chooses_inside", "converts", "drops", "gives_float64", "has_dtype_of_first", "has_pole", "in_place",
-        "inplace_at", "is_comparison", "is_of_each", "is_quotient", "is_view", "may_renormalise", "may_write", "name",
-        "narrows", "only_compared", "only_computes", "scales", "skip_names", "skip_positions", "takes_dtype",
+        "action", "chooses_inside", "converts", "drops", "gives_float64", "has_dtype_of_first", "has_pole",
+        "has_threshold", "in_place", "inplace_at", "is_comparison", "is_of_each", "is_quotient", "is_view",
+        "may_renormalise", "may_write", "name", "narrows", "only_compared", "only_computes", "scales", "skip_names",
+        "skip_positions", "takes_dtype",
     )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -254,7 +264,7 @@ class Call:
         self.is_of_each, self.drops = name in EACH, DROPS.get(name)
         self.only_compared = ONLY_COMPARED.get(function)
         self.name = name.strip("_") if name.startswith("__") else name
-        self.scales = self.name in SCALINGS
+        self.scales, self.has_threshold = self.name in SCALINGS, self.name in THRESHOLDS
         self.narrows = self.name in NARROWING or name in COPIES_INTO_FIRST or self.action is Action.SET_ITEM
         self.has_pole, self.is_quotient = self.name in POLES, self.name in QUOTIENTS
         inner = name[2:] if name.startswith("__i") and name.endswith("__") else ""
@@ -266,7 +276,12 @@ class Call:
         self.may_write = self.in_place or self.inplace_at is not None
         self.may_renormalise, self.gives_float64 = self.name.startswith("embedding"), self.name in _FLOAT64
         self.only_computes = self.action is Action.COMPUTE and not (
-            self.may_write or self.is_view or self.is_of_each or self.drops is not None or self.name == "copy_"
+            self.may_write
+            or self.is_view
+            or self.is_of_each
+            or self.drops is not None
+            or self.name == "copy_"
+            or self.has_threshold
         )
         skips = NOT_OPERANDS.get(function) or NOT_OPERANDS.get(name, ((), ()))
         written = written_arguments(function)

@@ -23,8 +23,9 @@ from fpsim.emulation.marks import is_made_here, is_marked_wide, is_roundable, is
 from fpsim.emulation.operands import Rounds, leaves_float32
 from fpsim.formats.blocks import Element
 from fpsim.tensors.launch import rounded
-from fpsim.tensors.spec import rounding_spec
+from fpsim.tensors.spec import RoundingSpec, rounding_spec
 from fpsim.torch_internals import base_of
+from fpsim.torch_modes import layers_behind
 
 __all__ = [
     "DTYPE_OF",
@@ -34,9 +35,10 @@ __all__ = [
     "fill",
     "for_each",
     "make",
+    "mark_gradients",
     "named_dtype",
-    "number_in_format",
     "result_type",
+    "scalars_in_format",
     "set_data",
 ]
 
@@ -125,6 +127,23 @@ def result_type(emulation: Any, func: Callable[..., Any], args: tuple[Any, ...],
         return torch.empty([1] * x.dim(), dtype=name or x.dtype, device="meta")
 
     return func(*map(standing_for, args), **{key: standing_for(x) for key, x in kwargs.items()})
+
+
+def mark_gradients(emulation: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A gradient, of `x.grad` or of torch.autograd.grad, has the dtype of what it is the gradient of."""
+    if is_attribute := len(args) == 1 and not kwargs:
+        inputs, found = args[0], (out,)
+    else:
+        inputs, found = args[1] if len(args) > 1 else kwargs["inputs"], out
+    for x, gradient in zip((inputs,) if isinstance(inputs, Tensor) else inputs, found, strict=False):
+        if not isinstance(gradient, Tensor):
+            continue
+        if emulation.has_wide and any(map(is_marked_wide, (x, *layers_behind(x)))):
+            emulation.mark_wide(gradient, *layers_behind(gradient))  # it is known outside of the transform, too
+        elif not is_attribute:  # a result, like that of any other call
+            for y in (gradient, *layers_behind(gradient)):
+                if not is_made_here(y):
+                    unmark(y)
 
 
 # Casts
@@ -265,6 +284,9 @@ def for_each(
     if all(is_ours for _, is_ours, _ in known):
         args = (first, *(emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for y in args[1:]))
         kwargs = {name: emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for name, y in kwargs.items()}
+        spec = emulation.scope.specs.activation
+        if call.has_threshold and spec is not None and not any(is_wide for _, _, is_wide in known):
+            args = tuple(number_in_format(y, spec.fmt) if type(y) is float else y for y in args)
     if call.in_place and first:
         _in_place(emulation, func, call, first[0], args[1:], kwargs)
         return [*first]
@@ -315,6 +337,16 @@ def _in_place(
         emulation.round_result(x, call, (x,), [], x)
         emulation.know_again(base_of(x), known_base, call)
     note_write(emulation, x)
+
+
+def scalars_in_format(spec: RoundingSpec | None, call: Call, args: tuple[Any, ...], is_wide: bool) -> tuple[Any, ...]:
+    """The arguments with numbers of Python as the format has them, beside a tensor of the format."""
+    is_read = call.is_comparison or call.action is Action.SET_ITEM
+    if is_wide or spec is None or not (is_read or call.has_threshold):
+        return args
+    if not any(isinstance(x, Tensor) and is_roundable(x) for x in args):
+        return args
+    return tuple(number_in_format(x, spec.fmt) if type(x) is float else x for x in args)
 
 
 @lru_cache(1 << 12)

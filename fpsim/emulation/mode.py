@@ -51,9 +51,10 @@ from fpsim.emulation.conversions import (
     fill,
     for_each,
     make,
+    mark_gradients,
     named_dtype,
-    number_in_format,
     result_type,
+    scalars_in_format,
     set_data,
 )
 from fpsim.emulation.marks import WIDE, format_of, is_made_here, is_marked_wide, is_roundable, is_state, mark, unmark
@@ -148,19 +149,9 @@ class Emulation(Roundings, TorchFunctionMode):
         out = call(func, args, kwargs)
         if args and isinstance(args[0], Tensor) and call.writes_to_first(args, kwargs):
             note_write(self, args[0])
-        elif call.name == "grad" and self.has_wide:
-            self._mark_gradients(out, args, kwargs)
+        elif call.name == "grad":
+            mark_gradients(self, out, args, kwargs)
         return out
-
-    def _mark_gradients(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A gradient, of `x.grad` or of torch.autograd.grad, has the dtype of what it is the gradient of."""
-        if len(args) == 1 and not kwargs:
-            inputs, found = args[0], (out,)
-        else:
-            inputs, found = args[1] if len(args) > 1 else kwargs["inputs"], out
-        for x, gradient in zip((inputs,) if isinstance(inputs, Tensor) else inputs, found, strict=False):
-            if isinstance(gradient, Tensor) and is_marked_wide(x):
-                self.mark_wide(gradient)
 
     def _emulated(
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
@@ -237,7 +228,7 @@ class Emulation(Roundings, TorchFunctionMode):
             rounds = Rounds.NOTHING
         args = tuple([self.prepared(as_numbers(x), rounds, []) for x in args])
         kwargs = {name: self.prepared(as_numbers(x), rounds, []) for name, x in kwargs.items()} if kwargs else kwargs
-        return call(func, self._scalars_in_format(call, args, is_wide), kwargs)
+        return call(func, scalars_in_format(self.scope.specs.activation, call, args, is_wide), kwargs)
 
     def is_stored(self, x: Tensor) -> bool:
         """Whether `x` is a parameter or a buffer, or lies in the memory of something from outside."""
@@ -254,6 +245,9 @@ class Emulation(Roundings, TorchFunctionMode):
         first = args[0] if keeps_first and args else None
         target = kwargs.get("out", first)
         is_wide, rounds = self._treatment(func, call, args, kwargs, target, asked)
+        if call.has_threshold:
+            found = scalars_in_format(self.scope.specs.activation, call, (*args, *kwargs.values()), is_wide)
+            args, kwargs = found[: len(args)], dict(zip(kwargs, found[len(args) :], strict=True))
         floats: list[Tensor] = []
         new_args, new_kwargs = self._in_formats(call, args, kwargs, keeps_first, rounds, floats)
         if call.action is Action.SET_ITEM:
@@ -368,7 +362,7 @@ class Emulation(Roundings, TorchFunctionMode):
         """Write values, which are in the target's format, into a part of it."""
         target = args[0]
         known, known_base = format_of(target), self.format_of_base(target)
-        call(func, self._scalars_in_format(call, args, is_wide), kwargs)
+        call(func, scalars_in_format(self.scope.specs.activation, call, args, is_wide), kwargs)
         self.know_again(target, known, call)
         self.know_again(base_of(target), known_base, call)
 
@@ -383,15 +377,6 @@ class Emulation(Roundings, TorchFunctionMode):
             mark(x, known)
             if torch.is_grad_enabled() and x.requires_grad:
                 self.hook(x, self.scope.site(call.name), call.name, (x,))
-
-    def _scalars_in_format(self, call: Call, args: tuple[Any, ...], is_wide: bool) -> tuple[Any, ...]:
-        """The arguments with numbers of Python as the format has them, beside a tensor of the format."""
-        spec = self.scope.specs.activation
-        if is_wide or spec is None or not (call.is_comparison or call.action is Action.SET_ITEM):
-            return args
-        if not any(isinstance(x, Tensor) and is_roundable(x) for x in args):
-            return args
-        return tuple(number_in_format(x, spec.fmt) if type(x) is float else x for x in args)
 
     # float32 on purpose
 

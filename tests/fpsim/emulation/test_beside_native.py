@@ -108,6 +108,72 @@ def test_what_a_transform_gave_can_be_written_to(write: Callable[[Tensor, Tensor
 
 
 @FORMATS
+@pytest.mark.parametrize("cast", [wide, lambda x: x * 1.1], ids=["float32", "narrow"])
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        lambda q: torch.func.grad(lambda v: (v * 1.1).sum())(q),
+        lambda q: torch.vmap(torch.func.grad(lambda v: (v.float() * v).sum()))(q),
+        lambda q: torch.func.vjp(lambda v: v * 1.1, q)[1](q)[0],
+        lambda q: torch.func.jacrev(lambda v: v * 1.1)(q[0]),
+        lambda q: torch.func.jacfwd(lambda v: v * 1.1)(q[0]),
+    ],
+    ids=["grad", "vmap of grad", "vjp", "jacrev", "jacfwd"],
+)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda g, x: g * 1.1,
+        lambda g, x: torch._foreach_mul_([g], 1.1)[0],
+        lambda g, x: (g if g._base is None else g.clone()).mul_(x),  # torch refuses one of several views
+        lambda g, x: g.to(torch.promote_types(g.dtype, x.dtype)).mul_(1.1) + g,
+    ],
+    ids=["used", "written to in a list", "written to with a gradient", "cast to what it is"],
+)
+def test_a_gradient_that_a_transform_gave_is_a_result_like_any_other(
+    use: Callable[[Tensor, Tensor], Tensor],
+    gradient: Callable[[Tensor], Tensor],
+    cast: Callable[[Tensor], Tensor],
+    fmt: str,
+) -> None:
+    hold(lambda self, x: use(gradient(cast(x).detach()), self.w), fmt)
+
+
+AT = 0.3  # of neither format: the nearest number of bf16 and of fp16 is larger
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "threshold",
+    [
+        lambda x: x.clamp(-AT, AT),
+        lambda x: torch.clip(x, max=AT),
+        lambda x: (x * 1.0).clamp_(max=AT),
+        lambda x: torch.clamp_max(x, AT),
+        lambda x: (-x).clamp_min(-AT),
+        lambda x: F.hardshrink(x, AT),
+        lambda x: F.threshold(x, AT, 0.1),
+        lambda x: F.hardtanh(x, -AT, AT),
+        lambda x: x % AT,
+        lambda x: torch.remainder(x, AT),
+        lambda x: torch.fmod(x, AT),
+        lambda x: torch._foreach_clamp_max([x], AT)[0],
+        lambda x: torch._foreach_clamp_max_([x * 1.0], AT)[0],
+        lambda x: x.float().clamp(-AT, AT),
+        lambda x: x.float() % AT,
+    ],
+)
+def test_a_number_that_elements_are_compared_with_is_one_of_their_dtype(
+    threshold: Callable[[Tensor], Tensor], fmt: str
+) -> None:
+    def run(self: Layer, x: Tensor) -> Tensor:
+        ties = torch.tensor([AT, -AT, 2 * AT, 0.1]).to(self.w.dtype)
+        return threshold((self.w - self.w.detach()) + ties)  # values, and gradients at the ties
+
+    hold(run, fmt)
+
+
+@FORMATS
 @pytest.mark.parametrize("cast", [wide, lambda x: x * 1.1])
 def test_a_gradient_has_the_dtype_of_what_it_is_the_gradient_of(cast: Callable[[Tensor], Tensor], fmt: str) -> None:
     def by_function(self: Layer, x: Tensor) -> Tensor:
@@ -142,6 +208,29 @@ def test_a_write_over_a_cast_that_did_nothing_has_its_gradient(
         h = x.to(self.w.dtype)  # x itself, natively
         write(h, self.w)
         return h * 1.1
+
+    hold(run, fmt)
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, h: x.T.__setitem__(..., h),
+        lambda x, h: x.copy_(h),
+        lambda x, h: x[1].copy_(h[0]),
+        lambda x, h: x.view(16)[:4].copy_(h[2]),
+    ],
+    ids=["an item of a view", "a copy", "a copy to a row", "a copy to a part"],
+)
+def test_the_extremes_of_float32_written_to_an_input_are_numbers(
+    write: Callable[[Tensor, Tensor], object], fmt: str
+) -> None:
+    def run(self: Layer, x: Tensor) -> Tensor:
+        h = self.b.float().masked_fill(self.b > 0.25, torch.finfo(torch.float32).min)
+        with torch.no_grad():
+            write(x, h)
+        return x.float()
 
     hold(run, fmt)
 
