@@ -73,6 +73,7 @@ FLOORS = (
         "__init__ computed_weights opened storing",
         "forwards parameter_store",
         "format_steps frozen optimizer_state quantize",
+        "emulated_steps",
         "optimizers scaling_state",
     ),
     (

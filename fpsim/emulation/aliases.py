@@ -263,7 +263,9 @@ def write_outside(
         if emulation.has_wide and (call.action is Action.SET_ITEM or call.name == "copy_"):  # as a cast before it
             args = tuple(emulation.new_operand(y) if isinstance(y, Tensor) and is_marked_wide(y) else y for y in args)
         round_here_(target, spec, keep_masks=True)
-    out = call(func, (target, *args[1:]), kwargs)
+    run = partial(call, func, (target, *args[1:]), kwargs)
+    write = emulation.scope.write
+    out = run() if write is None or not _is_weight(emulation, base) else write(base, run)
     if spec is not None:
         round_here_(target, spec, keep_masks=True)
     note_write(emulation, x)

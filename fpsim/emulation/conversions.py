@@ -37,6 +37,7 @@ __all__ = [
     "make",
     "mark_gradients",
     "named_dtype",
+    "number_in_format",
     "result_type",
     "scalars_in_format",
     "set_data",
@@ -280,9 +281,10 @@ def for_each(
         for i in range(len(first)):
             for_each(emulation, func, call, *_of_one(i, args, kwargs))
         return [*first]
-    known = [(x, is_made_here(x) and is_roundable(x), is_marked_wide(x)) for x in first]
+    known = [(x, is_roundable(x) and _is_ours(emulation, call, x), is_marked_wide(x)) for x in first]
     if all(is_ours for _, is_ours, _ in known):
         args = (first, *(emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for y in args[1:]))
+        args = args if call.in_place else (emulation.prepared(first, Rounds.ALL_BUT_WIDE, []), *args[1:])
         kwargs = {name: emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for name, y in kwargs.items()}
         spec = emulation.scope.specs.activation
         if call.has_threshold and spec is not None and not any(is_wide for _, _, is_wide in known):
@@ -302,6 +304,11 @@ def for_each(
     return type(out)(results)
 
 
+def _is_ours(emulation: Any, call: Call, x: Tensor) -> bool:
+    """Whether `x` has the format's dtype: what was made here, and a parameter that is read in an optimizer's step."""
+    return is_made_here(x) or (emulation.scope.write is not None and not call.in_place and emulation.is_stored(x))
+
+
 def _of_one(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the i-th tensor of a list."""
 
@@ -319,11 +326,14 @@ def _in_place(
     is_wide, is_stored = is_marked_wide(x), emulation.is_stored(x)
     spec = spec_of_memory(emulation, x) if is_stored else emulation.scope.specs.activation
     is_rounded = not is_wide and spec is not None and (is_stored or (is_made_here(x) and is_roundable(x)))
-    takes_number = is_rounded and call.name == "_foreach_mul_" and type(others[0]) is float
+    number = others[0][0] if others and isinstance(others[0], list | tuple) and others[0] else others and others[0]
+    is_in_step = is_stored and emulation.scope.write is not None
+    spec = emulation.scope.specs.activation if is_in_step else spec
+    takes_number = (is_rounded or is_in_step) and call.name == "_foreach_mul_" and type(number) is float
 
     def write(target: Tensor, *rest: Any, **named: Any) -> None:
         # the one of them that takes a number in the tensor's own dtype; its gradient is that of the number itself
-        product = target.detach() * number_in_format(rest[0], spec.fmt) if takes_number and spec else None
+        product = target.detach() * number_in_format(number, spec.fmt) if takes_number and spec else None
         func([target], *rest, **named)
         if product is not None:
             target.data.copy_(product)

@@ -23,10 +23,10 @@ from fpsim.torch_internals import current_graph_task
 from fpsim.torch_modes import any_mode, keeps_grad_mode, modes, push_mode, take_off
 from fpsim.undoing import Block, Undo
 
-__all__ = ["Position", "computing_a_weight", "emulate", "run_entered", "take_off_leftovers"]
+__all__ = ["Position", "computing_a_weight", "emulate", "enter", "run_entered", "take_off_leftovers"]
 
 
-def _enter(scope: Scope, undo: Undo) -> None:
+def enter(scope: Scope, undo: Undo) -> None:
     """Run what follows under `scope`: in the mode that is active in this thread, or in a new one."""
     emulation: Emulation | None = active.emulation
     if emulation is None or emulation.scope.listeners is not scope.listeners:
@@ -225,4 +225,4 @@ def _emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None, undo: Un
     if rounding is not None:
         policy = policy.with_rounding(rounding)
     take_off_leftovers()
-    _enter(make_scope("", policy, Listeners()), undo)
+    enter(make_scope("", policy, Listeners()), undo)

@@ -101,10 +101,12 @@ class Scope:
     products: how operands of products are quantised; None where they are not.
     dtype: torch's name of the activations' format, if it has one.
     activation: the mark of a tensor in the activations' format; None where they have none.
+    write: given a parameter and what writes to it, does so; None where parameters take numbers as they are.
     """
 
     __slots__ = (
         "activation", "counts", "dtype", "float32", "listeners", "name", "products", "specs", "weights", "wide",
+        "write",
     )  # fmt: skip
 
     def __init__(
@@ -123,13 +125,14 @@ class Scope:
         self.dtype = None if specs.activation is None else specs.activation.dtype
         self.activation = None if specs.activation is None else specs.activation.text
         self.counts: dict[str, int] = {}
+        self.write: Callable[[Tensor, Callable[[], Any]], Any] | None = None
 
     def again(self, weights: Collection[int], wide: dict[str, None]) -> Scope:
         """The same place in another call, with no operation counted yet."""
         scope = object.__new__(Scope)
         scope.name, scope.specs, scope.float32, scope.listeners = self.name, self.specs, self.float32, self.listeners
         scope.products, scope.dtype, scope.activation = self.products, self.dtype, self.activation
-        scope.weights, scope.wide, scope.counts = weights, wide, {}
+        scope.weights, scope.wide, scope.counts, scope.write = weights, wide, {}, self.write
         return scope
 
     def site(self, operation: str) -> str:

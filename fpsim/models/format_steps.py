@@ -53,11 +53,6 @@ def has_format_step(optimizer: Optimizer) -> bool:
 def require_format_step(optimizer: Optimizer, arithmetic: str) -> None:
     """Raise ValueError for an optimizer whose step cannot be computed in a format."""
     kind = type(optimizer).__name__
-    if not has_format_step(optimizer):
-        raise ValueError(
-            f"arithmetic={arithmetic!r} was given for {kind}. It has the steps of torch's own SGD, Adam and AdamW. Use "
-            f"one of these, or arithmetic='float32' with a format for states."
-        )
     for group in optimizer.param_groups:
         for name in ("fused", "capturable", "differentiable"):
             if group.get(name):

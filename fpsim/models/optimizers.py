@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from fpsim.border import require_module, require_optimizer, require_seed
 from fpsim.checks import known_arguments, shown
-from fpsim.models.format_steps import require_format_step, run_format_step
+from fpsim.models.emulated_steps import emulated_step_of
+from fpsim.models.format_steps import run_format_step
 from fpsim.models.optimizer_state import check_state, loaded_copies, saved, without_ours
 from fpsim.models.parameter_store import ParameterStore
 from fpsim.models.storing import local_part
@@ -156,8 +157,7 @@ class QuantizedOptimizer:
         found = self._new_stores(optimizer)
         for store in found:
             _require_parameter(store)
-            if store.update.is_in_format:
-                require_format_step(optimizer, store.update.arithmetic)
+        self._emulated = emulated_step_of(optimizer, found)
         self._take(found, optimizer)
         hook_steps(optimizer, self._before, self._after)
         guard_step(optimizer, self._abandon)
@@ -238,8 +238,16 @@ class QuantizedOptimizer:
                 self._observed[store.parameter] = local_part(store.value).clone(), x.clone()
         is_closure = [callable(x) and not isinstance(x, Optimizer) for x in args]
         if not any(is_closure) and not callable(kwargs.get("closure")):
-            self._step_in_format(optimizer)
+            if self._emulated is None:
+                self._step_in_format(optimizer)
+            else:
+                self._gradients = self._emulated.begin(optimizer, self._observed)
             return None
+        if self._emulated is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step got a closure, and its operations are rounded one by one. Compute "
+                f"the loss and its gradients first and call step(), or use arithmetic='float32'."
+            )
         args = tuple(
             self._seeing_weights(optimizer, x) if wraps else x for x, wraps in zip(args, is_closure, strict=True)
         )
@@ -252,6 +260,7 @@ class QuantizedOptimizer:
     def _abandon(self) -> None:
         """A step has raised: parameters hold again what is stored of them, and gradients are where they were."""
         optimizer = self._optimizer()
+        self._end_emulation()
         for p, gradient in self._gradients:
             p.grad = gradient
         self._gradients, self._observed, self._intended = [], {}, {}
@@ -264,6 +273,7 @@ class QuantizedOptimizer:
     @torch.compiler.disable
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._end_emulation()
         for p, gradient in self._gradients:
             p.grad = gradient
         self._gradients = []
@@ -284,6 +294,11 @@ class QuantizedOptimizer:
         self.steps += 1
         if not self._has_checked_names:
             self._check_state_names(optimizer)
+
+    def _end_emulation(self) -> None:
+        if self._emulated is not None:
+            self._emulated.end()
+            self._intended.update(self._emulated.wanted)
 
     def _tell(self, optimizer: Optimizer) -> None:
         """Tell the observers of the steps of this step's parameters."""

@@ -246,7 +246,7 @@ def test_parameters_that_are_left_out_have_torchs_own_step():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: torch.optim.RMSprop(p), "given for RMSprop. It has the steps of torch's own SGD, Adam and AdamW"),
+        (lambda p: torch.optim.RMSprop(p, capturable=True), r"RMSprop\(capturable=True\).*Use capturable=False"),
         (lambda p: torch.optim.AdamW(p, fused=True), r"AdamW\(fused=True\).*Use fused=False"),
     ],
 )

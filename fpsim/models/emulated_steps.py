@@ -1,0 +1,164 @@
+"""A step of any optimizer in a small format: its own code runs, and each of its operations is rounded.
+
+`format_steps.py` has the steps of SGD and Adam, which keep compensations as well; what runs here is the optimizer as it
+is, emulated as a model would be. With `arithmetic="format"` each number of Python is rounded to the format first, with
+"torch" those that are added or are exponents, as in torch's kernels on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from fpsim.emulation.arguments import tensors_in
+from fpsim.emulation.conversions import number_in_format
+from fpsim.emulation.entering import enter
+from fpsim.emulation.marks import format_of, is_marked_wide, mark
+from fpsim.emulation.scope import Listeners, active, make_scope
+from fpsim.formats.blocks import Element
+from fpsim.models.format_steps import has_format_step, require_format_step
+from fpsim.models.parameter_store import ParameterStore
+from fpsim.policies.policy import Policy
+from fpsim.tensors.launch import round_memory_, rounded
+from fpsim.tensors.spec import RoundingSpec
+from fpsim.torch_modes import push_mode, take_off
+from fpsim.undoing import Undo
+
+__all__ = ["EmulatedStep", "emulated_step_of"]
+
+
+class EmulatedStep:
+    """The emulation around each step of one optimizer.
+
+    spec: of weights, states, gradients and every result.
+    as_torch: whether only those numbers of Python are rounded that torch's kernels round.
+    wanted: by observed parameter, what its step would have added without the last rounding.
+    """
+
+    def __init__(self, spec: RoundingSpec, as_torch: bool) -> None:
+        self._spec, self._as_torch, self._undo = spec, as_torch, Undo()
+        self.wanted: dict[Tensor, Tensor] = {}
+
+    def begin(self, optimizer: Optimizer, observed: Mapping[Tensor, Any]) -> list[tuple[Tensor, Tensor]]:
+        """Enter, until `end`. Returns parameters with their gradients, which are rounded ones until then."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [(p, p.grad) for p in parameters]
+        for _, gradient in gradients:
+            if gradient.is_sparse:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} got a sparse gradient, and its step is computed in {self._spec.fmt}. "
+                    f"Use an embedding with sparse=False, or arithmetic='float32'."
+                )
+        self.wanted = {p: torch.zeros_like(p.detach()) for p in parameters if p in observed}
+        scope = make_scope("", Policy(weight=self._spec.fmt, activation=self._spec.fmt), Listeners())
+        scope.write = self._write
+        enter(scope, self._undo)
+        for p, gradient in gradients:
+            p.grad = self._known(rounded(gradient.detach(), self._spec))
+            for name, x in optimizer.state[p].items():
+                if isinstance(x, Tensor) and x.is_floating_point():
+                    self._know_state(p, name, x)
+        numbers = _NumbersInFormat(self._spec.fmt, self._as_torch)
+        self._undo.by(partial(_leave, numbers))
+        push_mode(numbers)
+        return gradients
+
+    def end(self) -> None:
+        """Leave; may be called again."""
+        self._undo()
+
+    def _known(self, x: Tensor) -> Tensor:
+        mark(x, self._spec.text)
+        return x
+
+    def _know_state(self, p: Tensor, name: str, x: Tensor) -> None:
+        """A state of an earlier step, or of a checkpoint: a single number, such as "step", is float32 natively."""
+        if name == "step" or x.dim() < min(p.dim(), 1):
+            active.emulation.mark_wide(x)
+        elif format_of(x) != self._spec.text:
+            round_memory_(x, self._spec)
+            self._known(x)
+
+    def _write(self, p: Tensor, run: Callable[[], Any]) -> Any:
+        """A write to a parameter, which is rounded as any result."""
+        before = p.detach().clone() if p in self.wanted else None
+        out = run()
+        if before is not None:
+            self.wanted[p] += p.detach() - before
+        round_memory_(p.detach(), self._spec)
+        return out
+
+
+# Functions of which torch's kernels on the CPU have a number of Python in the tensor's dtype.
+_ROUNDED_BY_TORCH = frozenset(
+    "add sub subtract rsub radd iadd isub pow ipow foreach_add foreach_sub foreach_pow".split()
+)
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", "").strip("_")
+
+
+class _NumbersInFormat(TorchFunctionMode):
+    """Numbers of Python beside tensors of the format are numbers of it.
+
+    as_torch: only where torch's kernels of bfloat16 on the CPU have them so.
+    """
+
+    def __init__(self, fmt: Element, as_torch: bool) -> None:
+        super().__init__()
+        self._fmt, self._as_torch, self.has_ended = fmt, as_torch, False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in (*tensors_in(args), *tensors_in(tuple(kwargs.values()))) if x.is_floating_point()]
+        is_meant = not self._as_torch or _name_of(func) in _ROUNDED_BY_TORCH
+        if is_meant and not self.has_ended and any(not is_marked_wide(x) for x in tensors):
+            args = tuple(map(self._in_format, args))
+            kwargs = {name: self._in_format(x) for name, x in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _in_format(self, x: Any) -> Any:
+        if type(x) in (list, tuple) and all(type(item) is float for item in x):
+            return type(x)(map(self._in_format, x))
+        return number_in_format(x, self._fmt) if type(x) is float else x
+
+
+def _leave(numbers: _NumbersInFormat) -> None:
+    numbers.has_ended = True
+    take_off(numbers)
+
+
+def emulated_step_of(optimizer: Optimizer, stores: Sequence[ParameterStore]) -> EmulatedStep | None:
+    """What rounds each operation of an optimizer's own code; None where nobody asked, or `format_steps` has its step.
+
+    Raises ValueError for an update that neither can compute.
+    """
+    asked = [store.update for store in stores if store.update.is_in_format]
+    for update in asked:
+        require_format_step(optimizer, update.arithmetic)
+    if not asked or has_format_step(optimizer):
+        return None
+    kind, update = type(optimizer).__name__, asked[0]
+    if update.compensation is not None:
+        raise ValueError(
+            f"compensation={update.compensation!r} was given with arithmetic={update.arithmetic!r} for {kind}, whose "
+            f"own code runs and knows no compensation. Use SGD, Adam or AdamW, or arithmetic='float32'."
+        )
+    if len({(store.update.weight, store.update.arithmetic) for store in stores}) > 1:
+        raise ValueError(
+            f"arithmetic={update.arithmetic!r} was given for some parameters of {kind}, whose code computes all of "
+            f"them together. Give all parameters one update, or use an optimizer for each."
+        )
+    storage = update.weight_storage
+    assert storage is not None
+    assert isinstance(storage.spec, RoundingSpec)
+    return EmulatedStep(storage.spec, update.arithmetic == "torch")
