@@ -46,7 +46,7 @@ UPDATES = {
 class Training:
     """What one training ended in, and what is drawn of it.
 
-    losses: of each step, in bits. lost: share of lost updates, by recorded step. norms: weights of all norms at the end.
+    losses: of each step, in bits. lost: share of lost updates, by recorded step. norms: weights of norms at the end.
     """
 
     bits: float
