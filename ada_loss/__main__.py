@@ -254,10 +254,10 @@ def _number_or_name(word: str) -> float | str:
 def status(out: Out, as_json: AsJson = False) -> None:
     """Show how far a sweep is, also while it runs."""
     with _errors_as_exit_codes():
+        from ada_loss.lab.cells.ledger import Ledger, counted  # without torch: it answers at once
+        from ada_loss.lab.cells.lock import is_driven
+        from ada_loss.lab.cells.missing import read_snapshot
         from ada_loss.lab.errors import printable
-        from ada_loss.lab.sweep.ledger import Ledger, counted  # without torch: it answers at once
-        from ada_loss.lab.sweep.lock import is_driven
-        from ada_loss.lab.sweep.missing import read_snapshot
 
         driven = is_driven(out)  # before and after: a driver may end or begin in between
         with Ledger(out / "ledger.sqlite", readonly=True) as ledger:
@@ -307,7 +307,7 @@ def table(
 def _pair(word: str) -> tuple[str, str]:
     name, equals, value = word.partition("=")
     if not equals:
-        raise ValueError(f"--where came as {word!r}. Possible: NAME=VALUE. Take rounding=stochastic, for instance.")
+        raise ValueError(f"--where is {word!r}. Expected: NAME=VALUE. Take rounding=stochastic, for instance.")
     return name, value
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ada_loss.files import csv_bytes, data_frame, write_atomically
-from fpsim.checks import did_you_mean, is_whole, shown
+from fpsim.checks import is_whole, refuse, shown
 from fpsim.insight.rows import Rows
 from fpsim.scaling import RoundingSpec, lost_between, rounded
 
@@ -41,8 +41,6 @@ class Recorder:
     There is a row for each sampled step and each site where a gradient is rounded. Rows stay on the device until they
     are asked for. Recording changes no result, and computes nothing in a step that is not sampled.
 
-    every: sample the first step and each n-th after it.
-
     The columns of a row:
 
     step: the number of the step.
@@ -61,11 +59,14 @@ class Recorder:
     underflow: the share of the other elements that become zero if they are rounded at the scale.
     underflow_unscaled: the share of the other elements that become zero if they are rounded at scale 1.
     overflow: the share of all elements that are finite, and become inf or NaN or saturate at the scale.
+
+    Args:
+        every: sample the first step and each n-th after it.
     """
 
     def __init__(self, every: int = 1) -> None:
         if not is_whole(every, 1):
-            raise ValueError(f"every={shown(every)} is impossible. Possible: 1 for every step, n for each n-th.")
+            raise ValueError(f"every={shown(every)} is invalid. Expected: 1 for every step, n for each n-th.")
         self.every = every
         self._labels: list[Label] = []
         self._numbers: list[Tensor] = []  # for each label its SCALES and SHARES
@@ -182,9 +183,7 @@ class Recorder:
             raise ValueError(f"No row has the role {shown(role)}. Known: {known}.")
         numbers = [name for name, known in rows[0].items() if not isinstance(known, str)]
         if value not in numbers:
-            raise ValueError(
-                f"Unknown column {shown(value)}.{did_you_mean(value, numbers)} Known: {', '.join(numbers)}."
-            )
+            raise ValueError(refuse(f"Unknown column {shown(value)}", numbers, word=value))
         from fpsim.insight.pictures import plot_watch
 
         return plot_watch(rows[::-1], value, f"{value}, role {role}")

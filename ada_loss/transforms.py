@@ -128,7 +128,8 @@ PRODUCTS: dict[str, Callable[..., list[Product]]] = {
 class AdaLossTransform:
     """Scale the gradients of products in all modules of a class, and in the modules inside of them.
 
-    kind: a module class, several, or the name of a class, which may be defined anywhere.
+    Args:
+        kind: a module class, several, or the name of a class, which may be defined anywhere.
     """
 
     kind: type[nn.Module] | tuple[type[nn.Module], ...] | str

@@ -26,8 +26,8 @@ from typing import Any
 from scipy import stats
 
 from ada_loss.files import write_atomically
+from ada_loss.lab.cells.cells import Cell, plan
 from ada_loss.lab.results import Results
-from ada_loss.lab.sweep.cells import Cell, plan
 from ada_loss.lab.sweep.driver import run_cells
 from ada_loss.lab.sweep.execution import Execution
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from report import RESULTS, Report, machine, paired, save
 
-from ada_loss.lab.sweep.cells import plan
+from ada_loss.lab.cells.cells import plan
+from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.sweep.config import read_sweep
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.sweep.engines import open_engine
 from ada_loss.lab.sweep.execution import Execution
-from ada_loss.lab.sweep.ledger import Ledger
 from ada_loss.lab.tasks import digits
 from ada_loss.lab.training import TrainOptions, train
 

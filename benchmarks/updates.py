@@ -97,9 +97,8 @@ def figure_of(trainings: Mapping[str, Training], rate: float) -> Figure:
     picture = new_picture(9.6, 3.1)
     loss, lost, norms = picture.subplots(1, 3)
     ends = [x for training in trainings.values() for x in training.norms]
-    low, high = min(ends, default=0.99), max(ends, default=1.01)
-    width = max(high - low, 1e-3) / 40
-    edges = [low + width * i for i in range(42)]
+    low, high = min(ends), max(ends)
+    edges = torch.linspace(low - 1e-4, high + 1e-4, 61)
     for i, (name, training) in enumerate(trainings.items()):
         look: dict[str, Any] = {
             "color": colour(i),
@@ -110,10 +109,13 @@ def figure_of(trainings: Mapping[str, Training], rate: float) -> Figure:
         losses = [statistics.mean(training.losses[max(j - 9, 0) : j + 1]) for j in range(len(training.losses))]
         loss.plot(range(1, len(losses) + 1), losses, **look)
         lost.plot([*training.lost], [100 * share for share in training.lost.values()], **look)
-        norms.hist(training.norms, edges, histtype="step", **look)
+        counts = torch.histogram(torch.tensor(training.norms), edges).hist
+        width = float(edges[1] - edges[0])
+        norms.bar(edges[:-1], counts / counts.max() * 0.85, width, bottom=-i, align="edge", color=colour(i))
     loss.set(xlabel="step", ylabel="loss in bits, mean of 10 steps", title=f"AdamW at {rate:g}")
     lost.set(xlabel="step", ylabel="lost updates in %", ylim=(-2, 102), title="updates that change nothing")
-    norms.set(xlabel="value at the end", ylabel="number of weights", yscale="symlog", title="weights of the norms")
+    norms.set(xlabel="value at the end", title="weights of the norms, all 1 at first")
+    norms.set_yticks(range(0, -len(trainings), -1), [*trainings], fontsize=8)
     for axes in (loss, lost, norms):
         axes.title.set_fontsize(9)
         axes.spines[["top", "right"]].set_visible(False)

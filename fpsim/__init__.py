@@ -27,10 +27,10 @@ from fpsim.models.quantize import dequantize, quantize, round_parameters_, set_p
 from fpsim.models.scaling_state import load_scaling_state, scaling_state, set_scaling_group
 from fpsim.policies.policy import ROLES, FormatLike, Policy
 from fpsim.policies.products import Operand, Products
-from fpsim.policies.recipes import RECIPE_PREFIX, recipe, recipes
+from fpsim.policies.recipes import RECIPE_PREFIX, as_policy, recipe, recipes
 from fpsim.policies.update import UPDATES, Update
 from fpsim.tensors.accumulators import Accumulator, as_accumulator
-from fpsim.tensors.codes import decode, encode
+from fpsim.tensors.codes import decode, encode, scales_of
 from fpsim.tensors.gemm import matmul
 from fpsim.tensors.hadamard import Hadamard, hadamard
 from fpsim.tensors.noise import manual_seed, noise_of_torch
@@ -71,6 +71,7 @@ __all__ = [
     "Why",
     "as_accumulator",
     "as_format",
+    "as_policy",
     "compare",
     "decode",
     "dequantize",
@@ -93,6 +94,7 @@ __all__ = [
     "round_parameters_",
     "round_to",
     "round_to_",
+    "scales_of",
     "scaling_state",
     "sensitivity",
     "set_policy",

@@ -80,7 +80,7 @@ def _given(script: str, names: dict[str, Any]) -> dict[str, Any]:
 def _verify(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
     """Print a table of what was compared and measured."""
     if chosen.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda came, and torch sees no card. Possible here: --device cpu.")
+        parser.error("--device cuda was given, and torch sees no card. Expected here: --device cpu.")
     name = torch.cuda.get_device_name() if chosen.device == "cuda" else platform.processor() or platform.machine()
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {name}")
     failed = total = 0

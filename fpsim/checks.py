@@ -25,6 +25,7 @@ __all__ = [
     "nearest",
     "number_of",
     "pip_install",
+    "refuse",
     "require_callable",
     "require_flag",
     "require_iterable",
@@ -119,12 +120,34 @@ def did_you_mean(word: object, known: Iterable[str], most: int = 1) -> str:
     """A hint with the nearest of the known words, to be put behind the sentence that says what came; "" without one.
 
     >>> did_you_mean("nearest", ["nearest_even", "stochastic"])
-    ' Did you mean nearest_even?'
+    " Did you mean 'nearest_even'?"
     >>> did_you_mean("xyz", ["nearest_even", "stochastic"])
     ''
     """
     near = nearest(word, known, most)
-    return f" Did you mean {' or '.join(near)}?" if near else ""
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def refuse(what: str, expected: str | Iterable[str], do: str = "", *, word: object = None) -> str:
+    """The text of an error at the border: what was given, what was expected, what to do.
+
+    Args:
+        what: the first sentence, without its full stop.
+        expected: what would be valid, in words; or the known words, of which the nearest is named.
+        do: sentences behind them, such as a remedy.
+        word: the word that is not one of the known ones.
+
+    >>> refuse("workers=0 computes nothing", "1 or more")
+    'workers=0 computes nothing. Expected: 1 or more.'
+    >>> refuse("Unknown rounding 'nearest'", ["nearest_even", "up"], "Or omit it.", word="nearest")
+    "Unknown rounding 'nearest'. Did you mean 'nearest_even'? Known: nearest_even, up. Or omit it."
+    """
+    if isinstance(expected, str):
+        sentences = f"{what}. Expected: {expected}."
+    else:
+        known = list(expected)
+        sentences = f"{what}.{did_you_mean(word, known)} Known: {', '.join(known)}."
+    return f"{sentences} {do}".rstrip()
 
 
 def nearest(word: object, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
@@ -220,13 +243,13 @@ def require_word(name: str, value: object, known: Iterable[str]) -> None:
 
     >>> require_word("role", "eror", ["error", "weight"])
     Traceback (most recent call last):
-    ValueError: Unknown role='eror'. Did you mean error? Known: error, weight.
+    ValueError: Unknown role='eror'. Did you mean 'error'? Known: error, weight.
     """
     known = list(known)
     if not isinstance(value, str):
         raise TypeError(f"{name}={shown(value)} is not a string. Known: {', '.join(known)}.")
     if value not in known:
-        raise ValueError(f"Unknown {name}={shown(value)}.{did_you_mean(value, known)} Known: {', '.join(known)}.")
+        raise ValueError(refuse(f"Unknown {name}={shown(value)}", known, word=value))
 
 
 def require_callable(name: str, value: object, example: str) -> None:
@@ -283,7 +306,7 @@ def known_arguments(elsewhere: Callable[[str], str] | None = None) -> Callable[[
     ...     return colour
     >>> paint("red", color="blue")
     Traceback (most recent call last):
-    TypeError: paint() has no argument 'color'. Did you mean colour? Possible: colour, thick.
+    TypeError: paint() has no argument 'color'. Did you mean 'colour'? Expected: colour, thick.
     """
 
     def with_known_arguments(called: Called) -> Called:
@@ -296,7 +319,7 @@ def known_arguments(elsewhere: Callable[[str], str] | None = None) -> Callable[[
             for name in options:
                 if name not in names:
                     hint = (elsewhere and elsewhere(name)) or did_you_mean(name, names)
-                    possible = f"Possible: {', '.join(names)}."
+                    possible = f"Expected: {', '.join(names)}."
                     raise TypeError(f"{called.__name__}() has no argument {shown(name)}.{hint} {possible}")
             return function(*arguments, **options)
 

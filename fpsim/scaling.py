@@ -23,7 +23,8 @@ from fpsim.kernels.statistics import (
     Moments,
 )
 from fpsim.models.quantize import listeners
-from fpsim.policies.policy import FEW_BITS, Policy, as_policy
+from fpsim.policies.policy import FEW_BITS, Policy
+from fpsim.policies.recipes import as_policy
 from fpsim.policies.update import as_update
 from fpsim.tensors.autograd import round_differentiably
 from fpsim.tensors.launch import round_fitting_, round_memory_, rounded

@@ -68,7 +68,7 @@ current_stream_handle: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None
 
 # How often the memory of a tensor was written to, by torch and through any of its views. Not for inference tensors.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-# The tensor that another one is a view of, as autograd sees it; None for a tensor that is no view.
+# The tensor that another one is a view of, as autograd sees it; None for a tensor that is not a view.
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 # Whether a tensor stands for a batch of them, as `torch.autograd.grad(is_grads_batched=True)` makes them.
 is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
@@ -127,7 +127,7 @@ def standing_in(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]
             if place.get(key) is not tensors[names[id(x)]]:
                 raise NotImplementedError(
                     f"The forward of {type(module).__name__} puts a new tensor in the place of {names[id(x)]!r}, which "
-                    f"a compiled program cannot keep. Possible: change it in place, self.{key}.copy_(...)."
+                    f"a compiled program cannot keep. Expected: change it in place, self.{key}.copy_(...)."
                 )
     finally:
         for place, key, x in places:

@@ -218,6 +218,7 @@ CALLS = [
     Call("round_to of blocks", lambda: (fpsim.round_to, {"x": torch.ones(2, 32), "fmt": "mxfp4", "axis": 1})),
     Call("round_to_", lambda: (fpsim.round_to_, {"x": torch.tensor([1.0]), "fmt": "fp16"})),
     Call("tally", lambda: (fpsim.tally, {**X})),
+    Call("scales_of", lambda: (fpsim.scales_of, {"x": torch.ones(4, 32), "fmt": "mxfp4", "axis": 1})),
     Call("encode", lambda: (fpsim.encode, {**X})),
     Call("decode", _constructor(fpsim.decode, codes=torch.tensor([1]), fmt="fp16")),
     Call("as_format", _constructor(fpsim.as_format, fmt="fp16")),
@@ -227,6 +228,7 @@ CALLS = [
     Call("manual_seed", _constructor(fpsim.manual_seed, seed=1)),
     Call("warm_up", _constructor(fpsim.warm_up, device="cpu", formats=["fp16"], roundings=["nearest_even"], variants=["A"])),
     Call("recipe", _constructor(fpsim.recipe, name="nvfp4")),
+    Call("as_policy", _constructor(fpsim.as_policy, fmt="fp16", rounding="stochastic", model=None)),
     Call("Accumulator", _constructor(fpsim.Accumulator, format="fp32")),
     Call(
         "BlockFormat",

@@ -33,7 +33,7 @@ def tiny(seed: int) -> Task:
 
 
 def measured_in_tensors(seed: int) -> Task:
-    """A metric as many write it; of the seed 1, one that is no number at all."""
+    """A metric as many write it; of the seed 1, one that is not a number at all."""
     task = tiny(seed)
 
     def share(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ import ada_loss
 import fpsim
 
 ROOT = Path(__file__).parents[1]
-# The floors of the house, the ground first: a file may import files of lower floors only. Each folder has floors of its
-# own, above all of those of the folder before it. A new file gets a place here.
+# The floors of the house, the ground first: a file may import files of lower floors only. Each folder of fpsim and of
+# ada_loss/lab has floors of its own, above all of those of the folder before it. A new file gets a place here.
 FLOORS = (
     (
         "fpsim",
@@ -119,38 +119,59 @@ FLOORS = (
         "layerwise.scaled",
         "layerwise.__init__",
         "lab.errors lab.environment lab.devices lab.directions",
-        "lab.tasks.task lab.tasks.scenes lab.tasks.spread lab.training.run lab.training.methods "
-        "lab.training.format_schedule lab.training.generators lab.training.stored_weights "
-        "lab.sweep.limits lab.sweep.lock lab.sweep.trust lab.sweep.execution lab.sweep.progress "
-        "lab.results.judgement",
-        "lab.results.figures",
-        "lab.results.table lab.results.heat lab.results.charts lab.training.checkpoints lab.sweep.missing "
-        "lab.studies.space",
-        "lab.studies.study",
-        "lab.sweep.ledger",
-        "lab.tasks.digits lab.tasks.chars lab.tasks.images lab.tasks.image_files lab.tasks.phonemes lab.tasks.own_data "
-        "lab.tasks.detection lab.tasks.segmentation lab.training.options lab.training.job "
-        "lab.training.batches lab.sweep.engines",
-        "lab.tasks.__init__",
-        "lab.training.steps lab.sweep.identity lab.sweep.telemetry",
-        "lab.sweep.cell_updates",
-        "lab.sweep.cell_formats",
-        "lab.sweep.names lab.sweep.live",
-        "lab.results.trackers lab.results.deciding",
-        "lab.training.loop lab.sweep.cells",
-        "lab.training.__init__ lab.sweep.branches lab.sweep.work lab.sweep.prepare lab.results.results "
-        "lab.results.notifier",
-        "lab.results.comparison lab.results.curves lab.results.sections lab.results.cell_pages",
-        "lab.results.statements",
-        "lab.results.verdict",
-        "lab.results.drawings lab.results.overview",
-        "lab.results.pictures",
-        "lab.results.report",
-        "lab.results.__init__",
-        "lab.sweep.explained",
-        "lab.sweep.driver",
-        "lab.sweep.config lab.sweep.__init__ lab.studies.depth lab.studies.describe lab.studies.search",
-        "lab.studies.__init__",
+        "lab.terminal",
+    ),
+    (
+        "ada_loss.lab.tasks",
+        "scenes spread task",
+        "chars detection digits image_files images own_data phonemes segmentation",
+        "__init__",
+    ),
+    (
+        "ada_loss.lab.training",
+        "format_schedule generators methods run stored_weights",
+        "batches checkpoints options",
+        "job steps",
+        "loop",
+        "__init__",
+    ),
+    (
+        "ada_loss.lab.cells",
+        "__init__ cell_updates identity lock telemetry",
+        "cell_formats live missing",
+        "ledger names",
+        "cells",
+    ),
+    (
+        "ada_loss.lab.results",
+        "figures judgement trackers",
+        "charts heat notifier table",
+        "deciding results sections",
+        "cell_pages comparison curves",
+        "pictures statements",
+        "overview verdict",
+        "drawings",
+        "report",
+        "__init__",
+    ),
+    (
+        "ada_loss.lab.sweep",
+        "__init__ branches execution limits prepare progress trust",
+        "engines",
+        "work",
+        "explained",
+        "driver",
+        "config",
+    ),
+    (
+        "ada_loss.lab.studies",
+        "depth describe space",
+        "study",
+        "search",
+        "__init__",
+    ),
+    (
+        "ada_loss",
         "lab.__init__",
         "__init__",
         "completions",
@@ -174,13 +195,13 @@ ENTERS = {
     "scipy": {"ada_loss.lab.results.comparison", "ada_loss.lab.results.judgement"},
     "PIL": {"ada_loss.lab.tasks.image_files"},
     "sklearn": {"ada_loss.lab.tasks.digits", "ada_loss.lab.tasks.images"},
-    "sqlite3": {"ada_loss.lab.sweep.ledger"},
+    "sqlite3": {"ada_loss.lab.cells.ledger"},
     "distributed": {"ada_loss.lab.sweep.engines"},
     "jinja2": {"ada_loss.lab.results.report"},
     "mlflow": {"ada_loss.lab.results.trackers"},
     "optuna": {"ada_loss.lab.studies.study"},
     "ruamel": {"ada_loss.lab.sweep.config"},
-    "tqdm": {"ada_loss.lab.sweep.progress", "ada_loss.__main__"},
+    "tqdm": {"ada_loss.lab.terminal", "ada_loss.__main__"},
     "accelerate": {"ada_loss.integrations.huggingface"},
     "transformers": {"ada_loss.integrations.huggingface"},
     "lightning": {"ada_loss.integrations.lightning"},
@@ -268,6 +289,8 @@ def test_arrows_point_down(name: str) -> None:
         ("ada_loss.rules", "import ada_loss.record", "not below"),
         ("ada_loss.scalers", "from ada_loss import layerwise", "not below"),
         ("ada_loss.layerwise", "import ada_loss.lab.a_file_without_a_rank", "not below"),
+        ("ada_loss.lab.cells.ledger", "from ada_loss.lab.sweep.progress import Progress", "not below"),
+        ("ada_loss.lab.results.results", "from ada_loss.lab.sweep.driver import sweep", "not below"),
         ("fpsim.tensors.ops", "def f():\n    import ada_loss.rules", "fpsim knows nothing of it"),
         ("fpsim.tensors.ops", "if True:\n    from numba import njit", "imports numba,"),
         ("fpsim.kernels.core", "from numba import cuda", r"imports numba\.cuda,"),
@@ -295,6 +318,31 @@ def test_a_kept_law_is_not_reported() -> None:
         == []
     )
     assert broken_laws("fpsim.kernels.compile", imports_of("import numba_cuda\nfrom numba import cuda, njit")) == []
+
+
+def folders_in_order() -> list[str]:
+    """The folders that have floors of their own, each once, the lowest first."""
+    folders = [folder for folder, *_ in FLOORS if folder not in ("fpsim", "ada_loss")]
+    assert len(folders) == len(set(folders)), "the floors of a folder stand together"
+    return folders
+
+
+def test_a_folder_imports_only_folders_before_it() -> None:
+    folders = folders_in_order()
+    for name, path in MODULES.items():
+        own = next((i for i, folder in enumerate(folders) if is_within(name, folder)), None)
+        if own is not None:
+            above = [o for o in imports_of(path.read_text()) for folder in folders[own + 1 :] if is_within(o, folder)]
+            assert above == [], name
+
+
+def test_every_folder_of_the_lab_and_of_fpsim_has_floors_of_its_own() -> None:
+    drawn = {
+        module_name(p.parent / "__init__.py")
+        for house in ("fpsim", "ada_loss/lab")
+        for p in (ROOT / house).glob("*/*.py")
+    }
+    assert drawn == set(folders_in_order())
 
 
 def test_a_relative_import_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from importlib.metadata import version
 from types import ModuleType
 
@@ -23,3 +25,30 @@ def test_the_version_is_that_of_the_distribution(package: ModuleType) -> None:
     assert package.__version__ == version("ada-loss")
     with pytest.raises(AttributeError, match="has no attribute 'quantise'"):
         _ = package.quantise
+
+
+def documented() -> dict[str, str]:
+    """The docstrings of all public functions and classes, up to the first example."""
+    found = {}
+    for package in (fpsim, ada_loss):
+        for name in package.__all__:
+            thing = getattr(package, name)
+            if inspect.isfunction(thing) or inspect.isclass(thing):
+                found[f"{package.__name__}.{name}"] = (inspect.getdoc(thing) or "").partition("\n>>> ")[0]
+    return found
+
+
+def arguments_of(name: str) -> list[str]:
+    package, _, word = name.partition(".")
+    thing = getattr({"fpsim": fpsim, "ada_loss": ada_loss}[package], word)
+    return [*inspect.signature(thing).parameters] if inspect.isfunction(thing) else []
+
+
+@pytest.mark.parametrize("name", documented())
+def test_arguments_and_errors_of_public_names_stand_under_headings(name: str) -> None:
+    text = documented()[name]
+    assert text, "a public name without a docstring"
+    assert not re.search(r"^(Raises|Returns) ", text, re.MULTILINE)
+    unheaded = [a for a in arguments_of(name) if re.search(rf"^(\w+, )*{a}(, \w+)*: ", text, re.MULTILINE)]
+    assert unheaded == []
+    assert not arguments_of(name) or "\nArgs:\n" in text

@@ -134,7 +134,7 @@ def test_no_operation_escapes_but_those_listed_with_their_reason(name: str, monk
     model = fpsim.quantize(plain, "e5m2").train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # its mask is no number of the computation
+            module.p = 0.0  # its mask is not a number of the computation
     # the watcher must not change the way: a dispatch mode would mean the traced one
     monkeypatch.setattr(fpsim.torch_modes, "is_watched", lambda: False)
     with Outputs(model) as outputs:

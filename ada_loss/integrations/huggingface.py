@@ -29,11 +29,11 @@ def use_scaler(loop: Any, scaler: GradScaler) -> None:
     """
     accelerator = getattr(loop, "accelerator", loop)
     if not isinstance(accelerator, Accelerator):
-        raise TypeError(f"The loop came as {shown(loop)}. Possible: an accelerate.Accelerator, a transformers.Trainer.")
+        raise TypeError(f"The loop is {shown(loop)}. Expected: an accelerate.Accelerator, a transformers.Trainer.")
     if accelerator.mixed_precision != "no":
         raise ValueError(
-            f"mixed_precision={accelerator.mixed_precision!r} casts tensors itself, beside the emulated format. "
-            f"Possible here: 'no'. Leave fp16= and bf16= of the Trainer out."
+            f"mixed_precision={accelerator.mixed_precision!r} casts tensors itself, besides the emulated format. "
+            f"Expected here: 'no'. Leave fp16= and bf16= of the Trainer out."
         )
     if accelerator._optimizers:
         raise ValueError("The Accelerator has prepared its optimizers. Call use_scaler before accelerator.prepare.")

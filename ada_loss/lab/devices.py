@@ -12,9 +12,9 @@ DEVICE = re.compile(r"(cpu|cuda)(:[0-9]{1,4})?")
 
 
 def require_device_name(device: object) -> None:
-    """Raise ValueError for what is no name of a device."""
+    """Raise ValueError for what is not a name of a device."""
     if not isinstance(device, str) or not DEVICE.fullmatch(device):
-        raise ValueError(f"device={shown(device)} is impossible. Possible: 'cpu', 'cuda', or one GPU such as 'cuda:1'.")
+        raise ValueError(f"device={shown(device)} is invalid. Expected: 'cpu', 'cuda', or one GPU such as 'cuda:1'.")
 
 
 def device_problem(device: str) -> str:
@@ -31,7 +31,7 @@ def device_problem(device: str) -> str:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         reason = "torch finds none" if torch.version.cuda else "this torch was built without CUDA"
-        return f"device={shown(device)} needs a GPU, and {reason}. Possible here: 'cpu'."
+        return f"device={shown(device)} needs a GPU, and {reason}. Expected here: 'cpu'."
     if int(index or 0) >= count:
-        return f"device={shown(device)} is not there. Possible here: 'cpu', 'cuda', 'cuda:0' to 'cuda:{count - 1}'."
+        return f"device={shown(device)} is not there. Expected here: 'cpu', 'cuda', 'cuda:0' to 'cuda:{count - 1}'."
     return ""

@@ -48,7 +48,7 @@ SMALLER = (
     "spatial_distortion_index spectral_distortion_index charcut runtime logcosh ece fvd fad mpjpe "
     "word_information_lost toxicity"
 ).split()
-# These make a setting or a count of what stands beside them: a loss scale is no loss.
+# These make a setting or a count of what stands beside them: a loss scale is not a loss.
 OTHERS = set(
     "scale scales scaling lr learning weight weights weighting coefficient coef lambda temperature threshold norm "
     "grad gradient momentum decay target schedule curve matrix".split()
@@ -145,7 +145,7 @@ def goals_of(goal: object, first: str | None = None) -> dict[str, str]:
 def stated(minimize: object = (), maximize: object = ()) -> dict[str, str]:
     """The directions that two lists of metrics state.
 
-    Raises TypeError for what is no list of names, ValueError for a metric in both.
+    Raises TypeError for what is not a list of names, ValueError for a metric in both.
 
     >>> stated(["wer"], ["speed"])
     {'wer': 'minimize', 'speed': 'maximize'}
@@ -211,7 +211,7 @@ def read_directions(folder: Path) -> dict[str, str]:
 
 
 def keep_directions(folder: Path, said: Mapping[str, str]) -> None:
-    """Keep stated directions in the folder of a sweep, beside those that it has."""
+    """Keep stated directions in the folder of a sweep, in addition to those that it has."""
     kept = read_directions(folder)
     if said and {**kept, **said} != kept:
         write_atomically(folder / FILE, strict_json({**kept, **said}).encode())

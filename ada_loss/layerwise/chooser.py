@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from ada_loss.layerwise.scale_kernels import (
     smallest_sufficient_scale,
 )
 from ada_loss.layerwise.sites import GradientSite, IncomingScale, SiteState
-from ada_loss.rules.layer import AmaxHistory, Current, Exact, Mse
 from fpsim.scaling import Moments, RoundingSpec, amax_of, binades, log2_scale_limits, memory_of, on_device, rounded
 
 __all__ = ["ScaleChooser"]
@@ -140,34 +140,12 @@ class ScaleChooser:
         if self._predicts or not site.is_selected:
             on_device(pass_scale_on, requested, state.moments, limits, out, state.chosen)
         else:
-            self._measure_scale(site, gradient, requested, limits, state, out)
+            self._measure_scale(Measured(site, gradient, requested, limits, state, out))
         return self._constants.written(out)
 
-    def _measure_scale(
-        self, site: GradientSite, gradient: Tensor, requested: Tensor, limits: Tensor, state: SiteState, out: Tensor
-    ) -> None:
+    def _measure_scale(self, measured: Measured) -> None:
         """Write the scale of a rule that measures each gradient, whatever scale it arrives with."""
-        rule, constants, device, chosen = self._rule, self._constants, gradient.device, state.chosen
-        if isinstance(rule, Current):
-            margin = constants.tensor(torch.int64, device, rule.margin)
-            on_device(scale_to_max, requested, state.moments, limits, margin, out, chosen)
-        elif isinstance(rule, AmaxHistory):
-            if state.history is None:
-                state.history = torch.zeros(rule.length, dtype=torch.float64, device=device)
-            margin = constants.tensor(torch.int64, device, rule.margin)
-            on_device(delayed_scaling, requested, state.moments, limits, margin, state.history, out, chosen)
-        elif isinstance(rule, Mse):
-            no_margin, (_, highest) = constants.tensor(torch.int64, device, 0), log2_scale_limits(site.spec, site.dtype)
-            on_device(scale_to_max, requested, state.moments, limits, no_margin, out, chosen)
-            tried = [(out + i).clamp_(max=highest) for i in range(CANDIDATES)]
-            errors = torch.stack([_squared_error(gradient, site.spec, scale) for scale in tried])
-            on_device(least_error_scale, requested, state.moments, limits, errors, out, chosen)
-        else:
-            assert isinstance(rule, Exact)
-            bins, first = binades(gradient, power_begins=not constants.loses_ties(site.spec))
-            share = constants.tensor(torch.float64, device, rule.n_uf_threshold)
-            first_bin = constants.tensor(torch.int64, device, first)
-            on_device(smallest_sufficient_scale, requested, state.moments, limits, bins, first_bin, share, out, chosen)
+        MEASURES[self._rule.measures](self._rule, self._constants, measured)
 
     def scale_to_hold(self, requested: Tensor, state: SiteState) -> Tensor:
         """The scale to hold until the next update: the requested one, unless the gradient tells nothing."""
@@ -179,7 +157,65 @@ class ScaleChooser:
         return self._constants.written(out)
 
 
+class Measured(NamedTuple):
+    """One gradient whose scale a rule measures.
+
+    site: where it is rounded.
+    gradient: in its true size, before it is rounded.
+    requested: the scale that it arrives with.
+    limits: of the site.
+    state: of the site.
+    out: where its scale is written.
+    """
+
+    site: GradientSite
+    gradient: Tensor
+    requested: Tensor
+    limits: Tensor
+    state: SiteState
+    out: Tensor
+
+    def run(self, kernel: Any, *tensors: Tensor) -> None:
+        """Run a kernel of a rule that measures."""
+        on_device(kernel, self.requested, self.state.moments, self.limits, *tensors, self.out, self.state.chosen)
+
+
+def _measure_amax(rule: Any, constants: Constants, m: Measured) -> None:
+    m.run(scale_to_max, constants.tensor(torch.int64, m.gradient.device, rule.margin))
+
+
+def _measure_last_amaxes(rule: Any, constants: Constants, m: Measured) -> None:
+    device, state = m.gradient.device, m.state
+    if state.history is None:
+        state.history = torch.zeros(rule.length, dtype=torch.float64, device=device)
+    m.run(delayed_scaling, constants.tensor(torch.int64, device, rule.margin), state.history)
+
+
+def _measure_squared_error(_: Any, constants: Constants, m: Measured) -> None:
+    spec = m.site.spec
+    _, highest = log2_scale_limits(spec, m.site.dtype)
+    m.run(scale_to_max, constants.tensor(torch.int64, m.gradient.device, 0))  # without a margin
+    tried = [(m.out + i).clamp_(max=highest) for i in range(CANDIDATES)]
+    m.run(least_error_scale, torch.stack([_squared_error(m.gradient, spec, scale) for scale in tried]))
+
+
+def _measure_underflow(rule: Any, constants: Constants, m: Measured) -> None:
+    device = m.gradient.device
+    bins, first = binades(m.gradient, power_begins=not constants.loses_ties(m.site.spec))
+    share = constants.tensor(torch.float64, device, rule.n_uf_threshold)
+    m.run(smallest_sufficient_scale, bins, constants.tensor(torch.int64, device, first), share)
+
+
 def _squared_error(gradient: Tensor, spec: RoundingSpec, log2_scale: Tensor) -> Tensor:
     """The sum of squared errors of rounding at a scale, a float64 of no dimensions."""
     error = rounded(gradient, spec, None, log2_scale).sub_(gradient)
     return error.to(torch.float64).square_().sum()
+
+
+# What rules measure, by the word of their `measures`.
+MEASURES: dict[str, Callable[[Any, Constants, Measured], None]] = {
+    "amax": _measure_amax,
+    "amax of the last steps": _measure_last_amaxes,
+    "squared error": _measure_squared_error,
+    "share of underflow": _measure_underflow,
+}

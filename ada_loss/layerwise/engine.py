@@ -40,7 +40,6 @@ from ada_loss.layerwise.scale_kernels import (
 )
 from ada_loss.layerwise.schedule import UPDATE, Schedule
 from ada_loss.layerwise.sites import MEASURED, GradientSite, IncomingScale, ProductEdge, SiteState
-from ada_loss.rules.layer import ElementWiseRange, Fixed
 from ada_loss.transforms import PRODUCTS, Product
 from fpsim import scaling
 from fpsim.scaling import (
@@ -67,7 +66,7 @@ class Observed(Protocol):
     def __call__(
         self, step: int, site: str, role: str, spec: RoundingSpec, gradient: Tensor, log2_scale: Tensor, chosen: Tensor
     ) -> None:
-        """Be told of one gradient.
+        """Called once per gradient.
 
         step: the number of the backward pass, from 1.
         site: the site's name, with '#1' and so on for its second use and later ones.
@@ -84,8 +83,8 @@ def _require_no_capture() -> None:
     """Raise NotImplementedError where replays would use the scales that are held now for ever."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
-            "AdaLossScaled with update_every above 1 came while a CUDA graph was captured, whose replays would hold "
-            "the scales of this step for ever. Possible: no graph; or AdaLossScaled(model, update_every=1)."
+            "AdaLossScaled with update_every above 1 was used while a CUDA graph was captured, whose replays would "
+            "hold the scales of this step for ever. Expected: no graph; or AdaLossScaled(model, update_every=1)."
         )
 
 
@@ -101,12 +100,12 @@ class Engine:
         rule = self._rule = options.rule
         self._options, self._modules = options, options.modules
         self._predicts, self._holds_scales = options.predicts, options.holds_scales
-        self._measures_casts = self._predicts and options.scales_casts and not isinstance(rule, Fixed)
-        self._product_rule = rule if isinstance(rule, ElementWiseRange) else None
-        self._is_fixed = isinstance(rule, Fixed)
-        self._skips_amax = self._predicts and not (self._holds_scales or self._is_fixed or self._product_rule)
+        self._measures_casts = self._predicts and options.scales_casts and not rule.is_constant
+        self._product_rule: Any = rule if rule.forms_products else None
+        self._is_fixed = rule.is_constant
+        self._skips_amax = self._predicts and not (self._holds_scales or self._is_fixed or rule.forms_products)
         self._warns_of_noise = rule.saturates
-        self._dead = Dead(self._predicts and not isinstance(rule, Fixed))
+        self._dead = Dead(self._predicts and not rule.is_constant)
         self.observer: Observed | None = None
         self._told: Observed | None = None  # the observer in a step that it wants to see, else None
         self.states: defaultdict[tuple[str, str], SiteState] = defaultdict(SiteState)  # by name and role
@@ -178,8 +177,8 @@ class Engine:
         products = find(*operands)
         if self._product_rule is not None and any(p.channel is None for p in products):
             raise NotImplementedError(
-                f"{operation} at {site.key[0]} is no linear layer or plain convolution, and element_wise_range forms "
-                f"the products of those alone. Choose modules with transforms=, or another rule."
+                f"{operation} at {site.key[0]} is not a linear layer or plain convolution, and element_wise_range "
+                f"forms the products of those alone. Choose modules with transforms=, or another rule."
             )
         return products
 

@@ -42,47 +42,45 @@ class Options:
     def __post_init__(self) -> None:
         scale = self.init_scale
         if not (_is_scale(scale) and math.frexp(scale)[0] == 0.5):
-            raise ValueError(
-                f"init_scale={shown(scale)} is impossible. Possible: a power of two, such as 1.0 or 2.0**15."
-            )
+            raise ValueError(f"init_scale={shown(scale)} is invalid. Expected: a power of two, such as 1.0 or 2.0**15.")
         if not is_whole(self.update_every, 1):
             raise ValueError(
-                f"update_every={shown(self.update_every)} is impossible. Possible: 1 for every step, or more."
+                f"update_every={shown(self.update_every)} is invalid. Expected: 1 for every step, or more."
             )
         for name in ("scale_upper_bound", "accum_upper_bound"):
             bound = getattr(self, name)
             if bound is not None and not _is_scale(bound):
-                raise ValueError(f"{name}={shown(bound)} is impossible. Possible: a finite number above 0, or None.")
+                raise ValueError(f"{name}={shown(bound)} is invalid. Expected: a finite number above 0, or None.")
         if not isinstance(self.branches, str) or self.branches not in BRANCHES:
-            raise ValueError(f"branches={shown(self.branches)} is impossible. Possible: 'exact' or 'original'.")
+            raise ValueError(f"branches={shown(self.branches)} is invalid. Expected: 'exact' or 'original'.")
         if not self.predicts:
             self._check_what_is_measured()
         if not isinstance(self.u_min, str) or self.u_min not in U_MINS:
-            raise ValueError(f"u_min={shown(self.u_min)} is impossible. Possible: 'smallest', 'flush' or 'normal'.")
+            raise ValueError(f"u_min={shown(self.u_min)} is invalid. Expected: 'smallest', 'flush' or 'normal'.")
 
     def _check_what_is_measured(self) -> None:
         """Refuse what says nothing to a rule that measures each gradient: it has no factors, and nothing to hold."""
         ahead = "a rule that predicts: approx_range, abs_range, element_wise_range, fixed"
         if self.branches == "original":
             raise ValueError(
-                f"branches='original' came with the rule {self.rule.name!r}, which measures the sum of the branches. "
-                f"Possible: branches='exact', or {ahead}."
+                f"branches='original' was given with the rule {self.rule.name!r}, which measures the sum of the "
+                f"branches. Expected: branches='exact', or {ahead}."
             )
         if self.init_scale != 1 and self.modules is None:
             raise ValueError(
-                f"init_scale={self.init_scale} came with the rule {self.rule.name!r}, which measures every gradient, "
-                f"whatever scale it comes with. Possible: init_scale=1.0; transforms=, for modules that are not "
-                f"measured and pass it on; or {ahead}."
+                f"init_scale={self.init_scale} was given with the rule {self.rule.name!r}, which measures every "
+                f"gradient, whatever scale it comes with. Expected: init_scale=1.0; transforms=, for modules that are "
+                f"not measured and pass it on; or {ahead}."
             )
         if self.update_every != 1:
             raise ValueError(
-                f"update_every={self.update_every} came with the rule {self.rule.name!r}, which measures every "
-                f"gradient in every step. Possible: update_every=1, or {ahead}."
+                f"update_every={self.update_every} was given with the rule {self.rule.name!r}, which measures every "
+                f"gradient in every step. Expected: update_every=1, or {ahead}."
             )
         if self.scale_upper_bound is not None:
             raise ValueError(
-                f"scale_upper_bound={self.scale_upper_bound} came with the rule {self.rule.name!r}. It bounds the "
-                f"factor of a product, and this rule measures scales. Possible: accum_upper_bound, which "
+                f"scale_upper_bound={self.scale_upper_bound} was given with the rule {self.rule.name!r}. It bounds the "
+                f"factor of a product, and this rule measures scales. Expected: accum_upper_bound, which "
                 f"bounds the scale itself, or {ahead}."
             )
 

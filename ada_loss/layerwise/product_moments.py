@@ -21,7 +21,7 @@ def product_moments(gradient: Tensor, other: Tensor, channel: tuple[int, int], s
     other: the other operand, any shape.
     channel: the dimension of `gradient` and the one of `other` along which only equal indices are multiplied.
     share: the share of the products, largest first, of which AMIN is the smallest; None for all, without forming them.
-    Raises ValueError where a share came with more than 2**27 products.
+    Raises ValueError where a share was given with more than 2**27 products.
     """
     moments = torch.zeros(len(Moments._fields), dtype=torch.float64, device=gradient.device)
     if gradient.numel() == 0 or other.numel() == 0:
@@ -39,7 +39,7 @@ def product_moments(gradient: Tensor, other: Tensor, channel: tuple[int, int], s
         count = g.numel() * w.shape[1]
         if count > MOST_PRODUCTS:
             raise ValueError(
-                f"max_rescue_ratio came with a layer of {count} products. Possible: up to {MOST_PRODUCTS}. Choose "
+                f"max_rescue_ratio was given for a layer of {count} products. Expected: up to {MOST_PRODUCTS}. Choose "
                 f"smaller layers with transforms=, or leave max_rescue_ratio out."
             )
         products = (g[:, :, None] * w[:, None, :]).flatten().sort(descending=True).values

@@ -75,10 +75,10 @@ def _check_site(saved: Mapping[str, Any], step: int, length: int | None) -> None
     ):
         wrong.append("history")
     if wrong:
-        came = ", ".join(f"{name}={shown(saved.get(name))}" for name in wrong)
+        given = ", ".join(f"{name}={shown(saved.get(name))}" for name in wrong)
         raise ValueError(
-            f"The state of the site {shown(saved['site'])} has {came}. Expected: exponents of scales as whole numbers, "
-            f"magnitudes of 0 or more, steps up to the state's, and a history as long as the rule's."
+            f"The state of the site {shown(saved['site'])} has {given}. Expected: exponents of scales as whole "
+            f"numbers, magnitudes of 0 or more, steps up to the state's, and a history as long as the rule's."
         )
 
 

@@ -85,7 +85,7 @@ CHOSEN = range(5)
 UNBOUND, BOUND, POWER_OF_TWO, REQUESTED, FINAL = CHOSEN
 
 
-def _fit(k, amax, limits, out, chosen):  # type: ignore[no-untyped-def]
+def _fit(k, amax, limits, out, chosen):
     """Lower the requested scale k until a gradient of this amax fits; 1 for a gradient that is not finite."""
     chosen[REQUESTED] = k
     k = 0 if not amax < math.inf else min(k, fitting_log2_scale(amax, limits[U_MAX]))
@@ -94,17 +94,17 @@ def _fit(k, amax, limits, out, chosen):  # type: ignore[no-untyped-def]
     chosen[FINAL] = k
 
 
-def pass_scale_on(log2_scale, moments, limits, out, chosen):  # type: ignore[no-untyped-def]
+def pass_scale_on(log2_scale, moments, limits, out, chosen):
     """Keep the requested scale, unless the gradient would overflow at it."""
     _fit(log2_scale[0], moments[AMAX], limits, out, chosen)
 
 
-def retain_last_informative(requested, held, moments, out):  # type: ignore[no-untyped-def]
+def retain_last_informative(requested, held, moments, out):
     """The scale to hold for the next steps: a gradient of zeros, or one that is not finite, leaves the last one."""
     out[0] = requested[0] if 0.0 < moments[AMAX] < math.inf else held[0]
 
 
-def _measured(k, log2_scale, limits, chosen):  # type: ignore[no-untyped-def]
+def _measured(k, log2_scale, limits, chosen):
     """The scale that a rule measured, or the largest one that its user allows."""
     if limits[SCALE_BOUND] < math.inf:
         k = min(k, floor_log2(limits[SCALE_BOUND]))
@@ -112,13 +112,13 @@ def _measured(k, log2_scale, limits, chosen):  # type: ignore[no-untyped-def]
     return k
 
 
-def keep_what_is_not_finite(before, after):  # type: ignore[no-untyped-def]
+def keep_what_is_not_finite(before, after):
     """Let the moments of a rounded gradient say that it was not finite: a format that saturates shows no inf."""
     if not before[AMAX] < math.inf:
         after[AMAX] = math.inf
 
 
-def scale_to_max(log2_scale, moments, limits, margin, out, chosen):  # type: ignore[no-untyped-def]
+def scale_to_max(log2_scale, moments, limits, margin, out, chosen):
     """Scale amax to just below the format's maximum, less `margin` powers of two."""
     k = log2_scale[0]
     if 0.0 < moments[AMAX] < math.inf:
@@ -127,7 +127,7 @@ def scale_to_max(log2_scale, moments, limits, margin, out, chosen):  # type: ign
     _fit(k, moments[AMAX], limits, out, chosen)
 
 
-def delayed_scaling(log2_scale, moments, limits, margin, history, out, chosen):  # type: ignore[no-untyped-def]
+def delayed_scaling(log2_scale, moments, limits, margin, history, out, chosen):
     """Scale the largest amax of the past steps to just below the maximum; then add this step's to `history`.
 
     A history of zeros tells nothing: this step's own amax takes its place.
@@ -146,7 +146,7 @@ def delayed_scaling(log2_scale, moments, limits, margin, history, out, chosen): 
         history[len(history) - 1] = moments[AMAX]
 
 
-def smallest_sufficient_scale(log2_scale, moments, limits, bins, first, share, out, chosen):  # type: ignore[no-untyped-def]
+def smallest_sufficient_scale(log2_scale, moments, limits, bins, first, share, out, chosen):
     """The smallest scale, 1 or more, at which at most `share` of the elements underflows.
 
     bins, first: from `binades`: the elements counted by exponent, and the exponent of the first count. A power of two
@@ -157,7 +157,7 @@ def smallest_sufficient_scale(log2_scale, moments, limits, bins, first, share, o
     _fit(k, moments[AMAX], limits, out, chosen)
 
 
-def least_error_scale(log2_scale, moments, limits, errors, out, chosen):  # type: ignore[no-untyped-def]
+def least_error_scale(log2_scale, moments, limits, errors, out, chosen):
     """Of the scales from the one that fits on, the one of least squared error, the smaller of two equal ones.
 
     errors: of each, the first at the scale in `out`; not finite where a number overflowed.
@@ -174,7 +174,7 @@ def least_error_scale(log2_scale, moments, limits, errors, out, chosen):  # type
     chosen[FINAL] = k
 
 
-def meeting_scale(amaxima, log2_scales, limits, out):  # type: ignore[no-untyped-def]
+def meeting_scale(amaxima, log2_scales, limits, out):
     """The scale of a sum of branches, each rounded at its own scale: the choice of Zhao et al."""
     out[0] = branch_exponent(amaxima, log2_scales, limits[U_MAX])
 
@@ -189,7 +189,7 @@ def factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
     p: the rule's parameters.
     """
 
-    def choose_factor(log2_scale, g, w, terms, limits, p, mode, factor, out, chosen):  # type: ignore[no-untyped-def]
+    def choose_factor(log2_scale, g, w, terms, limits, p, mode, factor, out, chosen):
         s = log2_scale[0]
         tells = 0.0 < g[AMAX] < math.inf and (w[COUNT] == 0.0 or 0.0 < w[AMAX] < math.inf)
         is_computed = mode[0] == RECOMPUTE or (mode[0] == IF_UNKNOWN and factor[0] == 0.0)

@@ -47,27 +47,30 @@ class AdaLossScaled:
     updates; the second moment of a gradient that enters the format where the original takes its standard deviation
     (`stats="grad"` is the original's); and the rules that measure.
 
-    model: from `fpsim.quantize`, with any format and policy. Formats with float32's exponents have nothing to scale.
-    transforms: the modules whose products are scaled, `[AdaLossTransformLinear(), ...]`. None for every product, and
-        for the cast of float32 gradients at the model's outputs.
-    init_scale: the scale of gradients that enter the model, a power of two. A rule that measures takes another than 1
-        with `transforms` only, for the modules that they leave out.
-    rule: how a scale is chosen: a `LayerRule`, or a name: "approx_range", "abs_range", "element_wise_range" and "fixed"
-        predict what a product gives; "exact", "current", "amax_history" and "mse" measure each tensor where it is
-        rounded.
-    update_every: scales are chosen in each n-th step, a step being a backward pass, and held in between, each site its
-        own. Where a gradient is zero or not finite the last scale stays, or the next step chooses the first. A gradient
-        that overflows between updates, more than 16 times as large as in the step before, may have been rounded once
-        already when its scale is lowered. A rule that measures does so in every step, and takes 1 only.
-    scale_upper_bound: the largest factor of one product or cast, None for no bound (the original: 16). For rules that
-        predict.
-    accum_upper_bound: the largest scale that factors may add up to, or that a rule measures, None for no bound (the
-        original: 1024). Bounds are rounded down to powers of two.
-    branches: where the gradients of several consumers are added, "exact" rounds their sum once, at the largest of
-        their scales, which is lowered until the sum fits. "original" rounds each at its own scale, and the sum at the
-        scale that the original chooses; between updates it reuses factors, not scales. For rules that predict.
-    u_min: what the rules keep gradients above: "smallest", the format's smallest magnitude; "flush", the half of it,
-        where rounding flushes; "normal", the smallest with all its digits, which suits 8-bit formats.
+    Args:
+        model: from `fpsim.quantize`, with any format and policy. Formats with float32's exponents have nothing to
+            scale.
+        transforms: the modules whose products are scaled, `[AdaLossTransformLinear(), ...]`. None for every product,
+            and for the cast of float32 gradients at the model's outputs.
+        init_scale: the scale of gradients that enter the model, a power of two. A rule that measures takes another than
+            1 with `transforms` only, for the modules that they leave out.
+        rule: how a scale is chosen: a `LayerRule`, or a name: "approx_range", "abs_range", "element_wise_range" and
+            "fixed" predict what a product gives; "exact", "current", "amax_history" and "mse" measure each tensor where
+            it is rounded.
+        update_every: scales are chosen in each n-th step, a step being a backward pass, and held in between, each site
+            its own. Where a gradient is zero or not finite the last scale stays, or the next step chooses the first. A
+            gradient that overflows between updates, more than 16 times as large as in the step before, may have been
+            rounded once already when its scale is lowered. A rule that measures does so in every step, and takes 1
+            only.
+        scale_upper_bound: the largest factor of one product or cast, None for no bound (the original: 16). For rules
+            that predict.
+        accum_upper_bound: the largest scale that factors may add up to, or that a rule measures, None for no bound (the
+            original: 1024). Bounds are rounded down to powers of two.
+        branches: where the gradients of several consumers are added, "exact" rounds their sum once, at the largest of
+            their scales, which is lowered until the sum fits. "original" rounds each at its own scale, and the sum at
+            the scale that the original chooses; between updates it reuses factors, not scales. For rules that predict.
+        u_min: what the rules keep gradients above: "smallest", the format's smallest magnitude; "flush", the half of
+            it, where rounding flushes; "normal", the smallest with all its digits, which suits 8-bit formats.
 
     >>> import fpsim
     >>> model = fpsim.quantize(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)), "fp16")
@@ -96,7 +99,7 @@ class AdaLossScaled:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"model came as {type(model).__name__}, {shown(model)}. Possible: what fpsim.quantize returns."
+                f"model is {shown(model)}, of type {type(model).__name__}. Expected: what fpsim.quantize returns."
             )
         try:
             self._listeners = listeners(model)
@@ -169,7 +172,7 @@ class AdaLossScaled:
 
     @property
     def observer(self) -> Observed | None:
-        """Who is told of gradients and their scales, such as a `Recorder`; None for nobody."""
+        """The observer of gradients and their scales, such as a `Recorder`, or None."""
         return self._engine.observer
 
     @observer.setter
@@ -273,9 +276,9 @@ class AdaLossScaled:
         missing = [name for name in needed if name not in state]
         if missing:
             raise ValueError(
-                f"The state has {shown(sorted(map(str, state)))}, and lacks {', '.join(missing)}. Possible: a "
+                f"The state has {shown(sorted(map(str, state)))}, and lacks {', '.join(missing)}. Expected: a "
                 f"state_dict() of this version, which keeps all settings; older ones kept the rule alone. Start "
-                f"without the state: scales are chosen anew in the next step."
+                f"without the state: scales are chosen again in the next step."
             )
         other = [name for name in settings if state[name] != settings[name]]
         if other:
@@ -344,7 +347,7 @@ def _selected(
             continue
         if not isinstance(transform, AdaLossTransform):
             raise TypeError(
-                f"A transform came as {shown(transform)}. Possible: AdaLossTransformLinear(), "
+                f"A transform is {shown(transform)}. Expected: AdaLossTransformLinear(), "
                 f"AdaLossTransformConv2d(), ..., or AdaLossTransform(YourModule)."
             )
         matched = [name for name, module in modules.items() if transform.matches(module)]

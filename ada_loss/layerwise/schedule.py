@@ -68,7 +68,7 @@ class Schedule:
         return not self.is_all_known
 
     def enter(self, graph_task: int, made_in: int, is_linked: bool) -> bool:
-        """Note that a gradient came to a site, and tell whether it begins a new step.
+        """Note that a gradient reached a site, and tell whether it begins a new step.
 
         graph_task: that in which it came.
         made_in: the site's; a checkpoint's graph task belongs to the step that runs its forward pass.

@@ -85,7 +85,7 @@ class SiteState:
         return found
 
     def note_headroom(self, held: Tensor, limits: Tensor) -> None:
-        """Note what tells in the next step whether its gradient will fit at the held scale; on the CPU alone."""
+        """Record what the next step needs to predict whether its gradient fits the held scale (CPU only)."""
         if held.is_cpu:
             k, bounds = memory_of(held)[0], memory_of(limits)
             can_be_carried = bounds[LOWEST] <= k <= bounds[HIGHEST]

@@ -48,7 +48,7 @@ HALF_WIDTH, STATISTICS, IS_LOGNORMAL, QUANTILE, BOUND = range(5)  # the paramete
 NEVER = 1 << 20  # a log2_scale beyond those of any container
 
 
-def floor_log2(x):  # type: ignore[no-untyped-def]
+def floor_log2(x):
     """The exponent of the largest power of two not above `x`, or 0 if x is not finite or not above 0.
 
     It is computed by frexp, because a float32 log2 rounds up just below a power of two.
@@ -61,7 +61,7 @@ def floor_log2(x):  # type: ignore[no-untyped-def]
     return math.frexp(x)[1] - 1
 
 
-def fitting_log2_scale(amax, u_max):  # type: ignore[no-untyped-def]
+def fitting_log2_scale(amax, u_max):
     """The largest exponent k with amax * 2**k <= u_max, beyond which a tensor overflows. NEVER if amax is 0.
 
     >>> fitting_log2_scale(1.0, 65504.0), fitting_log2_scale(65505.0, 65504.0)
@@ -79,7 +79,7 @@ def fitting_log2_scale(amax, u_max):  # type: ignore[no-untyped-def]
 LEAST_VARIANCE = 2.0**-30
 
 
-def overflow_limit(g, w, terms, u_max):  # type: ignore[no-untyped-def]
+def overflow_limit(g, w, terms, u_max):
     """The largest factor with which neither the gradient nor a sum of its products can overflow."""
     largest = g[AMAX]
     if w[COUNT] > 0.0:
@@ -87,7 +87,7 @@ def overflow_limit(g, w, terms, u_max):  # type: ignore[no-untyped-def]
     return u_max / largest if largest > 0.0 else math.inf
 
 
-def approx_range(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped-def]
+def approx_range(g, w, terms, u_min, u_max, unit, p):
     """Zhao et al. 2020: at most a share of the results is below u_min if they are normal with mean 0.
 
     Their standard deviation comes from the second moments of both operands; under GRAD it is the gradient's own, and
@@ -120,7 +120,7 @@ def approx_range(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped
     return min(max(needed, 1.0), limit)
 
 
-def abs_range(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped-def]
+def abs_range(g, w, terms, u_min, u_max, unit, p):
     """The smallest product of non-zero magnitudes, added `terms` times, reaches u_min."""
     if not g[AMAX] < math.inf or g[NONZERO] == 0.0 or not w[AMAX] < math.inf:
         return 1.0
@@ -133,7 +133,7 @@ def abs_range(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped-de
     return min(max(needed, 1.0), overflow_limit(g, w, terms, u_max))
 
 
-def element_wise_range(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped-def]
+def element_wise_range(g, w, terms, u_min, u_max, unit, p):
     """The smallest product reaches u_min, and the largest can be added `terms` times.
 
     Here `g` are the moments of the products themselves.
@@ -143,12 +143,12 @@ def element_wise_range(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-u
     return min(max(u_min / g[AMIN], 1.0), u_max / (terms * g[AMAX]))
 
 
-def fixed(g, w, terms, u_min, u_max, unit, p):  # type: ignore[no-untyped-def]
+def fixed(g, w, terms, u_min, u_max, unit, p):
     """The same factor everywhere."""
     return p[0]
 
 
-def exact(bins, first, log2_threshold, share):  # type: ignore[no-untyped-def]
+def exact(bins, first, log2_threshold, share):
     """The smallest k with which at most a share of the non-zero elements has |x| * 2**k <= 2**log2_threshold.
 
     bins: entry i is the number of elements with 2**(first+i) < |x| <= 2**(first+i+1). The result is 0 if all are 0.
@@ -169,7 +169,7 @@ def exact(bins, first, log2_threshold, share):  # type: ignore[no-untyped-def]
     return log2_threshold - (first + i)
 
 
-def bounded(factor, log2_scale, scale_bound, accumulated_bound):  # type: ignore[no-untyped-def]
+def bounded(factor, log2_scale, scale_bound, accumulated_bound):
     """The factor within its bounds.
 
     factor: the factor that a rule asks for.
@@ -180,7 +180,7 @@ def bounded(factor, log2_scale, scale_bound, accumulated_bound):  # type: ignore
     return min(factor, scale_bound, accumulated_bound * math.ldexp(1.0, int(-log2_scale)))
 
 
-def branch_exponent(amaxima, log2_scales, u_max):  # type: ignore[no-untyped-def]
+def branch_exponent(amaxima, log2_scales, u_max):
     """See branch_log2_scale, which checks the result: the gradient does not fit if no scale down to 2**-4 is enough."""
     largest = 0.0
     for i in range(len(amaxima)):

@@ -1,8 +1,8 @@
 """Rules of one layer, which choose the scale of its gradient: the paper's, and those that measure.
 
 A new rule is a subclass of LayerRule and an entry in LAYER_RULES. One that predicts needs its formula in `formulas.py`,
-given by `core()`. One that measures needs a kernel in `layerwise/scale_kernels.py`, called in
-`ScaleChooser._measure_scale`.
+given by `core()`. One that measures says by `measures` what it looks for; a new kind of measure needs a kernel in
+`layerwise/scale_kernels.py` and its call in `MEASURES` of `layerwise/chooser.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from ada_loss import checks
 from ada_loss.checks import Possible, param
 from ada_loss.rules.formulas import BOUNDS, STATS, abs_range, approx_range, element_wise_range, fixed
-from fpsim.checks import did_you_mean, is_whole, shown
+from fpsim.checks import is_whole, refuse, shown
 
 __all__ = [
     "LAYER_RULES",
@@ -46,6 +46,9 @@ class LayerRule:
 
     name: ClassVar[str]  # the name for `layer_rule`
     predicts: ClassVar[bool] = True  # it predicts a product from its operands; others measure the gradient itself
+    measures: ClassVar[str] = ""  # what a rule that measures looks for, a key of `layerwise.chooser.MEASURES`
+    is_constant: ClassVar[bool] = False  # its factor depends neither on the gradient nor on operands
+    forms_products: ClassVar[bool] = False  # its moments are those of all products, which are formed for it
     logs: ClassVar[bool] = False  # it needs the moments of log|x|
     # In a format of few bits it scales the largest magnitude to just below the maximum, and nothing saturates: then
     # stochastic rounding has no bias.
@@ -147,6 +150,7 @@ class ElementWiseRange(LayerRule):
     """
 
     name: ClassVar[str] = "element_wise_range"
+    forms_products: ClassVar[bool] = True
     max_rescue_ratio: float | None = param(None, SHARE_OR_ONE.or_none())
 
     @staticmethod
@@ -162,6 +166,7 @@ class Fixed(LayerRule):
     """
 
     name: ClassVar[str] = "fixed"
+    is_constant: ClassVar[bool] = True
     fixed_loss_scale: float = param(1.0, checks.POSITIVE)
 
     @staticmethod
@@ -184,6 +189,7 @@ class Exact(LayerRule):
 
     name: ClassVar[str] = "exact"
     predicts: ClassVar[bool] = False
+    measures: ClassVar[str] = "share of underflow"
     n_uf_threshold: float = param(1e-3, SHARE_OR_ZERO)
 
 
@@ -196,6 +202,7 @@ class Current(LayerRule):
 
     name: ClassVar[str] = "current"
     predicts: ClassVar[bool] = False
+    measures: ClassVar[str] = "amax"
     fits_few_bits: ClassVar[bool] = True
     margin: int = param(0, checks.COUNT)
 
@@ -213,6 +220,7 @@ class AmaxHistory(LayerRule):
 
     name: ClassVar[str] = "amax_history"
     predicts: ClassVar[bool] = False
+    measures: ClassVar[str] = "amax of the last steps"
     length: int = param(16, Possible("a whole number from 1 to 2**20", lambda v: is_whole(v, 1) and v <= 2**20))
     margin: int = param(0, checks.COUNT)
 
@@ -229,6 +237,7 @@ class Mse(LayerRule):
 
     name: ClassVar[str] = "mse"
     predicts: ClassVar[bool] = False
+    measures: ClassVar[str] = "squared error"
     saturates: ClassVar[bool] = True
 
 
@@ -240,18 +249,20 @@ LAYER_RULES: dict[str, type[LayerRule]] = {
 def layer_rule(name: str, **params: Any) -> LayerRule:
     """A rule of one layer by its name.
 
-    name: "approx_range", "abs_range", "element_wise_range", "fixed", "exact", "current", "amax_history" or "mse".
-    params: the parameters of its class.
+    Args:
+        name: "approx_range", "abs_range", "element_wise_range", "fixed", "exact", "current", "amax_history" or "mse".
+        params: the parameters of its class.
 
-    Raises ValueError for an unknown name or an impossible value, TypeError for an unknown parameter.
+    Raises:
+        ValueError: for an unknown name or an invalid value.
+        TypeError: for an unknown parameter.
 
     >>> layer_rule("exact", n_uf_threshold=1e-2)
     Exact(n_uf_threshold=0.01)
     """
     rule = LAYER_RULES.get(name) if isinstance(name, str) else None
     if rule is None:
-        near = did_you_mean(name, LAYER_RULES)
-        raise ValueError(f"Unknown layer rule {shown(name)}.{near} Known: {', '.join(LAYER_RULES)}.")
+        raise ValueError(refuse(f"Unknown layer rule {shown(name)}", LAYER_RULES, word=name))
     known = [f.name for f in fields(rule)]
     for given in params:
         if given not in known:

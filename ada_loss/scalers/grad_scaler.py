@@ -27,14 +27,17 @@ class GradScaler:
     the rule skips nothing (`static`). Nothing is copied to the host before `step` has to choose or `update` to adjust,
     and nothing at all if a fused optimizer chooses by itself and the rule is torch's.
 
-    rule: a `LossRule`, the name of a system ("torch", "nnabla", ...), or a number for a constant scale. A device means
-        torch's rule. The rule "off" does not scale.
-    max_gradient_norm: `step` clips the unscaled gradients of its optimizer to this global norm.
-    enabled: False does not scale, as the rule "off".
-    device: accepted as in torch, and not needed: the scale is put on the device of each loss.
-    params: parameters of the rule, if it is given by name.
+    Args:
+        rule: a `LossRule`, the name of a system ("torch", "nnabla", ...), or a number for a constant scale. A device
+            means torch's rule. The rule "off" does not scale.
+        max_gradient_norm: `step` clips the unscaled gradients of its optimizer to this global norm.
+        enabled: False does not scale, as the rule "off".
+        device: accepted as in torch, and not needed: the scale is put on the device of each loss.
+        params: parameters of the rule, if it is given by name.
 
-    Raises ValueError for an impossible value, TypeError for a parameter that the rule does not have.
+    Raises:
+        ValueError: for an invalid value.
+        TypeError: for a parameter that the rule does not have.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -62,7 +65,7 @@ class GradScaler:
             rule = loss_rule("torch" if name.partition(":")[0] in DEVICES else name, **params)
         elif params:
             raise TypeError(
-                f"Parameters came beside the rule {shown(rule)}: {', '.join(params)}. "
+                f"Parameters were given besides the rule {shown(rule)}: {', '.join(params)}. "
                 f"They go with a system's name only. Give the name, or put them into the rule."
             )
         require("max_gradient_norm", max_gradient_norm, POSITIVE.or_none(), "GradScaler", None)

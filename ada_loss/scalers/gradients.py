@@ -113,7 +113,7 @@ def all_reduce_(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     for alike in kinds.values():
         if any(p.grad is not None and p.grad.is_sparse for p in alike):
             raise ValueError(
-                "A sparse gradient came to an Updater with a process group, which adds dense ones. "
+                "A sparse gradient reached an Updater with a process group, which adds dense ones. "
                 "Set sparse=False, or leave out process_group."
             )
         present = torch.tensor([float(p.grad is not None) for p in alike]).to(alike[0])

@@ -26,18 +26,21 @@ class Updater:
     `accumulate` losses, sums them over `process_group`, unscales and clips them, adds the weight decay, steps, and lets
     the rule adjust.
 
-    optimizer: the optimizer, whose parameters are trained.
-    loss_fn: takes what `data_feeder` returns, and returns a loss.
-    data_feeder: takes no arguments, and returns the data of the next loss.
-    scaler: any GradScaler.
-    accumulate: the number of losses whose gradients are summed. For their mean, divide the loss.
-    weight_decay: adds this times the weights to the gradients.
-    process_group: None for one process, `torch.distributed.group.WORLD` for all. Every rank must have the same
-        parameters and an equal rule; then all see the same gradients, and skip, retry and adjust together.
-    clip: clips the unscaled gradients to this global norm.
-    max_retries: how often a skipped step is tried again.
+    Args:
+        optimizer: the optimizer, whose parameters are trained.
+        loss_fn: takes what `data_feeder` returns, and returns a loss.
+        data_feeder: takes no arguments, and returns the data of the next loss.
+        scaler: any GradScaler.
+        accumulate: the number of losses whose gradients are summed. For their mean, divide the loss.
+        weight_decay: adds this times the weights to the gradients.
+        process_group: None for one process, `torch.distributed.group.WORLD` for all. Every rank must have the same
+            parameters and an equal rule; then all see the same gradients, and skip, retry and adjust together.
+        clip: clips the unscaled gradients to this global norm.
+        max_retries: how often a skipped step is tried again.
 
-    Raises ValueError for an impossible value, TypeError for a function that is none.
+    Raises:
+        ValueError: for an invalid value.
+        TypeError: for a function that is none.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.tensor([2.0]))
@@ -63,7 +66,7 @@ class Updater:
         for name, function in (("loss_fn", loss_fn), ("data_feeder", data_feeder)):
             if not callable(function) or (isinstance(function, type) and issubclass(function, nn.Module)):
                 raise TypeError(
-                    f"{name} came as {shown(function)}. It must be callable: a retry calls it again. "
+                    f"{name} is {shown(function)}. It must be callable: a retry calls it again. "
                     f"Give a function; for an iterator, lambda: next(iterator)."
                 )
         require_optimizer(optimizer)
@@ -111,7 +114,7 @@ class Updater:
         for parameter in parameters_of(self.optimizer):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise ValueError(
-                    f"weight_decay={rate} came with a sparse gradient. It goes with dense gradients only. "
+                    f"weight_decay={rate} was given with a sparse gradient. It goes with dense gradients only. "
                     f"Leave it out, or set sparse=False in the layer."
                 )
             if parameter.grad is not None:

@@ -208,7 +208,7 @@ class Scaling:
         names = {f.name for f in fields(rule)}
         if set(state) != names:
             raise RuntimeError(
-                f"The state of the rule {name!r} came without {sorted(names - set(state))} and with "
+                f"The state of the rule {name!r} was given without {sorted(names - set(state))} and with "
                 f"{sorted(set(state) - names)}. It has {', '.join(sorted(names))}. Save it with state_dict()."
             )
         scale = state["scale"]
@@ -405,7 +405,7 @@ def _number_of(new_scale: float | Tensor) -> float:
         return new_scale
     if new_scale.numel() != 1 or new_scale.requires_grad:
         raise ValueError(
-            f"new_scale came as a tensor of {new_scale.numel()} elements. new_scale should be a float or "
+            f"new_scale is a tensor of {new_scale.numel()} elements. new_scale should be a float or "
             f"a 1-element torch.FloatTensor with requires_grad=False. Give the number."
         )
     return float(new_scale)

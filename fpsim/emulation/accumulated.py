@@ -30,7 +30,7 @@ def in_matrices(form: Form, multiply: Multiply) -> Form:
         return _Convolution(form, multiply)
     raise NotImplementedError(
         "This product is not known as a product of matrices, and cannot be added up in an accumulator of its own. "
-        "Possible: linear layers, matrix products and convolutions; Products(accumulator=None)."
+        "Expected: linear layers, matrix products and convolutions; Products(accumulator=None)."
     )
 
 

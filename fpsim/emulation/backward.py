@@ -64,8 +64,8 @@ class BackwardRounding:
             return self._sparse(gradient)
         if is_legacy_batched(gradient):
             raise NotImplementedError(
-                f"A batch of gradients came to {self.site}, of torch.autograd.grad(is_grads_batched=True) or "
-                f"torch.autograd.functional.jacobian(vectorize=True), and cannot be rounded. Possible: one gradient "
+                f"A batch of gradients reached {self.site}, of torch.autograd.grad(is_grads_batched=True) or "
+                f"torch.autograd.functional.jacobian(vectorize=True), and cannot be rounded. Expected: one gradient "
                 f"after the other, or torch.func.vmap over torch.func.vjp."
             )
         spec, log2_scale = self.spec, self._scale_of(gradient)

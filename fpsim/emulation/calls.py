@@ -361,7 +361,7 @@ def call_of(function: Callable[..., Any]) -> Call:
 
 
 class _Border:
-    """Where something is rounded that is no torch function's result: it has a name for its site, as a Call has."""
+    """Where something is rounded that is not a torch function's result: it has a name for its site, as a Call has."""
 
     def __init__(self, name: str) -> None:
         self.name, self.has_pole, self.chooses_inside = name, False, False

@@ -116,7 +116,7 @@ def _is_of_sharding(file: str) -> bool:
 
 @cache
 def is_of_machinery(file: str) -> bool:
-    """Whether a file of torch's runs models, and is no part of one: checkpoints, sharding, tracers, autograd."""
+    """Whether a file of torch's runs models, and is not part of one: checkpoints, sharding, tracers, autograd."""
     if not file.startswith(_HOME):
         return False
     folder = Path(file).relative_to(_HOME).parts[0]

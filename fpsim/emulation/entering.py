@@ -18,7 +18,7 @@ from fpsim.emulation.mode import Emulation
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.emulation.steps import watch_steps
 from fpsim.policies.policy import FormatLike
-from fpsim.policies.recipes import as_policy_of
+from fpsim.policies.recipes import as_policy
 from fpsim.torch_internals import current_graph_task
 from fpsim.torch_modes import any_mode, keeps_grad_mode, modes, push_mode, take_off
 from fpsim.undoing import Block, Undo
@@ -104,7 +104,7 @@ def _begin_step(scope: Scope) -> None:
 def _new_emulation(scope: Scope, has_names: bool) -> Emulation:
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise NotImplementedError(
-            "torch.jit.trace came to emulated code, and would see no rounding. Possible: torch.compile and "
+            "torch.jit.trace reached emulated code, and would see no rounding. Expected: torch.compile and "
             "torch.export. Trace the model that fpsim.dequantize(model) gives, or export the quantised one."
         )
     watch_checkpoints(Position)
@@ -201,8 +201,11 @@ def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) ->
 
     The twin of `torch.autocast`: put the forward pass and the loss inside, the backward pass and the optimizer's step
     outside. Operands that come from outside are rounded, each result is rounded once, and gradients on their way back.
-    `fmt` is a format for every role or a Policy (without overrides: there are no modules here). What a parametrisation
-    computes counts as activations here; `quantize` knows it for weights.
+    What a parametrisation computes counts as activations here; `quantize` knows it for weights.
+
+    Args:
+        fmt: a format for every role, or a Policy without overrides: there are no modules here.
+        rounding: as in `quantize`.
 
     >>> x = torch.tensor([1.0, 2.0, 3.0])
     >>> with emulate("e4m3fn"):
@@ -214,7 +217,7 @@ def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) ->
 
 
 def _emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None, undo: Undo) -> None:
-    policy = as_policy_of(fmt)
+    policy = as_policy(fmt)
     if policy.overrides:
         raise ValueError("emulate() knows no modules, and the policy has overrides. Use quantize(model, policy).")
     if policy.products is not None and policy.products.is_delayed:

@@ -111,7 +111,7 @@ class Batched:
 
 
 class ConvolutionSettings(NamedTuple):
-    """What torch.convolution takes beside its tensors."""
+    """What torch.convolution takes besides its tensors."""
 
     stride: list[int]
     padding: list[int]

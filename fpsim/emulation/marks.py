@@ -131,7 +131,7 @@ def writes_to(x: Tensor) -> int:
 
 
 def is_leaf(x: Tensor) -> bool:
-    """Whether `x`, which requires a gradient, is no result. torch refuses to say so of views whose base changed."""
+    """Whether `x`, which requires a gradient, is not a result. torch refuses to say so of views whose base changed."""
     return base_of(x) is None and x.is_leaf
 
 

@@ -62,7 +62,7 @@ def _computed(call: ProductCall, function: Callable[..., Any], args: tuple[Any, 
         except TypeError as error:
             function(args, kwargs)  # torch's own error, if it has one
             raise NotImplementedError(
-                f"The product at {call.site} was called in a way that is not emulated: {error}. Possible: the order of "
+                f"The product at {call.site} was called in a way that is not emulated: {error}. Expected: the order of "
                 f"arguments that torch documents."
             ) from None
         raise
@@ -197,8 +197,8 @@ def _grouped_mm(call: ProductCall, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor
         return NotImplemented
     if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or any(v is not None for v in rest.values()):
         raise NotImplementedError(
-            f"grouped_mm at {call.site.partition(':')[0] or 'the top level'} came with operands of "
-            f"{mat_a.dim()} and {mat_b.dim()} axes, or a bias or dtype, whose products cannot be quantised. Possible: "
+            f"grouped_mm at {call.site.partition(':')[0] or 'the top level'} has operands of "
+            f"{mat_a.dim()} and {mat_b.dim()} axes, or a bias or dtype, whose products cannot be quantised. Expected: "
             f"(tokens, in) and (groups, in, out) with offs; or products one by one, with @."
         )
     ends = [0, *offs.tolist(), len(mat_a)]
@@ -396,7 +396,7 @@ def _power(call: ProductCall, A: Tensor, n: int) -> Any:
 def _of_quantised_numbers(call: ProductCall, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
         f"{call.operation} at {call.site.partition(':')[0] or 'the top level'} computes with numbers that are "
-        f"quantised already. Possible: quantise the model of before, in float32 or bf16; or leave these modules' "
+        f"quantised already. Expected: quantise the model of before, in float32 or bf16; or leave these modules' "
         f"products as they are: Policy(overrides={{name: None}})."
     )
 

@@ -71,13 +71,13 @@ class ProductCall:
         if is_wanted and (x.is_complex() or w.is_complex()):
             raise NotImplementedError(
                 f"A product at {self.site} has complex operands to quantise, and no format here has complex numbers. "
-                f"Possible: real products, of torch.view_as_real(x) or of x.real and x.imag; or leave these modules' "
+                f"Expected: real products, of torch.view_as_real(x) or of x.real and x.imag; or leave these modules' "
                 f"products as they are: Policy(overrides={{name: None}})."
             )
         if is_wanted and any(t.dtype in FLOATING and t.layout is not torch.strided for t in (x, w)):
             raise NotImplementedError(
                 f"A product at {self.site} has operands to quantise that are sparse or nested, and they lie in no "
-                f"blocks. Possible: dense tensors, x.to_dense() or nested.to_padded_tensor(0.0); or leave these "
+                f"blocks. Expected: dense tensors, x.to_dense() or nested.to_padded_tensor(0.0); or leave these "
                 f"modules' products in float32: Policy(overrides={{name: None}})."
             )
         if not (is_wanted and is_roundable(x) and is_roundable(w)) or x.is_meta or w.is_meta:
@@ -87,7 +87,7 @@ class ProductCall:
         if not all(is_plain(t) or is_traced(t) for t in (x, w)):
             raise NotImplementedError(
                 f"A product at {self.site} has operands to quantise under torch.export, a transform of torch.func or "
-                f"forward-mode differentiation, or as a subclass of Tensor. Possible: plain tensors and plain calls, "
+                f"forward-mode differentiation, or as a subclass of Tensor. Expected: plain tensors and plain calls, "
                 f"also under torch.compile; or leave these modules' products in float32: "
                 f"Policy(overrides={{name: None}})."
             )
@@ -257,12 +257,12 @@ class _Product:
         """Both operands of a product after a Hadamard transform along the axis that it sums over."""
         groups = 1 if product == "wgrad" else self.form.groups
         length, other = a.shape[sides[0].axis] // groups, b.shape[sides[1].axis]
-        if groups > 1:  # of a convolution, whose sums begin anew: zeros behind the last one would mix them
+        if groups > 1:  # of a convolution, whose sums begin again: zeros behind the last one would mix them
             require_groups(transform, length, f"{product} of the product at {self.site}, in {groups} groups")
         elif length != other:
             raise ValueError(
-                f"A Hadamard transform came to {product} of the product at {self.site}, which sums over axes of length "
-                f"{length} and {other}, one of them broadcast. Possible: axes of one length, or no transform here."
+                f"A Hadamard transform reached {product} of the product at {self.site}, which sums over axes of length "
+                f"{length} and {other}, one of them broadcast. Expected: axes of one length, or no transform here."
             )
         traced = is_traced(a)
         key = (new_traceable_key(a) if traced else new_key_for(a)) if transform.signs == "random" else None
@@ -345,8 +345,8 @@ class _Node(torch.autograd.Function):
         product, (x, w) = ctx.product, ctx.saved_tensors
         if is_legacy_batched(dy) or not (is_plain(dy) or is_traced(dy)):
             raise NotImplementedError(
-                f"The gradient that came to the product at {product.site} is a batch of gradients, of "
-                f"is_grads_batched=True or torch.func.vmap, and cannot be quantised. Possible: one "
+                f"The gradient that reached the product at {product.site} is a batch of gradients, of "
+                f"is_grads_batched=True or torch.func.vmap, and cannot be quantised. Expected: one "
                 f"gradient after the other."
             )
         data, weight, bias = product.backward(dy, x, w, ctx.needs_input_grad[3])
@@ -368,6 +368,6 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         raise NotImplementedError(
             f"A gradient of the product at {ctx.site} was differentiated again. The operands of a product are "
-            f"quantised for its first derivatives alone. Possible: double backward without products, or with these "
+            f"quantised for its first derivatives alone. Expected: double backward without products, or with these "
             f"modules' products in float32: Policy(overrides={{name: None}})."
         )

@@ -71,7 +71,7 @@ class Roundings:
                 self._operands[x] = dict(copies)
 
     def forget_operands(self) -> None:
-        """Round anew whatever comes from outside: it may have been written to."""
+        """Round again whatever comes from outside: it may have been written to."""
         self._operands = WeakTensorKeyDictionary()
 
     def mark_wide(self, *found: Tensor) -> None:
@@ -205,14 +205,14 @@ class Roundings:
         """Round under a transform or a tracer."""
         if _is_sharded(x):
             raise NotImplementedError(
-                f"A DTensor came to {self.scope.name or 'the top level'}, as tensor parallelism makes them. Possible: "
+                f"A DTensor reached {self.scope.name or 'the top level'}, as tensor parallelism makes them. Expected: "
                 f"plain tensors, as DistributedDataParallel and fully_shard give them to a forward. Leave "
                 f"parallelize_module away, or leave these modules in float32: Policy(overrides={{name: None}})."
             )
         if self.scope.listeners.scaling is not None and backward is not None:
             raise NotImplementedError(
                 f"A gradient at {self.scope.name or 'the top level'} is to be rounded at its own scale, under "
-                f"torch.compile or a transform of torch.func. Possible: loss.backward() and torch.autograd.grad. "
+                f"torch.compile or a transform of torch.func. Expected: loss.backward() and torch.autograd.grad. "
                 f"Detach the scaling first, or leave the transform away."
             )
         rounded = straight_through(x, spec, backward)

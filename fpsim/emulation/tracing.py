@@ -85,7 +85,7 @@ class Visitor(Protocol):
         """An operation gave a result; operands are the tensors of floating-point numbers among its arguments."""
 
     def backward(self, operation: Operation, gradient: Tensor) -> None:
-        """A gradient came to the result of an operation, or to a parameter."""
+        """A gradient reached the result of an operation, or a parameter."""
 
 
 Edit = Callable[[int, Call, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -289,7 +289,7 @@ class Trace:
         out = func(*args, **kwargs) if self.edit is None else self.edit(index, kind, func, args, kwargs)
         results = [*_floats_in((out,))]
         given = [x for x in results if kind.in_place or not any(x is y for y in operands)]
-        given = [x for x in given if id(x) not in self._names]  # an initialisation or an update is no part of a step
+        given = [x for x in given if id(x) not in self._names]  # an initialisation or an update is not part of a step
         if given:
             self.arguments = args, kwargs
             self._note(

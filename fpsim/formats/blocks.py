@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from fpsim.checks import did_you_mean, is_finite_number, is_whole, shown
+from fpsim.checks import did_you_mean, is_finite_number, is_whole, refuse, shown
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.codebooks import CODEBOOKS
 from fpsim.formats.fixed_point import FIXED_POINT_NAME, FixedPoint, named_fixed_point
@@ -38,9 +38,10 @@ class Delayed:
     scale = (largest / amax') / 2**margin, amax' of the last `history` steps; this step's amax is not among them. An
     amax' that is zero or not finite keeps the scale of before (NVIDIA TransformerEngine, DelayedScaling).
 
-    history: how many steps are remembered.
-    margin: binades left free below the largest value.
-    amax: "max" of the history, or the "most_recent".
+    Args:
+        history: how many steps are remembered.
+        margin: binades left free below the largest value.
+        amax: "max" of the history, or the "most_recent".
     """
 
     history: int = 1024
@@ -54,33 +55,36 @@ class Delayed:
                 f"{MOST_STEPS:,}."
             )
         if not is_whole(self.margin) or abs(self.margin) > 64:
-            raise ValueError(f"margin={shown(self.margin)} is impossible. Possible: the integers -64 to 64.")
+            raise ValueError(f"margin={shown(self.margin)} is invalid. Expected: the integers -64 to 64.")
         if not isinstance(self.amax, str) or self.amax not in ("max", "most_recent"):
-            raise ValueError(f"Unknown amax {shown(self.amax)}. Known: max, most_recent.")
+            raise ValueError(refuse(f"Unknown amax {shown(self.amax)}", ("max", "most_recent"), word=self.amax))
 
 
 @dataclass(frozen=True)
 class BlockFormat:
     """A format whose numbers are `element * scale`, with one scale for the elements of a block.
 
-    element: the format of the elements, or its name. An integer is symmetric: "int8" is -127 to 127.
-    block: how many elements along one axis share a scale; (rows, columns) for a tile; "row" for all along the axis;
-        "tensor" for all there are. A ragged last block is a shorter block.
-    scale: the format of the scales: "e8m0fnu" for powers of two, "fp32", or any format without subnormal surprises,
-        such as "e4m3fn".
-    scale_rule: how a scale follows from amax, the largest finite magnitude of its block. Powers of two: "floor",
-        "ceil", "even" or "nearest", see SCALE_RULES. Any other scale: "amax", or Delayed() for a tensor. Float32 alone:
-        "absmax", the default of code books, under which elements are divided by the scale. Under "amax" they are
-        multiplied by largest / amax, which differs in the last bit.
-    tensor_scale: whether a float32 for the whole tensor multiplies the scales, which brings the largest block's scale
-        to the top of the scale's format (NVFP4).
-    gain: elements are rounded at this multiple of their size, and divided by it afterwards: 3/4 in MXFP4 as in
-        arXiv 2502.20586, so that nothing saturates under the rule "floor".
-    least_amax: under "absmax", what a smaller amax counts as: 1e-12 in torchao. With 0, a block of zeros has a scale of
-        0, and stays zero in formats without a zero too.
-
     Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
-    Raises ValueError for combinations that make no format.
+
+    Args:
+        element: the format of the elements, or its name. An integer is symmetric: "int8" is -127 to 127.
+        block: how many elements along one axis share a scale; (rows, columns) for a tile; "row" for all along the axis;
+            "tensor" for all there are. A ragged last block is a shorter block.
+        scale: the format of the scales: "e8m0fnu" for powers of two, "fp32", or any format without subnormal surprises,
+            such as "e4m3fn".
+        scale_rule: how a scale follows from amax, the largest finite magnitude of its block. Powers of two: "floor",
+            "ceil", "even" or "nearest", see SCALE_RULES. Any other scale: "amax", or Delayed() for a tensor. Float32
+            alone: "absmax", the default of code books, under which elements are divided by the scale. Under "amax" they
+            are multiplied by largest / amax, which differs in the last bit.
+        tensor_scale: whether a float32 for the whole tensor multiplies the scales, which brings the largest block's
+            scale to the top of the scale's format (NVFP4).
+        gain: elements are rounded at this multiple of their size, and divided by it afterwards: 3/4 in MXFP4 as in
+            arXiv 2502.20586, so that nothing saturates under the rule "floor".
+        least_amax: under "absmax", what a smaller amax counts as: 1e-12 in torchao. With 0, a block of zeros has a
+            scale of 0, and stays zero in formats without a zero too.
+
+    Raises:
+        ValueError: for combinations that make no format.
 
     >>> BlockFormat("e4m3fn", 32) == as_format("mxfp8_e4m3")
     True
@@ -162,7 +166,7 @@ def _require_block(block: object) -> None:
     ):
         return
     raise ValueError(
-        f"block={shown(block)} is no block. Possible: a number of elements from 1 to 2**31 - 1, (rows, columns), "
+        f"block={shown(block)} is not a block. Expected: a number of elements from 1 to 2**31 - 1, (rows, columns), "
         f"'row' or 'tensor'."
     )
 
@@ -172,28 +176,28 @@ def _require_rule(f: BlockFormat) -> None:
     if isinstance(f.scale_rule, Delayed):
         if f.block != "tensor" or f.scale != CATALOGUE["fp32"] or f.tensor_scale:
             raise ValueError(
-                f"Delayed scaling came with block={shown(f.block)}, scale={f.scale}, tensor_scale={f.tensor_scale}. "
-                f"Possible: block='tensor', scale='fp32', and no second scale."
+                f"Delayed scaling got block={shown(f.block)}, scale={f.scale}, tensor_scale={f.tensor_scale}. "
+                f"Expected: block='tensor', scale='fp32', and no second scale."
             )
     elif not isinstance(f.scale_rule, str) or f.scale_rule not in rules:
         hint = did_you_mean(f.scale_rule, SCALE_RULES)
         if isinstance(f.scale_rule, str) and f.scale_rule in POWER_RULES:
             hint = " Scales that are powers of two are those of scale='e8m0fnu'."
         raise ValueError(
-            f"scale_rule={shown(f.scale_rule)} is impossible with scales in {f.scale}.{hint} "
-            + f"Possible: {', '.join(rules)}"
+            f"scale_rule={shown(f.scale_rule)} is invalid with scales in {f.scale}.{hint} "
+            + f"Expected: {', '.join(rules)}"
             + ("." if f.has_power_scale else ", or Delayed() for a tensor with scale='fp32'.")
         )
     if not isinstance(f.tensor_scale, bool):
-        raise ValueError(f"tensor_scale={shown(f.tensor_scale)} is impossible. Possible: True, False.")
+        raise ValueError(f"tensor_scale={shown(f.tensor_scale)} is invalid. Expected: True, False.")
     if f.tensor_scale and (f.has_power_scale or f.scale.largest > 1e30):
         raise ValueError(
-            f"tensor_scale=True came with scales in {f.scale}, whose range needs no second scale. "
-            f"Possible: a narrow format such as scale='e4m3fn', or tensor_scale=False."
+            f"tensor_scale=True was given with scales in {f.scale}, whose range needs no second scale. "
+            f"Expected: a narrow format such as scale='e4m3fn', or tensor_scale=False."
         )
     if not is_finite_number(f.gain) or not 0 < f.gain <= 1 or (f.gain != 1 and not f.has_power_scale):
         raise ValueError(
-            f"gain={shown(f.gain)} is impossible. Possible: above 0 and at most 1; 1 unless scales are powers."
+            f"gain={shown(f.gain)} is invalid. Expected: above 0 and at most 1; 1 unless scales are powers."
         )
     if f.element.specials == "scale":
         raise ValueError(f"{f.element} has no zero and no sign. Elements are numbers such as e4m3fn or int8.")
@@ -277,7 +281,7 @@ def as_element(fmt: str | Element) -> Element:
     if isinstance(found, BlockFormat):
         raise ValueError(
             f"{fmt!r} shares its scales among numbers, and a format of single numbers is wanted here. "
-            f"Possible: its elements' format, '{found.element}'."
+            f"Expected: its elements' format, '{found.element}'."
         )
     return found
 
@@ -285,13 +289,17 @@ def as_element(fmt: str | Element) -> Element:
 def as_format(fmt: Any) -> Format:
     """The format that a name, a `repr` or a format stands for.
 
-    fmt: a name of the catalogues ("fp16", "e4m3fn", "mxfp4", "nvfp4"), an alias ("half"), eXmY, eXmYfn or eXmYfnuz for
-        any other with the standard bias, "int8" and the like, a code book's ("nf4", "dynamic8", "hif8"), "<element> per
-        <block> [scale [fp32]] [rule] [at gain]" for elements that share a scale ("e4m3fn per tensor fp32", "int4 per
-        32", "e4m3fn per 128x128 ceil", "e2m1fn per 16x16 e4m3fn fp32", "e2m1fn per 32 at 0.75", "dynamic8 per 256
-        fp32"), the `repr` of a format, or a format; a floating dtype of torch, NumPy or ml_dtypes
-        (torch.float8_e4m3fn), gfloat's FormatInfo.
-    Raises ValueError for an unknown name, TypeError for what is no name.
+    Args:
+        fmt: a name of the catalogues ("fp16", "e4m3fn", "mxfp4", "nvfp4"), an alias ("half"), eXmY, eXmYfn or eXmYfnuz
+            for any other with the standard bias, "int8" and the like, a code book's ("nf4", "dynamic8", "hif8"),
+            "<element> per <block> [scale [fp32]] [rule] [at gain]" for elements that share a scale ("e4m3fn per tensor
+            fp32", "int4 per 32", "e4m3fn per 128x128 ceil", "e2m1fn per 16x16 e4m3fn fp32", "e2m1fn per 32 at 0.75",
+            "dynamic8 per 256 fp32"), the `repr` of a format, or a format; a floating dtype of torch, NumPy or ml_dtypes
+            (torch.float8_e4m3fn), gfloat's FormatInfo.
+
+    Raises:
+        ValueError: for an unknown name.
+        TypeError: for what is not a name.
 
     >>> as_format("half") is as_format("fp16")
     True

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from fpsim.checks import did_you_mean, number_of, shown
+from fpsim.checks import number_of, refuse, shown
 from fpsim.formats.floats import FLOAT32_LARGEST
 
 __all__ = ["TIES", "Codebook"]
@@ -41,7 +41,9 @@ class Codebook:
             would begin if the last spacing went on, as in IEEE 754. Stochastic rounding goes by the distances alone.
 
     Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
-    Raises ValueError for numbers that make no code book.
+
+    Raises:
+        ValueError: for numbers that make no code book.
 
     >>> levels = Codebook((-1.0, 0.0, 0.25, 1.0), ties="up")
     >>> levels.bits, levels.lowest, levels.largest, levels.decode(2), levels.encode(1.0)
@@ -57,9 +59,7 @@ class Codebook:
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", _float32s(self.values))
         if not isinstance(self.ties, str) or self.ties not in TIES:
-            raise ValueError(
-                f"Unknown ties {shown(self.ties)}.{did_you_mean(self.ties, TIES)} Known: {', '.join(TIES)}."
-            )
+            raise ValueError(refuse(f"Unknown ties {shown(self.ties)}", TIES, word=self.ties))
         _require_values(self)
         if self.borders is not None:
             object.__setattr__(self, "borders", _borders(self))
@@ -136,7 +136,7 @@ class Codebook:
     def decode(self, code: int) -> float:
         """The value of a code. Raises ValueError for a code out of range."""
         if isinstance(code, bool) or not isinstance(code, int) or not 0 <= code < len(self.values):
-            raise ValueError(f"Code {shown(code)} is none of {self}: its codes are 0 to {len(self.values) - 1}.")
+            raise ValueError(f"Code {shown(code)} is out of range for {self}: 0 to {len(self.values) - 1}.")
         return self.values[code]
 
     @cached_property

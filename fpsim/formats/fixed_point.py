@@ -18,14 +18,17 @@ class FixedPoint:
 
     There is no inf, NaN or -0, and what lies beyond the ends saturates.
 
-    word_length: 2 to 25 bits if signed, the sign among them; 1 to 24 if not.
-    fraction_length: how many of the bits lie behind the point; may be negative, or more than there are.
-    signed: two's complement, `-2**(word_length - 1) <= k < 2**(word_length - 1)`; False starts at 0.
-    symmetric: leave out the lowest number of two's complement, so that `-x` is in the format wherever `x` is. The
-        elements of a block format are so (OCP MX v1.0, 5.3.3).
-
     Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
-    Raises ValueError for fields that make no format, or one that float32 cannot hold.
+
+    Args:
+        word_length: 2 to 25 bits if signed, the sign among them; 1 to 24 if not.
+        fraction_length: how many of the bits lie behind the point; may be negative, or more than there are.
+        signed: two's complement, `-2**(word_length - 1) <= k < 2**(word_length - 1)`; False starts at 0.
+        symmetric: leave out the lowest number of two's complement, so that `-x` is in the format wherever `x` is. The
+            elements of a block format are so (OCP MX v1.0, 5.3.3).
+
+    Raises:
+        ValueError: for fields that make no format, or one that float32 cannot hold.
 
     >>> int8 = FixedPoint(8, 0)
     >>> int8.lowest, int8.largest, FixedPoint(4, 2).values()[-2:]
@@ -40,18 +43,18 @@ class FixedPoint:
     def __post_init__(self) -> None:
         for name in ("signed", "symmetric"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={shown(getattr(self, name))} makes no format. Possible: True, False.")
+                raise ValueError(f"{name}={shown(getattr(self, name))} makes no format. Expected: True, False.")
         least, most = (2, 25) if self.signed else (1, 24)
         if not is_whole(self.word_length, least) or self.word_length > most:
             raise ValueError(
                 f"word_length={shown(self.word_length)} makes no format that a float32 holds. "
-                f"Possible: the integers {least} to {most}."
+                f"Expected: the integers {least} to {most}."
             )
         if not is_whole(self.fraction_length) or abs(self.fraction_length) > 10**9:
-            came = shown(self.fraction_length)
-            raise ValueError(f"fraction_length={came} makes no format. Possible: an integer, from -127 to 149.")
+            given = shown(self.fraction_length)
+            raise ValueError(f"fraction_length={given} makes no format. Expected: an integer, from -127 to 149.")
         if self.symmetric and not self.signed:
-            raise ValueError("symmetric=True is for signed formats. Leave it away with signed=False.")
+            raise ValueError("symmetric=True is for signed formats. Omit it with signed=False.")
         lowest_exponent, beyond = -self.fraction_length, self.digits - self.fraction_length
         if lowest_exponent < FLOAT32_SMALLEST_EXPONENT or beyond > 128 or -self.lowest > FLOAT32_LARGEST:
             raise ValueError(
@@ -129,8 +132,7 @@ class FixedPoint:
         """Always "saturate". Raises ValueError for anything else."""
         if overflow is not None and (not isinstance(overflow, str) or overflow != "saturate"):
             raise ValueError(
-                f"overflow={shown(overflow)} is impossible: {self} has neither inf nor NaN. "
-                f"Possible: saturate, or None."
+                f"overflow={shown(overflow)} is invalid: {self} has neither inf nor NaN. Expected: saturate, or None."
             )
         return "saturate"
 

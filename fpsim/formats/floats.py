@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from fpsim.checks import did_you_mean, is_whole, number_of, shown
+from fpsim.checks import did_you_mean, is_whole, number_of, refuse, shown
 
 __all__ = ["ALIASES", "CATALOGUE", "OVERFLOWS", "FloatFormat", "as_float_format"]
 
@@ -34,15 +34,18 @@ class FloatFormat:
     Exponent field `e` and mantissa field `m` stand for `2**(e - bias) * 1.m`, and for `2**(1 - bias) * 0.m` where `e`
     is 0 (subnormals).
 
-    exponent_bits: 1 to 8.
-    mantissa_bits: 0 to 23, without the leading bit.
-    bias: of the exponent field. Defaults to the standard's: `2**(exponent_bits - 1) - 1`, one more for "fnuz" and
-        "p3109".
-    specials: which codes are inf, NaN or -0: "ieee", "fn", "fnuz", "none", "p3109", "dlfloat" or "scale".
-    subnormals: False leaves a gap between zero and the smallest normal value.
-
     Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
-    Raises ValueError for fields that make no format, or one that float32 cannot hold.
+
+    Args:
+        exponent_bits: 1 to 8.
+        mantissa_bits: 0 to 23, without the leading bit.
+        bias: of the exponent field. Defaults to the standard's: `2**(exponent_bits - 1) - 1`, one more for "fnuz" and
+            "p3109".
+        specials: which codes are inf, NaN or -0: "ieee", "fn", "fnuz", "none", "p3109", "dlfloat" or "scale".
+        subnormals: False leaves a gap between zero and the smallest normal value.
+
+    Raises:
+        ValueError: for fields that make no format, or one that float32 cannot hold.
 
     >>> FloatFormat(5, 10) == as_float_format("fp16")
     True
@@ -207,7 +210,7 @@ class FloatFormat:
         (448.0, 5.960464477539063e-08)
         """
         if not is_whole(code, 0) or not 0 <= code < 2**self.bits:
-            raise ValueError(f"Code {shown(code)} is none of {self}: its codes are 0 to {2**self.bits - 1}.")
+            raise ValueError(f"Code {shown(code)} is out of range for {self}: 0 to {2**self.bits - 1}.")
         sign_bit = 2 ** (self.exponent_bits + self.mantissa_bits)
         negative, magnitude = self.is_signed and code >= sign_bit, code % sign_bit
         if self.specials in ("fnuz", "p3109") and code == sign_bit:
@@ -240,7 +243,7 @@ class FloatFormat:
             code -= 2**self.mantissa_bits if value else 0
         known = significand == int(significand) and 0 <= code <= self._largest_magnitude_code
         if not known or self._magnitude(code) != abs(value) or (negative and value and not self.is_signed):
-            raise ValueError(f"value={value!r} is no value of {self}. Round it to the format first.")
+            raise ValueError(f"value={value!r} is not a value of {self}. Round it to the format first.")
         return code + (sign_bit if negative else 0)
 
     def _encode_special(self, value: float, negative: bool, sign_bit: int) -> int:
@@ -283,8 +286,8 @@ class FloatFormat:
         if (overflow == "inf" and not self.has_inf) or (overflow == "nan" and not self.has_nan):
             possible = [o for o in OVERFLOWS if o == "saturate" or getattr(self, f"has_{o}")]
             raise ValueError(
-                f"overflow={overflow!r} is impossible: {self} has no {overflow} ({SPECIALS[self.specials]}). "
-                f"Possible: {', '.join(possible)}."
+                f"overflow={overflow!r} is invalid: {self} has no {overflow} ({SPECIALS[self.specials]}). "
+                f"Expected: {', '.join(possible)}."
             )
         return overflow
 
@@ -293,15 +296,15 @@ def _require_fields(f: FloatFormat) -> None:
     for name, low, high in (("exponent_bits", 1, 8), ("mantissa_bits", 0, 23)):
         value = getattr(f, name)
         if not is_whole(value, low) or value > high:
-            raise ValueError(f"{name}={shown(value)} makes no format. Possible: the integers {low} to {high}.")
+            raise ValueError(f"{name}={shown(value)} makes no format. Expected: the integers {low} to {high}.")
     if f.bias is not None and not is_whole(f.bias):
-        raise ValueError(f"bias={shown(f.bias)} makes no format. Possible: an integer, or None for the standard's.")
+        raise ValueError(f"bias={shown(f.bias)} makes no format. Expected: an integer, or None for the standard's.")
     if f.bias is not None and abs(f.bias) > 10**9:  # what follows puts the bias into its messages
-        raise ValueError(f"bias={shown(f.bias)} makes no format that a float32 holds. Possible: -200 to 200, or None.")
+        raise ValueError(f"bias={shown(f.bias)} makes no format that a float32 holds. Expected: -200 to 200, or None.")
     if not isinstance(f.specials, str) or f.specials not in SPECIALS:
-        raise ValueError(f"Unknown specials {shown(f.specials)}. Known: {', '.join(SPECIALS)}.")
+        raise ValueError(refuse(f"Unknown specials {shown(f.specials)}", SPECIALS, word=f.specials))
     if not isinstance(f.subnormals, bool):
-        raise ValueError(f"subnormals={shown(f.subnormals)} makes no format. Possible: True, False.")
+        raise ValueError(f"subnormals={shown(f.subnormals)} makes no format. Expected: True, False.")
     if f.specials == "scale" and f.mantissa_bits:
         raise ValueError(f"specials='scale' means powers of two: mantissa_bits must be 0, not {f.mantissa_bits}.")
     if f.specials in ("dlfloat", "p3109") and f.mantissa_bits == 0:
@@ -387,7 +390,7 @@ def as_float_format(fmt: str | FloatFormat, hint: str | None = None) -> FloatFor
     fmt: a name of the catalogue ("fp16", "e4m3fn"), an alias ("half", "float8_e4m3fn"), eXmY, eXmYfn or eXmYfnuz for
         any other with the standard bias, the `repr` of a format, or a format.
     hint: what an error adds for a name that is none; None looks for near matches among the float formats.
-    Raises ValueError for an unknown name, TypeError for what is no name.
+    Raises ValueError for an unknown name, TypeError for what is not a name.
 
     >>> as_float_format("half") is as_float_format("fp16")
     True
@@ -397,7 +400,7 @@ def as_float_format(fmt: str | FloatFormat, hint: str | None = None) -> FloatFor
     if not isinstance(fmt, str):
         raise TypeError(
             f"A format is wanted, not {shown(fmt)} of type {type(fmt).__name__}. "
-            f"Possible: a name such as 'fp16', or a FloatFormat."
+            f"Expected: a name such as 'fp16', or a FloatFormat."
         )
     return _parse(fmt, hint)
 
@@ -428,7 +431,8 @@ def _from_repr(text: str, fields: str) -> FloatFormat:
         for part in fields.strip().removesuffix(",").split(","):
             match = _FIELD.fullmatch(part)
             if match is None:
-                raise ValueError(f"{shown(part.strip())} is no field. Possible: integers, None, True, False, 'words'.")
+                words = "is not a field. Expected: integers, None, True, False, 'words'."
+                raise ValueError(f"{shown(part.strip())} {words}")
             name, integer, word, single, double = match.groups()
             value = int(integer) if integer else _WORDS[word] if word else (single if double is None else double)
             if name is None and named:

@@ -38,7 +38,7 @@ def from_other_library(fmt: Any) -> FloatFormat:
         name = ""
     if not FLOAT_NAME.fullmatch(name):
         raise TypeError(
-            f"A format is wanted, not {shown(fmt)} of type {kind.__name__}. Possible: a name such as 'fp16', a "
+            f"A format is wanted, not {shown(fmt)} of type {kind.__name__}. Expected: a name such as 'fp16', a "
             f"FloatFormat, a floating dtype of torch, NumPy or ml_dtypes, or gfloat's FormatInfo."
         )
     return as_float_format(name)
@@ -57,7 +57,7 @@ def _from_gfloat(info: Any) -> FloatFormat:
     found = (info.is_signed, info.num_posinfs > 0, info.has_nz, info.num_high_nans)
     if info.is_twos_complement or found not in kinds:
         raise ValueError(
-            f"gfloat's format {info.name!r} has codes that no format of this library has. Possible: the special codes "
+            f"gfloat's format {info.name!r} has codes that no format of this library has. Expected: the special codes "
             f"of IEEE 754, OCP OFP8 and MX, ml_dtypes or P3109; for integers fpsim.FixedPoint."
         )
     return FloatFormat(info.expBits, mantissa_bits, info.bias, kinds[found], info.has_subnormals)

@@ -19,7 +19,7 @@ from fpsim.insight.stepping import as_step, called, is_function, loss_of, nothin
 from fpsim.models.forwards import emulated_forwards
 from fpsim.models.quantize import dequantize, quantize
 from fpsim.policies.policy import FormatLike
-from fpsim.policies.recipes import as_policy_of
+from fpsim.policies.recipes import as_policy
 from fpsim.tensors.noise import seed_here
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
@@ -167,13 +167,17 @@ def compare(
     gradients of `a` are kept until the end. Views and copies of a result have no rows. A fused operation, such as an
     LSTM, is one.
 
-    model: any module, quantised or not.
-    a, b: what `quantize` takes; None is float32.
-    batch: what the model is called with: a tensor, a tuple of arguments, or a mapping of named ones.
-    loss: from the model's output to a scalar. None takes the output's `loss`, and runs only forward without one.
-    draws: how often `b` is run, with other noise of stochastic rounding each time.
-    seed: of dropout and noise.
-    Raises what `quantize` raises, ValueError for impossible draws, and where both losses are not finite.
+    Args:
+        model: any module, quantised or not.
+        a, b: what `quantize` takes; None is float32.
+        batch: what the model is called with: a tensor, a tuple of arguments, or a mapping of named ones.
+        loss: from the model's output to a scalar. None takes the output's `loss`, and runs only forward without one.
+        draws: how often `b` is run, with other noise of stochastic rounding each time.
+        seed: of dropout and noise.
+
+    Raises:
+        ValueError: as `quantize` does, for invalid draws, and where both losses are not finite.
+        TypeError: as `quantize` does.
 
     >>> comparison = compare(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), None, "e4m3fn", torch.ones(2, 4))
     >>> [(row["site"], row["role"]) for row in comparison]
@@ -190,7 +194,7 @@ def compare(
     if loss is not None:
         require_callable("loss", loss, "lambda output: output.mean()")
     for fmt in (a, b):
-        as_policy_of(fmt, model)  # which raises for what is no format
+        as_policy(fmt, model=model)  # which raises for what is not a format
     run = _run_of(model, batch, loss)
     result = Comparison(("float32" if a is None else str(a), "float32" if b is None else str(b)))
     kept = _Kept()

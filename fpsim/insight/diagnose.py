@@ -31,7 +31,7 @@ LEAST_SCALE, MOST_SCALE = -60, 60  # log2, between which a scale is looked for
 
 
 class Diagnosis(Rows):
-    """What broke in one step: a row for each place where inf, NaN or saturation appeared, the first one first.
+    """What broke in one step: one row per site where inf, NaN or saturation appeared, in order of occurrence.
 
     cause: the first inf or NaN, or where there is none the first saturation; None where all is well.
     operands: rows of what the operation of the cause read.
@@ -120,13 +120,16 @@ def diagnose(
     compiled code are not seen inside. Where nothing breaks, parameters, buffers and gradients are looked at after the
     step.
 
-    model: whose step it is.
-    step: what runs it: a function without arguments; or a batch, where the output has a `.loss` or with `loss`.
-    loss: from the model's output to a scalar, for a batch.
-    scaler: a torch.amp.GradScaler that `step` uses, if it keeps skipping: the step is run at other scales too, and the
-        scale at which no gradient overflows is looked for. Its state is put back.
-    Raises TypeError for a scaler that is no torch.amp.GradScaler, and for a step of another kind; ValueError for a step
-    of which nothing was seen.
+    Args:
+        model: whose step it is.
+        step: what runs it: a function without arguments; or a batch, where the output has a `.loss` or with `loss`.
+        loss: from the model's output to a scalar, for a batch.
+        scaler: a torch.amp.GradScaler that `step` uses, if it keeps skipping: the step is run at other scales too, and
+            the scale at which no gradient overflows is looked for. Its state is put back.
+
+    Raises:
+        TypeError: for a scaler other than torch.amp.GradScaler, and for a step of another kind.
+        ValueError: for a step of which nothing was seen.
 
     >>> model = nn.ReLU6()
     >>> found = diagnose(model, lambda: model(torch.ones(2)) * 3e38 * 3e38)
@@ -138,7 +141,7 @@ def diagnose(
     step = as_step(model, step, loss, "diagnose")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(
-            f"scaler is {shown(scaler)}, of type {type(scaler).__name__}. Possible: a torch.amp.GradScaler, or None."
+            f"scaler is {shown(scaler)}, of type {type(scaler).__name__}. Expected: a torch.amp.GradScaler, or None."
         )
     seen = _run(model, step)
     if not seen.operations and not seen.events:

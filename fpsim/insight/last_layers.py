@@ -36,11 +36,18 @@ def last_layers(model: nn.Module, step: Any, *, loss: Callable[[Any], Tensor] | 
 
     The step runs once, in float32. Parameters, buffers, gradients and random numbers are as they were afterwards.
 
-    model: any module, quantised or not.
-    step: a function without arguments that returns the loss, or a batch, where the output has a `.loss` or with `loss`.
-    loss: from the output of a batch to its loss.
-    Returns names as in `model.named_modules()`, in the order they were called; "" for operations of the model itself.
-    Raises TypeError for a step that does not return a tensor, ValueError where no product leads to the loss.
+    Args:
+        model: any module, quantised or not.
+        step: a function without arguments that returns the loss, or a batch, where the output has a `.loss` or with
+            `loss`.
+        loss: from the output of a batch to its loss.
+
+    Returns:
+        Names as in `model.named_modules()`, in the order they were called; "" for operations of the model itself.
+
+    Raises:
+        TypeError: for a step that does not return a tensor.
+        ValueError: where no product leads to the loss.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

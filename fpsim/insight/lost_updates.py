@@ -37,7 +37,7 @@ def lost_updates(quantized: QuantizedOptimizer, every: int = 1) -> LostUpdates:
 
     Raises:
         TypeError: for anything but a quantised optimizer.
-        ValueError: for an impossible `every`.
+        ValueError: for an invalid `every`.
 
     >>> from fpsim import Update, quantize_optimizer
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, 2.0**-10]))

@@ -233,10 +233,13 @@ def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> A
     share scales also what became of the scales. Of parameters that a quantised optimizer has, `updates` tells which of
     each n-th step's updates were lost, unless `lost_updates` records them. Recording changes no result.
 
-    model: from `fpsim.quantize`.
-    every: tally each n-th call of a site.
-    into: a recording that goes on, with its own `every`.
-    Raises ValueError for a model that is not quantised, and for one that is being recorded already.
+    Args:
+        model: from `fpsim.quantize`.
+        every: tally each n-th call of a site.
+        into: a recording that goes on, with its own `every`.
+
+    Raises:
+        ValueError: for a model that is not quantised, and for one that is being recorded already.
 
     >>> import fpsim, torch
     >>> model = fpsim.quantize(nn.Linear(3, 1, bias=False), "fp16")

@@ -20,7 +20,7 @@ from fpsim.insight.stepping import as_step, is_function, nothing_ran, preserve, 
 from fpsim.models.forwards import emulated_forwards
 from fpsim.models.quantize import dequantize, quantize, set_policy
 from fpsim.policies.policy import FormatLike, Policy
-from fpsim.policies.recipes import as_policy_of
+from fpsim.policies.recipes import as_policy
 from fpsim.tensors.noise import seed_here
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
@@ -97,14 +97,17 @@ def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 
     `model` stays as it is: a copy is run, with the same dropout and noise each time. A step runs the model itself,
     whose formats, parameters, buffers and gradients are put back.
 
-    model: any module, quantised or not.
-    loss: from a model to its loss, on the data that is to decide. Called under torch.no_grad(), unless it enables
-        gradients itself. Or as of the other tools a step, a function without arguments that returns the loss; or a
-        batch, where the output has a `.loss`.
-    policy: the small formats; what `quantize` takes.
-    seed: of dropout and noise.
-    Raises ValueError for a model none of whose modules has parameters, for one whose loss is not finite in float32, and
-    what `quantize` raises.
+    Args:
+        model: any module, quantised or not.
+        loss: from a model to its loss, on the data that is to decide. Called under torch.no_grad(), unless it enables
+            gradients itself. Or as of the other tools a step, a function without arguments that returns the loss; or a
+            batch, where the output has a `.loss`.
+        policy: the small formats; what `quantize` takes.
+        seed: of dropout and noise.
+
+    Raises:
+        ValueError: for a model none of whose modules has parameters, for one whose loss is not finite in float32, and
+            what `quantize` raises.
 
     >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> with torch.no_grad():
@@ -117,10 +120,10 @@ def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 
     require_memory(model)
     require_seed(seed)
     plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model
-    wanted = as_policy_of(policy, plain)
+    wanted = as_policy(policy, model=plain)
     if not any(name and _has_numbers(module) for name, module in plain.named_modules()):
         raise ValueError(
-            f"{type(model).__name__} has no module inside that has parameters. Possible: a model of several layers."
+            f"{type(model).__name__} has no module inside that has parameters. Expected: a model of several layers."
         )
     found = Sensitivity(wanted)
     found._by_module = {name: replace(own, overrides={}) for name, own in wanted.for_modules(plain).items()}
@@ -189,7 +192,7 @@ def _rank(found: Sensitivity, losses: _Losses, plain: nn.Module, wanted: Policy)
     if not math.isfinite(found.float32):
         raise ValueError(
             f"The loss of {type(plain).__name__} is {found.float32} in float32, and no format can be blamed for that. "
-            f"Possible: a model and data with a finite loss; fpsim.why(model, step) says where it breaks."
+            f"Expected: a model and data with a finite loss; fpsim.why(model, step) says where it breaks."
         )
     found.quantised = losses.under(wanted)
     if not losses.calls and found.quantised == found.float32:

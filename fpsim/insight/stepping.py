@@ -43,7 +43,7 @@ def as_step(
 
     step: a function of so many arguments, or a batch for a model whose output has a `.loss` or with `loss`.
     verb: the public function that runs it, in what users are told.
-    Raises TypeError for what is neither, and for `loss` beside a function; ValueError for a lazy model that never ran.
+    Raises TypeError for what is neither, and for `loss` with a function; ValueError for a lazy model that never ran.
     """
     require_initialised(model)
     example = f"fpsim.{verb}(model, lambda: loss(model(x)).backward())"
@@ -57,7 +57,7 @@ def as_step(
             )
         if loss is not None:
             raise TypeError(
-                f"Got loss={shown(loss)} beside a step that is a function. Expected it with a batch: {example}."
+                f"Got loss={shown(loss)} with a step that is a function. Expected it with a batch: {example}."
             )
         return step  # type: ignore[no-any-return]
     if not isinstance(step, Tensor | tuple | list | Mapping):

@@ -54,7 +54,7 @@ class Limits:
 
 @dataclass
 class Called:
-    """A call of the model that was watched: what came in, detached, and the gradients that came to what it gave."""
+    """A call of the model that was watched: what came in, detached, and the gradients that reached what it gave."""
 
     step: int
     args: tuple[Any, ...]
@@ -65,7 +65,7 @@ class Called:
         self.args, self.kwargs = _detached(self.args), _detached(self.kwargs)
 
     def came(self, position: int, gradient: Tensor) -> None:
-        """A gradient came to a tensor of the output."""
+        """A gradient reached a tensor of the output."""
         self.gradients[position] = gradient.detach().clone()
 
 
@@ -188,9 +188,9 @@ def planned(worst: Worst, specs: Iterable[Spec], limits: Limits) -> Plan:
 def _is_noise(worst: Worst, row: Mapping[str, Any]) -> bool:
     """Whether a bias has gradients that are zero in theory, as a key's in softmax, and noise in practice."""
     module, _, name = row["site"].rpartition(".")
-    beside = worst.get((f"{module}.weight", "weight_grad", row["format"]))
-    is_bias = row["role"] == "weight_grad" and name == "bias" and beside is not None
-    return is_bias and beside is not None and row["amax"] < NOISE * beside["amax"]
+    of_weight = worst.get((f"{module}.weight", "weight_grad", row["format"]))
+    is_bias = row["role"] == "weight_grad" and name == "bias" and of_weight is not None
+    return is_bias and of_weight is not None and row["amax"] < NOISE * of_weight["amax"]
 
 
 def _share(found: list[bool]) -> float:

@@ -69,7 +69,11 @@ def summary(model: nn.Module | QuantizedOptimizer) -> Summary | Rows:
     Of what `quantize_optimizer` returned: the bytes of each parameter in its formats, of the weight, its copies, the
     states that there are, and their scales, with the bytes that float32 takes.
 
-    Raises ValueError for a model that is not quantised.
+    Args:
+        model: from `quantize`, or what `quantize_optimizer` returned.
+
+    Raises:
+        ValueError: for a model that is not quantised.
 
     >>> from fpsim import quantize
     >>> print(summary(quantize(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "bf16")))

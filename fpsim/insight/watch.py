@@ -75,16 +75,20 @@ def watch(
     Two forms: `with watch(model, formats) as watching:` around a training, and `watch(model, step)`, which runs the
     step once, puts back what it changed, and watches no longer.
 
-    model: not quantised; a quantised one is recorded by `fpsim.record`.
-    step: a function without arguments, or a batch where the output has a `.loss` or with `loss`. The formats may come
-        in its place.
-    loss: from the model's output to a scalar, for a batch.
-    formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last axis.
-    every: watched are the calls 1, 1 + every, and so on.
-    optimizer: whose states and updates are watched; `suggest_update` tries which formats they would do in. Of a
-        quantised one, `updates` has what was lost; see `fpsim.lost_updates`.
-    Raises ValueError for a model that is quantised or compiled, for a step of a model in eval mode, and for impossible
-    numbers and formats.
+    Args:
+        model: not quantised; a quantised one is recorded by `fpsim.record`.
+        step: a function without arguments, or a batch where the output has a `.loss` or with `loss`. The formats may
+            come in its place.
+        loss: from the model's output to a scalar, for a batch.
+        formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last
+            axis.
+        every: watched are the calls 1, 1 + every, and so on.
+        optimizer: whose states and updates are watched; `suggest_update` tries which formats they would do in. Of a
+            quantised one, `updates` has what was lost; see `fpsim.lost_updates`.
+
+    Raises:
+        ValueError: for a model that is quantised or compiled, for a step of a model in eval mode, and for invalid
+            numbers and formats.
 
     >>> model = nn.Linear(2, 1)
     >>> with watch(model, ["e4m3fn"], every=1) as watching:
@@ -129,12 +133,12 @@ class Watch:
         require_module(model)
         require_initialised(model)
         if any(True for _ in emulated_forwards(model)):
-            raise ValueError("This model is quantised. Possible: `with fpsim.record(model):`, or the original.")
+            raise ValueError("This model is quantised. Expected: `with fpsim.record(model):`, or the original.")
         if any(is_compiled_wrapper(m) for m in model.modules()):
-            raise ValueError("A compiled model came to watch(). Possible: the module that was given to torch.compile.")
+            raise ValueError("A compiled model reached watch(). Expected: the module that was given to torch.compile.")
         require_whole("every", every, 1)
         if isinstance(formats, str | Format):
-            raise TypeError(f"formats is {shown(formats)}. Possible: a list of formats, [{shown(formats)}].")
+            raise TypeError(f"formats is {shown(formats)}. Expected: a list of formats, [{shown(formats)}].")
         self.specs = [any_spec(fmt, "nearest_even") for fmt in require_iterable("formats", formats, "['fp16']")]
         if not self.specs:
             raise ValueError(f"formats={shown(formats)} names none. Expected: at least one format, such as ['fp16'].")

@@ -87,7 +87,7 @@ SIZES = len(Sizes._fields)
 
 
 @njit(inline="always")
-def _depth(group):  # type: ignore[no-untyped-def]
+def _depth(group):
     """How many terms are loaded at once: whole groups."""
     return DEPTH if group == 0 else max(DEPTH // group, 1) * group
 
@@ -98,7 +98,7 @@ def memory_of(sizes: Sizes) -> int:
 
 
 @njit(inline="always")
-def _eight(numbers, first):  # type: ignore[no-untyped-def]
+def _eight(numbers, first):
     """Eight integers from memory, as values: what is in memory would be loaded again after every store."""
     return (
         numbers[first], numbers[first + 1], numbers[first + 2], numbers[first + 3],
@@ -107,7 +107,7 @@ def _eight(numbers, first):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _fill(noise, width, element, step, kind, number, key):  # type: ignore[no-untyped-def]
+def _fill(noise, width, element, step, kind, number, key):
     """The noise of roundings 4 (number // 4) and the three behind it, for `width` elements."""
     quad = number // 4
     for j in range(width):
@@ -116,7 +116,7 @@ def _fill(noise, width, element, step, kind, number, key):  # type: ignore[no-un
 
 
 @njit
-def _load(target, source, first, rows, columns, row_step, column_step, width):  # type: ignore[no-untyped-def]
+def _load(target, source, first, rows, columns, row_step, column_step, width):
     """A block of patterns as float64; columns beyond those that exist, up to `width`, are zeros."""
     for i in range(rows):
         for j in range(columns):
@@ -134,7 +134,7 @@ def _make_block(code: Code) -> Callable[..., Any]:
     is_stochastic, is_product_stochastic = draws_noise(code.rule), draws_noise(code.product_rule)
 
     @njit
-    def add_terms(sums, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work):  # type: ignore[no-untyped-def]
+    def add_terms(sums, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work):
         for r in range(rows):
             for t in range(count):
                 lane, value = (number + t) % 4, values[r, t]
@@ -156,7 +156,7 @@ def _make_grouped_block(code: Code) -> Callable[..., Any]:
     round_value, is_stochastic = make_round_value(code.rule, code.shape), draws_noise(code.rule)
 
     @njit
-    def add_groups(sums, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work):  # type: ignore[no-untyped-def]
+    def add_groups(sums, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work):
         group, bits = g
         tops = work.view(np.int64)
         groups = -(-count // group)
@@ -189,7 +189,7 @@ def _make_fold(rule: int, shape: int) -> Callable[..., Any]:
     add, is_stochastic = make_add(rule, shape), draws_noise(rule)
 
     @njit
-    def fold(outer, inner, rows, width, kind, number, element, row_step, step, p, noise, key):  # type: ignore[no-untyped-def]
+    def fold(outer, inner, rows, width, kind, number, element, row_step, step, p, noise, key):
         for r in range(rows):
             if is_stochastic:
                 _fill(noise[:4], width, element + r * row_step, step, kind, number, key)
@@ -213,7 +213,7 @@ def cpu_loop(code: Code) -> Loop:
     new_work = stack_array((2, COLUMNS), np.float64)
 
     @compiled_loop(*code)
-    def loop(a_source, b_source, bias_source, out_target, first, last, numbers, key_source, memory):  # type: ignore[no-untyped-def]
+    def loop(a_source, b_source, bias_source, out_target, first, last, numbers, key_source, memory):
         s = carray(pointer(numbers), (SIZES + 24,), np.int64)
         m, n, k = s[1], s[2], s[3]
         a_batch, a_row, a_term, b_batch, b_term, b_column = s[4], s[5], s[6], s[7], s[8], s[9]
@@ -263,7 +263,7 @@ def cpu_loop(code: Code) -> Loop:
 
 
 @njit(forceinline=True)
-def _noise_of(element, kind, number, key0, key1):  # type: ignore[no-untyped-def]
+def _noise_of(element, kind, number, key0, key1):
     return sum_noise(element, kind, number // 4, key0, key1)[number % 4]
 
 
@@ -281,7 +281,7 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
     is_outer_stochastic, is_grouped = draws_noise(code.outer_rule), code.grouped == 1
     none = np.uint32(0)
 
-    def kernel(a, b, bias, out, sizes, p, q, o, key, has_key, key_word):  # type: ignore[no-untyped-def]
+    def kernel(a, b, bias, out, sizes, p, q, o, key, has_key, key_word):
         batches, m, n, k, a_batch, a_row, a_term, b_batch, b_term, b_column, c_batch, c_row, c_column = sizes[:13]
         out_batch, out_row, out_column, has_bias, chunk, group, bits = sizes[13:]
         thread = cuda.grid(1)

@@ -41,7 +41,7 @@ def lanes_of(r: int, c: int) -> int:
 
 
 @njit(inline="always")
-def place_of(unit, outer, rows, middle, columns, inner, r, c):  # type: ignore[no-untyped-def]
+def place_of(unit, outer, rows, middle, columns, inner, r, c):
     """Where a block begins, its height and length, and how far its rows are apart; of height 0 beyond the last one.
 
     unit: its number, counted by outer, R, middle, C and inner.
@@ -57,7 +57,7 @@ def place_of(unit, outer, rows, middle, columns, inner, r, c):  # type: ignore[n
 
 
 @njit(inline="always")
-def element_noise(index, key0, key1):  # type: ignore[no-untyped-def]
+def element_noise(index, key0, key1):
     """The noise word of one element, see threefry.NOISE_BLOCK."""
     block, place = index // NOISE_BLOCK, index % NOISE_BLOCK
     part, lane = place // NOISE_LANES, place % NOISE_LANES
@@ -67,7 +67,7 @@ def element_noise(index, key0, key1):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def amax_of(xs, count, amax):  # type: ignore[no-untyped-def]
+def amax_of(xs, count, amax):
     for i in range(count):
         amax = max(amax, finite_magnitude(xs[i]))
     return amax
@@ -78,7 +78,7 @@ def cpu_amax() -> Loop:
     """The pattern of the largest finite magnitude of `n` float32 at address `src`."""
 
     @compiled_loop()
-    def loop(src, n):  # type: ignore[no-untyped-def]
+    def loop(src, n):
         return np.int64(amax_of(carray(pointer(src), (n,), np.uint32), n, np.uint32(0)))
 
     return loop
@@ -90,7 +90,7 @@ def _numbers_of(scale_shape: int, kind: int) -> Callable[..., Any]:
     numbers = make_numbers(scale_shape, kind)
 
     @njit(inline="always")
-    def fill(count, amaxes, shared, whole, p, origins, largests, overflows, smallests, by, back, exponents):  # type: ignore[no-untyped-def]
+    def fill(count, amaxes, shared, whole, p, origins, largests, overflows, smallests, by, back, exponents):
         for i in range(count):
             origin, largest, overflow, smallest, b, s, e = numbers(amaxes[i], shared, whole, p)
             origins[i], largests[i], overflows[i], smallests[i] = origin, largest, overflow, smallest
@@ -118,14 +118,14 @@ def _run_along(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     u32, i32 = np.uint32, np.int32
 
     @njit(inline="always")
-    def plain(xs, ys, count, words, p, origin, largest, overflow, smallest, by, back, whole):  # type: ignore[no-untyped-def]
+    def plain(xs, ys, count, words, p, origin, largest, overflow, smallest, by, back, whole):
         shift, sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
         for i in range(count):
             noise = words[i] if is_stochastic else u32(0)
             ys[i] = apply(xs[i], noise, shift, sign, used, odd, origin, largest, overflow, smallest, by, back, whole)
 
     @njit(inline="always")
-    def run(xs, ys, start, noise, have, k, p, origin, largest, overflow, smallest, by, back, whole):  # type: ignore[no-untyped-def]
+    def run(xs, ys, start, noise, have, k, p, origin, largest, overflow, smallest, by, back, whole):
         count = len(xs)
         if not is_stochastic:
             plain(xs, ys, count, xs, p, origin, largest, overflow, smallest, by, back, whole)
@@ -153,7 +153,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
     every block's own number, or -1, and the pattern of the tensor's amax); scales (float32, one for a block; 0 for
     nowhere). Blocks `first` to `last` are rounded, counted by outer, R, middle and C.
 
-    The length of a block is no constant: LLVM unrolls a loop over 32 elements before it can vectorise it, which took
+    The length of a block is not a constant: LLVM unrolls a loop over 32 elements before it can vectorise it, which took
     twice the time. Numbers are computed for BATCH blocks side by side: a quarter less time with blocks of 16.
     """
     fill, run = _numbers_of(scale_shape, kind), _run_along(rule, shape, kind)
@@ -162,7 +162,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
     new_noise, new_words, new_integers, new_floats = _memory_of(BATCH)
 
     @compiled_loop(rule, shape, scale_shape, kind, error_model="numpy")
-    def loop(src, dst, dims, parameters, key, shared, scales, first, last):  # type: ignore[no-untyped-def]
+    def loop(src, dst, dims, parameters, key, shared, scales, first, last):
         d, common = carray(pointer(dims), (7,), i64), carray(pointer(shared), (2,), i64)
         outer, rows, middle, columns, r, c = d[0], d[1], d[2], d[3], d[5], d[6]
         p, keys = carray(pointer(parameters), (PARAMETERS,), i64), carray(pointer(key), (2,), u32)
@@ -215,7 +215,7 @@ def _run_across(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     u32, i32 = np.uint32, np.int32
 
     @njit(inline="always")
-    def run(xs, ys, start, noise, have, k, p, origins, largests, overflows, smallests, by, back, whole):  # type: ignore[no-untyped-def]
+    def run(xs, ys, start, noise, have, k, p, origins, largests, overflows, smallests, by, back, whole):
         shift, sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
         done, count = 0, len(xs)
         while done < count:
@@ -252,7 +252,7 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
     new_noise, new_words, new_integers, new_floats = _memory_of(LANES)
 
     @compiled_loop(rule, shape, scale_shape, kind, error_model="numpy")
-    def loop(src, dst, dims, parameters, key, shared, scales, first, last):  # type: ignore[no-untyped-def]
+    def loop(src, dst, dims, parameters, key, shared, scales, first, last):
         d, common = carray(pointer(dims), (7,), i64), carray(pointer(shared), (2,), i64)
         outer, rows, middle, columns, inner, r, c = d[0], d[1], d[2], d[3], d[4], d[5], d[6]
         p, k = carray(pointer(parameters), (PARAMETERS,), i64), carray(pointer(key), (2,), u32)

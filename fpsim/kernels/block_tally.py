@@ -64,7 +64,7 @@ def make_facts(scale_shape: int, kind: int) -> Callable[..., Any]:
     u32, u64, i64, f64 = np.uint32, np.uint64, np.int64, np.float64
 
     @njit(inline="always")
-    def facts(amax, shared, whole, p, smallest_normal, saturated_from, scale_saturated_from):  # type: ignore[no-untyped-def]
+    def facts(amax, shared, whole, p, smallest_normal, saturated_from, scale_saturated_from):
         """The limits are those of an element, and of the scale's format."""
         _, _, _, _, by, back, exponent = numbers(amax, shared, whole, p)
         a = u32(shared) if shared >= i64(0) else u32(amax)
@@ -89,7 +89,7 @@ def make_facts(scale_shape: int, kind: int) -> Callable[..., Any]:
 
 
 @njit(inline="always")
-def end_of_range(before, after, normal, saturated):  # type: ignore[no-untyped-def]
+def end_of_range(before, after, normal, saturated):
     """Whether an element became subnormal, and whether it saturated: 0 or 1."""
     x, r = np.uint64(widened(before) & _MAGNITUDE), np.uint64(widened(after) & _MAGNITUDE)
     is_finite = x < _INFINITY and r < _INFINITY
@@ -108,7 +108,7 @@ def cpu_loop(scale_shape: int, kind: int) -> Loop:
     u32, i64 = np.uint32, np.int64
 
     @compiled_loop(scale_shape, kind, error_model="numpy")
-    def loop(src, dst, dims, parameters, shared, limits, row, first, last):  # type: ignore[no-untyped-def]
+    def loop(src, dst, dims, parameters, shared, limits, row, first, last):
         d, common = carray(pointer(dims), (7,), i64), carray(pointer(shared), (3,), i64)
         outer, rows, middle, columns, inner, r, c = d[0], d[1], d[2], d[3], d[4], d[5], d[6]
         p, f = carray(pointer(parameters), (PARAMETERS,), i64), carray(pointer(limits), (3,), np.float64)

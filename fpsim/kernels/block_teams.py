@@ -65,7 +65,7 @@ def grid_of(axes: Sequence[int], threads: int) -> tuple[int, int]:
     return -(-blocks // (threads // team)), team
 
 
-def place_in_team(inner, team):  # type: ignore[no-untyped-def]
+def place_in_team(inner, team):
     """The block of this thread, its number in the team, and in shared memory the first of the team and the next."""
     thread, teams = cuda.threadIdx.x, cuda.blockDim.x // team
     first = cuda.blockIdx.x * teams
@@ -75,13 +75,13 @@ def place_in_team(inner, team):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def next_place(j, k, length, down, along):  # type: ignore[no-untyped-def]
+def next_place(j, k, length, down, along):
     """Where in its block a thread goes on: the size of its team further, which is `down` rows and `along` columns."""
     j, k = j + down, k + along
     return (j + 1, k - length) if k >= length else (j, k)
 
 
-def amax_of_team(x, place, shared, member, leader, apart, team):  # type: ignore[no-untyped-def]
+def amax_of_team(x, place, shared, member, leader, apart, team):
     """The pattern of the largest finite magnitude of a block. All threads come here, also those without a block."""
     base, height, length, step, inner = place
     amax = np.uint32(0)
@@ -116,9 +116,7 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int) -> Calla
     apply, apply_far = make_apply(rule, shape, kind), make_apply_far(rule, shape, kind)
     u32, i32, is_stochastic = np.uint32, np.int32, draws_noise(rule)
 
-    def kernel(  # type: ignore[no-untyped-def]
-        x, y, outer, rows, middle, columns, inner, r, c, p, given, scales, has_scales, key, has_key, word, team
-    ):
+    def kernel(x, y, outer, rows, middle, columns, inner, r, c, p, given, scales, has_scales, key, has_key, word, team):
         shared = cuda.shared.array(CUDA_THREADS, uint32)
         unit, member, leader, apart = place_in_team(inner, team)
         base, height, length, step = place_of(unit, outer, rows, middle, columns, inner, r, c)
@@ -161,9 +159,7 @@ def tally_kernel(scale_shape: int, kind: int) -> Callable[..., None]:
     facts, tensor_scale = make_facts(scale_shape, kind), make_tensor_scale(kind)
     u32, i64 = np.uint32, np.int64
 
-    def kernel(  # type: ignore[no-untyped-def]
-        x, y, outer, rows, middle, columns, inner, r, c, p, given, out, normal, saturated, of_scale, team
-    ):
+    def kernel(x, y, outer, rows, middle, columns, inner, r, c, p, given, out, normal, saturated, of_scale, team):
         shared = cuda.shared.array(CUDA_THREADS, uint32)  # a line for each: the simulator tells them apart by it
         counts = cuda.shared.array(BLOCK_FIELDS, int64)
         thread = cuda.threadIdx.x

@@ -59,13 +59,13 @@ FLOAT32_LARGEST = np.float32(np.finfo(np.float32).max)
 
 
 @njit(inline="always")
-def finite_magnitude(word):  # type: ignore[no-untyped-def]
+def finite_magnitude(word):
     magnitude = np.uint32(word & MAGNITUDE)
     return magnitude if magnitude < INFINITY else np.uint32(0)
 
 
 @njit(inline="always")
-def normalised(magnitude):  # type: ignore[no-untyped-def]
+def normalised(magnitude):
     """The exponent field and the mantissa field of a number above zero; a subnormal's as if the range went on below."""
     is_subnormal = np.uint32(magnitude) < IMPLICIT
     distance = np.int32(np.int32(leading_zeros(np.uint32(magnitude))) - np.int32(8))  # of the leading bit to its place
@@ -76,7 +76,7 @@ def normalised(magnitude):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def wanted_exponent(amax, p):  # type: ignore[no-untyped-def]
+def wanted_exponent(amax, p):
     """log2 of the scale that the rule gives a block whose largest finite magnitude has the pattern `amax`, above 0."""
     field, mantissa = normalised(amax)
     up = np.int32(0)
@@ -90,7 +90,7 @@ def wanted_exponent(amax, p):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def exponent_of_scale(amax, p):  # type: ignore[no-untyped-def]
+def exponent_of_scale(amax, p):
     """The same within what the scale's format and a float32 hold; the least for a block of zeros."""
     least, most = np.int32(p[LEAST_EXPONENT]), np.int32(p[MOST_EXPONENT])
     found = max(least, min(most, wanted_exponent(amax, p)))
@@ -98,13 +98,13 @@ def exponent_of_scale(amax, p):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def wanted_scale(amax, whole, p):  # type: ignore[no-untyped-def]
+def wanted_scale(amax, whole, p):
     """What is rounded to the scale of a block beneath a tensor's own, in the order of TransformerEngine."""
     return np.float32(float32_of(amax) * np.float32(whole * np.float32(np.float32(1) / float32_of(p[LARGEST]))))
 
 
 @njit(inline="always")
-def power_of_two(exponent):  # type: ignore[no-untyped-def]
+def power_of_two(exponent):
     """2**exponent as a float32 pattern, for exponents from -149 to 127."""
     normal = np.uint32(np.uint32(exponent + np.int32(127)) << np.uint32(23))
     subnormal = np.uint32(np.uint32(1) << np.uint32(np.uint32(exponent + np.int32(149)) & np.uint32(31)))
@@ -112,7 +112,7 @@ def power_of_two(exponent):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def widened(word):  # type: ignore[no-untyped-def]
+def widened(word):
     """The float64 pattern of a float32's, by integers."""
     sign = np.uint64(np.uint64(word >> np.uint32(31)) << np.uint64(63))
     magnitude = np.uint32(word & MAGNITUDE)
@@ -125,7 +125,7 @@ def widened(word):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def narrowed(bits):  # type: ignore[no-untyped-def]
+def narrowed(bits):
     """The float32 pattern of a float64's whose value a float32 holds."""
     sign = np.uint32(np.uint32(bits >> np.uint64(63)) << np.uint32(31))
     field = np.int64((bits >> np.uint64(52)) & np.uint64(0x7FF))
@@ -143,7 +143,7 @@ def narrowed(bits):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def divided_by_power(bits, exponent):  # type: ignore[no-untyped-def]
+def divided_by_power(bits, exponent):
     """The float64 pattern of a number over 2**exponent, neither of them far from float32's range."""
     field = np.uint64((bits >> np.uint64(52)) & np.uint64(0x7FF))
     is_moved = np.uint64(0) < field < np.uint64(0x7FF)
@@ -155,7 +155,7 @@ def make_tensor_scale(kind: int) -> Callable[..., Any]:
     """What brings the scale of the block with the tensor's amax to the top of the scales' format."""
 
     @njit(inline="always")
-    def tensor_scale(tensor_amax, p):  # type: ignore[no-untyped-def]
+    def tensor_scale(tensor_amax, p):
         if kind != NARROW or tensor_amax <= np.int64(0):
             return np.float32(1)
         top = np.float32(float32_of(p[SCALE_LARGEST]) * float32_of(p[LARGEST]))
@@ -175,7 +175,7 @@ def make_numbers(scale_shape: int, kind: int) -> Callable[..., Any]:
     u32, i32, i64, f32, s = np.uint32, np.int32, np.int64, np.float32, SCALE_PLAN
 
     @njit(inline="always")
-    def numbers(amax, shared, whole, p):  # type: ignore[no-untyped-def]
+    def numbers(amax, shared, whole, p):
         """amax: of the block's finite elements. shared: what to take instead where it is not negative."""
         origin, largest, overflow, smallest = i32(p[1]), u32(p[2]), u32(p[3]), u32(p[4])
         by, back, exponent = f32(1), f32(1), i32(0)
@@ -210,7 +210,7 @@ def make_apply(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     round_bits = make_rounding(rule, shape, 32)
 
     @njit(inline="always")
-    def apply(word, noise, shift, zero_sign, used, odd, origin, largest, overflow, smallest, by, back, whole):  # type: ignore[no-untyped-def]
+    def apply(word, noise, shift, zero_sign, used, odd, origin, largest, overflow, smallest, by, back, whole):
         if kind == POWER:
             return round_bits(word, noise, shift, origin, largest, overflow, smallest, zero_sign, used, odd)
         scaled = float32_bits(np.float32(float32_of(word) / by if kind == QUOTIENT else float32_of(word) * by))
@@ -232,7 +232,7 @@ def make_apply_far(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     u64, i64, w, is_book = np.uint64, np.int64, WIDE_PLAN, shape in (BOOK, SEARCHED_BOOK)
 
     @njit(inline="always")
-    def apply_far(word, noise, exponent, p):  # type: ignore[no-untyped-def]
+    def apply_far(word, noise, exponent, p):
         if not is_book and np.uint32(word & MAGNITUDE) == np.uint32(0):
             return np.uint32(word & np.uint32(p[5]))
         by = float32_of(p[GAIN])
@@ -250,6 +250,6 @@ def make_apply_far(rule: int, shape: int, kind: int) -> Callable[..., Any]:
 
 
 @njit(inline="always")
-def is_near(exponent, p):  # type: ignore[no-untyped-def]
+def is_near(exponent, p):
     """Whether elements can be rounded at this scale in 32 bits."""
     return p[LEAST_SHIFT] <= -np.int64(exponent) <= p[MOST_SHIFT]

@@ -240,7 +240,7 @@ def _toolchain() -> str:
         sizes = [os.stat(load_nvidia_dynamic_lib(name).abs_path or "").st_size for name in ("nvvm", "nvJitLink")]
     except Exception as error:  # of the search for the libraries, and of the libraries
         raise RuntimeError(
-            f"NVVM and nvJitLink, which compile CUDA kernels, cannot be used: {error} Possible: "
+            f"NVVM and nvJitLink, which compile CUDA kernels, cannot be used: {error} Expected: "
             f"{pip_install('cuda12', 'cuda13')}, whichever CUDA your torch was built for."
         ) from error
     words = sys.version, numba.__version__, version("numba-cuda"), version("llvmlite"), assembler, sizes

@@ -66,7 +66,7 @@ def make_goes_up(rule: int, width: int) -> Callable[..., Any]:
     u64, i64 = np.uint64, np.int64
 
     @njit(inline="always")
-    def goes_up(a, noise, used, address, at):  # type: ignore[no-untyped-def]
+    def goes_up(a, noise, used, address, at):
         length = u64(load(address, at))
         begin = u64(u64(load(address, at + i64(1))) | u64(u64(load(address, at + i64(2))) << u64(32)))
         is_subnormal = a < implicit
@@ -99,7 +99,7 @@ def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
     u32, u64, i64 = np.uint32, np.uint64, np.int64
 
     @njit(inline="always")
-    def searched(a, address, first, size):  # type: ignore[no-untyped-def]
+    def searched(a, address, first, size):
         """How many limits of a list, its first one not among them, are at most `a`."""
         at, step = i64(0), i64(size >> i64(1))
         while step > i64(0):
@@ -108,7 +108,7 @@ def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
         return at
 
     @njit(inline="always")
-    def round_in_book(u, noise, shift, base, low, high, buckets, zero_sign, used, count):  # type: ignore[no-untyped-def]
+    def round_in_book(u, noise, shift, base, low, high, buckets, zero_sign, used, count):
         a = uint(u & uint(top - uint(1)))
         address = u64(u64(u32(low)) | u64(u64(u32(high)) << u64(32)))
         size, results = i64(buckets), i64(count)

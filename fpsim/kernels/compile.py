@@ -152,7 +152,7 @@ def stack_array(shape: int | tuple[int, ...], kind: Any) -> Callable[[], Any]:
         return types.voidptr(), generate
 
     @njit(inline="always")
-    def array():  # type: ignore[no-untyped-def]
+    def array():
         return carray(memory(), extents, kind)
 
     return array  # type: ignore[no-any-return]
@@ -236,12 +236,12 @@ def _to_float(typingctx: Any, bits: Any) -> Any:
 
 
 @njit(inline="always")
-def float32_bits(x):  # type: ignore[no-untyped-def]
+def float32_bits(x):
     return _to_bits(np.float32(x))
 
 
 @njit(inline="always")
-def float32_of(bits):  # type: ignore[no-untyped-def]
+def float32_of(bits):
     return _to_float(np.uint32(bits))
 
 
@@ -260,7 +260,7 @@ def cuda_module() -> Any:
         from numba import cuda
     except ImportError:
         raise RuntimeError(
-            "A CUDA tensor came, and numba-cuda is not installed. Its kernels round on the GPU: "
+            "A CUDA tensor was given, and numba-cuda is not installed. Its kernels round on the GPU: "
             f"{pip_install('cuda12', 'cuda13')}, whichever CUDA your torch was built for; "
             "or move the tensor to the CPU with .cpu()."
         ) from None

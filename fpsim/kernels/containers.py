@@ -27,7 +27,7 @@ _IMPLICIT = np.uint64(1 << 52)
 
 
 @njit(inline="always")
-def widened(u):  # type: ignore[no-untyped-def]
+def widened(u):
     """The float64 pattern of a float32 pattern."""
     a = np.uint32(u & np.uint32(_SIGN32 - np.uint32(1)))
     special = np.uint64(_REBIAS_SPECIAL << 52) if a >= _INFINITY32 else np.uint64(_REBIAS << 52)
@@ -38,7 +38,7 @@ def widened(u):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def narrowed(u):  # type: ignore[no-untyped-def]
+def narrowed(u):
     """The float32 pattern of a float64 pattern; of a number that float32 does not hold, the next towards zero.
 
     Beyond float32's largest number it says nothing.
@@ -58,7 +58,7 @@ def make_value(width: int) -> Callable[..., Any]:
     """A compiled function that gives the number, as float64, of a pattern of `width` bits."""
 
     @njit(inline="always")
-    def value(u):  # type: ignore[no-untyped-def]
+    def value(u):
         return float64_of_bits(widened(np.uint32(u)) if width == 32 else np.uint64(u))
 
     return value  # type: ignore[no-any-return]
@@ -69,7 +69,7 @@ def make_limit(width: int) -> Callable[..., Any]:
     """A compiled function that gives the pattern of `width` bits of the largest finite number up to `x`, x >= 0."""
 
     @njit(inline="always")
-    def limit(x):  # type: ignore[no-untyped-def]
+    def limit(x):
         bits = np.uint64(float64_bits(np.float64(x)))
         if width == 64:
             return min(bits, np.uint64(_INFINITY64 - np.uint64(1)))
@@ -80,7 +80,7 @@ def make_limit(width: int) -> Callable[..., Any]:
 
 
 @njit(inline="always")
-def times_power(u, log2_scale):  # type: ignore[no-untyped-def]
+def times_power(u, log2_scale):
     """The pattern of a float64 times 2**log2_scale, to nearest even where it becomes subnormal."""
     a = np.uint64(u & np.uint64(_SIGN64 - np.uint64(1)))
     sign = np.uint64(u & _SIGN64)
@@ -112,7 +112,7 @@ def widen_loop() -> Loop:
     """Convert `n` float32 at address `src` to float64 at `dst`."""
 
     @compiled_loop()
-    def loop(src, dst, n):  # type: ignore[no-untyped-def]
+    def loop(src, dst, n):
         x = carray(pointer(src), (n,), np.uint32)
         y = carray(pointer(dst), (n,), np.uint64)
         for i in range(n):
@@ -126,7 +126,7 @@ def narrow_loop() -> Loop:
     """Convert `n` float64 at address `src`, each a number that float32 holds, to float32 at `dst`."""
 
     @compiled_loop()
-    def loop(src, dst, n):  # type: ignore[no-untyped-def]
+    def loop(src, dst, n):
         x = carray(pointer(src), (n,), np.uint64)
         y = carray(pointer(dst), (n,), np.uint32)
         for i in range(n):
@@ -140,7 +140,7 @@ def power_loop() -> Loop:
     """Multiply `n` float64 at address `src` by 2**log2_scale, in place."""
 
     @compiled_loop()
-    def loop(src, n, log2_scale):  # type: ignore[no-untyped-def]
+    def loop(src, n, log2_scale):
         x = carray(pointer(src), (n,), np.uint64)
         for i in range(n):
             x[i] = times_power(x[i], log2_scale)

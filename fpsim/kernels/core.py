@@ -169,7 +169,7 @@ def make_at_scale(width: int) -> Callable[..., Any]:
     infinity, mantissa_bits = np.int64(container.bits(float("inf"))), np.int64(container.mantissa_bits)
 
     @njit(inline="always")
-    def at_scale(origin, largest, overflow, smallest, log2_scale):  # type: ignore[no-untyped-def]
+    def at_scale(origin, largest, overflow, smallest, log2_scale):
         step = np.int64(np.int64(log2_scale) << mantissa_bits)
         moved = np.int64(overflow) if np.int64(overflow) >= infinity else np.int64(np.int64(overflow) - step)
         return (
@@ -246,7 +246,7 @@ def make_drawn(rule: int, width: int) -> Callable[..., Any]:
     zero, one, is_variant = uint(0), uint(1), rule > STOCHASTIC
 
     @njit(inline="always")
-    def drawn(noise, used):  # type: ignore[no-untyped-def]
+    def drawn(noise, used):
         """The random bits R, with what lets a distance that goes up carry; and 1 where the bound itself stays, else 0.
 
         In units of 2**-r, a distance goes up if it rounds to T = 2**r - R or beyond. These begin at T in A, at T - 1/2
@@ -296,7 +296,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     drawn = make_drawn(rule, width)
 
     @njit(inline="always")
-    def addend(ulp, odd, negative, noise):  # type: ignore[no-untyped-def]
+    def addend(ulp, odd, negative, noise):
         """What to add to the magnitude before the bits below `ulp` are cut off. `odd`: is the bit at `ulp` set?"""
         half, mask = uint(ulp >> one), uint(ulp - one)
         if rule == NEAREST_EVEN:  # IEEE 754-2019, 4.3.1: a tie carries only from an odd neighbour
@@ -314,12 +314,12 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         return zero  # TOWARD_ZERO
 
     @njit(inline="always")
-    def round_flat(a, negative, noise, ulp, always_odd):  # type: ignore[no-untyped-def]
+    def round_flat(a, negative, noise, ulp, always_odd):
         odd = uint(uint(a & ulp) | always_odd) != zero
         return uint(uint(a + addend(ulp, odd, negative, noise)) & uint(zero - ulp))
 
     @njit(inline="always")
-    def round_grid(a, negative, noise, ulp_shift, origin, smallest):  # type: ignore[no-untyped-def]
+    def round_grid(a, negative, noise, ulp_shift, origin, smallest):
         significand = uint(uint(a & uint(implicit - one)) | implicit)
         # s = width - 1 - (number of discarded bits): constant for normals, one less for each binade below
         s = min(ulp_shift, sint(sint(sint(a) - origin) >> field_shift))
@@ -348,7 +348,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         return uint(base + (step if up else zero))
 
     @njit(inline="always")
-    def round_gap(a, negative, noise, stays, smallest):  # type: ignore[no-untyped-def]
+    def round_gap(a, negative, noise, stays, smallest):
         """Zero or `smallest` for a magnitude below `smallest`."""
         if rule == NEAREST_EVEN:
             up = a > uint(smallest - implicit)  # half of it: a tie goes to zero
@@ -380,7 +380,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         return smallest if up else zero
 
     @njit(inline="always")
-    def round_bits(u, noise, ulp_shift, origin, largest, overflow, smallest, zero_sign, noise_mask, always_odd):  # type: ignore[no-untyped-def]
+    def round_bits(u, noise, ulp_shift, origin, largest, overflow, smallest, zero_sign, noise_mask, always_odd):
         a = uint(u & uint(top - one))
         sign = uint(u & top)
         negative = sign != zero
@@ -411,7 +411,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         return uint(r | sign)
 
     @njit(inline="always")
-    def round_scale(u, noise, ulp_shift, origin, largest, overflow, smallest, zero_sign, noise_mask, always_odd):  # type: ignore[no-untyped-def]
+    def round_scale(u, noise, ulp_shift, origin, largest, overflow, smallest, zero_sign, noise_mask, always_odd):
         a = uint(u & uint(top - one))
         positive = u < top and a != zero
         subnormal = a < implicit  # float32 holds the smallest power, 2**-127, as a subnormal

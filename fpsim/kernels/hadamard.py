@@ -28,19 +28,19 @@ SIGNS = 0x5347  # the high word of the signs' counters, which no tensor's roundi
 
 
 @njit(inline="always")
-def lower(a, b):  # type: ignore[no-untyped-def]
+def lower(a, b):
     """What the first of a pair becomes."""
     return a + b
 
 
 @njit(inline="always")
-def upper(a, b):  # type: ignore[no-untyped-def]
+def upper(a, b):
     """What the second of a pair becomes."""
     return a - b
 
 
 @njit(inline="always")
-def is_negated(element, pattern, is_random, key0, key1):  # type: ignore[no-untyped-def]
+def is_negated(element, pattern, is_random, key0, key1):
     """Whether the sign of an element of a group is minus: by 16 bits that repeat, or by noise, 128 bits a counter."""
     if not is_random:
         return (np.uint32(pattern) >> np.uint32(element % 16)) & np.uint32(1)
@@ -58,14 +58,14 @@ def _stages(size: int) -> Callable[..., Any]:
     """
 
     @njit(inline="always")
-    def nothing(rows):  # type: ignore[no-untyped-def]
+    def nothing(rows):
         pass
 
     def followed_by(before: Callable[..., Any], h: int) -> Callable[..., Any]:
         distance = h * LANES
 
         @njit(inline="always")
-        def stages(rows):  # type: ignore[no-untyped-def]
+        def stages(rows):
             before(rows)
             for first in range(0, size, 2 * h):
                 for row in range(first, first + h):
@@ -101,7 +101,7 @@ def cpu_loop(size: int, width: int) -> Loop:
     new_bases = stack_array(LANES, np.int64)
 
     @compiled_loop(size, width)
-    def loop(src, dst, first, last, inner, pattern, is_random, is_inverse, key):  # type: ignore[no-untyped-def]
+    def loop(src, dst, first, last, inner, pattern, is_random, is_inverse, key):
         k = carray(pointer(key), (2,), np.uint32)
         lines = last + inner  # an upper bound, for the arrays' declared length alone
         x, y = carray(pointer(src), (lines * size,), floating), carray(pointer(dst), (lines * size,), floating)
@@ -158,7 +158,7 @@ def cuda_kernel(size: int, width: int) -> Callable[..., None]:
     lines_of_block = threads // size
     factor = floating_of(width)(size**-0.5)
 
-    def kernel(x, y, lines, inner, pattern, is_random, is_inverse, key, has_key, word):  # type: ignore[no-untyped-def]
+    def kernel(x, y, lines, inner, pattern, is_random, is_inverse, key, has_key, word):
         shared = cuda.shared.array(threads, floating)
         t = cuda.threadIdx.x
         # neighbouring threads take neighbours in memory: elements of a line, or the same element of several lines

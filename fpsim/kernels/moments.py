@@ -59,7 +59,7 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
     smallest_normal = uint(1 << container.mantissa_bits)
 
     @compiled_loop(size, only_amax, logs, fastmath={"reassoc"})
-    def loop(src, n, row):  # type: ignore[no-untyped-def]
+    def loop(src, n, row):
         bits = carray(pointer(src), (n,), uint)
         values = carray(pointer(src), (n,), floating)
         out = carray(pointer(row), (FIELDS,), np.float64)
@@ -116,7 +116,7 @@ def exponents_loop(size: int, power_begins: bool = False) -> Loop:
     less = uint(0 if power_begins else 1)
 
     @compiled_loop(size, power_begins)
-    def loop(src, n, bins):  # type: ignore[no-untyped-def]
+    def loop(src, n, bins):
         bits = carray(pointer(src), (n,), uint)
         out = carray(pointer(bins), (2 << (8 * size - 2 - container.mantissa_bits),), np.int64)
         for i in range(n):
@@ -147,7 +147,7 @@ def _make_number(size: int) -> Callable[..., Any]:
     """The number of a pattern as float64. A card flushes no subnormals here, so that it need not be make_value."""
 
     @njit(inline="always")
-    def number(word):  # type: ignore[no-untyped-def]
+    def number(word):
         return np.float64(float32_of(np.uint32(word))) if size == 4 else float64_of_bits(np.uint64(word))
 
     return number  # type: ignore[no-any-return]
@@ -160,12 +160,12 @@ def _make_take(size: int, only_amax: bool, logs: bool) -> tuple[Callable[..., An
     zero, one, number = uint(0), uint(1), _make_number(size)
 
     @njit(inline="always")
-    def begin():  # type: ignore[no-untyped-def]
+    def begin():
         lowest, highest = sint(magnitude_mask), sint(~sint(magnitude_mask))
         return np.uint32(0), lowest, highest, zero, uint(~zero), 0.0, 0.0, 0.0, 0.0
 
     @njit(inline="always")
-    def take(word, state):  # type: ignore[no-untyped-def]
+    def take(word, state):
         nonzero, lowest, highest, amax, amin, total, squares, logs_total, log_squares = state
         magnitude = uint(word & magnitude_mask)
         amax = max(amax, magnitude)
@@ -190,10 +190,10 @@ def _make_take(size: int, only_amax: bool, logs: bool) -> tuple[Callable[..., An
 def _for_each(function: Callable[..., Any], lanes: int) -> Callable[..., Any]:
     """`function` for each element of a tuple, one after the other: written out, because indexing one is a branch."""
 
-    def both(words, state):  # type: ignore[no-untyped-def]
+    def both(words, state):
         return function(words[1], function(words[0], state))
 
-    def all_four(words, state):  # type: ignore[no-untyped-def]
+    def all_four(words, state):
         return function(words[3], function(words[2], function(words[1], function(words[0], state))))
 
     return both if lanes == 2 else all_four
@@ -202,7 +202,7 @@ def _for_each(function: Callable[..., Any], lanes: int) -> Callable[..., Any]:
 def _make_join(only_amax: bool) -> Callable[..., None]:
     """Join what the threads of a block have, by halves, into the place of thread 0."""
 
-    def join(shared, sums, t):  # type: ignore[no-untyped-def]
+    def join(shared, sums, t):
         half = cuda.blockDim.x // 2
         cuda.syncthreads()
         while half > 0:
@@ -240,7 +240,7 @@ def cuda_moments_kernel(size: int, only_amax: bool, logs: bool) -> Callable[...,
     lanes, threads, integers, floats = 16 // size, CUDA_THREADS, _INTEGERS, _SUMS
     largest = np.int64((1 << (8 * size - 1)) - 1)
 
-    def kernel(x, n, is_aligned, rows, sums, out):  # type: ignore[no-untyped-def]
+    def kernel(x, n, is_aligned, rows, sums, out):
         shared, shared_sums = (
             cuda.shared.array((integers, threads), int64),
             cuda.shared.array((floats, threads), float64),
@@ -300,11 +300,11 @@ def _make_write(size: int, only_amax: bool) -> Callable[..., Any]:
     magnitude_mask, sign_shift = sint((1 << (8 * size - 1)) - 1), sint(8 * size - 1)
 
     @njit(inline="always")
-    def value(ordered):  # type: ignore[no-untyped-def]
+    def value(ordered):
         word = sint(ordered)
         return number(uint(sint(word ^ sint(sint(word >> sign_shift) & magnitude_mask))))
 
-    def write(shared, sums, n, out):  # type: ignore[no-untyped-def]
+    def write(shared, sums, n, out):
         out[AMAX] = number(uint(min(shared[_AMAX, 0], infinity)))
         if only_amax:
             return
@@ -341,7 +341,7 @@ def cuda_exponents_kernel(size: int, power_begins: bool = False) -> Callable[...
     less, zero = uint(0 if power_begins else 1), uint(0)
     lanes, fields = 16 // size, 2 * container.bias + 2
 
-    def count(word, counts):  # type: ignore[no-untyped-def]
+    def count(word, counts):
         magnitude = uint(word & magnitude_mask)
         if magnitude > zero and magnitude < infinity:
             cuda.atomic.add(counts, uint(magnitude - less) >> mantissa_bits, uint32(1))
@@ -349,7 +349,7 @@ def cuda_exponents_kernel(size: int, power_begins: bool = False) -> Callable[...
 
     count_all = _for_each(count, 16 // size)
 
-    def kernel(x, n, is_aligned, bins):  # type: ignore[no-untyped-def]
+    def kernel(x, n, is_aligned, bins):
         counts = cuda.shared.array(fields, uint32)
         thread, step = cuda.grid(1), cuda.gridsize(1)
         for field in range(cuda.threadIdx.x, fields, cuda.blockDim.x):

@@ -38,12 +38,12 @@ cuda: Any = None  # numba-cuda's module once it is needed; a global, because the
 
 
 @njit(inline="always")
-def exchange_halves(word):  # type: ignore[no-untyped-def]
+def exchange_halves(word):
     return rotate_left(np.uint32(word), 16)
 
 
 @njit(inline="always")
-def noise_words(counter, key0, key1):  # type: ignore[no-untyped-def]
+def noise_words(counter, key0, key1):
     """The four noise words of one counter, see threefry.NOISE_BLOCK."""
     low = np.uint32(np.uint64(counter) & np.uint64(0xFFFFFFFF))
     high = np.uint32(np.uint64(counter) >> np.uint64(32))
@@ -51,7 +51,7 @@ def noise_words(counter, key0, key1):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def fill_noise(noise, block, key0, key1):  # type: ignore[no-untyped-def]
+def fill_noise(noise, block, key0, key1):
     """The NOISE_BLOCK words of one block into `noise`."""
     first = np.uint64(block) * np.uint64(NOISE_LANES)  # 16 counters never cross 2**32: the high word is one
     low, high = np.uint32(first & np.uint64(0xFFFFFFFF)), np.uint32(first >> np.uint64(32))
@@ -72,7 +72,7 @@ def _make_is_mask(width: int, masks: Masks) -> Callable[..., Any]:
     has_any, keeps_infinity = masks.magnitude != 0, masks.keeps_infinity
 
     @njit(inline="always")
-    def is_mask(word):  # type: ignore[no-untyped-def]
+    def is_mask(word):
         if not has_any:
             return False
         is_largest = uint(word & magnitude_mask) == unchanged
@@ -96,7 +96,7 @@ def _cpu_body(
     new_noise = stack_array(NOISE_BLOCK, np.uint32)
 
     @njit(inline="always")
-    def body(x, y, n, p, key, block, log2_scale, limit):  # type: ignore[no-untyped-def]
+    def body(x, y, n, p, key, block, log2_scale, limit):
         shift, zero_sign, used, odd = sint(p[0]), uint(p[5]), uint(p[6] << (width - 32)), uint(p[7])
         origin, largest, overflow, smallest = at_scale(p[1], p[2], p[3], p[4], log2_scale)
         amax = uint(0)
@@ -144,7 +144,7 @@ def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop
     out_of_place, in_place = (_cpu_body(rule, shape, width, same, False, masks) for same in (False, True))
 
     @compiled_loop(rule, shape, width, *masks)
-    def loop(src, dst, n, parameters, key, block, log2_scale):  # type: ignore[no-untyped-def]
+    def loop(src, dst, n, parameters, key, block, log2_scale):
         p = carray(pointer(parameters), (8,), np.int64)
         scale = carray(pointer(log2_scale), (1,), np.int64)[0]
         k = carray(pointer(key), (2,), np.uint32)
@@ -169,7 +169,7 @@ def cpu_fitting_loop(rule: int, shape: int, width: int) -> Loop:
     infinity, limit_of, value_of = uint(container.bits(float("inf"))), make_limit(width), make_value(width)
 
     @compiled_loop(rule, shape, width)
-    def loop(src, n, parameters, key, block, log2_scale, ceiling: float):  # type: ignore[no-untyped-def]
+    def loop(src, n, parameters, key, block, log2_scale, ceiling: float):
         p = carray(pointer(parameters), (8,), np.int64)
         scale = carray(pointer(log2_scale), (1,), np.int64)[0]
         k = carray(pointer(key), (2,), np.uint32)
@@ -184,7 +184,7 @@ ALIGNED, HAS_SCALE, HAS_KEY = 1, 2, 4  # flags of a launch, see cuda_kernel
 
 
 @njit(inline="always")
-def key_words(key):  # type: ignore[no-untyped-def]
+def key_words(key):
     """The two words of a noise key's 64 bits."""
     bits = np.uint64(np.int64(key))
     return np.uint32(bits & np.uint64(0xFFFFFFFF)), np.uint32(bits >> np.uint64(32))
@@ -211,19 +211,19 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
     load, store = vector_access(width)
 
     @njit(inline="always")
-    def rounded(word, noise, p):  # type: ignore[no-untyped-def]
+    def rounded(word, noise, p):
         shift, origin, largest, overflow, smallest, zero, used, odd = p
         bits = uint(uint(noise) << to_top)
         r = round_bits(word, bits, shift, origin, largest, overflow, smallest, zero, used, odd)
         return word if is_mask(word) else r
 
     @njit(inline="always")
-    def each(words, p):  # type: ignore[no-untyped-def]
+    def each(words, p):
         if width == 64:
             return rounded(words[0], 0, p), rounded(words[1], 0, p)
         return rounded(words[0], 0, p), rounded(words[1], 0, p), rounded(words[2], 0, p), rounded(words[3], 0, p)
 
-    def kernel(x, y, log2_scale, key, n, flags, word, shift, origin, largest, overflow, smallest, zero, used, odd):  # type: ignore[no-untyped-def]
+    def kernel(x, y, log2_scale, key, n, flags, word, shift, origin, largest, overflow, smallest, zero, used, odd):
         thread = cuda.grid(1)
         scale = log2_scale[0] if flags & HAS_SCALE else 0
         origin, largest, overflow, smallest = at_scale(origin, largest, overflow, smallest, scale)

@@ -41,18 +41,18 @@ _u64 = np.uint64
 
 
 @njit(forceinline=True)
-def bits_of(x):  # type: ignore[no-untyped-def]
+def bits_of(x):
     return np.uint64(float64_bits(x))
 
 
 @njit(forceinline=True)
-def widen(word):  # type: ignore[no-untyped-def]
+def widen(word):
     """The float64 of a float32's pattern."""
     return float64_of_bits(widened(word))
 
 
 @njit(forceinline=True)
-def narrow(x):  # type: ignore[no-untyped-def]
+def narrow(x):
     """The pattern of a float32 that holds this float64 exactly; a NaN stays one."""
     return narrowed(bits_of(x))
 
@@ -68,14 +68,14 @@ def make_round_value(rule: int, shape: int) -> Callable[..., Any]:
     if rule == EXACT:
 
         @njit(forceinline=True)
-        def keep(x, noise, p):  # type: ignore[no-untyped-def]
+        def keep(x, noise, p):
             return x
 
         return keep  # type: ignore[no-any-return]
     round_bits = make_round(rule, shape, 64)
 
     @njit(**_inlined(rule))
-    def round_value(x, noise, p):  # type: ignore[no-untyped-def]
+    def round_value(x, noise, p):
         shift, origin, used = np.int64(p[0]), np.int64(p[1]), _u64(_u64(p[6]) << _u64(32))
         largest, overflow, smallest, zero_sign, odd = _u64(p[2]), _u64(p[3]), _u64(p[4]), _u64(p[5]), _u64(p[7])
         bits = _u64(_u64(noise) << _u64(32))
@@ -86,7 +86,7 @@ def make_round_value(rule: int, shape: int) -> Callable[..., Any]:
 
 
 @njit(forceinline=True)
-def odd_sum(x, y):  # type: ignore[no-untyped-def]
+def odd_sum(x, y):
     """x + y rounded to odd, see above. What is not finite gives what IEEE 754 has for it: its error is NaN."""
     s = x + y
     t = s - x
@@ -103,26 +103,26 @@ def make_add(rule: int, shape: int) -> Callable[..., Any]:
     round_value = make_round_value(rule, shape)
 
     @njit(**_inlined(rule))
-    def add(x, y, noise, p):  # type: ignore[no-untyped-def]
+    def add(x, y, noise, p):
         return round_value(odd_sum(x, y), noise, p)
 
     return add  # type: ignore[no-any-return]
 
 
 @njit(forceinline=True)
-def exponent_field(x):  # type: ignore[no-untyped-def]
+def exponent_field(x):
     """The biased exponent, as int64: 0 of zero, 2047 of what is not finite. No number here is subnormal."""
     return np.int64(_u64(_u64(bits_of(x) >> _u64(52)) & _u64(2047)))
 
 
 @njit(forceinline=True)
-def product_field(a, b):  # type: ignore[no-untyped-def]
+def product_field(a, b):
     """The biased exponent of a product as a multiplier has it before it normalises: the sum of its factors'."""
     return np.int64(exponent_field(a) + exponent_field(b) - np.int64(1023))
 
 
 @njit(forceinline=True)
-def cut_off(x, top, bits):  # type: ignore[no-untyped-def]
+def cut_off(x, top, bits):
     """`x` toward zero to a multiple of 2**(top - 1023 - (bits - 1)); a zero is +0. What is not finite stays."""
     field = exponent_field(x)
     drop = np.int64(top - field + np.int64(53) - bits)
@@ -133,7 +133,7 @@ def cut_off(x, top, bits):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def sum_noise(element, kind, quad, key0, key1):  # type: ignore[no-untyped-def]
+def sum_noise(element, kind, quad, key0, key1):
     """The noise of four roundings, number 4 quad to 4 quad + 3, of one element of a product.
 
     Its index counts in the first word of the counter; what is above 2**32 of it changes the key.

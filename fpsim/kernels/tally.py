@@ -39,7 +39,7 @@ _INFINITY = np.uint64(rounding.BINARY64.bits(math.inf))
 
 
 @njit(inline="always")
-def square(x):  # type: ignore[no-untyped-def]
+def square(x):
     squared = x * x
     return squared if squared > LEAST_SQUARE else 0.0
 
@@ -55,9 +55,7 @@ def tally_loop(size: int) -> Loop:
     zero = np.uint64(0)
 
     @compiled_loop(size)
-    def loop(  # type: ignore[no-untyped-def]
-        src, dst, n, counts, sums, exponents, smallest_normal: float, saturated_from: float, largest: float
-    ):
+    def loop(src, dst, n, counts, sums, exponents, smallest_normal: float, saturated_from: float, largest: float):
         x = carray(pointer(src), (n,), uint)
         r = carray(pointer(dst), (n,), uint)
         c = carray(pointer(counts), (len(TALLY_COUNTS),), np.int64)
@@ -112,7 +110,7 @@ def lost_loop(size: int) -> Loop:
     zero, infinity = uint(0), uint(container.bits(float("inf")))
 
     @compiled_loop(size)
-    def loop(src, dst, n, limit: float, counts):  # type: ignore[no-untyped-def]
+    def loop(src, dst, n, limit: float, counts):
         x = carray(pointer(src), (n,), uint)
         r = carray(pointer(dst), (n,), uint)
         c = carray(pointer(counts), (len(LOST_COUNTS),), np.int64)

@@ -14,13 +14,13 @@ _PARITY = np.uint32(0x1BD11BDA)
 
 
 @njit(inline="always")
-def _mix(a, b, rotation):  # type: ignore[no-untyped-def]
+def _mix(a, b, rotation):
     a = np.uint32(a + b)
     return a, np.uint32(rotate_left(b, rotation) ^ a)
 
 
 @njit(inline="always")
-def _four_rounds(x0, x1, x2, x3, r00, r01, r10, r11, r20, r21, r30, r31):  # type: ignore[no-untyped-def]
+def _four_rounds(x0, x1, x2, x3, r00, r01, r10, r11, r20, r21, r30, r31):
     x0, x1 = _mix(x0, x1, r00)
     x2, x3 = _mix(x2, x3, r01)
     x0, x3 = _mix(x0, x3, r10)
@@ -33,7 +33,7 @@ def _four_rounds(x0, x1, x2, x3, r00, r01, r10, r11, r20, r21, r30, r31):  # typ
 
 
 @njit(inline="always")
-def threefry(c0, c1, k0, k1, rounds):  # type: ignore[no-untyped-def]
+def threefry(c0, c1, k0, k1, rounds):
     """Four random words of Threefry-4x32 for the counter (c0, c1, 0, 0) and the key (k0, k1, 0, 0).
 
     Everything is uint32; `rounds` is 12, or 20 as in the paper's recommendation.

@@ -8,8 +8,8 @@ the lower neighbour in units of the spacing. Variants differ in how d 2**r becom
 - "B" rounds it to nearest, ties away from zero. Results are too far from zero by 2**-(D + 1).
 - "C" rounds it to nearest, ties to even. Without bias.
 - "C_ties_to_odd" rounds it to nearest, ties to odd. Without bias.
-- "C_to_odd" rounds it to odd: what is no integer becomes the odd one beside it. Without bias; and whatever is no value
-  of the format can go both ways.
+- "C_to_odd" rounds it to odd: all but integers become the odd one next to them. Without bias; and
+  whatever is not a value of the format can go both ways.
 
 A, B and C are StochasticA, StochasticB and StochasticC of IEEE P3109 (interim report, 4.7.4), and StochasticFastest,
 StochasticFast and Stochastic of gfloat, whose StochasticOdd is C_ties_to_odd.
@@ -17,7 +17,7 @@ StochasticFast and Stochastic of gfloat, whose StochasticOdd is C_ties_to_odd.
 
 from __future__ import annotations
 
-from fpsim.checks import did_you_mean, shown
+from fpsim.checks import refuse, shown
 
 __all__ = ["MOST_BITS", "VARIANTS", "require_variant"]
 
@@ -31,8 +31,7 @@ def require_variant(variant: str, is_stochastic: bool, random_bits: int | None, 
     most: as many random bits can be given with a variant other than "A".
     """
     if not isinstance(variant, str) or variant not in VARIANTS:
-        hint = did_you_mean(variant, VARIANTS)
-        raise ValueError(f"Unknown variant {shown(variant)}.{hint} Known: {', '.join(VARIANTS)}.")
+        raise ValueError(refuse(f"Unknown variant {shown(variant)}", VARIANTS, word=variant))
     if variant == "A":
         return
     if not is_stochastic:

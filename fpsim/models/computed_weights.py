@@ -26,7 +26,7 @@ class _ComputingForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with computing_a_weight():
             out = type(self.module).forward(self.module, *args, **kwargs)
-        if any(True for _ in direct_parameters(self.module)):  # a parametrised buffer is no weight
+        if any(True for _ in direct_parameters(self.module)):  # a parametrised buffer is not a weight
             mark_as_weight(out)
         return out
 

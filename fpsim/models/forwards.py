@@ -275,7 +275,7 @@ def _prepare_for_dynamo() -> bool:
         _run_apart = torch.compiler.disable(
             lambda forward, args, kwargs: forward.run(forward.module, args, kwargs),
             reason="an emulated module cannot be part of a compiled program while its gradients are scaled or it is "
-            "observed, with delayed scaling, or inside of another emulated module that is not compiled. Possible: "
+            "observed, with delayed scaling, or inside of another emulated module that is not compiled. Expected: "
             "compile the whole quantised model, detach the scaling, leave the recording; or compile without "
             "fullgraph=True, and the module runs as it does without a compiler.",
         )
@@ -351,7 +351,7 @@ class _NoScript:
 
     def __call__(self) -> Any:
         raise NotImplementedError(
-            "torch.jit.script came to a quantised model, whose rounding TorchScript cannot express. Possible: "
+            "torch.jit.script reached a quantised model, whose rounding TorchScript cannot express. Expected: "
             "torch.compile and torch.export. Script the model that fpsim.dequantize(model) gives."
         )
 

@@ -107,8 +107,8 @@ def loaded_copies(
 def _as_kept(x: Any, store: ParameterStore, name: str) -> Tensor:
     p = store.parameter
     if not isinstance(x, Tensor) or x.shape != p.shape:
-        came = tuple(x.shape) if isinstance(x, Tensor) else shown(x)
+        given = tuple(x.shape) if isinstance(x, Tensor) else shown(x)
         raise ValueError(
-            f"{name} of {store.name} is {came} in the state. Expected: a tensor of shape {tuple(p.shape)}."
+            f"{name} of {store.name} is {given} in the state. Expected: a tensor of shape {tuple(p.shape)}."
         )
     return x.detach().to(device=p.device, dtype=torch.float32).clone()

@@ -20,7 +20,7 @@ from fpsim.models.computed_weights import modules_that_compute, sources
 from fpsim.models.forwards import bound_elsewhere, emulated_forward, emulated_forwards, install, uninstall
 from fpsim.policies.policy import ROLES, FormatLike, Policy
 from fpsim.policies.products import PRODUCTS
-from fpsim.policies.recipes import as_policy_of, layers_in
+from fpsim.policies.recipes import as_policy, layers_in
 from fpsim.tensors.launch import round_memory_
 from fpsim.torch_internals import is_compiled_wrapper
 from fpsim.torch_modes import keeps_grad_mode
@@ -51,20 +51,26 @@ def quantize(
     Integer, boolean, complex, sparse and float8 tensors are not rounded. Code that a checkpoint runs again outside of
     any module, and methods of the model other than the forwards of its modules, are not emulated. Neither is what
     `torch.fx.symbolic_trace` makes, which reads the class of the model, nor the copies of a `torch.fx.GraphModule`,
-    which write their forward anew.
+    which write their forward again.
 
     A weight that is computed, by `torch.nn.utils.parametrize` or by a hook of `torch.nn.utils` (weight_norm,
     spectral_norm, prune), has the role of a weight, and what computes it runs in float32, whatever the policy says of
     the parametrization's modules.
 
-    model: any module; a copy of it is changed.
-    fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module. A format
-        whose numbers share scales ("mxfp8_e4m3") is that of all operands of matrix products; all else stays float32.
-        "recipe:" before the name of a recipe stands for `fpsim.recipe(name, model)`.
-    rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, if there is no role.
-    inplace: change `model` itself and return it.
-    Raises TypeError for what is no nn.Module or cannot be emulated, ValueError for a pattern that matches no module
-    and for a model that is quantised already. Warns where the gradient of the last layer has 4 bits to nearest.
+    Warns where the gradient of the last layer has 4 bits to nearest.
+
+    Args:
+        model: any module; a copy of it is changed.
+        fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module. A
+            format whose numbers share scales ("mxfp8_e4m3") is that of all operands of matrix products; all else stays
+            float32. "recipe:" before the name of a recipe stands for `fpsim.recipe(name, model)`.
+        rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, if there is no
+            role.
+        inplace: change `model` itself and return it.
+
+    Raises:
+        TypeError: for what is not an nn.Module or cannot be emulated.
+        ValueError: for a pattern that matches no module and for a model that is quantised already.
 
     >>> model = quantize(nn.Linear(2, 2), fmt="fp16")
     >>> print(model)
@@ -85,15 +91,18 @@ def quantize(
 
 
 def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str, str] | None = None) -> None:
-    """Have a quantised model compute in other formats from its next call on.
+    """Change the formats of a quantised model, effective from its next call.
 
     The parameters, the optimizer's state, a recording and a scaling of `ada_loss` stay as they are. Delayed scaling
-    remembers the operands whose format and rule stay, and begins anew for the others. Modules that were added since are
+    remembers the operands whose format and rule stay, and restarts for the others. Modules that were added since are
     quantised too. Call it between two steps: gradients of an earlier call are still rounded as that call's policy said.
 
-    model: from `fpsim.quantize`, or a wrapper of one, such as DistributedDataParallel's.
-    fmt, rounding: as in `quantize`.
-    Raises ValueError for a model that is not quantised, or of which only parts are, and what `quantize` raises.
+    Args:
+        model: from `fpsim.quantize`, or a wrapper of one, such as DistributedDataParallel's.
+        fmt, rounding: as in `quantize`.
+
+    Raises:
+        ValueError: for a model that is not quantised, or of which only parts are, and what `quantize` raises.
 
     >>> model = quantize(nn.Linear(1, 1, bias=False), "e5m2")
     >>> set_policy(model, "bf16")
@@ -104,7 +113,7 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
     whole = [module for module, forward in emulated_forwards(model) if not forward.name]
     if len(shared) > 1 or not whole:
         raise ValueError(
-            f"{type(model).__name__} is not one quantised model: it is a part of one, or has several inside. Possible: "
+            f"{type(model).__name__} is not one quantised model: it is a part of one, or has several inside. Expected: "
             f"the model that fpsim.quantize gave, each by itself."
         )
     policies = _policies(whole[0], fmt, rounding)
@@ -117,8 +126,7 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
 def _policies(model: nn.Module, fmt: FormatLike, rounding: str | Mapping[str, str] | None) -> dict[str, Policy]:
     """The policy of every module by name."""
     take_off_leftovers()
-    policy = as_policy_of(fmt, model)
-    policy = policy if rounding is None else policy.with_rounding(rounding)
+    policy = as_policy(fmt, rounding, model=model)
     found = policy.for_modules(model)
     _warn_of_idle_bits(policy, found.values())
     return found
@@ -218,9 +226,14 @@ def _require_emulable(name: str, module: nn.Module, policy: Policy) -> None:
 
 
 def dequantize(model: Model, *, inplace: bool = False) -> Model:
-    """A copy of a quantised model that computes in float32 again; `inplace` changes the model itself.
+    """A copy of a quantised model that computes in float32 again.
 
-    Raises ValueError for a model that was not quantised.
+    Args:
+        model: from `quantize`.
+        inplace: change `model` itself and return it.
+
+    Raises:
+        ValueError: for a model that was not quantised.
     """
     require_flag("inplace", inplace)
     if not any(True for _ in emulated_forwards(model)):
@@ -237,7 +250,7 @@ def dequantize(model: Model, *, inplace: bool = False) -> Model:
 @keeps_grad_mode
 def _copy_of(model: Model, verb: str) -> Model:
     """A deep copy; where there can be none, an error that says why."""
-    remedy = f"Possible: a model that copy.deepcopy can copy. Change this one itself: {verb}, inplace=True)."
+    remedy = f"Expected: a model that copy.deepcopy can copy. Change this one itself: {verb}, inplace=True)."
     try:
         duplicate = copy.deepcopy(model)
     except Exception as error:  # whatever the model keeps may refuse
@@ -274,6 +287,9 @@ def round_parameters_(model: nn.Module) -> None:
     As hardware without a float32 master copy keeps them: an update below half an ulp is lost. Parameters that are used
     in float32, or to compute a weight, stay; one that several modules share is rounded as the first of them uses it.
     Warns where all of them stay, and something else is rounded.
+
+    Args:
+        model: from `quantize`.
 
     >>> model = quantize(nn.Linear(1, 1, bias=False), "e5m2")
     >>> with torch.no_grad():

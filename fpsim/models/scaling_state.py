@@ -25,9 +25,14 @@ def scaling_state(model: nn.Module) -> dict[str, Any]:
     keep it. A training that is to continue to the same bits saves it beside `model.state_dict()`, on each rank its own.
     Empty for a model without delayed scaling, and before its first call.
 
-    model: quantised, or with quantised modules inside.
-    Returns copies of tensors where they are, numbers and words, as torch.save keeps and `torch.load` gives.
-    Raises ValueError for a model that is not quantised.
+    Args:
+        model: quantised, or with quantised modules inside.
+
+    Returns:
+        Copies of tensors where they are, numbers and words, as torch.save keeps and `torch.load` gives.
+
+    Raises:
+        ValueError: for a model that is not quantised.
     """
     return {
         f"{place}{name}": entry
@@ -44,8 +49,14 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 
     All of it is checked first: a state that is refused leaves everything as it was.
 
-    Raises TypeError for what is not a mapping; ValueError for a model that is not quantised, for what is no such state,
-    and for the state of another model: one with names that no product of this one asks for, or with other formats.
+    Args:
+        model: quantised, or with quantised modules inside.
+        state: from `scaling_state`.
+
+    Raises:
+        TypeError: for what is not a mapping.
+        ValueError: for a model that is not quantised, for what is no such state, and for the state of another model:
+            one with names that no product of this one asks for, or with other formats.
     """
     found = _histories(model)
     require_mapping("state", state, "what scaling_state(model) returns")
@@ -89,8 +100,12 @@ def set_scaling_group(model: nn.Module, group: Any) -> None:
 
     They call the same products in the same order, as in data-parallel training. Not copied or pickled with the model.
 
-    group: as torch.distributed.new_group gives; None for all ranks.
-    Raises TypeError for what is not a group, ValueError for a model that is not quantised.
+    Args:
+        group: as torch.distributed.new_group gives; None for all ranks.
+
+    Raises:
+        TypeError: for what is not a group.
+        ValueError: for a model that is not quantised.
     """
     if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         raise TypeError(f"group is {shown(group)}. Expected: what torch.distributed.new_group returns, or None.")

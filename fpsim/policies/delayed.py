@@ -70,7 +70,7 @@ class AmaxHistory:
         """Remember the largest magnitude of the operand, for the scales of later steps.
 
         amax: of one element, float32 or float64, on the history's device. Of what is not finite it counts as inf.
-        A forward pass without gradients is no step of a training: do not record there.
+        A forward pass without gradients is not a step of a training: do not record there.
         """
         pending = self.table.pending[self.row]
         pending.copy_(torch.maximum(pending, amax.detach().reshape(()).nan_to_num(nan=torch.inf, posinf=torch.inf)))
@@ -284,7 +284,7 @@ class Histories:
                     f"Delayed scaling takes the largest amax of all ranks, and ranks 0 and {rank} have different "
                     f"histories: {len(gathered[0])} and {len(names)}"
                     + (f", {different[0]!r} where the other has {different[1]!r}" if different else "")
-                    + ". Possible: ranks that call the same products in the same order. Ranks with different models "
+                    + ". Expected: ranks that call the same products in the same order. Ranks with different models "
                     "belong to different process groups, see fpsim.scaling_group."
                 )
 
@@ -292,8 +292,8 @@ class Histories:
 def _require_plain_call(where: str) -> None:
     if torch.compiler.is_compiling() or is_watched():
         raise NotImplementedError(
-            f"Delayed scaling came to {where} under torch.compile, torch.export, a transform of torch.func or a "
-            f"dispatch mode, where nothing can be remembered from step to step. Possible: plain calls; or the "
+            f"Delayed scaling reached {where} under torch.compile, torch.export, a transform of torch.func or a "
+            f"dispatch mode, where nothing can be remembered from step to step. Expected: plain calls; or the "
             f"same format with scale_rule='amax', whose scale is that of the tensor at hand."
         )
 
@@ -301,9 +301,9 @@ def _require_plain_call(where: str) -> None:
 def _require_no_capture() -> None:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
-            "Delayed scaling came while a CUDA graph was captured, whose replays would use the scales of this step for "
-            "ever. Possible: no graph; or the same format with scale_rule='amax', whose scale is that of the tensor at "
-            "hand."
+            "Delayed scaling was used while a CUDA graph was captured, whose replays would use the scales of this step "
+            "for ever. Expected: no graph; or the same format with scale_rule='amax', whose scale is that of the "
+            "tensor at hand."
         )
 
 
@@ -327,10 +327,10 @@ def _checked(name: str, entry: Any) -> tuple[Delayed, float]:
         rule, largest = Delayed(**entry["rule"]), float(entry["largest"])
         shapes = [tuple(entry[k].shape) for k in _TENSORS]
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"The state of {shown(name)} is no state of delayed scaling: {shown(error)}.") from None
+        raise ValueError(f"The state of {shown(name)} is not a state of delayed scaling: {shown(error)}.") from None
     if shapes != [(rule.history,), (), ()]:
         raise ValueError(
-            f"The state of {name!r} has tensors of shapes {shapes}. Possible: {rule.history} amaxes, one scale, one "
+            f"The state of {name!r} has tensors of shapes {shapes}. Expected: {rule.history} amaxes, one scale, one "
             f"pending amax."
         )
     amaxes, scale, pending = (entry[k].detach().double() for k in _TENSORS)

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from fpsim.border import require_module
-from fpsim.checks import did_you_mean, known_arguments, nearest, require_whole, shown
+from fpsim.checks import known_arguments, nearest, refuse, require_whole, shown
 from fpsim.formats.blocks import BlockFormat, Format, as_element, as_format
 from fpsim.kernels.variants import require_variant
 from fpsim.policies.products import Products
 from fpsim.tensors.spec import RoundingSpec, rounding_spec
 from fpsim.torch_internals import operation_homes
 
-__all__ = ["FEW_BITS", "ROLES", "FormatLike", "Policy", "RoleSpecs", "as_policy", "describe"]
+__all__ = ["FEW_BITS", "ROLES", "FormatLike", "Policy", "RoleSpecs", "describe", "policy_of_format"]
 
 RoleFormat = str | Format | torch.dtype | np.dtype[Any] | type[np.generic]
 ROLES = ("weight", "activation", "error", "weight_grad")
@@ -50,24 +50,28 @@ class Policy:
 
     A role left at None stays float32.
 
-    weight: parameters, where they are used.
-    activation: results of operations.
-    error: gradients of activations.
-    weight_grad: gradients of parameters, where they arrive.
-    rounding: as in `round_to`; one for all roles, or a mapping from role to rounding. None, and a role that the mapping
-        leaves out, is nearest-even; gradients in formats of at most 6 bits are rounded stochastically then while an
-        `ada_loss.AdaLossScaled` chooses their scales by "approx_range" or "current".
-    overflow: as in `round_to`; one for all roles, or a mapping from role to overflow.
-    random_bits: as in `round_to`; one for all roles, or a mapping from role to bits. Only stochastic roles use it.
-    overrides: {pattern: format, Policy or None}; None leaves those modules in float32. A pattern is a module's name
-        ("lm_head"), a name with wildcards for single parts ("blocks.*.attn"), or a module class (nn.BatchNorm2d). It
-        holds for what is inside the module too. Of several that match the last one wins.
-    float32: names of operations ("softmax", "cross_entropy") whose results and gradients are not rounded, and whose
-        operands are not quantised.
-    products: how the operands of matrix products are quantised, beside the roles: what a role has rounded enters a
-        product in the operand's format. None leaves products alone.
-    variant: as in `round_to`; one for all roles, or a mapping from role to variant. Only stochastic roles use it.
-    Raises ValueError for unknown roles, names and impossible roundings, TypeError for what is no pattern.
+    Args:
+        weight: parameters, where they are used.
+        activation: results of operations.
+        error: gradients of activations.
+        weight_grad: gradients of parameters, where they arrive.
+        rounding: as in `round_to`; one for all roles, or a mapping from role to rounding. None, and a role that the
+            mapping leaves out, is nearest-even; gradients in formats of at most 6 bits are rounded stochastically then
+            while an `ada_loss.AdaLossScaled` chooses their scales by "approx_range" or "current".
+        overflow: as in `round_to`; one for all roles, or a mapping from role to overflow.
+        random_bits: as in `round_to`; one for all roles, or a mapping from role to bits. Only stochastic roles use it.
+        overrides: {pattern: format, Policy or None}; None leaves those modules in float32. A pattern is a module's name
+            ("lm_head"), a name with wildcards for single parts ("blocks.*.attn"), or a module class (nn.BatchNorm2d).
+            It holds for what is inside the module too. Of several that match the last one wins.
+        float32: names of operations ("softmax", "cross_entropy") whose results and gradients are not rounded, and whose
+            operands are not quantised.
+        products: how the operands of matrix products are quantised, besides the roles: what a role has rounded enters a
+            product in the operand's format. None leaves products alone.
+        variant: as in `round_to`; one for all roles, or a mapping from role to variant. Only stochastic roles use it.
+
+    Raises:
+        ValueError: for unknown roles, names and invalid roundings.
+        TypeError: for what is not a pattern.
 
     >>> p = Policy(weight="e4m3fn", activation="e4m3fn", error="e5m2", overrides={"head": None})
     >>> print(p.specs())
@@ -94,17 +98,15 @@ class Policy:
             value = getattr(self, name)
             unknown = [role for role in value if role not in ROLES] if isinstance(value, Mapping) else []
             if unknown:
-                hint = did_you_mean(unknown[0], ROLES)
-                raise ValueError(
-                    f"{name} names {shown(unknown[0])}, which is no role. Roles: {', '.join(ROLES)}.{hint}"
-                )
+                what = f"{name} names {shown(unknown[0])}, which is not a role"
+                raise ValueError(refuse(what, ROLES, word=unknown[0]))
         for bits in self.random_bits.values() if isinstance(self.random_bits, Mapping) else (self.random_bits,):
             rounding_spec("fp32", "stochastic", None, bits)  # checked where nothing is stochastic, too
         self._require_products()
         self.specs()
         if not isinstance(self.overrides, Mapping):
             raise TypeError(
-                f"overrides is {shown(self.overrides)}. Possible: a mapping from patterns to formats, policies or "
+                f"overrides is {shown(self.overrides)}. Expected: a mapping from patterns to formats, policies or "
                 f"None; {{}} for none."
             )
         for pattern, inner in self.overrides.items():
@@ -124,14 +126,14 @@ class Policy:
             if fmt is not None and isinstance(as_format(fmt), BlockFormat):
                 raise ValueError(
                     f"{role}={fmt!r} is a format whose numbers share scales, along the axis that a product sums over; "
-                    f"a role has no such axis. Possible: products=fpsim.Products.all({fmt!r}), or quantize(model, "
+                    f"a role has no such axis. Expected: products=fpsim.Products.all({fmt!r}), or quantize(model, "
                     f"{fmt!r}); for a role, a format of single numbers such as 'bf16'."
                 )
         if self.products is None:
             return
         if not isinstance(self.products, Products):
             raise TypeError(
-                f"products is {shown(self.products)}. Possible: a fpsim.Products, such as Products.all('mxfp8_e4m3'), "
+                f"products is {shown(self.products)}. Expected: a fpsim.Products, such as Products.all('mxfp8_e4m3'), "
                 f"or None."
             )
         if self.products.output is not None and self.activation is not None:
@@ -163,8 +165,8 @@ class Policy:
     def _resolve(self, inner: FormatLike) -> Policy:
         """The policy of an override: a bare format takes this policy's rounding for every role."""
         if inner is None or isinstance(inner, Policy):
-            return as_policy(inner)
-        found = as_policy(inner)
+            return policy_of_format(inner)
+        found = policy_of_format(inner)
         if found.products is not None:
             return found.with_rounding(self.rounding) if isinstance(self.rounding, str) else found
         overflow = None  # the format's own: what one format's overflow gives, another may not have
@@ -174,15 +176,15 @@ class Policy:
     def with_rounding(self, rounding: str | Mapping[str, str]) -> Policy:
         """This policy with another rounding of its roles; without any role, of all operands of its products.
 
-        >>> str(as_policy("mxfp4").with_rounding("stochastic"))
+        >>> str(policy_of_format("mxfp4").with_rounding("stochastic"))
         'products: mxfp4 stochastic'
         """
         if self.products is None or any(self.specs()):
             return replace(self, rounding=rounding)
         if not isinstance(rounding, str):
             raise ValueError(
-                f"rounding={rounding!r} came with a policy whose roles are all float32. Possible: one rounding for all "
-                f"operands of its products, or operands with roundings of their own: fpsim.Operand(fmt, rounding)."
+                f"rounding={rounding!r} was given with a policy whose roles are all float32. Expected: one rounding "
+                f"for all operands of its products, or operands with their own roundings: fpsim.Operand(fmt, rounding)."
             )
         return replace(self, products=self.products.with_rounding(rounding))
 
@@ -242,7 +244,7 @@ def _operation_names(names: object) -> tuple[str, ...]:
         found: tuple[Any, ...] = tuple(names)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(
-            f"float32 is {shown(names)}. Possible: a tuple of names, such as ('softmax',); () for none."
+            f"float32 is {shown(names)}. Expected: a tuple of names, such as ('softmax',); () for none."
         ) from None
     homes = (*_HOMES_OF_OPERATIONS, *operation_homes())
     for name in found:
@@ -250,8 +252,8 @@ def _operation_names(names: object) -> tuple[str, ...]:
         known = isinstance(name, str) and name.isascii() and name.isidentifier()
         if not known or not any(hasattr(home, n) for home in homes for n in (name, f"__{name}__")):
             raise ValueError(
-                f"float32 names {shown(name)}, which is no operation of torch. Possible: names in torch, torch.Tensor, "
-                f"torch.nn.functional, torch.linalg, torch.special, torch.fft and torch.ops, such as 'softmax'."
+                f"float32 names {shown(name)}, which is not an operation of torch. Expected: names in torch, "
+                f"torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft, torch.ops: 'softmax'."
             )
     return found
 
@@ -266,19 +268,19 @@ def describe(specs: RoleSpecs, products: Products | None) -> str:
     return f"{specs}, products: {products}" if any(specs) else f"products: {products}"
 
 
-def as_policy(fmt: FormatLike) -> Policy:
+def policy_of_format(fmt: FormatLike) -> Policy:
     """A policy from a format (for every role), a policy, or None (all float32).
 
     A format whose numbers share scales is that of all operands of all products, and every role stays float32.
 
-    >>> as_policy("fp16").error
+    >>> policy_of_format("fp16").error
     'fp16'
     """
     if isinstance(fmt, Policy):
         return fmt
     if isinstance(fmt, Mapping):
         raise TypeError(
-            f"A format came as the mapping {shown(fmt)}. Possible: a name, a FloatFormat, a Policy, or None. "
+            f"A format is the mapping {shown(fmt)}. Expected: a name, a FloatFormat, a Policy, or None. "
             f"Formats by role are a fpsim.Policy(**mapping)."
         )
     if fmt is not None and isinstance(as_format(fmt), BlockFormat):

@@ -27,12 +27,17 @@ PRODUCTS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}  # 
 class Operand:
     """How one operand of a product is quantised.
 
-    fmt: a format of single numbers or of blocks, or its name.
-    rounding: as in `round_to`; None is nearest-even, but for gradients of few bits under a scaling: see `Policy`.
-    overflow, random_bits, variant: as in `round_to`.
-    hadamard: how it is transformed before, along the axis that the product sums over; the other operand of the product
-        alike. An axis whose length the size does not divide is padded with zeros, which adds nothing to the product.
-    Raises as `round_to` does, TypeError for what is no `Hadamard`.
+    Args:
+        fmt: a format of single numbers or of blocks, or its name.
+        rounding: as in `round_to`; None is nearest-even, but for gradients of few bits under a scaling: see `Policy`.
+        overflow, random_bits, variant: as in `round_to`.
+        hadamard: how it is transformed before, along the axis that the product sums over; the other operand of the
+            product alike. An axis whose length the size does not divide is padded with zeros, which adds nothing to the
+            product.
+
+    Raises:
+        ValueError: as `round_to` does.
+        TypeError: as `round_to` does, and for what is not a `Hadamard`.
 
     >>> print(Operand("e5m2", "stochastic", random_bits=8))
     e5m2 stochastic 8 random bits
@@ -51,7 +56,7 @@ class Operand:
         object.__setattr__(self, "fmt", as_format(self.fmt))
         if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
             raise TypeError(
-                f"hadamard is {shown(self.hadamard)}. Possible: a fpsim.Hadamard, such as Hadamard(16), or None."
+                f"hadamard is {shown(self.hadamard)}. Expected: a fpsim.Hadamard, such as Hadamard(16), or None."
             )
         self.spec()
 
@@ -98,17 +103,22 @@ class Products:
 
     An operand is given as a format, its name, an `Operand`, or None, which leaves it as it comes.
 
-    fprop: (x, w), the operands of y = x w^T.
-    dgrad: (dy, w), those of dx = dy w.
-    wgrad: (dy, x), those of dw = dy^T x.
-    output: the format of y, where the policy has none for activations; a format of single numbers. Its gradient passes.
-    accumulator: what the sums of all three are made in: an `Accumulator` or its name, such as "fp16" or "hopper_fp8";
-        None leaves them to torch, in float32. The bias is added there too.
-    attention: whether products of two activations are quantised too. Without it they are left alone: attention's two
-        products, inside of `scaled_dot_product_attention` or written as `q @ k`, and any other matmul, bmm or einsum
-        none of whose operands is a parameter or a view of one. `linear`, `bilinear` and convolutions always count as
-        products with a weight.
-    Raises ValueError and TypeError for what is no operand.
+    Args:
+        fprop: (x, w), the operands of y = x w^T.
+        dgrad: (dy, w), those of dx = dy w.
+        wgrad: (dy, x), those of dw = dy^T x.
+        output: the format of y, where the policy has none for activations; a format of single numbers. Its gradient
+            passes.
+        accumulator: what the sums of all three are made in: an `Accumulator` or its name, such as "fp16" or
+            "hopper_fp8"; None leaves them to torch, in float32. The bias is added there too.
+        attention: whether products of two activations are quantised too. Without it they are left alone: attention's
+            two products, inside of `scaled_dot_product_attention` or written as `q @ k`, and any other matmul, bmm or
+            einsum none of whose operands is a parameter or a view of one. `linear`, `bilinear` and convolutions always
+            count as products with a weight.
+
+    Raises:
+        ValueError: for what is not an operand, by its value.
+        TypeError: for what is not an operand, by its type.
 
     >>> print(Products(fprop=("e4m3fn", "e4m3fn"), dgrad=("e5m2", "e4m3fn"), wgrad=("e5m2", "e4m3fn")))
     fprop=(e4m3fn nearest_even, e4m3fn nearest_even), dgrad=(e5m2 nearest_even, e4m3fn nearest_even), \
@@ -132,7 +142,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         if self.accumulator is not None:
             object.__setattr__(self, "accumulator", as_accumulator(self.accumulator))
         if not isinstance(self.attention, bool):
-            raise TypeError(f"attention={shown(self.attention)} is impossible. Possible: True, False.")
+            raise TypeError(f"attention={shown(self.attention)} is invalid. Expected: True, False.")
         _require_equal_transforms(self)
         self.specs  # noqa: B018  # a block format as an output is an error now, not in a forward pass
 
@@ -226,7 +236,7 @@ def _require_equal_transforms(products: Products) -> None:
         a, b = (o and o.hadamard for o in getattr(products, product))
         if a != b:
             raise ValueError(
-                f"{product}: {names[0]} came with {a or 'no Hadamard transform'}, {names[1]} with "
+                f"{product}: {names[0]} has {a or 'no Hadamard transform'}, {names[1]} with "
                 f"{b or 'none'}. Both operands of a product are transformed alike, so that it stays what it is."
             )
 
@@ -248,13 +258,13 @@ def _operand(name: str, value: object) -> Operand:
     try:
         return Operand(value)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
-        raise type(error)(f"{name}={shown(value)} is no operand. {error}") from None
+        raise type(error)(f"{name}={shown(value)} is not an operand. {error}") from None
 
 
 def _pair(product: str, names: tuple[str, str], value: object) -> tuple[Operand | None, Operand | None]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(
-            f"{product}={shown(value)} is no pair of operands. Possible: ({', '.join(names)}), each a format, an "
+            f"{product}={shown(value)} is not a pair of operands. Expected: ({', '.join(names)}), each a format, an "
             f"Operand, or None to leave it as it comes; Products.all(fmt) for all operands in one format."
         )
     a, b = (None if v is None else _operand(f"{product}: {n}", v) for n, v in zip(names, value, strict=True))

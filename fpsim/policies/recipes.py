@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -12,11 +12,11 @@ from fpsim.border import require_module
 from fpsim.checks import did_you_mean, nearest, shown
 from fpsim.formats.blocks import Delayed, as_format
 from fpsim.formats.floats import CATALOGUE
-from fpsim.policies.policy import FormatLike, Policy, as_policy
+from fpsim.policies.policy import FormatLike, Policy, policy_of_format
 from fpsim.policies.products import Operand, Products
 from fpsim.tensors.hadamard import Hadamard
 
-__all__ = ["RECIPE_PREFIX", "RecipeRow", "as_policy_of", "recipe", "recipes"]
+__all__ = ["RECIPE_PREFIX", "RecipeRow", "as_policy", "recipe", "recipes"]
 
 MOST_USED = ("fp8_current", "fp8_delayed")  # named first where a name is cut short
 RECIPE_PREFIX = "recipe:"  # before a recipe's name where a format may stand
@@ -39,9 +39,9 @@ class RecipeRow(NamedTuple):
 class _Recipe:
     """A recipe: its words, its policy without a model, and which layers of a model stay in high precision.
 
-    keeps_last: beside embeddings, norms and the head, so many percent of the other layers, rounded up, from the last
+    keeps_last: besides embeddings, norms and the head, so many percent of the other layers, rounded up, from the last
         one; None keeps nothing.
-    keeps_gates: beside these, what chooses among experts.
+    keeps_gates: besides these, what chooses among experts.
     """
 
     description: str
@@ -58,13 +58,15 @@ def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
     activations, weights where they are used. Weights themselves, their gradients and the optimizer's state stay
     float32. Attention's two products stay in bf16 unless `attention=True`.
 
-    name: the recipe's.
-    model: whose layers the recipe keeps in bf16 by name: embeddings, norms, the head, the last layers and gates of
-        experts, for the recipes that keep any. A layer is a module without modules inside that has a weight of two axes
-        or more; the head is the last of them.
-        Without a model every product of every layer is quantised.
-    changes: fields of `Policy` or of its `Products` to be replaced. `overrides` are added to the recipe's own.
-    Raises ValueError for an unknown name or field, and what `Policy` and `Products` raise.
+    Args:
+        name: the recipe's.
+        model: whose layers the recipe keeps in bf16 by name: embeddings, norms, the head, the last layers and gates of
+            experts, for the recipes that keep any. A layer is a module without modules inside that has a weight of two
+            axes or more; the head is the last of them. Without a model every product of every layer is quantised.
+        changes: fields of `Policy` or of its `Products` to be replaced. `overrides` are added to the recipe's own.
+
+    Raises:
+        ValueError: for an unknown name or field, and what `Policy` and `Products` raise.
 
     >>> p = recipe("fp8_current", dgrad=("e5m2", "e4m3fn"))
     >>> print(p.products.fprop[0], "|", p.products.dgrad[0], "|", p.activation)
@@ -90,7 +92,7 @@ def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
                     f"fmt = fpsim.BlockFormat('e4m3fn', 'tensor', 'fp32', fpsim.Delayed({field}=...))."
                 )
             raise ValueError(
-                f"{shown(field)} is no field of a recipe.{hint} Fields of its policy: {', '.join(sorted(of_policy))}; "
+                f"{shown(field)} is not a field of a recipe.{hint} Of its policy: {', '.join(sorted(of_policy))}; "
                 f"of its products: {', '.join(sorted(of_products))}."
             )
     inside = {field: value for field, value in changes.items() if field in of_products}
@@ -104,10 +106,12 @@ def _hint(name: object) -> str:
     """The recipes near to a name; the most used first of those that begin with it.
 
     >>> _hint("fp8")
-    ' Did you mean fp8_current or fp8_delayed?'
+    " Did you mean 'fp8_current' or 'fp8_delayed'?"
     """
     begin = [known for known in MOST_USED if isinstance(name, str) and known.startswith(f"{name.lower()}_")]
-    return f" Did you mean {' or '.join(begin)}?" if begin else did_you_mean(shown(name).lower(), _RECIPES, 3)
+    return (
+        f" Did you mean {' or '.join(map(repr, begin))}?" if begin else did_you_mean(shown(name).lower(), _RECIPES, 3)
+    )
 
 
 def recipes() -> list[RecipeRow]:
@@ -119,21 +123,47 @@ def recipes() -> list[RecipeRow]:
     return [RecipeRow(name, found.description, found.source) for name, found in _RECIPES.items()]
 
 
-def as_policy_of(fmt: FormatLike, model: nn.Module | None = None) -> Policy:
-    """A policy from what stands for a format: a recipe's name behind "recipe:", or what `as_policy` takes.
+def as_policy(
+    fmt: FormatLike, rounding: str | Mapping[str, str] | None = None, *, model: nn.Module | None = None
+) -> Policy:
+    """The policy that a format stands for, as `fpsim.quantize` reads it. Without a model, it checks a format's name.
 
-    model: the model that a recipe is for.
+    A format is that of every role. A format whose numbers share scales is that of all operands of matrix products, and
+    every role stays float32. A policy is returned as it is, and None is float32.
 
-    >>> as_policy_of("recipe:bf16").weight_grad is None
+    Args:
+        fmt: a format by name or as an object, a Policy, the name of a recipe after "recipe:", or None.
+        rounding: the rounding of every role, or of all operands where every role is float32. None keeps the policy's.
+        model: the model that a recipe is for; some recipes keep its last layers in high precision.
+
+    Returns:
+        A Policy.
+
+    Raises:
+        ValueError: for an unknown format, recipe or rounding.
+        TypeError: for what is not a format, or not a module. A mapping of roles is `fpsim.Policy(**mapping)`.
+
+    >>> as_policy("fp16").error
+    'fp16'
+    >>> print(as_policy("mxfp4", "stochastic"))
+    products: mxfp4 stochastic
+    >>> as_policy("recipe:bf16").weight_grad is None
     True
     """
+    if model is not None:
+        require_module(model)
+    policy = _policy_named(fmt, model)
+    return policy if rounding is None else policy.with_rounding(rounding)
+
+
+def _policy_named(fmt: FormatLike, model: nn.Module | None) -> Policy:
     if isinstance(fmt, str) and fmt.startswith(RECIPE_PREFIX):
         return recipe(fmt.removeprefix(RECIPE_PREFIX).strip(), model)
     try:
-        return as_policy(fmt)
+        return policy_of_format(fmt)
     except ValueError as error:
         if isinstance(fmt, str) and fmt in _RECIPES:
-            raise ValueError(f"{fmt!r} is a recipe, no format. Write '{RECIPE_PREFIX}{fmt}'.") from error
+            raise ValueError(f"{fmt!r} is a recipe, not a format. Write '{RECIPE_PREFIX}{fmt}'.") from error
         known = [name for name in _RECIPES if name not in CATALOGUE]
         begin = [name for name in MOST_USED if isinstance(fmt, str) and name.startswith(f"{fmt}_")]
         near = begin or nearest(fmt, known, cutoff=0.7)

@@ -287,27 +287,27 @@ def _require_roundings(update: Update) -> None:
 def _require_compensation(update: Update) -> None:
     if update.compensation is None:
         return
-    came = f"compensation={update.compensation!r}"
+    given = f"compensation={update.compensation!r}"
     if update.weight is None:
-        raise ValueError(f"{came} was given without a format of the weight. Add weight='bf16'.")
+        raise ValueError(f"{given} was given without a format of the weight. Add weight='bf16'.")
     weight = as_format(update.weight)
     if isinstance(weight, BlockFormat):
         raise ValueError(
-            f"{came} was given with weight={weight}, whose numbers share scales. Use a format of single numbers, such "
+            f"{given} was given with weight={weight}, whose numbers share scales. Use a format of single numbers, such "
             f"as '{weight.element}'."
         )
     if update.master is not None:
-        raise ValueError(f"{came} was given with master={shown(update.master)}, which loses nothing. Omit one of them.")
+        raise ValueError(f"{given} was given with master={shown(update.master)}, which loses nothing. Omit one.")
     if update._rounding_of(WEIGHT) != "nearest_even" and not (
         update.compensation == "remainder16" and update._rounding_of(WEIGHT) == "nearest_away"
     ):
         raise ValueError(
-            f"{came} was given with rounding={update._rounding_of(WEIGHT)!r}. A compensation keeps what rounding to "
+            f"{given} was given with rounding={update._rounding_of(WEIGHT)!r}. A compensation keeps what rounding to "
             f"nearest takes. Omit rounding, or the compensation."
         )
     if update.compensation == "remainder16" and weight != CATALOGUE["bf16"]:
         raise ValueError(
-            f"{came} was given with weight={weight}. It is the 16 bits that a bfloat16 lacks of a float32: use "
+            f"{given} was given with weight={weight}. It is the 16 bits that a bfloat16 lacks of a float32: use "
             f"weight='bf16', or compensation='pair'."
         )
 

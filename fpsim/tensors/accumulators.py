@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, fields
 from functools import cache
 
-from fpsim.checks import did_you_mean, is_whole, shown
+from fpsim.checks import did_you_mean, is_whole, refuse, shown
 from fpsim.formats.floats import CATALOGUE, FloatFormat, as_float_format
 from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.variants import MOST_BITS, require_variant
@@ -25,25 +25,28 @@ class Accumulator:
 
     The sum of accumulator and product is exact before it is rounded once, as a fused multiply-add is.
 
-    format: of the accumulator; a name or a FloatFormat.
-    rounding: "nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd" or "stochastic".
-    overflow: "inf", "nan" or "saturate"; None means inf in formats that have one, and the largest value in others.
-    random_bits: of stochastic rounding, wherever it is asked for. None means 32, or as many as a sum of two numbers
-        has to offer: 52 - p for a format of p significant bits.
-    product: the format to which each product is rounded before it is added; None means exact products.
-    product_rounding: of products.
-    chunk: so many terms are added up in an inner accumulator, which starts anew from +0; its result is then added to
-        an outer one, with one rounding. None means that there is one accumulator.
-    outer, outer_rounding: format and rounding of the outer accumulator; None means those of the inner.
-    group: so many products and the accumulator are aligned to the largest exponent among them, cut off below
-        `group_bits` significant bits, added exactly and rounded together. The exponent of a product is the sum of
-        those of its factors. None means that terms are added one by one.
-    group_bits: see group; a number at the largest exponent keeps as many.
-    order: "ascending", term by term; "torch" leaves the product to torch, in float32 and its order.
-    variant: of stochastic rounding with random_bits, wherever it is asked for, as in `round_to`.
-
     Accumulators are values: equal fields make equal, hashable ones, and `as_accumulator(repr(a)) == a`.
-    Raises ValueError for fields that do not go together, among them an accumulator that cannot hold one product.
+
+    Args:
+        format: of the accumulator; a name or a FloatFormat.
+        rounding: "nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd" or "stochastic".
+        overflow: "inf", "nan" or "saturate"; None means inf in formats that have one, and the largest value in others.
+        random_bits: of stochastic rounding, wherever it is asked for. None means 32, or as many as a sum of two numbers
+            has to offer: 52 - p for a format of p significant bits.
+        product: the format to which each product is rounded before it is added; None means exact products.
+        product_rounding: of products.
+        chunk: so many terms are added up in an inner accumulator, which starts again from +0; its result is then added
+            to an outer one, with one rounding. None means that there is one accumulator.
+        outer, outer_rounding: format and rounding of the outer accumulator; None means those of the inner.
+        group: so many products and the accumulator are aligned to the largest exponent among them, cut off below
+            `group_bits` significant bits, added exactly and rounded together. The exponent of a product is the sum of
+            those of its factors. None means that terms are added one by one.
+        group_bits: see group; a number at the largest exponent keeps as many.
+        order: "ascending", term by term; "torch" leaves the product to torch, in float32 and its order.
+        variant: of stochastic rounding with random_bits, wherever it is asked for, as in `round_to`.
+
+    Raises:
+        ValueError: for fields that do not go together, among them an accumulator that cannot hold one product.
 
     >>> Accumulator("cb16", chunk=64) == as_accumulator("cb16_chunk64")
     True
@@ -116,7 +119,7 @@ def _format_with_zero(value: str | FloatFormat, name: str) -> FloatFormat:
     if not f.has_zero:
         raise ValueError(
             f"{name}={f!s} cannot accumulate: it has no zero to start from, and no sign. "
-            f"Possible: any other format, such as 'fp16'."
+            f"Expected: any other format, such as 'fp16'."
         )
     return f
 
@@ -126,12 +129,11 @@ def _require_roundings(a: Accumulator) -> None:
         value = getattr(a, name)
         is_known = isinstance(value, str) and value in ROUNDINGS
         if not is_known and not (value is None and name == "outer_rounding"):
-            hint = did_you_mean(value, ROUNDINGS)
-            raise ValueError(f"Unknown {name} {shown(value)}.{hint} Known: {', '.join(ROUNDINGS)}.")
+            raise ValueError(refuse(f"Unknown {name} {shown(value)}", ROUNDINGS, word=value))
     if a.product is None and a.product_rounding != "nearest_even":
         raise ValueError(
-            f"product_rounding={shown(a.product_rounding)} came without a product format, so that products stay exact. "
-            f"Give product='fp16' or another format, or leave product_rounding away."
+            f"product_rounding={shown(a.product_rounding)} was given without a product format, so that products stay "
+            f"exact. Give product='fp16' or another format, or omit product_rounding."
         )
 
 
@@ -140,8 +142,8 @@ def _require_chunks(a: Accumulator) -> None:
         for name in ("outer", "outer_rounding"):
             if getattr(a, name) is not None:
                 raise ValueError(
-                    f"{name}={getattr(a, name)!s} came without a chunk: there is one accumulator. "
-                    f"Give chunk=64 or another number of terms, or leave {name} away."
+                    f"{name}={getattr(a, name)!s} was given without a chunk: there is one accumulator. "
+                    f"Give chunk=64 or another number of terms, or omit {name}."
                 )
     elif not is_whole(a.chunk, 1) or a.chunk >= 2**31:
         raise ValueError(
@@ -152,25 +154,25 @@ def _require_chunks(a: Accumulator) -> None:
 def _require_groups(a: Accumulator) -> None:
     if (a.group is None) != (a.group_bits is None):
         raise ValueError(
-            f"group={shown(a.group)} came with group_bits={shown(a.group_bits)}. Give both, the number of products "
-            f"and the significant bits that they keep, as group=32, group_bits=14; or neither."
+            f"group={shown(a.group)} was given with group_bits={shown(a.group_bits)}. Give both, the number of "
+            f"products and the significant bits that they keep, as group=32, group_bits=14; or neither."
         )
     if a.group is None or a.group_bits is None:
         return
     if not is_whole(a.group, 1) or a.group > LARGEST_GROUP:
         raise ValueError(
-            f"group={shown(a.group)} is no number of products. Possible: the integers 1 to {LARGEST_GROUP}."
+            f"group={shown(a.group)} is not a number of products. Expected: the integers 1 to {LARGEST_GROUP}."
         )
     most = EXACT_BITS - 1 - int(a.group).bit_length()  # each of group + 1 numbers is below 2**(group_bits + 1) units
     if not is_whole(a.group_bits, 1) or a.group_bits > most:
         raise ValueError(
-            f"group_bits={shown(a.group_bits)} is impossible. Possible: 1 to {most} for groups of {a.group}, whose "
+            f"group_bits={shown(a.group_bits)} is invalid. Expected: 1 to {most} for groups of {a.group}, whose "
             f"sum has to be exact in {EXACT_BITS} bits."
         )
     if a.product is not None:
         raise ValueError(
-            f"product={a.product!s} came with group={a.group}: products of a group are cut off where the largest of "
-            f"them ends, not rounded to a format. Leave one of the two away."
+            f"product={a.product!s} was given with group={a.group}: products of a group are cut off where the largest "
+            f"of them ends, not rounded to a format. Omit one of the two."
         )
 
 
@@ -186,21 +188,21 @@ def _require_room_for_products(a: Accumulator) -> None:
     if not fits:
         raise ValueError(
             f"An accumulator in {f!s} is narrower than one product in {product!s}: it does not hold every value of "
-            f"it. Possible: a product format within the accumulator's range and precision, the accumulator's own, or "
+            f"it. Expected: a product format within the accumulator's range and precision, the accumulator's own, or "
             f"product=None for exact products."
         )
 
 
 def _require_order(a: Accumulator) -> None:
     if not isinstance(a.order, str) or a.order not in ORDERS:
-        raise ValueError(f"Unknown order {shown(a.order)}.{did_you_mean(a.order, ORDERS)} Known: {', '.join(ORDERS)}.")
+        raise ValueError(refuse(f"Unknown order {shown(a.order)}", ORDERS, word=a.order))
     if a.order == "torch":
         for field in (f for f in fields(a) if f.name != "order"):
             value, wanted = getattr(a, field.name), CATALOGUE["fp32"] if field.name == "format" else field.default
             if value != wanted:
                 raise ValueError(
-                    f"order='torch' came with {field.name}={value!s}. torch adds up in float32 and in an order of its "
-                    f"own. Use Accumulator('fp32', order='torch'), or leave order away."
+                    f"order='torch' was given with {field.name}={value!s}. torch adds up in float32 and in an order of "
+                    f"its own. Use Accumulator('fp32', order='torch'), or omit order."
                 )
 
 
@@ -213,12 +215,11 @@ def _require_random_bits(a: Accumulator) -> None:
         return
     if not a.is_stochastic:
         raise ValueError(
-            f"random_bits={shown(a.random_bits)} came without a 'stochastic' rounding, which alone uses them."
+            f"random_bits={shown(a.random_bits)} was given without a 'stochastic' rounding, which alone uses them."
         )
     if not is_whole(a.random_bits, 1) or a.random_bits > most:
         raise ValueError(
-            f"random_bits={shown(a.random_bits)} is impossible. Possible: 1 to {most}, or None for as many as there "
-            f"are."
+            f"random_bits={shown(a.random_bits)} is invalid. Expected: 1 to {most}, or None for as many as there are."
         )
 
 
@@ -244,11 +245,15 @@ _REPR = re.compile(r"Accumulator\((.*)\)", re.DOTALL)
 def as_accumulator(accumulator: str | Accumulator | FloatFormat) -> Accumulator:
     """The accumulator that a name, a format, a `repr` or an accumulator stands for.
 
-    accumulator: a name of ACCUMULATORS ("fp32", "fp16", "cb16_chunk64", "wang2018", "hopper_fp8",
-        "hopper_fp8_chunk128"), any format's name, which adds up in that format, the same with `_chunkN`, the `repr` of
-        an accumulator, a FloatFormat, or an Accumulator. "fp32" is torch's own product;
-        `Accumulator("fp32")` adds up in float32 term by term.
-    Raises ValueError for an unknown name, TypeError for what is no name.
+    Args:
+        accumulator: a name of ACCUMULATORS ("fp32", "fp16", "cb16_chunk64", "wang2018", "hopper_fp8",
+            "hopper_fp8_chunk128"), any format's name, which adds up in that format, the same with `_chunkN`, the `repr`
+            of an accumulator, a FloatFormat, or an Accumulator. "fp32" is torch's own product; `Accumulator("fp32")`
+            adds up in float32 term by term.
+
+    Raises:
+        ValueError: for an unknown name.
+        TypeError: for what is not a name.
 
     >>> as_accumulator("bf16_chunk32")
     Accumulator('bf16', chunk=32)
@@ -262,7 +267,7 @@ def as_accumulator(accumulator: str | Accumulator | FloatFormat) -> Accumulator:
     if not isinstance(accumulator, str):
         raise TypeError(
             f"An accumulator is wanted, not {shown(accumulator)} of type {type(accumulator).__name__}. "
-            f"Possible: a name such as 'fp16' or 'cb16_chunk64', or an Accumulator."
+            f"Expected: a name such as 'fp16' or 'cb16_chunk64', or an Accumulator."
         )
     return _parse(accumulator)
 

@@ -262,7 +262,7 @@ def round_traced(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_i
     """A rounded copy of a tensor that a compiler traces, below autograd. Arguments as in `launch.round_memory_`.
 
     The noise of stochastic rounding is the kernels' on the CPU, from keys that are drawn as without a compiler; on a
-    card it is the compiler's: as uniform, and other bits.
+    card it is the compiler's: equally uniform, but different bits.
     """
     width = container_width(spec, x.dtype)
     if width == 0:

@@ -16,7 +16,7 @@ from fpsim.kernels.accumulate import Code, Sizes, cpu_loop, cuda_loop, memory_of
 from fpsim.kernels.core import Plan, make_plan
 from fpsim.kernels.sums import EXACT
 from fpsim.tensors.accumulators import Accumulator, as_accumulator
-from fpsim.tensors.launch import key_arguments, run_on_card, run_parts
+from fpsim.tensors.launch import NO_KEY_ADDRESS, key_arguments, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for, new_traceable_key
 from fpsim.tensors.spec import address_of, require_floating
 from fpsim.torch_internals import constant_under_compile
@@ -68,9 +68,6 @@ def summation_of(accumulator: Accumulator) -> Summation:
     return Summation(accumulator)
 
 
-_NO_KEY = np.zeros(2, np.uint32)
-
-
 def accumulate(
     a: Tensor, b: Tensor, accumulator: Accumulator, bias: Tensor | None = None, key: Tensor | None = None
 ) -> Tensor:
@@ -106,7 +103,7 @@ def accumulate(
 def _run_on_cpu(summation: Summation, sizes: Sizes, key: Tensor | None, *tensors: Tensor) -> None:
     addresses = [address_of(x) for x in tensors]
     numbers = np.array((*sizes, *(integer for plan in summation.plans for integer in plan)), np.int64)
-    rest = numbers.ctypes.data, _NO_KEY.ctypes.data if key is None else key.data_ptr()
+    rest = numbers.ctypes.data, NO_KEY_ADDRESS if key is None else key.data_ptr()
     count = tiles(sizes)
     work = sizes.batches * sizes.rows * sizes.columns * sizes.terms
     threads = min(count, torch.get_num_threads()) if work >= PARALLEL_FROM else 1
@@ -216,19 +213,26 @@ def matmul(
     sum is exact before it is rounded, subnormals included. NaN, inf and -0 go as IEEE 754 has them; a sum beyond the
     format's largest value overflows as the accumulator says. Without terms the result is +0.
 
-    a, b: float32 of the same device, in the shapes of torch.matmul: vectors, matrices, batches that broadcast; any
-        strides. They are not rounded: round them first, with `round_to`, where the hardware holds them in a format.
-    accumulator: an Accumulator, or what `as_accumulator` takes; "fp32" is torch's own product.
-    bias: float32 that broadcasts to the result. It is added to the last sum, the outer one if there are chunks, with
-        one more rounding: the epilogue of a hardware product does so.
-    Returns float32 of torch.matmul's shape. Every value is one of the accumulator's (the outer's) format.
-
     The gradients of `a` and `b` are products in the same accumulator, and so are theirs; that of `bias`, and the sums
     over axes that were broadcast, are torch's. Stochastic noise follows `manual_seed`: an element and a rounding have
     the same on every device and with any number of threads.
 
-    Raises TypeError for what is no float32 tensor, ValueError for shapes that do not fit and unknown accumulators,
-    NotImplementedError in forward-mode differentiation.
+    Every value is one of the accumulator's (the outer's) format.
+
+    Args:
+        a, b: float32 of the same device, in the shapes of torch.matmul: vectors, matrices, batches that broadcast; any
+            strides. They are not rounded: round them first, with `round_to`, where the hardware holds them in a format.
+        accumulator: an Accumulator, or what `as_accumulator` takes; "fp32" is torch's own product.
+        bias: float32 that broadcasts to the result. It is added to the last sum, the outer one if there are chunks,
+            with one more rounding: the epilogue of a hardware product does so.
+
+    Returns:
+        Float32 of torch.matmul's shape.
+
+    Raises:
+        TypeError: for what is not a float32 tensor.
+        ValueError: for shapes that do not fit and unknown accumulators.
+        NotImplementedError: in forward-mode differentiation.
 
     >>> ones = torch.ones(4096)
     >>> matmul(ones, ones, "fp16"), matmul(ones, ones, "cb16_chunk64")
@@ -261,11 +265,11 @@ def _require_matrices(a: Any, b: Any) -> None:
         require_floating(x, name)
         if x.dtype is not torch.float32:
             raise TypeError(
-                f"{name} has dtype {str(x.dtype).removeprefix('torch.')}. Possible: float32, which holds the values of "
+                f"{name} has dtype {str(x.dtype).removeprefix('torch.')}. Expected: float32, which holds the values of "
                 f"every format. Convert it with {name}.float()."
             )
         if x.ndim == 0:
-            raise ValueError(f"{name} is 0-d. Possible: vectors, matrices and batches of them. For a number use a * b.")
+            raise ValueError(f"{name} is 0-d. Expected: vectors, matrices and batches of them. For a number use a * b.")
     if a.device != b.device:
         raise ValueError(f"a is on {a.device}, b on {b.device}. Move one of them: b.to(a.device).")
     terms = b.shape[0] if b.ndim == 1 else b.shape[-2]
@@ -292,7 +296,7 @@ def _refuse_forward_mode(*operands: Tensor | None) -> None:
         return
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in operands):
         raise NotImplementedError(
-            "matmul came with a tangent of forward-mode differentiation. Possible: reverse mode, by backward, "
+            "matmul was given a tangent of forward-mode differentiation. Expected: reverse mode, by backward, "
             "torch.func.grad or torch.func.vjp; or accumulator='fp32', which is torch's own product."
         )
 
@@ -301,7 +305,7 @@ def _broadcast_bias(bias: Any, shape: tuple[int, ...], device: torch.device) -> 
     require_floating(bias, "bias")
     if bias.dtype is not torch.float32 or bias.device != device:
         raise TypeError(
-            f"bias is {str(bias.dtype).removeprefix('torch.')} on {bias.device}. Possible: float32 on {device}."
+            f"bias is {str(bias.dtype).removeprefix('torch.')} on {bias.device}. Expected: float32 on {device}."
         )
     try:
         return bias.expand(shape)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fpsim.checks import did_you_mean, is_whole, shown
 from fpsim.kernels.hadamard import LANES, cpu_loop, cuda_loop
-from fpsim.tensors.launch import PARALLEL_FROM, key_arguments, run_on_card, run_parts
+from fpsim.tensors.launch import NO_KEY_ADDRESS, PARALLEL_FROM, key_arguments, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for, new_traceable_key
 from fpsim.tensors.spec import address_of, require_floating
 from fpsim.torch_internals import has_no_holes
@@ -32,11 +32,14 @@ class Hadamard:
     H is Sylvester's matrix in its natural order, D a diagonal of signs. D H / sqrt(size) is orthogonal: where both
     operands of a product are transformed along the axis that it sums over, it gives the same, and nothing is undone.
 
-    size: elements of a group, a power of two from 2 to 1024.
-    signs: None for no D; "fixed" for the 16 signs + + + - + - - - - - - + - + - - of NVIDIA's TransformerEngine, which
-        begin anew after 16 and are cut off for smaller groups; "random" for signs that a noise key decides, the same
-        for every group.
-    Raises ValueError for other sizes and signs.
+    Args:
+        size: elements of a group, a power of two from 2 to 1024.
+        signs: None for no D; "fixed" for the 16 signs + + + - + - - - - - - + - + - - of NVIDIA's TransformerEngine,
+            which begin again after 16 and are cut off for smaller groups; "random" for signs that a noise key decides,
+            the same for every group.
+
+    Raises:
+        ValueError: for other sizes and signs.
 
     >>> Hadamard(16, "fixed")
     Hadamard(size=16, signs='fixed')
@@ -48,7 +51,7 @@ class Hadamard:
     def __post_init__(self) -> None:
         if not is_whole(self.size, 2) or self.size > LARGEST_SIZE or self.size & (self.size - 1):
             raise ValueError(
-                f"size={shown(self.size)} is impossible for a Hadamard transform. Possible: powers of two, 2 to 1024."
+                f"size={shown(self.size)} is invalid for a Hadamard transform. Expected: powers of two, 2 to 1024."
             )
         if not (self.signs is None or isinstance(self.signs, str)) or self.signs not in SIGNS:
             raise ValueError(
@@ -69,14 +72,20 @@ def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None 
     whole group, and so does a sum beyond the largest float32, as inf. float16 and bfloat16 are computed in float32 and
     rounded once. The gradient is that of the linear map, the inverse transform.
 
-    x: float32, float64, float16 or bfloat16, any shape and strides, on the CPU or a CUDA device.
-    transform: size and signs.
-    axis: along which groups are formed. Its length is a multiple of the size.
-    key: the 64 bits that decide random signs, an int64 of no dimension on the CPU; None draws them from the noise's
-        stream. Two tensors with one key get the same signs.
-    Returns the same shape, dtype and device.
-    Raises ValueError for a length that the size does not divide, IndexError for an axis that is not there, TypeError
-    for tensors that cannot be transformed.
+    Args:
+        x: float32, float64, float16 or bfloat16, any shape and strides, on the CPU or a CUDA device.
+        transform: size and signs.
+        axis: along which groups are formed. Its length is a multiple of the size.
+        key: the 64 bits that decide random signs, an int64 of no dimension on the CPU; None draws them from the noise's
+            stream. Two tensors with one key get the same signs.
+
+    Returns:
+        The same shape, dtype and device.
+
+    Raises:
+        ValueError: for a length that the size does not divide.
+        IndexError: for an axis that is not there.
+        TypeError: for tensors that cannot be transformed.
 
     >>> hadamard(torch.tensor([8.0, 0.0, 0.0, 0.0]), Hadamard(4))
     tensor([4., 4., 4., 4.])
@@ -87,13 +96,15 @@ def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None 
     if not isinstance(transform, Hadamard):
         raise TypeError(
             f"transform is {type(transform).__name__}, {shown(transform)}. "
-            f"Possible: a fpsim.Hadamard, such as Hadamard(16)."
+            f"Expected: a fpsim.Hadamard, such as Hadamard(16)."
         )
     require_floating(x)
     if not is_whole(axis):
-        raise TypeError(f"axis={shown(axis)} is not an integer. Possible: {-x.dim()} to {x.dim() - 1}.")
+        raise TypeError(f"axis={shown(axis)} is not an integer. Expected: {-x.dim()} to {x.dim() - 1}.")
     if not -x.dim() <= axis < x.dim():
-        raise IndexError(f"axis={shown(axis)} came with {x.dim()} dimensions. Possible: {-x.dim()} to {x.dim() - 1}.")
+        raise IndexError(
+            f"axis={shown(axis)} is out of range for {x.dim()} dimensions. Expected: {-x.dim()} to {x.dim() - 1}."
+        )
     axis %= x.dim()
     require_groups(transform, x.shape[axis], f"x of shape {tuple(x.shape)} along axis {axis}")
     if key is not None:
@@ -110,8 +121,8 @@ def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None 
 
 def _require_key(key: Any) -> None:
     if not isinstance(key, Tensor) or key.dtype is not torch.int64 or key.dim():
-        came = f"a tensor of {key.dtype}, shape {tuple(key.shape)}" if isinstance(key, Tensor) else shown(key)
-        raise TypeError(f"key is {came}. Expected: an int64 tensor of no dimension, or None.")
+        given = f"a tensor of {key.dtype}, shape {tuple(key.shape)}" if isinstance(key, Tensor) else shown(key)
+        raise TypeError(f"key is {given}. Expected: an int64 tensor of no dimension, or None.")
 
 
 def apply_hadamard_operator(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None) -> Tensor:
@@ -125,8 +136,8 @@ def require_groups(transform: Hadamard, length: int, where: str) -> None:
         largest = length & -length
         fitting = f"sizes that divide it, {largest} at most" if largest > 1 else "no size at all, for it is odd"
         raise ValueError(
-            f"A Hadamard transform of size {transform.size} came to {where}, whose length {length} it does not divide. "
-            f"Possible: {fitting}. Choose another size, pad the axis, or leave the transform away here."
+            f"A Hadamard transform of size {transform.size} reached {where}, whose length {length} it does not divide. "
+            f"Expected: {fitting}. Choose another size, pad the axis, or omit the transform here."
         )
 
 
@@ -141,9 +152,6 @@ def padded_to_groups(x: Tensor, transform: Hadamard, axis: int) -> Tensor:
     shape = list(x.shape)
     shape[axis] = missing
     return torch.cat([x, x.new_zeros(shape)], dim=axis)
-
-
-_NO_KEY = np.zeros(2, np.uint32)
 
 
 def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, is_inverse: bool = False) -> Tensor:
@@ -168,7 +176,7 @@ def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, i
         run_on_card(on_card, x, -(-lines * transform.size // on_card.threads), arguments)
         return out
     loop = cpu_loop(transform.size, 8 * x.element_size())
-    key_address = _NO_KEY.ctypes.data if key is None else key.data_ptr()
+    key_address = NO_KEY_ADDRESS if key is None else key.data_ptr()
     source, target = address_of(x), address_of(out)
     threads = torch.get_num_threads() if x.numel() >= PARALLEL_FROM else 1
     per_thread = -(-lines // (threads * LANES)) * LANES

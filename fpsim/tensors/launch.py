@@ -71,7 +71,7 @@ def kernel_for(spec: RoundingSpec, width: int, masks: Masks = NO_MASKS) -> Kerne
 def masks_of(spec: RoundingSpec, dtype: torch.dtype, width: int, keep_infinity: bool = True) -> Masks:
     """What stands for a mask, in a container of `width` bits, in tensors of this dtype.
 
-    Models write `torch.finfo(x.dtype).min` or -inf where attention may not look. In a container that is no number of
+    Models write `torch.finfo(x.dtype).min` or -inf where attention may not look. In a container that is not a number of
     the computation: a format with less range must neither make it inf nor saturate it to a number that can be seen.
 
     keep_infinity: whether -inf is a mask, and was not computed from numbers.
@@ -101,7 +101,7 @@ _BEYOND_FLOAT64 = 4400  # of a scale: its numbers span 2**-1074 to 2**1024
 
 _NO_KEY = np.zeros(2, np.uint32)
 _NO_SCALE = np.zeros(1, np.int64)
-_NO_KEY_ADDRESS, _NO_SCALE_ADDRESS = _NO_KEY.ctypes.data, _NO_SCALE.ctypes.data  # asked for once: it takes 0.8 us
+NO_KEY_ADDRESS, _NO_SCALE_ADDRESS = _NO_KEY.ctypes.data, _NO_SCALE.ctypes.data  # asked for once: it takes 0.8 us
 _pools: dict[int, ThreadPoolExecutor] = {}
 
 
@@ -140,7 +140,7 @@ def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_sc
         return
     scale_address = _NO_SCALE_ADDRESS if log2_scale is None else log2_scale.data_ptr()
     size = kernel.plan.width // 8
-    key_address = _NO_KEY_ADDRESS if key is None else key.data_ptr()
+    key_address = NO_KEY_ADDRESS if key is None else key.data_ptr()
     source, target = src.data_ptr(), dst.data_ptr()
     if not (source and target and key_address and scale_address) and n:
         raise no_memory(dst if source else src)
@@ -185,8 +185,8 @@ def run_on_card(loop: CudaKernel, x: Tensor, blocks: int, arguments: tuple[float
     """Launch a CUDA kernel on the device of `x`, and there on torch's current stream."""
     if _IS_ROCM:
         raise NotImplementedError(
-            "A tensor on an AMD GPU came, which torch calls cuda too: the kernels are for NVIDIA's. "
-            "Possible: move the tensor to the CPU with .cpu()."
+            "A tensor on an AMD GPU was given, which torch calls cuda too: the kernels are for NVIDIA's. "
+            "Expected: move the tensor to the CPU with .cpu()."
         )
     device = x.get_device()
     if device == torch.cuda.current_device():
@@ -308,7 +308,7 @@ def round_fitting_(x: Tensor, spec: RoundingSpec, log2_scale: Tensor, ceiling: f
         return None
     kernel, key = kernel_for(spec, width), new_key() if is_stochastic and n else None
     source, scale, size = address_of(x), address_of(log2_scale), width // 8
-    rest = kernel.address, _NO_KEY_ADDRESS if key is None else key.data_ptr()
+    rest = kernel.address, NO_KEY_ADDRESS if key is None else key.data_ptr()
     if n < PARALLEL_FROM:
         return kernel.fitting_loop(source, n, *rest, 0, scale, ceiling)  # type: ignore[no-any-return]
     parts = [

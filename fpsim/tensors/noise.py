@@ -56,6 +56,9 @@ def manual_seed(seed: int | None) -> None:
     DataLoader gives each of its workers a seed of torch's stream, and knows nothing of this one: give it
     `worker_init_fn=lambda worker: fpsim.manual_seed(torch.initial_seed())`. A spawned process follows torch.
 
+    Args:
+        seed: an integer of 64 bits, or None.
+
     >>> from fpsim import round_to
     >>> x = torch.full((4,), 1.5)
     >>> manual_seed(0); first = round_to(x, "e5m0", "stochastic")
@@ -168,7 +171,7 @@ def new_key_for(x: Tensor) -> Tensor:
     """A key for a rounding of `x`: `new_key`, or an int64 on its card while a CUDA graph is captured.
 
     A graph repeats what was captured: a number would be the same in every replay. What torch's own generator of the
-    card draws in a captured operation is drawn anew in each, so that the noise follows `torch.manual_seed` there.
+    card draws in a captured operation is drawn again in each, so that the noise follows `torch.manual_seed` there.
     """
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return torch.empty((), dtype=torch.int64, device=x.device).random_()

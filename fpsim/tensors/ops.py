@@ -37,11 +37,11 @@ def _require_out(out: Any, x: Any) -> None:
     """`out` fits `x`: two tensors, or two arrays."""
     library = "torch" if isinstance(x, Tensor) else "numpy"
     for what in ("dtype", "device", "shape"):
-        came, wanted = getattr(out, what, None), getattr(x, what, None)  # NumPy 1 has no devices
-        if came != wanted:
+        given, wanted = getattr(out, what, None), getattr(x, what, None)  # NumPy 1 has no devices
+        if given != wanted:
             if what == "shape":
-                came, wanted = tuple(out.shape), tuple(x.shape)
-            raise ValueError(f"out has {what} {came}, x has {wanted}. They must agree: {library}.empty_like(x) does.")
+                given, wanted = tuple(out.shape), tuple(x.shape)
+            raise ValueError(f"out has {what} {given}, x has {wanted}. They must agree: {library}.empty_like(x) does.")
     if isinstance(out, Tensor):
         strides, is_contiguous = out.stride(), out.is_contiguous()
     else:
@@ -49,7 +49,7 @@ def _require_out(out: Any, x: Any) -> None:
     if not is_contiguous:
         raise ValueError(
             f"out has strides {strides}, which is not contiguous. "
-            f"Use {library}.empty(x.shape, dtype=x.dtype), or leave out= away."
+            f"Use {library}.empty(x.shape, dtype=x.dtype), or omit out=."
         )
 
 
@@ -96,22 +96,28 @@ def round_to(
     NaN stays NaN; -0 keeps its sign where the format has one. float64 is rounded directly, never through float32. The
     gradient passes through unchanged (straight-through).
 
-    x: float32, float64, float16 or bfloat16 tensor or ndarray, any shape and strides, on the CPU or a CUDA device.
-    fmt: a format, or its name.
-    rounding: "nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd" or "stochastic".
-    overflow: what lies beyond the largest value gives: "inf", "nan" or "saturate". None means inf in formats that have
-        one, and the largest value in others and in block formats.
-    random_bits: for "stochastic", how many random bits r decide (1 to 32); None uses every discarded bit up to 32.
-    out: a contiguous tensor of the same shape, dtype and device to write to; no gradient then.
-    axis: in block formats, the axis along which elements share a scale, the last one by default; (across, axis) gives
-        a tile's rows their axis too. Of a product, blocks run along the contraction axis. `x` is a float32 then.
-    variant: with random_bits, how the distance to the lower neighbour is rounded to r bits, which are the probability
-        to go up: "A" cuts it off, so that results are too close to zero by 2^-(r+1) of the spacing on average; "B"
-        rounds it to nearest, ties away, "C" to nearest even, both without that bias; "C_ties_to_odd", "C_to_odd" as
-        their names say. A, B and C are IEEE P3109's.
-    Returns the same shape, dtype and device.
-    Raises ValueError for unknown words, TypeError for tensors that cannot be rounded, among them a dtype that cannot
-    hold every value of the format.
+    Args:
+        x: float32, float64, float16 or bfloat16 tensor or ndarray, any shape and strides, on the CPU or a CUDA device.
+        fmt: a format, or its name.
+        rounding: "nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd" or "stochastic".
+        overflow: what lies beyond the largest value gives: "inf", "nan" or "saturate". None means inf in formats that
+            have one, and the largest value in others and in block formats.
+        random_bits: for "stochastic", how many random bits r decide (1 to 32); None uses every discarded bit up to 32.
+        out: a contiguous tensor of the same shape, dtype and device to write to; no gradient then.
+        axis: in block formats, the axis along which elements share a scale, the last one by default; (across, axis)
+            gives a tile's rows their axis too. Of a product, blocks run along the contraction axis. `x` is a float32
+            then.
+        variant: with random_bits, how the distance to the lower neighbour is rounded to r bits, which are the
+            probability to go up: "A" cuts it off, so that results are too close to zero by 2^-(r+1) of the spacing on
+            average; "B" rounds it to nearest, ties away, "C" to nearest even, both without that bias; "C_ties_to_odd",
+            "C_to_odd" as their names say. A, B and C are IEEE P3109's.
+
+    Returns:
+        The same shape, dtype and device.
+
+    Raises:
+        ValueError: for unknown words.
+        TypeError: for tensors that cannot be rounded, among them a dtype that cannot hold every value of the format.
 
     >>> round_to(torch.tensor([1.0, 65519.0, 65520.0, -1e-8]), "fp16")
     tensor([1.0000e+00, 6.5504e+04,        inf, -0.0000e+00])
@@ -169,7 +175,7 @@ def _require_tensor_out(out: Any, x: Tensor) -> None:
     require_floating(out, "out")
     _require_out(out, x)
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
-        raise ValueError("out= keeps no gradient, and x or out requires one. Leave out= away, or use torch.no_grad().")
+        raise ValueError("out= keeps no gradient, and x or out requires one. Omit out=, or use torch.no_grad().")
 
 
 @constant_under_compile
@@ -244,7 +250,11 @@ def round_to_(
 ) -> Tensor:
     """Round `x` in place and return it: `round_to` without a second copy, any strides.
 
-    The gradient passes through unchanged. A leaf that requires a gradient is refused, as torch does.
+    The gradient passes through unchanged.
+
+    Args:
+        x: a tensor of any strides. A leaf that requires a gradient is refused, as torch does.
+        fmt, rounding, overflow, random_bits, variant: as in `round_to`; a format of blocks is refused.
 
     >>> x = torch.tensor([[1.0, 2.1], [3.3, 4.0]])
     >>> round_to_(x.T, "e5m2"); x
@@ -258,7 +268,7 @@ def round_to_(
     base = base_of(x)
     if torch.is_grad_enabled() and x.requires_grad and (x if base is None else base).is_leaf:
         raise RuntimeError(
-            "round_to_ came with a leaf that requires a gradient, or a view of one; an in-place change would lose its "
+            "round_to_ was given a leaf that requires a gradient, or a view of one; an in-place change would lose its "
             "history. Use round_to(x), or torch.no_grad()."
         )
     if not is_plain(x):
@@ -273,13 +283,14 @@ class Rounder(nn.Module):
 
     Shapes and dtypes pass unchanged.
 
-    forward: the format of activations; None leaves them alone.
-    backward: the format of their gradients; None leaves them alone.
-    rounding: of activations, as in `round_to`.
-    backward_rounding: of gradients; None means the same.
-    overflow, backward_overflow: as in `round_to`.
-    random_bits, variant: as in `round_to`, of activations and of gradients alike where their rounding is stochastic.
-        Raises ValueError where neither is.
+    Args:
+        forward: the format of activations; None leaves them alone.
+        backward: the format of their gradients; None leaves them alone.
+        rounding: of activations, as in `round_to`.
+        backward_rounding: of gradients; None means the same.
+        overflow, backward_overflow: as in `round_to`.
+        random_bits, variant: as in `round_to`, of activations and of gradients alike where their rounding is
+            stochastic. Raises ValueError where neither is.
 
     >>> layer = Rounder(forward="e4m3fn", backward="e5m2")
     >>> x = torch.tensor([0.3], requires_grad=True)

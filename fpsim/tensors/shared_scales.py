@@ -16,7 +16,7 @@ from fpsim.formats.blocks import BlockFormat, as_format
 from fpsim.kernels import block_loops, block_teams, blocks
 from fpsim.kernels.codebook_tables import any_plan
 from fpsim.kernels.core import BINARY32, make_plan, scale_limits
-from fpsim.tensors.launch import PARALLEL_FROM, key_arguments, on_card, parts_of, run_on_card, run_parts
+from fpsim.tensors.launch import NO_KEY_ADDRESS, PARALLEL_FROM, key_arguments, on_card, parts_of, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for
 from fpsim.tensors.spec import BlockSpec, address_of
 
@@ -88,16 +88,16 @@ def axis_pair(axis: int | tuple[int, int] | None) -> tuple[int, int | None]:
     """Along which axis blocks run, and along which the rows of a tile. Raises ValueError for what is neither."""
     if isinstance(axis, tuple):
         if len(axis) != 2:
-            raise ValueError(f"axis={shown(axis)} is no pair. Possible: one axis, or (across, axis) for tiles.")
+            raise ValueError(f"axis={shown(axis)} is not a pair. Expected: one axis, or (across, axis) for tiles.")
         return axis[1], axis[0]
     return (-1 if axis is None else axis), None
 
 
 def require_no_axis(axis: object, fmt: object) -> None:
-    """Raise ValueError for an axis that came with a format of single numbers."""
+    """Raise ValueError for an axis that was given with a format of single numbers."""
     if axis is not None:
-        as_format(fmt)  # which raises for what is no format at all
-        raise ValueError(f"axis={shown(axis)} came with {shown(fmt)}, whose numbers share no scale. Leave axis away.")
+        as_format(fmt)  # which raises for what is not a format at all
+        raise ValueError(f"axis={shown(axis)} was given with {shown(fmt)}, whose numbers share no scale. Omit axis.")
 
 
 class Cut(NamedTuple):
@@ -124,8 +124,8 @@ def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int 
         return BlockAxes(math.prod(sizes[:axis]), 1, 1, sizes[axis], math.prod(sizes[axis + 1 :]), 1, c)
     if rank < 2:
         raise ValueError(
-            f"Tiles of {r} x {c} came for a tensor of shape {tuple(shape)}. Possible: two axes or more, or a format "
-            f"whose blocks run along one."
+            f"Tiles of {r} x {c} were given for a tensor of shape {tuple(shape)}. Expected: two axes or more, or a "
+            f"format whose blocks run along one."
         )
     across = (axis - 1 if axis else 1) if across is None else _axis(across, shape, "across")
     if across == axis:
@@ -148,7 +148,7 @@ def _axis(axis: int, shape: torch.Size, name: str) -> int:
     rank = max(len(shape), 1)
     if isinstance(axis, bool) or not isinstance(axis, int) or not -rank <= axis < rank:
         raise ValueError(
-            f"{name}={shown(axis)} is no axis of a tensor of shape {tuple(shape)}. Possible: {-rank} to {rank - 1}."
+            f"{name}={shown(axis)} is not an axis of a tensor of shape {tuple(shape)}. Expected: {-rank} to {rank - 1}."
         )
     return axis % rank
 
@@ -194,7 +194,14 @@ def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None 
     """
     scales = _run(x, spec, axis, across, None, None, True)[1]
     assert scales is not None
-    return scales.flatten()[0] if spec.fmt.block == "tensor" else scales
+    if spec.fmt.block == "tensor" or not x.dim():
+        return scales.flatten()[0]
+    (r, c), shape, along = spec.fmt.tile, list(x.shape), axis % x.dim()
+    shape[along] = -(-shape[along] // (c or shape[along]))
+    if r != 1:
+        other = (along - 1 if along else 1) if across is None else across
+        shape[other] = -(-shape[other] // r)
+    return scales.reshape(shape)
 
 
 def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale: Tensor | None) -> Tensor:
@@ -232,13 +239,13 @@ def _run(
     f = spec.fmt
     if f.is_delayed != (scale is not None):
         raise ValueError(
-            f"{f} takes its scale from earlier steps, and none came. Possible: as an operand of products in a "
+            f"{f} takes its scale from earlier steps, and none was given. Expected: as an operand of products in a "
             f"quantised model, which remembers them; here, the same format with scale_rule='amax'."
             if f.is_delayed
-            else f"A scale came for {f}, which computes its own. Leave scale away."
+            else f"A scale was given for {f}, which computes its own. Omit scale."
         )
     if type(axis) is not int or (across is not None and type(across) is not int):
-        block_axes(x.shape, f.tile, axis, across)  # which raises for what is no axis, and may have no hash
+        block_axes(x.shape, f.tile, axis, across)  # which raises for what is not an axis, and may have no hash
     plan, axes, units = _kept(spec, x.shape, axis, across, x.is_cuda)
     source = x.detach()
     if x.dtype is not torch.float32 or not x.is_contiguous():
@@ -267,8 +274,6 @@ def _multiplier(amax: Tensor, largest: float) -> Tensor:
     return torch.where(value == 0, torch.ones_like(found), found).view(torch.int32).long()
 
 
-_NO_KEY = np.zeros(2, np.uint32)
-_NO_KEY_ADDRESS = _NO_KEY.ctypes.data
 _NOTHING_SHARED = torch.full((2,), -1, dtype=torch.int64, device="cpu")
 
 
@@ -281,7 +286,7 @@ class _Units(NamedTuple):
     addresses: tuple[int, int]
 
 
-@lru_cache(1 << 12, typed=True)  # True is no axis
+@lru_cache(1 << 12, typed=True)  # True is not an axis
 def _kept(
     spec: BlockSpec, shape: torch.Size, axis: int, across: int | None, is_cuda: bool
 ) -> tuple[blocks.BlockPlan, BlockAxes, _Units | None]:
@@ -312,7 +317,7 @@ def _run_on_cpu(
         address_of(source),
         address_of(out),
         *units.addresses,
-        _NO_KEY_ADDRESS if key is None else key.data_ptr(),
+        NO_KEY_ADDRESS if key is None else key.data_ptr(),
         shared.data_ptr(),
         0 if scales is None else scales.data_ptr(),
     )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.checks import is_whole, shown
+from fpsim.checks import is_whole, refuse, shown
 from fpsim.formats.blocks import BlockFormat, Element, Format, as_element, as_format
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.floats import CATALOGUE
@@ -155,13 +155,13 @@ def _new_spec(
 ) -> RoundingSpec:
     f = as_element(fmt)
     if not isinstance(rounding, str) or rounding not in ROUNDINGS:
-        raise ValueError(f"Unknown rounding {shown(rounding)}. Known: {', '.join(ROUNDINGS)}.")
+        raise ValueError(refuse(f"Unknown rounding {shown(rounding)}", ROUNDINGS, word=rounding))
     if random_bits is not None:
-        came = shown(random_bits)
+        given = shown(random_bits)
         if rounding != "stochastic":
-            raise ValueError(f"random_bits={came} came with rounding={rounding!r}; only 'stochastic' uses it.")
+            raise ValueError(f"random_bits={given} was given with rounding={rounding!r}; only 'stochastic' uses it.")
         if not is_whole(random_bits, 1) or random_bits > 32:
-            raise ValueError(f"random_bits={came} is impossible. Possible: 1 to 32, or None for 32.")
+            raise ValueError(f"random_bits={given} is invalid. Expected: 1 to 32, or None for 32.")
         random_bits = int(random_bits)
     require_variant(variant, rounding == "stochastic", random_bits)
     if isinstance(f, Codebook) and rounding == "to_odd":
@@ -173,7 +173,7 @@ class ContainerError(TypeError):
     """A tensor's dtype cannot hold every value of a format."""
 
 
-_known_spec = lru_cache(maxsize=None, typed=True)(_new_spec)  # typed: True is no number of bits
+_known_spec = lru_cache(maxsize=None, typed=True)(_new_spec)  # typed: True is not a number of bits
 
 
 @cache
@@ -191,7 +191,7 @@ def container_width(spec: RoundingSpec, dtype: torch.dtype) -> int:
     if f.mantissa_bits > precision or f.largest > info.max or 2.0**smallest < info.smallest_normal * 2**-precision:
         raise ContainerError(
             f"A {str(dtype).removeprefix('torch.')} tensor cannot hold every value of {f}. "
-            f"Possible here: float32 or float64. Convert it with x.float() first."
+            f"Expected here: float32 or float64. Convert it with x.float() first."
         )
     if spec.is_float32:
         return 0
@@ -208,7 +208,7 @@ def log2_scale_limits(spec: RoundingSpec, dtype: torch.dtype) -> tuple[int, int]
 def require_no_mask(x: np.ndarray[Any, Any], name: str = "x") -> None:
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
-            f"{name} is a masked array, and its mask would be lost. Possible: a torch.Tensor or a plain numpy.ndarray. "
+            f"{name} is a masked array, and its mask would be lost. Expected: a torch.Tensor or a plain numpy.ndarray. "
             f"Round its data: numpy.ma.array(round_to({name}.data, ...), mask={name}.mask)."
         )
 
@@ -218,30 +218,30 @@ def require_ndarray(x: np.ndarray[Any, Any]) -> None:
     require_no_mask(x)
     if x.dtype not in (np.float32, np.float64, np.float16) or not x.dtype.isnative:
         raise TypeError(
-            f"x has dtype {x.dtype}. Possible: float32, float64, float16 in native byte order. "
+            f"x has dtype {x.dtype}. Expected: float32, float64, float16 in native byte order. "
             f"Convert it with x.astype(numpy.float32)."
         )
 
 
 def require_floating(x: Any, name: str = "x") -> None:
     if isinstance(x, np.ndarray):
-        raise TypeError(f"{name} is a numpy.ndarray. Possible here: a torch.Tensor; torch.from_numpy({name}) is one.")
+        raise TypeError(f"{name} is a numpy.ndarray. Expected here: a torch.Tensor; torch.from_numpy({name}) is one.")
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"{name} is {type(x).__name__}. Possible: a torch.Tensor or a numpy.ndarray; wrap it with torch.as_tensor."
+            f"{name} is {type(x).__name__}. Expected: a torch.Tensor or a numpy.ndarray; wrap it with torch.as_tensor."
         )
     if x.layout is not torch.strided:
         raise TypeError(
-            f"{name} has layout {str(x.layout).removeprefix('torch.')}. Possible: dense tensors. "
+            f"{name} has layout {str(x.layout).removeprefix('torch.')}. Expected: dense tensors. "
             f"Round its values: torch.sparse_coo_tensor(x.indices(), round_to(x.values(), ...), x.shape)."
         )
     if x.dtype not in FLOATING:
         raise TypeError(
-            f"{name} has dtype {str(x.dtype).removeprefix('torch.')}. Possible: float32, float64, float16, bfloat16. "
+            f"{name} has dtype {str(x.dtype).removeprefix('torch.')}. Expected: float32, float64, float16, bfloat16. "
             + ("Round x.real and x.imag." if x.dtype.is_complex else "Convert it with x.float().")
         )
     if x.device.type not in ("cpu", "cuda", "meta"):
-        raise TypeError(f"{name} is on device {x.device}. Possible: cpu, cuda. Move it with x.cpu().")
+        raise TypeError(f"{name} is on device {x.device}. Expected: cpu, cuda. Move it with x.cpu().")
 
 
 def holds_numbers(x: Tensor) -> bool:
@@ -282,8 +282,8 @@ def address_of(x: Tensor) -> int:
 
 
 def no_memory(x: Tensor) -> TypeError:
-    """The error for a tensor that came to a kernel, and has elements and no memory."""
-    return TypeError(f"A tensor came to a kernel that is {_without_numbers(x)}. Expected: one on cpu or cuda.")
+    """The error for a tensor that reached a kernel, and has elements and no memory."""
+    return TypeError(f"A tensor reached a kernel that is {_without_numbers(x)}. Expected: one on cpu or cuda.")
 
 
 def require_float32(x: Any) -> None:

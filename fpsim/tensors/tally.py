@@ -56,34 +56,34 @@ __all__ = ["Accumulator", "Tally", "lost_between", "row_of", "shape_between", "t
 class Tally:
     """What rounding to `fmt` did to some numbers.
 
-    count: elements.
-    nonzero: elements that are finite and not zero.
-    underflow: elements that are not zero, and become zero.
-    subnormal: elements that become a subnormal value; fixed point has none.
-    overflow: finite elements that become inf or NaN, or saturate by at least half an ulp.
-    nonfinite: elements that were inf or NaN before.
-    exact: finite elements that stay as they were.
-    amax: the largest finite magnitude.
-    signal: the sum of squares of the values, over elements finite before and after; a square up to 2**-1022 counts 0.
-    noise: the sum of squares of their changes, over the same elements.
-    exponents: {floor(log2|x|): elements}.
-
     Of a format whose numbers share scales also, and 0 of others:
-
-    blocks: how many of them.
-    zero_blocks: those without a finite element that is not zero. They count in none of what follows.
-    scale_underflow: those whose scale would be below the smallest of its format. It becomes the smallest, or 0 where
-        that is nearer, which makes zeros of all elements.
-    scale_overflow: those whose scale would be beyond the largest of its format, by half an ulp where that is no power
-        of two: elements saturate.
-    log2_scale_spread: log2 of the largest over the smallest scale above 0, in the tensor where it is widest.
 
     Of gradients that a recording saw also, each the mean over those that are not all zero, and None of others:
 
-    row_bias: the magnitudes of the sums of each row's errors, over those of all elements: near 0 where errors of a row
-        cancel, 1/2 where all small elements of a cross entropy's gradient become zero. Rows lie along the features: the
-        last dimension, and the channels of a convolution.
-    kurtosis: the mean fourth power over the squared mean square, of the elements that are not zero. 3 is normal.
+    Args:
+        count: elements.
+        nonzero: elements that are finite and not zero.
+        underflow: elements that are not zero, and become zero.
+        subnormal: elements that become a subnormal value; fixed point has none.
+        overflow: finite elements that become inf or NaN, or saturate by at least half an ulp.
+        nonfinite: elements that were inf or NaN before.
+        exact: finite elements that stay as they were.
+        amax: the largest finite magnitude.
+        signal: the sum of squares of the values, over elements finite before and after; a square up to 2**-1022 counts
+            0.
+        noise: the sum of squares of their changes, over the same elements.
+        exponents: {floor(log2|x|): elements}.
+        blocks: how many of them.
+        zero_blocks: those without a finite element that is not zero. They count in none of what follows.
+        scale_underflow: those whose scale would be below the smallest of its format. It becomes the smallest, or 0
+            where that is nearer, which makes zeros of all elements.
+        scale_overflow: those whose scale would be beyond the largest of its format, by half an ulp unless that is a
+            power of two: elements saturate.
+        log2_scale_spread: log2 of the largest over the smallest scale above 0, in the tensor where it is widest.
+        row_bias: the magnitudes of the sums of each row's errors, over those of all elements: near 0 where errors of a
+            row cancel, 1/2 where all small elements of a cross entropy's gradient become zero. Rows lie along the
+            features: the last dimension, and the channels of a convolution.
+        kurtosis: the mean fourth power over the squared mean square, of the elements that are not zero. 3 is normal.
     """
 
     fmt: Format
@@ -230,10 +230,14 @@ def tally(
 
     The tally's amax, signal, noise and exponents are those of the scaled numbers.
 
-    x: a tensor or ndarray that `round_to` takes, any shape and strides.
-    fmt, rounding, overflow, axis: as in `round_to`.
-    log2_scale: the exponent of the scale; 0 for a format whose numbers share scales.
-    Raises as `round_to` does, and TypeError for a scale that is no integer.
+    Args:
+        x: a tensor or ndarray that `round_to` takes, any shape and strides.
+        fmt, rounding, overflow, axis: as in `round_to`.
+        log2_scale: the exponent of the scale; 0 for a format whose numbers share scales.
+
+    Raises:
+        ValueError: as `round_to` does.
+        TypeError: as `round_to` does, and for a scale that is not an integer.
 
     >>> t = tally(torch.tensor([1.0, 1e-9, 1e6, 0.0]), "fp16")
     >>> t.underflow, t.overflow, t.exact, t.exponents
@@ -245,7 +249,7 @@ def tally(
     (3, 1, 2.0, 1)
     """
     if not is_whole(log2_scale):
-        raise TypeError(f"log2_scale is {shown(log2_scale)}. Possible: an integer, the exponent of a power of two.")
+        raise TypeError(f"log2_scale is {shown(log2_scale)}. Expected: an integer, the exponent of a power of two.")
     if abs(log2_scale) > MOST_LOG2_SCALE:
         raise ValueError(
             f"log2_scale={shown(log2_scale)} is out of range. Expected: -{MOST_LOG2_SCALE} to {MOST_LOG2_SCALE}, "
@@ -261,7 +265,7 @@ def tally(
     sums = Accumulator(spec, x.device)
     if isinstance(spec, BlockSpec):
         if log2_scale:
-            raise ValueError(f"log2_scale={log2_scale} came with {spec.fmt}, which computes its scales. Leave it away.")
+            raise ValueError(f"log2_scale={log2_scale} was given with {spec.fmt}, which computes its scales. Omit it.")
         require_float32(x)
         cut = Cut(*axis_pair(axis))
         sums.add(x, rounded_blocks(x, spec, cut.axis, cut.across), cut)

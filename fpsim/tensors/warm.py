@@ -31,11 +31,14 @@ def warm_up(
     Adaptive scales, products in an accumulator and Hadamard transforms have kernels of their own. Run a step of such
     a model once before it is captured, as torch asks for too.
 
-    device: a CUDA device, or the CPU, whose loops are compiled at their first call too.
-    formats: formats or their names.
-    roundings: rounding rules, each for every format.
-    variants: of stochastic rounding, as in `round_to`; each has kernels of its own, for any number of random bits.
-    Raises ValueError for unknown words.
+    Args:
+        device: a CUDA device, or the CPU, whose loops are compiled at their first call too.
+        formats: formats or their names.
+        roundings: rounding rules, each for every format.
+        variants: of stochastic rounding, as in `round_to`; each has kernels of its own, for any number of random bits.
+
+    Raises:
+        ValueError: for unknown words.
 
     >>> warm_up("cpu", ["e4m3fn", "mxfp8_e4m3"], ["nearest_even", "stochastic"])
     """

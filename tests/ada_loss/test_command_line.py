@@ -22,11 +22,11 @@ import typer
 from children import environment, heed_ctrl_c
 
 from ada_loss.__main__ import app, main
+from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.results import Results
 from ada_loss.lab.studies.search import search
 from ada_loss.lab.sweep.driver import sweep
-from ada_loss.lab.sweep.ledger import Ledger
-from ada_loss.lab.sweep.progress import say
+from ada_loss.lab.terminal import say
 from fpsim import ROLES
 
 CONFIG = """
@@ -53,7 +53,7 @@ def alone(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
 
 
 def ada_loss(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """The same in this process. An exception that is no exit fails the test."""
+    """The same in this process. An exception that is not an exit fails the test."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", ["ada-loss", *map(str, words)])
@@ -282,8 +282,8 @@ def test_tables_go_to_papers(out: Path) -> None:
     assert ada_loss("table", out, "--to", "csv").stdout.startswith("format,scaling,accuracy mean")
     rows = json.loads(ada_loss("table", out, "--to", "json", "--where", "format=fp16").stdout)
     assert [row["scaling"] for row in rows] == ["none", "8"]
-    assert "Possible: markdown" in ada_loss("table", out, "--to", "word", code=2).stderr
-    assert "Possible: NAME=VALUE" in ada_loss("table", out, "--where", "fp16", code=2).stderr
+    assert "Known: markdown" in ada_loss("table", out, "--to", "word", code=2).stderr
+    assert "Expected: NAME=VALUE" in ada_loss("table", out, "--where", "fp16", code=2).stderr
 
 
 def test_a_verdict_has_the_tolerance_that_was_asked_for(tmp_path: Path) -> None:
@@ -344,15 +344,15 @@ def test_inspect_shows_modules_and_sites() -> None:
         (["status", "nowhere"], "There is no ledger at"),
         (["table", "nowhere"], "There is no ledger at"),
         (["report", "nowhere"], "There is no ledger at"),
-        (["search", "digit"], "Did you mean digits?"),
-        (["search", "digits", "--roles", "weights"], "roles=['weights'] is impossible. Possible: some of weight,"),
-        (["search", "digits", "--exponent-bits", "5", "4"], "exponent_bits=(5, 4) is impossible"),
+        (["search", "digit"], "Did you mean 'digits'?"),
+        (["search", "digits", "--roles", "weights"], "roles=['weights'] is invalid. Expected: some of weight,"),
+        (["search", "digits", "--exponent-bits", "5", "4"], "exponent_bits=(5, 4) is invalid"),
         (["search", "digits", "--scaling", "torchh"], "Unknown scaling method 'torchh'"),
-        (["inspect", "digit"], "Did you mean digits?"),
-        (["inspect", ":f"], "The task ':f' is no import path. Possible: 'module:function'"),
-        (["inspect", "..x:f"], "The task '..x:f' is no import path. Possible: 'module:function'"),
-        (["search", "digits", "--device", "cuda:"], "device='cuda:' is impossible. Possible: 'cpu', 'cuda'"),
-        (["search", "digits", "--device", "tpu"], "device='tpu' is impossible. Possible: 'cpu', 'cuda'"),
+        (["inspect", "digit"], "Did you mean 'digits'?"),
+        (["inspect", ":f"], "The task ':f' is not an import path. Expected: 'module:function'"),
+        (["inspect", "..x:f"], "The task '..x:f' is not an import path. Expected: 'module:function'"),
+        (["search", "digits", "--device", "cuda:"], "device='cuda:' is invalid. Expected: 'cpu', 'cuda'"),
+        (["search", "digits", "--device", "tpu"], "device='tpu' is invalid. Expected: 'cpu', 'cuda'"),
         (["inspect", "digits", "--format", "fp61"], "Unknown format 'fp61'"),
     ],
 )
@@ -385,7 +385,7 @@ def test_a_mistyped_configuration_is_named_with_its_place(tmp_path: Path) -> Non
     config = tmp_path / "mine.yaml"
     config.write_text(CONFIG.replace("epochs: 1", "epoch: 1"))
     said = ada_loss("sweep", config, code=2).stderr
-    assert "Unknown key task_options.epoch. Did you mean epochs?" in said
+    assert "Unknown key task_options.epoch. Did you mean 'epochs'?" in said
     assert not (tmp_path / "runs").exists()
 
 

@@ -120,7 +120,7 @@ def test_rows_become_a_frame_a_file_and_curves(tmp_path: Path) -> None:
 
 def test_an_impossible_interval_is_refused() -> None:
     for every in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match=rf"every={every} is impossible\. Possible: 1 for every step"):
+        with pytest.raises(ValueError, match=rf"every={every} is invalid\. Expected: 1 for every step"):
             Recorder(every)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Files of compiled loops, damaged in any way: the loop is compiled anew, computes the same, and mends its file."""
+"""Files of compiled loops, damaged in any way: the loop is compiled again, computes the same, and mends its file."""
 
 from __future__ import annotations
 

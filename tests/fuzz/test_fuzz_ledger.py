@@ -17,11 +17,11 @@ from damage import accidents, damaged
 from fuzzing import documented, fuzz
 from hypothesis import strategies as st
 
+from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
 from ada_loss.lab.sweep import driver
 from ada_loss.lab.sweep.driver import resume, sweep
-from ada_loss.lab.sweep.ledger import Ledger
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["ada_loss.lab.sweep.driver"])

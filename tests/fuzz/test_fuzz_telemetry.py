@@ -14,9 +14,9 @@ from damage import accidents, damaged
 from fuzzing import documented, fuzz
 from hypothesis import strategies as st
 
+from ada_loss.lab.cells.telemetry import read_telemetry, telemetry_path
 from ada_loss.lab.results import Results
 from ada_loss.lab.sweep.driver import sweep
-from ada_loss.lab.sweep.telemetry import read_telemetry, telemetry_path
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any
 from fuzzing import documented, fuzz
 from hypothesis import strategies as st
 
-from ada_loss.lab.sweep.cells import plan_all
+from ada_loss.lab.cells.cells import plan_all
 from ada_loss.lab.sweep.config import KEYS, SHIPPED, read_sweep
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.tasks import TASKS

@@ -74,7 +74,7 @@ class Function:
 
     def width_of(self, operand: str) -> int:
         if operand not in self.kernel.registers:
-            raise self.unknown(f"{operand!r} is no register")
+            raise self.unknown(f"{operand!r} is not a register")
         return self.kernel.registers[operand]
 
     def bits(self, operand: str | tuple[str, ...], width: int, narrows: bool = False) -> str:

@@ -25,7 +25,7 @@ def operation(pattern: str) -> Callable[[Operation], Operation]:
 
 
 def translate(f: Function, i: Instruction) -> None:
-    """Write one instruction that is no branch. Raises UnknownPTX."""
+    """Write one instruction that is not a branch. Raises UnknownPTX."""
     for pattern, function in _OPERATIONS:
         if match := pattern.fullmatch(i.opcode):
             function(f, match, i)

@@ -213,7 +213,7 @@ def numbers(seed: int = 0, count: int = 400) -> np.ndarray:
 
 
 def exact(operation: Callable[..., Fraction], kind: type) -> Callable[..., float]:
-    """An operation on fractions with one rounding at the end; NumPy's own where a number is no fraction, or zero."""
+    """An operation on fractions with one rounding at the end; NumPy's own where a number is not a fraction, or zero."""
 
     def compute(*values: float) -> float:
         if not all(map(math.isfinite, values)) or operation(*map(Fraction, values)) == 0:
@@ -396,7 +396,7 @@ UNKNOWN = {
     "a barrier of a part": "bar.sync 1;",
     "a comparison": "setp.lt.b32 %p1, %r1, %r2;",
     "a label": "bra NOWHERE;",
-    "is no register": "ld.global.u32 %r1, [nothing];",
+    "is not a register": "ld.global.u32 %r1, [nothing];",
 }
 
 

@@ -25,7 +25,9 @@ class Results(StoredResults):
     a folder changes nothing in it.
 
     out: the folder.
-    Raises FileNotFoundError where there is no ledger.
+
+    Raises:
+        FileNotFoundError: where there is no ledger.
     """
 
     # what needs more than NumPy is imported on use: a sweep needs neither SciPy nor matplotlib nor Jinja
@@ -40,7 +42,7 @@ class Results(StoredResults):
         a, b: a format, or what chooses one cell for each seed, such as {"format": "e5m2", "scaling": "torch"}.
         metric: the task's first unless named; also "underflow", "skipped" or "seconds".
         level: of the test, and 1 minus the confidence of the interval.
-        Raises ValueError where a side is no cell or several for a seed, and where the sides share no seed.
+        Raises ValueError where a side is not a cell or several for a seed, and where the sides share no seed.
         """
         from ada_loss.lab.results.verdict import compare
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ada_loss.lab.cells.telemetry import Curves, curves_of
 from ada_loss.lab.results.heat import heat_png
 from ada_loss.lab.results.results import StoredResults
-from ada_loss.lab.sweep.telemetry import Curves, curves_of
 from ada_loss.lab.training.run import is_of_role
 
 __all__ = ["cell_page", "gradient_rows", "lost_by_site", "parameter_rows"]

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ada_loss.files import data_frame
+from ada_loss.lab.cells.cell_formats import label
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.table import is_share
-from ada_loss.lab.sweep.cell_formats import label
 from fpsim.checks import is_number, pip_install, shown
 
 try:
@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def mean(self) -> float:
-        """The mean difference; NaN where there is none, or where one is no number."""
+        """The mean difference; NaN where there is none, or where one is not a number."""
         return statistics.fmean(self.differences.values()) if self.differences else math.nan
 
     @property
@@ -141,9 +141,9 @@ def per_cent(share: float) -> str:
 
 
 def require_level(level: object) -> None:
-    """Raise ValueError for what is no level of a test."""
+    """Raise ValueError for what is not a level of a test."""
     if not is_number(level) or not 0 < level < 1:  # type: ignore[operator]
-        raise ValueError(f"level={shown(level)} is impossible. Possible: between 0 and 1; 0.05 is usual.")
+        raise ValueError(f"level={shown(level)} is invalid. Expected: between 0 and 1; 0.05 is usual.")
 
 
 def compare(
@@ -181,7 +181,7 @@ def _by_seed(results: StoredResults, chosen: str | Mapping[str, Any]) -> dict[in
     where = {"format": chosen} if isinstance(chosen, str) else chosen
     if not isinstance(where, Mapping):
         raise TypeError(
-            f"A side of the comparison came as {shown(chosen)}. Possible: a format, or the columns that choose cells. "
+            f"A side of the comparison is {shown(chosen)}. Expected: a format, or the columns that choose cells. "
             f"Take {{'format': 'e5m2', 'scaling': 'torch'}}, for instance."
         )
     rows = results.chosen_rows(where)

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ada_loss.files import data_frame
+from ada_loss.lab.cells.telemetry import curves_of
 from ada_loss.lab.results.results import StoredResults, telling_axes
-from ada_loss.lab.sweep.telemetry import curves_of
 from fpsim.checks import did_you_mean, is_whole, shown
 from fpsim.insight.rows import Rows
 
@@ -104,7 +104,7 @@ def curves(
 ) -> Curves:
     """See `Results.curves`."""
     if not is_whole(points, least=1):
-        raise ValueError(f"points={shown(points)} is impossible. Possible: 1 or more.")
+        raise ValueError(f"points={shown(points)} is invalid. Expected: 1 or more.")
     if not isinstance(name, str):
         raise TypeError(f"name={shown(name)} is not a string. Expected: the name of a curve, such as 'loss'.")
     rows = results.chosen_rows(where)

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ada_loss.lab.cells.cell_formats import BASELINE
 from ada_loss.lab.results.comparison import in_units
 from ada_loss.lab.results.curves import Curve, curves
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.table import heading, is_share
 from ada_loss.lab.results.verdict import Combination, Verdict
-from ada_loss.lab.sweep.cell_formats import BASELINE
 
 __all__ = ["curve_panels", "difference_panels"]
 

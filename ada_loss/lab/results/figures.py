@@ -66,7 +66,7 @@ def plain(text: str) -> str:
 
 @contextmanager
 def in_the_dark() -> Iterator[None]:
-    """What is drawn and saved in this block stands on a dark page: light words, the same hues, no ground of its own."""
+    """Draw for a dark page: light text, the same hues, a transparent background."""
     with rc_context(DARK), apart_from_pyplot():
         yield
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ada_loss.lab.cells.ledger import Ledger
+from ada_loss.lab.cells.live import LiveReader, live_path
+from ada_loss.lab.cells.names import names_of, read_names
+from ada_loss.lab.cells.telemetry import curves_of, read_telemetry, telemetry_path
 from ada_loss.lab.directions import Directions, read_directions
 from ada_loss.lab.results.trackers import About, Tracker, TrackerOfRuns
-from ada_loss.lab.sweep.ledger import Ledger
-from ada_loss.lab.sweep.live import LiveReader, live_path
-from ada_loss.lab.sweep.names import names_of, read_names
-from ada_loss.lab.sweep.telemetry import curves_of, read_telemetry, telemetry_path
 
 __all__ = ["Notifier"]
 

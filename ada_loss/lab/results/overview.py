@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ada_loss.lab.cells.cell_formats import BASELINE
 from ada_loss.lab.results.comparison import in_units, per_cent
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.statements import SECTIONS, Combination, Verdict
 from ada_loss.lab.results.table import is_share, mean_and_deviation
-from ada_loss.lab.sweep.cell_formats import BASELINE
 from fpsim.checks import is_number
 
 __all__ = ["OverviewRow", "overview"]

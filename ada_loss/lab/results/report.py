@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ada_loss.files import strict_json, write_atomically
+from ada_loss.lab.cells.cells import AXES
 from ada_loss.lab.results.cell_pages import cell_page
 from ada_loss.lab.results.drawings import curve_panels, difference_panels
 from ada_loss.lab.results.figures import figure_bytes, in_the_dark
@@ -28,7 +29,6 @@ from ada_loss.lab.results.pictures import (
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.table import Table
 from ada_loss.lab.results.verdict import verdicts
-from ada_loss.lab.sweep.cells import AXES
 from fpsim.checks import pip_install
 from fpsim.insight.pictures import apart_from_pyplot
 
@@ -211,7 +211,7 @@ def _addresses(plot: Callable[[], Any]) -> tuple[str, str]:
 
 
 def _address(figure: Any, width: float | None) -> str:
-    """A figure as a data URL. width: in inches, to draw it anew for; None leaves it."""
+    """A figure as a data URL. width: in inches, for which it is drawn again; None leaves it."""
     if width is not None:
         figure.set_size_inches(min(width, figure.get_figwidth()), figure.get_figheight())
     return f"data:image/svg+xml;base64,{base64.b64encode(figure_bytes(figure, 'svg')).decode()}"

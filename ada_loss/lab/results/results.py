@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 
 from ada_loss.files import content_of, data_frame, folder_at
+from ada_loss.lab.cells.cell_formats import label
+from ada_loss.lab.cells.cells import AXES, is_configuration
+from ada_loss.lab.cells.ledger import DAMAGED, Ledger, counted
+from ada_loss.lab.cells.missing import read_snapshot
+from ada_loss.lab.cells.names import names_of, read_names
+from ada_loss.lab.cells.telemetry import read_telemetry
 from ada_loss.lab.directions import Directions, hint_for, read_directions, stated
 from ada_loss.lab.results.table import Share, Table, is_share_by_name
-from ada_loss.lab.sweep.cell_formats import label
-from ada_loss.lab.sweep.cells import AXES, is_configuration
-from ada_loss.lab.sweep.ledger import DAMAGED, Ledger, counted
-from ada_loss.lab.sweep.missing import read_snapshot
-from ada_loss.lab.sweep.names import names_of, read_names
-from ada_loss.lab.sweep.telemetry import read_telemetry
-from fpsim.checks import did_you_mean, is_finite_number, require_flag, require_mapping, shown
+from fpsim.checks import is_finite_number, refuse, require_flag, require_mapping, shown
 from fpsim.insight.rows import Rows
 
 __all__ = ["REASONS", "StoredResults", "read_reasons", "telling_axes"]
 
 REASONS = "reasons.json"  # why cells diverged or fell short, by id; beside the ledger, whose rows stay
-OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row beside its settings and metrics
+OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row besides its settings and metrics
 
 
 class StoredResults:
@@ -149,7 +149,7 @@ class StoredResults:
             if cell["metrics"]:
                 return self.shown(next(iter(cell["metrics"])))
         raise ValueError(
-            f"{self.words} holds no metric: no training came to its end. Run more cells, or mend the task."
+            f"{self.words} holds no metric: no training reached its end. Run more cells, or mend the task."
         )
 
     def named(self, metric: str | None) -> str:
@@ -163,7 +163,7 @@ class StoredResults:
         self.named(metric)
         known = dict.fromkeys(name for cell in self.cells for name in cell["metrics"])
         if known and not any(metric in row for row in self.rows()):
-            raise ValueError(f"Unknown metric {shown(metric)}.{did_you_mean(metric, known)} Known: {', '.join(known)}.")
+            raise ValueError(refuse(f"Unknown metric {shown(metric)}", known, word=metric))
 
     def shown(self, metric: str) -> str:
         """A metric's name, which says whether it is shown in %: those of accuracies are whose values are shares."""
@@ -233,7 +233,7 @@ class StoredResults:
         """A `table` of formats and scaling methods for each combination of the other columns in which the cells differ.
 
         A column that follows from those before it, as the options of a training from its task, is left out. An empty
-        list where no training came to its end.
+        list where no training reached its end.
 
         metric: the first of each task unless named.
         """
@@ -259,7 +259,7 @@ class StoredResults:
         return tables
 
     def telemetry(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
-        """The arrays of a cell's file; see `ada_loss.lab.sweep.telemetry`.
+        """The arrays of a cell's file; see `ada_loss.lab.cells.telemetry`.
 
         cell: its id.
         Raises ValueError for a file that is missing or damaged.
@@ -305,7 +305,7 @@ def telling_axes(axes: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list
 
 
 def _column(metric: str, columns: set[str]) -> str:
-    """The column of a metric beside those columns."""
+    """The column of a metric in addition to those columns."""
     while metric in columns:
         metric = f"metric.{metric}"
     return metric

@@ -10,6 +10,7 @@ from typing import Any
 
 from ada_loss.files import csv_bytes, data_frame, strict_json
 from ada_loss.lab.directions import Directions
+from fpsim.checks import refuse
 
 __all__ = ["Share", "Table", "heading", "is_share", "is_share_by_name", "mean_and_deviation"]
 
@@ -110,7 +111,7 @@ class Table:
         """The table as text. kind: "markdown", "latex", "csv" or "json"."""
         writers = {"markdown": self.to_markdown, "latex": self.to_latex, "csv": self.to_csv, "json": self.to_json}
         if kind not in writers:
-            raise ValueError(f"Unknown kind of table {kind!r}. Possible: {', '.join(writers)}.")
+            raise ValueError(refuse(f"Unknown kind of table {kind!r}", writers, word=kind))
         return writers[kind]()
 
     def lines(self) -> list[dict[str, Any]]:
@@ -122,7 +123,7 @@ class Table:
         ]
 
     def to_json(self) -> str:
-        """`lines` as JSON; null for what is no finite number."""
+        """`lines` as JSON; null for what is not a finite number."""
         return strict_json(self.lines()) + "\n"
 
     def __str__(self) -> str:

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ada_loss.lab.cells.cell_formats import label
+from ada_loss.lab.cells.names import file_name, short_name
+from ada_loss.lab.cells.telemetry import Curves, curves_of
 from ada_loss.lab.directions import MINIMIZE, Directions
-from ada_loss.lab.sweep.cell_formats import label
-from ada_loss.lab.sweep.names import file_name, short_name
-from ada_loss.lab.sweep.telemetry import Curves, curves_of
 from fpsim.checks import did_you_mean, pip_install, shown
 
 __all__ = ["TRACKERS", "About", "MLflow", "TensorBoard", "Tracker", "TrackerOfRuns", "WandB", "make_trackers"]
@@ -397,9 +397,7 @@ def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
     Raises ValueError for an unknown name, ImportError for one whose package is not installed.
     """
     if isinstance(wanted, str | bytes | bytearray) or not isinstance(wanted, Sequence):
-        raise ValueError(
-            f"track={shown(wanted)} is impossible. Possible: a list of {', '.join(TRACKERS)}, or trackers."
-        )
+        raise ValueError(f"track={shown(wanted)} is invalid. Expected: a list of {', '.join(TRACKERS)}, or trackers.")
     made: list[Tracker] = []
     for tracker in wanted:
         if tracker == "tensorboard":

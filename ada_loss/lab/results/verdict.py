@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ada_loss.lab.cells.cell_formats import BASELINE, STOCHASTIC_GRADIENTS
 from ada_loss.lab.results import comparison as pairs
 from ada_loss.lab.results.comparison import LEVEL, Comparison, require_level
 from ada_loss.lab.results.judgement import LEAST_SEEDS, collapsed_seeds, judge
 from ada_loss.lab.results.results import StoredResults, telling_axes
 from ada_loss.lab.results.statements import SECTIONS, Combination, Verdict
 from ada_loss.lab.results.table import is_share
-from ada_loss.lab.sweep.cell_formats import BASELINE, STOCHASTIC_GRADIENTS
 from fpsim.checks import is_finite_number, is_number, shown
 
 __all__ = ["LEAST_SEEDS", "Combination", "Verdict", "compare", "verdicts"]
@@ -33,9 +33,7 @@ def verdicts(
 ) -> list[Verdict]:
     """See `Results.verdicts`."""
     if tolerance is not None and not (is_finite_number(tolerance) and 0 <= tolerance <= sys.float_info.max):
-        raise ValueError(
-            f"tolerance={shown(tolerance)} is impossible. Possible: 0 or more, in the units of the metric."
-        )
+        raise ValueError(f"tolerance={shown(tolerance)} is invalid. Expected: 0 or more, in the units of the metric.")
     require_level(level)
     if metric is not None:
         results.require_metric(metric)
@@ -116,7 +114,7 @@ def _verdict(
 
 
 def _words_of_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What tells the setting of each row beside its format: its rounding and its scaling, where several are.
+    """What tells the setting of each row besides its format: its rounding and its scaling, where several are.
 
     That gradients are rounded stochastically follows from the format and the scaling, and is said where it is so.
     """

@@ -82,7 +82,7 @@ def describe(name: str, fmt: FormatLike = "fp16") -> Description:
     function = find_task(name)
     made = function(0) if is_of_library(name) else _call(name, function)
     if not isinstance(made, Task | nn.Module):
-        raise TypeError(f"{name} gave a {type(made).__name__}. Possible: a torch.nn.Module, or a Task of ada_loss.lab.")
+        raise TypeError(f"{name} gave a {type(made).__name__}. Expected: a torch.nn.Module, or a Task of ada_loss.lab.")
     model = fpsim.quantize(made.model if isinstance(made, Task) else made, fmt)
     modules = [{**row._asdict()} for row in fpsim.summary(model)]
     return Description(modules, _sites(made, model) if isinstance(made, Task) else [])
@@ -96,7 +96,7 @@ def _call(name: str, function: Any) -> Any:
         required = []
     wanted = [p for p in required if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if len(wanted) > 1:
-        raise ValueError(f"{name} needs {len(wanted)} arguments. Possible: a function of a seed, or of nothing.")
+        raise ValueError(f"{name} needs {len(wanted)} arguments. Expected: a function of a seed, or of nothing.")
     return function(0) if wanted else function()
 
 

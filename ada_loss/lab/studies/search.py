@@ -14,19 +14,19 @@ from typing import Any
 
 import fpsim
 from ada_loss.files import data_frame, folder_at
+from ada_loss.lab.cells.cells import OPTIONS, plan
+from ada_loss.lab.cells.identity import MakeTask, TrainFunction
 from ada_loss.lab.directions import Directions, hint_for, stated
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.table import heading, is_share, mean_and_deviation
 from ada_loss.lab.studies.space import Point, Space
 from ada_loss.lab.studies.study import StoredStudy, require_optuna
-from ada_loss.lab.sweep.cells import OPTIONS, plan
 from ada_loss.lab.sweep.driver import run_cells
 from ada_loss.lab.sweep.engines import open_engine
 from ada_loss.lab.sweep.execution import Execution
-from ada_loss.lab.sweep.identity import MakeTask, TrainFunction
 from ada_loss.lab.tasks import find_task
 from fpsim import ROLES, Policy
-from fpsim.checks import did_you_mean, is_number, is_whole, require_flag, require_whole, shown
+from fpsim.checks import did_you_mean, is_number, is_whole, refuse, require_flag, require_whole, shown
 
 __all__ = ["SearchResult", "search"]
 
@@ -159,23 +159,27 @@ def search(
 
     What was tried is a study of Optuna in `out` too: `optuna-dashboard sqlite:///runs/search/optuna.db` shows it.
 
-    task, train, task_options, engine, out, show_progress: as in `sweep`.
-    roles: those that are searched; the others stay in float32.
-    exponent_bits, mantissa_bits: the least and the largest number.
-    modules: those that may stay in float32: their names, or patterns as in `fpsim.Policy`; or what
-        `fpsim.sensitivity` found of the model. All others are in the formats.
-    tolerance: how far the mean may be below float32's, in the units of the metric.
-    scaling: the scaling method of all trials.
-    rounding: that of all trials; None as in `sweep`.
-    seeds: how many, or which.
-    trials: how many policies the sampler proposes.
-    metric: the task's first unless named.
-    minimize, maximize: the metrics of which a smaller, or a larger, value is better, as in `sweep`.
-    workers: processes of this machine, and how many policies are proposed at once.
-    seed: of the sampler.
-    options: the other arguments of `sweep`: device, limits, resources, engine_timeout, retry_failed, track.
-    Raises ValueError for an impossible search, where nothing tells whether a larger metric is better, and where even
-    the widest formats do not keep the metric; ImportError without Optuna.
+    Args:
+        task, train, task_options, engine, out, show_progress: as in `sweep`.
+        roles: those that are searched; the others stay in float32.
+        exponent_bits, mantissa_bits: the least and the largest number.
+        modules: those that may stay in float32: their names, or patterns as in `fpsim.Policy`; or what
+            `fpsim.sensitivity` found of the model. All others are in the formats.
+        tolerance: how far the mean may be below float32's, in the units of the metric.
+        scaling: the scaling method of all trials.
+        rounding: that of all trials; None as in `sweep`.
+        seeds: how many, or which.
+        trials: how many policies the sampler proposes.
+        metric: the task's first unless named.
+        minimize, maximize: the metrics of which a smaller, or a larger, value is better, as in `sweep`.
+        workers: processes of this machine, and how many policies are proposed at once.
+        seed: of the sampler.
+        options: the other arguments of `sweep`: device, limits, resources, engine_timeout, retry_failed, track.
+
+    Raises:
+        ValueError: for an invalid search, where nothing tells whether a larger metric is better, and where even the
+            widest formats do not keep the metric.
+        ImportError: without Optuna.
     """
     is_ranking, names = isinstance(modules, fpsim.Sensitivity), _names_in(modules)
     space = Space(roles, exponent_bits, mantissa_bits, names, is_ranking)
@@ -237,7 +241,7 @@ def _require_options(options: Mapping[str, Any]) -> None:
             where = f" It is an option of the training: task_options={{{name!r}: ...}}." if name in OPTIONS else ""
             raise TypeError(
                 f"search() has no argument {name!r}.{where or did_you_mean(name, known)} "
-                f"Possible beside its own: {', '.join(known)}, track."
+                f"Expected besides its own: {', '.join(known)}, track."
             )
 
 
@@ -261,9 +265,9 @@ def _sample(optuna: Any, trials_done: _Trials, most_wide: int, count: int, at_on
 
 def _check(tolerance: Any, trials: Any) -> None:
     if not is_number(tolerance) or not 0 <= tolerance <= 1:
-        raise ValueError(f"tolerance={shown(tolerance)} is impossible. Possible: 0 to 1, in the units of the metric.")
+        raise ValueError(f"tolerance={shown(tolerance)} is invalid. Expected: 0 to 1, in the units of the metric.")
     if not is_whole(trials, least=1):
-        raise ValueError(f"trials={shown(trials)} is impossible. Possible: 1 or more.")
+        raise ValueError(f"trials={shown(trials)} is invalid. Expected: 1 or more.")
 
 
 @contextmanager
@@ -304,8 +308,7 @@ class _Trials:
             raise ValueError("float32 itself gives no metric: its training failed or was stopped. Mend the task first.")
         self.metric = metric or next(iter(found[0]))
         if self.metric not in found[0]:
-            hint = did_you_mean(metric, found[0])
-            raise ValueError(f"Unknown metric {metric!r}.{hint} Known: {', '.join(found[0])}.")
+            raise ValueError(refuse(f"Unknown metric {metric!r}", found[0], word=metric))
         self.sign = directions().sign(self.metric)  # after float32: its task may state a goal
         if not self.sign:
             raise ValueError(

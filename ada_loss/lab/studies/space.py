@@ -19,7 +19,7 @@ FLOAT32_BITS = 32
 
 
 class Point(NamedTuple):
-    """What is tried: exponent and mantissa bits of each role, and the modules that stay in float32."""
+    """A search space: exponent and mantissa bits per role, and the modules kept in float32."""
 
     bits: tuple[tuple[int, int], ...]
     wide: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Space:
     exponent_bits, mantissa_bits: the least and the largest number.
     modules: those that may stay in float32.
     ranked: whether they are in the order of their costs, the largest first.
-    Raises ValueError for what is no role, for impossible numbers of bits, and for modules that are no names.
+    Raises ValueError for what is not a role, for invalid numbers of bits, and for modules that are no names.
 
     >>> space = Space(["weight"], (4, 4), (3, 3), ("stem", "head"))
     >>> space.size(Point(((4, 3),))), space.size(Point(((4, 3),), ("stem",)))
@@ -49,7 +49,7 @@ class Space:
     def __post_init__(self) -> None:
         roles, words = self.roles, isinstance(self.roles, Sequence) and not isinstance(self.roles, str)
         if not words or not roles or not all(role in ROLES for role in roles) or len(set(roles)) < len(roles):
-            raise ValueError(f"roles={shown(roles)} is impossible. Possible: some of {', '.join(ROLES)}, each once.")
+            raise ValueError(f"roles={shown(roles)} is invalid. Expected: some of {', '.join(ROLES)}, each once.")
         for name, least, most in (("exponent_bits", 1, 8), ("mantissa_bits", 0, 23)):
             span = getattr(self, name)
             fits = (
@@ -60,14 +60,14 @@ class Space:
             )
             if not fits or not least <= span[0] <= span[1] <= most:
                 raise ValueError(
-                    f"{name}={shown(span)} is impossible. Possible: least and most, within {least} and {most}."
+                    f"{name}={shown(span)} is invalid. Expected: least and most, within {least} and {most}."
                 )
         for e, m in itertools.product(self.exponent_bits, self.mantissa_bits):
             fpsim.as_format(f"e{e}m{m}")  # raises for what a float32 cannot hold
         names = self.modules
         if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
             raise ValueError(
-                f"modules came as {shown(names)}. Possible: a list of the names of modules, or what "
+                f"modules is {shown(names)}. Expected: a list of the names of modules, or what "
                 f"fpsim.sensitivity found of the model."
             )
 

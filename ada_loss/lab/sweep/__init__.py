@@ -1,1 +1,1 @@
-"""The sweep: which cells there are, where they are computed, and the ledger of what became of them."""
+"""The sweep: cells are planned, computed by an engine and written to the ledger."""

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ada_loss.lab.sweep.cell_updates import UPDATE, split
-from ada_loss.lab.sweep.cells import Cell, digest
-from ada_loss.lab.sweep.identity import is_own
+from ada_loss.lab.cells.cell_updates import UPDATE, split
+from ada_loss.lab.cells.cells import Cell, digest
+from ada_loss.lab.cells.identity import is_own
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Start, as_schedule
 
 __all__ = ["Branches"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ada_loss.lab.sweep.cells import OPTIONS
+from ada_loss.lab.cells.cells import OPTIONS
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.tasks import add_to_path
 from fpsim.checks import SHOWN, did_you_mean, pip_install, shown
@@ -37,7 +37,7 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
     file whose task is "module:function" is put on Python's path, at its end: the module may lie beside the file.
 
     name: the path of a YAML file, or the name of a sweep that comes with the library.
-    Raises FileNotFoundError without such a file; ValueError for a file that is no YAML, that is nested too deep, and
+    Raises FileNotFoundError without such a file; ValueError for a file that is not YAML, that is nested too deep, and
     for an unknown or a missing key.
 
     >>> read_sweep("digits")["task"]
@@ -52,7 +52,7 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
             )
         if str(name) not in SHIPPED:
             raise FileNotFoundError(
-                f"There is no file {str(name)!r}.{did_you_mean(name, SHIPPED)} Possible: the path of a YAML file, or "
+                f"There is no file {str(name)!r}.{did_you_mean(name, SHIPPED)} Expected: the path of a YAML file, or "
                 f"one of the sweeps that come with the library: {', '.join(SHIPPED)}."
             )
         path = SHIPPED[str(name)]
@@ -62,8 +62,8 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
         _require_small(content)
     except RecursionError:
         raise ValueError(f"{path} is nested too deep. {DEEPEST} levels are possible.") from None
-    except Exception as error:  # the parser raises TypeError, IndexError and others for text that is no YAML
-        raise ValueError(f"{path} is no YAML: {_one_line(error)}. Write `key: value` lines.") from None
+    except Exception as error:  # the parser raises TypeError, IndexError and others for text that is not YAML
+        raise ValueError(f"{path} is not YAML: {_one_line(error)}. Write `key: value` lines.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {_kind(content)}. It must hold `key: value` lines: {', '.join(KEYS)}.")
     for key in content:
@@ -86,7 +86,7 @@ def with_settings(arguments: Mapping[str, Any], settings: Sequence[str]) -> dict
     """The arguments with some of them set to other values. `sweep` itself checks the values.
 
     settings: "key=value" or "key.inner=value"; the value is YAML, as in a file.
-    Raises ValueError for what is no setting, for an unknown key, and for a value that is no YAML.
+    Raises ValueError for what is not a setting, for an unknown key, and for a value that is not YAML.
 
     >>> with_settings({"task": "digits", "task_options": {"epochs": 6}}, ["task_options.epochs=3", "seeds=[1, 2]"])
     {'task': 'digits', 'task_options': {'epochs': 3}, 'seeds': [1, 2]}
@@ -97,7 +97,7 @@ def with_settings(arguments: Mapping[str, Any], settings: Sequence[str]) -> dict
         key, *inner = path.strip().split(".")
         if not equals or not all((key, *inner)):
             raise ValueError(
-                f"--set came as {shown(setting)}. Possible: key=value. Take task_options.epochs=3, for instance."
+                f"--set is {shown(setting)}. Expected: key=value. Take task_options.epochs=3, for instance."
             )
         if key not in KEYS:
             where = f" Did you mean task_options.{key}?" if key in OPTIONS else did_you_mean(key, KEYS)
@@ -106,7 +106,7 @@ def with_settings(arguments: Mapping[str, Any], settings: Sequence[str]) -> dict
             value = YAML(typ="safe", pure=True).load(text)
             _require_small(value)
         except Exception as error:
-            raise ValueError(f"--set: the value of {shown(setting)} is no YAML: {_one_line(error)}.") from None
+            raise ValueError(f"--set: the value of {shown(setting)} is not YAML: {_one_line(error)}.") from None
         place = found
         for name, below in zip((key, *inner), inner):
             place = place.setdefault(name, {})

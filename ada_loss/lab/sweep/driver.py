@@ -16,6 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ada_loss.files import folder_at, write_atomically
+from ada_loss.lab.cells.cell_formats import label
+from ada_loss.lab.cells.cells import OPTIONS, Cell, plan_all, stored_cell
+from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_local, path_of
+from ada_loss.lab.cells.ledger import CannotWrite, Ledger
+from ada_loss.lab.cells.lock import lock_path
+from ada_loss.lab.cells.names import keep_names
+from ada_loss.lab.cells.telemetry import telemetry_digest, telemetry_path
 from ada_loss.lab.directions import keep_directions, stated
 from ada_loss.lab.environment import environment
 from ada_loss.lab.errors import SweepStopped
@@ -24,22 +31,16 @@ from ada_loss.lab.results.deciding import decidable
 from ada_loss.lab.results.notifier import Notifier
 from ada_loss.lab.results.trackers import Tracker, make_trackers
 from ada_loss.lab.sweep.branches import Branches
-from ada_loss.lab.sweep.cell_formats import label
-from ada_loss.lab.sweep.cells import OPTIONS, Cell, plan_all, stored_cell
 from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.explained import explain
-from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_local, path_of
-from ada_loss.lab.sweep.ledger import CannotWrite, Ledger
 from ada_loss.lab.sweep.limits import GRACE
-from ada_loss.lab.sweep.lock import lock_path
-from ada_loss.lab.sweep.names import keep_names
 from ada_loss.lab.sweep.prepare import prepare
-from ada_loss.lab.sweep.progress import Progress, say
-from ada_loss.lab.sweep.telemetry import telemetry_digest, telemetry_path
+from ada_loss.lab.sweep.progress import Progress
 from ada_loss.lab.sweep.trust import is_trusted, remember
 from ada_loss.lab.sweep.work import WorkOrder, order_of, said, work
 from ada_loss.lab.tasks import find_task, is_of_library
+from ada_loss.lab.terminal import say
 from fpsim.checks import known_arguments, pip_install, require_flag
 
 try:
@@ -95,22 +96,28 @@ def sweep(
     diverges is a result; one that raises, hangs or kills its worker is a failure, and the others go on. A cell that was
     interrupted goes on from its checkpoint in `out`, to the same bits.
 
-    task, formats, scaling, roundings, seeds, task_options, updates: the cells; see `plan`.
-    also: more cells for the same folder: mappings of these arguments, each with what differs; see `plan_all`.
-    train: a training function of your own instead of a task. It is called with a `Job`, which has the format, the
-        scaling method, the seed, the device and task_options, trains, and returns its metrics, {name: number}.
-    baseline: whether float32, with which the report compares, is trained with each seed too.
-    workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed, keep_states: see
-        `Execution`.
-    out: the folder that keeps everything.
-    track: who else is told of the cells, while they train: "tensorboard", "mlflow" and "wandb", which write to the
-        folder, or trackers.
-    minimize, maximize: the metrics of which a smaller, or a larger, value is better, where their names do not tell;
-        kept in `out`. They go before `Task.goal`.
-    why: whether the cells that diverged, and one of each setting that falls short of float32, are trained again up to
-        the step that fails, by the workers, where `fpsim.why` says why: the column "reason" of rows, and the verdict.
-    show_progress: whether a progress bar is shown.
-    Raises ValueError and TypeError for invalid arguments before any work, SweepStopped where it cannot go on.
+    Args:
+        task, formats, scaling, roundings, seeds, task_options, updates: the cells; see `plan`.
+        also: more cells for the same folder: mappings of these arguments, each with what differs; see `plan_all`.
+        train: a training function of your own instead of a task. It is called with a `Job`, which has the format, the
+            scaling method, the seed, the device and task_options, trains, and returns its metrics, {name: number}.
+        baseline: whether float32, with which the report compares, is trained with each seed too.
+        workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed, keep_states: see
+            `Execution`.
+        out: the folder that keeps everything.
+        track: who else is told of the cells, while they train: "tensorboard", "mlflow" and "wandb", which write to the
+            folder, or trackers.
+        minimize, maximize: the metrics of which a smaller, or a larger, value is better, where their names do not tell;
+            kept in `out`. They go before `Task.goal`.
+        why: whether the cells that diverged, and one of each setting that falls short of float32, are trained again up
+            to the step that fails, by the workers, where `fpsim.why` says why: the column "reason" of rows, and the
+            verdict.
+        show_progress: whether a progress bar is shown.
+
+    Raises:
+        ValueError: for invalid arguments, before any work.
+        TypeError: for arguments of another type, before any work.
+        RuntimeError: `SweepStopped`, where it cannot go on.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)
@@ -148,12 +155,16 @@ def resume(
 ) -> Results:
     """Go on with all cells of a ledger that are not done, and give the results.
 
-    out: the folder of the sweep.
-    trust: whether a task that is no task of this library is imported and run because the ledger names it. Without, it
-        is refused unless you have run it into this folder: whoever wrote the file would choose what runs here.
     The other arguments are those of `sweep`.
-    Raises ValueError for a cell that is none, for a task that is not trusted, and where a task is a function that was
-    passed to `sweep`: only that call knows it.
+
+    Args:
+        out: the folder of the sweep.
+        trust: whether a task that is not of this library is imported and run because the ledger names it. Without, it
+            is refused unless you have run it into this folder: whoever wrote the file would choose what runs here.
+
+    Raises:
+        ValueError: for a cell that is none, for a task that is not trusted, and where a task is a function that was
+            passed to `sweep`: only that call knows it.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)
@@ -285,7 +296,7 @@ class _Driver:
     """Keeps as many cells running as the engine has slots, and writes their results; only this process writes.
 
     ledger, out, engine, notifier: where results are written, where cells run, and who is told of finished cells.
-    order: what every worker is told beside a cell's configuration.
+    order: what every worker is told besides a cell's configuration.
     running: the cells that were submitted, with the time at which they were.
     deaths: how many workers died while they ran a cell, by its id.
     progress: is told of every cell.

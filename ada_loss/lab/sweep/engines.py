@@ -62,7 +62,7 @@ def refuse_in_a_starting_worker() -> None:
     """End a process that multiprocessing has started and that is still importing the main script."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
         raise SystemExit(  # a line, without a traceback
-            "A worker that is starting came to sweep(), because it imports the script that calls it. "
+            "A worker that is starting reached sweep(), because it imports the script that calls it. "
             "Put the call below `if __name__ == '__main__':`."
         )
 

@@ -25,7 +25,7 @@ ADDRESS = re.compile(r"(tcp|tls)://(\[[^\]]+\]|[^\s:/@]+):(?P<port>[0-9]+)")
 
 @dataclass(frozen=True)
 class Execution:
-    """How the cells of a sweep are executed. It is no part of what they are: results do not depend on it.
+    """How the cells of a sweep are executed. It is not part of what they are: results do not depend on it.
 
     workers: the number of processes of a local engine, and of cells at once in an executor of unknown size.
     engine: what computes the cells:
@@ -43,7 +43,7 @@ class Execution:
     retry_failed: whether cells that failed run again.
     keep_states: whether the states at which formats change are kept in the folder, so that cells that are added later
         begin from them; each is as large as a checkpoint.
-    Raises ValueError for an impossible value, and for a device that this machine lacks if cells compute here.
+    Raises ValueError for an invalid value, and for a device that this machine lacks if cells compute here.
 
     >>> Execution(workers=2).chosen_engine
     'local'
@@ -61,19 +61,19 @@ class Execution:
 
     def __post_init__(self) -> None:
         if not is_whole(self.workers, least=1):
-            raise ValueError(f"workers={shown(self.workers)} computes nothing. Possible: 1 or more.")
+            raise ValueError(f"workers={shown(self.workers)} computes nothing. Expected: 1 or more.")
         if self.workers > MOST_WORKERS:
-            raise ValueError(f"workers={shown(self.workers)} is too many. Possible: 1 to {MOST_WORKERS:,}.")
+            raise ValueError(f"workers={shown(self.workers)} is too many. Expected: 1 to {MOST_WORKERS:,}.")
         for name in ("time_limit", "engine_timeout"):
             seconds = getattr(self, name)
             is_left_out = name == "time_limit" and seconds is None
             if not is_left_out and not (is_finite_number(seconds) and 0 < seconds <= TIMEOUT_MAX):
                 raise ValueError(
-                    f"{name}={shown(seconds)} is impossible. Possible: seconds, above 0 and up to {TIMEOUT_MAX:g}."
+                    f"{name}={shown(seconds)} is invalid. Expected: seconds, above 0 and up to {TIMEOUT_MAX:g}."
                 )
         if self.resources is not None and not _are_resources(self.resources):
             raise ValueError(
-                f"resources={shown(self.resources)} is impossible. Possible: what a cell takes, such as {{'GPU': 1}}."
+                f"resources={shown(self.resources)} is invalid. Expected: what a cell takes, such as {{'GPU': 1}}."
             )
         require_device_name(self.device)
         if self.engine is not None:
@@ -82,13 +82,13 @@ class Execution:
             raise ValueError(problem)
         if not _is_memory(self.memory_limit):
             raise ValueError(
-                f"memory_limit={shown(self.memory_limit)} is impossible. Possible: 'auto', a number of bytes such as "
+                f"memory_limit={shown(self.memory_limit)} is invalid. Expected: 'auto', a number of bytes such as "
                 f"'4 GiB' and no less than 1 MiB, a share of the machine's such as 0.25, or 0 for "
                 f"no limit. Leave it out to divide the machine's memory among the workers."
             )
         for name in ("retry_failed", "keep_states"):
             if not isinstance(getattr(self, name), bool):  # YAML 1.2 reads `no` as a word
-                raise ValueError(f"{name}={shown(getattr(self, name))} is impossible. Possible: true or false.")
+                raise ValueError(f"{name}={shown(getattr(self, name))} is invalid. Expected: true or false.")
 
     @property
     def chosen_engine(self) -> str | Executor:
@@ -125,13 +125,13 @@ def _require_engine(engine: object) -> None:
         return
     if not isinstance(engine, str) or not engine.startswith(("tcp://", "tls://")):
         raise ValueError(
-            f"Unknown engine {shown(engine)}. Possible: {', '.join(ENGINES)}. Leave it out for the default."
+            f"Unknown engine {shown(engine)}. Expected: {', '.join(ENGINES)}. Leave it out for the default."
         )
     match = ADDRESS.fullmatch(engine)
     if match is None or not 0 < int(match["port"]) < 2**16:
         raise ValueError(
-            f"The engine {shown(engine)} is no address. Possible: {ADDRESS_FORMS}, where PORT is a number from 1 to "
-            f"{2**16 - 1}. Take what `dask scheduler` prints."
+            f"The engine {shown(engine)} is not an address. Expected: {ADDRESS_FORMS}, where PORT is a number from 1 "
+            f"to {2**16 - 1}. Take what `dask scheduler` prints."
         )
 
 

@@ -18,12 +18,12 @@ from torch import Tensor
 
 import fpsim
 from ada_loss.files import write_atomically
+from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_own, path_of
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.results import REASONS, read_reasons
 from ada_loss.lab.results.statements import SECTIONS
 from ada_loss.lab.sweep.engines import Engine, open_engine
 from ada_loss.lab.sweep.execution import Execution
-from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, path_of
 from ada_loss.lab.sweep.work import WorkOrder, obey, order_of, said, training_of
 from ada_loss.lab.tasks import find_task
 from ada_loss.lab.training.generators import kept_generators, seed_generators

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ada_loss.files import content_of
-from ada_loss.lab.sweep.cells import Cell, is_intact
-from ada_loss.lab.sweep.ledger import Ledger
-from ada_loss.lab.sweep.missing import Missing, read_snapshot
-from ada_loss.lab.sweep.progress import say
-from ada_loss.lab.sweep.telemetry import is_whole, telemetry_path
+from ada_loss.lab.cells.cells import Cell, is_intact
+from ada_loss.lab.cells.ledger import Ledger
+from ada_loss.lab.cells.missing import Missing, read_snapshot
+from ada_loss.lab.cells.telemetry import is_whole, telemetry_path
+from ada_loss.lab.terminal import say
 
 __all__ = ["prepare"]
 
@@ -56,7 +56,7 @@ def _say_lost(missing: Missing, asked: Collection[str]) -> None:
             f"was killed, or what was written last is lost. They will be run again."
         )
     if missing.plan_was_changed:
-        say("The plan of the ledger was deleted or changed: whether it has lost rows is not known. It is written anew.")
+        say("The plan of the ledger was deleted or changed: it may have lost rows. It is written again.")
 
 
 def _names(cells: Sequence[str]) -> str:

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,27 +15,14 @@ from typing import Any
 
 from ada_loss.files import content_of
 from ada_loss.lab.directions import Directions, keep_directions
-from ada_loss.lab.errors import printable
-from fpsim.checks import pip_install
+from ada_loss.lab.terminal import say, tqdm
 
-try:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "IProgress not found")  # without widgets a notebook gets a bar of letters
-        from tqdm.auto import tqdm
-except ImportError as error:
-    raise ImportError(f"A sweep needs {error.name}, which is not installed: {pip_install('lab')}.") from None
-
-__all__ = ["Progress", "StepFile", "say", "steps_path"]
+__all__ = ["Progress", "StepFile", "steps_path"]
 
 WRITTEN_EVERY = 0.5  # seconds
 READ_EVERY = 1.0
 FIRST_LINE, LINE_EVERY = 2.0, 10.0  # seconds until the first line; the pause doubles up to the second
 MOST_SHOWN = 4  # cells whose steps are shown
-
-
-def say(words: str) -> None:
-    """Print a line on stderr, above a bar if there is one; control characters are escaped."""
-    tqdm.write(printable(words), file=sys.stderr)
 
 
 def steps_path(checkpoint: Path) -> Path:

@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from ada_loss.lab.sweep.cell_formats import policy_of
-from ada_loss.lab.sweep.cell_updates import update_of
+from ada_loss.lab.cells.cell_formats import policy_of
+from ada_loss.lab.cells.cell_updates import update_of
+from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_local, is_own, path_of
+from ada_loss.lab.cells.live import LiveFile, live_path
+from ada_loss.lab.cells.telemetry import npz, telemetry
 from ada_loss.lab.sweep.engines import Engine, keep_freed_memory
 from ada_loss.lab.sweep.execution import Execution
-from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_local, is_own, path_of
 from ada_loss.lab.sweep.limits import TimeLimit, within_time
-from ada_loss.lab.sweep.live import LiveFile, live_path
 from ada_loss.lab.sweep.progress import StepFile, steps_path
-from ada_loss.lab.sweep.telemetry import npz, telemetry
 from ada_loss.lab.tasks import add_to_path, find_task, folder_of
 from ada_loss.lab.training.format_schedule import Start
 from ada_loss.lab.training.generators import kept_generators, seed_generators
@@ -39,7 +39,7 @@ ONE_AT_A_TIME = threading.Lock()  # torch's thread count and random numbers belo
 
 @dataclass(frozen=True)
 class WorkOrder:
-    """What a worker is told beside a cell's configuration; it is pickled.
+    """What a worker is told besides a cell's configuration; it is pickled.
 
     make_task: the function of the task or of the training, where its name is not enough.
     device: where the cell computes.
@@ -216,7 +216,7 @@ def _result(run: Run, error: str | None) -> tuple[dict[str, Any], bytes]:
     """The result of a cell for the ledger, and its telemetry."""
     for name in run.metrics:
         if not isinstance(name, str):
-            raise TypeError(f"The task names a metric {name!r}. Possible: a string.")
+            raise TypeError(f"The task names a metric {name!r}. Expected: a string.")
         require_storable(name)
     last = run.losses[-1:] or [*run.metrics.values()] or [math.nan]
     diverged = error is not None or not all(map(math.isfinite, last))

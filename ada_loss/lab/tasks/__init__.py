@@ -56,18 +56,16 @@ def find_task(name: str) -> Callable[[int], Task]:
 
     name: that of a task of the library, or an import path "package.module:function". A task that takes data of the
         user's own is "chars=book.txt".
-    Raises ValueError for an unknown name, and for a path that leads to no function; TypeError for what is no word.
+    Raises ValueError for an unknown name, and for a path that leads to no function; TypeError for what is not a word.
 
     >>> find_task("digits") is digits
     True
     >>> find_task("digit")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: Unknown task 'digit'. Did you mean digits? Known: digits, deep_digits, mnist5k, ...
+    ValueError: Unknown task 'digit'. Did you mean 'digits'? Known: digits, deep_digits, mnist5k, ...
     """
     if not isinstance(name, str):
-        raise TypeError(
-            f"The task came as {shown(name)}. Possible: {', '.join(TASKS)}, or your own as 'module:function'."
-        )
+        raise TypeError(f"The task is {shown(name)}. Expected: {', '.join(TASKS)}, or your own as 'module:function'.")
     if is_of_own_data(name):
         return on_data(find_task(name.partition("=")[0]), name)
     module, colon, function = name.partition(":")
@@ -80,7 +78,7 @@ def find_task(name: str) -> Callable[[int], Task]:
         )
     if not all(word.isidentifier() for word in (*module.split("."), function)):
         raise ValueError(
-            f"The task {shown(name)} is no import path. Possible: 'module:function', of a module on Python's path."
+            f"The task {shown(name)} is not an import path. Expected: 'module:function', of a module on Python's path."
         )
     try:
         found = getattr(import_module(module), function)
@@ -89,7 +87,7 @@ def find_task(name: str) -> Callable[[int], Task]:
         hint = did_you_mean(function, [word for word, value in there.items() if callable(value)])
         raise ValueError(
             f"The task {shown(name)} cannot be imported: {error}.{hint} "
-            f"Possible: 'module:function', of a module on Python's path."
+            f"Expected: 'module:function', of a module on Python's path."
         ) from None
     if not callable(found):
         raise ValueError(

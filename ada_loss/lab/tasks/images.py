@@ -171,7 +171,7 @@ class Cifar:
             except FileNotFoundError:
                 raise FileNotFoundError(f"{path} is missing. Remove its folder: it is unpacked again.") from None
             except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path} is no file of {self.name} ({error!r}). Remove its folder.") from None
+                raise ValueError(f"{path} is not a file of {self.name} ({error!r}). Remove its folder.") from None
         pixels = torch.from_numpy(np.concatenate(images))
         if len(pixels) != len(labels):
             raise ValueError(f"{root / self.folder} holds {len(pixels)} images and {len(labels)} labels. Remove it.")

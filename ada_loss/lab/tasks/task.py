@@ -23,17 +23,21 @@ NO_BATCHES = (tuple, list, dict, Tensor, np.ndarray, str, bytes, bytearray, rang
 class Task:
     """What is trained.
 
-    name: for errors and titles.
-    model: is copied before it is trained.
-    train, test: inputs and targets, two tensors of one length each; or an iterable of batches that can be gone through
-        again and again, such as a torch DataLoader, each batch two tensors.
-    loss: takes outputs and targets, and gives a 0-d tensor.
-    metrics: {name: a function of outputs and targets that gives a float}; the first is the one that tables show. Those
-        of an iterable's batches are put together first.
-    goal: "minimize" or "maximize", of the first metric, or {metric: "minimize" or "maximize"}, where the names of the
-        metrics do not tell; see `ada_loss.lab.directions`.
-    augment: changes the inputs of each training batch, and may draw torch's random numbers; None leaves them.
-    Raises TypeError for data that are neither, ValueError for tensors of different or no length.
+    Args:
+        name: for errors and titles.
+        model: is copied before it is trained.
+        train, test: inputs and targets, two tensors of one length each; or an iterable of batches that can be gone
+            through again and again, such as a torch DataLoader, each batch two tensors.
+        loss: takes outputs and targets, and gives a 0-d tensor.
+        metrics: {name: a function of outputs and targets that gives a float}; the first is the one that tables show.
+            Those of an iterable's batches are put together first.
+        goal: "minimize" or "maximize", of the first metric, or {metric: "minimize" or "maximize"}, where the names of
+            the metrics do not tell; see `ada_loss.lab.directions`.
+        augment: changes the inputs of each training batch, and may draw torch's random numbers; None leaves them.
+
+    Raises:
+        TypeError: for data that are neither.
+        ValueError: for tensors of different or no length.
     """
 
     name: str
@@ -63,22 +67,22 @@ class Task:
             if isinstance(data, Iterable) and not isinstance(data, NO_BATCHES):
                 if isinstance(data, Iterator):
                     raise TypeError(
-                        f"{part} of the task {self.name!r} came as {type(data).__name__}, which one pass exhausts. "
-                        f"Possible: a DataLoader, or another object whose __iter__ begins anew."
+                        f"{part} of the task {self.name!r} is {type(data).__name__}, which one pass exhausts. "
+                        f"Expected: a DataLoader, or another object whose __iter__ begins again."
                     )
                 continue
             if isinstance(data, list) and data and all(isinstance(batch, tuple | list) for batch in data):
                 continue  # of batches
             if not is_pair(data):
                 raise TypeError(
-                    f"{part} of the task {self.name!r} came as {types_of_pair(data)}. Possible: two tensors, "
+                    f"{part} of the task {self.name!r} is {types_of_pair(data)}. Expected: two tensors, "
                     f"inputs and targets, or an iterable of batches such as a DataLoader."
                 )
             inputs, targets = data
             if not 0 < len(inputs) == len(targets):
                 raise ValueError(
-                    f"{part} of the task {self.name!r} came with {len(inputs)} inputs and {len(targets)} targets. "
-                    f"Possible: the same number of both, 1 or more."
+                    f"{part} of the task {self.name!r} has {len(inputs)} inputs and {len(targets)} targets. "
+                    f"Expected: the same number of both, 1 or more."
                 )
 
     def _check_words(self) -> None:

@@ -96,7 +96,7 @@ class LoadedBatches:
             yield placed(batch, self.device, self.container)
         if is_empty:
             raise ValueError(
-                f"The training data {shown(self.loader)} gave no batch. Possible: what begins anew each time."
+                f"The training data {shown(self.loader)} gave no batch. Expected: what begins again each time."
             )
 
 
@@ -125,10 +125,10 @@ def batches_of(data: Any, size: int, seed: int, device: str, container: torch.dt
 
 
 def placed(batch: Any, device: str, container: torch.dtype) -> Pair:
-    """Inputs and targets on a device, floats in the container. Raises TypeError for what is no pair of tensors."""
+    """Inputs and targets on a device, floats in the container. Raises TypeError for what is not a pair of tensors."""
     if not is_pair(batch):
         raise TypeError(
-            f"A batch came as {types_of_pair(batch)}. Possible: two tensors, inputs and targets. For batches of "
+            f"A batch is {types_of_pair(batch)}. Expected: two tensors, inputs and targets. For batches of "
             f"another kind, train in a function of your own: ada_loss.sweep(train=...)."
         )
     x, y = (part.to(device, container if part.is_floating_point() else part.dtype) for part in batch)

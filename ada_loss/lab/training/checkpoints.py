@@ -51,7 +51,7 @@ class Checkpoints:
     identity: which training this is, in words and numbers. A file with another identity is ignored with a warning, and
         so is one that cannot be read.
     seconds: the time between two checkpoints.
-    cuda_devices: the CUDA devices that draw random numbers beside the CPU.
+    cuda_devices: the CUDA devices that draw random numbers besides the CPU.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class FormatSchedule:
         for stage, begin, end in zip(self.stages, found, [*found[1:], total], strict=True):
             if begin >= end:
                 raise ValueError(
-                    f"The schedule has {shown(str(stage))}, and no step for it: the training has {total}. Possible: "
+                    f"The schedule has {shown(str(stage))}, and no step for it: the training has {total}. Expected: "
                     f"starts between which there are steps, or more steps."
                 )
         return tuple(found)
@@ -102,7 +102,7 @@ def as_schedule(fmt: Any, rounding: str | None = None) -> FormatSchedule:
     fmt: {"schedule": {start: format}}, or anything else, which is taken for a format and is not checked here. Starts
         are 0, and either steps (integers) or fractions of all steps (floats below 1). Pairs (start, format) will do.
     rounding: of every format; None leaves it to each.
-    Raises ValueError and TypeError for what is no schedule.
+    Raises ValueError and TypeError for what is not a schedule.
 
     >>> print(as_schedule({"schedule": {0: "fp16", 0.8: "recipe:bf16"}}), "|", as_schedule("fp16"))
     fp16 then recipe:bf16 from 0.8 | fp16
@@ -113,12 +113,12 @@ def as_schedule(fmt: Any, rounding: str | None = None) -> FormatSchedule:
         return FormatSchedule((Stage(0, fmt, rounding),))
     if SCHEDULE not in fmt:
         if fmt and not any(isinstance(key, str) for key in fmt):
-            raise TypeError(f"A format came as {shown(dict(fmt))}. Possible for formats in turn: {POSSIBLE}.")
+            raise TypeError(f"A format is {shown(dict(fmt))}. Expected for formats in turn: {POSSIBLE}.")
         return FormatSchedule((Stage(0, fmt, rounding),))  # type: ignore[arg-type]  # whoever takes it says what it is
-    beside = [key for key in fmt if key != SCHEDULE]
-    if beside:
+    others = [key for key in fmt if key != SCHEDULE]
+    if others:
         raise ValueError(
-            f"A schedule came with {', '.join(map(shown, beside))} beside it. Possible: {POSSIBLE}; each of its "
+            f"A schedule has {', '.join(map(shown, others))} besides its key. Expected: {POSSIBLE}; each of its "
             f"formats may be a policy."
         )
     given = [Stage(_start(start), inner, rounding) for start, inner in _pairs(fmt[SCHEDULE])]
@@ -127,11 +127,11 @@ def as_schedule(fmt: Any, rounding: str | None = None) -> FormatSchedule:
     if len({*starts}) < len(starts):
         raise ValueError(f"The schedule {shown(fmt[SCHEDULE])} has two formats for one start. Leave one out.")
     if starts[0] != 0:
-        raise ValueError(f"The schedule {shown(fmt[SCHEDULE])} has no first format. Possible: {POSSIBLE}, with a 0.")
+        raise ValueError(f"The schedule {shown(fmt[SCHEDULE])} has no first format. Expected: {POSSIBLE}, with a 0.")
     if len({type(start) for start in starts[1:]}) > 1:
         raise ValueError(
             f"The schedule {shown(fmt[SCHEDULE])} has both steps and fractions, whose order depends on the number of "
-            f"steps. Possible: either integers, or floats below 1, beside the 0."
+            f"steps. Expected: either integers, or floats below 1, besides the 0."
         )
     return FormatSchedule(tuple(stages))
 
@@ -140,10 +140,10 @@ def _pairs(given: Any) -> list[tuple[Any, Any]]:
     pairs = [*given.items()] if isinstance(given, Mapping) else given
     is_list = isinstance(pairs, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs)
     if not is_list or not pairs:
-        raise TypeError(f"A schedule came as {shown(given)}. Possible: {POSSIBLE}.")
+        raise TypeError(f"A schedule is {shown(given)}. Expected: {POSSIBLE}.")
     for _, inner in pairs:
         if isinstance(inner, FormatSchedule) or (isinstance(inner, Mapping) and SCHEDULE in inner):
-            raise ValueError(f"A schedule came inside of one: {shown(inner)}. Put all starts into one.")
+            raise ValueError(f"A schedule is inside another: {shown(inner)}. Put all starts into one.")
     return [(start, inner) for start, inner in pairs]
 
 
@@ -153,7 +153,7 @@ def _start(start: Any) -> Start:
     if not is_whole(start) and is_finite_number(start) and 0 < start < 1:
         return float(start)
     raise ValueError(
-        f"A schedule has the start {shown(start)}. Possible: 0; a step, which is an integer; or a fraction of all "
+        f"A schedule has the start {shown(start)}. Expected: 0; a step, which is an integer; or a fraction of all "
         f"steps, which is a float below 1."
     )
 

@@ -59,13 +59,14 @@ class JobScaler(GradScaler):
 class Job:
     """One cell of a sweep, for a training function of your own: it trains, and returns its metrics.
 
-    fmt, rounding: the format of the cell and its rounding, as `fpsim.quantize` takes them; or a schedule of formats,
-        which `quantize` and `begin_step` follow.
-    scaling: the scaling method, "none", a number, "torch", "adaptive" ...
-    seed: the generators of torch, NumPy and Python begin with it; use it for whatever else is drawn.
-    device: where the training runs, "cpu", "cuda" or "cuda:1".
-    options: the `task_options` of the sweep.
-    update: what the optimizer stores, a fpsim.Update or the name of one; `optimizer` follows it.
+    Args:
+        fmt, rounding: the format of the cell and its rounding, as `fpsim.quantize` takes them; or a schedule of
+            formats, which `quantize` and `begin_step` follow.
+        scaling: the scaling method, "none", a number, "torch", "adaptive" ...
+        seed: the generators of torch, NumPy and Python begin with it; use it for whatever else is drawn.
+        device: where the training runs, "cpu", "cuda" or "cuda:1".
+        options: the `task_options` of the sweep.
+        update: what the optimizer stores, a fpsim.Update or the name of one; `optimizer` follows it.
 
     >>> job = Job("fp16", scaling=1024.0)
     >>> model = job.quantize(nn.Linear(2, 1))
@@ -149,7 +150,7 @@ class Job:
         if self._model is not None:
             raise ValueError("This job has a quantised model already. Put several models into one module first.")
         if not is_whole(record_every, least=0):
-            raise ValueError(f"record_every={shown(record_every)} is impossible. Possible: an integer, 0 or more.")
+            raise ValueError(f"record_every={shown(record_every)} is invalid. Expected: an integer, 0 or more.")
         found = quantized(model, self._schedule, inplace=inplace).to(self.device)
         self._switch = FormatSwitch(found, self._schedule)
         scaler, self._adaptive = make_scaling(self.scaling, found, JobScaler)
@@ -207,7 +208,7 @@ class Job:
         """
         for name, value, least in (("step", step, 0), ("number of steps", steps, 1)):
             if not is_whole(value, least):
-                raise TypeError(f"The {name} {shown(value)} is no count. Possible: an integer, {least} or more.")
+                raise TypeError(f"The {name} {shown(value)} is not a count. Expected: an integer, {least} or more.")
         if self._switch is None:
             raise ValueError("There is no model to follow the schedule. Call job.quantize(model) first.")
         if step >= steps:
@@ -220,10 +221,10 @@ class Job:
 
         step: counted from 0.
         numbers: floats, or tensors of one element.
-        Raises TypeError for what is no number, ValueError for a name that is not Unicode.
+        Raises TypeError for what is not a number, ValueError for a name that is not Unicode.
         """
         if not is_whole(step, least=0) or step > MOST_STEPS:
-            raise TypeError(f"The step {shown(step)} is no count. Possible: an integer, 0 or more.")
+            raise TypeError(f"The step {shown(step)} is not a count. Expected: an integer, 0 or more.")
         for name, value in numbers.items():
             require_storable(name)
             self.curves.setdefault(name, []).append((int(step), _number(name, value)))
@@ -298,7 +299,7 @@ class Job:
             return self._done
         if not self._is_named:
             raise ValueError(
-                "job.checkpoint() came without anything to save. Name it once, before the loop: "
+                "job.checkpoint() was called without anything to save. Name it once, before the loop: "
                 "start = job.checkpoint(model=model, optimizer=optimizer)."
             )
         self._done, self._last = step, max(self._last, step - 1)
@@ -326,11 +327,11 @@ class Job:
         """The result of the cell, as the built-in training gives one.
 
         metrics: what the training function returned.
-        Raises TypeError for what is no mapping from names to numbers.
+        Raises TypeError for what is not a mapping from names to numbers.
         """
         if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
             raise TypeError(
-                f"The training function returned {shown(metrics)}. Possible: its metrics, a mapping from names to "
+                f"The training function returned {shown(metrics)}. Expected: its metrics, a mapping from names to "
                 f"numbers, such as {{'accuracy': 0.9}}."
             )
         for name in metrics:
@@ -417,5 +418,5 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if not is_number(value) or (isinstance(value, int) and abs(value) > sys.float_info.max):
-        raise TypeError(f"{name} came as {shown(value)}. Possible: a number, or a tensor of one element.")
+        raise TypeError(f"{name} is {shown(value)}. Expected: a number, or a tensor of one element.")
     return float(value)

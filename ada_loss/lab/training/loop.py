@@ -80,7 +80,7 @@ def train(
     rounding: of every role; None leaves it to the policy, or to nearest-even.
     update: what the optimizer stores, a fpsim.Update or the name of one ("bf16_sr"); None for float32.
     checkpoint, checkpoint_seconds, progress: see `Training.run`.
-    Raises ValueError for impossible options, Stopped where the loss rule stops the training.
+    Raises ValueError for invalid options, Stopped where the loss rule stops the training.
 
     >>> from ada_loss.lab.tasks import digits
     >>> run = train(digits(), "bf16", epochs=1)
@@ -143,7 +143,7 @@ class TrainingState:
         kinds = {name: type(value) for name, value in vars(self).items()}
         if {name: type(value) for name, value in state.items()} != kinds or state["batches"] < 0:
             raise ValueError(
-                f"The state has {', '.join(state)}. Possible: {', '.join(kinds)}, as a training saves them."
+                f"The state has {', '.join(state)}. Expected: {', '.join(kinds)}, as a training saves them."
             )
         vars(self).update(state)
 

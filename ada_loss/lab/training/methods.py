@@ -31,7 +31,7 @@ def _rule_of(method: str) -> str:
 
 
 def require_method(method: str | float) -> None:
-    """Raise ValueError for an unknown scaling method, and for a constant that is no scale."""
+    """Raise ValueError for an unknown scaling method, and for a constant that is not a scale."""
     if not isinstance(method, str):
         _constant(method)
     elif method != "none" and method not in DYNAMIC:

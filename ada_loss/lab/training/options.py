@@ -50,7 +50,7 @@ class TrainOptions:
     True
     >>> TrainOptions(optimizer="sdg")
     Traceback (most recent call last):
-    ValueError: Unknown optimizer 'sdg'. Did you mean sgd? Known: sgd, adam, adamw.
+    ValueError: Unknown optimizer 'sdg'. Did you mean 'sgd'? Known: sgd, adam, adamw.
     """
 
     scaling: str | float = "none"
@@ -79,8 +79,8 @@ class TrainOptions:
                 if "choices" in option.metadata:
                     words = f"Unknown {option.name} {shown(value)}.{hint(option.name, value)}"
                     raise ValueError(f"{words} Known: {possible(option.name)}.")
-                words = f"{option.name} came as {shown(value)}.{hint(option.name, value)}"
-                raise ValueError(f"{words} Possible: {possible(option.name)}.")
+                words = f"{option.name} is {shown(value)}.{hint(option.name, value)}"
+                raise ValueError(f"{words} Expected: {possible(option.name)}.")
             kind: Any = type(option.default)
             object.__setattr__(self, option.name, kind(value))  # 1 and 1.0 are one learning rate
         require_method(self.scaling)
@@ -116,7 +116,7 @@ def hint(name: str, value: object) -> str:
     """What may have been meant by a value that an option with choices cannot have, for an error; "" for nothing.
 
     >>> hint("optimizer", "sdg")
-    ' Did you mean sgd?'
+    " Did you mean 'sgd'?"
     """
     if name == "schedule" and isinstance(value, Mapping):
         return (

@@ -88,7 +88,7 @@ class LossRule:
             if floor is not None and ceiling is not None and floor > ceiling:
                 names = " and ".join(self.floor_and_ceiling)
                 raise ValueError(
-                    f"{names} of the rule {self.system!r} came as {floor!r} and {ceiling!r}. "
+                    f"{names} of the rule {self.system!r} are {floor!r} and {ceiling!r}. "
                     f"The floor may be at most the ceiling. Lower it, or exchange the two."
                 )
         for name, first in self._initial_state().items():
@@ -126,8 +126,9 @@ def finite_or(new: float, old: float) -> float:
 def trajectory(rule: LossRule, oks: Iterable[bool]) -> list[float]:
     """The scale before each step, and after the last one.
 
-    rule: the rule before the first step.
-    oks: for each step whether all gradients were finite.
+    Args:
+        rule: the rule before the first step.
+        oks: for each step whether all gradients were finite.
 
     >>> from ada_loss import loss_rule
     >>> trajectory(loss_rule("torch", init_scale=8.0, growth_interval=2), [True, True, True, False])
@@ -137,7 +138,7 @@ def trajectory(rule: LossRule, oks: Iterable[bool]) -> list[float]:
         raise TypeError(f"rule is {shown(rule)}. Expected: a LossRule, such as ada_loss.loss_rule('torch').")
     oks = require_iterable("oks", oks, "[True, False]")
     for ok in oks:
-        if not isinstance(ok, bool) and type(ok).__name__ not in ("bool_", "bool"):  # NumPy's is no bool
+        if not isinstance(ok, bool) and type(ok).__name__ not in ("bool_", "bool"):  # NumPy's is not a bool
             raise TypeError(f"oks holds {shown(ok)}. Expected: for each step True or False.")
     scales = [rule.scale]
     for ok in oks:

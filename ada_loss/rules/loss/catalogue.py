@@ -45,17 +45,20 @@ SYSTEMS["none"] = Off
 def loss_rule(system: str, **params: Any) -> LossRule:
     """The loss-scale rule of a system.
 
-    system: its name: "torch", "nnabla", ..., or "static" for a constant scale, "off" for none.
-    params: parameters under the names that the system gives them. As in these systems, `loss_scale` of cerebras and
-        apex and `scale` of chainer may be a number, which fixes the scale.
+    Args:
+        system: its name: "torch", "nnabla", ..., or "static" for a constant scale, "off" for none.
+        params: parameters under the names that the system gives them. As in these systems, `loss_scale` of cerebras and
+            apex and `scale` of chainer may be a number, which fixes the scale.
 
-    Raises ValueError for an unknown system or an impossible value, TypeError for an unknown or missing parameter.
+    Raises:
+        ValueError: for an unknown system or an invalid value.
+        TypeError: for an unknown or missing parameter.
 
     >>> loss_rule("torch", init_scale=4.0, growth_interval=1).adjust(ok=True).scale
     8.0
     >>> loss_rule("torch", growth=2.0)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    TypeError: The rule 'torch' has no parameter 'growth'. Did you mean growth_factor? It has: ...
+    TypeError: The rule 'torch' has no parameter 'growth'. Did you mean 'growth_factor'? It has: ...
     """
     rule = SYSTEMS.get(system) if isinstance(system, str) else None
     if rule is None:
@@ -71,7 +74,7 @@ def loss_rule(system: str, **params: Any) -> LossRule:
     for name, default in known.items():
         if default is MISSING and name not in params:
             raise TypeError(
-                f"The rule {system!r} came without {name!r}, which has no default. "
+                f"The rule {system!r} was given without {name!r}, which has no default. "
                 f"It is a scale, a finite number above 0. Give it: loss_rule({system!r}, {name}=2.0**15)."
             )
     dynamic = rule(**params)

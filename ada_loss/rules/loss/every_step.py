@@ -88,7 +88,7 @@ class LogMax(LossRule):
     def adjust(self, ok: bool, largest: float | None = None) -> Self:
         if ok and largest is None:
             raise ValueError(
-                "The rule 'logmax' came to adjust(ok=True) without the largest gradient. "
+                "The rule 'logmax' reached adjust(ok=True) without the largest gradient. "
                 "That is a number, 0 or more. Give it, adjust(ok, largest), or let GradScaler do so."
             )
         if ok and largest == 0:

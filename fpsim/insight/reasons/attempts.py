@@ -75,7 +75,7 @@ class Attempts:
         """What a run under the change gave, without a look inside; None where it fails or ends in inf or NaN."""
         try:
             outcome = self.trials.run(change, until_broken=True)
-        except Exception:  # a step in other dtypes may be refused by torch: then this is no remedy
+        except Exception:  # a step in other dtypes may be refused by torch: then this is not a remedy
             return None
         return outcome if outcome.is_finite else None
 

@@ -36,7 +36,7 @@ def update_remedies(trials: Trials, event: Event, updates: Updates, seen: Timeli
 def _works(trials: Trials, change: Change) -> Outcome | None:
     try:
         found = trials.run(change)
-    except Exception:  # a refused option is no remedy
+    except Exception:  # a refused option is not a remedy
         return None
     return found if found.is_finite else None
 

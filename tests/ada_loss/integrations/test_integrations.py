@@ -80,7 +80,7 @@ def test_accelerate_takes_the_steps_of_the_loop_by_hand(scaling: Any) -> None:
     assert job.scales == scales
     with pytest.raises(ValueError, match="Call use_scaler before"):
         use_scaler(accelerator, job.scaler())
-    with pytest.raises(TypeError, match=r"Possible: an accelerate\.Accelerator"):
+    with pytest.raises(TypeError, match=r"Expected: an accelerate\.Accelerator"):
         use_scaler(model, job.scaler())
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.directions import Directions, by_name
 from ada_loss.lab.results import Results
 from ada_loss.lab.studies.search import search
 from ada_loss.lab.sweep.driver import sweep
-from ada_loss.lab.sweep.ledger import Ledger
 from ada_loss.lab.sweep.progress import Progress
 from ada_loss.lab.tasks import Task
 
@@ -195,7 +195,7 @@ def test_a_goal_of_an_unknown_metric_or_kind_is_refused() -> None:
     import sweep_tasks
 
     fields = {name: getattr(sweep_tasks.tiny(0), name) for name in ("model", "train", "test", "loss", "metrics")}
-    with pytest.raises(ValueError, match=r"states a goal for 'acuracy'.*Did you mean accuracy"):
+    with pytest.raises(ValueError, match=r"states a goal for 'acuracy'.*Did you mean 'accuracy"):
         Task("t", **fields, goal={"acuracy": "minimize"})
     with pytest.raises(ValueError, match=r"Got the goal 'min' of the metric 'accuracy'.*Use 'minimize' or 'maximize'"):
         Task("t", **fields, goal="min")

@@ -105,7 +105,7 @@ def test_a_checkpoint_makes_no_step_of_its_own_and_no_other_places(use_reentrant
     assert sites[0] == sites[1] == sites[2]
     assert not any("#" in site for site in sites[0])
     factors = [row["unbound"] for row in rows if row["site"] == "block.2:linear"]
-    assert factors[0] == factors[1] != factors[2]  # computed anew in the third step, inside the checkpoint too
+    assert factors[0] == factors[1] != factors[2]  # computed again in the third step, inside the checkpoint too
 
 
 def test_a_forward_pass_without_a_backward_pass_leaves_no_trace() -> None:
@@ -176,7 +176,7 @@ def test_transforms_of_torch_func_are_refused_with_what_to_do() -> None:
         return torch.func.functional_call(model, parameters, (torch.ones(2, 3),)).sum()
 
     plain = torch.func.grad(loss)(parameters)
-    with AdaLossScaled(model), pytest.raises(NotImplementedError, match=r"Possible: loss\.backward\(\)"):
+    with AdaLossScaled(model), pytest.raises(NotImplementedError, match=r"Expected: loss\.backward\(\)"):
         torch.func.grad(loss)(parameters)
     assert_same(torch.func.grad(loss)(parameters), plain)
 

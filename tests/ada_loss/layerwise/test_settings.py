@@ -10,6 +10,8 @@ from instants import interrupted
 from torch import Tensor, nn
 
 from ada_loss import AdaLossScaled, AdaLossTransformConv2d, layer_rule
+from ada_loss.layerwise.chooser import MEASURES
+from ada_loss.rules.layer import LAYER_RULES
 from fpsim import quantize
 from fpsim.scaling import listeners
 
@@ -36,29 +38,29 @@ def test_bad_input_is_refused_with_what_to_do() -> None:
     model = quantize(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "fp16")
     with pytest.raises(ValueError, match=r"Linear is not quantised.*Call fpsim\.quantize\(model, fmt\) first"):
         AdaLossScaled(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="model came as function"):
+    with pytest.raises(TypeError, match=r"model is <function .*, of type function"):
         AdaLossScaled(lambda x: x)  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"AdaLossTransformConv2d matches no module\. Classes in the model: Linear, ReLU, S"
     ):
         AdaLossScaled(model, [AdaLossTransformConv2d()])
-    with pytest.raises(TypeError, match=r"A transform came as 'Linear'\. Possible: AdaLossTransformLinear\(\)"):
+    with pytest.raises(TypeError, match=r"A transform is 'Linear'\. Expected: AdaLossTransformLinear\(\)"):
         AdaLossScaled(model, ["Linear"])  # type: ignore[list-item]
     unheeded = ({"init_scale": 2.0}, {"update_every": 2}, {"scale_upper_bound": 16.0})
     for options, message in (
-        ({"init_scale": 3.0}, "init_scale=3.0 is impossible. Possible: a power of two"),
+        ({"init_scale": 3.0}, "init_scale=3.0 is invalid. Expected: a power of two"),
         ({"init_scale": 0.0}, "init_scale=0.0"),
         ({"init_scale": math.inf}, "init_scale=inf"),
         ({"update_every": 0}, "update_every=0"),
         ({"scale_upper_bound": -1.0}, "scale_upper_bound=-1.0"),
         ({"accum_upper_bound": math.nan}, "accum_upper_bound=nan"),
-        ({"accum_upper_bound": True}, "accum_upper_bound=True is impossible. Possible: a finite number above 0"),
-        ({"update_every": True}, "update_every=True is impossible. Possible: 1 for every step, or more"),
-        ({"branches": "both"}, "branches='both' is impossible. Possible: 'exact' or 'original'"),
+        ({"accum_upper_bound": True}, "accum_upper_bound=True is invalid. Expected: a finite number above 0"),
+        ({"update_every": True}, "update_every=True is invalid. Expected: 1 for every step, or more"),
+        ({"branches": "both"}, "branches='both' is invalid. Expected: 'exact' or 'original'"),
         ({"u_min": "half"}, "u_min='half'"),
-        ({"rule": "exact", "branches": "original"}, "branches='original' came with the rule 'exact'"),
+        ({"rule": "exact", "branches": "original"}, "branches='original' was given with the rule 'exact'"),
         *(
-            ({"rule": rule, **given}, f"{next(iter(given))}={next(iter(given.values()))} came with the rule '{rule}'")
+            ({"rule": rule, **given}, "{}={} was given with the rule '{}'".format(*next(iter(given.items())), rule))
             for rule in ("exact", "current", "amax_history")
             for given in unheeded
         ),
@@ -74,7 +76,7 @@ def test_bad_input_is_refused_with_what_to_do() -> None:
     assert "ApproxRange(n_uf_threshold=0.001" in repr(first)
     product = quantize(Product(), "fp16")
     AdaLossScaled(product, rule="element_wise_range")
-    with pytest.raises(NotImplementedError, match=r"matmul at :matmul is no linear layer.*transforms="):
+    with pytest.raises(NotImplementedError, match=r"matmul at :matmul is not a linear layer.*transforms="):
         product(torch.ones(2, 2, requires_grad=True))
 
 
@@ -118,3 +120,8 @@ def test_an_adaptive_scaling_that_is_interrupted_within_its_block_ends_though_th
             assert all(found.scaling is None for found in listeners(model))
         AdaLossScaled.detach_from(model)
     assert inside >= 10
+
+
+def test_a_rule_either_predicts_or_says_what_it_measures() -> None:
+    assert {rule.measures for rule in LAYER_RULES.values() if not rule.predicts} == MEASURES.keys()
+    assert {rule.measures for rule in LAYER_RULES.values() if rule.predicts} == {""}

@@ -346,7 +346,7 @@ def test_impossible_parameters_are_refused(name: str, params: dict[str, object],
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        ValueError, match=r"Unknown layer rule 'aprox_range'\. Did you mean approx_range\? Known: approx"
+        ValueError, match=r"Unknown layer rule 'aprox_range'\. Did you mean 'approx_range'\? Known: approx"
     ):
         layer_rule("aprox_range")
     with pytest.raises(TypeError, match=r"'exact' has no parameter 'threshold'\. It has: n_uf_threshold\."):

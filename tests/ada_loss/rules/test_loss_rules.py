@@ -627,13 +627,13 @@ def test_replacing_a_parameter_is_checked_too() -> None:
 
 
 def test_an_unknown_system_names_the_near_ones_and_all() -> None:
-    with pytest.raises(ValueError, match=r"Unknown system 'deepsped'\. Did you mean deepspeed") as refusal:
+    with pytest.raises(ValueError, match=r"Unknown system 'deepsped'\. Did you mean 'deepspeed") as refusal:
         loss_rule("deepsped")
     assert all(name in str(refusal.value) for name in SYSTEMS)
 
 
 def test_an_unknown_parameter_names_the_near_ones_and_all() -> None:
-    with pytest.raises(TypeError, match=r"no parameter 'scale_windows'\. Did you mean scale_win") as refusal:
+    with pytest.raises(TypeError, match=r"no parameter 'scale_windows'\. Did you mean 'scale_win") as refusal:
         loss_rule("fairseq", scale_windows=3)
     names = ("init_scale", "scale_factor", "tolerance", "threshold", "min_loss_scale", "overflows")
     assert all(name in str(refusal.value) for name in names)
@@ -641,5 +641,5 @@ def test_an_unknown_parameter_names_the_near_ones_and_all() -> None:
 
 @pytest.mark.parametrize("system", REQUIRED)
 def test_a_parameter_without_default_is_asked_for(system: str) -> None:
-    with pytest.raises(TypeError, match=r"came without '(loss_)?scale'.*above 0.*Give it"):
+    with pytest.raises(TypeError, match=r"was given without '(loss_)?scale'.*above 0.*Give it"):
         loss_rule(system)

@@ -201,7 +201,7 @@ def test_an_impossible_option_is_refused(spoilt: dict[str, Any]) -> None:
 def test_data_that_cannot_be_called_is_refused() -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"data_feeder came as .*must be callable.*lambda: next"):
+    with pytest.raises(TypeError, match=r"data_feeder is .*must be callable.*lambda: next"):
         Updater(optimizer, model, batches(1), GradScaler())  # type: ignore[arg-type]
 
 
@@ -211,7 +211,7 @@ def test_weight_decay_of_a_sparse_gradient_is_refused() -> None:
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
     data = feeder([torch.tensor([1, 1])])
     updater = Updater(optimizer, lambda i: table(i).sum(), data, GradScaler(), weight_decay=0.5)
-    with pytest.raises(ValueError, match=r"weight_decay=0\.5 came with a sparse gradient.*Leave it out"):
+    with pytest.raises(ValueError, match=r"weight_decay=0\.5 was given with a sparse gradient.*Leave it out"):
         updater.update()
 
 

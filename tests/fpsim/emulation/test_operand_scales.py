@@ -105,17 +105,17 @@ def test_a_grouped_convolution_whose_groups_do_not_fit_is_refused() -> None:
         nn.Conv1d(24, 32, 1, groups=2), Policy(products=Products.all(Operand("fp32", hadamard=Hadamard(8))))
     )
     with pytest.raises(
-        ValueError, match=r"size 8 came to fprop of the product at :conv1d, in 2 groups, whose length 12"
+        ValueError, match=r"size 8 reached fprop of the product at :conv1d, in 2 groups, whose length 12"
     ):
         model(torch.ones(1, 24, 3))
 
 
 def test_operands_of_a_product_are_transformed_alike() -> None:
-    with pytest.raises(ValueError, match=r"wgrad: dy came with Hadamard 16, x with none\. Both operands"):
+    with pytest.raises(ValueError, match=r"wgrad: dy has Hadamard 16, x with none\. Both operands"):
         Products(wgrad=(Operand("mxfp4", hadamard=Hadamard(16)), "mxfp4"))
-    with pytest.raises(ValueError, match=r"fprop: x came with no Hadamard transform, w with Hadamard 16 fixed signs"):
+    with pytest.raises(ValueError, match=r"fprop: x has no Hadamard transform, w with Hadamard 16 fixed signs"):
         Products(fprop=(None, Operand("mxfp4", hadamard=Hadamard(16, "fixed"))))
-    with pytest.raises(TypeError, match=r"hadamard is 16\. Possible: a fpsim\.Hadamard"):
+    with pytest.raises(TypeError, match=r"hadamard is 16\. Expected: a fpsim\.Hadamard"):
         Operand("mxfp4", hadamard=16)  # type: ignore[arg-type]
 
 

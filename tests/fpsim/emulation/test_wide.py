@@ -102,7 +102,7 @@ ISLANDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a parameter": lambda x, y: by_a_parameter(x, torch.float32) + y,
     "a parameter left out": lambda x, y: by_a_parameter(x) + y,
     "a parameter of the model's dtype": lambda x, y: by_a_parameter(x.float(), y.dtype) + y,
-    "a literal that is no dtype of the call": lambda x, y: (
+    "a literal that is not a dtype of the call": lambda x, y: (
         torch.full(x.shape, 1 + 8 * torch.finfo(torch.float32).eps, dtype=x.dtype) * x.float().to(y.dtype)
     ),
     "filled": lambda x, y: torch.zeros(8).fill_(0.1) * x,

@@ -65,7 +65,7 @@ def test_a_schema_says_what_is_written() -> None:
     assert written_arguments(torch.ops.aten.add_.Tensor) == ({0}, {"self"})
     assert written_arguments(torch.ops.aten.add.Tensor) == (set(), set())
     assert written_arguments(torch.ops.fpsim_tests.gather_second.default) == ({1}, {"buffer"})
-    assert written_arguments(torch.add) == (set(), set())  # its out= is no argument in the order
+    assert written_arguments(torch.add) == (set(), set())  # its out= is not an argument in the order
     assert 0 in written_arguments(torch.relu_)[0]
 
 

@@ -44,7 +44,7 @@ BF16 = (torch.arange(1 << 16, dtype=torch.int32) << 16).view(torch.float32)
 
 
 def borders(book: Codebook, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The values, what separates them, the numbers beside these in the container, and what is no number."""
+    """The values, what separates them, the numbers beside these in the container, and what is not a number."""
     points = torch.tensor([*book.finite, *book.midpoints, 0.0, torch.inf, 1e-45, 3e38], dtype=torch.float64).to(dtype)
     up, down = torch.tensor(torch.inf, dtype=dtype), torch.tensor(-torch.inf, dtype=dtype)
     x = torch.cat([points, points.nextafter(up), points.nextafter(down)])
@@ -586,7 +586,7 @@ def test_a_tally_counts_what_saturates_and_what_becomes_zero() -> None:
 
 
 def test_a_sweep_knows_code_books_by_words_that_are_read_again() -> None:
-    from ada_loss.lab.sweep.cell_formats import canonical_format, label
+    from ada_loss.lab.cells.cell_formats import canonical_format, label
 
     blocks = BlockFormat(LEVELS, 16, "fp32")
     assert canonical_format("nf4") == "nf4"

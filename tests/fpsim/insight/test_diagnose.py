@@ -222,7 +222,7 @@ def test_growing_attention_logits_of_a_gpt2_are_found(quantised: bool) -> None:
 
 def test_what_is_no_grad_scaler_and_a_recorded_model_are_refused() -> None:
     model = fpsim.quantize(Attention(), "fp16")
-    with pytest.raises(TypeError, match=r"Possible: a torch\.amp\.GradScaler"):
+    with pytest.raises(TypeError, match=r"Expected: a torch\.amp\.GradScaler"):
         fpsim.diagnose(model, lambda: None, scaler=2.0)  # type: ignore[arg-type]
     with fpsim.record(model), pytest.raises(ValueError, match="is being recorded"):
         fpsim.diagnose(model, lambda: model(X))

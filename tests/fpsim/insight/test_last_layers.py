@@ -154,4 +154,4 @@ def test_a_wider_or_stochastic_last_layer_is_not_warned_of(policy: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fpsim.quantize(model, policy)
-        fpsim.quantize(model[2], "mxfp4")  # a single layer is no model with a head
+        fpsim.quantize(model[2], "mxfp4")  # a single layer is not a model with a head

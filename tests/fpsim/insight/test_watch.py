@@ -220,7 +220,7 @@ def test_rows_are_a_frame_and_pictures_are_drawn() -> None:
     assert len(watching.to_frame()) == len(watching.rows())
     for value in ("underflow", "sqnr_db", "amax"):
         assert watching.plot("activation", value, "e5m2")._repr_png_()[:4] == b"\x89PNG"
-    with pytest.raises(ValueError, match="Did you mean underflow"):
+    with pytest.raises(ValueError, match="Did you mean 'underflow"):
         watching.plot("error", "underflows")
     with pytest.raises(ValueError, match="No row has role 'errors'"):
         watching.plot("errors")

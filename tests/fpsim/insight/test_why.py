@@ -433,7 +433,7 @@ def test_the_command_line_runs_a_script_that_defines_model_and_step(
 NOT_NAMED = {
     "log_of_an_empty_sum": "overflow is what it calls the -inf of a sum of nothing",
     "slope_of_a_norm_of_zeros": "the root after the norm has no slope at zero either, and comes first backward",
-    "a_target_of_a_regression": "what is no input of the model has no name, but the place that reads it",
+    "a_target_of_a_regression": "what is not an input of the model has no name, but the place that reads it",
     "a_gradient_lost_below_a_small_factor": "the product underflows forward too, and that is named",
 }
 

@@ -1,4 +1,4 @@
-"""Machine code from disk: loaded without Numba, called from Python, and compiled anew where it cannot be loaded."""
+"""Machine code from disk: loaded without Numba, called from Python, and compiled again where it cannot be loaded."""
 
 from __future__ import annotations
 

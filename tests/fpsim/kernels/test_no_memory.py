@@ -97,7 +97,7 @@ def test_no_kernel_looks_at_address_0(kind: str) -> None:
     assert done.returncode == 0, f"after {done.stdout.splitlines()[-1:]}: {done.stderr}"
     said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     assert [*said] == [*KERNELS]
-    refused = {name for name, text in said.items() if text.startswith("TypeError: A tensor came to a kernel that is")}
+    refused = {name for name, text in said.items() if text.startswith("TypeError: A tensor reached a kernel that is")}
     assert {*KERNELS} - refused == OF_TORCH[kind]
 
 

@@ -227,7 +227,7 @@ def test_products_take_it_and_another_rounding_leaves_it_behind() -> None:
             lambda: round_to(torch.ones(1), "fp16", "stochastic", random_bits=4, variant="D"),
             "Unknown variant 'D'. Known: A",
         ),
-        (lambda: round_to(torch.ones(1), "fp16", variant="C_odd"), r"Unknown variant 'C_odd'. Did you mean C_to_odd"),
+        (lambda: round_to(torch.ones(1), "fp16", variant="C_odd"), r"Unknown variant 'C_odd'. Did you mean 'C_to_odd"),
         (lambda: round_to(torch.ones(1), "fp16", variant=3), "Unknown variant 3"),  # type: ignore[call-overload]
         (lambda: round_to(torch.ones(1), "fp16", variant="C"), "Got variant='C' without a 'stochastic' rounding"),
         (lambda: round_to(torch.ones(1), "fp16", "stochastic", variant="B"), "without random_bits.*Use random_bits=8"),

@@ -301,7 +301,7 @@ SPEECH = {
 @pytest.mark.parametrize("fmt", ["bf16", "e4m3fn"])
 @pytest.mark.parametrize("name", ["Wav2Vec2", "Hubert"])
 def test_a_speech_model_with_weight_norm_computes_as_with_the_weight_itself(name: str, fmt: str) -> None:
-    def make() -> nn.Module:  # anew, for torch's copies share the class that a parametrization changes
+    def make() -> nn.Module:  # again, for torch's copies share the class that a parametrization changes
         torch.manual_seed(0)
         config = getattr(transformers, f"{name}Config")(**SPEECH)
         return getattr(transformers, f"{name}Model")(config).eval()  # type: ignore[no-any-return]

@@ -112,7 +112,7 @@ def test_a_wrong_form_is_refused_in_a_line_that_shows_the_right_one(name: str) -
         with pytest.raises(TypeError, match=r"has no `loss`\. Expected loss=lambda output"):
             TOOLS[name](model, X)
     if name in ("why", "diagnose", "watch"):
-        with pytest.raises(TypeError, match=r"Got loss=<function .* beside a step"):
+        with pytest.raises(TypeError, match=r"Got loss=<function .* with a step"):
             TOOLS[name](model, lambda: model(X).sum(), loss=lambda out: out.sum())
 
 

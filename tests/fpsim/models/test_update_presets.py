@@ -253,7 +253,7 @@ def test_the_oracle_is_torchao():
     }
     for name, (m, v) in states.items():
         p, g = torch.randn(64, 64), torch.randn(64, 64)
-        m.copy_(torch.zeros(64, 64)), v.copy_(torch.zeros(64, 64))  # code 0 is no zero in a map
+        m.copy_(torch.zeros(64, 64)), v.copy_(torch.zeros(64, 64))  # code 0 is not a zero in a map
         mine, moments = p.clone(), [keep(torch.zeros(64, 64)) for keep in AO_STATES[name]]
         for step in range(1, 6):
             rate, count = torch.tensor(0.01), torch.tensor(float(step))

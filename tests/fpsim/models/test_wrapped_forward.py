@@ -185,7 +185,7 @@ def test_wrappers_lie_on_wrappers(wrapper: Callable[[Any], None], times: int, ne
 def test_accelerate_takes_its_wrapper_off_and_the_emulation_stays(net: Net, x: Tensor) -> None:
     expected, rows = quantize(net, "e5m2")(x), summary(quantize(net, "e5m2"))
     model = quantize(net, "e5m2")
-    for _ in range(2):  # prepared anew, as by a second Trainer
+    for _ in range(2):  # prepared again, as by a second Trainer
         prepare(model)
         assert isinstance(model.forward.__func__.__wrapped__, ConvertOutputsToFp32)
         extract(model)
@@ -471,7 +471,7 @@ def test_the_older_weight_norm_cannot_be_copied() -> None:
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside"])
 def test_torchscript_is_refused(inside: bool, net: Net) -> None:
     model: nn.Module = quantize(net, "fp16")
-    with pytest.raises(NotImplementedError, match=r"torch\.jit\.script came to .* torch\.export.*dequantize"):
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.script reached .* torch\.export.*dequantize"):
         torch.jit.script(nn.Sequential(model) if inside else model)
     torch.jit.script(dequantize(model).layer)
 
@@ -504,7 +504,7 @@ def test_a_dtensor_of_tensor_parallelism_is_refused(tmp_path: object, x: Tensor)
     try:
         mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
         model = quantize(parallelize_module(nn.Linear(6, 4), mesh, ColwiseParallel()), "fp16", inplace=True)
-        with pytest.raises(NotImplementedError, match=r"DTensor came to .* Possible: plain tensors.* Policy\("):
+        with pytest.raises(NotImplementedError, match=r"DTensor reached .* Expected: plain tensors.* Policy\("):
             model(x)
     finally:
         distributed.destroy_process_group()

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import fpsim
-from fpsim import Operand, Policy, Products, quantize
+from fpsim import Operand, Policy, Products, as_policy, quantize
 from fpsim.formats.blocks import BlockFormat, Delayed, FixedPoint  # noqa: F401  # names in a repr
 from fpsim.formats.floats import FloatFormat  # noqa: F401
-from fpsim.policies.policy import as_policy
 
 HYBRID = Products(("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn"), (Operand("e5m2", "stochastic", random_bits=8), "e4m3fn"))
 VALUES = [
@@ -50,16 +49,16 @@ def test_all_operands_get_one_format_but_for_products_that_differ() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Products(fprop="e4m3fn"), r"fprop='e4m3fn' is no pair of operands. Possible: \(x, w\)"),
-        (lambda: Products(wgrad=("e4m3fn",)), r"is no pair of operands. Possible: \(dy, x\)"),
-        (lambda: Products(dgrad=("mxfp9", None)), "dgrad: dy='mxfp9' is no operand. Unknown format"),
+        (lambda: Products(fprop="e4m3fn"), r"fprop='e4m3fn' is not a pair of operands. Expected: \(x, w\)"),
+        (lambda: Products(wgrad=("e4m3fn",)), r"is not a pair of operands. Expected: \(dy, x\)"),
+        (lambda: Products(dgrad=("mxfp9", None)), "dgrad: dy='mxfp9' is not an operand. Unknown format"),
         (lambda: Products(output="mxfp4"), "a format of single numbers is wanted"),
-        (lambda: Products(attention=1), "attention=1 is impossible. Possible: True, False"),  # type: ignore[arg-type]
+        (lambda: Products(attention=1), "attention=1 is invalid. Expected: True, False"),  # type: ignore[arg-type]
         (lambda: Operand("e5m2", "nearest"), "Unknown rounding 'nearest'"),
         (lambda: Operand("e5m2", random_bits=8), "only 'stochastic' uses it"),
         (lambda: Policy(activation="mxfp4"), re.escape("activation='mxfp4' is a format whose numbers share scales")),
         (lambda: Policy(error="mxfp4"), re.escape("products=fpsim.Products.all('mxfp4')")),
-        (lambda: Policy(products="mxfp4"), "products is 'mxfp4'. Possible: a fpsim.Products"),
+        (lambda: Policy(products="mxfp4"), "products is 'mxfp4'. Expected: a fpsim.Products"),
         (lambda: Policy(activation="bf16", products=Products(output="bf16")), "Give one of them"),
     ],
 )

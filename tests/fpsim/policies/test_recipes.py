@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import fpsim
-from fpsim import Policy, quantize, recipe, recipes
-from fpsim.policies.recipes import as_policy_of
+from fpsim import Policy, as_policy, quantize, recipe, recipes
 
 # Operands of fprop (x, w), dgrad (dy, w) and wgrad (dy, x), as the sources have them: element, block, scale, rule,
 # rounding, random bits, transform.
@@ -172,16 +171,16 @@ def test_every_part_stays_open() -> None:
 
 def test_what_is_no_recipe_is_refused_with_near_matches() -> None:
     with pytest.raises(
-        ValueError, match=r"Unknown recipe 'fp8_delay'\. Did you mean fp8_delayed.*Known: fp8_delayed, "
+        ValueError, match=r"Unknown recipe 'fp8_delay'\. Did you mean 'fp8_delayed.*Known: fp8_delayed, "
     ):
         recipe("fp8_delay")
     with pytest.raises(
-        ValueError, match=r"'wgrat' is no field of a recipe\. Did you mean wgrad.*its products: .*dgrad"
+        ValueError, match=r"'wgrat' is not a field of a recipe\. Did you mean 'wgrad.*its products: .*dgrad"
     ):
         recipe("mxfp8", wgrat=("bf16", "bf16"))
-    with pytest.raises(ValueError, match=r"'fp8_current' is a recipe, no format\. Write 'recipe:fp8_current'"):
+    with pytest.raises(ValueError, match=r"'fp8_current' is a recipe, not a format\. Write 'recipe:fp8_current'"):
         quantize(nn.Linear(2, 2), "fp8_current")
-    with pytest.raises(ValueError, match=r"Unknown recipe 'MXFP8'\. Did you mean mxfp8"):
+    with pytest.raises(ValueError, match=r"Unknown recipe 'MXFP8'\. Did you mean 'mxfp8"):
         recipe("MXFP8")
     with pytest.raises(ValueError, match=r"Unknown recipe \['mxfp8'\]"):
         recipe(["mxfp8"])  # type: ignore[arg-type]
@@ -189,7 +188,7 @@ def test_what_is_no_recipe_is_refused_with_near_matches() -> None:
         quantize(nn.Linear(2, 2), "fp8_curent")
     with pytest.raises(ValueError, match="Unknown recipe 'mx'"):
         quantize(nn.Linear(2, 2), "recipe:mx")
-    with pytest.raises(ValueError, match=r"Unknown recipe 'fp8'\. Did you mean fp8_current or fp8_delayed\?"):
+    with pytest.raises(ValueError, match=r"Unknown recipe 'fp8'\. Did you mean 'fp8_current' or 'fp8_delayed'\?"):
         recipe("fp8")
     with pytest.raises(ValueError, match="Near it is a recipe, 'recipe:fp8_current'"):
         quantize(nn.Linear(2, 2), "fp8")
@@ -203,11 +202,26 @@ def test_what_is_no_recipe_is_refused_with_near_matches() -> None:
 def test_a_recipe_stands_where_a_format_does_and_knows_the_model() -> None:
     words = [str(fpsim.summary(quantize(gpt(), fmt))) for fmt in ("recipe:nvfp4", recipe("nvfp4", gpt()))]
     assert words[0] == words[1]
-    assert as_policy_of("recipe:nvfp4", gpt()) == recipe("nvfp4", gpt())
-    assert as_policy_of("fp16") == Policy("fp16", "fp16", "fp16", "fp16")
+    assert as_policy("recipe:nvfp4", model=gpt()) == recipe("nvfp4", gpt())
+    assert as_policy("fp16") == Policy("fp16", "fp16", "fp16", "fp16")
     x, y = torch.tensor(1.0), torch.tensor(2.0**-9)
     with fpsim.emulate("recipe:bf16"):
         assert (x + y).item() == 1.0
+
+
+def test_a_policy_is_read_from_all_that_quantize_takes() -> None:
+    nearest, drawn = fpsim.Operand("mxfp4"), fpsim.Operand("mxfp4", "stochastic")
+    assert as_policy(None) == Policy()
+    assert as_policy(Policy(error="bf16")) == Policy(error="bf16")
+    assert as_policy("fp16", "stochastic") == Policy("fp16", "fp16", "fp16", "fp16", rounding="stochastic")
+    assert as_policy("mxfp4") == Policy(products=fpsim.Products.all(nearest))
+    assert as_policy("mxfp4", "stochastic") == Policy(products=fpsim.Products.all(drawn))
+    with pytest.raises(ValueError, match=r"fp8_current is a recipe|'fp8_current' is a recipe"):
+        as_policy("fp8_current")
+    with pytest.raises(ValueError, match=r"Unknown rounding 'nearest'"):
+        as_policy(None, "nearest")
+    with pytest.raises(TypeError, match=r"fpsim\.Policy\(\*\*mapping\)"):
+        as_policy({"error": "bf16"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", TABLE)

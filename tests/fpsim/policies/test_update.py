@@ -20,12 +20,12 @@ REFUSED = [
     ({"weight": "bf16", "random_bits": 8}, "nothing is rounded stochastically"),
     ({"weight": "bf16", "rounding": "stochastic", "random_bits": 0}, "random_bits=0"),
     ({"compensation": "kahan"}, "without a format of the weight"),
-    ({"weight": "bf16", "compensation": "khan"}, "Did you mean kahan"),
+    ({"weight": "bf16", "compensation": "khan"}, "Did you mean 'kahan"),
     ({"weight": "e4m3fn per tensor", "compensation": "kahan"}, "whose numbers share scales"),
     ({"weight": "bf16", "compensation": "pair", "master": "fp16"}, "which loses nothing"),
     ({"weight": "bf16", "compensation": "kahan", "rounding": "stochastic"}, "rounding='stochastic'"),
     ({"weight": "fp16", "compensation": "remainder16"}, "the 16 bits that a bfloat16 lacks"),
-    ({"weight": "bf16", "arithmetic": "formt"}, "Did you mean format"),
+    ({"weight": "bf16", "arithmetic": "formt"}, "Did you mean 'format"),
     ({"arithmetic": "format"}, "weight=None"),
     ({"weight": "int8 per row", "arithmetic": "format"}, "It computes in the weight's format"),
     ({"weight": "bf16", "arithmetic": "format", "states": "bf16"}, "states='bf16'"),
@@ -37,11 +37,11 @@ REFUSED = [
     ({"weight": "bf16", "decay": "outside"}, "Unknown decay='outside'"),
     ({"weight": "bf16", "min_size": -1}, "min_size=-1"),
     ({"weight": "bf16", "scale": "amax"}, "no format here has scales"),
-    ({"states": {"exp_avg": "e4m3fn per tensor"}, "scale": "power_of_to"}, "Did you mean power_of_two"),
+    ({"states": {"exp_avg": "e4m3fn per tensor"}, "scale": "power_of_to"}, "Did you mean 'power_of_two"),
     ({"states": {"exp_avg": "e4m3fn per 2x2 fp32"}, "scale": "amax_te"}, "tiles of exp_avg"),
     ({"states": {"exp_avg": "e4m3fn per tensor delayed"}}, "whose scale is delayed"),
     ({"weight": "bf16", "overrides": {"a": Update(overrides={"b": None})}}, "overrides of its own"),
-    ({"weight": "bf16", "overrides": {"a": "bf16_rs"}}, "Unknown update 'bf16_rs'. Did you mean bf16_sr"),
+    ({"weight": "bf16", "overrides": {"a": "bf16_rs"}}, "Unknown update 'bf16_rs'. Did you mean 'bf16_sr"),
 ]
 
 
@@ -54,7 +54,7 @@ def test_invalid_combinations_are_refused_with_a_remedy(words, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"wieght": "bf16"}, "Did you mean weight"),
+        ({"wieght": "bf16"}, "Did you mean 'weight"),
         ({"rounding": 3}, "rounding is 3"),
         ({"min_size": 0.5}, "min_size=0.5"),
         ({"overrides": "head"}, "not a mapping"),

@@ -206,7 +206,7 @@ def test_delayed_scaling_shows_what_its_first_scale_loses() -> None:
     ("words", "error", "message"),
     [
         ({"log2_scale": 3}, ValueError, "computes its scales"),
-        ({"axis": 2}, ValueError, "axis=2 is no axis"),
+        ({"axis": 2}, ValueError, "axis=2 is not an axis"),
         ({"fmt": "fp16", "axis": 0}, ValueError, "share no scale"),
         ({"x": torch.ones(3, dtype=torch.float64)}, TypeError, r"x\.float\(\)"),
         ({"fmt": "e4m3fn per tensor delayed"}, ValueError, "from earlier steps"),

@@ -58,12 +58,12 @@ def test_what_the_words_mean() -> None:
 
 
 BAD = [
-    ({"element": "e4m3fn", "block": 0}, "block=0 is no block"),
-    ({"element": "e4m3fn", "block": (2, 3, 4)}, "is no block"),
-    ({"element": "e4m3fn", "block": "column"}, "is no block"),
-    ({"element": "e4m3fn", "block": 32, "scale_rule": "flor"}, "Did you mean floor"),
-    ({"element": "e4m3fn", "block": 32, "scale_rule": "amax"}, "Possible: floor, ceil, even, nearest"),
-    ({"element": "e4m3fn", "block": 32, "scale": "fp32", "scale_rule": "floor"}, "Possible: amax"),
+    ({"element": "e4m3fn", "block": 0}, "block=0 is not a block"),
+    ({"element": "e4m3fn", "block": (2, 3, 4)}, "is not a block"),
+    ({"element": "e4m3fn", "block": "column"}, "is not a block"),
+    ({"element": "e4m3fn", "block": 32, "scale_rule": "flor"}, "Did you mean 'floor"),
+    ({"element": "e4m3fn", "block": 32, "scale_rule": "amax"}, "Expected: floor, ceil, even, nearest"),
+    ({"element": "e4m3fn", "block": 32, "scale": "fp32", "scale_rule": "floor"}, "Expected: amax"),
     ({"element": "e4m3fn", "block": 32, "scale": "fp32", "scale_rule": Delayed()}, "block='tensor'"),
     ({"element": "e4m3fn", "block": 32, "tensor_scale": True}, "needs no second scale"),
     ({"element": "e4m3fn", "block": 32, "gain": 2}, "gain=2"),

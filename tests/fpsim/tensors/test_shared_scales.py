@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import gfloat
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from gfloat.block import compute_scale_amax, quantize_block
 from gfloat.formats import all_block_formats
 from torch import Tensor
 
-from fpsim import BLOCKS, BlockFormat, as_format, round_to
+from fpsim import BLOCKS, BlockFormat, as_format, round_to, scales_of
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.noise import new_key
 from fpsim.tensors.shared_scales import block_scales, rounded_blocks
@@ -177,6 +180,30 @@ def test_a_block_whose_amax_is_above_seven_quarters_of_a_power_saturates_under_f
     assert (x.abs().amax(1) > 6 * scales.flatten()).any()
 
 
+def test_the_scales_of_blocks_can_be_asked_for() -> None:
+    x = torch.tensor([[6.0, 0.5, 96.0, 1.0, -0.03], [0.0, 0.0, 3.9, -5.0, 7.0]], requires_grad=True)
+    powers = [[2.0 ** (math.floor(math.log2(amax)) - 2) for amax in (6.0, 96.0, 0.03)], [2.0**-127, 1.0, 1.0]]
+    assert torch.equal(scales_of(x, "e2m1fn per 2"), torch.tensor(powers))  # OCP MX v1.0, 6.3: 2 is e2m1's exponent
+    assert torch.equal(scales_of(x.T, "e2m1fn per 2", axis=0), torch.tensor(powers).T)
+    assert scales_of(x, "e4m3fn per tensor fp32").shape == ()
+    assert scales_of(x, "e4m3fn per 2x2", axis=(0, 1)).shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: scales_of(torch.ones(2), "fp16"), ValueError, "The numbers of fmt='fp16' share no scale"),
+        (lambda: scales_of(torch.ones(2).double(), "mxfp4"), TypeError, "x has dtype float64"),
+        (lambda: scales_of(torch.ones(0), "mxfp4"), ValueError, r"x of shape \(0,\) has no elements"),
+        (lambda: scales_of(torch.ones(2), "mxfp4", axis=1), ValueError, "axis=1 is not an axis"),
+        (lambda: torch.func.vmap(lambda x: scales_of(x, "mxfp4"))(torch.ones(2, 2)), NotImplementedError, "torch.func"),
+    ],
+)
+def test_scales_that_are_not_there_are_refused(make: Callable[[], object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "mxfp8_e5m2"])
 def test_stochastic_rounding_is_unbiased_within_the_range(name: str, axis: int) -> None:
@@ -247,9 +274,9 @@ def test_vmap_and_compile_see_the_same_bits() -> None:
 
 
 BAD = [
-    ({"fmt": "mxfp4", "axis": 2}, ValueError, r"axis=2 is no axis of a tensor of shape \(3, 4\). Possible: -2 to 1"),
-    ({"fmt": "mxfp4", "axis": 1.0}, ValueError, "axis=1.0 is no axis"),
-    ({"fmt": "mxfp4", "axis": (1, 1)}, ValueError, "no axis|both 1"),
+    ({"fmt": "mxfp4", "axis": 2}, ValueError, r"axis=2 is not an axis .* shape \(3, 4\). Expected: -2 to 1"),
+    ({"fmt": "mxfp4", "axis": 1.0}, ValueError, "axis=1.0 is not an axis"),
+    ({"fmt": "mxfp4", "axis": (1, 1)}, ValueError, "not an axis|both 1"),
     ({"fmt": "fp16", "axis": 1}, ValueError, "share no scale"),
     ({"fmt": "e4m3fn per tensor delayed"}, ValueError, "from earlier steps"),
     ({"fmt": "mxfp4", "overflow": "inf"}, ValueError, "has no inf"),

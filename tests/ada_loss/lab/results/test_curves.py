@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ada_loss.files import write_atomically
+from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.results import Results
 from ada_loss.lab.sweep.driver import sweep
-from ada_loss.lab.sweep.ledger import Ledger
 
 
 def written(out: Path, cells: dict[tuple[str, int], dict[str, Any]]) -> Results:
@@ -69,10 +69,10 @@ def test_a_metric_that_was_computed_on_the_way_is_a_curve(tmp_path: Path) -> Non
 def test_a_curve_that_is_not_there_is_said_with_those_that_are(tmp_path: Path) -> None:
     results = written(tmp_path, {("a", 0): {"losses": [1.0], "evaluations.steps": [1], "evaluations.accuracy": [0.5]}})
     with pytest.raises(
-        ValueError, match=r"No cell has a curve 'acuracy'\. Did you mean accuracy\? Known: loss, accuracy"
+        ValueError, match=r"No cell has a curve 'acuracy'\. Did you mean 'accuracy'\? Known: loss, accuracy"
     ):
         results.curves("acuracy")
-    with pytest.raises(ValueError, match="points=0 is impossible"):
+    with pytest.raises(ValueError, match="points=0 is invalid"):
         results.curves(points=0)
 
 

@@ -205,7 +205,7 @@ def test_with_more_than_five_seeds_each_setting_has_its_own_variance() -> None:
 
 
 def test_settings_that_show_no_variance_borrow_that_of_the_others() -> None:
-    """Accuracies are counted, and three seeds may be equal by chance: that is no certainty."""
+    """Accuracies are counted, and three seeds may be equal by chance: that is not a certainty."""
     rng = np.random.default_rng(0)
     others = [[*found] for found in rng.normal(-1.0, 0.3, (8, 3))]
     (*_, found) = judge([*others, [-0.8, -0.8, -0.8]], 1.0)

@@ -20,6 +20,7 @@ import pytest
 from matplotlib import colormaps
 from matplotlib.image import imread
 
+from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.cell_pages import gradient_rows, lost_by_site
 from ada_loss.lab.results.drawings import difference_panels
@@ -27,7 +28,6 @@ from ada_loss.lab.results.heat import heat_png
 from ada_loss.lab.results.overview import overview
 from ada_loss.lab.results.report import MOST_CURVES
 from ada_loss.lab.sweep.driver import sweep
-from ada_loss.lab.sweep.ledger import Ledger
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")

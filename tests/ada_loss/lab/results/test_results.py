@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from ada_loss.files import write_atomically
+from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.figures import figure_bytes, plot_scales, plot_table
 from ada_loss.lab.results.heat import plot_heat
 from ada_loss.lab.results.results import telling_axes
 from ada_loss.lab.sweep.driver import sweep
-from ada_loss.lab.sweep.ledger import Ledger
 
 ACCURACIES = {
     ("fp32", "none"): (0.9, 0.8),
@@ -86,7 +86,7 @@ def test_a_table_goes_to_markdown_latex_csv_and_json(tmp_path: Path) -> None:
     ]
     table.places["fp_16", "none"] = [math.inf]
     assert json.loads(table.to("json"), parse_constant=pytest.fail)[0]["accuracy mean"] is None
-    with pytest.raises(ValueError, match=r"'word'\. Possible: markdown, latex, csv, json"):
+    with pytest.raises(ValueError, match=r"'word'\. Known: markdown, latex, csv, json"):
         table.to("word")
 
 
@@ -285,7 +285,7 @@ def test_trainings_that_all_diverged_have_a_report_and_no_tables(tmp_path: Path)
     assert results.rows()[0]["diverged"]
     assert results.tables() == []
     assert results.report().exists()
-    with pytest.raises(ValueError, match="holds no metric: no training came to its end"):
+    with pytest.raises(ValueError, match="holds no metric: no training reached its end"):
         results.table()
 
 

@@ -230,7 +230,7 @@ def test_hyperparameters_of_tensorboard_have_the_final_metrics(tmp_path: Path) -
 
 @TRACKING
 def test_trackers_see_a_training_while_it_runs(tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ada_loss.lab.sweep.live.EVERY", 0.0)
+    monkeypatch.setattr("ada_loss.lab.cells.live.EVERY", 0.0)
     monkeypatch.setattr("ada_loss.lab.results.notifier.READ_EVERY", 0.01)
     seen: list[tuple[int, float]] = []
 
@@ -268,7 +268,7 @@ def fails_while_a_file_is_there(job: Job) -> dict[str, float]:
 def test_a_run_that_was_interrupted_or_failed_is_begun_again(
     tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ada_loss.lab.sweep.live.EVERY", 0.0)
+    monkeypatch.setattr("ada_loss.lab.cells.live.EVERY", 0.0)
     monkeypatch.setattr("ada_loss.lab.results.notifier.READ_EVERY", 0.01)
     (tmp_path / "fail").touch()
     options = {
@@ -338,14 +338,14 @@ def test_a_tracker_that_fails_loses_no_result_and_is_told_later_what_it_missed(t
 
 def test_unknown_trackers_are_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"Unknown tracker 'wandbb'\. Did you mean wandb\? Known: tensorboard, mlflow, wandb"
+        ValueError, match=r"Unknown tracker 'wandbb'\. Did you mean 'wandb'\? Known: tensorboard, mlflow, wandb"
     ):
         small(tmp_path / "out", track=["wandbb"])
     with pytest.raises(
         ValueError, match=r"Unknown tracker 3\. Known: tensorboard, mlflow, wandb, or an object of your own"
     ):
         small(tmp_path / "out", track=[3])
-    with pytest.raises(ValueError, match="Possible: a list of"):
+    with pytest.raises(ValueError, match="Expected: a list of"):
         small(tmp_path / "out", track="mlflow")
     assert not (tmp_path / "out" / "ledger.sqlite").exists()
 

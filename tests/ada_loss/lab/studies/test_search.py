@@ -203,8 +203,8 @@ def test_of_a_ranking_the_cheapest_module_is_taken_back_first_and_no_other_is_le
 @pytest.mark.parametrize(
     ("modules", "words"),
     [
-        ("stem", "modules came as 'stem'. Possible: a list of the names"),
-        ([3], "modules came as"),
+        ("stem", "modules is 'stem'. Expected: a list of the names"),
+        ([3], "modules is"),
         (["threshold"], "The pattern 'threshold' matches no module"),
         (["0", "*"], "modules names '0' and '\\*', and '0' is in both"),
     ],
@@ -225,14 +225,14 @@ def test_a_ranking_of_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"roles": ["weights"]}, r"roles=\['weights'\] is impossible"),
+        ({"roles": ["weights"]}, r"roles=\['weights'\] is invalid"),
         ({"roles": []}, "each once"),
         ({"roles": None}, "each once"),
-        ({"exponent_bits": 5}, "exponent_bits=5 is impossible"),
+        ({"exponent_bits": 5}, "exponent_bits=5 is invalid"),
         ({"roles": ["error", "error"]}, "each once"),
-        ({"tolerance": 2}, "tolerance=2 is impossible"),
-        ({"trials": 0}, "trials=0 is impossible"),
-        ({"exponent_bits": (5, 4)}, "Possible: least and most, within 1 and 8"),
+        ({"tolerance": 2}, "tolerance=2 is invalid"),
+        ({"trials": 0}, "trials=0 is invalid"),
+        ({"exponent_bits": (5, 4)}, "Expected: least and most, within 1 and 8"),
         ({"mantissa_bits": (0, 30)}, "within 0 and 23"),
         ({"exponent_bits": (1, 8)}, "A float32 cannot hold"),
         ({"scaling": "torchh"}, "Unknown scaling method 'torchh'"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ada_loss.lab.sweep.cells import plan, plan_all
+from ada_loss.lab.cells.cells import plan, plan_all
 from ada_loss.lab.sweep.config import SHIPPED, read_sweep
 
 
@@ -74,19 +74,19 @@ BOMB += "\n".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 20)}]" for a, b in zip("ab
         ("task: digits\nformats: " + "[" * 3000 + "]" * 3000, r"is nested too deep\. 20 levels are possible"),
         ("task: digits\nformats: " + "{a: " * 3000 + "}" * 3000, r"is nested too deep"),
         ("task: digits\nformats: &a [*a]", r"is nested too deep"),
-        (BOMB, r"is no YAML: it holds more than 100,000 values"),
-        ("task: digits\nformats: [fp16]\nseeds: 2001-13-45", r"is no YAML: month must be in 1\.\.12"),
-        ("task: digits\n? [1]\n: 2", r"is no YAML|unknown key"),
-        ("task: digits\nformats: [fp16]\nscalings: [none]", r"unknown key scalings\. Did you mean scaling\?"),
-        ("task: digits\nformats: [fp16]\nformats: [bf16]", r"is no YAML: found duplicate key .*formats.* in line 3"),
+        (BOMB, r"is not YAML: it holds more than 100,000 values"),
+        ("task: digits\nformats: [fp16]\nseeds: 2001-13-45", r"is not YAML: month must be in 1\.\.12"),
+        ("task: digits\n? [1]\n: 2", r"is not YAML|unknown key"),
+        ("task: digits\nformats: [fp16]\nscalings: [none]", r"unknown key scalings\. Did you mean 'scaling'\?"),
+        ("task: digits\nformats: [fp16]\nformats: [bf16]", r"is not YAML: found duplicate key .*formats.* in line 3"),
         ("task: digits\nformats: [fp16]\nformats: [x]", r'found duplicate key "formats" in line 3\. Write'),
-        ("task: digits\nformats: [fp16", r"is no YAML: .* in line"),
-        ("task: digits\x07", r"is no YAML: .*special characters are not allowed"),
+        ("task: digits\nformats: [fp16", r"is not YAML: .* in line"),
+        ("task: digits\x07", r"is not YAML: .*special characters are not allowed"),
         ("task: digits", r"the key formats is missing"),
         ("formats: [fp16]", r"the key task or train is missing"),
         ("", r"holds nothing\. It must hold"),
         ("- fp16", r"holds a list"),
-        ("task: !!python/object/apply:os.system ['true']\nformats: [fp16]", r"is no YAML: could not determine"),
+        ("task: !!python/object/apply:os.system ['true']\nformats: [fp16]", r"is not YAML: could not determine"),
         (
             "task: digits\nformats: [fp16]\nepochs: 3",
             r"unknown key epochs\. Did you mean task_options: \{epochs: \.\.\.\}\?",
@@ -104,12 +104,12 @@ def test_what_is_no_sweep_is_refused_with_its_place(tmp_path: Path, text: str, w
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"task: \xff\xfe")
-    with pytest.raises(ValueError, match=r"mine\.yaml is no YAML"):
+    with pytest.raises(ValueError, match=r"mine\.yaml is not YAML"):
         read_sweep(path)
 
 
 def test_a_file_that_is_not_there_is_named_with_what_is() -> None:
-    with pytest.raises(FileNotFoundError, match=r"'digit'\. Did you mean digits\?"):
+    with pytest.raises(FileNotFoundError, match=r"'digit'\. Did you mean 'digits'\?"):
         read_sweep("digit")
 
 
@@ -126,11 +126,11 @@ def test_the_folder_of_a_file_is_searched_behind_all_others(tmp_path: Path, monk
 
 @pytest.mark.parametrize("task", [None, 5, ["digits"], {"a": 1}], ids=repr)
 def test_a_task_that_is_no_word_is_refused_in_words(task: object) -> None:
-    with pytest.raises(TypeError, match=r"The task came as .*\. Possible: digits, .*'module:function'"):
+    with pytest.raises(TypeError, match=r"The task is .*\. Expected: digits, .*'module:function'"):
         plan(task, ["fp16"], ["none"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("task", [":f", "..x:f", "x:", ":", "a b:f", "x:f:g", "\0:f", ".:f", "os..path:join"], ids=repr)
 def test_a_task_that_is_no_import_path_is_refused_in_words(task: str) -> None:
-    with pytest.raises(ValueError, match=r"The task .* is no import path\. Possible: 'module:function'"):
+    with pytest.raises(ValueError, match=r"The task .* is not an import path\. Expected: 'module:function'"):
         plan(task, ["fp16"], ["none"])

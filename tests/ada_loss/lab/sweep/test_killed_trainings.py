@@ -19,8 +19,8 @@ import pytest
 import sweep_tasks
 import torch
 
+from ada_loss.lab.cells.cells import Cell, plan
 from ada_loss.lab.environment import versions
-from ada_loss.lab.sweep.cells import Cell, plan
 from ada_loss.lab.sweep.work import run_cell
 from ada_loss.lab.training.checkpoints import Checkpoints
 from ada_loss.lab.training.generators import restore_generators

@@ -13,8 +13,8 @@ import torch
 
 import ada_loss
 import fpsim
+from ada_loss.lab.cells.cells import plan
 from ada_loss.lab.results import Results
-from ada_loss.lab.sweep.cells import plan
 from ada_loss.lab.sweep.config import read_sweep
 from ada_loss.lab.training import Job, checkpoints
 
@@ -114,7 +114,7 @@ def test_failures_are_those_of_the_cell(tmp_path: Path) -> None:
     results = swept(tmp_path / "a", "own_trainings:raises_for_seed_1", seeds=3)
     assert [cell["error"] for cell in results.failures()] == ["RuntimeError: not with this seed"] * 2
     results = swept(tmp_path / "b", own_trainings.returns_nothing, baseline=False)
-    assert "The training function returned None. Possible: its metrics" in results.failures()[0]["error"]
+    assert "The training function returned None. Expected: its metrics" in results.failures()[0]["error"]
     results = swept(tmp_path / "c", own_trainings.diverges, baseline=False)
     assert results.rows()[0]["diverged"]
 
@@ -154,10 +154,10 @@ def test_a_sweep_of_a_training_function_is_resumed_where_it_is_trusted(tmp_path:
     ("arguments", "words"),
     [
         ({"task": "digits", "train": "own_trainings:diverges"}, "Give a task, or a training function .* not both"),
-        ({"task": None, "train": "nanogpt"}, "train='nanogpt' is impossible. Possible: a function, or 'module:"),
+        ({"task": None, "train": "nanogpt"}, "train='nanogpt' is invalid. Expected: a function, or 'module:"),
         ({"task": None, "train": "own_trainings:none"}, "cannot be imported"),
         ({"task": None, "train": own_trainings.diverges, "options": {"seed": 3}}, "which the sweep sets"),
-        ({"task": None, "train": own_trainings.diverges, "options": {"a": object()}}, "Possible for a training"),
+        ({"task": None, "train": own_trainings.diverges, "options": {"a": object()}}, "Expected for a training"),
     ],
 )
 def test_what_is_no_training_function_is_refused(arguments: dict[str, Any], words: str) -> None:
@@ -171,7 +171,7 @@ def test_a_job_refuses_what_it_cannot_do() -> None:
         job.scaler()
     with pytest.raises(ValueError, match=r"Name it once, before the loop"):
         job.checkpoint(3)
-    with pytest.raises(TypeError, match="loss came as 'x'"):
+    with pytest.raises(TypeError, match="loss is 'x'"):
         job.log(0, loss="x")
     for call in (lambda: job.log(0, **{"loss\udcff": 1.0}), lambda: job.result({"a\ud800": 1.0}, 0.0)):
         with pytest.raises(ValueError, match=r"is not Unicode: surrogates not allowed\. Use text that"):

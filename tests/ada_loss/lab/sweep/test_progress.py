@@ -97,19 +97,22 @@ def test_a_sweep_says_which_cells_failed_and_why(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: fpsim.Policy(weights="fp16"), "Policy() has no argument 'weights'. Did you mean weight? Possible: we"),  # type: ignore[call-arg]
+        (
+            lambda: fpsim.Policy(weights="fp16"),
+            "Policy() has no argument 'weights'. Did you mean 'weight'? Expected",
+        ),  # type: ignore[call-arg]
         (lambda: fpsim.quantize(digits().model, format="fp16"), "quantize() has no argument 'format'."),  # type: ignore[call-arg]
-        (lambda: train(digits(), epoch=3), "train() has no argument 'epoch'. Did you mean epochs?"),  # type: ignore[call-arg]
+        (lambda: train(digits(), epoch=3), "train() has no argument 'epoch'. Did you mean 'epochs'?"),  # type: ignore[call-arg]
         (
             lambda: ada_loss.sweep("digits", ["fp16"], epochs=3),  # type: ignore[call-arg]
             "sweep() has no argument 'epochs'. It is an option of the training: task_options={'epochs': ...}.",
         ),
-        (lambda: ada_loss.sweep("digits", ["fp16"], seed=3), "sweep() has no argument 'seed'. Did you mean seeds?"),  # type: ignore[call-arg]
+        (lambda: ada_loss.sweep("digits", ["fp16"], seed=3), "sweep() has no argument 'seed'. Did you mean 'seeds'?"),  # type: ignore[call-arg]
         (
             lambda: ada_loss.search("digits", epochs=3),
             "search() has no argument 'epochs'. It is an option of the training: task_options={'epochs': ...}.",
         ),
-        (lambda: ada_loss.search("digits", divice="cpu"), "search() has no argument 'divice'. Did you mean device?"),
+        (lambda: ada_loss.search("digits", divice="cpu"), "search() has no argument 'divice'. Did you mean 'device'?"),
     ],
 )
 def test_a_mistyped_argument_meets_the_one_that_was_meant(call: Any, words: str) -> None:
@@ -130,11 +133,11 @@ def test_a_key_of_the_file_can_be_set() -> None:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("task_options.epochs", "Possible: key=value. Take task_options.epochs=3"),
-        ("=3", "Possible: key=value"),
+        ("task_options.epochs", "Expected: key=value. Take task_options.epochs=3"),
+        ("=3", "Expected: key=value"),
         ("epochs=3", "unknown key 'epochs'. Did you mean task_options.epochs?"),
-        ("sedes=3", "unknown key 'sedes'. Did you mean seeds?"),
-        ("seeds=[1", "is no YAML"),
+        ("sedes=3", "unknown key 'sedes'. Did you mean 'seeds'?"),
+        ("seeds=[1", "is not YAML"),
         ("task.epochs=3", "task is 'digits', and has no epochs. Set task itself."),
     ],
 )

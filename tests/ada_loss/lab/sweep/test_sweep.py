@@ -29,14 +29,14 @@ import pytest
 import sweep_tasks
 from children import environment, heed_ctrl_c
 
+from ada_loss.lab.cells.cells import Cell, plan
+from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
-from ada_loss.lab.sweep.cells import Cell, plan
 from ada_loss.lab.sweep.config import read_sweep
 from ada_loss.lab.sweep.driver import resume, sweep
 from ada_loss.lab.sweep.engines import open_engine
 from ada_loss.lab.sweep.execution import Execution
-from ada_loss.lab.sweep.ledger import Ledger
 from ada_loss.lab.sweep.limits import TimeLimit, within_time
 
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -428,11 +428,11 @@ def test_a_port_that_is_no_scheduler_s_is_waited_for_no_longer(tmp_path: Path) -
     [
         (
             {"engine": "tcp://host:x"},
-            r"'tcp://host:x' is no address\. Possible: tcp://HOST:PORT or .* from 1 to 65535\.",
+            r"'tcp://host:x' is not an address\. Expected: tcp://HOST:PORT or .* from 1 to 65535\.",
         ),
         (
             {"workers": 2, "memory_limit": "lots"},
-            r"memory_limit='lots' is impossible\. Possible: 'auto', .*'4 GiB' .* or 0 for no limit",
+            r"memory_limit='lots' is invalid\. Expected: 'auto', .*'4 GiB' .* or 0 for no limit",
         ),
     ],
     ids=["port", "memory"],
@@ -511,7 +511,7 @@ def test_bad_arguments_are_refused_before_a_folder_is_made(tmp_path: Path) -> No
         {"retry_failed": "no"},
         {"keep_states": "no"},
     ):
-        with pytest.raises(ValueError, match=r"Possible|Known|Give"):
+        with pytest.raises(ValueError, match=r"Expected|Known|Give"):
             small(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
     for folder, shown in ((None, "None"), ("", "''"), ("a\0b", r"'a\\x00b'")):
@@ -543,7 +543,7 @@ def test_a_script_without_a_main_guard_is_told_what_to_do(tmp_path: Path) -> Non
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(), timeout=120)
     assert done.returncode == 1
-    assert "A worker that is starting came to sweep()" in done.stderr
+    assert "A worker that is starting reached sweep()" in done.stderr
     assert len(done.stderr.splitlines()) < 40
     assert "below `if __name__ == '__main__':`; from standard input, give workers=1." in done.stderr.splitlines()[-1]
 
@@ -598,7 +598,7 @@ CHANGES = {
     "no configuration": ("UPDATE cells SET config = '[[[' WHERE id = ?", 0),
     "no text": ("UPDATE cells SET metrics = CAST(x'7bff7d' AS TEXT) WHERE id = ?", 0),
     "id": ("UPDATE cells SET id = 'another' WHERE id = ?", 1),
-    "id that is no text": ("UPDATE cells SET id = CAST(x'616e6f74686572ff' AS TEXT) WHERE id = ?", 1),
+    "id that is not a text": ("UPDATE cells SET id = CAST(x'616e6f74686572ff' AS TEXT) WHERE id = ?", 1),
 }
 
 
@@ -611,7 +611,7 @@ def test_a_row_that_was_changed_is_reported_with_its_id_and_its_cell_run_again(
     with sqlite3.connect(tmp_path / "ledger.sqlite") as sql:
         assert sql.execute(statement, (first,)).rowcount == 1
     sql.close()
-    shown = {"id": "another", "id that is no text": r"another\xff"}.get(change, first)
+    shown = {"id": "another", "id that is not a text": r"another\xff"}.get(change, first)
     results = Results(tmp_path)
     assert outcomes(results) == {cell: expected[cell] for cell in expected if cell != first}
     assert [cell["id"] for cell in results.failures()] == [shown]
@@ -667,7 +667,7 @@ def test_a_ledger_does_not_choose_what_runs(tmp_path: Path) -> None:
         ({"format": "fp61"}, "Unknown format 'fp61'"),
         ({"rounding": "neerest"}, "neerest"),
         ({"scaling": "torchh"}, "Unknown scaling method 'torchh'"),
-        ({"options": {"epochs": 0}}, "task_options.epochs came as 0"),
+        ({"options": {"epochs": 0}}, "task_options.epochs is 0"),
         ({"options": {"epoch": 1}}, "Unknown key task_options.epoch"),
         ({"seed": 0.5}, "its configuration is not the one"),
         ({"extra": 1}, "its configuration is not the one"),

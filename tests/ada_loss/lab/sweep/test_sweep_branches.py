@@ -13,10 +13,10 @@ import sweep_tasks
 import torch
 
 import ada_loss
+from ada_loss.lab.cells.cell_formats import label
+from ada_loss.lab.cells.cells import Cell, plan, plan_all, stored_cell
 from ada_loss.lab.results import Results
 from ada_loss.lab.sweep.branches import Branches
-from ada_loss.lab.sweep.cell_formats import label
-from ada_loss.lab.sweep.cells import Cell, plan, plan_all, stored_cell
 from ada_loss.lab.sweep.config import read_sweep
 from ada_loss.lab.sweep.driver import resume, sweep
 from ada_loss.lab.training import checkpoints, train
@@ -87,8 +87,8 @@ def test_scaling_and_roundings_are_left_out_where_no_format_has_use_for_them() -
         (turns("fp16", (0.5, {"eror": "fp16"})), {}, "'eror'"),
         (turns("fp16", (0.5, {"error": "fp16", "rounding": "up"})), {}, "give roundings="),
         (turns("fp16", (20, "bf16")), {"steps": 20}, "no step for it: the training has 20"),
-        ({0: "fp16", 0.8: "bf16"}, {}, "Possible for formats in turn: {'schedule': {0: 'fp16', 0.8: 'bf16'}}"),
-        ({**turns("fp16", (0.5, "bf16")), "error": "e5m2"}, {}, "came with 'error' beside it"),
+        ({0: "fp16", 0.8: "bf16"}, {}, "Expected for formats in turn: {'schedule': {0: 'fp16', 0.8: 'bf16'}}"),
+        ({**turns("fp16", (0.5, "bf16")), "error": "e5m2"}, {}, "has 'error' besides its key"),
         ("fp16", {"schedule": {0: "fp16", 0.8: "bf16"}}, "It is that of the learning rate."),
     ],
 )
@@ -381,5 +381,5 @@ def test_a_training_function_that_does_not_follow_its_schedule_fails(tmp_path: P
     with pytest.raises(ValueError, match=r"Call job\.quantize\(model\) first"):
         Job("fp16").begin_step(0, 3)
     for step, steps in ((-1, 3), (0, 0), (0.5, 3)):
-        with pytest.raises(TypeError, match=r"is no count\. Possible: an integer"):
+        with pytest.raises(TypeError, match=r"is not a count\. Expected: an integer"):
             Job("fp16").begin_step(step, steps)  # type: ignore[arg-type]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ada_loss.lab.cells.cells import plan
 from ada_loss.lab.studies.describe import describe
-from ada_loss.lab.sweep.cells import plan
 from ada_loss.lab.sweep.driver import resume, sweep
 from ada_loss.lab.tasks import chars, find_task, folder_of
 from ada_loss.lab.training.loop import train
@@ -80,7 +80,7 @@ def test_names_with_paths_that_cannot_be_are_refused(tmp_path: Path) -> None:
         find_task("digits=x")
     with pytest.raises(ValueError, match=r"'chars=' has no path behind '='\. Use 'chars=PATH'"):
         find_task("chars=")
-    with pytest.raises(ValueError, match=r"Unknown task 'char'\. Did you mean chars"):
+    with pytest.raises(ValueError, match=r"Unknown task 'char'\. Did you mean 'chars"):
         find_task("char=x")
     with pytest.raises(FileNotFoundError, match=r"There is no '.*nothing'\. Give the path"):
         plan(f"chars={tmp_path / 'nothing'}", ["fp16"], ["none"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ada_loss.lab.sweep.cells import OPTIONS, plan
+from ada_loss.lab.cells.cells import OPTIONS, plan
 from ada_loss.lab.tasks import TASKS, Task, chars, cifar10, cifar100, find_task, patches, trained_with
 from ada_loss.lab.tasks.images import resnet20
 from ada_loss.lab.training.loop import train
@@ -88,7 +88,7 @@ def test_a_tasks_own_options_are_part_of_its_cells_and_those_of_the_sweep_win() 
     def mine(seed: int) -> Task:
         raise AssertionError("made before it was checked")
 
-    with pytest.raises(ValueError, match=r"task_options\.learning_rate came as 'fast'"):
+    with pytest.raises(ValueError, match=r"task_options\.learning_rate is 'fast'"):
         plan(mine, ["fp16"], ["none"])
 
 
@@ -157,7 +157,7 @@ def test_damaged_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         cifar100()
     folder = tmp_path / "cifar-100-python"
     (folder / "test").write_bytes(b"")
-    with pytest.raises(ValueError, match="is no file of cifar-100"):
+    with pytest.raises(ValueError, match="is not a file of cifar-100"):
         cifar100()
     (folder / "test").write_bytes(pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"fine_labels": [1]}))
     with pytest.raises(ValueError, match="2 images and 1 labels"):
@@ -173,12 +173,12 @@ def test_a_task_of_ones_own_is_found_by_its_path() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ([], "came as list"),
-        (iter([(torch.ones(2, 1), torch.ones(2))]), "came as list_iterator, which one pass exhausts"),
-        (({"pixels": torch.ones(2, 1)}, torch.ones(2)), "came as dict and Tensor"),
-        ((np.ones((2, 1)), torch.ones(2)), "came as ndarray and Tensor"),
-        ((torch.ones(3, 1), torch.ones(2)), "came with 3 inputs and 2 targets"),
-        ((torch.ones(0, 1), torch.ones(0)), "came with 0 inputs and 0 targets"),
+        ([], "is list"),
+        (iter([(torch.ones(2, 1), torch.ones(2))]), "is list_iterator, which one pass exhausts"),
+        (({"pixels": torch.ones(2, 1)}, torch.ones(2)), "is dict and Tensor"),
+        ((np.ones((2, 1)), torch.ones(2)), "is ndarray and Tensor"),
+        ((torch.ones(3, 1), torch.ones(2)), "has 3 inputs and 2 targets"),
+        ((torch.ones(0, 1), torch.ones(0)), "has 0 inputs and 0 targets"),
     ],
     ids=["no batches", "iterator", "dict", "numpy", "unequal", "empty"],
 )
@@ -186,5 +186,5 @@ def test_data_that_cannot_be_trained_on_are_refused(data: Any, words: str) -> No
     good = (torch.ones(2, 1), torch.ones(2))
     for part in ("train", "test"):
         pair = (data, good) if part == "train" else (good, data)
-        with pytest.raises((TypeError, ValueError), match=f"^{part} of the task 'mine' {words}.* Possible: "):
+        with pytest.raises((TypeError, ValueError), match=f"^{part} of the task 'mine' {words}.* Expected: "):
             Task("mine", torch.nn.Linear(1, 1), *pair, torch.nn.functional.mse_loss, {})

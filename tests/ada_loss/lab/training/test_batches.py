@@ -106,9 +106,9 @@ def test_data_without_a_length_are_trained_on_for_so_many_steps() -> None:
 
 
 def test_data_that_give_nothing_or_no_pairs_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"gave no batch\. Possible: what begins anew each time"):
+    with pytest.raises(ValueError, match=r"gave no batch\. Expected: what begins again each time"):
         train(dataclasses.replace(small(), train=Empty()), steps=1)
-    with pytest.raises(TypeError, match=r"A batch came as dict\. Possible: two tensors"):
+    with pytest.raises(TypeError, match=r"A batch is dict\. Expected: two tensors"):
         train(dataclasses.replace(small(), train=DataLoader([{"x": torch.ones(1)}])), steps=1)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fpsim
-from ada_loss.lab.sweep.telemetry import telemetry
+from ada_loss.lab.cells.telemetry import telemetry
 from ada_loss.lab.tasks import Task, accuracy, digits
 from ada_loss.lab.training import Run, checkpoints, train
 from ada_loss.lab.training.checkpoints import DIGEST
@@ -44,7 +44,7 @@ def test_a_fraction_begins_with_the_first_step_before_which_its_share_lies(total
         expected = next((s for s in range(total) if Fraction(s, total) >= Fraction(percent, 100)), None)
         schedule = as_schedule({"schedule": {0: "fp16", percent / 100: "bf16"}})
         if expected is None:
-            with pytest.raises(ValueError, match=r"no step for it: the training has \d+\. Possible: starts between"):
+            with pytest.raises(ValueError, match=r"no step for it: the training has \d+\. Expected: starts between"):
                 schedule.steps(total)
         else:
             assert schedule.steps(total) == (0, expected)
@@ -61,11 +61,11 @@ def test_starts_may_come_in_any_order_and_as_numpys_numbers() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"schedule": {}}, "A schedule came as {}. Possible: {'schedule': {0: 'fp16', 0.8: 'bf16'}}"),
-        ({"schedule": "fp16"}, "A schedule came as 'fp16'"),
-        ({"schedule": ["fp16", "bf16"]}, "A schedule came as ['fp16', 'bf16']"),
+        ({"schedule": {}}, "A schedule is {}. Expected: {'schedule': {0: 'fp16', 0.8: 'bf16'}}"),
+        ({"schedule": "fp16"}, "A schedule is 'fp16'"),
+        ({"schedule": ["fp16", "bf16"]}, "A schedule is ['fp16', 'bf16']"),
         ({"schedule": {0.5: "fp16"}}, "has no first format"),
-        ({"schedule": {0: "fp16", 1.0: "bf16"}}, "has the start 1.0. Possible: 0; a step, which is an integer"),
+        ({"schedule": {0: "fp16", 1.0: "bf16"}}, "has the start 1.0. Expected: 0; a step, which is an integer"),
         ({"schedule": {0: "fp16", -1: "bf16"}}, "has the start -1"),
         ({"schedule": {0: "fp16", 80.0: "bf16"}}, "has the start 80.0"),
         ({"schedule": {0: "fp16", float("nan"): "bf16"}}, "has the start nan"),
@@ -73,9 +73,9 @@ def test_starts_may_come_in_any_order_and_as_numpys_numbers() -> None:
         ({"schedule": {0: "fp16", "0.8": "bf16"}}, "has the start '0.8'"),
         ({"schedule": {0: "fp16", 0.5: "e5m2", 100: "bf16"}}, "has both steps and fractions"),
         ({"schedule": [[0, "fp16"], [0.0, "bf16"]]}, "has two formats for one start"),
-        ({"schedule": {0: "fp16", 0.5: {"schedule": {0: "bf16"}}}}, "A schedule came inside of one"),
-        ({"schedule": {0: "fp16"}, "error": "e5m2"}, "A schedule came with 'error' beside it"),
-        ({0: "fp16", 0.8: "bf16"}, "Possible for formats in turn: {'schedule': {0: 'fp16', 0.8: 'bf16'}}"),
+        ({"schedule": {0: "fp16", 0.5: {"schedule": {0: "bf16"}}}}, "A schedule is inside another"),
+        ({"schedule": {0: "fp16"}, "error": "e5m2"}, "A schedule has 'error' besides its key"),
+        ({0: "fp16", 0.8: "bf16"}, "Expected for formats in turn: {'schedule': {0: 'fp16', 0.8: 'bf16'}}"),
     ],
 )
 def test_what_is_no_schedule_is_refused_in_words(given: Any, words: str) -> None:

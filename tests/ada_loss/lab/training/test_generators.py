@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import fpsim
+from ada_loss.lab.cells.cells import plan
+from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.results import Results
-from ada_loss.lab.sweep.cells import plan
 from ada_loss.lab.sweep.driver import resume, sweep
-from ada_loss.lab.sweep.ledger import Ledger
 from ada_loss.lab.tasks import Task, accuracy
 from ada_loss.lab.training import Job, train
 from ada_loss.lab.training.generators import kept_generators, seed_generators

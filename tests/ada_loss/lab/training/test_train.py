@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import fpsim
-from ada_loss.lab.sweep.telemetry import telemetry
+from ada_loss.lab.cells.telemetry import telemetry
 from ada_loss.lab.tasks import Task, digits
 from ada_loss.lab.training.checkpoints import DIGEST
 from ada_loss.lab.training.loop import TrainingState, train
@@ -222,7 +222,7 @@ def test_unknown_words_are_refused(name: str) -> None:
 )
 def test_impossible_numbers_are_refused(name: str, number: float) -> None:
     kind = "an integer" if type(getattr(TrainOptions(), name)) is int else "a finite number"
-    with pytest.raises(ValueError, match=f"^{name} came as {number}. Possible: {kind}, "):
+    with pytest.raises(ValueError, match=f"^{name} is {number}. Expected: {kind}, "):
         train(digits(), **{name: number})
 
 
@@ -278,7 +278,7 @@ def test_a_training_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path, case
     run = train(
         digits(5), fmt, rounding, **OPTIONS, **options, checkpoint=path, checkpoint_seconds=1e9, progress=steps.append
     )
-    assert steps[0] > 1  # it went on, and did not begin anew
+    assert steps[0] > 1  # it went on, and did not begin again
     assert sum(steps) == 6 * BATCHES
     assert run.losses == expected.losses
     assert run.metrics == expected.metrics

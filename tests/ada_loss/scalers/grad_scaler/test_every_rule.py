@@ -140,5 +140,5 @@ def test_an_impossible_new_scale_is_refused(new: float) -> None:
 
 
 def test_parameters_beside_a_rule_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"Parameters came beside the rule.*init_scale.*Give the name"):
+    with pytest.raises(TypeError, match=r"Parameters were given besides the rule.*init_scale.*Give the name"):
         GradScaler(loss_rule("torch"), init_scale=3.0)

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from children import environment
 
+from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.errors import UnreadableLedger
 from ada_loss.lab.results import Results
 from ada_loss.lab.sweep.driver import resume, sweep
-from ada_loss.lab.sweep.ledger import Ledger
 
 CELLS = 6  # two formats with three seeds
 

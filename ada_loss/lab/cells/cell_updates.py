@@ -1,4 +1,4 @@
-"""Updates of cells: what an optimizer stores, beside a format, in canonical form, as a label, and as an `fpsim.Update`.
+"""Updates of cells: what an optimizer stores besides a format, in canonical form, as a label, and as an `fpsim.Update`.
 
 A cell whose optimizer stores float32 has its format alone, as if there were no updates. With one, {"format": format,
 "update": update} stands where a format stands.
@@ -35,10 +35,10 @@ def split(fmt: Any) -> tuple[Any, Any]:
     """
     if not isinstance(fmt, Mapping) or UPDATE not in fmt:
         return fmt, None
-    beside = [key for key in fmt if key not in (FORMAT, UPDATE)]
-    if beside:
+    others = [key for key in fmt if key not in (FORMAT, UPDATE)]
+    if others:
         raise ValueError(
-            f"A format with an update has {', '.join(map(shown, beside))}, too. Use {{'format': ..., 'update': ...}}; "
+            f"A format with an update has {', '.join(map(shown, others))}, too. Use {{'format': ..., 'update': ...}}; "
             f"the format may be a mapping."
         )
     return fmt.get(FORMAT, "fp32"), fmt[UPDATE]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from ada_loss.lab.sweep.cell_formats import (
+from ada_loss.lab.cells.cell_formats import (
     BASELINE,
     canonical_format,
     has_own_rounding,
@@ -22,15 +22,15 @@ from ada_loss.lab.sweep.cell_formats import (
     policy_of,
     usual_rounding,
 )
-from ada_loss.lab.sweep.cell_updates import require_update, split, with_updates
-from ada_loss.lab.sweep.identity import MakeTask, TrainFunction, is_own, own_training, task_of
-from ada_loss.lab.sweep.names import require_different, short_name, unnamed
-from ada_loss.lab.sweep.progress import say
+from ada_loss.lab.cells.cell_updates import require_update, split, with_updates
+from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_own, own_training, task_of
+from ada_loss.lab.cells.names import require_different, short_name, unnamed
 from ada_loss.lab.tasks import find_task
+from ada_loss.lab.terminal import say
 from ada_loss.lab.training.format_schedule import as_schedule
 from ada_loss.lab.training.methods import require_method
 from ada_loss.lab.training.options import TrainOptions, hint, is_allowed, possible
-from fpsim.checks import SHOWN, did_you_mean, is_number, is_whole, shown
+from fpsim.checks import SHOWN, is_number, is_whole, refuse, shown
 
 __all__ = [
     "AXES",
@@ -119,7 +119,7 @@ def plan(
         "name" in one as in a format; "float32" is an optimizer as it is, and so is None, for all cells. The format and
         the update together are the cell's format: {"format": "fp32", "update": "bf16_sr"}.
     Raises ValueError for an unknown task, format, method, rounding or option, for an empty grid, and for combinations
-    that are the same training; TypeError for what is no list, and for seeds that are no integers.
+    that are the same training; TypeError for what is not a list, and for seeds that are no integers.
 
     >>> [str(cell) for cell in plan("digits", ["fp32", "fp16"], ["none", "torch"])]
     ['fp32 nearest_even none seed 0', 'fp16 nearest_even none seed 0', 'fp16 nearest_even torch seed 0']
@@ -129,16 +129,16 @@ def plan(
     grid = {"formats": formats, "scaling": scaling, "roundings": given, "seeds": seeds}
     for name, values in grid.items():
         if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
-            raise TypeError(f"{name} came as {shown(values)}. Possible: a list. Write [{shown(values)}].")
+            raise TypeError(f"{name} is {shown(values)}. Expected: a list. Write [{shown(values)}].")
         if not values:
             raise ValueError(f"{name} is empty ({shown(values)}), so there is no cell to run. Give at least one.")
     for rounding in () if roundings is None else roundings:
         if not isinstance(rounding, str):
             raise TypeError(
-                f"The rounding {shown(rounding)} is no name. Possible: a list of names, each for all roles."
+                f"The rounding {shown(rounding)} is not a name. Expected: a list of names, each for all roles."
             )
     if options is not None and not isinstance(options, Mapping):
-        raise TypeError(f"task_options came as {shown(options)}. Possible: a mapping, {{'epochs': 3}} for instance.")
+        raise TypeError(f"task_options is {shown(options)}. Expected: a mapping, {{'epochs': 3}} for instance.")
     task_name, full = _task_and_options(task, train, options or {})
     entries = [unnamed(entry) for entry in with_updates(formats, updates)]
     canonical = [canonical_format(fmt) for fmt, _ in entries]
@@ -178,7 +178,7 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
     grid: the arguments of `plan`, with "task_options" for its options.
     also: mappings of the same names. One without task_options has the grid's, unless it has another task.
     baseline: whether float32 is trained with each task, options and seed, where no grid has it among its formats.
-    Raises what `plan` raises; TypeError for what is no list of mappings, and for tasks of which one is a function;
+    Raises what `plan` raises; TypeError for what is not a list of mappings, and for tasks of which one is a function;
     ValueError for an unknown name, and where two grids have a cell in common.
 
     >>> grid = {"task": "digits", "formats": ["fp32"], "scaling": ["none"], "task_options": None}
@@ -190,22 +190,19 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
         or not isinstance(also, Sequence)
         or not all(isinstance(g, Mapping) for g in also)
     ):
-        raise TypeError(
-            f"also came as {shown(also)}. Possible: a list of mappings, [{{'formats': ['fp16']}}] for instance."
-        )
+        raise TypeError(f"also is {shown(also)}. Expected: a list of mappings, [{{'formats': ['fp16']}}] for instance.")
     known_names = [name for name in grid if name != "train"]  # one training function for all
     grids = [dict(grid)]
     for changes in also:
         for name in changes:
             if name not in known_names:
-                near = did_you_mean(name, known_names)
-                raise ValueError(f"Unknown key also.{str(name)[:SHOWN]}.{near} Known: {', '.join(known_names)}.")
+                raise ValueError(refuse(f"Unknown key also.{str(name)[:SHOWN]}", known_names, word=name))
         if "task" in changes and not (isinstance(changes["task"], str) and isinstance(grid["task"], str)):
-            raise TypeError("also came with a task, and one of the tasks is no name. Give both as 'module:function'.")
+            raise TypeError("also was given with a task that is not a name. Give both as 'module:function'.")
         other_task = changes.get("task", grid["task"]) != grid["task"]
         grids.append({**grid, **({"task_options": None} if other_task else {}), **changes})
     if not isinstance(baseline, bool):  # YAML 1.2 reads `no` as a word
-        raise ValueError(f"baseline={shown(baseline)} is impossible. Possible: true or false.")
+        raise ValueError(f"baseline={shown(baseline)} is invalid. Expected: true or false.")
     asked = [_planned(one) for one in grids]
     planned = [cell for cells in asked for cell in cells]
     _require_different(planned)
@@ -248,8 +245,8 @@ def _task_and_options(
     if train is not None:
         if task is not None:
             raise ValueError(
-                f"task={shown(task)} came with train={shown(train)}. Give a task, or a training function of your own "
-                f"as train=, and not both."
+                f"task={shown(task)} was given with train={shown(train)}. Give a task, or a training function of your "
+                f"own as train=, and not both."
             )
         return own_training(train), _own_options(options)
     if callable(task):
@@ -287,13 +284,13 @@ def _own_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a training function, which are part of a cell's identity."""
     if (name := _other_name(options)) is not None:
         raise TypeError(
-            f"task_options came as {shown(dict(options))}, with {shown(name)} as a name. Expected: strings as names."
+            f"task_options is {shown(dict(options))}, with {shown(name)} as a name. Expected: strings as names."
         )
     try:
         found: dict[str, Any] = json.loads(json.dumps(options, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"task_options came as {shown(dict(options))}: {error}. Possible for a training function: numbers, words, "
+            f"task_options is {shown(dict(options))}: {error}. Expected for a training function: numbers, words, "
             f"true, false, and lists and mappings of them."
         ) from None
     for name in found:
@@ -354,7 +351,7 @@ def _require_different(cells: Sequence[Cell]) -> None:
     for cell in cells:
         if cell.id in seen:
             raise ValueError(
-                f"The cell '{cell}' came twice: two entries of formats, scaling, roundings, seeds, also are one. "
+                f"The cell '{cell}' was given twice: two entries of formats, scaling, roundings, seeds, also are one. "
                 f"Every training is run once. Leave one of them out."
             )
         seen.add(cell.id)
@@ -363,26 +360,27 @@ def _require_different(cells: Sequence[Cell]) -> None:
 def _seeds(seeds: int | Sequence[int]) -> Sequence[int]:
     if is_whole(seeds):
         if seeds < 0:  # type: ignore[operator]
-            raise ValueError(f"seeds={shown(seeds)} is no number of seeds. Expected: 1 or more, or a list of integers.")
+            words = "is not a number of seeds. Expected: 1 or more, or a list of integers."
+            raise ValueError(f"seeds={shown(seeds)} {words}")
         if seeds > MOST_CELLS:  # type: ignore[operator]
-            raise ValueError(f"seeds came as {shown(seeds)}. Possible: at most {MOST_CELLS:,}, or a list of integers.")
+            raise ValueError(f"seeds is {shown(seeds)}. Expected: at most {MOST_CELLS:,}, or a list of integers.")
         return range(int(seeds))  # type: ignore[arg-type]
     if isinstance(seeds, str | bytes | bytearray) or not isinstance(seeds, Sequence):
-        raise TypeError(f"seeds came as {shown(seeds)}. Possible: how many, or a list of integers.")
+        raise TypeError(f"seeds is {shown(seeds)}. Expected: how many, or a list of integers.")
     for seed in seeds:
         if not is_whole(seed):
-            raise TypeError(f"The seed {shown(seed)} is no integer. Possible: how many seeds, or a list of integers.")
+            words = "is not an integer. Expected: how many seeds, or a list of integers."
+            raise TypeError(f"The seed {shown(seed)} {words}")
     return [int(seed) for seed in seeds]  # NumPy's integers are no JSON
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name not in OPTIONS:
-            near = did_you_mean(name, OPTIONS)
-            raise ValueError(f"Unknown key task_options.{str(name)[:SHOWN]}.{near} Known: {', '.join(OPTIONS)}.")
+            raise ValueError(refuse(f"Unknown key task_options.{str(name)[:SHOWN]}", OPTIONS, word=name))
         if not is_allowed(name, value):
             raise ValueError(
-                f"task_options.{name} came as {shown(value)}.{hint(name, value)} Possible: {possible(name)}. "
+                f"task_options.{name} is {shown(value)}.{hint(name, value)} Expected: {possible(name)}. "
                 f"Leave it out for {OPTIONS[name]!r}."
             )
     full = asdict(TrainOptions(**given))
@@ -392,7 +390,7 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
 def _method(method: Any) -> str | float:
     if not isinstance(method, str) and not is_number(method):
         raise TypeError(
-            f"The scaling method {shown(method)} is a {type(method).__name__}. Possible: a name or a number."
+            f"The scaling method {shown(method)} is a {type(method).__name__}. Expected: a name or a number."
         )
     require_method(method)
     return method if isinstance(method, str) else float(method)

@@ -1,4 +1,4 @@
-"""Names of formats: as stated in a sweep, else short ones that can be spoken. A name is no part of what a cell is."""
+"""Names of formats: as stated in a sweep, else short ones that can be spoken. A name is not part of what a cell is."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import fpsim
 from ada_loss.files import mapping_in, strict_json, write_atomically
-from ada_loss.lab.sweep.cell_formats import BASELINE, canonical_format, label
-from ada_loss.lab.sweep.cell_updates import UPDATE, update_label
+from ada_loss.lab.cells.cell_formats import BASELINE, canonical_format, label
+from ada_loss.lab.cells.cell_updates import UPDATE, update_label
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, as_schedule
 from fpsim.checks import shown
 
@@ -42,7 +42,7 @@ def unnamed(entry: Any) -> tuple[Any, str]:
     if not rest or ("format" in rest and not {*rest} <= {"format", UPDATE}):
         raise ValueError(
             f"Got the name {shown(name)} with {', '.join(map(str, rest)) or 'nothing'}. "
-            f"Use {{name: ..., format: ...}}, or a name beside the fields of fpsim.Policy."
+            f"Use {{name: ..., format: ...}}, or a name with the fields of fpsim.Policy."
         )
     fmt = rest if UPDATE in rest else rest.get("format", rest)
     is_baseline = name.lower() in (BASELINE, "float32")
@@ -158,7 +158,7 @@ def read_names(folder: Path) -> dict[str, str]:
 
 
 def keep_names(folder: Path, given: Mapping[str, str]) -> None:
-    """Keep the names of formats in the folder of a sweep, beside those that it has.
+    """Keep the names of formats in the folder of a sweep, in addition to those that it has.
 
     Raises ValueError where one is the name of two formats.
     """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ada_loss.lab.sweep.telemetry import Curves, Numbers, curves_of, telemetry
+from ada_loss.lab.cells.telemetry import Curves, Numbers, curves_of, telemetry
 from ada_loss.lab.training.run import Run
 
 __all__ = ["LiveFile", "LiveReader", "live_path"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ada_loss.lab.sweep.lock import is_driven
+from ada_loss.lab.cells.lock import is_driven
 
 __all__ = ["Missing", "Plan", "Snapshot", "read_snapshot"]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ada_loss.lab.cells.missing import Plan
 from ada_loss.lab.errors import UnreadableLedger
-from ada_loss.lab.sweep.missing import Plan
 
 __all__ = ["DAMAGED", "SCHEMA_VERSION", "STATES", "CannotWrite", "Ledger", "counted"]
 
@@ -70,7 +70,7 @@ class Ledger:
     path: the file, or ":memory:".
     readonly: for readers; the file must exist. In a folder that cannot be written it must be complete: no driver may
         have died there.
-    Raises FileNotFoundError without a file to read; ValueError for a file that is no ledger, that is damaged, or that
+    Raises FileNotFoundError without a file to read; ValueError for a file that is not a ledger, is damaged, or that
     is of a newer version. Older ones are opened; a driver brings them to this version.
 
     >>> with Ledger(":memory:") as ledger:

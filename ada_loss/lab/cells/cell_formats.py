@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import torch
-
 import fpsim
-from ada_loss.lab.sweep.cell_updates import UPDATE, canonical_update, split, update_label
+from ada_loss.lab.cells.cell_updates import UPDATE, canonical_update, split, update_label
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Stage, as_schedule
 from ada_loss.lab.training.methods import fits_few_bits
 from fpsim import ROLES, Policy, Products
 from fpsim.checks import shown
-from fpsim.scaling import FEW_BITS, as_policy, gradients_have_scales
+from fpsim.scaling import FEW_BITS, gradients_have_scales
 
 __all__ = [
     "BASELINE",
@@ -89,9 +87,9 @@ def _is_recipe(fmt: Any) -> bool:
 
 
 def canonical_format(fmt: Any) -> Any:
-    """What stands for a format, in the words that stand for all that mean the same: JSON, and hashed into a cell's id.
+    """The canonical form of a format, as JSON: equal formats have equal forms. It is hashed into a cell's id.
 
-    Raises ValueError for what is no format.
+    Raises ValueError for what is not a format.
 
     >>> canonical_format("half"), canonical_format({"error": "half", "weight": None})
     ('fp16', {'error': 'fp16'})
@@ -113,7 +111,7 @@ def canonical_format(fmt: Any) -> Any:
         schedule = as_schedule(fmt)
         return _canonical_schedule(schedule) if SCHEDULE in fmt else _canonical_policy(fmt)
     if isinstance(fmt, str):
-        fpsim.quantize(torch.nn.Linear(1, 1, device="meta"), fmt)  # a recipe without its prefix has an error of its own
+        fpsim.as_policy(fmt)  # a recipe without its prefix has an error of its own
     return _words(fmt)
 
 
@@ -129,14 +127,14 @@ def _canonical_schedule(schedule: FormatSchedule) -> Any:
 
 def _canonical_policy(fmt: Mapping[str, Any]) -> dict[str, Any]:
     if "rounding" in fmt:
-        raise ValueError("A format came with 'rounding' in it. The sweep varies it: give roundings=[...].")
+        raise ValueError("A format has 'rounding' in it. The sweep varies it: give roundings=[...].")
     try:
         _policy(fmt)
         found = {k: _canonical(k, v) for k, v in fmt.items() if v is not None and (k, v) != ("variant", "A")}
         json.dumps(found)
     except TypeError as error:
         raise ValueError(
-            f"The format {shown(dict(fmt))} is no policy: {error}. Possible: a name, or the fields of fpsim.Policy "
+            f"The format {shown(dict(fmt))} is not a policy: {error}. Expected: a name, or the fields of fpsim.Policy "
             f"in numbers and words. Take {{'error': 'e5m2'}}, for instance."
         ) from None
     return found
@@ -180,7 +178,7 @@ def _has_nothing_to_scale(fmt: Any) -> bool:
 
 
 def has_own_rounding(fmt: Any) -> bool:
-    """Whether the rounding of a cell changes nothing: its formats are recipes, or beside one float32."""
+    """Whether the rounding of a cell changes nothing: its formats are recipes, or recipes and float32."""
     formats = [stage.fmt for stage in as_schedule(split(fmt)[0]).stages]
     return any(map(_is_recipe, formats)) and all(_is_recipe(inner) or inner == BASELINE for inner in formats)
 
@@ -212,7 +210,7 @@ def policy_of(fmt: Any, rounding: str) -> FormatSchedule:
 
 
 def _as_policy(fmt: Any) -> Policy:
-    return _policy(fmt) if isinstance(fmt, Mapping) else as_policy(fmt)
+    return _policy(fmt) if isinstance(fmt, Mapping) else fpsim.as_policy(fmt)
 
 
 def _policy_of(fmt: Any, rounding: str) -> Any:
@@ -222,5 +220,5 @@ def _policy_of(fmt: Any, rounding: str) -> Any:
     if isinstance(policy, Policy):
         policy.with_rounding(rounding)  # random bits and variants that the rounding cannot use are an error now
     is_name = isinstance(fmt, str) and not _is_recipe(fmt)
-    fpsim.quantize(torch.nn.Linear(1, 1, device="meta"), policy if is_name else None, rounding=rounding)
+    fpsim.as_policy(policy if is_name else None, rounding)  # an unknown rounding is an error now
     return policy

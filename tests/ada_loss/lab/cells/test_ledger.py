@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 import ada_loss
+from ada_loss.lab.cells.cells import plan
+from ada_loss.lab.cells.ledger import SCHEMA_VERSION, Ledger
+from ada_loss.lab.cells.missing import Plan
+from ada_loss.lab.cells.telemetry import telemetry_path
 from ada_loss.lab.errors import UnreadableLedger
-from ada_loss.lab.sweep.cells import plan
-from ada_loss.lab.sweep.ledger import SCHEMA_VERSION, Ledger
-from ada_loss.lab.sweep.missing import Plan
-from ada_loss.lab.sweep.telemetry import telemetry_path
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_the_status_of_ten_thousand_cells_is_quick(path: Path) -> None:
 def test_the_log_is_brought_into_the_file_now_and_then_and_waits_for_no_reader(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ada_loss.lab.sweep.ledger.TRUNCATE_EVERY", 0.0)
+    monkeypatch.setattr("ada_loss.lab.cells.ledger.TRUNCATE_EVERY", 0.0)
     log = path.with_name("ledger.sqlite-wal")
     with Ledger(path) as ledger, contextlib.closing(sqlite3.connect(path, isolation_level=None)) as reader:
         ledger.add([("a", {}), ("b", {})])

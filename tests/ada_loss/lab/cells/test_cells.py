@@ -24,11 +24,11 @@ import torch
 from torch import nn
 
 import fpsim
-from ada_loss.lab.sweep.cell_formats import canonical_format, label, policy_of
-from ada_loss.lab.sweep.cells import Cell, plan, plan_all
+from ada_loss.lab.cells.cell_formats import canonical_format, label, policy_of
+from ada_loss.lab.cells.cells import Cell, plan, plan_all
+from ada_loss.lab.cells.names import names_of
+from ada_loss.lab.cells.telemetry import telemetry
 from ada_loss.lab.sweep.config import read_sweep
-from ada_loss.lab.sweep.names import names_of
-from ada_loss.lab.sweep.telemetry import telemetry
 from ada_loss.lab.sweep.work import run_cell
 from ada_loss.lab.tasks import digits
 from ada_loss.lab.training.loop import train
@@ -43,6 +43,18 @@ def test_a_grid_has_every_combination_once() -> None:
     words = {tuple(cell.config[k] for k in ("format", "scaling", "rounding", "seed")) for cell in cells}
     assert len(cells) == len(words) == 2 * 2 * 2 * 2
     assert len({cell.id for cell in cells}) == 16
+
+
+def test_a_grid_is_planned_without_a_model_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def quantised(*_: object, **__: object) -> None:
+        raise AssertionError("a model was quantised to check a word")
+
+    monkeypatch.setattr(fpsim, "quantize", quantised)
+    assert (
+        len(plan("digits", ["fp16", "recipe:fp8_current", {"error": "e5m2"}], ["none"], roundings=["stochastic"])) == 3
+    )
+    with pytest.raises(ValueError, match=r"Unknown rounding 'nearest'"):
+        plan("digits", ["fp16"], ["none"], roundings=["nearest"])
 
 
 def test_equal_trainings_are_one_cell_and_any_change_makes_another() -> None:
@@ -93,12 +105,12 @@ def test_float32_is_added_once_for_each_task_and_its_options() -> None:
 @pytest.mark.parametrize(
     ("also", "words"),
     [
-        ({"formats": ["e5m2"]}, "also came as {'formats': ['e5m2']}. Possible: a list of mappings"),
-        (["e5m2"], "Possible: a list of mappings"),
-        (None, "also came as None"),
-        ([{"format": ["e5m2"]}], "Unknown key also.format. Did you mean formats? Known: task, formats, scaling,"),
+        ({"formats": ["e5m2"]}, "also is {'formats': ['e5m2']}. Expected: a list of mappings"),
+        (["e5m2"], "Expected: a list of mappings"),
+        (None, "also is None"),
+        ([{"format": ["e5m2"]}], "Unknown key also.format. Did you mean 'formats'? Known: task, formats, scaling,"),
         ([{"out": "elsewhere"}], "Unknown key also.out."),
-        ([{"scaling": ["torch", 8]}], "The cell 'fp16 nearest_even 8 seed 0' came twice"),
+        ([{"scaling": ["torch", 8]}], "The cell 'fp16 nearest_even 8 seed 0' was given twice"),
         ([{"formats": ["fp61"]}], "Unknown format 'fp61'"),
         ([{"task": digits}], "Give both as 'module:function'"),
     ],
@@ -123,17 +135,17 @@ def test_ten_thousand_cells_have_as_many_ids() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"task": "digts"}, "Unknown task 'digts'. Did you mean digits?"),
-        ({"task": "sweep_tasks:tony"}, "Did you mean tiny?"),
+        ({"task": "digts"}, "Unknown task 'digts'. Did you mean 'digits'?"),
+        ({"task": "sweep_tasks:tony"}, "Did you mean 'tiny'?"),
         ({"task": "no_such_module:f"}, "cannot be imported"),
         ({"task": "sweep_tasks:math"}, "is a module. It must be a function"),
         ({"formats": ["fp61"]}, "Unknown format 'fp61'"),
         ({"formats": [{"eror": "fp16"}]}, "'eror'"),
         ({"formats": [{"error": "fp16", "rounding": "stochastic"}]}, "give roundings="),
         ({"formats": []}, "formats is empty"),
-        ({"formats": ["fp16", "half"]}, "The cell 'fp16 nearest_even none seed 0' came twice"),
-        ({"scaling": ["tourch"]}, "Unknown scaling method 'tourch'. Did you mean torch? Known: none, a number"),
-        ({"scaling": [1024, 1024.0]}, "came twice"),
+        ({"formats": ["fp16", "half"]}, "The cell 'fp16 nearest_even none seed 0' was given twice"),
+        ({"scaling": ["tourch"]}, "Unknown scaling method 'tourch'. Did you mean 'torch'? Known: none, a number"),
+        ({"scaling": [1024, 1024.0]}, "was given twice"),
         ({"scaling": [-1.0]}, "-1.0"),
         ({"scaling": []}, "scaling is empty"),
         ({"roundings": ["neerest"]}, "neerest"),
@@ -145,21 +157,21 @@ def test_ten_thousand_cells_have_as_many_ids() -> None:
         ({"formats": [{"error": "fp16", "random_bits": 99}], "roundings": ["stochastic"]}, "random_bits=99"),
         ({"scaling": ["1024"]}, "Unknown scaling method '1024'. Write 1024 without quotes."),
         ({"seeds": 0}, "seeds is empty"),
-        ({"seeds": -1}, "seeds=-1 is no number of seeds. Expected: 1 or more, or a list of integers."),
+        ({"seeds": -1}, "seeds=-1 is not a number of seeds. Expected: 1 or more, or a list of integers."),
         (
             {"options": {"epochs": 2**70}},
-            "epochs came as 1180591620717411303424. That is more than 2**53.",
+            "epochs is 1180591620717411303424. That is more than 2**53.",
         ),
-        ({"seeds": [1, 1]}, "came twice"),
-        ({"options": {"epoch": 1}}, "Unknown key task_options.epoch. Did you mean epochs?"),
-        ({"options": {"epochs": "many"}}, "task_options.epochs came as 'many'. Possible: an integer, 1 or more."),
+        ({"seeds": [1, 1]}, "was given twice"),
+        ({"options": {"epoch": 1}}, "Unknown key task_options.epoch. Did you mean 'epochs'?"),
+        ({"options": {"epochs": "many"}}, "task_options.epochs is 'many'. Expected: an integer, 1 or more."),
         (
             {"options": {"epochs": 0}},
-            "epochs came as 0. Possible: an integer, 1 or more. Leave it out for 12.",
+            "epochs is 0. Expected: an integer, 1 or more. Leave it out for 12.",
         ),
-        ({"options": {"epochs": True}}, "task_options.epochs came as True"),
-        ({"options": {"epochs": 2.0}}, "task_options.epochs came as 2.0"),
-        ({"options": {"optimizer": 3}}, "task_options.optimizer came as 3. Possible: sgd, adam, adamw"),
+        ({"options": {"epochs": True}}, "task_options.epochs is True"),
+        ({"options": {"epochs": 2.0}}, "task_options.epochs is 2.0"),
+        ({"options": {"optimizer": 3}}, "task_options.optimizer is 3. Expected: sgd, adam, adamw"),
     ],
     ids=str,
 )
@@ -184,7 +196,7 @@ def test_what_cannot_be_is_said_before_anything_runs(change: dict[str, Any], wor
     ids=str,
 )
 def test_wrong_types_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="Possible"):
+    with pytest.raises(TypeError, match="Expected"):
         plan(**{"task": "digits", "formats": ["fp16"], "scaling": ["none"], **change})
 
 
@@ -287,7 +299,7 @@ def test_the_identity_of_a_task_with_data_is_the_same_in_every_process(tmp_path:
     code = "import numpy as np, torch\nx, z = torch.arange(3.0), np.ones(2)\n"
     code += "y = {'a': [np.arange(3)], 'b': {'u', 'v'}}\n"
     code += "def mine(seed, *, x=x):\n    def loss():\n        return z\n    return y, loss\n"
-    code += "from ada_loss.lab.sweep.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
+    code += "from ada_loss.lab.cells.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
     told = []
     changes = (
         ("", ""),
@@ -308,7 +320,7 @@ def test_the_identity_of_a_task_with_data_is_the_same_in_every_process(tmp_path:
 
 def test_a_class_of_a_notebook_that_is_changed_makes_another_task(tmp_path: Path) -> None:
     code = "things = [object()]\nclass Net:\n    width = 3\ndef mine(seed):\n    return Net.width, things\n"
-    code += "from ada_loss.lab.sweep.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
+    code += "from ada_loss.lab.cells.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
     told = []
     for text in (code, code, code.replace("3", "4")):
         (tmp_path / "mine.py").write_text(text)
@@ -381,7 +393,7 @@ def test_a_recipe_has_its_own_roundings_and_no_loss_scale_where_gradients_have_t
     assert {cell.config["scaling"] for cell in cells[4:]} == {"none"}
     assert len({cell.id for cell in cells}) == len(cells)
     for name in ("recipe:nvfp5", "fp8_current"):
-        with pytest.raises(ValueError, match=r"Unknown recipe 'nvfp5'\. Did you mean nvfp4|'fp8_current' is a recipe"):
+        with pytest.raises(ValueError, match=r"Unknown recipe 'nvfp5'\. Did you mean 'nvfp4|'fp8_current' is a recipe"):
             plan("digits", [name], ["none"])
     (cell,) = plan("digits", ["recipe:mxfp8"], ["none"], options={"steps": 3, "record_every": 0})
     result, _ = run_cell(cell.config)

@@ -26,10 +26,10 @@ OWN = "train "  # before the name of a training function, where a task's name wo
 def own_training(train: str | TrainFunction) -> str:
     """The name of a training function in the place of a task's. Raises TypeError and ValueError as `task_of` does."""
     if isinstance(train, str) and ":" not in train:
-        raise ValueError(f"train={shown(train)} is impossible. Possible: a function, or 'module:function'.")
+        raise ValueError(f"train={shown(train)} is invalid. Expected: a function, or 'module:function'.")
     if isinstance(train, str) or callable(train):
         return OWN + task_of(train)  # type: ignore[arg-type]
-    raise TypeError(f"train came as {shown(train)}. Possible: a function, or 'module:function'.")
+    raise TypeError(f"train is {shown(train)}. Expected: a function, or 'module:function'.")
 
 
 def is_own(name: str) -> bool:
@@ -76,7 +76,7 @@ def task_of(task: str | MakeTask) -> str:
         return name
     if not inspect.isfunction(task):  # the arguments of a partial or a method are in no name
         raise TypeError(
-            f"task came as {type(task).__name__}. Possible: a name, 'module:function', or a function. "
+            f"task is {type(task).__name__}. Expected: a name, 'module:function', or a function. "
             f"Write one around it: def mine(seed): return make(seed, ...)."
         )
     return name + "@" + hashlib.sha256("\n".join(_sources(task, task.__module__, set())).encode()).hexdigest()[:8]

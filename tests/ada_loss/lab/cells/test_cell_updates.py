@@ -12,10 +12,10 @@ from torch import nn
 
 import ada_loss
 import fpsim
-from ada_loss.lab.sweep.cell_formats import canonical_format
-from ada_loss.lab.sweep.cells import Cell, plan, plan_all, stored_cell
+from ada_loss.lab.cells.cell_formats import canonical_format
+from ada_loss.lab.cells.cells import Cell, plan, plan_all, stored_cell
+from ada_loss.lab.cells.telemetry import curves_of, telemetry
 from ada_loss.lab.sweep.config import read_sweep, with_settings
-from ada_loss.lab.sweep.telemetry import curves_of, telemetry
 from ada_loss.lab.tasks import chars, digits
 from ada_loss.lab.training.job import Job
 from ada_loss.lab.training.loop import train
@@ -47,7 +47,7 @@ def test_equal_updates_are_one_cell_however_they_are_written() -> None:
     assert len({cell.id for way in ways for cell in updated(way)}) == 1
     (entry,) = plan("digits", [{"format": "fp32", "update": "bf16_sr"}], ["none"], options=ADAMW)
     assert entry.id == updated(["bf16_sr"])[0].id
-    with pytest.raises(ValueError, match="came twice"):
+    with pytest.raises(ValueError, match="was given twice"):
         updated(["bf16_sr", fpsim.UPDATES["bf16_sr"]])
 
 
@@ -76,8 +76,8 @@ def test_overrides_and_code_books_survive_the_ledger() -> None:
     [
         ("bf16_sr", TypeError, r"updates is 'bf16_sr'\. Expected: a list"),
         ([], ValueError, "updates is empty"),
-        (["bf16_st"], ValueError, r"Unknown update 'bf16_st'\. Did you mean bf16_sr\? Known: float32, bf16, "),
-        ([{"weights": "bf16"}], ValueError, r"has 'weights'\. Did you mean weight\? Known: weight, rounding"),
+        (["bf16_st"], ValueError, r"Unknown update 'bf16_st'\. Did you mean 'bf16_sr'\? Known: float32, bf16, "),
+        ([{"weights": "bf16"}], ValueError, r"has 'weights'\. Did you mean 'weight'\? Known: weight, rounding"),
         ([{"weight": "bf61"}], ValueError, "bf61"),
         ([3], TypeError, r"One of the updates is 3\. Expected: a name"),
         ([{"name": "", "weight": "bf16"}], ValueError, "Got the name '' of an update"),
