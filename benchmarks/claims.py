@@ -381,6 +381,11 @@ that every sentence stands in its page, and run a few rows in small.
 Differences are from float32 with the same seed. Columns have the mean with its 95 % interval, and how many seeds are
 done; claims.json has the number of each seed. "to run" says how many numbers are missing yet.
 
+**What did not hold.** The rows `deep_digits.abs_range` and `deep_digits.exact` were "lose accuracy in e4m3fn", with a
+band of -30 to -0.5 points. Both failed with both lists, as the numbers below show. The sentence of scaling.md says the
+opposite now, and their band is that of the other rules. It was changed after the numbers were seen, so that these two
+rows confirm nothing; all other bands are as they were.
+
 """
 
 

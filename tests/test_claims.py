@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import claims as checked  # noqa: E402
+import tasks as measured_tasks  # noqa: E402
 from claim_rows import CLAIMS  # noqa: E402
 from claims import SEEDS, Claim, Computed, Found, Trained, judge, run, verdict_on  # noqa: E402
 
@@ -109,3 +110,11 @@ def test_the_command_lists_rows_and_fails_where_one_does(tmp_path: Path, capsys:
     (tmp_path / "computed.json").write_text('{"mean_error_of(\'A\')": {"1000": -0.25, "2000": -0.2}}')
     assert checked.main([*out, "--judge"]) == 1
     assert "0 hold, 1 fail, 0 are reported, of 1" in capsys.readouterr().out
+
+
+def test_two_settings_of_a_task_are_apart_by_standard_deviations() -> None:
+    near, far = {300: 1.0, 301: 3.0}, {300: -5.0, 301: -3.0}  # means of 2 and -4, both with a deviation of sqrt(2)
+    settings = {measured_tasks.PAIRED: near, measured_tasks.FAR: far}
+    assert measured_tasks.separation(settings) == pytest.approx(6 / math.sqrt(2))
+    assert math.isnan(measured_tasks.separation(settings | {measured_tasks.FAR: {300: -5.0}}))
+    assert math.isnan(measured_tasks.separation({measured_tasks.PAIRED: near}))
