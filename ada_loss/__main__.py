@@ -186,7 +186,7 @@ def search(
         str, typer.Argument(help="A task's name, or 'module:function' that makes one.", autocompletion=complete_tasks)
     ],
     roles: Annotated[
-        list[str], typer.Option(help="Roles that get small formats, with commas between; the others stay in float32.")
+        list[str], typer.Option(help="Roles that get small formats, with commas between; also states, the optimizer's.")
     ] = ["weight,activation,error,weight_grad"],  # noqa: B006
     scaling: Annotated[str, typer.Option(help="How gradients are scaled: a method's name or a number.")] = "none",
     rounding: Annotated[

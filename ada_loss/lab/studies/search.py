@@ -19,13 +19,13 @@ from ada_loss.lab.cells.identity import MakeTask, TrainFunction
 from ada_loss.lab.directions import Directions, hint_for, stated
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.table import heading, is_share, mean_and_deviation
-from ada_loss.lab.studies.space import Point, Space
+from ada_loss.lab.studies.space import STATE_SCALE, STATES, Point, Space
 from ada_loss.lab.studies.study import StoredStudy, require_optuna
 from ada_loss.lab.sweep.driver import run_cells
 from ada_loss.lab.sweep.engines import open_engine
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.tasks import find_task
-from fpsim import ROLES, Policy
+from fpsim import ROLES, Policy, Update
 from fpsim.checks import did_you_mean, is_number, is_whole, refuse, require_flag, require_whole, shown
 
 __all__ = ["SearchResult", "search"]
@@ -78,7 +78,14 @@ class SearchResult:
     def policy(self) -> Policy:
         """The formats as `fpsim.quantize` takes them."""
         fields: dict[str, Any] = {**self.formats, "overrides": dict.fromkeys(self.wide)}
+        fields.pop(STATES, None)
         return Policy(**fields)
+
+    @property
+    def update(self) -> Update | None:
+        """The format of the optimizer's states as `fpsim.quantize_optimizer` takes it; None where none was searched."""
+        states = self.formats.get(STATES)
+        return None if states is None else Update(states=states, scale=STATE_SCALE)
 
     def front(self) -> list[dict[str, Any]]:
         """The rows that no other beats in both bits and metric, the smallest first."""
@@ -161,7 +168,8 @@ def search(
 
     Args:
         task, train, task_options, engine, out, show_progress: as in `sweep`.
-        roles: those that are searched; the others stay in float32.
+        roles: those that are searched; the others stay in float32. "states" are those of the optimizer: each is stored
+            in the format, at the largest power of two under which nothing saturates.
         exponent_bits, mantissa_bits: the least and the largest number.
         modules: those that may stay in float32: their names, or patterns as in `fpsim.Policy`; or what
             `fpsim.sensitivity` found of the model. All others are in the formats.

@@ -13,9 +13,11 @@ import fpsim
 from fpsim import ROLES, Policy
 from fpsim.checks import is_whole, shown
 
-__all__ = ["Point", "Space"]
+__all__ = ["STATES", "STATE_SCALE", "Point", "Space"]
 
 FLOAT32_BITS = 32
+STATE_SCALE = "power_of_two"
+STATES = "states"  # what is not a role of a model: the states of its optimizer, each at one scale
 
 
 class Point(NamedTuple):
@@ -29,11 +31,12 @@ class Point(NamedTuple):
 class Space:
     """The points of a search.
 
-    roles: those that have bits, in order.
+    roles: those that have bits, in order; "states" are those of the optimizer.
     exponent_bits, mantissa_bits: the least and the largest number.
     modules: those that may stay in float32.
     ranked: whether they are in the order of their costs, the largest first.
-    Raises ValueError for what is not a role, for invalid numbers of bits, and for modules that are no names.
+    Raises ValueError for what is not a role, for invalid numbers of bits, for modules that are no names, and modules
+    together with states.
 
     >>> space = Space(["weight"], (4, 4), (3, 3), ("stem", "head"))
     >>> space.size(Point(((4, 3),))), space.size(Point(((4, 3),), ("stem",)))
@@ -48,8 +51,15 @@ class Space:
 
     def __post_init__(self) -> None:
         roles, words = self.roles, isinstance(self.roles, Sequence) and not isinstance(self.roles, str)
-        if not words or not roles or not all(role in ROLES for role in roles) or len(set(roles)) < len(roles):
-            raise ValueError(f"roles={shown(roles)} is invalid. Expected: some of {', '.join(ROLES)}, each once.")
+        if (
+            not words
+            or not roles
+            or not all(role in (*ROLES, STATES) for role in roles)
+            or len(set(roles)) < len(roles)
+        ):
+            raise ValueError(
+                f"roles={shown(roles)} is invalid. Expected: some of {', '.join((*ROLES, STATES))}, each once."
+            )
         for name, least, most in (("exponent_bits", 1, 8), ("mantissa_bits", 0, 23)):
             span = getattr(self, name)
             fits = (
@@ -71,6 +81,9 @@ class Space:
                 f"fpsim.sensitivity found of the model."
             )
 
+        if names and STATES in roles:
+            raise ValueError("Got modules with 'states' among the roles. Search one after the other.")
+
     def require_modules(self, model: nn.Module) -> None:
         """Raise ValueError where a name matches no module of the model, and where two match the same one."""
         seen: dict[str, str] = {}
@@ -85,7 +98,8 @@ class Space:
                 seen[name] = pattern
 
     def formats(self, point: Point) -> dict[str, str]:
-        return {role: f"e{e}m{m}" for role, (e, m) in zip(self.roles, point.bits)}
+        names = {role: f"e{e}m{m}" for role, (e, m) in zip(self.roles, point.bits)}
+        return {role: f"{name} per tensor" if role == STATES else name for role, name in names.items()}
 
     def numbers(self, point: Point) -> dict[str, int]:
         """A point as named numbers: the bits of each role, and which modules are in float32."""
@@ -99,9 +113,13 @@ class Space:
         return {name: tuple(spans.get(name.rpartition(" ")[2], (0, 1))) for name in self.numbers(point)}  # type: ignore[misc]
 
     def fields(self, point: Point) -> dict[str, Any]:
-        """Those of the `fpsim.Policy` that a point is."""
+        """What stands for a point among the formats of a sweep: fields of a Policy, with an update for states."""
         overrides = {"overrides": dict.fromkeys(point.wide)} if point.wide else {}
-        return {**self.formats(point), **overrides}
+        policy = {**self.formats(point), **overrides}
+        states = policy.pop(STATES, None)
+        if states is None:
+            return policy
+        return {"format": policy or "fp32", "update": {"states": states, "scale": STATE_SCALE}}
 
     def size(self, point: Point) -> float:
         """Bits of one number, added over the roles; the mean over the modules where some are in float32."""

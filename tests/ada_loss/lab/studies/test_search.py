@@ -52,6 +52,29 @@ def test_the_answer_keeps_the_accuracy_and_no_bit_can_be_taken_from_it(tmp_path:
             assert accuracy_of(tmp_path / f"{e}{m}", f"e{e}m{m}") < found.baseline
 
 
+def test_the_states_of_the_optimizer_are_searched_as_a_role_is(tmp_path: Path) -> None:
+    options: Any = {
+        "exponent_bits": (4, 5),
+        "mantissa_bits": (0, 3),
+        "task_options": {"optimizer": "adam", "steps": 40},
+    }
+    found = search(
+        "sweep_tasks:wines", roles=["error", "states"], seeds=1, trials=4, tolerance=0.05, out=tmp_path,
+        show_progress=False, **options,
+    )  # fmt: skip
+    name = found.formats["states"]
+    assert name.endswith(" per tensor")
+    assert found.update == fpsim.Update(states=name, scale="power_of_two")
+    assert found.policy == fpsim.Policy(error=found.formats["error"])
+    assert found.bits == sum(fpsim.as_format(word.split()[0]).bits for word in found.formats.values())
+    trained = [cell["config"]["format"] for cell in found.results.cells]
+    assert {"format": {"error": found.formats["error"]}, "update": {"states": name, "scale": "power_of_two"}} in trained
+    alone = Space(["states"], (4, 4), (3, 3))
+    assert alone.fields(Point(((4, 3),)))["format"] == "fp32"
+    with pytest.raises(ValueError, match="Search one after the other"):
+        Space(["states"], (4, 4), (3, 3), ["head"])
+
+
 def test_a_search_is_the_same_for_a_seed_and_trains_nothing_twice(tmp_path: Path) -> None:
     first = small(tmp_path)
     again = small(tmp_path)
