@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,24 @@ def stepping(update: Update | str | None, elements: int, every: int | None = Non
     return steps
 
 
+def peers(elements: int) -> dict[str, Callable[[], object]]:
+    """Steps of torchao's optimizers, compiled as it does, where it is installed. bitsandbytes has none for a CPU."""
+    try:
+        from torchao.optim import AdamW8bit, _AdamW
+    except ImportError:
+        return {}
+    torch.manual_seed(0)
+    found: dict[str, Callable[[], object]] = {}
+    for name, make, dtype in (
+        ("torchao AdamW8bit", AdamW8bit, torch.float32),
+        ("torchao _AdamW, bf16_stochastic_round", partial(_AdamW, bf16_stochastic_round=True), torch.bfloat16),
+    ):
+        p = torch.nn.Parameter(torch.randn(elements, dtype=dtype))
+        p.grad = torch.randn(elements, dtype=dtype)
+        found[name] = make([p], lr=1e-3).step
+    return found
+
+
 def speed(elements: int, repetitions: int) -> Rows:
     """Processor time of what is stored: of copies, of two 8-bit states, of steps; with the ratio to what is beside."""
     torch.set_num_threads(1)
@@ -178,8 +197,9 @@ def speed(elements: int, repetitions: int) -> Rows:
         "AdamW, bf16 weights alone, stochastically": stepping(weights, elements),
         "the same, lost updates of each tenth step": stepping(weights, elements, 10),
     }
+    *_, alone, recorded = runs
+    runs |= peers(elements)
     found = seconds_of(runs, repetitions)
-    *_, alone, recorded = found
     found[recorded] /= 10
     beside = {**dict.fromkeys(runs, "AdamW"), **dict.fromkeys([*runs][:2], next(iter(runs))), recorded: alone}
     return Rows(
