@@ -79,6 +79,7 @@ THRESHOLDS = frozenset(
     clamp clamp_min clamp_max clip hardshrink remainder fmod
     clamp_ clamp_min_ clamp_max_ clip_ remainder_ fmod_ mod rmod imod
     _foreach_clamp_min _foreach_clamp_max _foreach_clamp_min_ _foreach_clamp_max_
+    _foreach_maximum _foreach_minimum _foreach_maximum_ _foreach_minimum_
     """.split()
 )
 READ = COMPARISONS | frozenset(

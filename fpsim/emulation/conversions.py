@@ -7,6 +7,7 @@ is float32 on purpose then. In any other format `x.dtype` is torch.float32 for b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import Enum
 from functools import lru_cache, partial
@@ -22,7 +23,7 @@ from fpsim.emulation.casts import WIDE_DTYPES, asks_for_float32, dtype_in, is_of
 from fpsim.emulation.marks import is_made_here, is_marked_wide, is_roundable, is_state, mark, unmark
 from fpsim.emulation.operands import Rounds, leaves_float32
 from fpsim.formats.blocks import Element
-from fpsim.tensors.launch import rounded
+from fpsim.tensors.launch import rounded_number
 from fpsim.tensors.spec import RoundingSpec, rounding_spec
 from fpsim.torch_internals import base_of
 from fpsim.torch_modes import layers_behind
@@ -288,7 +289,7 @@ def for_each(
         kwargs = {name: emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for name, y in kwargs.items()}
         spec = emulation.scope.specs.activation
         if call.has_threshold and spec is not None and not any(is_wide for _, _, is_wide in known):
-            args = tuple(number_in_format(y, spec.fmt) if type(y) is float else y for y in args)
+            args = tuple(_numbers_in_format(y, spec.fmt) for y in args)
     if call.in_place and first:
         _in_place(emulation, func, call, first[0], args[1:], kwargs)
         return [*first]
@@ -356,13 +357,19 @@ def scalars_in_format(spec: RoundingSpec | None, call: Call, args: tuple[Any, ..
         return args
     if not any(isinstance(x, Tensor) and is_roundable(x) for x in args):
         return args
-    return tuple(number_in_format(x, spec.fmt) if type(x) is float else x for x in args)
+    return tuple(number_in_format(float(x), spec.fmt) if isinstance(x, float) else x for x in args)
+
+
+def _numbers_in_format(x: Any, fmt: Element) -> Any:
+    """A number, or each of a list of numbers; anything else as it is."""
+    if isinstance(x, list | tuple) and x and all(isinstance(item, float) for item in x):
+        return [number_in_format(float(item), fmt) for item in x]
+    return number_in_format(float(x), fmt) if isinstance(x, float) else x
 
 
 @lru_cache(1 << 12)
 def number_in_format(number: float, fmt: Element) -> float:
     """A number of Python as a tensor of the format holds it."""
-    x = torch.tensor(number, dtype=torch.float64)
-    if not x.isfinite() or abs(number) >= torch.finfo(torch.float32).max:
+    if not math.isfinite(number) or abs(number) >= torch.finfo(torch.float32).max:
         return number
-    return rounded(x, rounding_spec(fmt)).item()
+    return rounded_number(number, rounding_spec(fmt))

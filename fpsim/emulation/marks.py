@@ -16,6 +16,7 @@ __all__ = [
     "MARK",
     "OF_A_WEIGHT",
     "WIDE",
+    "forget",
     "format_of",
     "is_leaf",
     "is_made_here",
@@ -179,6 +180,11 @@ def mark_like(x: Tensor, known: str) -> None:
 def unmark(x: Tensor) -> None:
     """Forget what was known of `x`, but for that an emulated call gave it."""
     x._fpsim = ("", None, None, True)  # type: ignore[attr-defined]
+
+
+def forget(x: Tensor) -> None:
+    """Take the mark off, as of a tensor that no emulated call has seen."""
+    vars(x).pop(MARK, None)
 
 
 def mark_of(x: Tensor) -> Mark | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fpsim.emulation.scope import Scope, active
 
-__all__ = ["Step", "watch_steps"]
+__all__ = ["Step", "note_emulated", "watch_steps"]
 
 
 class Step:
@@ -44,6 +45,14 @@ class Step:
         return run
 
 
+_emulated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def note_emulated(optimizer: Optimizer) -> None:
+    """The steps of this optimizer are emulated themselves, wherever they run."""
+    _emulated.add(optimizer)
+
+
 @cache
 def watch_steps() -> None:
     """From here on, steps of optimizers that run inside of an emulation are left in float32."""
@@ -53,8 +62,8 @@ def watch_steps() -> None:
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     emulation = active.emulation
-    if emulation is None:
-        return None
+    if emulation is None or emulation.scope.write is not None or optimizer in _emulated:
+        return None  # nobody's, or of an optimizer in whose step each operation is rounded
     warnings.warn(
         "An optimizer's step ran inside of fpsim.emulate(...). It stays a float32 step on the master weights. Put it "
         "outside of the block; fpsim.quantize_optimizer(optimizer, update) stores weights and states in few bits.",
@@ -69,7 +78,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if active.emulation is not None:
+    if active.emulation is not None and active.emulation.scope.write is None:
         active.emulation.step = None
         active.emulation.forget_operands()
 

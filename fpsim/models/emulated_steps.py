@@ -19,14 +19,16 @@ from torch.overrides import TorchFunctionMode
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.conversions import number_in_format
 from fpsim.emulation.entering import enter
-from fpsim.emulation.marks import format_of, is_marked_wide, mark
+from fpsim.emulation.marks import forget, format_of, is_made_here, is_marked_wide, mark
 from fpsim.emulation.scope import Listeners, active, make_scope
+from fpsim.emulation.steps import note_emulated
 from fpsim.formats.blocks import Element
 from fpsim.models.format_steps import has_format_step, require_format_step
 from fpsim.models.parameter_store import ParameterStore
 from fpsim.policies.policy import Policy
 from fpsim.tensors.launch import round_memory_, rounded
 from fpsim.tensors.spec import RoundingSpec
+from fpsim.torch_internals import version_of
 from fpsim.torch_modes import push_mode, take_off
 from fpsim.undoing import Undo
 
@@ -38,59 +40,78 @@ class EmulatedStep:
 
     spec: of weights, states, gradients and every result.
     as_torch: whether only those numbers of Python are rounded that torch's kernels round.
-    wanted: by observed parameter, what its step would have added without the last rounding.
     """
 
     def __init__(self, spec: RoundingSpec, as_torch: bool) -> None:
         self._spec, self._as_torch, self._undo = spec, as_torch, Undo()
-        self.wanted: dict[Tensor, Tensor] = {}
+        self._wanted: dict[Tensor, Tensor] = {}  # by observed parameter, without the last rounding
+        self._gradients: dict[Tensor, Tensor] = {}  # of the user
+        self._given: dict[Tensor, tuple[Tensor, int]] = {}  # to the step in their place, and the writes to them
 
-    def begin(self, optimizer: Optimizer, observed: Mapping[Tensor, Any]) -> list[tuple[Tensor, Tensor]]:
-        """Enter, until `end`. Returns parameters with their gradients, which are rounded ones until then."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [(p, p.grad) for p in parameters]
-        for _, gradient in gradients:
+    def begin(self, optimizer: Optimizer, observed: Mapping[Tensor, Any]) -> None:
+        """Enter, until `end`; until then gradients are rounded ones."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._gradients = {p: p.grad for p in parameters if p.grad is not None}
+        for gradient in self._gradients.values():
             if gradient.is_sparse:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} got a sparse gradient, and its step is computed in {self._spec.fmt}. "
                     f"Use an embedding with sparse=False, or arithmetic='float32'."
                 )
-        self.wanted = {p: torch.zeros_like(p.detach()) for p in parameters if p in observed}
+        self._wanted = {p: torch.zeros_like(p.detach()) for p in self._gradients if p in observed}
         scope = make_scope("", Policy(weight=self._spec.fmt, activation=self._spec.fmt), Listeners())
         scope.write = self._write
+        note_emulated(optimizer)
         enter(scope, self._undo)
-        for p, gradient in gradients:
-            p.grad = self._known(rounded(gradient.detach(), self._spec))
+        for group in optimizer.param_groups:  # a learning rate, for instance
+            for x in (x for name, x in group.items() if name != "params" and isinstance(x, Tensor)):
+                if x.is_floating_point() and not is_made_here(x):
+                    self._undo.by(partial(forget, x))
+                    active.emulation.mark_wide(x)
+        for p, gradient in self._gradients.items():
+            given = self._known(rounded(gradient.detach(), self._spec))
+            p.grad, self._given[p] = given, (given, version_of(given))
             for name, x in optimizer.state[p].items():
                 if isinstance(x, Tensor) and x.is_floating_point():
-                    self._know_state(p, name, x)
+                    self._know_state(name, x)
         numbers = _NumbersInFormat(self._spec.fmt, self._as_torch)
         self._undo.by(partial(_leave, numbers))
         push_mode(numbers)
-        return gradients
 
-    def end(self) -> None:
-        """Leave; may be called again."""
+    def end(self, has_raised: bool = False) -> dict[Tensor, Tensor]:
+        """Leave; may be called again. Returns what the observed parameters' steps would have added.
+
+        Gradients are those of before, but for those that the step has written to, put in another's place or dropped.
+        """
         self._undo()
+        for p, gradient in self._gradients.items():
+            given = self._given.get(p)
+            if has_raised or given is None or (p.grad is given[0] and version_of(given[0]) == given[1]):
+                p.grad = gradient
+        wanted, self._wanted, self._gradients, self._given = self._wanted, {}, {}, {}
+        return wanted
 
     def _known(self, x: Tensor) -> Tensor:
         mark(x, self._spec.text)
         return x
 
-    def _know_state(self, p: Tensor, name: str, x: Tensor) -> None:
-        """A state of an earlier step, or of a checkpoint: a single number, such as "step", is float32 natively."""
-        if name == "step" or x.dim() < min(p.dim(), 1):
+    def _know_state(self, name: str, x: Tensor) -> None:
+        """A state of an earlier step has the dtype that it was made in.
+
+        Of a checkpoint's nobody knows: a number without axes, such as "step", is float32 as in torch's optimizers.
+        """
+        if not is_made_here(x) and (name == "step" or not x.dim()):
             active.emulation.mark_wide(x)
-        elif format_of(x) != self._spec.text:
+        elif not is_marked_wide(x) and format_of(x) != self._spec.text:
             round_memory_(x, self._spec)
             self._known(x)
 
     def _write(self, p: Tensor, run: Callable[[], Any]) -> Any:
         """A write to a parameter, which is rounded as any result."""
-        before = p.detach().clone() if p in self.wanted else None
+        before = p.detach().clone() if p in self._wanted else None
         out = run()
         if before is not None:
-            self.wanted[p] += p.detach() - before
+            self._wanted[p] += p.detach() - before
         round_memory_(p.detach(), self._spec)
         return out
 

@@ -152,6 +152,7 @@ class QuantizedOptimizer:
         self._intended: dict[Tensor, Tensor] = {}
         self._gradients: list[tuple[Tensor, Tensor]] = []  # hidden from a step
         self._evaluations = 0  # of the closure, in this step
+        self._depth = 0  # of steps that run
         self._has_checked_names = False
         self._loading: Callable[[], None] | None = None
         found = self._new_stores(optimizer)
@@ -226,6 +227,9 @@ class QuantizedOptimizer:
     @torch.compiler.disable
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._depth += 1
+        if self._depth > 1:
+            return None  # of `super().step()`: torch calls the hooks of both
         if sum(len(group["params"]) for group in optimizer.param_groups) != len(self._stores):
             self._take(self._new_stores(optimizer), optimizer)
         self._evaluations = 0
@@ -241,7 +245,7 @@ class QuantizedOptimizer:
             if self._emulated is None:
                 self._step_in_format(optimizer)
             else:
-                self._gradients = self._emulated.begin(optimizer, self._observed)
+                self._emulated.begin(optimizer, self._observed)
             return None
         if self._emulated is not None:
             raise RuntimeError(
@@ -259,8 +263,9 @@ class QuantizedOptimizer:
     @torch.no_grad()
     def _abandon(self) -> None:
         """A step has raised: parameters hold again what is stored of them, and gradients are where they were."""
-        optimizer = self._optimizer()
-        self._end_emulation()
+        optimizer, self._depth = self._optimizer(), 0
+        if self._emulated is not None:
+            self._emulated.end(has_raised=True)
         for p, gradient in self._gradients:
             p.grad = gradient
         self._gradients, self._observed, self._intended = [], {}, {}
@@ -273,7 +278,11 @@ class QuantizedOptimizer:
     @torch.compiler.disable
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._end_emulation()
+        self._depth = max(self._depth - 1, 0)
+        if self._depth:
+            return
+        if self._emulated is not None:
+            self._intended.update(self._emulated.end())
         for p, gradient in self._gradients:
             p.grad = gradient
         self._gradients = []
@@ -294,11 +303,6 @@ class QuantizedOptimizer:
         self.steps += 1
         if not self._has_checked_names:
             self._check_state_names(optimizer)
-
-    def _end_emulation(self) -> None:
-        if self._emulated is not None:
-            self._emulated.end()
-            self._intended.update(self._emulated.wanted)
 
     def _tell(self, optimizer: Optimizer) -> None:
         """Tell the observers of the steps of this step's parameters."""

@@ -162,6 +162,17 @@ def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_sc
     run_parts(kernel.loop, parts, src, dst, kernel, key, log2_scale)
 
 
+def rounded_number(x: float, spec: RoundingSpec) -> float:
+    """A number of Python, rounded as an element of a float64 tensor is; no tensor is made, whoever watches those."""
+    kernel, _ = _kernel_and_container(spec, torch.float64, False, True)
+    if kernel is None:
+        return x
+    number = np.array([x], np.float32 if kernel.plan.width == 32 else np.float64)
+    address = number.ctypes.data
+    kernel.loop(address, address, 1, kernel.address, NO_KEY_ADDRESS, 0, _NO_SCALE_ADDRESS)
+    return float(number[0])
+
+
 def parts_of(n: int) -> list[tuple[int, int]]:
     """Where each thread's part of `n` elements begins, at a multiple of NOISE_BLOCK, and its length."""
     threads = torch.get_num_threads() if n >= PARALLEL_FROM else 1

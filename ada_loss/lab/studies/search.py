@@ -19,7 +19,7 @@ from ada_loss.lab.cells.identity import MakeTask, TrainFunction
 from ada_loss.lab.directions import Directions, hint_for, stated
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.table import heading, is_share, mean_and_deviation
-from ada_loss.lab.studies.space import STATE_SCALE, STATES, Point, Space
+from ada_loss.lab.studies.space import STATES, Point, Space, update_of
 from ada_loss.lab.studies.study import StoredStudy, require_optuna
 from ada_loss.lab.sweep.driver import run_cells
 from ada_loss.lab.sweep.engines import open_engine
@@ -85,7 +85,7 @@ class SearchResult:
     def update(self) -> Update | None:
         """The format of the optimizer's states as `fpsim.quantize_optimizer` takes it; None where none was searched."""
         states = self.formats.get(STATES)
-        return None if states is None else Update(states=states, scale=STATE_SCALE)
+        return None if states is None else Update(**update_of(states))
 
     def front(self) -> list[dict[str, Any]]:
         """The rows that no other beats in both bits and metric, the smallest first."""
@@ -169,7 +169,8 @@ def search(
     Args:
         task, train, task_options, engine, out, show_progress: as in `sweep`.
         roles: those that are searched; the others stay in float32. "states" are those of the optimizer: each is stored
-            in the format, at the largest power of two under which nothing saturates.
+            in the format, at the largest power of two under which nothing saturates; without one where the format has
+            float32's exponents.
         exponent_bits, mantissa_bits: the least and the largest number.
         modules: those that may stay in float32: their names, or patterns as in `fpsim.Policy`; or what
             `fpsim.sensitivity` found of the model. All others are in the formats.
@@ -203,6 +204,8 @@ def search(
     grid: dict[str, Any] = {"roundings": roundings, "options": task_options, "train": train}
     formats = [space.fields(point) for point in space.widest()]
     (first, *_) = plan(task, formats, [scaling], seeds=seeds, **grid)  # invalid cells are rejected before any work
+    if STATES in roles and train is None:
+        _require_states(first.config["options"])
     if names:
         if train is not None:
             raise ValueError("Got modules with train=. They are those of a task's model: use a task, or no modules.")
@@ -240,6 +243,15 @@ def _names_in(modules: Sequence[str] | fpsim.Sensitivity) -> Sequence[str]:
     if isinstance(modules, fpsim.Sensitivity):  # an override of a module reaches all that is inside of it
         return [row["module"] for row in modules if not row["own"]]
     return modules
+
+
+def _require_states(trained: Mapping[str, Any]) -> None:
+    """Raise ValueError for an optimizer without states. trained: the options of a training."""
+    if trained["optimizer"] == "sgd" and not trained["momentum"]:
+        raise ValueError(
+            "Got 'states' among the roles, and SGD without momentum has none. Use task_options={'momentum': 0.9}, or "
+            "another optimizer."
+        )
 
 
 def _require_options(options: Mapping[str, Any]) -> None:

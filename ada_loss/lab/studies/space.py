@@ -13,11 +13,19 @@ import fpsim
 from fpsim import ROLES, Policy
 from fpsim.checks import is_whole, shown
 
-__all__ = ["STATES", "STATE_SCALE", "Point", "Space"]
+__all__ = ["STATES", "Point", "Space", "update_of"]
 
 FLOAT32_BITS = 32
-STATE_SCALE = "power_of_two"
 STATES = "states"  # what is not a role of a model: the states of its optimizer, each at one scale
+
+
+def update_of(states: str) -> dict[str, Any]:
+    """The fields of a `fpsim.Update` of states in a format, at the largest power of two under which nothing saturates.
+
+    >>> update_of("e4m3 per tensor"), update_of("e8m7")
+    ({'states': 'e4m3 per tensor', 'scale': 'power_of_two'}, {'states': 'e8m7'})
+    """
+    return {"states": states, **({"scale": "power_of_two"} if states.endswith(" per tensor") else {})}
 
 
 class Point(NamedTuple):
@@ -99,7 +107,8 @@ class Space:
 
     def formats(self, point: Point) -> dict[str, str]:
         names = {role: f"e{e}m{m}" for role, (e, m) in zip(self.roles, point.bits)}
-        return {role: f"{name} per tensor" if role == STATES else name for role, name in names.items()}
+        has_scale = STATES in names and not names[STATES].startswith("e8")  # which has float32's range without one
+        return {**names, STATES: f"{names[STATES]} per tensor"} if has_scale else names
 
     def numbers(self, point: Point) -> dict[str, int]:
         """A point as named numbers: the bits of each role, and which modules are in float32."""
@@ -115,11 +124,12 @@ class Space:
     def fields(self, point: Point) -> dict[str, Any]:
         """What stands for a point among the formats of a sweep: fields of a Policy, with an update for states."""
         overrides = {"overrides": dict.fromkeys(point.wide)} if point.wide else {}
-        policy = {**self.formats(point), **overrides}
-        states = policy.pop(STATES, None)
+        formats = self.formats(point)
+        states = formats.pop(STATES, None)
+        policy = {**formats, **overrides}
         if states is None:
             return policy
-        return {"format": policy or "fp32", "update": {"states": states, "scale": STATE_SCALE}}
+        return {"format": policy or "fp32", "update": update_of(states)}
 
     def size(self, point: Point) -> float:
         """Bits of one number, added over the roles; the mean over the modules where some are in float32."""

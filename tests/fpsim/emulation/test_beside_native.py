@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,8 @@ FORMATS = pytest.mark.parametrize("fmt", NATIVE)
 
 class Layer(nn.Module):
     """Parameters, a buffer, and a forward that is given."""
+
+    at = 0.0
 
     def __init__(self, run: Callable[[Layer, Tensor], Tensor]) -> None:
         super().__init__()
@@ -210,6 +214,31 @@ def test_a_write_over_a_cast_that_did_nothing_has_its_gradient(
         return h * 1.1
 
     hold(run, fmt)
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda v, at: v.clamp(max=at),
+        lambda v, at: v % at,
+        lambda v, at: torch.where(v > at, v, v * 0.5),
+        lambda v, at: torch._foreach_clamp_max([v, v * 1.5], [at, at])[1],
+        lambda v, at: v.remainder(np.float64(at)),
+    ],
+)
+def test_a_number_is_rounded_inside_of_a_transform_that_has_not_met_it(
+    use: Callable[[Tensor, float], Tensor], fmt: str
+) -> None:
+    numbers = itertools.count(1)  # each is met in a transform first: what is known of a number is kept
+
+    def run(self: Layer, x: Tensor) -> Tensor:
+        at = self.at
+        return torch.func.grad(lambda v: use(v, at).sum())(x.detach()) + use(self.w * 1.0, at).detach()
+
+    for i in itertools.islice(numbers, 3):
+        Layer.at = 0.3 + i * 0.0371 + 0.001 * (fmt == "fp16")
+        hold(run, fmt)
 
 
 @FORMATS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -163,3 +165,123 @@ def test_what_its_own_code_cannot_compute_is_refused() -> None:
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="sparse gradient"):
         optimizer.step()
+
+
+Step = Callable[[nn.Parameter, dict[str, Any], dict[str, Any]], object]
+
+
+class Written(torch.optim.Optimizer):
+    """An optimizer of one function of a parameter, its state and its group."""
+
+    def __init__(self, params: Any, run: Step, lr: Any = 0.125) -> None:
+        self.run = run
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.run(p, self.state[p], group)
+
+
+def counts(p: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+    state["t"] = state.get("t", torch.full((1,), 256.0))
+    state["t"] += 1  # 257 is no bfloat16
+
+
+def keeps_float32(p: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+    assert p.grad is not None
+    state["m"] = state.get("m", torch.zeros_like(p, dtype=torch.float32))
+    state["m"].add_(p.grad.float() * 1e-3)
+
+
+def averages_a_norm(p: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+    assert p.grad is not None
+    norm = p.grad.norm()
+    state["n"] = state.get("n", norm.clone())
+    state["n"].mul_(0.9).add_(norm)
+
+
+def reads_a_rate(p: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+    assert p.grad is not None
+    state["rate"] = torch.tensor(float(group["lr"]))
+    p.addcmul_(p.grad, p.grad, value=-float(group["lr"]))
+
+
+def drops_its_gradient(p: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+    assert p.grad is not None
+    p.sub_(p.grad * 0.125)
+    p.grad = None
+
+
+def writes_to_its_gradient(p: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+    assert p.grad is not None
+    p.grad.clamp_(-0.125, 0.125)
+    p.sub_(p.grad)
+
+
+@pytest.mark.parametrize("shape", [(4,), ()], ids=str)
+@pytest.mark.parametrize(
+    "run", [counts, keeps_float32, averages_a_norm, reads_a_rate, drops_its_gradient, writes_to_its_gradient]
+)
+def test_what_a_step_keeps_has_the_dtype_that_it_was_made_in(run: Step, shape: tuple[int, ...]) -> None:
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        p = nn.Parameter(torch.ones(shape, dtype=dtype))
+        rate = torch.tensor(0.013)
+        optimizer = Written([p], run, rate)
+        if dtype is torch.float32:
+            quantize_optimizer(optimizer, Update(weight="bf16", arithmetic="torch"))
+        for _ in range(5):
+            if run is not drops_its_gradient or p.grad is None:
+                p.grad = torch.full(shape, 1 / 3, dtype=torch.bfloat16).to(dtype)
+            optimizer.step()
+        found.append([p, *optimizer.state[p].values(), rate, *([] if p.grad is None else [p.grad])])
+    native, ours = found
+    assert len(native) == len(ours)
+    assert all(equal(x, y) for x, y in zip(native, ours, strict=True))
+    assert not hasattr(rate, "_fpsim")
+
+
+def test_a_step_that_runs_the_step_of_its_base_is_one() -> None:
+    class Decays(torch.optim.RMSprop):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                p.mul_(1 - 0.013)
+
+    torch.optim.RMSprop([nn.Parameter(torch.ones(1))])  # from here on torch calls hooks for the base's step, too
+    native, ours = pairs(shapes=WHOLE)
+    a, b = Decays(native, lr=0.013), Decays(ours, lr=0.013)
+    quantized = quantize_optimizer(b, Update(weight="bf16", arithmetic="torch"))
+    with fpsim.lost_updates(quantized) as lost:
+        hold(native, ours, a, b)
+    assert quantized.steps == 6
+    assert len(lost.steps()) == 6
+
+
+def test_a_step_that_runs_another_optimizer_is_emulated_whole(recwarn: pytest.WarningsRecorder) -> None:
+    native, ours = pairs(shapes=WHOLE)
+    found = []
+    for parameters in (native, ours):
+        inner = torch.optim.NAdam(parameters, lr=0.013)
+        seen: list[nn.Parameter] = []
+
+        def run(p: nn.Parameter, state: Any, group: Any, inner: Any = inner, seen: list[nn.Parameter] = seen) -> None:
+            if not seen:
+                inner.step()
+            seen.append(p)
+            p.mul_(0.99)
+
+        found.append((Written(parameters, run), seen))
+    b = found[1][0]
+    quantize_optimizer(b, Update(weight="bf16", arithmetic="torch"))
+    for step in range(4):
+        give_gradients(native, ours, step)
+        for optimizer, seen in found:
+            seen.clear()
+            with fpsim.emulate("fp16") if optimizer is b and step == 3 else nullcontext():
+                optimizer.step()
+    assert all(equal(p, q) for p, q in zip(native, ours, strict=True))
+    assert not recwarn.list

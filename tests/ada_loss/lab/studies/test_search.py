@@ -16,6 +16,7 @@ from torch import nn
 
 import fpsim
 from ada_loss import Job
+from ada_loss.lab.cells.cells import plan
 from ada_loss.lab.studies.search import SearchResult, search
 from ada_loss.lab.studies.space import Point, Space
 from ada_loss.lab.sweep.driver import sweep
@@ -69,10 +70,15 @@ def test_the_states_of_the_optimizer_are_searched_as_a_role_is(tmp_path: Path) -
     assert found.bits == sum(fpsim.as_format(word.split()[0]).bits for word in found.formats.values())
     trained = [cell["config"]["format"] for cell in found.results.cells]
     assert {"format": {"error": found.formats["error"]}, "update": {"states": name, "scale": "power_of_two"}} in trained
-    alone = Space(["states"], (4, 4), (3, 3))
+    alone = Space(["states"], (4, 8), (3, 10))
+    for point in (alone.widest()[0], Point(((7, 10),)), Point(((4, 3),))):
+        plan("sweep_tasks:wines", [alone.fields(point)], ["none"])  # each is a valid format
     assert alone.fields(Point(((4, 3),)))["format"] == "fp32"
     with pytest.raises(ValueError, match="Search one after the other"):
         Space(["states"], (4, 4), (3, 3), ["head"])
+    without: Any = {"optimizer": "sgd", "momentum": 0.0}
+    with pytest.raises(ValueError, match="SGD without momentum has none"):
+        search("sweep_tasks:wines", roles=["states"], task_options=without, out=tmp_path / "none")
 
 
 def test_a_search_is_the_same_for_a_seed_and_trains_nothing_twice(tmp_path: Path) -> None:
