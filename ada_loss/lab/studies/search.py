@@ -204,8 +204,7 @@ def search(
     grid: dict[str, Any] = {"roundings": roundings, "options": task_options, "train": train}
     formats = [space.fields(point) for point in space.widest()]
     (first, *_) = plan(task, formats, [scaling], seeds=seeds, **grid)  # invalid cells are rejected before any work
-    if STATES in roles and train is None:
-        _require_states(first.config["options"])
+    _require_states(roles, first.config["options"])
     if names:
         if train is not None:
             raise ValueError("Got modules with train=. They are those of a task's model: use a task, or no modules.")
@@ -245,9 +244,9 @@ def _names_in(modules: Sequence[str] | fpsim.Sensitivity) -> Sequence[str]:
     return modules
 
 
-def _require_states(trained: Mapping[str, Any]) -> None:
-    """Raise ValueError for an optimizer without states. trained: the options of a training."""
-    if trained["optimizer"] == "sgd" and not trained["momentum"]:
+def _require_states(roles: Sequence[str], trained: Mapping[str, Any]) -> None:
+    """Raise ValueError where the states of an optimizer without any are searched. trained: the options of a task's."""
+    if STATES in roles and trained.get("optimizer") == "sgd" and trained.get("momentum") == 0:
         raise ValueError(
             "Got 'states' among the roles, and SGD without momentum has none. Use task_options={'momentum': 0.9}, or "
             "another optimizer."
