@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fpsim.emulation.arguments import tensors_in
-from fpsim.emulation.calls import WRITTEN_TO, Action, Call
+from fpsim.emulation.calls import WRITTEN_TO, Call
 from fpsim.emulation.marks import (
     format_of,
     is_made_here,
@@ -260,8 +260,8 @@ def write_outside(
         raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
     spec = spec_of_memory(emulation, x)
     if spec is not None:
-        if emulation.has_wide and (call.action is Action.SET_ITEM or call.name == "copy_"):  # as a cast before it
-            args = tuple(emulation.new_operand(y) if isinstance(y, Tensor) and is_marked_wide(y) else y for y in args)
+        if emulation.has_wide and call.copies:
+            args = emulation.cast_to_format(args)
         round_here_(target, spec, keep_masks=True)
     run = partial(call, func, (target, *args[1:]), kwargs)
     write = emulation.scope.write

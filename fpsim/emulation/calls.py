@@ -218,6 +218,7 @@ class Call:
     action: what is done with it.
     in_place: whether it writes to its first argument.
     has_threshold: whether a number of Python beside a tensor is one of the tensor's dtype.
+    copies: whether it writes what it is given to its first argument, as it is.
     has_pole: whether it may make minus infinity of numbers.
     is_quotient: whether that depends on its second operand.
     is_view: whether its result may lie in the memory of its first argument.
@@ -240,7 +241,7 @@ class Call:
     """
 
     __slots__ = (
-        "action", "chooses_inside", "converts", "drops", "gives_float64", "has_dtype_of_first", "has_pole",
+        "action", "chooses_inside", "converts", "copies", "drops", "gives_float64", "has_dtype_of_first", "has_pole",
         "has_threshold", "in_place", "inplace_at", "is_comparison", "is_of_each", "is_quotient", "is_view",
         "may_renormalise", "may_write", "name", "narrows", "only_compared", "only_computes", "scales", "skip_names",
         "skip_positions", "takes_dtype",
@@ -266,6 +267,7 @@ class Call:
         self.only_compared = ONLY_COMPARED.get(function)
         self.name = name.strip("_") if name.startswith("__") else name
         self.scales, self.has_threshold = self.name in SCALINGS, self.name in THRESHOLDS
+        self.copies = self.action is Action.SET_ITEM or self.name == "copy_"
         self.narrows = self.name in NARROWING or name in COPIES_INTO_FIRST or self.action is Action.SET_ITEM
         self.has_pole, self.is_quotient = self.name in POLES, self.name in QUOTIENTS
         inner = name[2:] if name.startswith("__i") and name.endswith("__") else ""
@@ -281,7 +283,7 @@ class Call:
             or self.is_view
             or self.is_of_each
             or self.drops is not None
-            or self.name == "copy_"
+            or self.copies
             or self.has_threshold
         )
         skips = NOT_OPERANDS.get(function) or NOT_OPERANDS.get(name, ((), ()))

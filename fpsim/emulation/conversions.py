@@ -38,7 +38,7 @@ __all__ = [
     "make",
     "mark_gradients",
     "named_dtype",
-    "number_in_format",
+    "numbers_in_format",
     "result_type",
     "scalars_in_format",
     "set_data",
@@ -284,12 +284,12 @@ def for_each(
         return [*first]
     known = [(x, is_roundable(x) and _is_ours(emulation, call, x), is_marked_wide(x)) for x in first]
     if all(is_ours for _, is_ours, _ in known):
-        args = (first, *(emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for y in args[1:]))
-        args = args if call.in_place else (emulation.prepared(first, Rounds.ALL_BUT_WIDE, []), *args[1:])
+        operands = [emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for y in args[call.in_place :]]
+        args = (first, *operands) if call.in_place else tuple(operands)
         kwargs = {name: emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for name, y in kwargs.items()}
         spec = emulation.scope.specs.activation
         if call.has_threshold and spec is not None and not any(is_wide for _, _, is_wide in known):
-            args = tuple(_numbers_in_format(y, spec.fmt) for y in args)
+            args = tuple(numbers_in_format(y, spec.fmt) for y in args)
     if call.in_place and first:
         _in_place(emulation, func, call, first[0], args[1:], kwargs)
         return [*first]
@@ -325,12 +325,12 @@ def _in_place(
     """What is written to one tensor of a list."""
 
     is_wide, is_stored = is_marked_wide(x), emulation.is_stored(x)
-    spec = spec_of_memory(emulation, x) if is_stored else emulation.scope.specs.activation
-    is_rounded = not is_wide and spec is not None and (is_stored or (is_made_here(x) and is_roundable(x)))
-    number = others[0][0] if others and isinstance(others[0], list | tuple) and others[0] else others and others[0]
     is_in_step = is_stored and emulation.scope.write is not None
-    spec = emulation.scope.specs.activation if is_in_step else spec
-    takes_number = (is_rounded or is_in_step) and call.name == "_foreach_mul_" and type(number) is float
+    spec = emulation.scope.specs.activation if is_in_step or not is_stored else spec_of_memory(emulation, x)
+    is_rounded = not is_wide and spec is not None and (is_stored or (is_made_here(x) and is_roundable(x)))
+    number: Any = others[0] if others else None
+    number = number[0] if isinstance(number, list | tuple) and number else number  # of each tensor its own
+    takes_number = is_rounded and call.name == "_foreach_mul_" and type(number) is float
 
     def write(target: Tensor, *rest: Any, **named: Any) -> None:
         # the one of them that takes a number in the tensor's own dtype; its gradient is that of the number itself
@@ -357,13 +357,13 @@ def scalars_in_format(spec: RoundingSpec | None, call: Call, args: tuple[Any, ..
         return args
     if not any(isinstance(x, Tensor) and is_roundable(x) for x in args):
         return args
-    return tuple(number_in_format(float(x), spec.fmt) if isinstance(x, float) else x for x in args)
+    return tuple(numbers_in_format(x, spec.fmt) for x in args)
 
 
-def _numbers_in_format(x: Any, fmt: Element) -> Any:
-    """A number, or each of a list of numbers; anything else as it is."""
-    if isinstance(x, list | tuple) and x and all(isinstance(item, float) for item in x):
-        return [number_in_format(float(item), fmt) for item in x]
+def numbers_in_format(x: Any, fmt: Element) -> Any:
+    """A number of the format in the place of a number, and of each in a list of numbers; anything else as it is."""
+    if type(x) in (list, tuple) and all(isinstance(item, float) for item in x):
+        return type(x)(number_in_format(float(item), fmt) for item in x)
     return number_in_format(float(x), fmt) if isinstance(x, float) else x
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "is_state",
     "is_view_of_weight",
     "is_weight",
+    "is_wide_tensor",
     "mark",
     "mark_as_seen_from_outside",
     "mark_as_state",
@@ -162,6 +163,11 @@ def is_marked_wide(x: Tensor) -> bool:
     if found is None:
         return has_transform() and _is_wide_behind(x)
     return bool(found and found[0] == WIDE)
+
+
+def is_wide_tensor(x: Any) -> bool:
+    """Whether an argument is a tensor that is float32 on purpose, and could be in the format."""
+    return isinstance(x, Tensor) and is_roundable(x) and is_marked_wide(x)
 
 
 def was_any_made_wide() -> bool:

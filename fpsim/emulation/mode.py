@@ -57,7 +57,17 @@ from fpsim.emulation.conversions import (
     scalars_in_format,
     set_data,
 )
-from fpsim.emulation.marks import WIDE, format_of, is_made_here, is_marked_wide, is_roundable, is_state, mark, unmark
+from fpsim.emulation.marks import (
+    WIDE,
+    format_of,
+    is_made_here,
+    is_marked_wide,
+    is_roundable,
+    is_state,
+    is_wide_tensor,
+    mark,
+    unmark,
+)
 from fpsim.emulation.operands import Rounds, leaves_float32
 from fpsim.emulation.packing import packed_afterwards
 from fpsim.emulation.product_calls import CALLS, compute_products
@@ -77,10 +87,6 @@ _decomposed: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: blind_to_modes(F.multi_head_attention_forward),
     QUOTIENT_OF_NUMBER: lambda self, other: self.reciprocal() * other,
 }
-
-
-def _is_wide(x: Any) -> bool:
-    return isinstance(x, Tensor) and is_roundable(x) and is_marked_wide(x)
 
 
 FLOAT32 = rounding_spec("fp32")  # what an observer is told of a result that is float32 on purpose
@@ -174,9 +180,8 @@ class Emulation(Roundings, TorchFunctionMode):
         elif call.action is Action.READ:
             return self._read(func, call, args, kwargs, asked)
         else:
-            copies = call.action is Action.SET_ITEM or call.name == "copy_"
-            if self.has_wide and (asked is Asked.NARROW or (copies and not _is_wide(first))):  # as a cast before it
-                args = tuple([self.new_operand(x) if _is_wide(x) else x for x in args])
+            if self.has_wide and (asked is Asked.NARROW or (call.copies and not is_wide_tensor(first))):
+                args = self.cast_to_format(args)
             into = kwargs.get("out")
             if isinstance(into, Tensor) and (alias := self.aliases.of(into)) is not None and alias.is_of_copy:
                 self.compute(func, call, args, {**kwargs, "out": alias.memory(into)}, asked)

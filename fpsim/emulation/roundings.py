@@ -21,6 +21,7 @@ from fpsim.emulation.marks import (
     is_leaf,
     is_roundable,
     is_weight,
+    is_wide_tensor,
     mark,
     mark_wide,
     unmark,
@@ -146,6 +147,10 @@ class Roundings:
         if specs.activation is None and specs.error is None:
             return x
         return self._rounded_operand(x, specs.activation, specs.error, "activation", keep_masks=not is_named)
+
+    def cast_to_format(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a write into the format, with what is float32 on purpose cast before it."""
+        return tuple([self.new_operand(x) if is_wide_tensor(x) else x for x in args])
 
     def _rounds_no(self, x: Tensor, backward: RoundingSpec | None) -> bool:
         """Whether the gradient's format is float32 too and nobody looks: a copy would change the order of its sums."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from fpsim.emulation.arguments import tensors_in
-from fpsim.emulation.conversions import number_in_format
+from fpsim.emulation.conversions import numbers_in_format
 from fpsim.emulation.entering import enter
 from fpsim.emulation.marks import forget, format_of, is_made_here, is_marked_wide, mark
 from fpsim.emulation.scope import Listeners, active, make_scope
@@ -45,20 +45,19 @@ class EmulatedStep:
     def __init__(self, spec: RoundingSpec, as_torch: bool) -> None:
         self._spec, self._as_torch, self._undo = spec, as_torch, Undo()
         self._wanted: dict[Tensor, Tensor] = {}  # by observed parameter, without the last rounding
-        self._gradients: dict[Tensor, Tensor] = {}  # of the user
-        self._given: dict[Tensor, tuple[Tensor, int]] = {}  # to the step in their place, and the writes to them
+        # by parameter: the user's gradient, what the step is given in its place, and the writes to that so far
+        self._gradients: dict[Tensor, tuple[Tensor, Tensor, int]] = {}
 
     def begin(self, optimizer: Optimizer, observed: Mapping[Tensor, Any]) -> None:
         """Enter, until `end`; until then gradients are rounded ones."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._gradients = {p: p.grad for p in parameters if p.grad is not None}
-        for gradient in self._gradients.values():
-            if gradient.is_sparse:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        for p in parameters:
+            if p.grad.is_sparse:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} got a sparse gradient, and its step is computed in {self._spec.fmt}. "
                     f"Use an embedding with sparse=False, or arithmetic='float32'."
                 )
-        self._wanted = {p: torch.zeros_like(p.detach()) for p in self._gradients if p in observed}
+        self._wanted = {p: torch.zeros_like(p.detach()) for p in parameters if p in observed}
         scope = make_scope("", Policy(weight=self._spec.fmt, activation=self._spec.fmt), Listeners())
         scope.write = self._write
         note_emulated(optimizer)
@@ -68,9 +67,11 @@ class EmulatedStep:
                 if x.is_floating_point() and not is_made_here(x):
                     self._undo.by(partial(forget, x))
                     active.emulation.mark_wide(x)
-        for p, gradient in self._gradients.items():
-            given = self._known(rounded(gradient.detach(), self._spec))
-            p.grad, self._given[p] = given, (given, version_of(given))
+        for p in parameters:
+            given = rounded(p.grad.detach(), self._spec)
+            mark(given, self._spec.text)
+            self._gradients[p] = p.grad, given, version_of(given)
+            p.grad = given
             for name, x in optimizer.state[p].items():
                 if isinstance(x, Tensor) and x.is_floating_point():
                     self._know_state(name, x)
@@ -84,16 +85,11 @@ class EmulatedStep:
         Gradients are those of before, but for those that the step has written to, put in another's place or dropped.
         """
         self._undo()
-        for p, gradient in self._gradients.items():
-            given = self._given.get(p)
-            if has_raised or given is None or (p.grad is given[0] and version_of(given[0]) == given[1]):
+        for p, (gradient, given, writes) in self._gradients.items():
+            if has_raised or (p.grad is given and version_of(given) == writes):
                 p.grad = gradient
-        wanted, self._wanted, self._gradients, self._given = self._wanted, {}, {}, {}
+        wanted, self._wanted, self._gradients = self._wanted, {}, {}
         return wanted
-
-    def _known(self, x: Tensor) -> Tensor:
-        mark(x, self._spec.text)
-        return x
 
     def _know_state(self, name: str, x: Tensor) -> None:
         """A state of an earlier step has the dtype that it was made in.
@@ -104,7 +100,7 @@ class EmulatedStep:
             active.emulation.mark_wide(x)
         elif not is_marked_wide(x) and format_of(x) != self._spec.text:
             round_memory_(x, self._spec)
-            self._known(x)
+            mark(x, self._spec.text)
 
     def _write(self, p: Tensor, run: Callable[[], Any]) -> Any:
         """A write to a parameter, which is rounded as any result."""
@@ -143,14 +139,9 @@ class _NumbersInFormat(TorchFunctionMode):
         tensors = [x for x in (*tensors_in(args), *tensors_in(tuple(kwargs.values()))) if x.is_floating_point()]
         is_meant = not self._as_torch or _name_of(func) in _ROUNDED_BY_TORCH
         if is_meant and not self.has_ended and any(not is_marked_wide(x) for x in tensors):
-            args = tuple(map(self._in_format, args))
-            kwargs = {name: self._in_format(x) for name, x in kwargs.items()}
+            args = tuple(numbers_in_format(x, self._fmt) for x in args)
+            kwargs = {name: numbers_in_format(x, self._fmt) for name, x in kwargs.items()}
         return func(*args, **kwargs)
-
-    def _in_format(self, x: Any) -> Any:
-        if type(x) in (list, tuple) and all(type(item) is float for item in x):
-            return type(x)(map(self._in_format, x))
-        return number_in_format(x, self._fmt) if type(x) is float else x
 
 
 def _leave(numbers: _NumbersInFormat) -> None:

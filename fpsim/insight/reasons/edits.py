@@ -139,7 +139,7 @@ def steep(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
     assert operation is not None
     border = BORDERS.get(operation.name)
     ends: Ends = operation.notes["ends"]
-    inside = (*EPS, 1e-2) if border is not None else EPS  # bfloat16 has no number nearer to 1
+    inside = (*EPS, 1e-2) if border is not None else EPS  # in bfloat16 1 - 1e-3 is 1
     for eps in (e for e in inside if ends.holds(e)):
 
         def change(kind: Call, args: Any, kwargs: Any, eps: float = eps) -> Any:
