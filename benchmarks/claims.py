@@ -4,6 +4,7 @@
     python benchmarks/claims.py --out runs/claims        run what is not done there, and judge every row
     python benchmarks/claims.py --out runs/claims --only chars. --lists 1
     python benchmarks/claims.py --out runs/claims --judge    judge what is done, run nothing
+    python benchmarks/claims.py --out runs/claims --known docs --write    run only what docs/claims.json has not
 
 A row has the page and the sentence, what is measured, its band, and how many seeds of each list it takes. It holds
 where the mean over the seeds of each list lies within the band. Trainings are cells of one sweep in the folder, and are
@@ -268,25 +269,34 @@ def error_of(fmt: str, **more: Any) -> dict[str, Any]:
 
 
 class Store:
-    """What was measured in a folder: the rows of finished trainings by id, and computed numbers by call and seed."""
+    """What was measured in a folder: the rows of finished trainings by id, and computed numbers by call and seed.
+
+    known: folders of other sweeps, or with a claims.json such as docs has, whose numbers are not measured again.
+    """
 
     def __init__(self, out: Path, known: Sequence[Path] = ()) -> None:
         self.out, self.path = out, out / "computed.json"
         self.rows: dict[str, Mapping[str, Any]] = {}
+        self.numbers: dict[str, dict[str, float]] = {}  # of a claims.json, by claim and seed
         for folder in (*known, out):
             if (folder / "ledger.sqlite").exists():
                 self.rows |= {row["id"]: row for row in Results(folder).rows()}
+            if (folder / "claims.json").exists():
+                lists = json.loads((folder / "claims.json").read_text("utf-8"))
+                for name, ones in lists.items():
+                    self.numbers.setdefault(name, {}).update({seed: x for one in ones for seed, x in one.items()})
         content = self.path.read_text("utf-8") if self.path.exists() else "{}"
         self.computed: dict[str, dict[str, float]] = json.loads(content)
 
     def value(self, claim: Claim, seed: int, small: bool = False) -> float | None:
         """The number of a claim; None where it is not done."""
+        known = self.numbers.get(claim.name, {}).get(str(seed))
         if isinstance(claim.quantity, Computed):
-            return self.computed.get(claim.quantity.words, {}).get(str(seed))
+            return self.computed.get(claim.quantity.words, {}).get(str(seed), known)
         try:
             return claim.quantity.value(seed, self.rows, small)
         except KeyError:
-            return None
+            return known
 
     def compute(self, claim: Claim, seed: int) -> None:
         """Compute a number and keep it, unless it is known."""
@@ -309,17 +319,19 @@ def run(
     """Run what is not done in the folder: trainings as cells of one sweep, then what is computed.
 
     lists: of seeds, of which each claim takes its first ones.
-    known: folders of other sweeps, whose finished trainings are not run again.
+    known: folders of what was measured elsewhere, as in `Store`.
     small: for a test, with few steps where the task's options say epochs.
     """
     cells: dict[str, Cell] = {}
-    elsewhere = Store(out, known).rows.keys() - Store(out).rows.keys()
+    before = Store(out, known)
+    elsewhere = before.rows.keys() - Store(out).rows.keys()
     for seeds in lists:
         for claim in claims:
             if isinstance(claim.quantity, Trained):
                 for seed in seeds[: claim.seeds]:
-                    needed = claim.quantity.cells(seed, small)
-                    cells |= {cell.id: cell for cell in needed if cell.id not in elsewhere}
+                    if before.value(claim, seed, small) is None:
+                        needed = claim.quantity.cells(seed, small)
+                        cells |= {cell.id: cell for cell in needed if cell.id not in elsewhere}
     if cells:
         run_cells([*cells.values()], out, Execution(workers=workers), title="claims")
     store = Store(out, known)
@@ -327,7 +339,8 @@ def run(
         for claim in claims:
             if isinstance(claim.quantity, Computed):
                 for seed in seeds[: claim.seeds]:
-                    store.compute(claim, seed)
+                    if store.value(claim, seed) is None:
+                        store.compute(claim, seed)
     return store
 
 
@@ -438,7 +451,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lists", default="1,2", help="which lists of seeds")
     parser.add_argument("--seeds", type=int, default=0, help="at most so many of each list")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--known", type=Path, action="append", default=[], help="a sweep's folder to take cells from")
+    parser.add_argument(
+        "--known", type=Path, action="append", default=[], help="a sweep's folder, or docs, to take from"
+    )
     parser.add_argument("--judge", action="store_true", help="judge what is done, and run nothing")
     parser.add_argument("--write", action="store_true", help="write docs/claims.md and docs/claims.json")
     options = parser.parse_args(arguments)

@@ -101,6 +101,18 @@ def test_a_few_rows_hold_in_small_and_what_is_done_is_not_run_again(
     assert [verdict_on(ones) for _, ones in judge(chosen[:1], lists, elsewhere, small=True)] == ["holds"]
 
 
+def test_the_numbers_of_a_page_are_not_measured_again(tmp_path: Path) -> None:
+    by_name = {claim.name: claim for claim in CLAIMS}
+    claims = [replace(by_name[name], seeds=1) for name in ("digits.e4m3fn.none.lost", "variants.A")]
+    (tmp_path / "claims.json").write_text(
+        '{"digits.e4m3fn.none.lost": [{"1000": 99.0}, {}], "variants.A": [{"1000": 1.0}, {}]}', encoding="utf-8"
+    )
+    out = tmp_path / "out"
+    store = run(claims, [[1000]], out, known=[tmp_path])
+    assert not out.exists()
+    assert [ones[0].values for _, ones in judge(claims, [[1000]], store)] == [{1000: 99.0}, {1000: 1.0}]
+
+
 def test_the_command_lists_rows_and_fails_where_one_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert checked.main(["--only", "variants."]) == 0
     assert capsys.readouterr().out.count("docs/stochastic-rounding.md") == 3
