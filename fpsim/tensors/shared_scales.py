@@ -159,9 +159,15 @@ def finite_amax(x: Tensor) -> Tensor:
         magnitudes = x.detach().abs()
         amax = torch.where(magnitudes < math.inf, magnitudes, 0).amax()
         return amax.view(torch.int32).long()
-    loop, address = block_loops.cpu_amax(), address_of(x)
-    found = run_parts(loop, [(address + first * 4, length) for first, length in parts_of(x.numel())], x)
-    return torch.tensor(max(found))
+    return torch.tensor(_amax_on_cpu(x))
+
+
+def _amax_on_cpu(x: Tensor) -> int:
+    loop, address = block_loops.cpu_amax().native, address_of(x)
+    if x.numel() < PARALLEL_FROM:
+        return loop(address, x.numel())  # type: ignore[no-any-return]
+    parts = [(address + first * 4, length) for first, length in parts_of(x.numel())]
+    return max(run_parts(loop, parts, x))
 
 
 def rounded_blocks(
@@ -210,15 +216,25 @@ def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale
     source: a contiguous float32.
     scale: of delayed scaling.
     """
-    shared = torch.full((2,), -1, dtype=torch.int64, device=source.device)
-    if f.tensor_scale:
-        shared[1] = finite_amax(source)
+    divides = plan.kind == blocks.DIVIDED
+    if source.is_cuda:
+        shared = torch.full((2,), -1, dtype=torch.int64, device=source.device)
+        if f.tensor_scale:
+            shared[1] = finite_amax(source)
+        if scale is not None:
+            shared[0] = scale.detach().reshape(()).view(torch.int32).long()
+        elif f.block == "tensor":
+            amax = finite_amax(source)
+            shared[0] = _multiplier(amax, f.element.largest) if divides else amax
+        return shared
+    number = -1
     if scale is not None:
-        shared[0] = scale.detach().reshape(()).view(torch.int32).long()
+        number = int(scale.detach().reshape(()).view(torch.int32))
     elif f.block == "tensor":
-        amax = finite_amax(source)
-        shared[0] = _multiplier(amax, f.element.largest) if plan.kind == blocks.DIVIDED else amax
-    return shared
+        number = _amax_on_cpu(source)
+        number = _multiplier_on_cpu(number, f.element.largest) if divides else number
+    # from numpy: a default device of torch's is not meant for it, and it takes a third of the time of torch.tensor
+    return torch.from_numpy(np.array((number, _amax_on_cpu(source) if f.tensor_scale else -1)))
 
 
 def in_parts(axes: BlockAxes, is_cuda: bool) -> BlockAxes:
@@ -272,6 +288,15 @@ def _multiplier(amax: Tensor, largest: float) -> Tensor:
     # not largest / value, which torch computes as value.reciprocal() * largest, with two roundings
     found = torch.div(torch.full_like(value, largest), value).clamp(max=torch.finfo(torch.float32).max)
     return torch.where(value == 0, torch.ones_like(found), found).view(torch.int32).long()
+
+
+def _multiplier_on_cpu(amax: int, largest: float) -> int:
+    """The same of Python's integers. The quotient is rounded once: float64 has more than twice the bits of float32."""
+    if amax == 0:
+        return BINARY32.bits(1.0)
+    field, mantissa = amax >> 23, amax & 0x7FFFFF
+    value = math.ldexp(mantissa | (0x800000 if field else 0), max(field, 1) - 150)  # right where subnormals are flushed
+    return min(BINARY32.bits(largest / value), BINARY32.bits(torch.finfo(torch.float32).max))
 
 
 _NOTHING_SHARED = torch.full((2,), -1, dtype=torch.int64, device="cpu")

@@ -15,6 +15,7 @@ from gfloat.formats import all_block_formats
 from torch import Tensor
 
 from fpsim import BLOCKS, BlockFormat, as_format, round_to, scales_of
+from fpsim.tensors import shared_scales
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.noise import new_key
 from fpsim.tensors.shared_scales import block_scales, rounded_blocks
@@ -300,3 +301,15 @@ def test_dtypes_that_cannot_hold_scales_are_refused() -> None:
         round_to(np.ones(3), "mxfp4")
     with pytest.raises(ValueError, match="two axes"):
         round_to(torch.ones(3), "e4m3fn per 2x2")
+
+
+@pytest.mark.parametrize("largest", [448.0, 57344.0, 6.0, 1.0, 2.0**-7, 65504.0])
+def test_the_multiplier_of_a_tensor_is_float32s_quotient(largest: float) -> None:
+    words = np.random.default_rng(0).integers(0, 0x7F800000, 5000)
+    words[:6] = 0, 1, 2, 0x7FFFFF, 0x800000, 0x7F7FFFFF
+    with np.errstate(divide="ignore", over="ignore"):
+        quotients = np.float32(largest) / words.astype(np.uint32).view(np.float32)
+    expected = np.where(words == 0, np.float32(1), np.minimum(quotients, np.finfo(np.float32).max)).view(np.int32)
+    on_cpu = [shared_scales._multiplier_on_cpu(int(word), largest) for word in words]
+    np.testing.assert_array_equal(on_cpu, expected)
+    np.testing.assert_array_equal(shared_scales._multiplier(torch.from_numpy(words), largest), expected)
