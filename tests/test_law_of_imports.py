@@ -29,7 +29,8 @@ FLOORS = (
     ),
     (
         "fpsim.kernels",
-        "__init__ deferred sources statistics variants",
+        "__init__ callees sources statistics variants",
+        "deferred shipped",
         "compile core kept",
         "card codebook_tables codebooks native threefry",
         "blocks",
