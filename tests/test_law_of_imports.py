@@ -29,7 +29,8 @@ FLOORS = (
     ),
     (
         "fpsim.kernels",
-        "__init__ deferred sources statistics variants",
+        "__init__ callees sources statistics variants",
+        "deferred shipped",
         "compile core kept",
         "card codebook_tables codebooks native threefry",
         "blocks",
@@ -186,8 +187,14 @@ for _folder, *_floors in FLOORS:
 # A package enters in these files and in no other.
 ENTERS = {
     "numba": {"fpsim.kernels"},
-    "numba.core": {"fpsim.kernels.deferred", "fpsim.kernels.compile"},
-    "llvmlite": {"fpsim.kernels.core", "fpsim.kernels.compile", "fpsim.kernels.native", "fpsim.kernels.card"},
+    "numba.core": {"fpsim.kernels.deferred", "fpsim.kernels.compile", "fpsim.kernels.callees"},
+    "llvmlite": {
+        "fpsim.kernels.core",
+        "fpsim.kernels.compile",
+        "fpsim.kernels.native",
+        "fpsim.kernels.shipped",
+        "fpsim.kernels.card",
+    },
     "cuda": {"fpsim.kernels.card"},
     "numba.cuda": {"fpsim.kernels.compile"},
     "numba_cuda": {"fpsim.kernels.compile"},
@@ -386,7 +393,12 @@ OTHERS_NAMES = {
     "_optimizers": "those that Accelerate has prepared: no public name tells whether there are any",
 }
 # The files in which the private names of another library stand.
-HOMES_OF_PRIVATE_NAMES = ("fpsim.torch_internals", "fpsim.torch_modes", "fpsim.kernels.compile")
+HOMES_OF_PRIVATE_NAMES = (
+    "fpsim.torch_internals",
+    "fpsim.torch_modes",
+    "fpsim.kernels.compile",
+    "fpsim.kernels.callees",
+)
 
 
 def foreign_names(source: str) -> list[str]:

@@ -40,7 +40,7 @@ def lanes_of(r: int, c: int) -> int:
     return LANES if r * c <= LONG_BLOCK else LANES_OF_LONG
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def place_of(unit, outer, rows, middle, columns, inner, r, c):
     """Where a block begins, its height and length, and how far its rows are apart; of height 0 beyond the last one.
 
@@ -56,7 +56,7 @@ def place_of(unit, outer, rows, middle, columns, inner, r, c):
     return base, height if o < outer else 0, length, step
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def element_noise(index, key0, key1):
     """The noise word of one element, see threefry.NOISE_BLOCK."""
     block, place = index // NOISE_BLOCK, index % NOISE_BLOCK

@@ -58,13 +58,13 @@ SQRT2_MANTISSA = np.uint32(3474675)  # floor(2**23 * (sqrt(2) - 1)): no float32 
 FLOAT32_LARGEST = np.float32(np.finfo(np.float32).max)
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def finite_magnitude(word):
     magnitude = np.uint32(word & MAGNITUDE)
     return magnitude if magnitude < INFINITY else np.uint32(0)
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def normalised(magnitude):
     """The exponent field and the mantissa field of a number above zero; a subnormal's as if the range went on below."""
     is_subnormal = np.uint32(magnitude) < IMPLICIT
@@ -103,7 +103,7 @@ def wanted_scale(amax, whole, p):
     return np.float32(float32_of(amax) * np.float32(whole * np.float32(np.float32(1) / float32_of(p[LARGEST]))))
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def power_of_two(exponent):
     """2**exponent as a float32 pattern, for exponents from -149 to 127."""
     normal = np.uint32(np.uint32(exponent + np.int32(127)) << np.uint32(23))
@@ -111,7 +111,7 @@ def power_of_two(exponent):
     return normal if exponent >= np.int32(-126) else subnormal
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def widened(word):
     """The float64 pattern of a float32's, by integers."""
     sign = np.uint64(np.uint64(word >> np.uint32(31)) << np.uint64(63))
@@ -124,7 +124,7 @@ def widened(word):
     return np.uint64(sign | high | np.uint64(np.uint64(mantissa) << np.uint64(29)))
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def narrowed(bits):
     """The float32 pattern of a float64's whose value a float32 holds."""
     sign = np.uint32(np.uint32(bits >> np.uint64(63)) << np.uint32(31))
@@ -142,7 +142,7 @@ def narrowed(bits):
     return np.uint32(sign | np.uint32(significand >> np.uint64(np.int64(29 - 126) - exponent)))
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def divided_by_power(bits, exponent):
     """The float64 pattern of a number over 2**exponent, neither of them far from float32's range."""
     field = np.uint64((bits >> np.uint64(52)) & np.uint64(0x7FF))
@@ -209,7 +209,7 @@ def make_apply(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     """The rounding of one element of a block in 32 bits, as a compiled function."""
     round_bits = make_rounding(rule, shape, 32)
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def apply(word, noise, shift, zero_sign, used, odd, origin, largest, overflow, smallest, by, back, whole):
         if kind == POWER:
             return round_bits(word, noise, shift, origin, largest, overflow, smallest, zero_sign, used, odd)
@@ -231,7 +231,7 @@ def make_apply_far(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     round_wide, at_scale = make_rounding(rule, shape, 64), make_at_scale(64)
     u64, i64, w, is_book = np.uint64, np.int64, WIDE_PLAN, shape in (BOOK, SEARCHED_BOOK)
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def apply_far(word, noise, exponent, p):
         if not is_book and np.uint32(word & MAGNITUDE) == np.uint32(0):
             return np.uint32(word & np.uint32(p[5]))

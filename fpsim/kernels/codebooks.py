@@ -65,7 +65,7 @@ def make_goes_up(rule: int, width: int) -> Callable[..., Any]:
     load, drawn, is_variant = (load32 if width == 32 else load64), make_drawn(rule, width), rule > STOCHASTIC
     u64, i64 = np.uint64, np.int64
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def goes_up(a, noise, used, address, at):
         length = u64(load(address, at))
         begin = u64(u64(load(address, at + i64(1))) | u64(u64(load(address, at + i64(2))) << u64(32)))
@@ -98,7 +98,7 @@ def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
     load, goes_up = (load32 if width == 32 else load64), make_goes_up(rule if is_stochastic else STOCHASTIC, width)
     u32, u64, i64 = np.uint32, np.uint64, np.int64
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def searched(a, address, first, size):
         """How many limits of a list, its first one not among them, are at most `a`."""
         at, step = i64(0), i64(size >> i64(1))
@@ -107,7 +107,7 @@ def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
             step = i64(step >> i64(1))
         return at
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def round_in_book(u, noise, shift, base, low, high, buckets, zero_sign, used, count):
         a = uint(u & uint(top - uint(1)))
         address = u64(u64(u32(low)) | u64(u64(u32(high)) << u64(32)))

@@ -14,8 +14,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from llvmlite import binding
 
 from fpsim.checks import pip_install
+from fpsim.kernels.callees import callees_of, compiled_library, linked_libraries
 from fpsim.kernels.deferred import Deferred, carray, intrinsic, njit
 
 ENTRY = "fpsim_entry"  # the name of a loop in its object code: a function (self, arguments, count) as Python calls it
@@ -31,38 +33,42 @@ FUNCTIONS = {  # of Python that it calls: what they give, and what they take
 }
 
 
-def object_code(function: Callable[..., Any], fastmath: Any, error_model: str) -> bytes:
-    """The machine code of a loop, with its entry. All that it needs beside FUNCTIONS comes from the C library.
+def llvm_text(function: Callable[..., Any], fastmath: Any, error_model: str) -> str:
+    """A loop, its entry and all that it calls as LLVM's instructions, for any processor of this system.
 
     function: of integers and, where they are annotated so, floats. It allocates nothing: see `stack_array`.
     """
     from numba import types
-    from numba.core import compiler, ir
+    from numba.core import ir
     from numba.core.compiler_lock import global_compiler_lock
-    from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
     from numba.core.registry import cpu_target
-
-    class Compiler(_FunctionCompiler):  # type: ignore[misc]
-        def _customize_flags(self, flags: Any) -> Any:
-            flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
-            flags.no_compile = True  # the entry is yet to come
-            return flags
 
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     kinds = [types.float64 if function.__annotations__.get(name) == "float" else types.int64 for name in names]
-    options = {"nopython": True, "fastmath": fastmath, "error_model": error_model}
-    with global_compiler_lock, _shared_scopes(ir):
+    options = {"fastmath": fastmath, "error_model": error_model}
+    with global_compiler_lock, _shared_scopes(ir), callees_of(options):
         cpu_target.typing_context.refresh()
         cpu_target.target_context.refresh()
-        done = Compiler(function, cpu_target, options, {}, compiler.Compiler).compile(tuple(kinds), None)
-        library = done.library
-        library.add_ir_module(_entry_module(done, names))
-        module = library._final_module
-        for other in library._linking_libraries:
+        done = compiled_library(function, tuple(kinds), options)
+        done.library.add_ir_module(_entry_module(done, names))
+        module = done.library._final_module
+        for other in linked_libraries(done.library):
             module.link_in(other._get_module_for_linking(), preserve=True)
+        return str(module)
+
+
+def machine_code(text: str) -> bytes:
+    """The object code of `llvm_text` for this processor. All that it needs beside FUNCTIONS is in the C library."""
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.registry import cpu_target
+
+    with global_compiler_lock:
+        codegen = cpu_target.target_context.codegen()
+        library = codegen.create_library("loop")
+        library._final_module = binding.parse_assembly(text)
         library._optimize_final_module()
-        module.verify()
-        return bytes(library.codegen._tm.emit_object(module))
+        library._final_module.verify()
+        return bytes(codegen._tm.emit_object(library._final_module))
 
 
 @contextmanager

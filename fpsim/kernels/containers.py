@@ -26,7 +26,7 @@ UNIT = 2.0**-149  # float32's smallest subnormal
 _IMPLICIT = np.uint64(1 << 52)
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def widened(u):
     """The float64 pattern of a float32 pattern."""
     a = np.uint32(u & np.uint32(_SIGN32 - np.uint32(1)))
@@ -37,7 +37,7 @@ def widened(u):
     return np.uint64(magnitude | np.uint64(np.uint64(u & _SIGN32) << np.uint64(32)))
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def narrowed(u):
     """The float32 pattern of a float64 pattern; of a number that float32 does not hold, the next towards zero.
 
@@ -57,7 +57,7 @@ def narrowed(u):
 def make_value(width: int) -> Callable[..., Any]:
     """A compiled function that gives the number, as float64, of a pattern of `width` bits."""
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def value(u):
         return float64_of_bits(widened(np.uint32(u)) if width == 32 else np.uint64(u))
 
@@ -68,7 +68,7 @@ def make_value(width: int) -> Callable[..., Any]:
 def make_limit(width: int) -> Callable[..., Any]:
     """A compiled function that gives the pattern of `width` bits of the largest finite number up to `x`, x >= 0."""
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def limit(x):
         bits = np.uint64(float64_bits(np.float64(x)))
         if width == 64:
@@ -79,7 +79,7 @@ def make_limit(width: int) -> Callable[..., Any]:
     return limit  # type: ignore[no-any-return]
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def times_power(u, log2_scale):
     """The pattern of a float64 times 2**log2_scale, to nearest even where it becomes subnormal."""
     a = np.uint64(u & np.uint64(_SIGN64 - np.uint64(1)))

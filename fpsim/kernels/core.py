@@ -168,7 +168,7 @@ def make_at_scale(width: int) -> Callable[..., Any]:
     uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
     infinity, mantissa_bits = np.int64(container.bits(float("inf"))), np.int64(container.mantissa_bits)
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def at_scale(origin, largest, overflow, smallest, log2_scale):
         step = np.int64(np.int64(log2_scale) << mantissa_bits)
         moved = np.int64(overflow) if np.int64(overflow) >= infinity else np.int64(np.int64(overflow) - step)
@@ -245,7 +245,7 @@ def make_drawn(rule: int, width: int) -> Callable[..., Any]:
     uint = np.uint32 if width == 32 else np.uint64
     zero, one, is_variant = uint(0), uint(1), rule > STOCHASTIC
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def drawn(noise, used):
         """The random bits R, with what lets a distance that goes up carry; and 1 where the bound itself stays, else 0.
 
@@ -295,7 +295,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     may_lose_sign = shape in (GAP, UNSIGNED_ZERO_GRID, FIXED)
     drawn = make_drawn(rule, width)
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def addend(ulp, odd, negative, noise):
         """What to add to the magnitude before the bits below `ulp` are cut off. `odd`: is the bit at `ulp` set?"""
         half, mask = uint(ulp >> one), uint(ulp - one)
@@ -313,12 +313,12 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
             return noise
         return zero  # TOWARD_ZERO
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def round_flat(a, negative, noise, ulp, always_odd):
         odd = uint(uint(a & ulp) | always_odd) != zero
         return uint(uint(a + addend(ulp, odd, negative, noise)) & uint(zero - ulp))
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def round_grid(a, negative, noise, ulp_shift, origin, smallest):
         significand = uint(uint(a & uint(implicit - one)) | implicit)
         # s = width - 1 - (number of discarded bits): constant for normals, one less for each binade below
@@ -347,7 +347,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         step = smallest if below_smallest else ulp
         return uint(base + (step if up else zero))
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def round_gap(a, negative, noise, stays, smallest):
         """Zero or `smallest` for a magnitude below `smallest`."""
         if rule == NEAREST_EVEN:
@@ -379,7 +379,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
             up = False
         return smallest if up else zero
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def round_bits(u, noise, ulp_shift, origin, largest, overflow, smallest, zero_sign, noise_mask, always_odd):
         a = uint(u & uint(top - one))
         sign = uint(u & top)
@@ -410,7 +410,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         r = a if a > infinity else r  # NaN keeps its payload
         return uint(r | sign)
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def round_scale(u, noise, ulp_shift, origin, largest, overflow, smallest, zero_sign, noise_mask, always_odd):
         a = uint(u & uint(top - one))
         positive = u < top and a != zero

@@ -34,7 +34,11 @@ class Deferred:
 
 
 class Function(Deferred):
-    """A Python function, `py_func`, that Numba compiles with these options into those that call it."""
+    """A Python function, `py_func`, that loops call. With `inline="always"` Numba inlines it, else LLVM may.
+
+    LLVM is the faster of the two. Numba must where memory on the stack would be gone when the function returns, and
+    should where arrays are given, whose owners a call counts.
+    """
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         super().__init__(self._compile)
@@ -44,6 +48,13 @@ class Function(Deferred):
         import numba
 
         return numba.njit(**self.targetoptions)(self.py_func)
+
+    @property
+    def _numba_type_(self) -> Any:
+        from fpsim.kernels.callees import callee_type
+
+        kind = None if "inline" in self.targetoptions else callee_type(self.py_func, self.targetoptions)
+        return kind or super()._numba_type_
 
     def __call__(self, *arguments: Any) -> Any:
         return self.compiled(*arguments)

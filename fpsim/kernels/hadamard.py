@@ -27,19 +27,19 @@ SIGNS = 0x5347  # the high word of the signs' counters, which no tensor's roundi
 # its difference: the order of the additions is part of the definition, so that every target gives the same bits.
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def lower(a, b):
     """What the first of a pair becomes."""
     return a + b
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def upper(a, b):
     """What the second of a pair becomes."""
     return a - b
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def is_negated(element, pattern, is_random, key0, key1):
     """Whether the sign of an element of a group is minus: by 16 bits that repeat, or by noise, 128 bits a counter."""
     if not is_random:

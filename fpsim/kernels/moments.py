@@ -299,7 +299,7 @@ def _make_write(size: int, only_amax: bool) -> Callable[..., Any]:
     infinity, number = np.int64(container.bits(float("inf"))), _make_number(size)
     magnitude_mask, sign_shift = sint((1 << (8 * size - 1)) - 1), sint(8 * size - 1)
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def value(ordered):
         word = sint(ordered)
         return number(uint(sint(word ^ sint(sint(word >> sign_shift) & magnitude_mask))))

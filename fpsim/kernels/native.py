@@ -20,8 +20,9 @@ from typing import Any
 import llvmlite
 from llvmlite import binding
 
-from fpsim.kernels.compile import ENTRY, FUNCTIONS, object_code
+from fpsim.kernels.compile import ENTRY, FUNCTIONS, llvm_text, machine_code
 from fpsim.kernels.kept import keep, one_process_for, read_kept, source_digest
+from fpsim.kernels.shipped import shipped_text
 
 # of Numba, which reads them when it is imported: what decides how it compiles
 _SETTINGS = ("OPT", "CPU_NAME", "CPU_FEATURES", "ENABLE_AVX", "LOOP_VECTORIZE", "SLP_VECTORIZE", "DISABLE_INTEL_SVML")
@@ -78,6 +79,7 @@ class Loop:
 
     function: what Numba compiles, if its machine code is not on disk.
     key: what tells it apart from the other closures of the same source.
+    name: by which its code is known, on disk and in a wheel.
     was_compiled: whether this process had to; None before its first call.
     """
 
@@ -86,12 +88,12 @@ class Loop:
         self.was_compiled: bool | None = None
         place = f"{function.__module__}.{function.__qualname__}:{function.__code__.co_firstlineno}"
         names = function.__module__.rpartition(".")[2], function.__qualname__.partition(".")[0], *map(int, key)
-        self._name = "-".join((*map(str, names), hashlib.sha256(place.encode()).hexdigest()[:8]))
+        self.name = "-".join((*map(str, names), hashlib.sha256(place.encode()).hexdigest()[:8]))
 
     @cached_property
     def file_name(self) -> str:
         """Under which name its machine code is kept."""
-        return f"{self._name}-{source_digest(_toolchain())}.o"
+        return f"{self.name}-{source_digest(_toolchain())}.o"
 
     @cached_property
     def native(self) -> Callable[..., Any]:
@@ -114,7 +116,7 @@ class Loop:
         return function
 
     def _compiled(self) -> Callable[..., Any]:
-        code = object_code(self.py_func, **self._options)
+        code = machine_code(shipped_text(self.name) or llvm_text(self.py_func, **self._options))
         function, self.was_compiled = loaded(code), True
         keep(self.file_name, code)
         return function

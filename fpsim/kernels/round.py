@@ -37,12 +37,12 @@ NO_MASKS = Masks()
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def exchange_halves(word):
     return rotate_left(np.uint32(word), 16)
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def noise_words(counter, key0, key1):
     """The four noise words of one counter, see threefry.NOISE_BLOCK."""
     low = np.uint32(np.uint64(counter) & np.uint64(0xFFFFFFFF))
@@ -50,7 +50,7 @@ def noise_words(counter, key0, key1):
     return threefry(low, high, np.uint32(key0), np.uint32(key1), NOISE_ROUNDS)
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def fill_noise(noise, block, key0, key1):
     """The NOISE_BLOCK words of one block into `noise`."""
     first = np.uint64(block) * np.uint64(NOISE_LANES)  # 16 counters never cross 2**32: the high word is one
@@ -71,7 +71,7 @@ def _make_is_mask(width: int, masks: Masks) -> Callable[..., Any]:
     minus_infinity = uint((rounding.BINARY32 if width == 32 else rounding.BINARY64).bits(float("-inf")))
     has_any, keeps_infinity = masks.magnitude != 0, masks.keeps_infinity
 
-    @njit(inline="always")
+    @njit(forceinline=True)
     def is_mask(word):
         if not has_any:
             return False
@@ -183,7 +183,7 @@ def cpu_fitting_loop(rule: int, shape: int, width: int) -> Loop:
 ALIGNED, HAS_SCALE, HAS_KEY = 1, 2, 4  # flags of a launch, see cuda_kernel
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def key_words(key):
     """The two words of a noise key's 64 bits."""
     bits = np.uint64(np.int64(key))

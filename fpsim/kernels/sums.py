@@ -132,7 +132,7 @@ def cut_off(x, top, bits):
     return float64_of_bits(word if field == np.int64(2047) else kept)
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def sum_noise(element, kind, quad, key0, key1):
     """The noise of four roundings, number 4 quad to 4 quad + 3, of one element of a product.
 

@@ -38,7 +38,7 @@ _MAGNITUDE = np.uint64((1 << 63) - 1)
 _INFINITY = np.uint64(rounding.BINARY64.bits(math.inf))
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def square(x):
     squared = x * x
     return squared if squared > LEAST_SQUARE else 0.0

@@ -13,13 +13,13 @@ NOISE_ROUNDS = 12
 _PARITY = np.uint32(0x1BD11BDA)
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def _mix(a, b, rotation):
     a = np.uint32(a + b)
     return a, np.uint32(rotate_left(b, rotation) ^ a)
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def _four_rounds(x0, x1, x2, x3, r00, r01, r10, r11, r20, r21, r30, r31):
     x0, x1 = _mix(x0, x1, r00)
     x2, x3 = _mix(x2, x3, r01)
@@ -32,7 +32,7 @@ def _four_rounds(x0, x1, x2, x3, r00, r01, r10, r11, r20, r21, r30, r31):
     return x0, x1, x2, x3
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def threefry(c0, c1, k0, k1, rounds):
     """Four random words of Threefry-4x32 for the counter (c0, c1, 0, 0) and the key (k0, k1, 0, 0).
 

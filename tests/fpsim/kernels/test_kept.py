@@ -16,7 +16,7 @@ from children import environment
 
 import fpsim
 from fpsim.kernels import kept
-from fpsim.kernels.compile import object_code
+from fpsim.kernels.compile import llvm_text, machine_code
 from fpsim.kernels.kept import write_whole
 from fpsim.kernels.native import Loop, compiled_loop
 
@@ -95,7 +95,7 @@ UNTRUSTED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 @pytest.mark.parametrize("kind", UNTRUSTED)
 def test_code_that_others_can_write_is_not_run_and_one_warning_says_what_to_type(kind: str, folder: Path) -> None:
     file = kept_file(folder)
-    write_whole(file, object_code(planted, False, "python"))
+    write_whole(file, machine_code(llvm_text(planted, False, "python")))
     assert new_loop()(1) == 666  # the planted code is whole, and would be run
     spoil, words = UNTRUSTED[kind]
     spoil(folder, file)
@@ -110,7 +110,7 @@ def test_code_that_others_can_write_is_not_run_and_one_warning_says_what_to_type
 @pytest.mark.parametrize("which", ["file", "folder"])
 def test_code_of_another_user_is_not_run(which: str, folder: Path) -> None:
     file = kept_file(folder)
-    write_whole(file, object_code(planted, False, "python"))
+    write_whole(file, machine_code(llvm_text(planted, False, "python")))
     os.chown(file if which == "file" else folder, OTHER_USER, OTHER_USER)
     with pytest.warns(RuntimeWarning, match=f"belongs to user {OTHER_USER}.*Set NUMBA_CACHE_DIR to a folder of your"):
         assert new_loop()(1) == 2

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from llvmlite import binding
 
-from fpsim.kernels.compile import ENTRY, object_code
+from fpsim.kernels.compile import ENTRY, llvm_text, machine_code
 from fpsim.kernels.kept import read_whole, write_whole
 from fpsim.kernels.native import Loop, compiled_loop, loaded
 
@@ -143,5 +143,5 @@ def test_compiling_leaves_numba_as_it_was() -> None:
     def loop(n):  # type: ignore[no-untyped-def]
         return n + 1
 
-    assert loaded(object_code(loop, False, "python"))(41) == 42
+    assert loaded(machine_code(llvm_text(loop, False, "python")))(41) == 42
     assert "__deepcopy__" not in vars(ir.Scope)

@@ -1,0 +1,104 @@
+"""The functions that a loop calls: each compiled once for its types of arguments, and inlined by LLVM.
+
+Where Numba inlines a function (`inline="always"`), it reads the function anew for every call, and types and lowers each
+copy: a hash that is called 24 times takes seconds. Here LLVM does it, in milliseconds. Numba's own `njit` would make
+each of them callable from Python and optimise it by itself, which takes longer still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_Options = dict[str, Any]
+_types: dict[str, dict[Any, Any]] = {}  # by the options of the loop, which what it calls inherits
+_current: list[dict[Any, Any]] = []
+
+
+@contextmanager
+def callees_of(options: _Options) -> Iterator[None]:
+    """Inside, functions are compiled as a loop with these options needs them. Numba's lock must be held."""
+    _current.append(_types.setdefault(repr(sorted(options.items())), {}))
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+def callee_type(function: Callable[..., Any], options: _Options) -> Any:
+    """Numba's type of a function that is called, one for all loops with the same options; None outside of loops."""
+    from numba.core import types
+
+    if not _current:
+        return None
+    known = _current[-1]
+    if function not in known:
+        callee = Callee(function, options)
+        known[function] = types.Dispatcher(callee), callee  # the type keeps a weak reference
+    return known[function][0]
+
+
+def linked_libraries(library: Any) -> Iterable[Any]:
+    """The libraries that a library calls, and those that they call, each once."""
+    libraries: dict[Any, None] = {}
+    left = [library]
+    while left:
+        for other in left.pop()._linking_libraries:
+            if other not in libraries:
+                libraries[other] = None
+                left.append(other)
+    return libraries
+
+
+class Callee:
+    """What Numba asks a dispatcher when it types and lowers a call, and nothing that Python could call."""
+
+    is_compiling = False  # none calls itself
+
+    def __init__(self, function: Callable[..., Any], options: _Options) -> None:
+        from numba.core import utils
+
+        self.py_func, self.targetoptions, self.pysig = function, options, utils.pysignature(function)
+        self._compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def get_call_template(self, args: Iterable[Any], kws: Any) -> tuple[Any, Any, tuple[Any, ...], dict[str, Any]]:
+        from numba.core import types, typing
+
+        if kws:
+            raise TypeError(f"{self.py_func.__name__} is called with keywords. Give its arguments by place.")
+        kinds = tuple(map(types.unliteral, args))
+        if kinds not in self._compiled:
+            self._compiled[kinds] = self._compile(kinds)
+        _, signature = self._compiled[kinds]
+        template = typing.make_concrete_template(self.py_func.__name__, key=self.py_func, signatures=[signature])
+        return template, self.pysig, kinds, {}
+
+    def _compile(self, kinds: tuple[Any, ...]) -> tuple[Any, Any]:
+        """A key by which Numba finds the code, and its signature."""
+        done = compiled_library(self.py_func, kinds, self.targetoptions)
+        done.library._finalized = True  # not optimised by itself: the loop is, with all that it calls
+        key = object()
+        done.target_context.insert_user_function(key, done.fndesc, [done.library])
+        return key, done.signature
+
+    def get_overload(self, kinds: Iterable[Any]) -> Any:
+        return self._compiled[tuple(kinds)][0]
+
+    @property
+    def nopython_signatures(self) -> list[Any]:
+        return [signature for _, signature in self._compiled.values()]
+
+
+def compiled_library(function: Callable[..., Any], kinds: tuple[Any, ...], options: _Options) -> Any:
+    """What Numba makes of a function as LLVM's instructions, without a way to it from Python or C."""
+    from numba.core import compiler
+    from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
+    from numba.core.registry import cpu_target
+
+    class Compiler(_FunctionCompiler):  # type: ignore[misc]
+        def _customize_flags(self, flags: Any) -> Any:
+            flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = True
+            return flags
+
+    return Compiler(function, cpu_target, {"nopython": True, **options}, {}, compiler.Compiler).compile(kinds, None)
