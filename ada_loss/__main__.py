@@ -161,7 +161,7 @@ def _finish(results: Any, as_json: bool) -> None:
     """Write the report, print the tables and the cells that failed; the exit code tells whether some did."""
     from ada_loss.lab.errors import printable
 
-    report, verdicts = results.report(), [str(found) for found in results.verdicts()]
+    report, verdicts = results.report(), [str(one) for one in results.verdicts()]
     if as_json:
         told = {"out": str(results.out), "report": str(report), "counts": results.counts, "verdicts": verdicts}
         told["missing"] = len(results.missing.cells)
@@ -218,7 +218,7 @@ def search(
         from ada_loss.lab.studies.search import search as run
 
         _add_current_folder()
-        found = run(
+        result = run(
             task,
             roles=[role.strip() for word in roles for role in word.split(",")],
             exponent_bits=exponent_bits,
@@ -237,10 +237,10 @@ def search(
             out=out,
         )
         if as_json:
-            answer = {name: getattr(found, name) for name in ("formats", "bits", "metric", "accuracy", "baseline")}
-            print(strict_json({"out": str(out), **answer, "front": found.front()}))
+            answer = {name: getattr(result, name) for name in ("formats", "bits", "metric", "accuracy", "baseline")}
+            print(strict_json({"out": str(out), **answer, "front": result.front()}))
         else:
-            print(f"{found}\nEvery training: {out / 'ledger.sqlite'}")
+            print(f"{result}\nEvery training: {out / 'ledger.sqlite'}")
 
 
 def _number_or_name(word: str) -> float | str:
@@ -300,8 +300,8 @@ def table(
         from ada_loss.lab.results import Results
 
         chosen = dict(_pair(word) for word in where or [])
-        found = Results(out).table(rows, columns, metric, chosen)
-        print(found.to(to), end="")
+        result = Results(out).table(rows, columns, metric, chosen)
+        print(result.to(to), end="")
 
 
 def _pair(word: str) -> tuple[str, str]:
@@ -323,8 +323,8 @@ def report(
     with _errors_as_exit_codes():
         from ada_loss.lab.results import Results
 
-        found = Results(out, minimize=minimize or (), maximize=maximize or ())
-        print(found.report(to, question=question))
+        results = Results(out, minimize=minimize or (), maximize=maximize or ())
+        print(results.report(to, question=question))
 
 
 @app.command()
@@ -345,8 +345,8 @@ def verdict(
     with _errors_as_exit_codes():
         from ada_loss.lab.results import Results
 
-        found = Results(out, minimize=minimize or (), maximize=maximize or ())
-        for one in found.verdicts(metric, tolerance, level, equivalence):
+        results = Results(out, minimize=minimize or (), maximize=maximize or ())
+        for one in results.verdicts(metric, tolerance, level, equivalence):
             print(one)
 
 
@@ -400,8 +400,8 @@ def inspect(
         from ada_loss.lab.studies.describe import describe
 
         _add_current_folder()
-        found = describe(model, fmt)
-        print(strict_json(found.as_dict()) if as_json else found)
+        description = describe(model, fmt)
+        print(strict_json(description.as_dict()) if as_json else description)
 
 
 @app.command()

@@ -99,10 +99,10 @@ def content_of(path: Path) -> bytes:
 def mapping_in(path: Path) -> dict[str, Any]:
     """The mapping in a JSON file; {} for a file that is missing, damaged or holds something else."""
     try:
-        found = json.loads(content_of(path))
+        content = json.loads(content_of(path))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def folder_at(out: object) -> Path:

@@ -119,8 +119,8 @@ class Recorder:
                 worst[key]["underflow"], worst[key]["overflow"]
             ):
                 worst[key] = row
-        found = sorted(worst.values(), key=lambda row: -max(row["underflow"], row["overflow"]))[:SHOWN]
-        wide = max(len(row["site"]) for row in (*found, {"site": "site"}))
+        lossiest = sorted(worst.values(), key=lambda row: -max(row["underflow"], row["overflow"]))[:SHOWN]
+        wide = max(len(row["site"]) for row in (*lossiest, {"site": "site"}))
         lines = [
             f"Recorder(every={self.every}): {len(rows)} rows of steps {rows[0]['step']} to {rows[-1]['step']}, "
             f"{len(worst)} sites; those of which most was lost, at their worst:",
@@ -129,7 +129,7 @@ class Recorder:
         lines += [
             f"{row['site']:<{wide}}  {row['role']:<11}  {row['step']:>4}  {row['log2_scale']:>10.0f}  "
             f"{row['underflow']:>9.3g}  {row['overflow']:>8.3g}"
-            for row in found
+            for row in lossiest
         ]
         return "\n".join(lines)
 
@@ -143,12 +143,12 @@ class Recorder:
     def rows(self) -> Rows:
         """The rows as dictionaries of `COLUMNS`, in the order of the backward passes. Copies them to the host."""
         numbers = torch.stack([n.cpu() for n in self._numbers]).tolist() if self._numbers else []
-        found = Rows()
+        rows = Rows()
         for label, values in zip(self._labels, numbers, strict=True):
             row = label._asdict() | dict(zip((*SCALES, *SHARES), values, strict=True))
             row["limited"] = row["log2_scale"] < row["log2_wanted"]
-            found.append({column: row[column] for column in COLUMNS})
-        return found
+            rows.append({column: row[column] for column in COLUMNS})
+        return rows
 
     def to_frame(self) -> Any:
         """The rows as a pandas.DataFrame."""
@@ -159,12 +159,12 @@ class Recorder:
         places: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
         for row in self.rows():
             places.setdefault((row["site"], row["role"], row["format"]), []).append(row)
-        found = Rows()
+        table = Rows()
         for (site, role, fmt), rows in places.items():
             means = {name: sum(row[name] for row in rows) / len(rows) for name in CURVES[1:]}
             words = {"site": site, "role": role, "format": fmt, "steps": len(rows)}
-            found.append({**words, "log2_scale": rows[-1]["log2_scale"], **means})
-        return found
+            table.append({**words, "log2_scale": rows[-1]["log2_scale"], **means})
+        return table
 
     def __bool__(self) -> bool:
         return True  # one that has seen nothing yet is a recorder too
@@ -176,10 +176,10 @@ class Recorder:
         value: a column of numbers.
         Raises ValueError where no row has the role or the column.
         """
-        found = self.rows()
-        rows = [row for row in found if row["role"] == role]
+        all_rows = self.rows()
+        rows = [row for row in all_rows if row["role"] == role]
         if not rows:
-            known = ", ".join(dict.fromkeys(row["role"] for row in found)) or "none yet"
+            known = ", ".join(dict.fromkeys(row["role"] for row in all_rows)) or "none yet"
             raise ValueError(f"No row has the role {shown(role)}. Known: {known}.")
         numbers = [name for name, known in rows[0].items() if not isinstance(known, str)]
         if value not in numbers:

@@ -34,19 +34,19 @@ Work = Callable[[], object]
 
 def entered(work: Work) -> Counter[str]:
     """The functions of fpsim that `work` enters, each with how often it does."""
-    found: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, _: object) -> None:
         path = frame.f_code.co_filename
         if event == "call" and path.startswith(HOME):
-            found[f"{path.removeprefix(HOME)}: {frame.f_code.co_qualname}"] += 1
+            calls[f"{path.removeprefix(HOME)}: {frame.f_code.co_qualname}"] += 1
 
     sys.setprofile(note)
     try:
         work()
     finally:
         sys.setprofile(None)
-    return found
+    return calls
 
 
 def layers(width: int, times: int) -> nn.Sequential:
@@ -81,9 +81,9 @@ def counts() -> dict[str, tuple[Counter[str], int]]:
     for _ in range(2):  # what is kept is found by then
         for work, _ in calls.values():
             work()
-    found = {name: (entered(work), goal) for name, (work, goal) in calls.items()}
-    found["an addition under emulate"] = add(), 12
-    return found
+    counted = {name: (entered(work), goal) for name, (work, goal) in calls.items()}
+    counted["an addition under emulate"] = add(), 12
+    return counted
 
 
 # Processor time
@@ -152,7 +152,7 @@ def per_sample(model: nn.Module, x: Tensor) -> Repeated:
 def timed() -> dict[str, Timed]:
     """The small calls."""
     x16, x, sequence = torch.randn(16), torch.randn(64, 64), torch.randn(8, 4, 32)
-    found = {
+    rows = {
         'round_to(x, "e4m3fn") of 16, relu': Timed(
             repeated(lambda: torch.relu(x16)), repeated(lambda: fpsim.round_to(x16, "e4m3fn")), 2.5
         ),
@@ -161,23 +161,23 @@ def timed() -> dict[str, Timed]:
     linear = nn.Linear(64, 64)
     for fmt, goal in (("e4m3fn", 35.0), ("mxfp8_e4m3", 60.0), ("recipe:fp8_current", 80.0)):
         model = fpsim.quantize(linear, fmt)
-        found[f"Linear(64, 64), {fmt}"] = Timed(repeated(partial(linear, x)), repeated(partial(model, x)), goal, True)
+        rows[f"Linear(64, 64), {fmt}"] = Timed(repeated(partial(linear, x)), repeated(partial(model, x)), goal, True)
     for width in (64, 256):
         for fmt, goal in (("e4m3fn", 2.0), ("recipe:fp8_current", 3.5)):
             plain, y = layers(width, 2), torch.randn(width, width)
-            found[f"step of (Linear, GELU) x 2, {width} wide, {fmt}"] = Timed(
+            rows[f"step of (Linear, GELU) x 2, {width} wide, {fmt}"] = Timed(
                 stepped(plain, y), stepped(fpsim.quantize(plain, fmt), y), goal
             )
     lstm = nn.LSTM(32, 32)
     cell = fpsim.quantize(lstm, "e4m3fn")
-    found["LSTM(32, 32) of 8 steps, e4m3fn"] = Timed(
+    rows["LSTM(32, 32) of 8 steps, e4m3fn"] = Timed(
         repeated(lambda: lstm(sequence)), repeated(lambda: cell(sequence)), None
     )
     plain, y = layers(64, 2), torch.randn(8, 64)
-    found["gradients of 8 samples, one by one, e4m3fn"] = Timed(
+    rows["gradients of 8 samples, one by one, e4m3fn"] = Timed(
         per_sample(plain, y), per_sample(fpsim.quantize(plain, "e4m3fn"), y), None
     )
-    return found
+    return rows
 
 
 TOKENS = 32
@@ -220,13 +220,13 @@ def evaluated(model: nn.Module, is_frozen: bool = False) -> Repeated:
 
 def generations() -> dict[str, Timed]:
     """Generation and evaluation, with weights that are rounded once and at each call."""
-    plain, found = llama(), {}
+    plain, rows = llama(), {}
     for fmt, goal in (("bf16", 2.0), ("e4m3fn", 2.0), ("recipe:fp8_current", 2.5), ("recipe:mxfp8", 2.5)):
         model = fpsim.quantize(plain, fmt)
-        found[f"{TOKENS} tokens, {fmt}, frozen"] = Timed(generated(plain), generated(model, True), goal, pairs=5)
-        found[f"{TOKENS} tokens, {fmt}"] = Timed(generated(plain), generated(model), None, pairs=5)
-        found[f"evaluation, {fmt}, frozen"] = Timed(evaluated(plain), evaluated(model, True), 1.4, pairs=5)
-    return found
+        rows[f"{TOKENS} tokens, {fmt}, frozen"] = Timed(generated(plain), generated(model, True), goal, pairs=5)
+        rows[f"{TOKENS} tokens, {fmt}"] = Timed(generated(plain), generated(model), None, pairs=5)
+        rows[f"evaluation, {fmt}, frozen"] = Timed(evaluated(plain), evaluated(model, True), 1.4, pairs=5)
+    return rows
 
 
 def seconds(work: Repeated, times: int) -> float:
@@ -258,9 +258,9 @@ def main() -> None:
     parser.add_argument("--generate", action="store_true", help="time generation and evaluation of a small Llama too")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for name, (found, goal) in counts().items():
-        print(f"{name:56} {found.total():4} calls of {len(found):3} functions   goal <= {goal}")
-        for function, times in found.most_common() if options.list else ():
+    for name, (calls, goal) in counts().items():
+        print(f"{name:56} {calls.total():4} calls of {len(calls):3} functions   goal <= {goal}")
+        for function, times in calls.most_common() if options.list else ():
             print(f"{times:8} {function}")
     rows = [*timed().items()] if options.time else []
     rows += [*generations().items()] if options.generate else []

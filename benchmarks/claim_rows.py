@@ -57,26 +57,26 @@ def _readme() -> list[Claim]:
     tensor = "One for each tensor, to nearest, falls short by several points"
     adaptive = "with one exponent for each layer it is within a point of float32"
     blocks = "MXFP4 and NVFP4, to nearest, are within a point too"
-    found = []
+    claims = []
     for recipe in ("bf16", "fp16"):
         setting = chars(f"recipe:{recipe}")
-        found += _both(f"chars.{recipe}", FIRST_SWEEP, nobody, setting, (-0.5, 0.5), BITS_KEPT)
+        claims += _both(f"chars.{recipe}", FIRST_SWEEP, nobody, setting, (-0.5, 0.5), BITS_KEPT)
     eight, four = operands("e4m3fn"), operands("e2m1fn")
-    found.append(_points("chars.e4m3fn.none", FIRST_SWEEP, somebody, chars(eight), (-60.0, -20.0)))
+    claims.append(_points("chars.e4m3fn.none", FIRST_SWEEP, somebody, chars(eight), (-60.0, -20.0)))
     for scaling in (1024, "torch", "adaptive"):
         name = f"chars.e4m3fn.{scaling}"
-        found += _both(name, FIRST_SWEEP, somebody, chars(eight, scaling), NOTHING_LOST, BITS_KEPT)
+        claims += _both(name, FIRST_SWEEP, somebody, chars(eight, scaling), NOTHING_LOST, BITS_KEPT)
     for name, fmt in (("tensor", "e4m3fn per tensor fp32"), ("mx", "mxfp8_e4m3")):
-        found += _both(f"chars.e4m3fn.{name}", FIRST_SWEEP, somebody, chars(fmt), NOTHING_LOST, BITS_KEPT)
+        claims += _both(f"chars.e4m3fn.{name}", FIRST_SWEEP, somebody, chars(fmt), NOTHING_LOST, BITS_KEPT)
     for scaling in ("none", 1024, "torch"):
         quantity = Trained(chars(four, scaling), "accuracy")
-        found.append(Claim(f"chars.e2m1fn.{scaling}", FIRST_SWEEP, one, quantity, SHARE, 0.0, 25.5))
+        claims.append(Claim(f"chars.e2m1fn.{scaling}", FIRST_SWEEP, one, quantity, SHARE, 0.0, 25.5))
     whole = chars("e2m1fn per tensor fp32")
-    found.append(_points("chars.e2m1fn.tensor", FIRST_SWEEP, tensor, whole, (-20.0, -2.0)))
-    found += _both("chars.e2m1fn.adaptive", FIRST_SWEEP, adaptive, chars(four, "adaptive"), NOTHING_LOST, REPORTED)
+    claims.append(_points("chars.e2m1fn.tensor", FIRST_SWEEP, tensor, whole, (-20.0, -2.0)))
+    claims += _both("chars.e2m1fn.adaptive", FIRST_SWEEP, adaptive, chars(four, "adaptive"), NOTHING_LOST, REPORTED)
     for fmt in ("mxfp4", "nvfp4"):
-        found += _both(f"chars.{fmt}", FIRST_SWEEP, blocks, chars(fmt), NOTHING_LOST, (0.036, 0.16))
-    return found
+        claims += _both(f"chars.{fmt}", FIRST_SWEEP, blocks, chars(fmt), NOTHING_LOST, (0.036, 0.16))
+    return claims
 
 
 def _granularity() -> list[Claim]:
@@ -90,7 +90,7 @@ def _granularity() -> list[Claim]:
     floor = "On this task, to nearest, `floor` is better than `ceil`"
     mse = "loses less than half of what `current` loses in the other layers"
     recipes = "Today's recipes are within a point of float32"
-    found = []
+    claims = []
     for name, fmt, scaling in (
         ("1024", "e4m3fn", 1024),
         ("adaptive", "e4m3fn", "adaptive"),
@@ -98,8 +98,8 @@ def _granularity() -> list[Claim]:
         ("mx", "mxfp8_e4m3", "none"),
     ):
         setting = chars(gradient(fmt), scaling)
-        found += _both(f"chars.dy.e4m3fn.{name}", page, eight, setting, NOTHING_LOST, BITS_KEPT)
-    found.append(_points("chars.dy.e5m2.none", page, nobody, chars(gradient("e5m2")), (-15.0, -2.0)))
+        claims += _both(f"chars.dy.e4m3fn.{name}", page, eight, setting, NOTHING_LOST, BITS_KEPT)
+    claims.append(_points("chars.dy.e5m2.none", page, nobody, chars(gradient("e5m2")), (-15.0, -2.0)))
     # the rule that README's last row is about: dy alone, stochastic
     for name, fmt, scaling in (
         ("adaptive", "e2m1fn", "adaptive"),
@@ -108,47 +108,47 @@ def _granularity() -> list[Claim]:
     ):
         rounding = None if name == "adaptive" else "stochastic"
         setting = chars(gradient(fmt), scaling, rounding)
-        found += _both(f"chars.dy.e2m1fn.stochastic.{name}", page, small, setting, NOTHING_LOST, BITS_KEPT)
+        claims += _both(f"chars.dy.e2m1fn.stochastic.{name}", page, small, setting, NOTHING_LOST, BITS_KEPT)
     for name, fmt, scaling in (("current", "e2m1fn", "current"), ("tensor", "e2m1fn per tensor fp32", "none")):
         setting = chars(gradient(fmt), scaling, "nearest_even")
-        found.append(_points(f"chars.dy.e2m1fn.nearest.{name}", page, nearest, setting, (-20.0, -2.0)))
+        claims.append(_points(f"chars.dy.e2m1fn.nearest.{name}", page, nearest, setting, (-20.0, -2.0)))
     without = chars(operands("e2m1fn", "e2m1fn per tensor fp32", head=False))
-    found.append(_points("chars.head_out.tensor", page, head, without, NOTHING_LOST))
-    found.append(_bits("chars.head_out.tensor", page, edge, without, (0.0, 0.072)))
+    claims.append(_points("chars.head_out.tensor", page, head, without, NOTHING_LOST))
+    claims.append(_bits("chars.head_out.tensor", page, edge, without, (0.0, 0.072)))
     body = gradient("e2m1fn") | {"overrides": {"head": None}}
     measured, squared = (chars(body, rule, "nearest_even") for rule in ("current", "mse"))
-    found.append(_points("chars.head_out.current", page, head, measured, NOTHING_LOST))
-    found.append(_bits("chars.head_out.current", page, mse, measured, (0.036, 0.3)))
-    found.append(_bits("chars.head_out.mse", page, mse, squared, (-0.036, 0.06)))
+    claims.append(_points("chars.head_out.current", page, head, measured, NOTHING_LOST))
+    claims.append(_bits("chars.head_out.current", page, mse, measured, (0.036, 0.3)))
+    claims.append(_bits("chars.head_out.mse", page, mse, squared, (-0.036, 0.06)))
     blocks, ceil = (chars(gradient(fmt), "none", "nearest_even") for fmt in ("mxfp4", "e2m1fn per 32 ceil"))
-    found.append(_bits("chars.dy.floor_against_ceil", page, floor, blocks, (-1.5, -0.1), ceil))
+    claims.append(_bits("chars.dy.floor_against_ceil", page, floor, blocks, (-1.5, -0.1), ceil))
     for recipe in ("fp8_delayed", "fp8_current", "fp8_row", "fp8_tile", "mxfp8", "mxfp4_sr", "nvfp4"):
         setting = chars(f"recipe:{recipe}")
-        found += _both(f"chars.recipe.{recipe}", page, recipes, setting, NOTHING_LOST, (-0.036, 0.072))
+        claims += _both(f"chars.recipe.{recipe}", page, recipes, setting, NOTHING_LOST, (-0.036, 0.072))
     task = "on the digits and in the deep network, too"
     for name in ("digits", "deep_digits"):
         setting = Setting(name, gradient("e2m1fn"), "adaptive")
-        found.append(_points(f"{name}.dy.e2m1fn.stochastic.adaptive", page, task, setting, NOTHING_LOST, seeds=10))
-    return found
+        claims.append(_points(f"{name}.dy.e2m1fn.stochastic.adaptive", page, task, setting, NOTHING_LOST, seeds=10))
+    return claims
 
 
 def _scaling() -> list[Claim]:
     page = SCALING
     lost = "Without scaling, e4m3fn turns 85 % of the gradients of activations into zero"
     none = Setting("digits", "e4m3fn")
-    found = [
+    claims = [
         Claim("digits.e4m3fn.none.lost", page, lost, Trained(none, "underflow"), SHARE, 78.0, 92.0),
         _points("digits.e4m3fn.none", page, lost, none, (-85.0, -40.0)),
     ]
     large = "stays at its first value, 2^16, which is too large"
-    found.append(_points("digits.e4m3fn.torch", page, large, Setting("digits", "e4m3fn", "torch"), (-25.0, -3.0)))
+    claims.append(_points("digits.e4m3fn.torch", page, large, Setting("digits", "e4m3fn", "torch"), (-25.0, -3.0)))
     young = "NNabla's first value, 8, is too small for so short a training"
-    found.append(_points("digits.e4m3fn.nnabla", page, young, Setting("digits", "e4m3fn", "nnabla"), (-85.0, -30.0)))
+    claims.append(_points("digits.e4m3fn.nnabla", page, young, Setting("digits", "e4m3fn", "nnabla"), (-85.0, -30.0)))
     fits = "A constant that fits and adaptive scaling are within a point of float32 there"
     for scaling in (1024, "adaptive"):
         setting = Setting("digits", "e4m3fn", scaling)
-        found.append(_points(f"digits.e4m3fn.{scaling}", page, fits, setting, NOTHING_LOST, seeds=10))
-    return [*found, *_deep(), *_depth()]
+        claims.append(_points(f"digits.e4m3fn.{scaling}", page, fits, setting, NOTHING_LOST, seeds=10))
+    return [*claims, *_deep(), *_depth()]
 
 
 def _deep() -> list[Claim]:
@@ -183,25 +183,25 @@ def _depth() -> list[Claim]:
     bounds = "(a factor of at most 16, a product of at most 1024) give up the gain just there"
     measured = "A scale that is measured (`current`) is as good as the predicted one"
     fits = "Where a constant fits all layers, it is as good."
-    found = []
+    claims = []
     for gain in (0.8, 0.5, 0.2):
         quantity = Computed(first_layer_error, ("e4m3fn", gain, "approx_range"))
-        found.append(Claim(f"depth.e4m3fn.{gain}.approx_range", page, layers, quantity, RATIO, 0.0, 0.2, 10))
+        claims.append(Claim(f"depth.e4m3fn.{gain}.approx_range", page, layers, quantity, RATIO, 0.0, 0.2, 10))
         quantity = Computed(first_layer_error, ("e4m3fn", gain, "current", "approx_range"))
-        found.append(Claim(f"depth.e4m3fn.{gain}.current", page, measured, quantity, RATIO, 0.7, 1.1, 10))
+        claims.append(Claim(f"depth.e4m3fn.{gain}.current", page, measured, quantity, RATIO, 0.7, 1.1, 10))
     for fmt, gain in (("e4m3fn", 0.5), ("e4m3fn", 0.2), ("fp16", 0.2), ("e5m2", 0.2)):
         quantity = Computed(best_constant, (fmt, gain))
-        found.append(Claim(f"depth.{fmt}.{gain}.constant", page, constants, quantity, RATIO, 0.5, 1.5, 10))
+        claims.append(Claim(f"depth.{fmt}.{gain}.constant", page, constants, quantity, RATIO, 0.5, 1.5, 10))
     quantity = Computed(first_layer_error, ("e4m3fn", 0.5, "approx_range 16/1024"))
-    found.append(Claim("depth.e4m3fn.0.5.bounds", page, bounds, quantity, RATIO, 0.8, 1.2, 10))
+    claims.append(Claim("depth.e4m3fn.0.5.bounds", page, bounds, quantity, RATIO, 0.8, 1.2, 10))
     quantity = Computed(best_constant, ("fp16", 0.8))
-    found.append(Claim("depth.fp16.0.8.constant", page, fits, quantity, RATIO, 0.0, 0.003, 10))
-    return found
+    claims.append(Claim("depth.fp16.0.8.constant", page, fits, quantity, RATIO, 0.0, 0.003, 10))
+    return claims
 
 
 def _others() -> list[Claim]:
     keeps = "Stochastic rounding keeps small terms on average."
-    found = [Claim("sums.stochastic", ACCUMULATORS, keeps, Computed(stochastic_sum), RATIO, 1.99, 2.01)]
+    claims = [Claim("sums.stochastic", ACCUMULATORS, keeps, Computed(stochastic_sum), RATIO, 1.99, 2.01)]
     biased = "towards zero, by 2^-(r+1) for large D"
     for variant, sentence, mean in (
         ("A", biased, -0.25),
@@ -209,15 +209,15 @@ def _others() -> list[Claim]:
         ("C", "ties to even, plus R | Stochastic", 0.0),
     ):
         quantity = Computed(mean_error_of, (variant,))
-        found.append(Claim(f"variants.{variant}", STOCHASTIC, sentence, quantity, RATIO, mean - 0.003, mean + 0.003))
+        claims.append(Claim(f"variants.{variant}", STOCHASTIC, sentence, quantity, RATIO, mean - 0.003, mean + 0.003))
     largest = "With three and five seeds the largest is 4.9 %"
-    found.append(Claim("verdict.worst", VERDICT, largest, Computed(worst_share_wrong), SHARE, 4.0, 5.5))
+    claims.append(Claim("verdict.worst", VERDICT, largest, Computed(worst_share_wrong), SHARE, 4.0, 5.5))
     for settings, seeds, deviation, percent in ((15, 3, 0.3, 52), (15, 5, 0.3, 95), (15, 10, 1.0, 41)):
         cells = {3: "52 (89)", 5: "95 (100)", 10: "41 (100)"}[seeds]
         quantity = Computed(share_found, (settings, seeds, deviation))
         name = f"verdict.found.{settings}x{seeds}"
-        found.append(Claim(name, VERDICT, cells, quantity, SHARE, percent - 3, percent + 3))
-    return found
+        claims.append(Claim(name, VERDICT, cells, quantity, SHARE, percent - 3, percent + 3))
+    return claims
 
 
 CLAIMS = [*_readme(), *_granularity(), *_scaling(), *_others()]

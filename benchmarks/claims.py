@@ -133,7 +133,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Found:
+class Measured:
     """What a list of seeds gave: the values of those that are done."""
 
     claim: Claim
@@ -247,8 +247,8 @@ def share_found(seed: int, settings: int, seeds: int, deviation: float) -> float
 def operands(fmt: str, dy: str | None = None, head: bool = True) -> dict[str, Any]:
     """All operands of products, x and w with a scale for each tensor. dy: its format, where it is another one."""
     one = f"{fmt} per tensor fp32"
-    found: dict[str, Any] = {"products": {"x": one, "w": one, "dy": dy or fmt}}
-    return found if head else found | {"overrides": {"head": None}}
+    policy: dict[str, Any] = {"products": {"x": one, "w": one, "dy": dy or fmt}}
+    return policy if head else policy | {"overrides": {"head": None}}
 
 
 def gradient(dy: str) -> dict[str, Any]:
@@ -346,33 +346,33 @@ def run(
 
 def judge(
     claims: Iterable[Claim], lists: Sequence[Sequence[int]], store: Store, small: bool = False
-) -> list[tuple[Claim, list[Found]]]:
+) -> list[tuple[Claim, list[Measured]]]:
     """For each claim what each list of seeds gave."""
-    found = []
+    judged = []
     for claim in claims:
         ones = []
         for seeds in lists:
             values = {seed: store.value(claim, seed, small) for seed in seeds[: claim.seeds]}
-            ones.append(Found(claim, {seed: value for seed, value in values.items() if value is not None}))
-        found.append((claim, ones))
-    return found
+            ones.append(Measured(claim, {seed: value for seed, value in values.items() if value is not None}))
+        judged.append((claim, ones))
+    return judged
 
 
-def verdict_on(found: Sequence[Found]) -> str:
+def verdict_on(ones: Sequence[Measured]) -> str:
     """What is said of a claim: "holds", "fails", "reported", or how many numbers are missing."""
-    missing = sum(one.claim.seeds - len(one.values) for one in found)
+    missing = sum(one.claim.seeds - len(one.values) for one in ones)
     if missing:
         return f"{missing} to run"
-    if not all(one.holds for one in found):
+    if not all(one.holds for one in ones):
         return "fails"
-    is_bound = any(map(math.isfinite, (found[0].claim.low, found[0].claim.high)))
+    is_bound = any(map(math.isfinite, (ones[0].claim.low, ones[0].claim.high)))
     return "holds" if is_bound else "reported"
 
 
-def table(found: Iterable[tuple[Claim, list[Found]]]) -> str:
+def table(judged: Iterable[tuple[Claim, list[Measured]]]) -> str:
     """The rows as a table in Markdown: mean and 95 % interval of each list, and whether the row holds."""
     lines = ["| row | measured | band | first seeds | second seeds | |", "| --- | --- | --- | ---: | ---: | --- |"]
-    for claim, ones in found:
+    for claim, ones in judged:
         band = f"{bound(claim.low)} to {bound(claim.high)} {claim.unit}".rstrip()
         values = [_mean(one) for one in ones]
         words = " | ".join(values + ["-"] * (len(SEEDS) - len(values)))
@@ -402,21 +402,21 @@ rows confirm nothing; all other bands are as they were.
 """
 
 
-def write(found: Sequence[tuple[Claim, list[Found]]], folder: Path) -> None:
+def write(judged: Sequence[tuple[Claim, list[Measured]]], folder: Path) -> None:
     """Write claims.md and claims.json, the page of results and the number of each seed."""
-    found = [
+    judged = [
         (claim, [replace(one, values={k: round(v, 6) for k, v in one.values.items()}) for one in ones])
-        for claim, ones in found
+        for claim, ones in judged
     ]
-    values = {claim.name: [one.values for one in ones] for claim, ones in found}
+    values = {claim.name: [one.values for one in ones] for claim, ones in judged}
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in values.items())
     write_atomically(folder / "claims.json", f"{{\n{lines}\n}}\n".encode())
-    write_atomically(folder / "claims.md", f"{HEAD}{table(found)}\n\n{count(found)}\n".encode())
+    write_atomically(folder / "claims.md", f"{HEAD}{table(judged)}\n\n{count(judged)}\n".encode())
 
 
-def count(found: Iterable[tuple[Claim, list[Found]]]) -> str:
+def count(judged: Iterable[tuple[Claim, list[Measured]]]) -> str:
     """How many rows hold, fail, are reported, and are to be run, in words."""
-    kinds = [verdict_on(ones) for _, ones in found]
+    kinds = [verdict_on(ones) for _, ones in judged]
     words = [f"{kinds.count(kind)} {verb}" for kind, verb in (("holds", "hold"), ("fails", "fail"))]
     return f"{', '.join(words)}, {kinds.count('reported')} are reported, of {len(kinds)}."
 
@@ -426,7 +426,7 @@ def bound(value: float) -> str:
     return "any" if math.isinf(value) else f"{value:g}"
 
 
-def _mean(one: Found) -> str:
+def _mean(one: Measured) -> str:
     if not one.values:
         return "-"
     digits = {POINTS: 2, SHARE: 1}.get(one.claim.unit, 4)
@@ -437,8 +437,8 @@ def _mean(one: Found) -> str:
 def chosen(claims: Iterable[Claim], only: str) -> list[Claim]:
     """The claims whose name begins with one of the parts, separated by commas, in the order of the parts."""
     every = [*claims]
-    found = {claim.name: claim for part in only.split(",") for claim in every if claim.name.startswith(part)}
-    return [*found.values()]
+    by_name = {claim.name: claim for part in only.split(",") for claim in every if claim.name.startswith(part)}
+    return [*by_name.values()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -467,12 +467,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lists = [SEEDS[int(number) - 1] for number in options.lists.split(",")]
     known = options.known
     store = Store(options.out, known) if options.judge else run(claims, lists, options.out, options.workers, known)
-    found = judge(claims, lists, store)
-    print(table(found))
-    print(f"\n{count(found)}")
+    judged = judge(claims, lists, store)
+    print(table(judged))
+    print(f"\n{count(judged)}")
     if options.write:
-        write(found, ROOT / "docs")
-    return int(any(verdict_on(ones) == "fails" for _, ones in found))
+        write(judged, ROOT / "docs")
+    return int(any(verdict_on(ones) == "fails" for _, ones in judged))
 
 
 if __name__ == "__main__":

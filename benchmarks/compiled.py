@@ -58,9 +58,9 @@ def step(model: nn.Module, run: Callable[..., Any]) -> list[Tensor]:
     return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def error(found: list[Tensor], wanted: list[Tensor]) -> float:
+def error(result: list[Tensor], wanted: list[Tensor]) -> float:
     """Relative, over all tensors together."""
-    distance = sum(float((a - b).double().square().sum()) for a, b in zip(found, wanted, strict=True))
+    distance = sum(float((a - b).double().square().sum()) for a, b in zip(result, wanted, strict=True))
     return float(distance / sum(float(b.double().square().sum()) for b in wanted)) ** 0.5
 
 
@@ -70,12 +70,12 @@ def compared(make: Callable[[], nn.Module], fmt: str | None) -> str:
     plain = make()
     models = (plain, copy.deepcopy(plain), copy.deepcopy(plain))
     eager, model, other = (m if fmt is None else fpsim.quantize(m, fmt) for m in models)
-    wanted, found = step(eager, eager), step(model, torch.compile(model, fullgraph=True))
-    tensors = sum(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    numbers = sum(int((a == b).sum()) for a, b in zip(found, wanted, strict=True)) / sum(a.numel() for a in wanted)
+    wanted, compiled = step(eager, eager), step(model, torch.compile(model, fullgraph=True))
+    tensors = sum(torch.equal(a, b) for a, b in zip(compiled, wanted, strict=True))
+    numbers = sum(int((a == b).sum()) for a, b in zip(compiled, wanted, strict=True)) / sum(a.numel() for a in wanted)
     with Noise():
         changed = step(other, other)
-    errors = f"{error(found, wanted):.1e} | {error(changed, wanted):.1e}"
+    errors = f"{error(compiled, wanted):.1e} | {error(changed, wanted):.1e}"
     return f"{tensors} of {len(wanted)} | {100 * numbers:.1f} % | {errors} |"
 
 

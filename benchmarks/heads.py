@@ -65,8 +65,8 @@ def main() -> None:
     columns: dict[str, tuple[dict[str, float], dict[str, float]]] = {}
     for fmt in ("fp16", "e5m2", "e4m3fn"):
         for scaling in ("none", 1024.0, "adaptive"):
-            found, rows = gradients(task, model, fmt, scaling)
-            errors = {name: float((found[name] - one).norm() / one.norm()) for name, one in true.items()}
+            rounded, rows = gradients(task, model, fmt, scaling)
+            errors = {name: float((rounded[name] - one).norm() / one.norm()) for name, one in true.items()}
             lost: dict[str, list[int]] = {}
             for row in rows:
                 if row["role"] == "error":

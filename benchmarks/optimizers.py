@@ -69,12 +69,12 @@ def compared() -> Iterator[tuple[str, str]]:
 def main() -> None:
     warnings.simplefilter("ignore")  # of the optimizers
     torch.set_num_threads(1)
-    found = dict(compared())
-    for name, words in found.items():
+    results = dict(compared())
+    for name, words in results.items():
         if words != "equal":
             print(f"{name}: {words}")
-    kinds = [words.split(":")[0].split()[0] for words in found.values()]
-    print({kind: kinds.count(kind) for kind in sorted({*kinds})}, "of", len(found))
+    kinds = [words.split(":")[0].split()[0] for words in results.values()]
+    print({kind: kinds.count(kind) for kind in sorted({*kinds})}, "of", len(results))
 
 
 if __name__ == "__main__":

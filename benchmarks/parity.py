@@ -71,19 +71,19 @@ def distance(x: Tensor, reference: Tensor, fmt: str) -> float:
 
 def outputs_of(subject: Subject, model: nn.Module, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
     """The model's output, and the first tensor that each leaf module gives, in the order in which they ran."""
-    found: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
     def keep(name: str, module: nn.Module, args: Any, out: Any) -> None:
         first = out[0] if isinstance(out, tuple) else out
         if isinstance(first, Tensor) and first.is_floating_point():
-            found.setdefault(name, first.float())
+            outputs.setdefault(name, first.float())
 
     leaves = ((name, m) for name, m in model.named_modules() if next(m.children(), None) is None)
     handles = [m.register_forward_hook(functools.partial(keep, name)) for name, m in leaves]
     out = output_of(subject, model, dtype).float()
     for handle in handles:
         handle.remove()
-    return out, found
+    return out, outputs
 
 
 def output_of(subject: Subject, model: nn.Module, dtype: torch.dtype) -> Tensor:
@@ -149,7 +149,7 @@ class Operations(TorchFunctionMode):
         super().__init__()
         self.fmt, self.dtype, self.modules = fmt, NATIVE[fmt], modules
         self.elements: dict[str, int] = {}
-        self.found: list[Difference] = []
+        self.differences: list[Difference] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -187,7 +187,7 @@ class Operations(TorchFunctionMode):
         if differing:
             apart = distance(emulated, native, self.fmt)
             far = [distance(x, exact, self.fmt) for x in (native, emulated)]
-            self.found.append(Difference(name, self.modules[-1], native.numel(), differing, apart, *far))
+            self.differences.append(Difference(name, self.modules[-1], native.numel(), differing, apart, *far))
 
 
 @dataclass
@@ -225,12 +225,12 @@ def operations(tokens: int) -> Iterator[Table]:
         for fmt in NATIVE:
             repeated = repeated_operations(subject, fmt)
             elements.update({(fmt, name): n for name, n in repeated.elements.items()})
-            for d in repeated.found:
+            for d in repeated.differences:
                 differences.setdefault((fmt, d.name), []).append((subject.name, d))
-            if not repeated.found:
+            if not repeated.differences:
                 firsts.append((subject.name, fmt, "none", *[""] * 4))
                 continue
-            d = repeated.found[0]
+            d = repeated.differences[0]
             firsts.append(
                 (subject.name, fmt, d.module, d.name, f"{d.differing} of {d.elements}", f"{d.apart:.2g}", d.why)
             )
@@ -246,11 +246,11 @@ def differing_operations(
     differences: dict[tuple[str, str], list[tuple[str, Difference]]], elements: Counter[tuple[str, str]]
 ) -> Table:
     rows: Table = [("operation", "format", "models", "share", "ulps", "native, exact", "emulated, exact", "why")]
-    for (fmt, name), found in sorted(differences.items(), key=lambda item: item[0][::-1]):
-        models = ", ".join(dict.fromkeys(model for model, _ in found))
-        share = sum(d.differing for _, d in found) / elements[fmt, name]
-        worst = max((d for _, d in found), key=lambda d: max(d.native, d.emulated))
-        apart = max(d.apart for _, d in found)
+    for (fmt, name), by_model in sorted(differences.items(), key=lambda item: item[0][::-1]):
+        models = ", ".join(dict.fromkeys(model for model, _ in by_model))
+        share = sum(d.differing for _, d in by_model) / elements[fmt, name]
+        worst = max((d for _, d in by_model), key=lambda d: max(d.native, d.emulated))
+        apart = max(d.apart for _, d in by_model)
         numbers = (f"{share:.1e}", f"{apart:.2g}", f"{worst.native:.3f}", f"{worst.emulated:.3f}")
         rows.append((name, fmt, models, *numbers, worst.why))
     return rows
@@ -291,7 +291,7 @@ def losses(subject: Subject, model: nn.Module, dtype: torch.dtype) -> list[float
     """
     computing = model.eval() if dtype is torch.float32 else copy.deepcopy(model).eval().to(dtype)
     kept, used = list(model.parameters()), list(computing.parameters())
-    optimizer, found = torch.optim.AdamW(kept, lr=3e-3), []
+    optimizer, losses = torch.optim.AdamW(kept, lr=3e-3), []
     for _ in range(STEPS):
         out = output_of(subject, computing, dtype).float()
         if subject.target.is_floating_point():
@@ -299,7 +299,7 @@ def losses(subject: Subject, model: nn.Module, dtype: torch.dtype) -> list[float
         else:
             loss = F.cross_entropy(out.flatten(0, -2), subject.target.flatten())
         loss.backward()
-        found.append(loss.item())
+        losses.append(loss.item())
         if computing is not model:
             for p, q in zip(kept, used, strict=True):
                 p.grad, q.grad = None if q.grad is None else q.grad.float(), None
@@ -309,7 +309,7 @@ def losses(subject: Subject, model: nn.Module, dtype: torch.dtype) -> list[float
             with torch.no_grad():
                 for p, q in zip(kept, used, strict=True):
                     q.copy_(p)
-    return found
+    return losses
 
 
 # the page

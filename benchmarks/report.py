@@ -681,12 +681,12 @@ def against_base(report: Report, revision: str, only: list[str] | None, is_quick
             f"up to {pairs} pairs in two fresh processes, with Student's 95 % interval over the rounds."
         )
         print(report.notes[-1], flush=True)
-        for name, found in compare(base, root, names, rounds, pairs):
-            if isinstance(found, NotMeasuredError):
-                report.notes.append(f"{name}: not measured. {found}")
+        for name, ratio in compare(base, root, names, rounds, pairs):
+            if isinstance(ratio, NotMeasuredError):
+                report.notes.append(f"{name}: not measured. {ratio}")
                 print(report.notes[-1], flush=True)
             else:
-                report.add_ratio(ROWS[name][0], name, found)
+                report.add_ratio(ROWS[name][0], name, ratio)
 
 
 def main() -> None:

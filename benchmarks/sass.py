@@ -18,8 +18,8 @@ def disassembler() -> str | None:
     """nvdisasm, of a CUDA toolkit or of the wheel nvidia-cuda-nvdisasm."""
     from cuda.pathfinder import find_nvidia_binary_utility
 
-    found = find_nvidia_binary_utility("nvdisasm")
-    return None if found is None and shutil.which("nvdisasm") is None else str(found or "nvdisasm")
+    path = find_nvidia_binary_utility("nvdisasm")
+    return None if path is None and shutil.which("nvdisasm") is None else str(path or "nvdisasm")
 
 
 def disassembled(kernel: CudaKernel, capability: tuple[int, int]) -> str:
@@ -42,8 +42,8 @@ def instructions_per_element(sass: str, element_bytes: int) -> float:
     for line in sass.splitlines():
         if label := _LABEL.match(line.strip()):
             labels[label.group(1)] = len(code)
-        elif found := _LINE.search(line):
-            code.append((found.group(1) or "", found.group(2), found.group(3)))
+        elif match := _LINE.search(line):
+            code.append((match.group(1) or "", match.group(2), match.group(3)))
     reached: dict[int, dict[int, int]] = {0: {0: 0}}  # before an instruction: bytes stored, fewest instructions
     ends: list[float] = []
     for i, (predicate, name, rest) in enumerate(code):

@@ -75,10 +75,10 @@ def run(task: str, seeds: int, settings: Sequence[str]) -> None:
             make_task = find_task(task)
             made, options = make_task(seed), getattr(make_task, "options", {})
             try:
-                found = train(made, fmt, scaling=scaling, seed=seed, record_every=0, **options).metrics
+                metrics = train(made, fmt, scaling=scaling, seed=seed, record_every=0, **options).metrics
             except Stopped:
-                found = dict.fromkeys(made.metrics, math.nan)
-            lines = [f'{task},"{setting}",{seed},{metric},{value:.6g}\n' for metric, value in found.items()]
+                metrics = dict.fromkeys(made.metrics, math.nan)
+            lines = [f'{task},"{setting}",{seed},{metric},{value:.6g}\n' for metric, value in metrics.items()]
             with open(DATA, "a") as file:  # one write: other processes add to the file, too
                 file.write("".join(lines))
             print("".join(lines), end="", flush=True)
@@ -86,14 +86,14 @@ def run(task: str, seeds: int, settings: Sequence[str]) -> None:
 
 def measured() -> dict[str, dict[str, dict[int, float]]]:
     """{task: {setting: {seed: value}}} of the metric that is judged, the first of a task."""
-    found: dict[str, dict[str, dict[int, float]]] = {}
+    by_task: dict[str, dict[str, dict[int, float]]] = {}
     first: dict[str, str] = {}
     for row in rows():
         first.setdefault(row["task"], row["metric"])
         if row["metric"] == first[row["task"]]:
-            values = found.setdefault(row["task"], {}).setdefault(row["setting"], {})
+            values = by_task.setdefault(row["task"], {}).setdefault(row["setting"], {})
             values[int(row["seed"])] = float(row["value"])
-    return found
+    return by_task
 
 
 def spread_of(task: str, settings: Mapping[str, Mapping[int, float]]) -> Spread:
@@ -134,11 +134,11 @@ def _tolerance(one: Spread, count: int) -> float:
 
 def spread_table() -> Iterator[str]:
     """The table of all tasks."""
-    found = measured()
+    by_task = measured()
     tolerances = " | ".join(f"{count} seeds" for count in COUNTS)
     yield f"| task | metric | float32 | seeds | paired difference | seeds | {tolerances} | {FAR} | seeds | apart by |"
     yield "| --- | --- |" + " ---: |" * (len(COUNTS) + 7)
-    for task, settings in found.items():
+    for task, settings in by_task.items():
         one = spread_of(task, settings)
         far = [*settings.get(FAR, {}).values()]
         cells = [
@@ -214,7 +214,7 @@ def tables() -> None:
         _, end, after = rest.partition(f"<!-- end of {name} -->")
         text = f"{before}<!-- {name} -->\n" + "\n".join(table) + f"\n{end}{after}"
     write_atomically(PAGE, text.encode())
-    write_atomically(FILE, spreads({task: spread_of(task, found) for task, found in measured().items()}))
+    write_atomically(FILE, spreads({task: spread_of(task, settings) for task, settings in measured().items()}))
 
 
 def main() -> None:

@@ -127,14 +127,14 @@ def figure_of(trainings: Mapping[str, Training], rate: float) -> Figure:
 
 def seconds_of(runs: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
     """The least processor time of each call, after one that compiles; in turn, so that all meet the same machine."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for repetition in range(repetitions + 1):
         for name, run in runs.items():
             began = time.process_time()
             run()
             if repetition:
-                found[name].append(time.process_time() - began)
-    return {name: min(seconds) for name, seconds in found.items()}
+                times[name].append(time.process_time() - began)
+    return {name: min(seconds) for name, seconds in times.items()}
 
 
 def stepping(update: Update | str | None, elements: int, every: int | None = None) -> Callable[[], object]:
@@ -160,15 +160,15 @@ def peers(elements: int) -> dict[str, Callable[[], object]]:
     except ImportError:
         return {}
     torch.manual_seed(0)
-    found: dict[str, Callable[[], object]] = {}
+    steps: dict[str, Callable[[], object]] = {}
     for name, make, dtype in (
         ("torchao AdamW8bit", AdamW8bit, torch.float32),
         ("torchao _AdamW, bf16_stochastic_round", partial(_AdamW, bf16_stochastic_round=True), torch.bfloat16),
     ):
         p = torch.nn.Parameter(torch.randn(elements, dtype=dtype))
         p.grad = torch.randn(elements, dtype=dtype)
-        found[name] = make([p], lr=1e-3).step
-    return found
+        steps[name] = make([p], lr=1e-3).step
+    return steps
 
 
 def speed(elements: int, repetitions: int) -> Rows:
@@ -200,12 +200,12 @@ def speed(elements: int, repetitions: int) -> Rows:
     }
     *_, alone, recorded = runs
     runs |= peers(elements)
-    found = seconds_of(runs, repetitions)
-    found[recorded] /= 10
+    times = seconds_of(runs, repetitions)
+    times[recorded] /= 10
     beside = {**dict.fromkeys(runs, "AdamW"), **dict.fromkeys([*runs][:2], next(iter(runs))), recorded: alone}
     return Rows(
-        {"what": name, "seconds": seconds, "ratio": seconds / found[beside[name]], "to": beside[name]}
-        for name, seconds in found.items()
+        {"what": name, "seconds": seconds, "ratio": seconds / times[beside[name]], "to": beside[name]}
+        for name, seconds in times.items()
     )
 
 
@@ -257,9 +257,14 @@ def main() -> None:
     rows, first = Rows(), {}
     for name, update in UPDATES.items():
         for seed in range(arguments.seeds):
-            found = train(update, arguments.rate, seed, arguments.steps)
-            first.setdefault(name, found)
-            values = {"bits": found.bits, "lost": found.share_lost, "edq": found.edq, "norm weights at 1": found.still}
+            trained = train(update, arguments.rate, seed, arguments.steps)
+            first.setdefault(name, trained)
+            values = {
+                "bits": trained.bits,
+                "lost": trained.share_lost,
+                "edq": trained.edq,
+                "norm weights at 1": trained.still,
+            }
             rows.append({"update": name, "rate": arguments.rate, "seed": seed, **values})
             print(rows[-1], flush=True)
     print(rows)

@@ -77,20 +77,20 @@ def outcomes(differences: Array, equivalence: bool = False) -> NDArray[np.str_]:
     """What the verdict says of each setting, (count, settings): collapses are counted, the others are tested."""
     means, variances = differences.mean(axis=2), differences.var(axis=2, ddof=1)
     seeds = np.full(means.shape[-1], differences.shape[2])
-    found = decide(means, variances, seeds, 1.0, equivalence=equivalence).outcomes.astype("<U10")
+    said = decide(means, variances, seeds, 1.0, equivalence=equivalence).outcomes.astype("<U10")
     for i in np.flatnonzero((differences < -10).any(axis=(1, 2))):
         out = [bool(collapsed_seeds([*one], 1.0)) for one in differences[i]]
         tested = [one for one, is_out in zip(differences[i], out, strict=True) if not is_out]
-        found[i] = "collapsed"
-        found[i, ~np.array(out)] = [one.outcome for one in judge(tested, 1.0, equivalence=equivalence)]
-    return found
+        said[i] = "collapsed"
+        said[i, ~np.array(out)] = [one.outcome for one in judge(tested, 1.0, equivalence=equivalence)]
+    return said
 
 
-def are_wrong(means: Array, found: NDArray[np.str_], equivalence: bool = False) -> NDArray[np.bool_]:
+def are_wrong(means: Array, said: NDArray[np.str_], equivalence: bool = False) -> NDArray[np.bool_]:
     """Which statements are wrong. At the tolerance itself either one is."""
-    wrong = ((found == "match") & (means <= EDGE)) | ((found == "short") & (means >= EDGE))
+    wrong = ((said == "match") & (means <= EDGE)) | ((said == "short") & (means >= EDGE))
     if equivalence:
-        wrong |= ((found == "match") & (means >= -EDGE)) | ((found == "above") & (means <= -EDGE))
+        wrong |= ((said == "match") & (means >= -EDGE)) | ((said == "above") & (means <= -EDGE))
     return wrong
 
 
@@ -103,8 +103,8 @@ def share_wrong(cell: Cell, count: int, seed: int = 0) -> float:
 def shares_found(cell: Cell, count: int, seed: int = 0) -> tuple[float, float]:
     """The shares of equal settings found to be no more than the tolerance below, and of far ones found short."""
     means, differences = sweeps(cell, count, seed)
-    found = outcomes(differences)
-    return float((found[:, means == EQUAL] == "match").mean()), float((found[:, means == FAR] == "short").mean())
+    said = outcomes(differences)
+    return float((said[:, means == EQUAL] == "match").mean()), float((said[:, means == FAR] == "short").mean())
 
 
 class Collapses(NamedTuple):
@@ -127,14 +127,14 @@ def collapses(rate: float, seeds: int, count: int, settings: int = 15, seed: int
     cell = Cell(settings, seeds, 0.3, "shared", "thirds")
     means, differences = sweeps(cell, count, seed)
     down = np.random.default_rng([seed, round(100 * rate), seeds]).random(differences.shape) < rate
-    found = outcomes(differences - COLLAPSE * down)
+    said = outcomes(differences - COLLAPSE * down)
     equal = means == EQUAL
-    wrong = are_wrong(means, found) & ~down.all(axis=2)
+    wrong = are_wrong(means, said) & ~down.all(axis=2)
     return Collapses(
         float((~down[:, equal].any(axis=2)).mean()),
-        float((found[:, equal] == "collapsed").mean()),
+        float((said[:, equal] == "collapsed").mean()),
         float(down[:, equal].all(axis=2).mean()),
-        float((found[:, equal] == "match").mean()),
+        float((said[:, equal] == "match").mean()),
         float(wrong.any(axis=1).mean()),
     )
 

@@ -43,6 +43,6 @@ def broken_links(site: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    found = broken_links(Path(sys.argv[1]).resolve())
-    print("\n".join(found), end="\n" if found else "")
-    sys.exit(bool(found))
+    broken = broken_links(Path(sys.argv[1]).resolve())
+    print("\n".join(broken), end="\n" if broken else "")
+    sys.exit(bool(broken))

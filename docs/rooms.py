@@ -25,11 +25,11 @@ Arrows = dict[str, set[str]]
 
 def modules() -> dict[str, Path]:
     """Every module of the packages by its name, "fpsim.kernels.round"."""
-    found = {}
+    files = {}
     for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
 
 
 def imports() -> Arrows:
@@ -50,7 +50,7 @@ def imports() -> Arrows:
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        arrows[module] = {found for name in names if (found := home(name))} - {module}
+        arrows[module] = {source for name in names if (source := home(name))} - {module}
     return arrows
 
 

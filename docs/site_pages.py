@@ -86,8 +86,8 @@ def updates() -> str:
     return table(["update", "what it stores"], ((f"`{name}`", f"`{update}`") for name, update in fpsim.UPDATES.items()))
 
 
-def _rules(found: dict[str, type]) -> str:
-    return table(["name", "rule"], ((f"`{n}`", (kind.__doc__ or "").splitlines()[0]) for n, kind in found.items()))
+def _rules(kinds: dict[str, type]) -> str:
+    return table(["name", "rule"], ((f"`{n}`", (kind.__doc__ or "").splitlines()[0]) for n, kind in kinds.items()))
 
 
 def loss_rules() -> str:
@@ -101,10 +101,10 @@ def layer_rules() -> str:
 
 
 def _directive(package: str, name: str) -> str:
-    found = getattr(sys.modules[package], name)
-    if isinstance(found, type):
+    value = getattr(sys.modules[package], name)
+    if isinstance(value, type):
         return f".. autoclass:: {package}.{name}\n   :members:"
-    if callable(found) and hasattr(found, "__code__"):
+    if callable(value) and hasattr(value, "__code__"):
         return f".. autofunction:: {package}.{name}"
     return f".. py:data:: {package}.{name}\n\n   {DATA[name]}"
 
@@ -191,8 +191,8 @@ def of_readme(heading: str) -> str:
     if heading == "top":
         section = text.partition("\n")[2].partition("\n## ")[0]
     else:
-        _, found, after = text.partition(f"\n## {heading}\n")
-        if not found:
+        _, mark, after = text.partition(f"\n## {heading}\n")
+        if not mark:
             raise ValueError(f"README.md has no section {heading!r}.")
         section = after.partition("\n## ")[0]
     section = re.sub(r"\]\(docs/", "](", section)
@@ -225,11 +225,11 @@ def report_colours() -> dict[str, dict[str, str]]:
     css = (ROOT / "ada_loss" / "lab" / "results" / "report.css").read_text()
     light, dark, _on_paper = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
     (font,) = re.findall(r"font: 16px/1\.5 (.*?);", css)
-    found = {}
+    colours = {}
     for mode, block in (("light", light), ("dark", dark)):
         values = dict(re.findall(r"--(\w+): (#\w+);", block))
-        found[mode] = {name: values[mine] for name, mine in REPORT_NAMES.items()} | {"font-stack": font}
-    return found
+        colours[mode] = {name: values[mine] for name, mine in REPORT_NAMES.items()} | {"font-stack": font}
+    return colours
 
 
 # Docstrings
@@ -258,25 +258,25 @@ def readable_docstring(lines: list[str]) -> list[str]:
     Arguments that stand as paragraphs `name: text` become an `Args:` block; `code` is marked as code; what
     reStructuredText would take for markup is not; examples stay.
     """
-    found: list[str] = []
+    result: list[str] = []
     block = ""  # "" for text, "args" for arguments without a heading, "doctest"
     for i, line in enumerate(lines):
         if line.lstrip().startswith(">>> "):
             block = "doctest"
-            if found and found[-1]:
-                found.append("")
+            if result and result[-1]:
+                result.append("")
         if block == "doctest":
             block = "doctest" if line.strip() else ""
-            found.append(line)
+            result.append(line)
             continue
         is_argument = ARGUMENT.match(line) is not None and not line.startswith(HEADS)
         if is_argument and block != "args":
             block = "args"
-            found += ["", "Args:"] if not (found and found[-1] == "") else ["Args:"]
+            result += ["", "Args:"] if not (result and result[-1] == "") else ["Args:"]
         elif block == "args" and line and not is_argument and not line.startswith(" "):
             block = ""
-            found.append("")
+            result.append("")
         if line.startswith("- ") and i and lines[i - 1] and not lines[i - 1].startswith(("- ", " ")):
-            found.append("")
-        found.append("    " * (block == "args" and bool(line)) + _escaped(line))
-    return found
+            result.append("")
+        result.append("    " * (block == "args" and bool(line)) + _escaped(line))
+    return result

@@ -60,9 +60,9 @@ def _why(parser: argparse.ArgumentParser, script: str) -> int:
             f"{script} does not define {' and '.join(f'`{name}`' for name in missing)}. Expected at its top level: "
             f"model, a torch.nn.Module; step, a function without arguments that runs the step that fails."
         )
-    found = why(names["model"], names["step"], **_given(script, names))
-    print(found)
-    return int(found.cause is not None)
+    explanation = why(names["model"], names["step"], **_given(script, names))
+    print(explanation)
+    return int(explanation.cause is not None)
 
 
 def _given(script: str, names: dict[str, Any]) -> dict[str, Any]:

@@ -136,9 +136,9 @@ def standing_in(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]
 
 def parametrization_lists(module: nn.Module) -> Iterator[ParametrizationList]:
     """What computes the parametrised tensors of the module itself."""
-    found = module._modules.get("parametrizations")
-    if isinstance(found, nn.ModuleDict):
-        yield from (p for p in found.values() if isinstance(p, ParametrizationList))
+    lists = module._modules.get("parametrizations")
+    if isinstance(lists, nn.ModuleDict):
+        yield from (p for p in lists.values() if isinstance(p, ParametrizationList))
 
 
 def may_compute_weights(module: nn.Module) -> bool:
@@ -412,7 +412,7 @@ _WAYS_TO_HOLD += (Tensor.untyped_storage, Tensor.numpy, torch.to_dlpack)  # type
 
 def _count_holders(is_view: bool, hold: Callable[[Tensor], Any]) -> _Holders:
     """The counts in the hook of a gradient while `hold(gradient)` is alive."""
-    found: list[_Holders] = []
+    counts: list[_Holders] = []
 
     def count(gradient: Tensor) -> _Holders:  # a frame of its own, as is_held_by_autograd_alone
         base = gradient._base
@@ -424,11 +424,11 @@ def _count_holders(is_view: bool, hold: Callable[[Tensor], Any]) -> _Holders:
     class Hook:
         def __call__(self, gradient: Tensor) -> None:
             held = hold(gradient)
-            found.append(count(gradient))
+            counts.append(count(gradient))
             del held
 
     with torch.enable_grad(), torch.inference_mode(False):
         x = torch.zeros(2, device="cpu", requires_grad=True) * 2
         x.register_hook(Hook())
         ((x.view(1, 2) if is_view else x) * 2).sum().backward()
-    return found[0]
+    return counts[0]

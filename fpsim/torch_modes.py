@@ -208,7 +208,7 @@ def hooked(x: Tensor, hook: Callable[[Tensor], Any], handles: list[Any]) -> None
     except BaseException:
         del handles[size:]
         hooks = x._backward_hooks or {}
-        for key in [key for key, found in hooks.items() if found is hook]:
+        for key in [key for key, registered in hooks.items() if registered is hook]:
             del hooks[key]
         raise
 
@@ -283,14 +283,14 @@ def guard_step(optimizer: Optimizer, on_error: Callable[[], object]) -> None:
 
 def unguard_step(optimizer: Optimizer) -> None:
     """Undo `guard_step`. Where somebody has wrapped the guard since, it stays there and does nothing."""
-    found = vars(optimizer).get("step")
-    guard = getattr(found, GUARD, None)
+    step = vars(optimizer).get("step")
+    guard = getattr(step, GUARD, None)
     if guard is None:
         return
     guard.is_on = False
-    if found is guard.step and guard.before is None:
+    if step is guard.step and guard.before is None:
         del vars(optimizer)["step"]
-    elif found is guard.step:
+    elif step is guard.step:
         vars(optimizer)["step"] = guard.before
 
 
@@ -301,7 +301,7 @@ def unhook_call(module: nn.Module, hook: Callable[..., Any]) -> None:
 
 
 def _take_out(hooks: MutableMapping[int, Any], hook: Callable[..., Any]) -> list[int]:
-    keys = [key for key, found in hooks.items() if found == hook]
+    keys = [key for key, registered in hooks.items() if registered == hook]
     for key in keys:
         hooks.pop(key, None)
     return keys

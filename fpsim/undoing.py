@@ -78,9 +78,9 @@ def _leave(block: Any, *_: object) -> None:
 
 
 def _lost(block: Callable[[], Any], _: object) -> None:
-    found = block()
-    if found is not None and found.is_inside:
-        _leave(found)
+    left = block()
+    if left is not None and left.is_inside:
+        _leave(left)
 
 
 class Block(Generic[Result]):

@@ -85,8 +85,8 @@ def main() -> int:
         executed = execute(path)
         if not arguments.check:
             nbformat.write(executed, path)
-        elif found := difference(nbformat.read(path, as_version=4), executed):
-            print(f"{path}:\n{found}")
+        elif changes := difference(nbformat.read(path, as_version=4), executed):
+            print(f"{path}:\n{changes}")
             status = 1
     return status
 

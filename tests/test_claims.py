@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import claims as checked  # noqa: E402
 import tasks as measured_tasks  # noqa: E402
 from claim_rows import CLAIMS  # noqa: E402
-from claims import SEEDS, Claim, Computed, Found, Trained, judge, run, verdict_on  # noqa: E402
+from claims import SEEDS, Claim, Computed, Measured, Trained, judge, run, verdict_on  # noqa: E402
 
 NAMES = [claim.name for claim in CLAIMS]
 PAGES = [f"docs/{name}.md" for name in ("first-sweep", "scaling", "granularity", "accumulators", "verdict")]
@@ -51,7 +51,7 @@ def test_the_page_of_results_is_that_of_the_rows_and_of_the_numbers() -> None:
     numbers = json.loads((ROOT / "docs/claims.json").read_text(encoding="utf-8"))
     assert [*numbers] == NAMES
     found = [
-        (claim, [Found(claim, {int(k): v for k, v in values.items()}) for values in numbers[claim.name]])
+        (claim, [Measured(claim, {int(k): v for k, v in values.items()}) for values in numbers[claim.name]])
         for claim in CLAIMS
     ]
     for _, ones in found:
@@ -70,14 +70,14 @@ def row(low: float, high: float, seeds: int = 2) -> Claim:
 )
 def test_a_row_holds_where_the_mean_of_each_list_is_in_its_band(low: float, high: float, expected: str) -> None:
     claim = row(low, high)
-    ones = [Found(claim, {4: 2.0, 9: 3.0}), Found(claim, {9: 3.0, 8: 2.9})]  # means of 2.5 and 2.95
+    ones = [Measured(claim, {4: 2.0, 9: 3.0}), Measured(claim, {9: 3.0, 8: 2.9})]  # means of 2.5 and 2.95
     assert verdict_on(ones) == expected
-    assert verdict_on([Found(claim, {4: 2.0, 9: math.nan}), ones[1]]) == "fails"
-    assert verdict_on([Found(claim, {4: 2.0}), ones[1]]) == "1 to run"
+    assert verdict_on([Measured(claim, {4: 2.0, 9: math.nan}), ones[1]]) == "fails"
+    assert verdict_on([Measured(claim, {4: 2.0}), ones[1]]) == "1 to run"
 
 
 def test_the_interval_is_students_of_the_mean() -> None:
-    one = Found(row(0.0, 9.0), {0: 1.0, 1: 2.0, 2: 3.0})
+    one = Measured(row(0.0, 9.0), {0: 1.0, 1: 2.0, 2: 3.0})
     assert one.half_width == pytest.approx(4.302652729911275 / math.sqrt(3))  # t of 2 degrees at 97.5 %, deviation 1
 
 

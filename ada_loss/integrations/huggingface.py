@@ -40,8 +40,8 @@ def use_scaler(loop: Any, scaler: GradScaler) -> None:
 
     def unscale_gradients(optimizer: Any = None) -> None:
         given = accelerator._optimizers if optimizer is None else optimizer
-        for found in given if isinstance(given, list | tuple) else [given]:
-            scaler.unscale_(found.optimizer if isinstance(found, AcceleratedOptimizer) else found)
+        for one in given if isinstance(given, list | tuple) else [given]:
+            scaler.unscale_(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
     accelerator.scaler = scaler
     accelerator.unscale_gradients = unscale_gradients  # its own does nothing but under autocast in float16

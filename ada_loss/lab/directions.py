@@ -62,21 +62,21 @@ def by_name(metric: str) -> str | None:
     ('minimize', 'maximize', 'maximize', None)
     """
     words = _words(metric)
-    found: set[str] = set()
+    directions: set[str] = set()
     turned = False
     place = 0
     while place < len(words):
         length, direction = _term(words, place)
         if direction is not None:
-            found.add(direction)
+            directions.add(direction)
         elif length == 1 and words[place] in NEGATIONS:
             turned = not turned
         elif length == 1 and words[place] in OTHERS:
             return None
         place += length
-    if len(found) != 1:
+    if len(directions) != 1:
         return None
-    (only,) = found
+    (only,) = directions
     return _opposite(only) if turned else only
 
 
@@ -90,14 +90,14 @@ def _words(metric: str) -> list[str]:
     >>> _words("val/mAP50"), _words("F1Score"), _words("TruePositives")
     (['val', 'map', '50'], ['f', '1', 'score'], ['true', 'positive'])
     """
-    found: list[str] = []
+    words: list[str] = []
     for part in re.findall(r"[^\W_]+", metric):
         letters, digits = re.fullmatch(r"(.*?)(\d*)", part, re.DOTALL).groups()  # type: ignore[union-attr]
         if (letters.lower(),) in TERMS:
-            found += [letters.lower(), *([digits] if digits else [])]
+            words += [letters.lower(), *([digits] if digits else [])]
         else:
-            found += [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\dA-Z]+|\d+", part)]
-    return [word[:-1] if word.endswith("s") and word not in WORDS and word[:-1] in WORDS else word for word in found]
+            words += [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\dA-Z]+|\d+", part)]
+    return [word[:-1] if word.endswith("s") and word not in WORDS and word[:-1] in WORDS else word for word in words]
 
 
 def _term(words: list[str], place: int) -> tuple[int, str | None]:

@@ -41,20 +41,20 @@ class Constants:
     def tensor(self, dtype: torch.dtype, device: torch.device, *values: float) -> Tensor:
         """The one-dimensional tensor of these values; nobody may write to it."""
         key = (dtype, device, values)
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = keep_memory_of(torch.tensor(values, dtype=dtype, device=device))
-        return found
+        tensor = self._found.get(key)
+        if tensor is None:
+            tensor = self._found[key] = keep_memory_of(torch.tensor(values, dtype=dtype, device=device))
+        return tensor
 
     def limits_of(self, spec: RoundingSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The `Limits` of gradients of this dtype that are rounded so."""
         key = (spec, dtype, device)
-        found = self._found.get(key)
-        if found is None:
+        limits = self._found.get(key)
+        if limits is None:
             values = self._make_limits(spec, dtype)
-            found = keep_memory_of(torch.tensor(values, dtype=torch.float64, device=device))
-            self._found[key] = found
-        return found
+            limits = keep_memory_of(torch.tensor(values, dtype=torch.float64, device=device))
+            self._found[key] = limits
+        return limits
 
     def _make_limits(self, spec: RoundingSpec, dtype: torch.dtype) -> Limits:
         fmt = spec.fmt
@@ -83,17 +83,17 @@ class Constants:
         It is what rounding makes zero of, or, for u_min="normal", less than the smallest normal number. Of stochastic
         rounding, which keeps every second one of half the smallest number, all are counted.
         """
-        found = self._loses_ties.get(spec)
-        if found is None:
+        loses = self._loses_ties.get(spec)
+        if loses is None:
             magnitude = 2.0 ** self._lost_exponent(spec)
             if self._u_min == "normal":
-                found = magnitude < spec.fmt.smallest_normal
+                loses = magnitude < spec.fmt.smallest_normal
             elif spec.rounding == "stochastic":
-                found = True
+                loses = True
             else:
-                found = float(rounded(torch.tensor([magnitude], dtype=torch.float64, device="cpu"), spec)) == 0.0
-            self._loses_ties[spec] = found
-        return found
+                loses = float(rounded(torch.tensor([magnitude], dtype=torch.float64, device="cpu"), spec)) == 0.0
+            self._loses_ties[spec] = loses
+        return loses
 
     def new_scale(self, device: torch.device) -> Tensor:
         """Where a kernel writes a scale; on the CPU one buffer for all, to be read with `written` at once."""

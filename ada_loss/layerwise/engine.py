@@ -152,8 +152,8 @@ class Engine:
             )
         graph_task = current_graph_task()
         is_linked = self.schedule.links_sites(graph_task)
-        if not is_linked and (found := self.unlinked.get((site, role))) is not None:
-            used, tell = found
+        if not is_linked and (earlier := self.unlinked.get((site, role))) is not None:
+            used, tell = earlier
             if used.spec is spec and used.dtype is out.dtype and used.made_in == graph_task:
                 return tell
         is_selected = self._modules is None or site.split(":")[0] in self._modules

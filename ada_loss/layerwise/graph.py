@@ -40,7 +40,7 @@ def link(site: GradientSite, out: Tensor, products: Iterable[Product]) -> dict[E
             if not edge.is_hidden:
                 site.predicted.append(index)
     reached = {id(target) for edge in site.products for target in edge.targets}
-    others = {id(found): found for found in sites_behind([(out.grad_fn, None)]) if id(found) not in reached}
+    others = {id(other): other for other in sites_behind([(out.grad_fn, None)]) if id(other) not in reached}
     site.passes_on_to = list(others.values())
     return edges
 
@@ -61,15 +61,15 @@ def sites_behind(entries: Iterable[Entry]) -> list[GradientSite]:
 
     entries: where to start. An output number of None looks behind a node, whatever sites its own outputs have.
     """
-    found, seen, stack = [], set(), list(entries)
+    sites, seen, stack = [], set(), list(entries)
     while stack:
         node, nr = stack.pop()
         if node is None:
             continue
         site = None if nr is None else node.metadata.get(_KEY, {}).get(nr)
         if site is not None:
-            found.append(site)
+            sites.append(site)
         elif (node, nr) not in seen:
             seen.add((node, nr))
             stack.extend(node.next_functions)
-    return found
+    return sites

@@ -123,9 +123,9 @@ class AdaLossScaled:
         self._engine = Engine(self._options, weakref.ref(self))
         self.is_inside = False  # of a block
         try:
-            for found in self._listeners:
-                found.scaling = self._engine.make_site
-                found.rounds_few_bits_stochastically = self.rule.fits_few_bits
+            for group in self._listeners:
+                group.scaling = self._engine.make_site
+                group.rounds_few_bits_stochastically = self.rule.fits_few_bits
         except BaseException:
             self.detach()
             raise
@@ -205,9 +205,9 @@ class AdaLossScaled:
 
     def detach(self) -> nn.Module:
         """Leave the model as it was and give it back. Graphs that were made before keep their scales."""
-        for found in self._listeners:
-            if found.scaling == self._engine.make_site:
-                _release(found)
+        for group in self._listeners:
+            if group.scaling == self._engine.make_site:
+                _release(group)
         return self.model
 
     @staticmethod
@@ -218,9 +218,9 @@ class AdaLossScaled:
 
         Raises TypeError for what is not a module, ValueError for a model that is not quantised.
         """
-        for found in listeners(model):
-            if _engine_of(found) is not None:
-                _release(found)
+        for group in listeners(model):
+            if _engine_of(group) is not None:
+                _release(group)
 
     def last_log2_scale(self, site: str, role: str = "error") -> int:
         """log2 of the scale at which a site's gradient was rounded last; copies it to the host.
@@ -306,15 +306,15 @@ def _engine_of(listener: Any) -> Engine | None:
 
 def _require_unscaled(registered: list[Any]) -> None:
     """Raise ValueError where the model is scaled; take off with a warning what a lost AdaLossScaled has left."""
-    busy = [found for found in registered if found.scaling is not None]
-    engines = [_engine_of(found) for found in busy]
+    busy = [group for group in registered if group.scaling is not None]
+    engines = [_engine_of(group) for group in busy]
     if any(engine is None or engine.owner() is not None for engine in engines):
         raise ValueError(
             "This model is scaled already. Call detach() on the other AdaLossScaled first, or "
             "AdaLossScaled.detach_from(model) where that is out of reach, as after Ctrl-C."
         )
-    for found in busy:
-        _release(found)
+    for group in busy:
+        _release(group)
     if busy:
         warnings.warn(
             "This model was scaled by an AdaLossScaled that nothing holds any longer, as after Ctrl-C. It is detached.",

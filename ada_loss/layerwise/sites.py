@@ -79,10 +79,10 @@ class SiteState:
 
     def factor(self, index: int, device: torch.device) -> Tensor:
         """The factor kept under this index; 0, which is one that is not known yet, where none was."""
-        found = self.factors.get(index)
-        if found is None:
-            found = self.factors[index] = keep_memory_of(torch.zeros(1, dtype=torch.float64, device=device))
-        return found
+        factor = self.factors.get(index)
+        if factor is None:
+            factor = self.factors[index] = keep_memory_of(torch.zeros(1, dtype=torch.float64, device=device))
+        return factor
 
     def note_headroom(self, held: Tensor, limits: Tensor) -> None:
         """Record what the next step needs to predict whether its gradient fits the held scale (CPU only)."""

@@ -35,7 +35,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def gradients_of(optimizer: Optimizer) -> Gradients:
     """The gradients in a list for each device and type. A sparse gradient is coalesced, and its values are listed."""
-    found: Gradients = {}
+    gradients: Gradients = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
@@ -46,11 +46,11 @@ def gradients_of(optimizer: Optimizer) -> Gradients:
                 grad = parameter.grad = grad.coalesce()
                 grad = grad.values()
             kind = grad.device, grad.dtype
-            if kind in found:
-                found[kind].append(grad)
+            if kind in gradients:
+                gradients[kind].append(grad)
             else:
-                found[kind] = [grad]
-    return found
+                gradients[kind] = [grad]
+    return gradients
 
 
 def unscale_and_check_(
@@ -63,10 +63,10 @@ def unscale_and_check_(
     found_inf: for each device a 0-d float32, which becomes 1 if a gradient there is not finite; new devices are added.
     """
     for (device, _), grads in gradients.items():
-        found = found_inf.get(device)
-        if found is None:
-            found = found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse_on(device))
+        flag = found_inf.get(device)
+        if flag is None:
+            flag = found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse_on(device))
 
 
 def one_on(device: torch.device) -> Tensor:
@@ -92,10 +92,10 @@ def clip_to_norm_(gradients: Gradients, max_norm: float) -> Tensor | None:
     return norm
 
 
-def total_of(found: Iterable[Tensor]) -> Tensor | None:
+def total_of(tensors: Iterable[Tensor]) -> Tensor | None:
     """The sum of 0-d tensors on the device of the first one; None if there are none."""
     total: Tensor | None = None
-    for each in found:
+    for each in tensors:
         total = each if total is None else total + each.to(total.device, non_blocking=not total.is_cpu)
     return total
 

@@ -170,9 +170,9 @@ class Scaling:
         if not self._rule.dynamic:
             return
         if type(self._rule) is Torch and any(progress.known is None for progress in seen):
-            found = total_of(found for progress in seen for found in progress.found_inf.values())
-            assert found is not None
-            self._adjust_on_device(self._rule, found)
+            found_inf = total_of(flag for progress in seen for flag in progress.found_inf.values())
+            assert found_inf is not None
+            self._adjust_on_device(self._rule, found_inf)
             return
         ok = not any(progress.overflow() for progress in seen)
         largest = [float(t) for progress in seen for t in progress.largest] if ok else []
@@ -282,24 +282,24 @@ class Scaling:
             unscale_and_check_(gradients_of(optimizer), one_on, progress.found_inf)
         elif not progress.found_inf and gradients_of(optimizer):  # they came after unscale_
             progress.require_checked()
-        found = total_of(progress.found_inf.values())
-        if progress.stage is Stage.READY and found is not None:
-            scale = self._scale_on(found.device) * (1 if scale is None else scale)
-        optimizer.grad_scale, optimizer.found_inf = scale, found if self._rule.skips else None
+        found_inf = total_of(progress.found_inf.values())
+        if progress.stage is Stage.READY and found_inf is not None:
+            scale = self._scale_on(found_inf.device) * (1 if scale is None else scale)
+        optimizer.grad_scale, optimizer.found_inf = scale, found_inf if self._rule.skips else None
         try:
             return optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
 
-    def _adjust_on_device(self, rule: Torch, found: Tensor) -> None:
+    def _adjust_on_device(self, rule: Torch, found_inf: Tensor) -> None:
         """Adjust torch's rule in torch's own kernel: the same arithmetic, without a copy to the host."""
         if self._adjusted is None:
-            good = torch.full((), rule.good, dtype=torch.int32, device=found.device)
-            self._adjusted = self._scale_on(found.device).clone(), good
+            good = torch.full((), rule.good, dtype=torch.int32, device=found_inf.device)
+            self._adjusted = self._scale_on(found_inf.device).clone(), good
         scale, good = self._adjusted
-        found = found.to(scale.device, non_blocking=not scale.is_cpu)
+        found_inf = found_inf.to(scale.device, non_blocking=not scale.is_cpu)
         factors = rule.growth_factor, rule.backoff_factor
-        torch._amp_update_scale_(scale, good, found, *factors, rule.growth_interval)
+        torch._amp_update_scale_(scale, good, found_inf, *factors, rule.growth_interval)
         self.scales, self.inverses = {}, {}
 
     def _adopt(self, rule: LossRule) -> None:
@@ -380,7 +380,7 @@ class Progress:
         """Whether a gradient was not finite, on the host."""
         if self.known is None:
             self.require_checked()
-            self.known = any(found.item() != 0 for found in self.found_inf.values())
+            self.known = any(flag.item() != 0 for flag in self.found_inf.values())
         return self.known
 
 

@@ -30,14 +30,14 @@ def roundable_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 def typed_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that may be float32 on purpose: those that are rounded, and complex ones."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for x in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(x, Tensor):
             if is_roundable(x) or x.is_complex():
-                found.append(x)
+                tensors.append(x)
         elif isinstance(x, tuple | list):
-            found += typed_in(tuple(x), {})
-    return found
+            tensors += typed_in(tuple(x), {})
+    return tensors
 
 
 def are_integers(args: tuple[Any, ...]) -> bool:

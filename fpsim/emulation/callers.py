@@ -117,17 +117,17 @@ def _words_of_passed(code: CodeType, last: int, callee: CodeType, name: str) -> 
 @cache
 def _words_of_assignments(code: CodeType, name: str) -> _Words | None:
     """What a variable is set to, wherever the code sets it; None where it does not."""
-    instructions, found = _instructions(code), []
+    instructions, assigned = _instructions(code), []
     for end, x in enumerate(instructions):
         if name in _stored_by(x):
             start = end
             while start and not instructions[start - 1].opname.startswith(_BOUNDARIES):
                 start -= 1
-            found.append(_words_of(instructions[start:end]))
-    if not found:
+            assigned.append(_words_of(instructions[start:end]))
+    if not assigned:
         return None
-    variables = tuple(variable for words in found for variable in words.variables)
-    return _Words(any(x.is_literal for x in found), any(x.is_own for x in found), variables)
+    variables = tuple(variable for words in assigned for variable in words.variables)
+    return _Words(any(x.is_literal for x in assigned), any(x.is_own for x in assigned), variables)
 
 
 def _stored_by(x: dis.Instruction) -> tuple[str, ...]:

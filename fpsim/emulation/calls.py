@@ -252,8 +252,8 @@ class Call:
         name = name.partition(".")[0]  # torch.ops.aten.add_.Tensor
         if name == "__get__":  # a property: its own name is the descriptor's
             name = getattr(getattr(function, "__self__", None), "__name__", name)
-            found = Action.DTYPE if name == "dtype" else Action.PASS
-            self.action = Action.MOVE if name in MOVE else found
+            action = Action.DTYPE if name == "dtype" else Action.PASS
+            self.action = Action.MOVE if name in MOVE else action
         elif name == "__set__" and getattr(getattr(function, "__self__", None), "__name__", "") == "data":
             self.action = Action.SET_DATA
         else:

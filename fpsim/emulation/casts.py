@@ -59,10 +59,10 @@ _SHARDING = os.path.join(_HOME, "distributed", "")
 
 def dtype_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
     """The dtype among the arguments of a call."""
-    found = kwargs.get("dtype")
-    if found is None:
-        found = next((x for x in args if isinstance(x, torch.dtype)), None)
-    return found
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        dtype = next((x for x in args if isinstance(x, torch.dtype)), None)
+    return dtype
 
 
 def asks_for_float32(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -71,13 +71,13 @@ def dtype_of(emulation: Any, frame: Any, x: Tensor) -> torch.dtype:
 
     frame: of the mode; behind it is whoever reads the attribute.
     """
-    found, name = x.dtype, emulation.scope.dtype
-    if name is None or found is not torch.float32 or not emulation.has_names:
-        return found
+    dtype, name = x.dtype, emulation.scope.dtype
+    if name is None or dtype is not torch.float32 or not emulation.has_names:
+        return dtype
     if emulation.has_wide and is_marked_wide(x):
-        return found
+        return dtype
     if frame is not None and frame.f_back is not None and is_of_machinery(frame.f_back.f_code.co_filename):
-        return found
+        return dtype
     emulation.names.add(name)
     return name  # type: ignore[no-any-return]
 
@@ -86,17 +86,17 @@ def named_dtype(
     emulation: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Asked]:
     """The arguments with float32, the container, in the place of the format's own name; and what was asked for."""
-    name, found = emulation.scope.dtype, dtype_in(args, kwargs)
+    name, dtype = emulation.scope.dtype, dtype_in(args, kwargs)
     if call.action is Action.CAST and call.name == "type":
-        found = _dtype_of_type(args, kwargs) or found
+        dtype = _dtype_of_type(args, kwargs) or dtype
     if call.name == "bfloat16" or call.name == "half":
-        found = torch.bfloat16 if call.name == "bfloat16" else torch.float16
-    if found is None or not emulation.has_names or (name is None and not emulation.names):
+        dtype = torch.bfloat16 if call.name == "bfloat16" else torch.float16
+    if dtype is None or not emulation.has_names or (name is None and not emulation.names):
         return args, kwargs, Asked.NOTHING
-    if found is not name and found not in emulation.names:
-        is_wide = name is not None and found in WIDE_DTYPES
+    if dtype is not name and dtype not in emulation.names:
+        is_wide = name is not None and dtype in WIDE_DTYPES
         return args, kwargs, Asked.WIDE if is_wide else Asked.NOTHING
-    words = (found, _TYPES[found])
+    words = (dtype, _TYPES[dtype])
     args = tuple(torch.float32 if _is_one_of(x, words) else x for x in args)
     kwargs = {key: torch.float32 if _is_one_of(x, words) else x for key, x in kwargs.items()}
     return args, kwargs, Asked.NARROW
@@ -134,10 +134,10 @@ def result_type(emulation: Any, func: Callable[..., Any], args: tuple[Any, ...],
 def mark_gradients(emulation: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A gradient, of `x.grad` or of torch.autograd.grad, has the dtype of what it is the gradient of."""
     if is_attribute := len(args) == 1 and not kwargs:
-        inputs, found = args[0], (out,)
+        inputs, gradients = args[0], (out,)
     else:
-        inputs, found = args[1] if len(args) > 1 else kwargs["inputs"], out
-    for x, gradient in zip((inputs,) if isinstance(inputs, Tensor) else inputs, found, strict=False):
+        inputs, gradients = args[1] if len(args) > 1 else kwargs["inputs"], out
+    for x, gradient in zip((inputs,) if isinstance(inputs, Tensor) else inputs, gradients, strict=False):
         if not isinstance(gradient, Tensor):
             continue
         if emulation.has_wide and any(map(is_marked_wide, (x, *layers_behind(x)))):
@@ -206,9 +206,9 @@ def _itself(x: Tensor) -> Tensor:
 
 
 def _name_of_dtype(emulation: Any, func: Callable[..., Any], x: Tensor) -> Any:
-    found, name = func(x), emulation.scope.dtype
-    is_narrow = name is not None and emulation.has_names and found == "torch.FloatTensor" and not is_marked_wide(x)
-    return _TYPES[name] if is_narrow else found
+    type_name, name = func(x), emulation.scope.dtype
+    is_narrow = name is not None and emulation.has_names and type_name == "torch.FloatTensor" and not is_marked_wide(x)
+    return _TYPES[name] if is_narrow else type_name
 
 
 # New tensors

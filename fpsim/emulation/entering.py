@@ -134,13 +134,13 @@ def take_off_leftovers() -> None:
     that is handled while it does so lets it put the mode back as late as the traceback is forgotten, after we have
     taken it off.
     """
-    found = [mode for mode in modes() if _is_leftover(mode)] if any_mode() else []
-    if not found:
+    leftovers = [mode for mode in modes() if _is_leftover(mode)] if any_mode() else []
+    if not leftovers:
         return
-    for mode in found:
+    for mode in leftovers:
         take_off(mode)
     warnings.warn(
-        f"An interrupted call of fpsim has left {len(found)} of its modes on torch's stack. They have changed no "
+        f"An interrupted call of fpsim has left {len(leftovers)} of its modes on torch's stack. They have changed no "
         f"number since, but made each call of torch slower. They are taken off.",
         stacklevel=2,
     )

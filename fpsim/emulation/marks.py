@@ -159,10 +159,10 @@ def mark_wide(x: Tensor) -> None:
 
 def is_marked_wide(x: Tensor) -> bool:
     """Whether `x` is float32 on purpose."""
-    found = getattr(x, "_fpsim", None)
-    if found is None:
+    mark = getattr(x, "_fpsim", None)
+    if mark is None:
         return has_transform() and _is_wide_behind(x)
-    return bool(found and found[0] == WIDE)
+    return bool(mark and mark[0] == WIDE)
 
 
 def is_wide_tensor(x: Any) -> bool:
@@ -195,10 +195,10 @@ def forget(x: Tensor) -> None:
 
 def mark_of(x: Tensor) -> Mark | None:
     """The mark of a tensor that has not changed since, or that is float32 on purpose."""
-    found = getattr(x, "_fpsim", None)
-    if not found or found[0] == WIDE:
-        return found or None
-    return found if found[1] == writes_to(x) and found[3] >= x.requires_grad else None
+    mark = getattr(x, "_fpsim", None)
+    if not mark or mark[0] == WIDE:
+        return mark or None
+    return mark if mark[1] == writes_to(x) and mark[3] >= x.requires_grad else None
 
 
 def format_of(x: Tensor) -> str | None:
@@ -206,19 +206,19 @@ def format_of(x: Tensor) -> str | None:
 
     What was rounded at a scale may lie between the format's values.
     """
-    found = getattr(x, "_fpsim", None)
-    if not found or found[2] is not None:  # empty: of a gradient at a scale that was copied
-        return WIDE if found is None and has_transform() and _is_wide_behind(x) else None
-    if found[0] == WIDE:
+    mark = getattr(x, "_fpsim", None)
+    if not mark or mark[2] is not None:  # empty: of a gradient at a scale that was copied
+        return WIDE if mark is None and has_transform() and _is_wide_behind(x) else None
+    if mark[0] == WIDE:
         return WIDE
     writes = _inference_version if x.is_inference() else version_of(x)
-    return found[0] if found[1] == writes and found[3] >= x.requires_grad else None
+    return mark[0] if mark[1] == writes and mark[3] >= x.requires_grad else None
 
 
 def _is_wide_behind(x: Tensor) -> bool:
     """Whether what a transform shows as `x` is float32 on purpose."""
     marks = (getattr(y, "_fpsim", None) for y in layers_behind(x))
-    return any(found and found[0] == WIDE for found in marks)
+    return any(mark and mark[0] == WIDE for mark in marks)
 
 
 def is_made_here(x: Tensor) -> bool:
@@ -228,8 +228,8 @@ def is_made_here(x: Tensor) -> bool:
 
 def is_rounded_at(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> bool:
     """Whether this very tensor was rounded so at this very scale, on the other side of an addition or a view."""
-    found = mark_of(gradient)
-    return found is not None and found[0] == spec.text and found[2] is log2_scale
+    mark = mark_of(gradient)
+    return mark is not None and mark[0] == spec.text and mark[2] is log2_scale
 
 
 def mark_rounded(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> None:

@@ -172,9 +172,9 @@ class Emulation(Roundings, TorchFunctionMode):
         if written is not None and self.is_stored(written):
             return write_outside(self, func, call, args, kwargs)
         if call.is_view and isinstance(first, Tensor) and (not is_made_here(first) or self.aliases.of(first)):
-            found = view_from_outside(self, func, call, args, kwargs)
-            if found is not NotImplemented:
-                return found
+            view = view_from_outside(self, func, call, args, kwargs)
+            if view is not NotImplemented:
+                return view
         if call.converts:
             out = self._converted(func, call, args, kwargs, asked)
         elif call.action is Action.READ:
@@ -198,9 +198,9 @@ class Emulation(Roundings, TorchFunctionMode):
         self, func: Callable[..., Any], call: Call, moved: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Views of several tensors, each in the dtype of its own."""
-        found: list[Tensor] = []
-        out = call(func, tuple(self.prepared(x, Rounds.ALL_BUT_WIDE, found) for x in args), kwargs)
-        prepared = iter(found)
+        floats: list[Tensor] = []
+        out = call(func, tuple(self.prepared(x, Rounds.ALL_BUT_WIDE, floats) for x in args), kwargs)
+        prepared = iter(floats)
         for view, x in zip(tensors_in(out), moved, strict=True):
             if is_roundable(x):
                 self.carry_marks(view, [next(prepared)], None, None)
@@ -251,8 +251,8 @@ class Emulation(Roundings, TorchFunctionMode):
         target = kwargs.get("out", first)
         is_wide, rounds = self._treatment(func, call, args, kwargs, target, asked)
         if call.has_threshold:
-            found = scalars_in_format(self.scope.specs.activation, call, (*args, *kwargs.values()), is_wide)
-            args, kwargs = found[: len(args)], dict(zip(kwargs, found[len(args) :], strict=True))
+            converted = scalars_in_format(self.scope.specs.activation, call, (*args, *kwargs.values()), is_wide)
+            args, kwargs = converted[: len(args)], dict(zip(kwargs, converted[len(args) :], strict=True))
         floats: list[Tensor] = []
         new_args, new_kwargs = self._in_formats(call, args, kwargs, keeps_first, rounds, floats)
         if call.action is Action.SET_ITEM:
@@ -313,17 +313,17 @@ class Emulation(Roundings, TorchFunctionMode):
         floats: list[Tensor],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
         """The arguments, with those that are operands in their formats, which are appended to `floats`."""
-        found = [*args]
+        positional = [*args]
         for i, x in enumerate(args):
             if isinstance(x, Tensor | list | tuple) and not (i == 0 and keeps_first) and i not in call.skip_positions:
-                found[i] = self.prepared(x, rounds, floats)
+                positional[i] = self.prepared(x, rounds, floats)
         if not kwargs:
-            return tuple(found), kwargs
+            return tuple(positional), kwargs
         named = {**kwargs}
         for name, x in kwargs.items():
             if isinstance(x, Tensor | list | tuple) and name != "out" and name not in call.skip_names:
                 named[name] = self.prepared(x, rounds, floats)
-        return tuple(found), named
+        return tuple(positional), named
 
     def _moved(
         self, out: Any, call: Call, operands: tuple[Any, ...], floats: list[Tensor], first: Any,
@@ -422,13 +422,13 @@ class Emulation(Roundings, TorchFunctionMode):
     def _let_results_be_wide(self, out: Any, call: Call) -> None:
         """These results are float32 on purpose: they are not rounded, nor are their gradients."""
         self.mark_wide(*tensors_in(out))
-        found = [x for x in tensors_in(out) if is_roundable(x)]
-        if call.action is not Action.MOVE and found:
+        results = [x for x in tensors_in(out) if is_roundable(x)]
+        if call.action is not Action.MOVE and results:
             site = self.scope.site(call.name)
             self.scope.wide[call.name] = None
             observer = self.scope.listeners.watching(site, "activation")
             if observer is not None:
-                for x in found:
+                for x in results:
                     observer(site, "activation", x.detach(), x.detach(), FLOAT32)
 
     def leaves_raw(self, x: Tensor) -> bool:

@@ -60,31 +60,31 @@ def around_calls(module: nn.Module, around: Around) -> None:
     """Have calls of `module` run by `around`, outside of those who run them already, until `not_around_calls`."""
     attributes = vars(module)
     while True:  # another thread may take the slot away meanwhile
-        found = attributes.setdefault(CALL_SLOT, _Surrounded(module))
-        if not isinstance(found, _Surrounded):
-            found = attributes[CALL_SLOT] = _Surrounded(module)
-        if around not in found.arounds:
-            found.arounds.append(around)
-        if attributes.get(CALL_SLOT) is found:
+        surrounded = attributes.setdefault(CALL_SLOT, _Surrounded(module))
+        if not isinstance(surrounded, _Surrounded):
+            surrounded = attributes[CALL_SLOT] = _Surrounded(module)
+        if around not in surrounded.arounds:
+            surrounded.arounds.append(around)
+        if attributes.get(CALL_SLOT) is surrounded:
             return
 
 
 def not_around_calls(module: nn.Module, around: Around) -> None:
     """End that; does nothing where it has ended."""
     attributes = vars(module)
-    found = attributes.get(CALL_SLOT)
-    if not isinstance(found, _Surrounded):
+    surrounded = attributes.get(CALL_SLOT)
+    if not isinstance(surrounded, _Surrounded):
         return
-    if around in found.arounds:
-        found.arounds.remove(around)
-    if not found.arounds:
-        if found.before is None:
+    if around in surrounded.arounds:
+        surrounded.arounds.remove(around)
+    if not surrounded.arounds:
+        if surrounded.before is None:
             attributes.pop(CALL_SLOT, None)
         else:
-            attributes[CALL_SLOT] = found.before
+            attributes[CALL_SLOT] = surrounded.before
 
 
 def who_is_around(module: nn.Module) -> list[Around]:
     """Who runs the calls of `module`, in the order in which they came."""
-    found = vars(module).get(CALL_SLOT)
-    return [*found.arounds] if isinstance(found, _Surrounded) else []
+    surrounded = vars(module).get(CALL_SLOT)
+    return [*surrounded.arounds] if isinstance(surrounded, _Surrounded) else []

@@ -320,10 +320,10 @@ def _conv_tbc(call: ProductCall, input: Tensor, weight: Tensor, bias: Tensor, pa
 
 
 def _einsum(call: ProductCall, *args: Any) -> Any:
-    found = simplified(args)
-    if found is None:
+    simple = simplified(args)
+    if simple is None:
         return NotImplemented
-    terms, operands, out = found
+    terms, operands, out = simple
     if len(operands) < 2 or not any(call.takes(a, b) for a, b in pairwise(operands)):
         return NotImplemented
     has_several = len(operands) > 2

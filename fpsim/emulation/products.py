@@ -139,8 +139,8 @@ def note_views_of_weights(scope: Scope, call: Call, out: Any, args: tuple[Any, .
     """Note that what a weight is viewed, copied or cut to is one to a product."""
     if scope.products is None or call.action not in (Action.MOVE, Action.CAST) or call.name in LOOK_UPS:
         return
-    found = typed_in(args, kwargs)
-    if found and all(is_view_of_weight(x) or id(x) in scope.weights for x in found):
+    operands = typed_in(args, kwargs)
+    if operands and all(is_view_of_weight(x) or id(x) in scope.weights for x in operands):
         for x in tensors_in(out):
             if is_roundable(x) or x.is_complex():
                 mark_as_view_of_weight(x)
@@ -350,10 +350,10 @@ class _Node(torch.autograd.Function):
                 f"gradient after the other."
             )
         data, weight, bias = product.backward(dy, x, w, ctx.needs_input_grad[3])
-        found = data, weight, None if bias is None else bias.to(ctx.bias_dtype)
+        gradients = data, weight, None if bias is None else bias.to(ctx.bias_dtype)
         if torch.is_grad_enabled():  # create_graph=True
-            found = tuple(g if g is None else _Once.apply(product.site, g, dy, x, w) for g in found)  # type: ignore[assignment]
-        return None, *found
+            gradients = tuple(g if g is None else _Once.apply(product.site, g, dy, x, w) for g in gradients)  # type: ignore[assignment]
+        return None, *gradients
 
 
 class _Once(torch.autograd.Function):

@@ -143,8 +143,8 @@ def _cell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Tensor | State:
-    found = step(F.linear(x, w_ih, b_ih), _state(state), _Weights(w_ih, w_hh, b_ih, b_hh))
-    return found[0] if isinstance(state, Tensor) else found
+    new_state = step(F.linear(x, w_ih, b_ih), _state(state), _Weights(w_ih, w_hh, b_ih, b_hh))
+    return new_state[0] if isinstance(state, Tensor) else new_state
 
 
 _STEPS: dict[str, Step] = {

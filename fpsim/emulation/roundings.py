@@ -75,10 +75,10 @@ class Roundings:
         """Round again whatever comes from outside: it may have been written to."""
         self._operands = WeakTensorKeyDictionary()
 
-    def mark_wide(self, *found: Tensor) -> None:
+    def mark_wide(self, *tensors: Tensor) -> None:
         """Note that these are float32 on purpose."""
         self.has_wide = True
-        for x in found:
+        for x in tensors:
             if x.is_floating_point() or x.is_complex():
                 mark_wide(x)
 
@@ -99,11 +99,11 @@ class Roundings:
         if not self._is_in_format(format_of(x), self.scope.specs.activation) and not (x.requires_grad and is_leaf(x)):
             self.round_result(x, WRITTEN_TO, (x,), [], x)
 
-    def _is_in_format(self, found: str | None, spec: RoundingSpec | None) -> bool:
+    def _is_in_format(self, known: str | None, spec: RoundingSpec | None) -> bool:
         weight = self.scope.specs.weight
-        if found is None or spec is None or found == spec.text:
-            return found is not None
-        return weight is not None and found == weight.text + OF_A_WEIGHT
+        if known is None or spec is None or known == spec.text:
+            return known is not None
+        return weight is not None and known == weight.text + OF_A_WEIGHT
 
     def operand(self, x: Tensor, rounds: Rounds) -> Tensor:
         """`x` in its format: a parameter in the weights', anything else in the activations'."""

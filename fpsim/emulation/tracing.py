@@ -71,10 +71,10 @@ class Operation:
         known: set[int] = set()
         waiting = [self]
         while waiting:
-            found = waiting.pop()
-            if id(found) not in known:
-                known.add(id(found))
-                waiting += found.parents
+            operation = waiting.pop()
+            if id(operation) not in known:
+                known.add(id(operation))
+                waiting += operation.parents
         return known
 
 
@@ -299,13 +299,13 @@ class Trace:
         return out
 
     def _origin(self, x: Tensor) -> Operation | None:
-        found = self.results.get(x)
-        if found is None and (name := self._names.get(id(x))) is not None:
-            found = self.results[x] = Operation(name, name.rpartition(".")[0], "parameter", 0, False, [])
+        operation = self.results.get(x)
+        if operation is None and (name := self._names.get(id(x))) is not None:
+            operation = self.results[x] = Operation(name, name.rpartition(".")[0], "parameter", 0, False, [])
             if x.requires_grad:
                 with without_torch_function():
-                    self.hook(x, partial(self._came, found))
-        return found
+                    self.hook(x, partial(self._came, operation))
+        return operation
 
     def _note(
         self,

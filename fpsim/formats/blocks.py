@@ -250,14 +250,14 @@ def _systematic_name(f: BlockFormat) -> str | None:
 
 def _from_words(name: str) -> BlockFormat | None:
     """The format of '<element> per <block> [scale [fp32]] [rule] [at gain]'; None where a word is unknown."""
-    found = _PER.fullmatch(name)
-    if found is None:
+    match = _PER.fullmatch(name)
+    if match is None:
         return None
-    block = (int(found[3]), int(found[4])) if found[3] else int(found[2]) if found[2].isdigit() else found[2]
+    block = (int(match[3]), int(match[4])) if match[3] else int(match[2]) if match[2].isdigit() else match[2]
     scale: str | None = None
     rule: str | Delayed | None = None
     has_two = False
-    for word in found[5].split():
+    for word in match[5].split():
         if word == "delayed":
             rule, scale = Delayed(), "fp32"
         elif word in SCALE_RULES:
@@ -267,8 +267,8 @@ def _from_words(name: str) -> BlockFormat | None:
         else:
             scale = word
     scale = scale or ("fp32" if rule in ("amax", "absmax") else "e8m0fnu")
-    gain = float(found[6]) if found[6] else 1.0
-    return BlockFormat(as_element(found[1]), block, as_float_format(scale), rule, has_two, gain)  # type: ignore[arg-type]
+    gain = float(match[6]) if match[6] else 1.0
+    return BlockFormat(as_element(match[1]), block, as_float_format(scale), rule, has_two, gain)  # type: ignore[arg-type]
 
 
 Format = FloatFormat | FixedPoint | Codebook | BlockFormat
@@ -277,13 +277,13 @@ _CALL = re.compile(r"(FixedPoint|Codebook|BlockFormat)\(.*\)", re.DOTALL)
 
 def as_element(fmt: str | Element) -> Element:
     """The format of single numbers that a name, a `repr` or a format stands for, of any kind but blocks."""
-    found = as_format(fmt)
-    if isinstance(found, BlockFormat):
+    parsed = as_format(fmt)
+    if isinstance(parsed, BlockFormat):
         raise ValueError(
             f"{fmt!r} shares its scales among numbers, and a format of single numbers is wanted here. "
-            f"Expected: its elements' format, '{found.element}'."
+            f"Expected: its elements' format, '{parsed.element}'."
         )
-    return found
+    return parsed
 
 
 def as_format(fmt: Any) -> Format:
@@ -323,9 +323,9 @@ def _parse(text: str) -> Format:
     if name in CODEBOOKS:
         return CODEBOOKS[name]
     if FIXED_POINT_NAME.fullmatch(name):
-        found = named_fixed_point(name)
-        assert found is not None
-        return found
+        fixed_point = named_fixed_point(name)
+        assert fixed_point is not None
+        return fixed_point
     if _PER.fullmatch(name):
         return _from_words(name)  # type: ignore[return-value]
     if _CALL.fullmatch(text.strip()):

@@ -96,8 +96,8 @@ class Codebook:
     @cached_property
     def ascending(self) -> tuple[tuple[float, int], ...]:
         """The values in ascending order, each with its code; without NaN, and 0 for both zeros."""
-        found = ((v, code) for code, v in enumerate(self.values) if not math.isnan(v))
-        return tuple((v, code) for v, code in sorted(found) if v or math.copysign(1, v) > 0)
+        numbers = ((v, code) for code, v in enumerate(self.values) if not math.isnan(v))
+        return tuple((v, code) for v, code in sorted(numbers) if v or math.copysign(1, v) > 0)
 
     @cached_property
     def exact_borders(self) -> tuple[Fraction, ...]:
@@ -105,15 +105,15 @@ class Codebook:
         if self.borders is not None:
             return tuple(map(Fraction, self.borders))
         numbers = [v for v, _ in self.ascending]
-        found = []
+        borders = []
         for i, (low, high) in enumerate(pairwise(numbers)):
             if math.isinf(low):
-                found.append(Fraction(high) + (Fraction(high) - Fraction(numbers[i + 2])) / 2)
+                borders.append(Fraction(high) + (Fraction(high) - Fraction(numbers[i + 2])) / 2)
             elif math.isinf(high):
-                found.append(Fraction(low) + (Fraction(low) - Fraction(numbers[i - 1])) / 2)
+                borders.append(Fraction(low) + (Fraction(low) - Fraction(numbers[i - 1])) / 2)
             else:
-                found.append((Fraction(low) + Fraction(high)) / 2)
-        return tuple(found)
+                borders.append((Fraction(low) + Fraction(high)) / 2)
+        return tuple(borders)
 
     @property
     def midpoints(self) -> tuple[float, ...]:
@@ -146,12 +146,12 @@ class Codebook:
     def encode(self, value: float) -> int:
         """The code of a value of the book. Raises ValueError for other numbers: round them first."""
         value = number_of("value", value)
-        found = self._codes.get(str(value))
-        if found is None and value == 0:
-            found = self._codes.get("0.0")
-        if found is None:
+        code = self._codes.get(str(value))
+        if code is None and value == 0:
+            code = self._codes.get("0.0")
+        if code is None:
             raise ValueError(f"value={value!r} is not a value of {self}. Round it first: fpsim.round_to.")
-        return found
+        return code
 
     # What a rounding asks of any format
 
@@ -276,10 +276,10 @@ def _numbers(name: str, given: Any) -> tuple[float, ...]:
 
 
 def _float32s(given: Any) -> tuple[float, ...]:
-    found = _numbers("values", given)
-    if not 2 <= len(found) <= MOST_VALUES:
-        raise ValueError(f"values={shown(given)} has {len(found)} numbers. Expected: 2 to {MOST_VALUES}.")
-    return tuple(math.nan if math.isnan(v) else nearest_float32(v) for v in found)
+    numbers = _numbers("values", given)
+    if not 2 <= len(numbers) <= MOST_VALUES:
+        raise ValueError(f"values={shown(given)} has {len(numbers)} numbers. Expected: 2 to {MOST_VALUES}.")
+    return tuple(math.nan if math.isnan(v) else nearest_float32(v) for v in numbers)
 
 
 def _require_values(book: Codebook) -> None:
@@ -294,19 +294,19 @@ def _require_values(book: Codebook) -> None:
 
 
 def _borders(book: Codebook) -> tuple[float, ...]:
-    found, numbers = _numbers("borders", book.borders), [v for v, _ in book.ascending]
-    if len(found) != len(numbers) - 1:
+    borders, numbers = _numbers("borders", book.borders), [v for v, _ in book.ascending]
+    if len(borders) != len(numbers) - 1:
         raise ValueError(
-            f"borders={shown(book.borders)} has {len(found)} numbers for {len(numbers)} values. Expected: "
+            f"borders={shown(book.borders)} has {len(borders)} numbers for {len(numbers)} values. Expected: "
             f"{len(numbers) - 1}."
         )
-    for border, low, high in zip(found, numbers, numbers[1:], strict=False):
+    for border, low, high in zip(borders, numbers, numbers[1:], strict=False):
         if not (low <= border <= high and math.isfinite(border)):
             raise ValueError(
                 f"borders={shown(book.borders)} has {border!r}, which does not lie between its values, {low!r} and "
                 f"{high!r}."
             )
-    return found
+    return borders
 
 
 def _require_alternating_codes(book: Codebook) -> None:

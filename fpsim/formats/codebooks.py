@@ -33,15 +33,15 @@ def dynamic_map(signed: bool, most_exponents: int, bits: int) -> tuple[float, ..
     Decades, from the top one downwards with half as many fractions each, which are the means of a linear scale from
     0.1 to 1; with 0 and 1 (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861, section 2).
     """
-    f, found = nearest_float32, [0.0, 1.0]
+    f, values = nearest_float32, [0.0, 1.0]
     for i in range(most_exponents):
         fractions = 2 ** (i + bits - 1 - most_exponents + (0 if signed else 1))
         borders = _linspace(fractions + 1)
         power = f(10.0 ** (i - most_exponents + 1))
         for low, high in pairwise(borders):
             value = f(power * f(f(low + high) / 2))
-            found += [value, -value] if signed else [value]
-    return tuple(sorted(found))
+            values += [value, -value] if signed else [value]
+    return tuple(sorted(values))
 
 
 def _hif8() -> Codebook:

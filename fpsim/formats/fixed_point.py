@@ -142,5 +142,5 @@ FIXED_POINT_NAME = re.compile(r"(u?)int(\d{1,2})")
 
 def named_fixed_point(name: str) -> FixedPoint | None:
     """The format of a name such as "int8" or "uint4"; None if it is no such name."""
-    found = FIXED_POINT_NAME.fullmatch(name)
-    return None if found is None else FixedPoint(int(found[2]), 0, signed=not found[1])
+    match = FIXED_POINT_NAME.fullmatch(name)
+    return None if match is None else FixedPoint(int(match[2]), 0, signed=not match[1])

@@ -54,10 +54,10 @@ def _from_gfloat(info: Any) -> FloatFormat:
         (True, False, True, 0): "none",
         (False, False, False, 1): "scale",
     }
-    found = (info.is_signed, info.num_posinfs > 0, info.has_nz, info.num_high_nans)
-    if info.is_twos_complement or found not in kinds:
+    kind = (info.is_signed, info.num_posinfs > 0, info.has_nz, info.num_high_nans)
+    if info.is_twos_complement or kind not in kinds:
         raise ValueError(
             f"gfloat's format {info.name!r} has codes that no format of this library has. Expected: the special codes "
             f"of IEEE 754, OCP OFP8 and MX, ml_dtypes or P3109; for integers fpsim.FixedPoint."
         )
-    return FloatFormat(info.expBits, mantissa_bits, info.bias, kinds[found], info.has_subnormals)
+    return FloatFormat(info.expBits, mantissa_bits, info.bias, kinds[kind], info.has_subnormals)

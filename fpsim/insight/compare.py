@@ -245,15 +245,15 @@ def _run_step(
     model: nn.Module, step: Callable[[], Any], fmt: FormatLike, seed: int, noise: int, visitor: Any
 ) -> tuple[None, float | None]:
     """One run of a step that closes over the model: the model itself changes its formats meanwhile."""
-    found: list[Any] = []
+    returned: list[Any] = []
 
     def run(undo: Undo) -> None:
         preserve(model, undo)
         switching(model, undo)(fmt)
-        _traced(model, visitor, lambda: found.append(step()), seed, noise, undo)
+        _traced(model, visitor, lambda: returned.append(step()), seed, noise, undo)
 
     undone(run)
-    loss = found[0].detach() if isinstance(found[0], Tensor) else found[0]
+    loss = returned[0].detach() if isinstance(returned[0], Tensor) else returned[0]
     is_loss = isinstance(loss, int | float) or (isinstance(loss, Tensor) and loss.numel() == 1)
     return None, float(loss) if is_loss else None
 
@@ -282,8 +282,8 @@ def _run_batch(
 
     undone(partial(_traced, copy, visitor, step, seed, noise))
     logits = getattr(out, "logits", None)
-    found = logits if isinstance(logits, Tensor) else next((x for x in tensors_in(out) if x.is_floating_point()), None)
-    return None if found is None else found.detach(), None if total is None else float(total.detach())
+    result = logits if isinstance(logits, Tensor) else next((x for x in tensors_in(out) if x.is_floating_point()), None)
+    return None if result is None else result.detach(), None if total is None else float(total.detach())
 
 
 def _traced(model: nn.Module, visitor: Any, step: Callable[[], object], seed: int, noise: int, undo: Undo) -> None:
@@ -336,12 +336,12 @@ class _Errors:
     def backward(self, operation: Operation, gradient: Tensor) -> None:
         self._add(operation, _role_of(operation), gradient)
 
-    def _add(self, operation: Operation, role: str, found: Tensor) -> None:
+    def _add(self, operation: Operation, role: str, b: Tensor) -> None:
         key = (operation.site, operation.call), role
         a = self.tensors.get(key)
-        if a is None or a.shape != found.shape:
+        if a is None or a.shape != b.shape:
             return
-        x, y = a.detach().double(), found.detach().double()
+        x, y = a.detach().double(), b.detach().double()
         change = torch.where(x == y, 0.0, y - x)
         finite = x.isfinite() & (x.abs() != torch.finfo(a.dtype).max)  # which is a mask, and no number
         x, known = torch.where(finite, x, 0.0), torch.where(y.isfinite(), y, 0.0)

@@ -132,8 +132,8 @@ def diagnose(
         ValueError: for a step of which nothing was seen.
 
     >>> model = nn.ReLU6()
-    >>> found = diagnose(model, lambda: model(torch.ones(2)) * 3e38 * 3e38)
-    >>> found.cause["site"], found.cause["kind"], found.cause["count"]
+    >>> diagnosis = diagnose(model, lambda: model(torch.ones(2)) * 3e38 * 3e38)
+    >>> diagnosis.cause["site"], diagnosis.cause["kind"], diagnosis.cause["count"]
     (':mul_1', 'inf', 2)
     """
     require_module(model)
@@ -179,8 +179,8 @@ def _looked_at(model: nn.Module, seen: Seen) -> str:
 def _read_forward(operation: Operation) -> Rows:
     rows, ranges = Rows(), operation.notes.get("operands", ())
     names = operation.notes.get("names", ["(from outside)"] * len(operation.sources))
-    for source, name, found in zip(operation.sources, names, ranges, strict=False):
-        rows.append({"what": name if source is None else source.site, "range": str(found)})
+    for source, name, read in zip(operation.sources, names, ranges, strict=False):
+        rows.append({"what": name if source is None else source.site, "range": str(read)})
     rows.extend({"what": what, "range": text} for what, text in operation.notes.get("integers", ()))
     return rows
 
@@ -200,11 +200,11 @@ def _read_backward(operation: Operation) -> Rows:
 def _numbers(operation: Operation) -> dict[str, Any]:
     row: dict[str, Any] = {"site": operation.site, "call": operation.call}
     for name, words in (("result", ""), ("gradient", "gradient_")):
-        found: Range | None = operation.notes.get(name)
-        row[f"{words}amax"] = None if found is None else found.amax
+        numbers: Range | None = operation.notes.get(name)
+        row[f"{words}amax"] = None if numbers is None else numbers.amax
         is_mask = operation.name in FILLS or operation.notes.get("masked") is not None
-        masks = found.minus if found is not None and name == "result" and is_mask else 0
-        row[f"{words}nonfinite"] = None if found is None else (found.nonfinite - masks) / max(found.count, 1)
+        masks = numbers.minus if numbers is not None and name == "result" and is_mask else 0
+        row[f"{words}nonfinite"] = None if numbers is None else (numbers.nonfinite - masks) / max(numbers.count, 1)
     return row
 
 
@@ -269,12 +269,12 @@ def _scales(
         base = max(base - 8, LEAST_SCALE)
     rows = Rows()
     for operation in seen.gradients:
-        found = operation.notes["gradient"]
+        gradient = operation.notes["gradient"]
         role = "weight_grad" if operation.name == "parameter" else "error"
-        amax = seen.unrounded.get((operation.site, role), found.amax)
+        amax = seen.unrounded.get((operation.site, role), gradient.amax)
         # under autocast a float32 gradient was one of the smaller dtype, in which the operation behind computes
         ends = [child.notes["result"].largest for child in operation.children]
-        limit = min(seen.limits.get(operation.site, math.inf), found.largest, *ends)
+        limit = min(seen.limits.get(operation.site, math.inf), gradient.largest, *ends)
         if amax and (operation.computes or role == "weight_grad"):
             fits = math.ldexp(1.0, base + math.floor(math.log2(limit / amax)))
             rows.append({"site": operation.site, "role": role, "amax": math.ldexp(amax, -base), "fits": fits})

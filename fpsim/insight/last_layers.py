@@ -89,7 +89,7 @@ class _Listed:
 
 
 def _last(trace: Trace, total: Tensor) -> list[str]:
-    found: dict[int, str] = {}
+    layers: dict[int, str] = {}
     known, waiting = set[int](), [trace.results.get(total)]
     while waiting:
         operation = waiting.pop()
@@ -98,15 +98,15 @@ def _last(trace: Trace, total: Tensor) -> list[str]:
         known.add(id(operation))
         has_weight = operation.notes.get("has_weight") or any(map(_is_of_parameters, operation.sources))
         if operation.name in _PRODUCTS and has_weight:
-            found[operation.index] = operation.module
+            layers[operation.index] = operation.module
         else:
             waiting += operation.parents
-    if not found:
+    if not layers:
         raise ValueError(
             f"No product with a parameter of {type(trace.model).__name__} leads to what the step returned. Expected: "
             f"a step that calls the model and returns the loss of its output."
         )
-    return [*dict.fromkeys(module for _, module in sorted(found.items()))]
+    return [*dict.fromkeys(module for _, module in sorted(layers.items()))]
 
 
 def _is_of_parameters(operation: Operation | None) -> bool:

@@ -79,8 +79,8 @@ class _Sums:
         """
         parts = [x.reshape(-1) for x in (after, before, intended, self.signs)]
         length = CHUNK if not before.is_cuda else max(before.numel(), 1)
-        found = [_counted(*chunk) for chunk in zip(*(x.split(length) for x in parts), strict=True)]
-        wanted, lost, inner, norm, changes, flips = (sum(column) for column in zip(*found, strict=True))
+        counts = [_counted(*chunk) for chunk in zip(*(x.split(length) for x in parts), strict=True)]
+        wanted, lost, inner, norm, changes, flips = (sum(column) for column in zip(*counts, strict=True))
         self.wanted, self.lost = self.wanted + int(wanted), self.lost + int(lost)
         self.changes, self.flips = self.changes + int(changes), self.flips + int(flips)
         self.inner, self.norm = self.inner + inner, self.norm + norm
@@ -219,12 +219,12 @@ class LostUpdates:
         return Rows(
             {
                 "step": step,
-                "lost": _share(found.lost, found.wanted),
-                "edq": found.inner / found.norm if found.norm else None,
-                "wanted": found.wanted,
-                "norm": found.norm,
+                "lost": _share(counts.lost, counts.wanted),
+                "edq": counts.inner / counts.norm if counts.norm else None,
+                "wanted": counts.wanted,
+                "norm": counts.norm,
             }
-            for step, found in self._steps.items()
+            for step, counts in self._steps.items()
         )
 
     def to_frame(self) -> Any:
@@ -266,7 +266,7 @@ class LostUpdates:
             "every": self.every,
             "begin": self._begin,
             "rows": [*self._rows],
-            "steps": {step: asdict(found) for step, found in self._steps.items()},
+            "steps": {step: asdict(counts) for step, counts in self._steps.items()},
             "sums": {store.index: vars(sums).copy() for store, sums in self._sums.items()},
         }
 
@@ -280,8 +280,8 @@ class LostUpdates:
         require_mapping("state", state, "what state_dict() returns")
         stores = {store.index: store for store in self._sums}
         try:
-            sums = {stores[index]: _loaded(stores[index], found) for index, found in state["sums"].items()}
-            steps = {step: _Step(**found) for step, found in state["steps"].items()}
+            sums = {stores[index]: _loaded(stores[index], saved) for index, saved in state["sums"].items()}
+            steps = {step: _Step(**saved) for step, saved in state["steps"].items()}
             rows = Rows(dict(row) for row in state["rows"])
             require_whole("state['every']", state["every"], 1)
             require_whole("state['begin']", state["begin"], 0)

@@ -66,8 +66,8 @@ def new_picture(width: float, height: float) -> Picture:
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is None or _is_apart.get():
         return Picture(figsize=(width, height), layout="constrained")
-    found: Picture = pyplot.figure(FigureClass=Picture, figsize=(width, height), layout="constrained")
-    return found
+    picture: Picture = pyplot.figure(FigureClass=Picture, figsize=(width, height), layout="constrained")
+    return picture
 
 
 @contextmanager
@@ -94,24 +94,24 @@ def _name_sites(axes: Any, sites: Sequence[str], marked: int | None = None) -> N
 
 def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """The relative error of a `Comparison` by site: results from input to output, and their gradients."""
-    found: dict[str, dict[str, float]] = {"activation": {}, "error": {}}
+    errors: dict[str, dict[str, float]] = {"activation": {}, "error": {}}
     for row in rows:
-        if row["role"] in found:
+        if row["role"] in errors:
             label = f"{row['site']} #{row['call']}" if row["call"] else row["site"]
-            found[row["role"]][label] = row["relative"]
-    sites = [*found["activation"]]
+            errors[row["role"]][label] = row["relative"]
+    sites = [*errors["activation"]]
     picture = new_picture(7.2, 1.3 + 0.13 * min(len(sites), LABELS))
     axes = picture.subplots()
     for role, colour, marker, words in (("activation", BLUE, "o", "result"), ("error", ORANGE, "s", "its gradient")):
-        points = [(v, sites.index(s)) for s, v in found[role].items() if s in sites and 0 < v < math.inf]
+        points = [(v, sites.index(s)) for s, v in errors[role].items() if s in sites and 0 < v < math.inf]
         if points:
             axes.plot(*np.array(points).T, marker, color=colour, markersize=4, label=words)
-    lost = [sites.index(s) for values in found.values() for s, v in values.items() if v == math.inf and s in sites]
+    lost = [sites.index(s) for values in errors.values() for s, v in values.items() if v == math.inf and s in sites]
     if lost:
         right = axes.get_xlim()[1]
         axes.plot([right] * len(lost), lost, ">", color=RED, markersize=6, label="not finite", clip_on=False)
     axes.set_xscale("log")
-    worst = max(((v, s) for values in found.values() for s, v in values.items() if s in sites), default=(0.0, ""))[1]
+    worst = max(((v, s) for values in errors.values() for s, v in values.items() if s in sites), default=(0.0, ""))[1]
     _name_sites(axes, sites, sites.index(worst) if len(sites) > LABELS else None)
     axes.set_title(f"largest error at {worst}".replace("$", r"\$") if worst else "", fontsize=9)
     axes.grid(axis="x", linewidth=0.4, alpha=0.6)

@@ -45,8 +45,8 @@ class Range:
 
     def __str__(self) -> str:
         words = [f"{number(self.low)} to {number(self.high)}"] if self.nonfinite < self.count or not self.count else []
-        found = ((self.plus, "inf"), (self.minus, "-inf"), (self.nan, "NaN"))
-        return ", ".join([*words, *(f"{n} of {self.count} {name}" for n, name in found if n)])
+        counts = ((self.plus, "inf"), (self.minus, "-inf"), (self.nan, "NaN"))
+        return ", ".join([*words, *(f"{n} of {self.count} {name}" for n, name in counts if n)])
 
 
 def range_of(x: Tensor) -> Range:

@@ -70,13 +70,13 @@ def _loaded(
         spec = any_spec(
             saved["format"], saved["rounding"], saved["overflow"], saved["random_bits"], saved.get("variant", "A")
         )
-        found = Accumulator(spec, saved["counts"].device)
+        accumulator = Accumulator(spec, saved["counts"].device)
         require_whole("state['sums'][...]['calls']", saved["calls"], 0)
-        found.calls = int(saved["calls"])
+        accumulator.calls = int(saved["calls"])
         for name in SUMS:
             if name == "shape" and name not in saved:
                 continue  # of a version that did not know them
-            mine, its = getattr(found, name), saved[name]
+            mine, its = getattr(accumulator, name), saved[name]
             if (mine.shape, mine.dtype) != (its.shape, its.dtype):
                 raise ValueError(
                     f"The state has {name} of shape {tuple(its.shape)} and {its.dtype} at {shown(saved['site'])}. "
@@ -85,7 +85,7 @@ def _loaded(
             if name != "sums" and bool((its < 0).any()):
                 raise ValueError(f"The state has numbers below 0 among its {name} at {shown(saved['site'])}.")
             mine.copy_(its)
-        sums[saved["site"], saved["role"], spec] = found
+        sums[saved["site"], saved["role"], spec] = accumulator
     return state["every"], seen, sums
 
 
@@ -133,10 +133,10 @@ class Recording:
             {
                 **{"site": site, "role": role, "format": repr(spec.fmt), "rounding": spec.rounding},
                 **{"overflow": spec.overflow, "random_bits": spec.random_bits, "variant": spec.variant},
-                "calls": found.calls,
-                **{name: getattr(found, name) for name in SUMS},
+                "calls": accumulator.calls,
+                **{name: getattr(accumulator, name) for name in SUMS},
             }
-            for (site, role, spec), found in self._sums.items()
+            for (site, role, spec), accumulator in self._sums.items()
         ]
         return {"every": self._every, "seen": [(*key, count) for key, count in self._seen.items()], "sums": sums}
 
@@ -210,7 +210,7 @@ class Recording:
         if not rows:
             known = ", ".join(dict.fromkeys(row["role"] for row in self.rows())) or "none yet"
             raise ValueError(f"No row has the role {shown(role)}. Known: {known}.")
-        require_word("value", value, [name for name, found in rows[0].items() if not isinstance(found, str)])
+        require_word("value", value, [name for name, entry in rows[0].items() if not isinstance(entry, str)])
         from fpsim.insight.pictures import plot_sites
 
         if role in ("error", "weight_grad"):  # they come from output to input

@@ -45,7 +45,7 @@ def text_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     ----  ----
     fc    3
     """
-    found = [tuple(row) for row in rows]
-    widths = [max(len(row[i]) for row in (heads, *found)) for i in range(len(heads))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in (heads, *found)]
+    body = [tuple(row) for row in rows]
+    widths = [max(len(row[i]) for row in (heads, *body)) for i in range(len(heads))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in (heads, *body)]
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])

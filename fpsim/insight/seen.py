@@ -64,8 +64,8 @@ class Seen:
         self._by_site.update(dict.fromkeys((operation.site, *self._sites), operation))
         operation.notes["names"] = [self._buffers.get(id(x), "(from outside)") for x in operands]
         if operation.name not in FILLS:
-            for source, x, found in zip(operation.sources, operands, ranges, strict=True):
-                self._note_outside(operation, source, x, found)
+            for source, x, numbers in zip(operation.sources, operands, ranges, strict=True):
+                self._note_outside(operation, source, x, numbers)
         self._name_weights(operation)
         self._note_arguments(operation, operands, result)
         rounded = self._note_roundings(operation)
@@ -134,20 +134,20 @@ class Seen:
                 note = f", a mask that leaks: {operation.site} gives up to {float(weights.max()):.3g} of weight to it"
                 self.events.append(({**event, "note": note}, at))
 
-    def _note_outside(self, operation: Operation, source: Operation | None, x: Tensor, found: Range) -> None:
+    def _note_outside(self, operation: Operation, source: Operation | None, x: Tensor, numbers: Range) -> None:
         """Note what came in: NaN and inf; minus infinity in a parameter only, for elsewhere it may be a mask."""
         is_parameter = source is not None and source.name == "parameter"
         if not (source is None or is_parameter) or id(x) in self._outside:
             return
         self._outside.add(id(x))
-        kinds = found.kinds if is_parameter else found.kinds - {"-inf"}
+        kinds = numbers.kinds if is_parameter else numbers.kinds - {"-inf"}
         name = self._buffers.get(id(x))
         site = source.site if source is not None else name or f"(from outside), read by {operation.site}"
         role = "parameter" if is_parameter else "input" if name is None else "buffer"
-        counts = {"NaN": found.nan, "inf": found.plus, "-inf": found.minus}
+        counts = {"NaN": numbers.nan, "inf": numbers.plus, "-inf": numbers.minus}
         for kind in sorted(kinds, reverse=True):
             event = {"site": site, "call": 0, "role": role, "kind": kind}
-            end = {"count": counts[kind], "of": found.count, "amax": found.amax, "largest": found.largest}
+            end = {"count": counts[kind], "of": numbers.count, "amax": numbers.amax, "largest": numbers.largest}
             self.events.append(({**event, **end}, operation))
 
     def afterwards(self, model: nn.Module) -> None:
@@ -156,35 +156,35 @@ class Seen:
         kept += [(AFTER[2], n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
         kept += [(AFTER[1], n, b) for n, b in model.named_buffers() if b.is_floating_point()]
         for role, name, x in kept:
-            found = range_of(x.coalesce().values() if x.layout is torch.sparse_coo else x)
-            kind = "NaN" if found.nan else "inf" if found.plus else "-inf"
-            if found.nan or found.plus or (found.minus and role != AFTER[1]):
-                event = {"site": name, "call": 0, "role": role, "kind": kind, "count": found.nonfinite}
-                end = {"of": found.count, "amax": found.amax, "largest": found.largest}
+            numbers = range_of(x.coalesce().values() if x.layout is torch.sparse_coo else x)
+            kind = "NaN" if numbers.nan else "inf" if numbers.plus else "-inf"
+            if numbers.nan or numbers.plus or (numbers.minus and role != AFTER[1]):
+                event = {"site": name, "call": 0, "role": role, "kind": kind, "count": numbers.nonfinite}
+                end = {"of": numbers.count, "amax": numbers.amax, "largest": numbers.largest}
                 self.events.append(({**event, **end}, None))
 
     def backward(self, operation: Operation, gradient: Tensor) -> None:
-        role, found = "weight_grad" if operation.name == "parameter" else "error", range_of(gradient)
-        operation.notes["gradient"] = found
+        role, numbers = "weight_grad" if operation.name == "parameter" else "error", range_of(gradient)
+        operation.notes["gradient"] = numbers
         self.gradients.append(operation)
         after = [child.notes["gradient"] for child in operation.children if "gradient" in child.notes]
         while not operation.computes and len(operation.parents) == 1 and operation.parents[0].name != "parameter":
             operation = operation.parents[0]  # of a view: what gave the values is to be named
         if not any(event["site"] == operation.site and event["role"] == role for event, _ in self.events):
-            self._note(operation, role, found, after)
+            self._note(operation, role, numbers, after)
 
-    def _note(self, operation: Operation, role: str, found: Range, before: list[Range]) -> None:
+    def _note(self, operation: Operation, role: str, numbers: Range, before: list[Range]) -> None:
         """Note what is not finite in a tensor, and is in none of those that it was computed from."""
-        counts = {"NaN": found.nan, "inf": found.plus, "-inf": found.minus}
-        ends = [found.largest, self.limits.get(operation.site, math.inf)]
+        counts = {"NaN": numbers.nan, "inf": numbers.plus, "-inf": numbers.minus}
+        ends = [numbers.largest, self.limits.get(operation.site, math.inf)]
         if is_backward(role):  # under autocast a float32 gradient was one of the dtype in which the result was read
             ends += [child.notes["result"].largest for child in operation.children]
         elif operation.notes.get("end") is not None:
             ends = [operation.notes["end"]]
         note = "" if is_backward(role) else operation.notes.get("divides", "")
-        for kind in sorted(found.kinds.difference(*(b.kinds for b in before)), reverse=True):
+        for kind in sorted(numbers.kinds.difference(*(b.kinds for b in before)), reverse=True):
             event = {"site": operation.site, "call": operation.call, "role": role, "kind": kind, "note": note}
-            end = {"count": counts[kind], "of": found.count, "amax": found.amax, "largest": min(ends)}
+            end = {"count": counts[kind], "of": numbers.count, "amax": numbers.amax, "largest": min(ends)}
             self.events.append(({**event, **end}, operation))
 
     # As the observer of the emulation

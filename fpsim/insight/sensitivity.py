@@ -112,8 +112,8 @@ def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 
     >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> with torch.no_grad():
     ...     _ = net[1].weight.mul_(1e6)
-    >>> found = sensitivity(net, lambda m: m(torch.ones(1, 4)).abs().mean(), "fp16")
-    >>> found[0]["module"], found[0]["alone"], list(found.policy(1).overrides)
+    >>> ranking = sensitivity(net, lambda m: m(torch.ones(1, 4)).abs().mean(), "fp16")
+    >>> ranking[0]["module"], ranking[0]["alone"], list(ranking.policy(1).overrides)
     ('1', inf, ['1'])
     """
     require_module(model)
@@ -125,14 +125,14 @@ def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 
         raise ValueError(
             f"{type(model).__name__} has no module inside that has parameters. Expected: a model of several layers."
         )
-    found = Sensitivity(wanted)
-    found._by_module = {name: replace(own, overrides={}) for name, own in wanted.for_modules(plain).items()}
+    ranking = Sensitivity(wanted)
+    ranking._by_module = {name: replace(own, overrides={}) for name, own in wanted.for_modules(plain).items()}
 
     def ranked(undo: Undo) -> None:
-        _rank(found, _Losses(model, plain, loss, seed, undo), plain, wanted)
+        _rank(ranking, _Losses(model, plain, loss, seed, undo), plain, wanted)
 
     undone(ranked)
-    return found
+    return ranking
 
 
 class _Losses:
@@ -186,51 +186,51 @@ class _Losses:
         return undone(run)
 
 
-def _rank(found: Sensitivity, losses: _Losses, plain: nn.Module, wanted: Policy) -> None:
+def _rank(ranking: Sensitivity, losses: _Losses, plain: nn.Module, wanted: Policy) -> None:
     modules = dict(plain.named_modules())
-    found.float32 = losses.traced(Policy())
-    if not math.isfinite(found.float32):
+    ranking.float32 = losses.traced(Policy())
+    if not math.isfinite(ranking.float32):
         raise ValueError(
-            f"The loss of {type(plain).__name__} is {found.float32} in float32, and no format can be blamed for that. "
-            f"Expected: a model and data with a finite loss; fpsim.why(model, step) says where it breaks."
+            f"The loss of {type(plain).__name__} is {ranking.float32} in float32, and no format can be blamed for "
+            f"that. Expected: a model and data with a finite loss; fpsim.why(model, step) says where it breaks."
         )
-    found.quantised = losses.under(wanted)
-    if not losses.calls and found.quantised == found.float32:
+    ranking.quantised = losses.under(wanted)
+    if not losses.calls and ranking.quantised == ranking.float32:
         raise nothing_ran(plain, "sensitivity")
 
     def add(names: list[str]) -> None:
         for name in names:
-            alone = {other: own if other == name else Policy() for other, own in found._by_module.items()}
-            only, but = losses.under(_policy_of(alone)), losses.under(found._leaving([name]))
+            alone = {other: own if other == name else Policy() for other, own in ranking._by_module.items()}
+            only, but = losses.under(_policy_of(alone)), losses.under(ranking._leaving([name]))
             row: dict[str, Any] = {"module": name, "type": type(modules[name]).__name__, "cost": 0.0}
-            row |= {"alone": _excess(only, found.float32), "without": _excess(found.quantised, but)}
+            row |= {"alone": _excess(only, ranking.float32), "without": _excess(ranking.quantised, but)}
             row["cost"] = max((x for x in (row["alone"], row["without"]) if not math.isnan(x)), default=0.0)
             row |= {"loss_alone": only, "loss_without": but}
-            found.append({**row, "own": _has_inside(name, modules)})
+            ranking.append({**row, "own": _has_inside(name, modules)})
 
     layers = [n for n, m in modules.items() if n and not any(m.children()) and _has_numbers(m)]
     containers = [n for n, m in modules.items() if any(m.children()) and n in losses.calls]
     add([n for n in modules if n in layers or n in containers])
-    if _is_broken(found):
+    if _is_broken(ranking):
         add([n for n in modules if n in losses.calls and n not in layers and n not in containers])
-    found.sort(key=lambda row: -row["cost"])
-    if _is_broken(found):
-        _find_pair(found, losses)
+    ranking.sort(key=lambda row: -row["cost"])
+    if _is_broken(ranking):
+        _find_pair(ranking, losses)
 
 
-def _is_broken(found: Sensitivity) -> bool:
+def _is_broken(ranking: Sensitivity) -> bool:
     """Whether the loss is not finite under the policy, and no module repairs it alone."""
-    return not math.isfinite(found.quantised) and not any(math.isfinite(row["loss_without"]) for row in found)
+    return not math.isfinite(ranking.quantised) and not any(math.isfinite(row["loss_without"]) for row in ranking)
 
 
-def _find_pair(found: Sensitivity, losses: _Losses) -> None:
+def _find_pair(ranking: Sensitivity, losses: _Losses) -> None:
     """Try pairs of modules in float32; one that repairs the loss goes first in the ranking."""
-    names = [row["module"] for row in found]
+    names = [row["module"] for row in ranking]
     pairs = sorted(combinations(range(len(names)), 2), key=sum)  # of what costs most first
     for i, j in pairs[:MOST_PAIRS]:
-        if math.isfinite(losses.under(found._leaving([names[i], names[j]]))):
-            found.pair = names[i], names[j]
-            found.sort(key=lambda row: row["module"] not in (names[i], names[j]))  # stable
+        if math.isfinite(losses.under(ranking._leaving([names[i], names[j]]))):
+            ranking.pair = names[i], names[j]
+            ranking.sort(key=lambda row: row["module"] not in (names[i], names[j]))  # stable
             return
 
 

@@ -43,10 +43,10 @@ def _sizes(store: ParameterStore, states: dict[str, Any]) -> dict[str, int]:
             storage = store.weight if store.update.is_in_format else store.state_storage(name, state)
             parts.append(("states", _bits(state, storage)))
             wide += state.numel()
-    found = {name: sum(math.ceil(own / 8) for kind, (own, _) in parts if kind == name) for name in SIZES[:3]}
-    found["scales"] = sum(math.ceil(shared / 8) for _, (_, shared) in parts)
-    total = sum(found.values())
-    return {"elements": x.numel(), **found, "bytes": total, "float32": FLOAT32 // 8 * (x.numel() + wide)}
+    sizes = {name: sum(math.ceil(own / 8) for kind, (own, _) in parts if kind == name) for name in SIZES[:3]}
+    sizes["scales"] = sum(math.ceil(shared / 8) for _, (_, shared) in parts)
+    total = sum(sizes.values())
+    return {"elements": x.numel(), **sizes, "bytes": total, "float32": FLOAT32 // 8 * (x.numel() + wide)}
 
 
 def _copies(store: ParameterStore) -> Iterator[tuple[int, int]]:

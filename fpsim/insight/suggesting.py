@@ -95,17 +95,17 @@ def worst_of(rows: Iterable[Mapping[str, Any]]) -> Worst:
 
     Of gradients that are not finite the best counts: a GradScaler skips the steps in which they are not.
     """
-    found: Worst = {}
+    worst: Worst = {}
     for row in rows:
         key = row["site"], row["role"], row["format"]
-        known = found.setdefault(key, dict(row))
+        known = worst.setdefault(key, dict(row))
         for name in ("underflow", "overflow", "amax"):
             known[name] = max(known[name], row[name])
         for name, better in (("sqnr_db", min), ("lost", max), ("row_bias", max), ("kurtosis", max)):
             known[name] = better((r[name] for r in (known, row) if r[name] is not None), default=None)
         pick = min if row["role"] in ("error", "weight_grad") else max
         known["nonfinite"] = pick(known["nonfinite"], row["nonfinite"])
-    return found
+    return worst
 
 
 def does(row: Mapping[str, Any], limits: Limits) -> bool:
@@ -138,13 +138,13 @@ class Plan:
         chosen = {name: formats for name, formats in overrides.items() if formats != root or "." in str(name)}
         return Policy(**root, overrides={name: Policy(**formats) for name, formats in chosen.items()})
 
-    def widen(self, found: Diagnosis) -> bool:
+    def widen(self, diagnosis: Diagnosis) -> bool:
         """Leave in float32 what broke; where that is already, all roles of its module, then of those it reads from."""
-        changed = [self._widen(_module_of(row["site"], row["role"]), _role_of(row["role"])) for row in found]
-        if any(changed) or found.cause is None:
+        changed = [self._widen(_module_of(row["site"], row["role"]), _role_of(row["role"])) for row in diagnosis]
+        if any(changed) or diagnosis.cause is None:
             return any(changed)
-        module = _module_of(found.cause["site"], found.cause["role"])
-        sources = [_module_of(str(row["what"]).removeprefix("gradient of "), "") for row in found.operands]
+        module = _module_of(diagnosis.cause["site"], diagnosis.cause["role"])
+        sources = [_module_of(str(row["what"]).removeprefix("gradient of "), "") for row in diagnosis.operands]
         changed = [self._widen(module, role) for role in ROLES]
         if not any(changed):
             changed = [self._widen(name, role) for name in sources if name in self.modules for role in ROLES]
@@ -193,8 +193,8 @@ def _is_noise(worst: Worst, row: Mapping[str, Any]) -> bool:
     return is_bias and of_weight is not None and row["amax"] < NOISE * of_weight["amax"]
 
 
-def _share(found: list[bool]) -> float:
-    return sum(found) / len(found) if found else 0.0
+def _share(flags: list[bool]) -> float:
+    return sum(flags) / len(flags) if flags else 0.0
 
 
 def _first(by_format: Mapping[str, list[bool]] | None, base: Any, formats: list[Any]) -> Any:
@@ -211,21 +211,21 @@ def suggested(model: nn.Module, plan: Plan, called: Called | None) -> Suggestion
     try:
         copy = quantize(model, None).float()
         run = _again(copy, called)
-        if (found := diagnose(copy, run)).cause is not None:
-            where = f"{found.cause['kind']} at {found.cause['site']}"
+        if (diagnosis := diagnose(copy, run)).cause is not None:
+            where = f"{diagnosis.cause['kind']} at {diagnosis.cause['site']}"
             return Suggestion(plan.policy(), False, f"not tried: step {called.step} breaks in float32 too, {where}")
         for trial in range(1, TRIALS + 1):
             policy = plan.policy()
             set_policy(copy, policy)
-            if (found := diagnose(copy, run)).cause is None:
+            if (diagnosis := diagnose(copy, run)).cause is None:
                 times = "once" if trial == 1 else f"{trial} times, each wider than the one before"
                 return Suggestion(policy, True, f"tried on step {called.step} ({times}): all is finite, none saturates")
-            if not plan.widen(found):
+            if not plan.widen(diagnosis):
                 break
     except Exception as error:  # of the model, in a step that only a policy runs: it is told
         reason = (str(error).splitlines() or [""])[0]
         return Suggestion(plan.policy(), False, f"not tried: {type(error).__name__}: {reason}")
-    where = "" if found.cause is None else f", {found.cause['kind']} at {found.cause['site']}"
+    where = "" if diagnosis.cause is None else f", {diagnosis.cause['kind']} at {diagnosis.cause['site']}"
     return Suggestion(plan.policy(), False, f"tried on step {called.step}, and it breaks{where}")
 
 

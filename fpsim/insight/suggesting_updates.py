@@ -94,17 +94,17 @@ def suggested_update(stepped: Stepped | None, worst: Worst, specs: Iterable[Spec
 
 def _of_weights(worst: Worst, formats: Iterable[Format], limits: Limits) -> list[tuple[Format, str]]:
     """The formats in which weights would do, from the smallest, each with its rounding."""
-    found: list[tuple[Format, str]] = []
+    suitable: list[tuple[Format, str]] = []
     for fmt in sorted((f for f in formats if not isinstance(f, BlockFormat)), key=_bits):
         weights = [row for (_, role, name), row in worst.items() if (role, name) == ("weight", str(fmt))]
         updates = [row for (_, role, name), row in worst.items() if (role, name) == ("update", str(fmt))]
         if not weights or not all(does(row, limits) for row in weights):
             continue
         if all(row["lost"] is None or row["lost"] <= UPDATES_LOST for row in updates):
-            found.append((fmt, "nearest_even"))
+            suitable.append((fmt, "nearest_even"))
         elif isinstance(fmt, FloatFormat) and fmt.mantissa_bits + 1 >= LEAST_STOCHASTIC_DIGITS:
-            found.append((fmt, "stochastic"))
-    return found
+            suitable.append((fmt, "stochastic"))
+    return suitable
 
 
 def _may_share(fmt: Format) -> bool:
@@ -129,8 +129,8 @@ class _Trial:
         """The smallest format that does for this state alone."""
         candidates = [fmt for fmt in formats if not (isinstance(fmt, BlockFormat) and fmt.is_delayed)]
         candidates += [as_format(f"{fmt} per {BLOCK} fp32") for fmt in candidates if _may_share(fmt)]
-        found = sorted(dict.fromkeys(fmt for fmt in candidates if _bits(fmt) < 32), key=_bits)
-        return next((fmt for fmt in found if self._decibels(Update(states={name: fmt})) >= self._least_db), None)
+        by_bits = sorted(dict.fromkeys(fmt for fmt in candidates if _bits(fmt) < 32), key=_bits)
+        return next((fmt for fmt in by_bits if self._decibels(Update(states={name: fmt})) >= self._least_db), None)
 
     def keeps(self, update: Update) -> bool:
         """Whether the states of an update do, and whatever it stores stays finite."""
@@ -164,8 +164,8 @@ class _Trial:
         before = [mine.detach().clone() for mine, _ in pairs]
         for _ in range(STEPS):
             for mine, its in pairs:
-                found = self._stepped.gradients.get(its)
-                mine.grad = None if found is None else found.clone()
+                gradient = self._stepped.gradients.get(its)
+                mine.grad = None if gradient is None else gradient.clone()
             optimizer.step()
         return [mine.detach() - old for (mine, _), old in zip(pairs, before, strict=True)]
 

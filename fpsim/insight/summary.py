@@ -101,8 +101,8 @@ def summary(model: nn.Module | QuantizedOptimizer) -> Summary | Rows:
     rows = Summary()
     for name, module, specs, products in _under(model, "", None, None, set()):
         words = [str(spec) if spec else "float32" for spec in specs]
-        found = emulated_forward(module)
-        wide = "" if found is None else ", ".join(found.wide)
+        forward = emulated_forward(module)
+        wide = "" if forward is None else ", ".join(forward.wide)
         operands = "" if products is None else str(products)
         rows.append(SummaryRow(name or "(model)", type(module).__name__, *words, products=operands, wide=wide))  # type: ignore[misc]
     if not rows:
@@ -122,9 +122,9 @@ def _under(
     if module in seen:
         return
     seen.add(module)
-    found = emulated_forward(module)
-    if found is not None:
-        name, around, products = found.name, found.specs, found.products
+    forward = emulated_forward(module)
+    if forward is not None:
+        name, around, products = forward.name, forward.specs, forward.products
     elif isinstance(module, ParametrizationList):
         around, products = around and NO_SPECS, None
     if around is not None and not is_compiled_wrapper(module):

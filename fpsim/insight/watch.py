@@ -322,11 +322,11 @@ class Watch:
         underflow, overflow: the largest share that is allowed. sqnr_db: the least signal to noise.
         """
         limits = Limits(underflow, overflow, sqnr_db)
-        worst, found = worst_of(self.rows()), Rows()
+        worst, table = worst_of(self.rows()), Rows()
         for role in dict.fromkeys(role for _, role, _ in worst):
             for spec in self.specs:
                 rows = [row for (_, r, fmt), row in worst.items() if (r, fmt) == (role, str(spec.fmt))]
-                found.append(
+                table.append(
                     {
                         "role": role,
                         "format": str(spec.fmt),
@@ -340,7 +340,7 @@ class Watch:
                         **{name: largest_of(rows, name) for name in ("row_bias", "kurtosis")},
                     }
                 )
-        return found
+        return table
 
     def policy(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Policy:
         """A policy that the statistics suggest, without scaling of gradients.
@@ -352,10 +352,10 @@ class Watch:
         in float32. `suggest` says what was tried. Warns where nothing could be.
         underflow, overflow, sqnr_db: as in `table`.
         """
-        found = self.suggest(underflow, overflow, sqnr_db)
-        if not found.is_tried:
-            warnings.warn(f"This policy was {found.words}.", stacklevel=2)
-        return found.policy
+        suggestion = self.suggest(underflow, overflow, sqnr_db)
+        if not suggestion.is_tried:
+            warnings.warn(f"This policy was {suggestion.words}.", stacklevel=2)
+        return suggestion.policy
 
     def suggest(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Suggestion:
         """The policy of `policy()`, whether it was tried, and in words on what; copies the model."""
@@ -403,8 +403,9 @@ class Watch:
         return plot_watch(rows, value, f"{value} in {spec.fmt}, role {role}")
 
     def __str__(self) -> str:
-        found = self.suggest()
-        lines = [str(self.table()), "", *breaks(self.rows()), f"Suggested, {found.words}:", *in_lines(found.policy)]
+        suggestion = self.suggest()
+        lines = [str(self.table()), "", *breaks(self.rows())]
+        lines += [f"Suggested, {suggestion.words}:", *in_lines(suggestion.policy)]
         if self._steps.last is not None:
             update = self.suggest_update()
             lines += ["", *self._steps.lines(), f"Update suggested, {update.words}:", f"  {update.update}"]

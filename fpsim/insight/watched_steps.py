@@ -75,16 +75,16 @@ class WatchedSteps:
 
     def lines(self) -> list[str]:
         """What was found, in words."""
-        found = []
+        lines = []
         for step, (left, of) in self._left.items():
             if left:
-                found.append(
+                lines.append(
                     f"Step {step} left {100 * left / of:.3g} % of the weights that had a gradient as they were."
                 )
         if still := self.never_moved():
             more = f" and {len(still) - MOST_NAMED} more" if len(still) > MOST_NAMED else ""
-            found.append(f"No watched step has changed {', '.join(still[:MOST_NAMED])}{more}.")
+            lines.append(f"No watched step has changed {', '.join(still[:MOST_NAMED])}{more}.")
         for lost in self.updates:
             if lost.share is not None:
-                found.append(f"{100 * lost.share:.3g} % of the updates were lost, stored as {lost.words}.")
-        return found
+                lines.append(f"{100 * lost.share:.3g} % of the updates were lost, stored as {lost.words}.")
+        return lines

@@ -37,19 +37,19 @@ class Why(Rows):
     checked: what was looked at, in words. runs: how often the step was run.
     """
 
-    def __init__(self, found: Finding) -> None:
-        super().__init__(event.row() for event in found.events)
-        self._event = found.events[0] if found.events else None
-        self._remedies: list[Remedy] = found.remedies
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(event.row() for event in finding.events)
+        self._event = finding.events[0] if finding.events else None
+        self._remedies: list[Remedy] = finding.remedies
         self.cause: dict[str, Any] | None = self[0] if self else None
-        self.tried = Rows(remedy.row() for remedy in found.remedies)
+        self.tried = Rows(remedy.row() for remedy in finding.remedies)
         self.read = Rows({"what": what, "range": text} for what, text in (self._event.read if self._event else ()))
-        self.chain: list[str] = found.chain
-        self.run = Rows(_numbers(operation) for operation in found.operations if operation.computes)
-        self.loss, self.float32, self.runs = found.loss, found.float32, found.runs
-        self._float32_bad = found.float32_bad
-        self.checked: list[str] = found.checked
-        self._calls = found.calls
+        self.chain: list[str] = finding.chain
+        self.run = Rows(_numbers(operation) for operation in finding.operations if operation.computes)
+        self.loss, self.float32, self.runs = finding.loss, finding.float32, finding.runs
+        self._float32_bad = finding.float32_bad
+        self.checked: list[str] = finding.checked
+        self._calls = finding.calls
 
     def policy(self) -> Policy:
         """The policy of the first remedy that is one. Raises ValueError where none is."""
@@ -143,10 +143,10 @@ def _article(role: str) -> str:
 def _numbers(operation: Operation) -> dict[str, Any]:
     row: dict[str, Any] = {"site": operation.site, "call": operation.call}
     for name, words in (("result", ""), ("gradient", "gradient_")):
-        found = operation.notes.get(name)
-        row[f"{words}amax"] = None if found is None else found.amax
+        numbers = operation.notes.get(name)
+        row[f"{words}amax"] = None if numbers is None else numbers.amax
         is_masked = name == "result" and operation.notes.get("masked") is not None
-        row[f"{words}nonfinite"] = None if found is None else (0.0 if is_masked else found.nonfinite)
+        row[f"{words}nonfinite"] = None if numbers is None else (0.0 if is_masked else numbers.nonfinite)
     return row
 
 
@@ -221,18 +221,18 @@ def why(
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     >>> with torch.no_grad():
     ...     _ = model[1].weight.fill_(torch.nan)
-    >>> found = why(model, lambda: model(torch.ones(1, 2)).sum().backward())
-    >>> found.cause["place"], found.cause["role"], found.cause["kind"]
+    >>> reason = why(model, lambda: model(torch.ones(1, 2)).sum().backward())
+    >>> reason.cause["place"], reason.cause["role"], reason.cause["kind"]
     ('1.weight', 'parameter', 'NaN came in')
     """
     _require(model, optimizer, batches)
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("scale", "step", "update")):
         raise TypeError(f"Got {type(scaler).__name__} as the scaler. Expected a GradScaler that `step` uses, or None.")
     run = as_step(model, step, loss, "why", 0 if batches is None else 1)
-    found = find(model, run, optimizer, scaler, batches)
-    if not found.operations and not found.events:
+    finding = find(model, run, optimizer, scaler, batches)
+    if not finding.operations and not finding.events:
         raise nothing_ran(model, "why")
-    return Why(found)
+    return Why(finding)
 
 
 def _require(model: object, optimizer: object, batches: object) -> None:

@@ -54,10 +54,10 @@ def adopt(module: nn.Module) -> None:
     for parametrization in parametrization_lists(module):
         if "forward" not in vars(parametrization):
             parametrization.forward = _ComputingForward(parametrization)  # type: ignore[method-assign]
-    for found in computing_hooks(module):
-        if found.method not in vars(found.hook):
-            setattr(found.hook, found.method, _ComputingMethod(found.hook, found.method))
-            weight = vars(module).get(found.weight)  # computed before the hook was known
+    for computation in computing_hooks(module):
+        if computation.method not in vars(computation.hook):
+            setattr(computation.hook, computation.method, _ComputingMethod(computation.hook, computation.method))
+            weight = vars(module).get(computation.weight)  # computed before the hook was known
             if isinstance(weight, Tensor):
                 mark_as_weight(weight)
 
@@ -67,9 +67,9 @@ def release(module: nn.Module) -> None:
     for parametrization in parametrization_lists(module):
         if isinstance(vars(parametrization).get("forward"), _ComputingForward):
             del parametrization.forward
-    for found in computing_hooks(module):
-        if isinstance(vars(found.hook).get(found.method), _ComputingMethod):
-            delattr(found.hook, found.method)
+    for computation in computing_hooks(module):
+        if isinstance(vars(computation.hook).get(computation.method), _ComputingMethod):
+            delattr(computation.hook, computation.method)
 
 
 def modules_that_compute(model: nn.Module) -> set[nn.Module]:
@@ -79,4 +79,4 @@ def modules_that_compute(model: nn.Module) -> set[nn.Module]:
 
 def sources(module: nn.Module) -> set[str]:
     """The names of the module's own parameters that are used to compute others, and nowhere else."""
-    return {name for found in computing_hooks(module) for name in found.sources}
+    return {name for computation in computing_hooks(module) for name in computation.sources}

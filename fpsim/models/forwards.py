@@ -193,7 +193,7 @@ def _dtype_of_model(module: nn.Module) -> torch.dtype | None:
     for p in direct_parameters(module):
         if p.is_floating_point():
             return p.dtype
-    return next((found for child in module.children() if (found := _dtype_of_model(child)) is not None), None)
+    return next((dtype for child in module.children() if (dtype := _dtype_of_model(child)) is not None), None)
 
 
 def _in_format(emulation: Any, out: Any, given: tuple[Any, ...]) -> Any:
@@ -203,8 +203,8 @@ def _in_format(emulation: Any, out: Any, given: tuple[Any, ...]) -> Any:
         is_moved = is_seen_from_outside(out) or any(out is x for x in given)
         return emulation.operand(out, Rounds.ALL) if is_moved else out
     if type(out) in (list, tuple):
-        found = [_in_format(emulation, x, given) for x in out]
-        return type(out)(found) if any(a is not b for a, b in zip(out, found, strict=True)) else out
+        parts = [_in_format(emulation, x, given) for x in out]
+        return type(out)(parts) if any(a is not b for a, b in zip(out, parts, strict=True)) else out
     return out
 
 
@@ -227,8 +227,8 @@ def _driven(generator: Generator[Any, Any, Any], scope: Scope, has_names: bool) 
 
 def _is_delayed(model: nn.Module) -> bool:
     """Whether any operand inside of `model` takes its scale from earlier steps."""
-    found = (vars(module).get(_KEY) for module in model.modules())
-    return any(x is not None and x.products is not None and x.products.is_delayed for x in found)
+    forwards = (vars(module).get(_KEY) for module in model.modules())
+    return any(x is not None and x.products is not None and x.products.is_delayed for x in forwards)
 
 
 _forwards: weakref.WeakValueDictionary[str, EmulatedForward] = weakref.WeakValueDictionary()  # by their tokens
@@ -301,8 +301,8 @@ class _UnboundForward:
         return self  # as a function
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found = vars(module).get(_KEY)
-        return type(module).forward(module, *args, **kwargs) if found is None else found.run(module, args, kwargs)
+        emulated = vars(module).get(_KEY)
+        return type(module).forward(module, *args, **kwargs) if emulated is None else emulated.run(module, args, kwargs)
 
 
 def _prepare_weights(module: nn.Module) -> list[int]:
@@ -314,7 +314,7 @@ def _prepare_weights(module: nn.Module) -> list[int]:
     attention uses the weights of its last layer itself. What was added to the model after it was quantised runs under
     the scope around it, however deep.
     """
-    found, waiting = [], [module]
+    plain_ids, waiting = [], [module]
     while waiting:
         m = waiting.pop()
         if m is None:
@@ -327,10 +327,10 @@ def _prepare_weights(module: nn.Module) -> list[int]:
                 mark_as_state(b)
         for p in parameters.values() if FORMER not in vars(m) else direct_parameters(m):
             if type(p) is not nn.Parameter and p is not None and not isinstance(p, nn.Parameter):
-                found.append(id(p))
+                plain_ids.append(id(p))
         if m is module or _KEY not in vars(m):
             waiting += children.values()
-    return found
+    return plain_ids
 
 
 class _EmulatedRepr:
@@ -341,8 +341,8 @@ class _EmulatedRepr:
 
     def __call__(self) -> str:
         own = type(self.module).extra_repr(self.module)
-        found = vars(self.module)[_KEY]
-        words = f"fpsim: {describe(found.specs, found.products)}"
+        emulated = vars(self.module)[_KEY]
+        words = f"fpsim: {describe(emulated.specs, emulated.products)}"
         return f"{own}, {words}" if own else words
 
 
@@ -358,13 +358,13 @@ class _NoScript:
 
 def install(module: nn.Module, name: str, policy: Policy, listeners: Listeners) -> None:
     """Have `module` run under its policy."""
-    found = vars(module).get(_KEY)
-    if found is not None and _is_reached(module, found):  # dequantised, and still called by who wrapped it
-        found.renew(name, policy, listeners)
+    emulated = vars(module).get(_KEY)
+    if emulated is not None and _is_reached(module, emulated):  # dequantised, and still called by who wrapped it
+        emulated.renew(name, policy, listeners)
     else:
-        found = EmulatedForward(module, name, policy, listeners)
-        module.forward = found
-        vars(module)[_KEY] = found
+        emulated = EmulatedForward(module, name, policy, listeners)
+        module.forward = emulated
+        vars(module)[_KEY] = emulated
     module.extra_repr = _EmulatedRepr(module)  # type: ignore[method-assign]
     vars(module)["__prepare_scriptable__"] = _NoScript()
     adopt(module)
@@ -373,36 +373,36 @@ def install(module: nn.Module, name: str, policy: Policy, listeners: Listeners) 
 def uninstall(module: nn.Module) -> None:
     """Undo `install`, whoever wrapped the forward since."""
     attributes = vars(module)
-    found = attributes[_KEY]
+    emulated = attributes[_KEY]
     for name, value in list(attributes.items()):
-        if name == _KEY or not _is_ours(value, found):
+        if name == _KEY or not _is_ours(value, emulated):
             continue
-        if name == "forward" and found.inner is None:
+        if name == "forward" and emulated.inner is None:
             del attributes[name]
         else:
-            attributes[name] = found.true_forward(module)
+            attributes[name] = emulated.true_forward(module)
     for name in ("extra_repr", "__prepare_scriptable__"):
         attributes.pop(name, None)
     release(module)
-    if _is_reached(module, found):
-        found.renew(found.name, None, found.listeners)
+    if _is_reached(module, emulated):
+        emulated.renew(emulated.name, None, emulated.listeners)
     else:
         del attributes[_KEY]
 
 
 def emulated_forward(module: nn.Module) -> EmulatedForward | None:
     """What emulates this one module, behind whatever wrappers; None for a module that is not quantised."""
-    found = vars(module).get(_KEY)
-    return found if found is not None and found.policy is not None and _is_reached(module, found) else None
+    emulated = vars(module).get(_KEY)
+    return emulated if emulated is not None and emulated.policy is not None and _is_reached(module, emulated) else None
 
 
 def emulated_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, EmulatedForward]]:
     """The quantised modules inside of `model`, and what emulates them. Raises TypeError for what is not a module."""
     require_module(model)
     for module in model.modules():
-        found = emulated_forward(module)
-        if found is not None:
-            yield module, found
+        emulated = emulated_forward(module)
+        if emulated is not None:
+            yield module, emulated
 
 
 def bound_elsewhere(model: nn.Module, originals: Iterable[nn.Module]) -> str | None:
@@ -415,16 +415,16 @@ def bound_elsewhere(model: nn.Module, originals: Iterable[nn.Module]) -> str | N
     return None
 
 
-def _is_reached(module: nn.Module, found: EmulatedForward) -> bool:
+def _is_reached(module: nn.Module, emulated: EmulatedForward) -> bool:
     """Whether a call of the module comes to `found`: it is `forward`, or inside of it, or kept by the module beside."""
     attributes = vars(module)
     kept = (value for name, value in attributes.items() if name != _KEY and not isinstance(value, nn.Module))
-    return "forward" in attributes and any(_is_ours(layer, found) for value in kept for layer in _layers(value))
+    return "forward" in attributes and any(_is_ours(layer, emulated) for value in kept for layer in _layers(value))
 
 
-def _is_ours(layer: Any, found: EmulatedForward) -> bool:
+def _is_ours(layer: Any, emulated: EmulatedForward) -> bool:
     function = layer.__func__ if isinstance(layer, types.MethodType) else layer
-    return function is found or isinstance(function, _UnboundForward)
+    return function is emulated or isinstance(function, _UnboundForward)
 
 
 def _layers(forward: Any) -> Iterator[Any]:

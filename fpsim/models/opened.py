@@ -53,10 +53,10 @@ class _Type:
 def _make_object(values: Any, context: Any) -> Any:
     """The object, made without its `__init__`."""
     of, names = context
-    found: Any = object.__new__(_types[of])
+    instance: Any = object.__new__(_types[of])
     for name, value in zip(names, values):
-        setattr(found, name, value)
-    return found
+        setattr(instance, name, value)
+    return instance
 
 
 def _make_constant(values: Any, context: Any) -> Any:
@@ -90,8 +90,8 @@ def open_objects(out: Any) -> tuple[Any, str | None]:
         values = [map_leaves(lambda inner: opened(inner, inside), value) for value in vars(leaf).values()]
         return _Object(_place(type(leaf)), tuple(vars(leaf)), values)
 
-    found = map_leaves(opened, out)
-    return found, unknown[0] if unknown else None
+    result = map_leaves(opened, out)
+    return result, unknown[0] if unknown else None
 
 
 def _place(of: type) -> str:

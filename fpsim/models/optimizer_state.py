@@ -11,14 +11,14 @@ from torch import Tensor
 from fpsim.checks import is_whole, shown
 from fpsim.models.parameter_store import COPIES, ParameterStore
 
-__all__ = ["Found", "check_state", "loaded_copies", "saved", "without_ours"]
+__all__ = ["SavedRun", "check_state", "loaded_copies", "saved", "without_ours"]
 
 # Entries of parameter groups, which every checkpoint of an optimizer keeps.
 UPDATE, SEED, STEPS = "fpsim_update", "fpsim_seed", "fpsim_steps"
 OURS = (UPDATE, SEED, STEPS)
 
 
-class Found(NamedTuple):
+class SavedRun(NamedTuple):
     """Where the random bits of a saved run are."""
 
     seed: int
@@ -49,14 +49,14 @@ def without_ours(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": by_index, "param_groups": groups}
 
 
-def check_state(state: dict[str, Any], stores: Sequence[ParameterStore]) -> Found | None:
+def check_state(state: dict[str, Any], stores: Sequence[ParameterStore]) -> SavedRun | None:
     """What a state says of its run; None for the state of a plain optimizer.
 
     Raises ValueError for the state of another update.
     """
     if not isinstance(state, dict) or not all(isinstance(state.get(key), kind) for key, kind in _PARTS.items()):
         raise ValueError(f"The state is {shown(state)}. Expected: what optimizer.state_dict() returns.")
-    found: Found | None = None
+    run: SavedRun | None = None
     place = 0
     for group in state["param_groups"]:
         here = stores[place : place + len(group["params"])]
@@ -74,15 +74,15 @@ def check_state(state: dict[str, Any], stores: Sequence[ParameterStore]) -> Foun
                 f"The state has {SEED}={shown(group.get(SEED))} and {STEPS}={shown(group.get(STEPS))}. Expected: two "
                 f"integers, as state_dict() saves them."
             )
-        found = Found(int(group[SEED]), int(group[STEPS]))
-    return found
+        run = SavedRun(int(group[SEED]), int(group[STEPS]))
+    return run
 
 
 _PARTS = {"state": dict, "param_groups": list}
 
 
 def loaded_copies(
-    state: dict[str, Any], stores: Sequence[ParameterStore], found: Found | None
+    state: dict[str, Any], stores: Sequence[ParameterStore], run: SavedRun | None
 ) -> list[dict[str, Tensor] | None]:
     """The copies of each parameter's weight that a state has; None where they begin again from the weight.
 
@@ -92,7 +92,7 @@ def loaded_copies(
     for index, store in enumerate(stores):
         entry = state["state"].get(index, {})
         kept = {name: entry[name] for name in COPIES if name in entry}
-        if found is None:
+        if run is None:
             result.append(None)
             continue
         if set(kept) != set(store.kept):

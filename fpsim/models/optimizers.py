@@ -111,7 +111,7 @@ def quantized_optimizer_of(optimizer: Optimizer) -> QuantizedOptimizer | None:
 def quantized_optimizers(model: nn.Module) -> list[QuantizedOptimizer]:
     """The quantised optimizers that have parameters of a model."""
     parameters = set(model.parameters())
-    return [found for found in _installed.values() if any(store.parameter in parameters for store in found.stores)]
+    return [one for one in _installed.values() if any(store.parameter in parameters for store in one.stores)]
 
 
 def _named(model: Any) -> tuple[dict[Tensor, str], dict[str, list[type]]]:
@@ -155,11 +155,11 @@ class QuantizedOptimizer:
         self._depth = 0  # of steps that run
         self._has_checked_names = False
         self._loading: Callable[[], None] | None = None
-        found = self._new_stores(optimizer)
-        for store in found:
+        stores = self._new_stores(optimizer)
+        for store in stores:
             _require_parameter(store)
-        self._emulated = emulated_step_of(optimizer, found)
-        self._take(found, optimizer)
+        self._emulated = emulated_step_of(optimizer, stores)
+        self._take(stores, optimizer)
         hook_steps(optimizer, self._before, self._after)
         guard_step(optimizer, self._abandon)
         self._handles = [
@@ -386,12 +386,12 @@ class QuantizedOptimizer:
     def _check(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Refuse a state of another update before anything is loaded."""
         stores = [self._stores[p] for group in optimizer.param_groups for p in group["params"] if p in self._stores]
-        found = check_state(state, stores)
-        copies = loaded_copies(state, stores, found)
+        run = check_state(state, stores)
+        copies = loaded_copies(state, stores, run)
 
         def finish() -> None:
-            if found is not None:
-                self.seed, self.steps = found.seed, found.steps
+            if run is not None:
+                self.seed, self.steps = run.seed, run.steps
             for store, kept in zip(stores, copies, strict=True):
                 if kept is None:
                     store.begin()
@@ -416,13 +416,13 @@ def _for_groups(update: Any, groups: int) -> list[Update]:
             f"update is {shown(update)}. Expected: a fpsim.Update, a name such as 'bf16_sr', or a list with one for "
             f"each parameter group."
         )
-    found = [as_update(one) for one in update]
-    if len(found) != groups:
+    updates = [as_update(one) for one in update]
+    if len(updates) != groups:
         raise ValueError(
-            f"update has {len(found)} entries, and the optimizer has {groups} parameter groups. Give one for each, or "
-            f"a single update."
+            f"update has {len(updates)} entries, and the optimizer has {groups} parameter groups. Give one for each, "
+            f"or a single update."
         )
-    return found
+    return updates
 
 
 def _require_parameter(store: ParameterStore) -> None:
@@ -440,5 +440,5 @@ def _require_parameter(store: ParameterStore) -> None:
 
 def _was_skipped(optimizer: Optimizer) -> bool:
     """Whether a GradScaler has let a fused optimizer skip its step, in which that looks at the gradients itself."""
-    found = getattr(optimizer, "found_inf", None)  # of GradScaler.step, with a fused optimizer
-    return isinstance(found, Tensor) and bool(found)
+    flag = getattr(optimizer, "found_inf", None)  # of GradScaler.step, with a fused optimizer
+    return isinstance(flag, Tensor) and bool(flag)

@@ -127,9 +127,9 @@ def _policies(model: nn.Module, fmt: FormatLike, rounding: str | Mapping[str, st
     """The policy of every module by name."""
     take_off_leftovers()
     policy = as_policy(fmt, rounding, model=model)
-    found = policy.for_modules(model)
-    _warn_of_idle_bits(policy, found.values())
-    return found
+    policies = policy.for_modules(model)
+    _warn_of_idle_bits(policy, policies.values())
+    return policies
 
 
 def _warn_of_idle_bits(policy: Policy, policies: Iterable[Policy]) -> None:
@@ -155,10 +155,10 @@ def _warn_of_a_head_in_few_bits(model: nn.Module, policies: Mapping[str, Policy]
     *others, last = layers_in(model) or [""]
     policy = policies[last].with_stochastic_gradients(FEW_BITS)
     operands = () if policy.products is None else (policy.products.specs.dgrad[0], policy.products.specs.wgrad[0])
-    for found in (policy.specs().error, *operands):
-        if not others or found is None or str(found.rounding) == "stochastic":
+    for spec in (policy.specs().error, *operands):
+        if not others or spec is None or str(spec.rounding) == "stochastic":
             continue
-        fmt = as_format(found.fmt)
+        fmt = as_format(spec.fmt)
         if (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits <= FEW_BITS:
             warnings.warn(
                 f"The gradient of {last} is rounded to nearest in {fmt}. If the loss reads this layer, most of "
@@ -206,10 +206,10 @@ def keeps_history(name: str, entry: Mapping[str, Any], policies: Mapping[str, Po
     product, _, operand = role.partition(".")
     if operand not in PRODUCTS.get(product, ()):
         return False
-    found = getattr(policy.products.specs, product)[PRODUCTS[product].index(operand)]
-    if found is None or not found.is_delayed:
+    wanted = getattr(policy.products.specs, product)[PRODUCTS[product].index(operand)]
+    if wanted is None or not wanted.is_delayed:
         return False
-    fmt = found.spec().fmt
+    fmt = wanted.spec().fmt
     assert isinstance(fmt, BlockFormat)
     assert isinstance(fmt.scale_rule, Delayed)
     return asdict(fmt.scale_rule) == entry["rule"] and fmt.largest == entry["largest"]
@@ -266,16 +266,16 @@ def _copy_of(model: Model, verb: str) -> Model:
 
 def _computed_tensors(model: nn.Module) -> str:
     """Which tensors of a model keep it from being copied."""
-    found = [
+    names = [
         f"{name}.{attribute}" if name else attribute
         for name, module in model.named_modules()
         for attribute, value in vars(module).items()
         if isinstance(value, Tensor) and not value.is_leaf
     ]
-    if not found:
+    if not names:
         return ""
     return (
-        f"for it keeps tensors that were computed and carry a gradient: {', '.join(found[:5])}. The older "
+        f"for it keeps tensors that were computed and carry a gradient: {', '.join(names[:5])}. The older "
         f"torch.nn.utils.weight_norm and spectral_norm keep their weights so (torch.nn.utils.parametrizations do not), "
         f"and so do models that keep a state"
     )
@@ -325,7 +325,7 @@ def round_parameters_(model: nn.Module) -> None:
 
 def listeners(model: nn.Module) -> list[Listeners]:
     """Where observers of a quantised model register; more than one if quantised models are nested in it."""
-    found = {id(f.listeners): f.listeners for _, f in emulated_forwards(model)}
-    if not found:
+    by_id = {id(f.listeners): f.listeners for _, f in emulated_forwards(model)}
+    if not by_id:
         raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
-    return list(found.values())
+    return list(by_id.values())

@@ -58,15 +58,15 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
         ValueError: for a model that is not quantised, for what is no such state, and for the state of another model:
             one with names that no product of this one asks for, or with other formats.
     """
-    found = _histories(model)
+    by_place = _histories(model)
     require_mapping("state", state, "what scaling_state(model) returns")
-    parts: dict[str, dict[str, Any]] = {place: {} for place in found}
+    parts: dict[str, dict[str, Any]] = {place: {} for place in by_place}
     for name, entry in state.items():
         if not isinstance(name, str):
             raise ValueError(f"The state names {shown(name)}. Expected: sites and operands, '0:linear fprop.x'.")
-        place = max((p for p in found if name.startswith(p)), key=len, default=None)
+        place = max((p for p in by_place if name.startswith(p)), key=len, default=None)
         if place is None:
-            raise ValueError(f"The state names {shown(name)}, and quantised are only: {', '.join(found)}.")
+            raise ValueError(f"The state names {shown(name)}, and quantised are only: {', '.join(by_place)}.")
         parts[place][name.removeprefix(place)] = entry
     fresh = {place: loaded(part) for place, part in parts.items()}  # which checks: nothing is half loaded
     _require_wanted(model, parts)
@@ -76,7 +76,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
             f"The state lacks {few(lacking)}, which the model remembers. The scaling of these operands begins again.",
             stacklevel=2,
         )
-    for place, histories in found.items():
+    for place, histories in by_place.items():
         histories.take(fresh[place])
 
 
@@ -115,14 +115,14 @@ def set_scaling_group(model: nn.Module, group: Any) -> None:
 
 def _histories(model: nn.Module) -> dict[str, Histories]:
     """The histories of a model by where it is quantised: "" for one, "encoder." and so on for several inside."""
-    wanted = {id(found): found for found in listeners(model)}
+    wanted = {id(group): group for group in listeners(model)}
     if len(wanted) == 1:
         return {"": next(iter(wanted.values())).histories}
     result: dict[str, Histories] = {}
     names = {module: name for name, module in model.named_modules()}
     for module, forward in emulated_forwards(model):
-        found = wanted.pop(id(forward.listeners), None)
-        if found is not None:
+        group = wanted.pop(id(forward.listeners), None)
+        if group is not None:
             place = names[module].removesuffix(forward.name)
-            result[place if place.endswith(".") or not place else f"{place}."] = found.histories
+            result[place if place.endswith(".") or not place else f"{place}."] = group.histories
     return result

@@ -173,18 +173,18 @@ class Histories:
         name = f"{site} {operand}"
         if self._unasked:
             self._unasked.discard(name)
-        found = self._histories.get(name)
-        if found is None:
+        history = self._histories.get(name)
+        if history is None:
             return self._add(name, rule, largest, device)
-        if found.rule != rule or found.largest != largest:
+        if history.rule != rule or history.largest != largest:
             raise ValueError(
-                f"The history of {name} was kept for {found.rule} and a largest value of {found.largest:g}, and is "
+                f"The history of {name} was kept for {history.rule} and a largest value of {history.largest:g}, and is "
                 f"wanted for {rule} and {largest:g}. Load the state of a model with the same policy."
             )
-        if found.device != device:
+        if history.device != device:
             self._move(name, device)
             return self._histories[name]
-        return found
+        return history
 
     def begin_step(self) -> None:
         """Let what was recorded become history; all ranks agree on it first.
@@ -247,17 +247,17 @@ class Histories:
         table = self._tables.get((rule, device))
         if table is None:
             table = self._tables[rule, device] = _Table(rule, device)
-        found = AmaxHistory(rule, largest, table, table.add(name, largest))
-        self._histories[name] = found
-        return found
+        history = AmaxHistory(rule, largest, table, table.add(name, largest))
+        self._histories[name] = history
+        return history
 
     @_out_of_sight
     def _move(self, name: str, device: torch.device) -> None:
         """A history goes where its operand is; a table is dropped when the last one has gone."""
         old = self._histories[name]
         state = old.table.state(old.row)
-        found = self._add(name, old.rule, old.largest, device)
-        found.table.set_state(found.row, state)
+        history = self._add(name, old.rule, old.largest, device)
+        history.table.set_state(history.row, state)
         old.table.names[old.row] = ""
         if not any(old.table.names):
             self._tables = {key: table for key, table in self._tables.items() if table is not old.table}
@@ -313,8 +313,8 @@ def loaded(state: Mapping[str, Mapping[str, Any]]) -> Histories:
     fresh = Histories()
     for name, entry in state.items():
         rule, largest = _checked(name, entry)
-        found = fresh._add(name, rule, largest, entry["scale"].device)
-        found.table.set_state(found.row, {k: entry[k] for k in _TENSORS})
+        history = fresh._add(name, rule, largest, entry["scale"].device)
+        history.table.set_state(history.row, {k: entry[k] for k in _TENSORS})
     return fresh
 
 

@@ -148,7 +148,7 @@ class Policy:
         def of(option: object, role: str, default: object) -> Any:
             return option.get(role, default) if isinstance(option, Mapping) else option
 
-        found = []
+        specs = []
         for role in ROLES:
             fmt, rounding = getattr(self, role), of(self.rounding, role, None)
             rounding = "nearest_even" if rounding is None else rounding
@@ -159,19 +159,19 @@ class Policy:
             variant = variant if is_stochastic else "A"
             overflow = of(self.overflow, role, None) if fmt is not None else None
             spec = rounding_spec("fp32" if fmt is None else fmt, rounding, overflow, bits, variant)
-            found.append(None if fmt is None else spec)
-        return RoleSpecs(*found)
+            specs.append(None if fmt is None else spec)
+        return RoleSpecs(*specs)
 
     def _resolve(self, inner: FormatLike) -> Policy:
         """The policy of an override: a bare format takes this policy's rounding for every role."""
         if inner is None or isinstance(inner, Policy):
             return policy_of_format(inner)
-        found = policy_of_format(inner)
-        if found.products is not None:
-            return found.with_rounding(self.rounding) if isinstance(self.rounding, str) else found
+        policy = policy_of_format(inner)
+        if policy.products is not None:
+            return policy.with_rounding(self.rounding) if isinstance(self.rounding, str) else policy
         overflow = None  # the format's own: what one format's overflow gives, another may not have
         bits, variant = self.random_bits, self.variant
-        return replace(found, rounding=self.rounding, random_bits=bits, variant=variant, overflow=overflow)
+        return replace(policy, rounding=self.rounding, random_bits=bits, variant=variant, overflow=overflow)
 
     def with_rounding(self, rounding: str | Mapping[str, str]) -> Policy:
         """This policy with another rounding of its roles; without any role, of all operands of its products.
@@ -241,13 +241,13 @@ def _operation_names(names: object) -> tuple[str, ...]:
     if isinstance(names, str):
         raise TypeError(f"float32 is the string {shown(names)}. Write a tuple of names: ({shown(names)},).")
     try:
-        found: tuple[Any, ...] = tuple(names)  # type: ignore[arg-type]
+        listed: tuple[Any, ...] = tuple(names)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(
             f"float32 is {shown(names)}. Expected: a tuple of names, such as ('softmax',); () for none."
         ) from None
     homes = (*_HOMES_OF_OPERATIONS, *operation_homes())
-    for name in found:
+    for name in listed:
         # no home is asked for what cannot be a name: those of torch.ops raise errors of their own
         known = isinstance(name, str) and name.isascii() and name.isidentifier()
         if not known or not any(hasattr(home, n) for home in homes for n in (name, f"__{name}__")):
@@ -255,7 +255,7 @@ def _operation_names(names: object) -> tuple[str, ...]:
                 f"float32 names {shown(name)}, which is not an operation of torch. Expected: names in torch, "
                 f"torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft, torch.ops: 'softmax'."
             )
-    return found
+    return listed
 
 
 FormatLike = RoleFormat | Policy | None

@@ -77,10 +77,10 @@ def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
         raise ValueError(f"Unknown recipe {shown(name)}.{hint} Known: {', '.join(_RECIPES)}.")
     if model is not None:
         require_module(model)
-    found = _RECIPES[name]
-    policy, kept = found.policy, {}
-    if model is not None and found.keeps_last is not None:
-        kept = dict.fromkeys(_in_high_precision(model, found), replace(policy, products=None))
+    entry = _RECIPES[name]
+    policy, kept = entry.policy, {}
+    if model is not None and entry.keeps_last is not None:
+        kept = dict.fromkeys(_in_high_precision(model, entry), replace(policy, products=None))
     of_policy = {f.name for f in fields(Policy)}
     of_products = {f.name for f in fields(Products)}
     for field in changes:
@@ -120,7 +120,7 @@ def recipes() -> list[RecipeRow]:
     >>> [row.name for row in recipes()][:3]
     ['fp8_delayed', 'fp8_current', 'fp8_row']
     """
-    return [RecipeRow(name, found.description, found.source) for name, found in _RECIPES.items()]
+    return [RecipeRow(name, entry.description, entry.source) for name, entry in _RECIPES.items()]
 
 
 def as_policy(
@@ -179,13 +179,13 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 _LAYERS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, *_CONVOLUTIONS)  # whatever computes their weights inside
 
 
-def _in_high_precision(model: nn.Module, found: _Recipe) -> Iterator[str]:
+def _in_high_precision(model: nn.Module, entry: _Recipe) -> Iterator[str]:
     """The names of embeddings, norms, the last layers, the head and gates, in the order of the model."""
-    assert found.keeps_last is not None
+    assert entry.keeps_last is not None
     named, layers = _named_modules(model), layers_in(model)
     body, head = layers[:-1], layers[-1:]
-    kept = {*body[len(body) - -(-found.keeps_last * len(body) // 100) :], *head}
-    if found.keeps_gates:
+    kept = {*body[len(body) - -(-entry.keeps_last * len(body) // 100) :], *head}
+    if entry.keeps_gates:
         kept |= {name for name, _ in named if _is_gate(model, name)}
     return (n for n, module in named if n in kept or isinstance(module, _EMBEDDINGS) or _is_norm(module))
 

@@ -163,13 +163,13 @@ class Update:
     def _storage(self, name: str, fmt: RoleFormat | None) -> Storage | None:
         if fmt is None:
             return None
-        found: Format = as_format(fmt)
-        is_library = self.scale in FROM_LIBRARIES and isinstance(found, BlockFormat)
-        if self.scale is not None and not is_library and isinstance(found, BlockFormat):
-            found = _with_scale(found, self.scale)
+        resolved: Format = as_format(fmt)
+        is_library = self.scale in FROM_LIBRARIES and isinstance(resolved, BlockFormat)
+        if self.scale is not None and not is_library and isinstance(resolved, BlockFormat):
+            resolved = _with_scale(resolved, self.scale)
         rounding = self._rounding_of(name)
         bits = self.random_bits if rounding == "stochastic" else None
-        return Storage(any_spec(found, rounding, None, bits), self.scale if is_library else None)
+        return Storage(any_spec(resolved, rounding, None, bits), self.scale if is_library else None)
 
     @property
     def weight_storage(self) -> Storage | None:

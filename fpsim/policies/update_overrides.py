@@ -25,14 +25,14 @@ def updates_of(update: Update, names: list[str], classes: Mapping[str, list[type
     Raises:
         ValueError: for a pattern that matches none.
     """
-    found = [replace(update, overrides={})] * len(names)
+    updates = [replace(update, overrides={})] * len(names)
     for pattern, inner in update.overrides.items():
         matched = [i for i, name in enumerate(names) if _matches(pattern, name, classes)]
         if not matched:
             raise ValueError(_no_match(pattern, names, classes))
         for i in matched:
-            found[i] = as_update(inner)
-    return found
+            updates[i] = as_update(inner)
+    return updates
 
 
 def _matches(pattern: str | type[nn.Module], name: str, classes: Mapping[str, list[type]]) -> bool:
@@ -46,7 +46,7 @@ def _matches(pattern: str | type[nn.Module], name: str, classes: Mapping[str, li
 
 def _no_match(pattern: str | type[nn.Module], names: list[str], classes: Mapping[str, list[type]]) -> str:
     if not isinstance(pattern, str):
-        kinds = sorted({kind.__name__ for found in classes.values() for kind in found})
+        kinds = sorted({kind.__name__ for of_module in classes.values() for kind in of_module})
         remedy = f"Classes that have parameters: {', '.join(kinds)}." if kinds else "Classes need model=model."
         return f"The pattern {pattern.__name__} matches no parameter. {remedy}"
     near = nearest(pattern, names, most=3, cutoff=0.4) or names[:5]

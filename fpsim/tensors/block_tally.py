@@ -56,9 +56,9 @@ def blocks_between(before: Tensor, after: Tensor, spec: BlockSpec, cut: Cut) -> 
 
 def joined(rows: Tensor) -> Tensor:
     """One row of BLOCK_FIELDS from several, (n, BLOCK_FIELDS)."""
-    found = rows.sum(0)
-    found[SMALLEST_SCALE], found[LARGEST_SCALE] = rows[:, SMALLEST_SCALE].amin(), rows[:, LARGEST_SCALE].amax()
-    return found
+    total = rows.sum(0)
+    total[SMALLEST_SCALE], total[LARGEST_SCALE] = rows[:, SMALLEST_SCALE].amin(), rows[:, LARGEST_SCALE].amax()
+    return total
 
 
 def _row(device: torch.device) -> Tensor:
@@ -74,10 +74,10 @@ def _on_cuda(
 
     row = _row(x.device)
     words = address_of(x), address_of(r), *axes, *plan.parameters, shared.data_ptr()
-    found = array_words(row.data_ptr(), (BLOCK_FIELDS,), 8)
+    row_words = array_words(row.data_ptr(), (BLOCK_FIELDS,), 8)
     loop = block_teams.cuda_tally(plan.scale_shape, plan.kind)
     grid, team = block_teams.grid_of(axes, loop.threads)
-    run_on_card(loop, x, grid, (*words, *found, *limits, team))
+    run_on_card(loop, x, grid, (*words, *row_words, *limits, team))
     return row
 
 

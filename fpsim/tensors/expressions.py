@@ -222,8 +222,8 @@ def _in_torch(
         return numbers.view(torch.int32)
 
     bits = as_bits(x.to(torch.float32))
-    found = Patterns(torch, constant, as_float, as_bits).rounded(bits, noise, rule, shape, parameters, (mask, keeps))
-    return as_float(found).to(x.dtype)
+    result = Patterns(torch, constant, as_float, as_bits).rounded(bits, noise, rule, shape, parameters, (mask, keeps))
+    return as_float(result).to(x.dtype)
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:
@@ -247,8 +247,8 @@ def _in_inductor(ops: Any, x: Any, noise: Any, dtype: torch.dtype, *words: Any) 
         return ops.to_dtype_bitcast(numbers, torch.int32, torch.float32)
 
     bits = as_bits(x if dtype is torch.float32 else ops.to_dtype(x, torch.float32, src_dtype=dtype))
-    found = Patterns(ops, constant, as_float, as_bits).rounded(bits, noise, rule, shape, parameters, (mask, keeps))
-    out = as_float(found)
+    result = Patterns(ops, constant, as_float, as_bits).rounded(bits, noise, rule, shape, parameters, (mask, keeps))
+    out = as_float(result)
     return out if dtype is torch.float32 else ops.to_dtype(out, dtype, src_dtype=torch.float32)
 
 

@@ -77,13 +77,13 @@ def replay(device: str, file: Path = FILE) -> Iterator[Row]:
     for name, of_format in by_format.items():
         count, wrong, first = 0, 0, ""
         for case in of_format:
-            found = _rounded(case, device)
-            both_nan = found.isnan() & case.expected.isnan()
-            differs = (found.view(torch.int32) != case.expected.view(torch.int32)) & ~both_nan
-            count, wrong = count + len(found), wrong + int(differs.sum())
+            result = _rounded(case, device)
+            both_nan = result.isnan() & case.expected.isnan()
+            differs = (result.view(torch.int32) != case.expected.view(torch.int32)) & ~both_nan
+            count, wrong = count + len(result), wrong + int(differs.sum())
             if differs.any() and not first:
                 i = int(differs.nonzero()[0])
-                x, y, z = (float(t[i]) for t in (case.x, found, case.expected))
+                x, y, z = (float(t[i]) for t in (case.x, result, case.expected))
                 first = f"{x!r} {case.rounding} gives {y!r}, not {z!r}"
         detail = f"{wrong} of {count:,} numbers differ: {first}" if wrong else f"{count:,} numbers"
         yield Row(f"{name} golden vectors", not wrong, detail)

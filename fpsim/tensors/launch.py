@@ -282,8 +282,8 @@ def round_memory_(
     log2_scale: an int64 on the device of `x`, within `log2_scale_limits`: round(x * 2**log2_scale) / 2**log2_scale.
     keep_masks: masks stay, see masks_of, which says also what `keep_infinity` means.
     """
-    found = _known.get((spec.text, x.dtype, keep_masks, keep_infinity))  # a string keeps its hash
-    kernel, container = found or _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
+    known = _known.get((spec.text, x.dtype, keep_masks, keep_infinity))  # a string keeps its hash
+    kernel, container = known or _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
     if kernel is None or x.numel() == 0:
         return
     if spec.rounding == "stochastic":
@@ -337,8 +337,8 @@ def rounded(
     keep_infinity: bool = True,
 ) -> Tensor:
     """A rounded copy of `x` with its dtype and, where it has no holes, its strides. Arguments as in round_memory_."""
-    found = _known.get((spec.text, x.dtype, keep_masks, keep_infinity))  # a string keeps its hash
-    kernel, container = found or _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
+    known = _known.get((spec.text, x.dtype, keep_masks, keep_infinity))  # a string keeps its hash
+    kernel, container = known or _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
     if kernel is None:
         return x.detach().clone()
     if spec.rounding == "stochastic" and key is None:

@@ -178,6 +178,6 @@ def rounded_to_codebook(x: Array, book: Codebook, rounding: str) -> Array:
         high = np.clip(np.searchsorted(values, wide, "left"), 0, last)
         up = (wide < 0) if rounding == "toward_zero" else np.full(wide.shape, rounding == "up")
         index = np.where(up, high, low)
-    found = values[index]
+    chosen = values[index]
     zero = np.copysign(0.0, wide) if book.has_negative_zero else np.zeros_like(wide)
-    return np.where(np.isnan(wide), np.nan, np.where(found == 0, zero, found))
+    return np.where(np.isnan(wide), np.nan, np.where(chosen == 0, zero, chosen))

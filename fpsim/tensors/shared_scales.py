@@ -286,8 +286,8 @@ def _multiplier(amax: Tensor, largest: float) -> Tensor:
     """largest / amax as a float32 pattern; 1 where amax is 0 (NVIDIA TransformerEngine, Float8CurrentScaling)."""
     value = amax.int().view(torch.float32)
     # not largest / value, which torch computes as value.reciprocal() * largest, with two roundings
-    found = torch.div(torch.full_like(value, largest), value).clamp(max=torch.finfo(torch.float32).max)
-    return torch.where(value == 0, torch.ones_like(found), found).view(torch.int32).long()
+    quotient = torch.div(torch.full_like(value, largest), value).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(value == 0, torch.ones_like(quotient), quotient).view(torch.int32).long()
 
 
 def _multiplier_on_cpu(amax: int, largest: float) -> int:
@@ -365,7 +365,7 @@ def _run_on_card(
 ) -> None:
     loop = block_teams.cuda_rounding(plan.rule, plan.shape, plan.scale_shape, plan.kind)
     grid, team = block_teams.grid_of(axes, loop.threads)
-    found, has_scales = (0, 0) if scales is None else (scales.data_ptr(), 1)
+    scales_address, has_scales = (0, 0) if scales is None else (scales.data_ptr(), 1)
     parameters = on_card(plan.shape, plan.parameters, source, (0, blocks.WIDE_PLAN))
-    addresses = address_of(source), address_of(out), *axes, *parameters, shared.data_ptr(), found
+    addresses = address_of(source), address_of(out), *axes, *parameters, shared.data_ptr(), scales_address
     run_on_card(loop, source, grid, (*addresses, has_scales, *key_arguments(key), team))

@@ -48,8 +48,8 @@ class RoundingSpec:
         object.__setattr__(self, "format_text", repr(self.fmt))
         object.__setattr__(self, "is_float32", self.fmt == CATALOGUE["fp32"] and self.overflow == "inf")
         names = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        found = next((dtype for name, dtype in names.items() if self.fmt == CATALOGUE[name]), None)
-        object.__setattr__(self, "dtype", found)
+        dtype = next((own for name, own in names.items() if self.fmt == CATALOGUE[name]), None)
+        object.__setattr__(self, "dtype", dtype)
         # sums of products of such numbers stay finite in float32, 2**80 each and 2**47 of them
         object.__setattr__(self, "saturates", self.overflow != "inf" and float(self.fmt.largest) < 2.0**40)
 

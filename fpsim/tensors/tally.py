@@ -144,8 +144,8 @@ class Accumulator:
         """
         self.calls += 1
         if row is not None:
-            found = shape_between(before, after, row)
-            self.shape += torch.cat([found, found.new_ones(1)]).masked_fill(found.isnan().any(), 0.0)
+            shape = shape_between(before, after, row)
+            self.shape += torch.cat([shape, shape.new_ones(1)]).masked_fill(shape.isnan().any(), 0.0)
         if before.device.type == "cpu":
             x, r = _comparable(before.detach(), after.detach())
             state = (t.data_ptr() for t in (self.counts, self.sums, self.exponents))
@@ -156,11 +156,11 @@ class Accumulator:
             assert cut is not None
             self._add_blocks(blocks_between(before, after, self.spec, cut))
 
-    def _add_blocks(self, found: Tensor) -> None:
-        self.counts[ELEMENT_COUNTS:] += found[: len(TALLY_COUNTS) - ELEMENT_COUNTS]
-        self.counts[TALLY_SUBNORMAL] += found[BLOCK_SUBNORMAL]
-        self.counts[TALLY_OVERFLOW] += found[BLOCK_SATURATED]
-        smallest, largest = found[SMALLEST_SCALE].view(torch.float64), found[LARGEST_SCALE].view(torch.float64)
+    def _add_blocks(self, row: Tensor) -> None:
+        self.counts[ELEMENT_COUNTS:] += row[: len(TALLY_COUNTS) - ELEMENT_COUNTS]
+        self.counts[TALLY_SUBNORMAL] += row[BLOCK_SUBNORMAL]
+        self.counts[TALLY_OVERFLOW] += row[BLOCK_SATURATED]
+        smallest, largest = row[SMALLEST_SCALE].view(torch.float64), row[LARGEST_SCALE].view(torch.float64)
         spread = torch.where(largest > 0, torch.log2(largest / smallest), 0.0)
         self.sums[TALLY_SPREAD] = torch.maximum(self.sums[TALLY_SPREAD], spread)
 

@@ -70,13 +70,13 @@ def mismatches(x: Tensor, spec: RoundingSpec, device: str) -> tuple[int, str]:
         assert isinstance(spec.fmt, FloatFormat)
         expected = rounded_in_float64(x.numpy(), spec.fmt, spec.rounding, noise, spec.random_bits, spec.variant)
     key = torch.tensor(KEY) if noise is not None else None
-    found = rounded(x.to(device), spec, key).cpu().double().numpy()
-    both_nan = np.isnan(expected) & np.isnan(found)
-    wrong = ~(both_nan | ((expected == found) & (np.signbit(expected) == np.signbit(found))))
+    result = rounded(x.to(device), spec, key).cpu().double().numpy()
+    both_nan = np.isnan(expected) & np.isnan(result)
+    wrong = ~(both_nan | ((expected == result) & (np.signbit(expected) == np.signbit(result))))
     if not wrong.any():
         return 0, ""
     i = int(np.flatnonzero(wrong)[0])
-    return int(wrong.sum()), f"{float(x[i])!r} gives {float(found[i])!r}, not {float(expected[i])!r}"
+    return int(wrong.sum()), f"{float(x[i])!r} gives {float(result[i])!r}, not {float(expected[i])!r}"
 
 
 def _compare(spec: RoundingSpec, device: str, parts: Iterable[Tensor]) -> Row:
@@ -146,13 +146,13 @@ def _blocks() -> Iterator[Row]:
             spec, wrong, first = _block_spec(name, rounding), 0, ""
             for axis in range(3):
                 expected = rounded_blocks(x, spec, axis, None, key)
-                found = rounded_blocks(x.cuda(), spec, axis, None, key).cpu()
-                is_wrong = found.view(torch.int32) != expected.view(torch.int32)
-                places = (is_wrong & ~(found.isnan() & expected.isnan())).nonzero().tolist()
+                result = rounded_blocks(x.cuda(), spec, axis, None, key).cpu()
+                is_wrong = result.view(torch.int32) != expected.view(torch.int32)
+                places = (is_wrong & ~(result.isnan() & expected.isnan())).nonzero().tolist()
                 wrong += len(places)
                 if places and not first:
                     at = tuple(places[0])
-                    values = f"{float(x[at])!r} gives {float(found[at])!r}, not {float(expected[at])!r}"
+                    values = f"{float(x[at])!r} gives {float(result[at])!r}, not {float(expected[at])!r}"
                     first = f"along axis {axis} at {at} {values}"
             count = f"{3 * x.numel():,} numbers"
             yield Row(f"{name} {rounding}", not wrong, f"{wrong} of {count} differ: {first}" if wrong else count)

@@ -67,10 +67,10 @@ def _spoken(value: Any) -> str:
 
 def _words(fmt: Any) -> str:
     """The words that `as_format` reads: a format's name; the values of a code book that has none."""
-    found = fpsim.as_format(fmt)
-    element = found.element if isinstance(found, fpsim.BlockFormat) else found
+    parsed = fpsim.as_format(fmt)
+    element = parsed.element if isinstance(parsed, fpsim.BlockFormat) else parsed
     has_name = not isinstance(element, fpsim.Codebook) or str(element) in fpsim.CODEBOOKS
-    return str(found) if has_name else repr(found)
+    return str(parsed) if has_name else repr(parsed)
 
 
 def _operands_label(value: Mapping[str, Any]) -> str:
@@ -100,9 +100,9 @@ def canonical_format(fmt: Any) -> Any:
     """
     if isinstance(fmt, Mapping) and UPDATE in fmt:
         inner, update = split(fmt)
-        found = canonical_update(update)
+        canonical = canonical_update(update)
         own = canonical_format(inner)
-        return own if found is None else {"format": own, UPDATE: found}
+        return own if canonical is None else {"format": own, UPDATE: canonical}
     if _is_recipe(fmt):
         name = fmt.removeprefix(fpsim.RECIPE_PREFIX).strip()
         fpsim.recipe(name)
@@ -130,14 +130,14 @@ def _canonical_policy(fmt: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("A format has 'rounding' in it. The sweep varies it: give roundings=[...].")
     try:
         _policy(fmt)
-        found = {k: _canonical(k, v) for k, v in fmt.items() if v is not None and (k, v) != ("variant", "A")}
-        json.dumps(found)
+        canonical = {k: _canonical(k, v) for k, v in fmt.items() if v is not None and (k, v) != ("variant", "A")}
+        json.dumps(canonical)
     except TypeError as error:
         raise ValueError(
             f"The format {shown(dict(fmt))} is not a policy: {error}. Expected: a name, or the fields of fpsim.Policy "
             f"in numbers and words. Take {{'error': 'e5m2'}}, for instance."
         ) from None
-    return found
+    return canonical
 
 
 def _canonical(field: str, value: Any) -> Any:

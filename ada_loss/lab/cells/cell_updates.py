@@ -94,10 +94,10 @@ def canonical_update(update: Any) -> Any:
     >>> canonical_update({"weight": "bfloat16", "compensation": None})
     {'weight': 'bf16'}
     """
-    found = _update(update)
-    if found.is_float32:
+    parsed = _update(update)
+    if parsed.is_float32:
         return None
-    fields = _as_json(found)
+    fields = _as_json(parsed)
     return next((name for name, known in UPDATES.items() if _as_json(known) == fields), fields)
 
 
@@ -131,7 +131,7 @@ def _update(update: Any) -> Update:
 
 def _as_json(update: Update) -> dict[str, Any]:
     """The fields of an update that are not the default, in words that `Update` reads."""
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     plain = Update()
     for name in FIELDS:
         value = getattr(update, name)
@@ -151,19 +151,19 @@ def _as_json(update: Update) -> dict[str, Any]:
             value = {pattern: canonical_update(inner) for pattern, inner in value.items()}
         elif isinstance(value, Mapping):
             value = dict(value)
-        found[name] = value
-    json.dumps(found)
-    return found
+        changed[name] = value
+    json.dumps(changed)
+    return changed
 
 
 def _words(fmt: Any) -> str | None:
     """The words that `as_format` reads: a format's name; the values of a code book that has none."""
     if fmt is None:
         return None
-    found = fpsim.as_format(fmt)
-    element = found.element if isinstance(found, fpsim.BlockFormat) else found
+    parsed = fpsim.as_format(fmt)
+    element = parsed.element if isinstance(parsed, fpsim.BlockFormat) else parsed
     has_name = not isinstance(element, fpsim.Codebook) or str(element) in fpsim.CODEBOOKS
-    return str(found) if has_name else repr(found)
+    return str(parsed) if has_name else repr(parsed)
 
 
 def update_label(update: Any) -> str:

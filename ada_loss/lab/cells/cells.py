@@ -208,7 +208,7 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
     _require_different(planned)
     require_different({label(cell.config["format"]): cell.name for cell in planned if cell.name})
     known = {cell.id for cells in asked for cell in cells}
-    found: list[Cell] = []
+    all_cells: list[Cell] = []
     for one, cells in zip(grids, asked, strict=True):
         added = (
             [c for c in _planned({**one, "formats": [BASELINE], "updates": None}) if c.id not in known]
@@ -216,9 +216,9 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
             else []
         )
         known |= {cell.id for cell in added}
-        found += added + cells
-    _warn_of_idle_scaling(grids, found)
-    return found
+        all_cells += added + cells
+    _warn_of_idle_scaling(grids, all_cells)
+    return all_cells
 
 
 def _warn_of_idle_scaling(grids: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> None:
@@ -273,10 +273,10 @@ def _other_name(value: Any) -> Any:
         for name, inner in value.items():
             if not isinstance(name, str):
                 return name
-            if (found := _other_name(inner)) is not None:
-                return found
+            if (other := _other_name(inner)) is not None:
+                return other
     elif isinstance(value, list | tuple):
-        return next((found for inner in value if (found := _other_name(inner)) is not None), None)
+        return next((other for inner in value if (other := _other_name(inner)) is not None), None)
     return None
 
 
@@ -287,16 +287,16 @@ def _own_options(options: Mapping[str, Any]) -> dict[str, Any]:
             f"task_options is {shown(dict(options))}, with {shown(name)} as a name. Expected: strings as names."
         )
     try:
-        found: dict[str, Any] = json.loads(json.dumps(options, allow_nan=False))
+        own: dict[str, Any] = json.loads(json.dumps(options, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"task_options is {shown(dict(options))}: {error}. Expected for a training function: numbers, words, "
             f"true, false, and lists and mappings of them."
         ) from None
-    for name in found:
+    for name in own:
         if name in AXES:
             raise ValueError(f"task_options names {shown(name)}, which the sweep sets. Give it another name.")
-    return found
+    return own
 
 
 def is_configuration(config: object) -> bool:

@@ -178,8 +178,8 @@ class Ledger:
         expected = {"cells": old | (added if version > 1 else set()), "sessions": {"started", "environment"}}
         expected["sessions"] |= {"digest"} if version > 1 else set()
         for table, columns in expected.items():
-            found = {row["name"] for row in self._query(f"PRAGMA table_info({table})")}
-            if found != columns:
+            there = {row["name"] for row in self._query(f"PRAGMA table_info({table})")}
+            if there != columns:
                 raise self._unreadable(f"its table {table} has not the columns of version {version}")
 
     def _bring_to_version_2(self) -> None:
@@ -366,13 +366,13 @@ class Ledger:
 
         One that was changed is left out.
         """
-        found = []
+        sessions = []
         for row in self._query("SELECT * FROM sessions ORDER BY started"):
             environment = _json_object(row["environment"])
             changed = self._has_digests and row["digest"] != _session_digest(row)
             if not changed and environment is not None and math.isfinite(row["started"]):
-                found.append({"started": row["started"], **environment})
-        return found
+                sessions.append({"started": row["started"], **environment})
+        return sessions
 
     def close(self) -> None:
         self._sql.close()
@@ -390,8 +390,8 @@ def counted(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     >>> counted([{"state": "done"}, {"state": "done"}])
     {'planned': 0, 'running': 0, 'done': 2, 'failed': 0}
     """
-    found = Counter(row["state"] for row in rows)
-    return {state: found[state] for state in STATES}
+    counts = Counter(row["state"] for row in rows)
+    return {state: counts[state] for state in STATES}
 
 
 def _cell_digest(row: Any) -> str:
@@ -409,10 +409,10 @@ def _digest(values: Sequence[Any]) -> str:
 def _json_object(text: str) -> dict[str, Any] | None:
     """The object of a JSON text; None for anything else."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def _is_number(value: object) -> bool:

@@ -81,7 +81,7 @@ class LiveReader:
             return {}
         whole = content[: content.rfind(b"\n") + 1]
         self._at += len(whole)
-        found: Curves = {}
+        gained: Curves = {}
         for line in whole.splitlines():
             try:
                 name, first, steps, values = json.loads(line)
@@ -89,14 +89,14 @@ class LiveReader:
             except (ValueError, TypeError):  # the worker began again while it was read
                 continue
             if len(new[0]):
-                before = found.get(name, (np.empty(0), np.empty(0)))
-                found[name] = np.concatenate([before[0], new[0]]), np.concatenate([before[1], new[1]])
-        return found
+                before = gained.get(name, (np.empty(0), np.empty(0)))
+                gained[name] = np.concatenate([before[0], new[0]]), np.concatenate([before[1], new[1]])
+        return gained
 
     def rest(self, curves: Curves) -> Curves:
         """What of the whole curves was not read."""
-        found = {name: self._new(name, 0, *points) for name, points in curves.items()}
-        return {name: points for name, points in found.items() if len(points[0])}
+        unread = {name: self._new(name, 0, *points) for name, points in curves.items()}
+        return {name: points for name, points in unread.items() if len(points[0])}
 
     def _new(self, name: str, first: int, steps: Numbers, values: Numbers) -> tuple[Numbers, Numbers]:
         told = self.told.get(name, 0)

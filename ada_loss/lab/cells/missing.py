@@ -124,12 +124,12 @@ def _missing(rows: Iterable[Mapping[str, Any]], sessions: int, plan: Plan | None
 
 def _with_telemetry(out: Path) -> set[str]:
     """The ids of the cells that have a file which is not empty."""
-    found = set()
+    ids = set()
     for path in out.glob("telemetry/*.npz"):
         with suppress(FileNotFoundError):  # a driver that has just begun deletes some
             if CELL_ID.fullmatch(path.stem) and path.stat().st_size:
-                found.add(path.stem)
-    return found
+                ids.add(path.stem)
+    return ids
 
 
 def _is_done(row: Mapping[str, Any]) -> bool:

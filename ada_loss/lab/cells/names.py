@@ -146,10 +146,10 @@ def names_of(formats: Iterable[Any], given: Mapping[str, str] = {}) -> dict[str,
     >>> names_of(["recipe:fp16", "fp16"])
     {'recipe:fp16': 'recipe:fp16', 'fp16': 'fp16'}
     """
-    found = {label(fmt): short_name(fmt) for fmt in formats}
-    found |= {words: name for words, name in given.items() if words in found}
-    used = Counter(word for words, name in found.items() for word in {words.lower(), name.lower()})
-    return {words: name if used[name.lower()] == 1 else words for words, name in found.items()}
+    names = {label(fmt): short_name(fmt) for fmt in formats}
+    names |= {words: name for words, name in given.items() if words in names}
+    used = Counter(word for words, name in names.items() for word in {words.lower(), name.lower()})
+    return {words: name if used[name.lower()] == 1 else words for words, name in names.items()}
 
 
 def read_names(folder: Path) -> dict[str, str]:

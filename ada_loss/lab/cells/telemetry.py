@@ -104,10 +104,10 @@ def curves_of(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Curves:
     up to a step, with those of "error" that enter products; "updates/lost" and "updates/edq". Arrays of another kind
     are passed over.
     """
-    found: Curves = {}
+    curves: Curves = {}
     for name, key in NAMES.items():
         _add(
-            found,
+            curves,
             name,
             np.arange(len(arrays[key])) if key in arrays and arrays[key].ndim == 1 else None,
             arrays.get(key),
@@ -115,29 +115,29 @@ def curves_of(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Curves:
     for key, values in arrays.items():
         kind, _, name = key.partition(".")
         if kind == "evaluations" and name != "steps":
-            _add(found, name, arrays.get("evaluations.steps"), values)
+            _add(curves, name, arrays.get("evaluations.steps"), values)
     for key, values in arrays.items():
         kind, _, name = key.partition(".")
         if kind == "curves" and values.ndim == 2 and len(values) == 2:
-            _add(found, name, *values)
+            _add(curves, name, *values)
     for name in ("lost", "edq"):
-        _add(found, f"updates/{name}", arrays.get("updates.steps"), arrays.get(f"updates.{name}"))
+        _add(curves, f"updates/{name}", arrays.get("updates.steps"), arrays.get(f"updates.{name}"))
     if {"history.steps", "history.underflow", "history.nonzero", "sites.role"} <= arrays.keys():
         roles = [str(name) for name in arrays["sites.role"]]
         for role in ROLES:
             chosen = [i for i, name in enumerate(roles) if is_of_role(name, role)]
             if chosen and arrays["history.underflow"].shape == arrays["history.nonzero"].shape:
                 lost, nonzero = (arrays[f"history.{name}"][:, chosen].sum(1) for name in ("underflow", "nonzero"))
-                _add(found, f"underflow/{role}", arrays["history.steps"], lost / np.maximum(nonzero, 1))
-    return found
+                _add(curves, f"underflow/{role}", arrays["history.steps"], lost / np.maximum(nonzero, 1))
+    return curves
 
 
-def _add(found: Curves, name: str, steps: Any, values: Any) -> None:
+def _add(curves: Curves, name: str, steps: Any, values: Any) -> None:
     """Add a curve, unless its arrays are none of a curve; a later one of a name takes the place of the first."""
     if steps is None or values is None or steps.ndim != 1 or steps.shape != values.shape or not len(steps):
         return
     if all(np.issubdtype(part.dtype, np.number) and part.dtype.kind != "c" for part in (steps, values)):
-        found[name] = steps.astype(float), values.astype(float)
+        curves[name] = steps.astype(float), values.astype(float)
 
 
 def npz(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:

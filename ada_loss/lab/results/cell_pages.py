@@ -53,7 +53,7 @@ def cell_page(
         "error": cell["error"],
         "traceback": cell["traceback"],
         "attempts": cell["attempts"],
-        "points": {name: _points(*found) for name, found in curves.items()},
+        "points": {name: _points(*curve) for name, curve in curves.items()},
         "heat": heat,
         "gradients": gradients,
         "parameters": parameters,
@@ -64,12 +64,12 @@ def cell_page(
 
 def _shown(curves: Curves) -> Curves:
     """The curves that tell something: those with two points at least, and no scale that stays."""
-    found = {
+    telling = {
         name: points
         for name, points in curves.items()
         if len(points[0]) > 1 and np.isfinite(points[1]).any() and not (name == "scale" and np.ptp(points[1]) == 0)
     }
-    return dict([*found.items()][:MOST_NAMES])
+    return dict([*telling.items()][:MOST_NAMES])
 
 
 def _points(steps: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[list[float], list[float | None]]:
@@ -113,12 +113,12 @@ def gradient_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
     names = [f"sites.{name}" for name in ("site", "role", "underflow", "nonzero", "row_bias", "kurtosis")]
     if not arrays.keys() >= set(names):
         return []
-    found: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = []
     for site, role, lost, nonzero, row_bias, kurtosis in zip(*(arrays[name] for name in names), strict=True):
         if is_of_role(str(role), "error") and nonzero and math.isfinite(kurtosis):
             words = f"{site} {role if role != 'error' else ''}".rstrip()
-            found.append((words, f"{100 * lost / nonzero:.1f} %", f"{row_bias:.3f}", f"{kurtosis:.0f}"))
-    return found[::-1]  # gradients are recorded from the output to the input
+            rows.append((words, f"{100 * lost / nonzero:.1f} %", f"{row_bias:.3f}", f"{kurtosis:.0f}"))
+    return rows[::-1]  # gradients are recorded from the output to the input
 
 
 def parameter_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
@@ -141,10 +141,10 @@ def _percent(share: float) -> str:
 
 def _heat(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any] | None:
     """The heat map of a cell's gradients; None where nothing was recorded or rounded."""
-    found = lost_by_site(arrays)
-    if found is None or not found[1] or not len(found[0]):
+    lost = lost_by_site(arrays)
+    if lost is None or not lost[1] or not len(lost[0]):
         return None
-    steps, sites, shares = found
+    steps, sites, shares = lost
     more = len(sites) - MOST_SITES
     if more > 0:
         chosen = np.linspace(0, len(sites) - 1, MOST_SITES).round().astype(int)

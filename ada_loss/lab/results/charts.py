@@ -28,10 +28,10 @@ def plot_differences(rows: Sequence[Mapping[str, Any]], title: str, tolerance: f
     axes.axvspan(-factor * tolerance, factor * tolerance, color=COLOURS[2], alpha=0.15, linewidth=0)
     axes.axvline(0, color=ink(), linewidth=0.8)
     for y, row in enumerate(rows):
-        found = [factor * value for value in row["differences"] if math.isfinite(value)]
-        axes.plot(found, [y] * len(found), "o", markersize=3, color=COLOURS[4])
-        if found:
-            axes.plot([statistics.fmean(found)], [y], "D", markersize=5, color=COLOURS[0])
+        dots = [factor * value for value in row["differences"] if math.isfinite(value)]
+        axes.plot(dots, [y] * len(dots), "o", markersize=3, color=COLOURS[4])
+        if dots:
+            axes.plot([statistics.fmean(dots)], [y], "D", markersize=5, color=COLOURS[0])
         if all(map(math.isfinite, row["interval"])):
             axes.plot([factor * bound for bound in row["interval"]], [y, y], color=COLOURS[0], linewidth=1.4)
     axes.set_yticks(range(len(rows)), [plain(str(row["name"])) for row in rows], fontsize=8)

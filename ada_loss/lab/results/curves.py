@@ -114,9 +114,9 @@ def curves(
     for row in rows:
         there = curves_of(results.readable_telemetry(row["id"]))
         known |= dict.fromkeys(there)
-        found = there.get(name)
-        if found is not None:
-            groups.setdefault(tuple(str(row.get(axis)) for axis in axes), {})[row["seed"]] = found
+        curve = there.get(name)
+        if curve is not None:
+            groups.setdefault(tuple(str(row.get(axis)) for axis in axes), {})[row["seed"]] = curve
     if not groups:
         hint = did_you_mean(name, known)
         others = f"Known: {', '.join(known)}." if known else "No training left a curve: no cell is done."
@@ -133,9 +133,9 @@ def _curve(
     stretches = np.array_split(np.arange(len(longest)), min(points, len(longest)))
     values = np.full((len(seeds), len(stretches)), np.nan)
     for i, seed in enumerate(seeds):
-        found = series[seed][1]
+        numbers = series[seed][1]
         for k, stretch in enumerate(stretches):
-            part = found[stretch[stretch < len(found)]]
+            part = numbers[stretch[stretch < len(numbers)]]
             if len(part) and np.isfinite(part).all():
                 values[i, k] = part.mean()
     return Curve(settings, seeds, np.array([longest[stretch].mean() for stretch in stretches]), values)

@@ -46,7 +46,7 @@ def task_rows() -> list[dict[str, str]]:
     >>> task_rows()[0]["task"]
     'digits'
     """
-    found = []
+    rows = []
     for task in TASKS:
         one = spread_of(task)
         row = {"task": task, "metric": "not measured", "float32": "", "seeds": ""}
@@ -59,8 +59,8 @@ def task_rows() -> list[dict[str, str]]:
             if one.paired_seeds >= LEAST_SEEDS:
                 for count in SEEDS:
                     row[f"{count} seeds"] = _number(one, smallest_tolerance(one.paired, count))
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _number(one: Spread, value: float) -> str:

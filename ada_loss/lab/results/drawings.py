@@ -69,10 +69,10 @@ class _Axis:
 
     def __init__(self, verdict: Verdict) -> None:
         self.tolerance, self.verdict = verdict.tolerance, verdict
-        found = [v / self.tolerance for one in verdict.combinations for v in one.comparison.differences.values()]
-        found = [value for value in found if math.isfinite(value)]
-        self.low = _bent(min([*found, -LEAST])) - MARGIN
-        self.high = _bent(max([*found, LEAST])) + MARGIN
+        values = [v / self.tolerance for one in verdict.combinations for v in one.comparison.differences.values()]
+        values = [value for value in values if math.isfinite(value)]
+        self.low = _bent(min([*values, -LEAST])) - MARGIN
+        self.high = _bent(max([*values, LEAST])) + MARGIN
 
     def place(self, difference: float) -> float:
         """Where a difference in the units of the metric stands; within the axis."""
@@ -84,15 +84,15 @@ class _Axis:
         """Numbers and their places: 0, the tolerance, and 2, 5, 10, 20, 50 ... tolerances where there is room."""
         sizes = [1.0, *(k * 10.0**n for n in range(6) for k in (2, 5, 10))]
         values = [0.0, *(sign * size for size in sizes for sign in (-1, 1))]
-        found: list[tuple[float, str]] = []
+        ticks: list[tuple[float, str]] = []
         for value in values:
             if self.low + MARGIN / 2 <= _bent(value) <= self.high - MARGIN / 2:
                 place, words = self.place(value * self.tolerance), _tick(self.verdict, value * self.tolerance)
                 half = LETTER * len(words) / 2
                 is_whole = half <= place <= 100 - half
-                if is_whole and all(abs(place - other) >= _apart(words, others) for other, others in found):
-                    found.append((place, words))
-        return sorted(found)
+                if is_whole and all(abs(place - other) >= _apart(words, others) for other, others in ticks):
+                    ticks.append((place, words))
+        return sorted(ticks)
 
 
 def _apart(*words: str) -> float:
@@ -116,18 +116,22 @@ def _tick(verdict: Verdict, value: float) -> str:
 
 
 def _line(one: Combination, axis: _Axis) -> dict[str, Any]:
-    found, sign = one.comparison, axis.verdict.sign
+    comparison, sign = one.comparison, axis.verdict.sign
     low, high = (math.nan, math.nan) if one.judgement is None else sorted(sign * b for b in one.judgement.interval)
-    words = in_units(found.metric, found.mean, False, axis.tolerance) if math.isfinite(found.mean) else one.outcome
-    if found.diverged:
-        words = f"{found.diverged} of {one.seeds} diverged"
+    words = (
+        in_units(comparison.metric, comparison.mean, False, axis.tolerance)
+        if math.isfinite(comparison.mean)
+        else one.outcome
+    )
+    if comparison.diverged:
+        words = f"{comparison.diverged} of {one.seeds} diverged"
     if one.collapsed:
         words = f"{len(one.collapsed)} of {one.seeds} collapsed"
     return {
         "name": one.rest or one.fmt,
         "outcome": one.outcome,
-        "dots": [axis.place(v) for v in found.differences.values() if math.isfinite(v)],
-        "mean": axis.place(found.mean) if math.isfinite(found.mean) else None,
+        "dots": [axis.place(v) for v in comparison.differences.values() if math.isfinite(v)],
+        "mean": axis.place(comparison.mean) if math.isfinite(comparison.mean) else None,
         "interval": None if math.isnan(low) else (axis.place(low), axis.place(high)),
         "words": words,
         "reasons": one.reasons,
@@ -142,21 +146,21 @@ def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] |
     cell has such a curve of two points.
     """
     try:
-        found = [*curves(results, name, points=POINTS)]
+        drawn = [*curves(results, name, points=POINTS)]
     except ValueError:
         return None
-    found = [curve for curve in found if len(curve.steps) > 1 and np.isfinite(curve.mean).any()]
-    finite = np.concatenate([curve.mean[np.isfinite(curve.mean)] for curve in found] or [np.empty(0)])
+    drawn = [curve for curve in drawn if len(curve.steps) > 1 and np.isfinite(curve.mean).any()]
+    finite = np.concatenate([curve.mean[np.isfinite(curve.mean)] for curve in drawn] or [np.empty(0)])
     if not len(finite):
         return None
     is_log = bool(finite.min() > 0 and finite.max() / finite.min() > 8)
     low, high = float(finite.min()), float(finite.max())
-    methods = [*dict.fromkeys(_rest(curve) for curve in found if curve.settings.get("format") != BASELINE)]
-    float32 = [curve for curve in found if curve.settings.get("format") == BASELINE][:1]
-    last = max(float(curve.steps[-1]) for curve in found)
+    methods = [*dict.fromkeys(_rest(curve) for curve in drawn if curve.settings.get("format") != BASELINE)]
+    float32 = [curve for curve in drawn if curve.settings.get("format") == BASELINE][:1]
+    last = max(float(curve.steps[-1]) for curve in drawn)
     panels: dict[str, list[dict[str, Any]]] = {}
     cells = _cells(results)
-    for curve in found:
+    for curve in drawn:
         if curve.settings.get("format") != BASELINE:  # float32 is one line, though several grids may have trained it
             panels.setdefault(curve.settings.get("format", ""), []).append(
                 {
@@ -172,8 +176,8 @@ def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] |
         for curve in float32
     ]
     shown = [
-        {"name": fmt, "more": max(len(found) - MOST_LINES, 0), **_striped([*lines, *found[:MOST_LINES]])}
-        for fmt, found in [*panels.items()][:MOST_PANELS]
+        {"name": fmt, "more": max(len(of_format) - MOST_LINES, 0), **_striped([*lines, *of_format[:MOST_LINES]])}
+        for fmt, of_format in [*panels.items()][:MOST_PANELS]
     ]
     return {
         "name": name,
@@ -219,15 +223,15 @@ def _striped(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         else:
             is_known = any(_covers(other, line, ("top", "bottom")) for other in same if other["band"])
             same.append({**line, "band": "" if is_known else line["band"]})
-    found = []
+    striped = []
     for group in groups:
         for i, line in enumerate(group):
             is_one = len(group) == 1
             line["dashes"] = "" if is_one else f"{STRIPE} {STRIPE * (len(group) - 1)}"
             line["offset"] = -STRIPE * i
-            found.append(line)
+            striped.append(line)
     same_words = [" = ".join(line["name"] for line in group) for group in groups if len(group) > 1]
-    return {"lines": found, "same": "; ".join(same_words)}
+    return {"lines": striped, "same": "; ".join(same_words)}
 
 
 def _covers(a: dict[str, Any], b: dict[str, Any], names: Sequence[str]) -> bool:

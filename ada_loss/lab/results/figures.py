@@ -178,8 +178,8 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
     panels = figure.subplots(1, len(formats), sharey=True, squeeze=False)[0]
     for fmt, axes in zip(formats, panels, strict=True):
         for i, method in enumerate(methods):
-            found = {r["gain"]: r["error"] for r in rows if (r["format"], r["method"]) == (fmt, method)}
-            errors = [min(found[g], 3.0) if math.isfinite(found[g]) else 3.0 for g in gains]
+            by_gain = {r["gain"]: r["error"] for r in rows if (r["format"], r["method"]) == (fmt, method)}
+            errors = [min(by_gain[g], 3.0) if math.isfinite(by_gain[g]) else 3.0 for g in gains]
             style = {"color": colour(i), "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.3}
             dashes = "-" if i <= len(COLOURS) else "--"
             axes.plot(range(len(gains)), errors, dashes, markersize=5, label=method_words(method), **style)

@@ -134,15 +134,15 @@ def judge(
     errors = np.sqrt(tested.variances / counts)
     widths = stats.t.isf(tested.levels / 2, tested.freedom) * errors
     strict = _family(level, len(means), counts.max()) / len(means)
-    found = []
+    judgements = []
     for i, mean in enumerate(means):
         interval = float(mean - widths[i]), float(mean + widths[i])
         outcome = str(tested.outcomes[i])
         is_open = outcome == "undecided"
         seeds = _seeds_that_decide(mean + tolerance, tested.variances[i], counts[i], strict) if is_open else 0
         margin = _needed(strict)[1][min(counts[i], MOST_SEEDS) - 2] * errors[i]
-        found.append(Judgement(outcome, float(mean), interval, float(tested.p[i]), float(margin), seeds))
-    return found
+        judgements.append(Judgement(outcome, float(mean), interval, float(tested.p[i]), float(margin), seeds))
+    return judgements
 
 
 class Decisions(NamedTuple):

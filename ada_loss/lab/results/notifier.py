@@ -93,9 +93,9 @@ class Notifier:
             self.stop(cell)
 
     def _forget(self, cell: str) -> None:
-        found = self._training.pop(cell, None)
-        if found is not None:
-            found[1].path.unlink(missing_ok=True)
+        training = self._training.pop(cell, None)
+        if training is not None:
+            training[1].path.unlink(missing_ok=True)
 
     def _follow(self) -> None:
         while not self._over.wait(READ_EVERY):

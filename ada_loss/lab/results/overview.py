@@ -41,22 +41,22 @@ def overview(results: StoredResults, verdict: Verdict) -> list[OverviewRow]:
     """
     rows = {row["id"]: row for row in results.rows()}
     values = [*verdict.baseline.values()]
-    found = []
+    of_float32 = []
     if values:
         baseline = tuple(row["id"] for row in rows.values() if row["format"] == BASELINE)
-        found.append(OverviewRow("float32", "", _metric(verdict.metric, values), "", "", "", baseline))
+        of_float32.append(OverviewRow("float32", "", _metric(verdict.metric, values), "", "", "", baseline))
     settings: dict[str, list[Combination]] = {}
     for one in verdict.combinations:
         settings.setdefault(one.fmt, []).append(one)
-    return found + [_row(fmt, chosen, verdict, rows) for fmt, chosen in settings.items()]
+    return of_float32 + [_row(fmt, chosen, verdict, rows) for fmt, chosen in settings.items()]
 
 
 def _row(
     fmt: str, chosen: Sequence[Combination], verdict: Verdict, rows: Mapping[str, Mapping[str, Any]]
 ) -> OverviewRow:
     def numbers(one: Combination) -> list[float]:
-        found = (rows[cell].get(verdict.metric) for cell in one.cells if cell in rows)
-        return [float(value) for value in found if is_number(value)]  # type: ignore[arg-type]
+        values = (rows[cell].get(verdict.metric) for cell in one.cells if cell in rows)
+        return [float(value) for value in values if is_number(value)]  # type: ignore[arg-type]
 
     def worth(one: Combination) -> float:
         mean = verdict.sign * statistics.fmean(numbers(one) or [math.nan])

@@ -41,10 +41,10 @@ def picture_underflow(results: StoredResults, cell: str | None = None, role: str
     if cell not in known:
         raise NothingToShow(f"There is no cell {cell!r}. Known: {', '.join(known) or 'none yet'}.")
     arrays = results.telemetry(cell)
-    found = lost_by_site(arrays, role)
-    if found is None:
+    lost = lost_by_site(arrays, role)
+    if lost is None:
         raise NothingToShow(f"The cell {cell} recorded no sites. Give the sweep task_options={{'record_every': 4}}.")
-    steps, sites, shares = found
+    steps, sites, shares = lost
     return plot_heat(steps, sites, 100 * shares, _words(known[cell]), "gradients lost in %", (0, 100))
 
 

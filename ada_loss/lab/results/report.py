@@ -75,9 +75,9 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
         title=results.out.resolve().name,
         tasks=", ".join(dict.fromkeys(str(cell["config"]["task"]) for cell in results.cells)),
         question=question or _question(results),
-        verdicts=[Markup(found.to_html()) for found in answers],
+        verdicts=[Markup(verdict.to_html()) for verdict in answers],
         differences=differences,
-        overviews=[(found, overview(results, found)) for found in answers if found.combinations],
+        overviews=[(verdict, overview(results, verdict)) for verdict in answers if verdict.combinations],
         legend=results.legend,
         curves=_curves(results, cells),
         data=Markup(_data(cells)),
@@ -114,12 +114,12 @@ def _security(style: str, script: str) -> str:
 def _question(results: StoredResults) -> str:
     """The question that the configurations answer, in words."""
     rows = [results.settings_of(cell) for cell in results.cells]
-    found = {axis: [*dict.fromkeys(str(row[axis]) for row in rows)] for axis in AXES}
-    words = f"What do {_counted(found['format'], 'format')} do to the training of {_list(found['task'])}"
-    if found["scaling"] != ["none"]:
-        words += f" under {_counted(found['scaling'], 'scaling method')}"
-    words += f"? Rounded {_list([r.replace('_', ' ') for r in found['rounding']])}; "
-    return words + f"{len(rows)} trainings with {len(found['seed'])} seed{'s' * (len(found['seed']) > 1)}."
+    values = {axis: [*dict.fromkeys(str(row[axis]) for row in rows)] for axis in AXES}
+    words = f"What do {_counted(values['format'], 'format')} do to the training of {_list(values['task'])}"
+    if values["scaling"] != ["none"]:
+        words += f" under {_counted(values['scaling'], 'scaling method')}"
+    words += f"? Rounded {_list([r.replace('_', ' ') for r in values['rounding']])}; "
+    return words + f"{len(rows)} trainings with {len(values['seed'])} seed{'s' * (len(values['seed']) > 1)}."
 
 
 def _counted(words: Sequence[str], kind: str) -> str:
@@ -178,7 +178,7 @@ def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, Any]
     if last is not None and _has_a_moving_scale(results, moved[-1]):
         wanted.append((f"Loss scales in {moved[-1]}, first seed", partial(picture_scales, results, last)))
     wanted.append(("The scale of each layer's gradient", partial(picture_layer_scales, results, last)))
-    found = []
+    drawn = []
     for words, plot in wanted:
         try:
             variants = {"light": _addresses(plot)}
@@ -187,10 +187,10 @@ def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, Any]
         except NothingToShow:
             continue
         except Exception as error:  # telemetry of another origin, names that cannot be drawn: the rest is shown
-            found.append({"words": words, "variants": {}, "problem": f"{type(error).__name__}: {error}"})
+            drawn.append({"words": words, "variants": {}, "problem": f"{type(error).__name__}: {error}"})
         else:
-            found.append({"words": words, "variants": variants, "problem": ""})
-    return found
+            drawn.append({"words": words, "variants": variants, "problem": ""})
+    return drawn
 
 
 def _has_a_moving_scale(results: StoredResults, fmt: str) -> bool:
@@ -225,8 +225,8 @@ def _shared(results: StoredResults) -> dict[str, str]:
 
 def _data(cells: Sequence[dict[str, Any]]) -> str:
     """The curves of the cells for the page's script, as JSON that ends no element."""
-    found = {cell["id"]: cell["points"] for cell in cells if cell["points"]}
-    return strict_json(found).replace("<", "\\u003c")
+    points = {cell["id"]: cell["points"] for cell in cells if cell["points"]}
+    return strict_json(points).replace("<", "\\u003c")
 
 
 def _names(cells: Sequence[dict[str, Any]]) -> list[str]:
@@ -244,7 +244,7 @@ def _curves(results: StoredResults, cells: Sequence[dict[str, Any]]) -> list[dic
 
 def _failures(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each failure with its cells: those that failed, that diverged, or whose file is lost."""
-    found: dict[str, dict[str, Any]] = {}
+    failures: dict[str, dict[str, Any]] = {}
     for number, cell in enumerate(cells, 1):
         words = []
         if cell["state"] in ("failed", "diverged"):
@@ -252,9 +252,9 @@ def _failures(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if cell["damage"]:
             words.append(("telemetry lost", "its file is missing or damaged; run the sweep again: it repeats the cell"))
         for state, error in words:
-            failure = found.setdefault(f"{state}: {error}", {"state": state, "error": error, "cells": []})
+            failure = failures.setdefault(f"{state}: {error}", {"state": state, "error": error, "cells": []})
             failure["cells"].append((number, cell["id"]))
-    return [*found.values()]
+    return [*failures.values()]
 
 
 def _columns(rows: Any) -> list[str]:

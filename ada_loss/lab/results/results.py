@@ -88,13 +88,13 @@ class StoredResults:
 
         Where a sweep asked for them (`why=True`), "reason" is why the cell diverged or fell short, "" for the others.
         """
-        found = Rows()
+        rows = Rows()
         for cell in self.cells:
             if cell["state"] == "done":
                 row = {**self.settings_of(cell), **cell["metrics"], "diverged": bool(cell["diverged"])}
                 row |= {name: cell[name] for name in OF_A_CELL}
-                found.append(row | ({"reason": self.reasons.get(cell["id"], "")} if self.reasons else {}))
-        return found
+                rows.append(row | ({"reason": self.reasons.get(cell["id"], "")} if self.reasons else {}))
+        return rows
 
     def settings_of(self, cell: Mapping[str, Any]) -> dict[str, Any]:
         """A cell's id and its configuration, flat: the names of formats and methods, the seed, the options."""
@@ -112,15 +112,15 @@ class StoredResults:
         """The rows with these values, {column: value}; None for all. Raises ValueError for a value that no row has."""
         if where is not None:
             require_mapping("where", where, "{'format': 'fp16'}")
-        found = self.rows()
+        chosen = self.rows()
         for name, value in (where or {}).items():
             value = self._named_format(value) if name == "format" else value
-            rows, found = found, Rows(row for row in found if name in row and _word(row[name]) == _word(value))
-            if rows and not found:
+            rows, chosen = chosen, Rows(row for row in chosen if name in row and _word(row[name]) == _word(value))
+            if rows and not chosen:
                 known = ", ".join(dict.fromkeys(str(row[name]) for row in rows if name in row))
                 known = f"Its values: {known}" if known else f"Known columns: {', '.join(rows[0])}"
                 raise ValueError(f"No cell that is done has {shown(name)}={shown(label(value))}. {known}.")
-        return found
+        return chosen
 
     def _named_format(self, value: Any) -> Any:
         """The name of a format that is described, or named in other letters."""
@@ -207,23 +207,25 @@ class StoredResults:
         Raises ValueError for a column or value that no cell has, and where the mean would be over cells that differ in
         something else than the seed.
         """
-        found = self.chosen_rows(where)
+        selected = self.chosen_rows(where)
         name = self.named(metric)
         for axis in (rows, columns, name):
-            known = ", ".join(dict.fromkeys(key for row in found for key in row))
+            known = ", ".join(dict.fromkeys(key for row in selected for key in row))
             if not isinstance(axis, str):
                 raise TypeError(f"The column {shown(axis)} is not a string. Known: {known}.")
-            if found and axis not in set().union(*found):
+            if selected and axis not in set().union(*selected):
                 raise ValueError(f"Unknown column {shown(axis)}. Known: {known}.")
         for axis in self.settings:
-            values = list(dict.fromkeys(str(row.get(axis)) for row in found))
-            if axis not in (rows, columns) and _count(found, [rows, columns, axis]) > _count(found, [rows, columns]):
+            values = list(dict.fromkeys(str(row.get(axis)) for row in selected))
+            if axis not in (rows, columns) and _count(selected, [rows, columns, axis]) > _count(
+                selected, [rows, columns]
+            ):
                 raise ValueError(
                     f"The cells differ in {axis} ({', '.join(values)}) too, and a mean over those says nothing. "
                     f"Choose one with where={{{axis!r}: {values[0]!r}}}, or make it the rows or the columns."
                 )
         places: dict[tuple[str, str], list[float]] = {}
-        for row in found:
+        for row in selected:
             places.setdefault((str(row[rows]), str(row[columns])), []).append(_number(row, name))
         down, across = ([*dict.fromkeys(place[i] for place in places)] for i in (0, 1))
         chosen = {k: label(v) for k, v in (where or {}).items()}
@@ -237,7 +239,7 @@ class StoredResults:
 
         metric: the first of each task unless named.
         """
-        found = self.rows()
+        all_rows = self.rows()
         if metric is not None:
             self.require_metric(metric)
         if not any(cell["metrics"] for cell in self.cells):
@@ -246,9 +248,9 @@ class StoredResults:
         varying: list[str] = []
         for axis in others:
             before = [*varying, "format", "scaling"] if axis == "rounding" else varying  # it may follow from them
-            if _count(found, [*before, axis]) > max(_count(found, before), 1):
+            if _count(all_rows, [*before, axis]) > max(_count(all_rows, before), 1):
                 varying.append(axis)
-        groups = dict.fromkeys(tuple((axis, str(row.get(axis))) for axis in varying) for row in found)
+        groups = dict.fromkeys(tuple((axis, str(row.get(axis))) for axis in varying) for row in all_rows)
         known = {cell["id"]: [*cell["metrics"]] for cell in self.cells}
         tables = []
         for group in groups:
@@ -282,12 +284,12 @@ class StoredResults:
 def read_reasons(out: Path) -> dict[str, str]:
     """Why cells diverged or fell short, by id; {} where nobody asked. Raises ValueError for a damaged file."""
     try:
-        found = json.loads(content_of(out / REASONS))
+        reasons = json.loads(content_of(out / REASONS))
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise ValueError(f"{out / REASONS} is damaged: {error}. Delete it; `--why` writes it again.") from None
-    return {str(cell): str(reason) for cell, reason in found.items()}
+    return {str(cell): str(reason) for cell, reason in reasons.items()}
 
 
 def _count(rows: list[dict[str, Any]], axes: list[str]) -> int:
@@ -297,11 +299,11 @@ def _count(rows: list[dict[str, Any]], axes: list[str]) -> int:
 
 def telling_axes(axes: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Those of the settings in which rows differ, but for options that follow from the task."""
-    found = [axis for axis in axes if len({str(row.get(axis)) for row in rows}) > 1]
-    if "task" not in found:
-        return found
-    pairs = {axis: {(str(row.get("task")), str(row.get(axis))) for row in rows} for axis in found}
-    return [axis for axis in found if axis in AXES or len(pairs[axis]) > len(pairs["task"])]
+    telling = [axis for axis in axes if len({str(row.get(axis)) for row in rows}) > 1]
+    if "task" not in telling:
+        return telling
+    pairs = {axis: {(str(row.get("task")), str(row.get(axis))) for row in rows} for axis in telling}
+    return [axis for axis in telling if axis in AXES or len(pairs[axis]) > len(pairs["task"])]
 
 
 def _column(metric: str, columns: set[str]) -> str:

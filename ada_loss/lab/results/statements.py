@@ -74,8 +74,8 @@ class Combination:
         """What its trainings lost, in words; "" where that is nothing."""
         diverged = self.comparison.diverged
         words = [f"{diverged} of {self.seeds} diverged"] if diverged else []
-        found = ", ".join([*words, *self.losses])
-        return f"{found}{': ' if found and self.why else ''}{self.why}"
+        text = ", ".join([*words, *self.losses])
+        return f"{text}{': ' if text and self.why else ''}{self.why}"
 
     @property
     def losses(self) -> list[str]:
@@ -152,15 +152,15 @@ class Verdict:
     @property
     def sections(self) -> list[Section]:
         """The three lists, and of a test for equivalence what is better; those that are empty are left out."""
-        found = []
+        sections = []
         for kind, outcomes in SECTIONS.items():
             chosen = [one for one in self.combinations if one.outcome in outcomes]
             if chosen:
                 chosen.sort(key=lambda one: (outcomes.index(one.outcome), -abs(_finite(one.comparison.mean))))
                 lines = self._listed(chosen) if kind in ("match", "above") else self._named(chosen)
                 title = self._title(kind)
-                found.append(Section(kind, f"{title}, {len(chosen)} of {len(self.combinations)}", lines))
-        return found
+                sections.append(Section(kind, f"{title}, {len(chosen)} of {len(self.combinations)}", lines))
+        return sections
 
     @property
     def foot(self) -> str:
@@ -267,8 +267,10 @@ class Verdict:
         shown = chosen[:MOST_NAMED]
         for fmt in dict.fromkeys(one.fmt for one in shown):
             is_alone = sum(one.fmt == fmt for one in self.combinations) == 1
-            found = [one for one in shown if one.fmt == fmt]
-            lines.append((fmt, "\n".join(f"{'' if is_alone else one.rest + ': '}{self._words(one)}" for one in found)))
+            of_format = [one for one in shown if one.fmt == fmt]
+            lines.append(
+                (fmt, "\n".join(f"{'' if is_alone else one.rest + ': '}{self._words(one)}" for one in of_format))
+            )
         return lines + ([(f"{len(chosen) - MOST_NAMED} more", "")] if len(chosen) > MOST_NAMED else [])
 
     def _listed(self, chosen: Sequence[Combination]) -> list[tuple[str, str]]:
@@ -276,10 +278,10 @@ class Verdict:
         chosen = [one for one in self.combinations if one in chosen]
         words = []
         for fmt in dict.fromkeys(one.fmt for one in chosen):
-            found = [one for one in chosen if one.fmt == fmt]
+            of_format = [one for one in chosen if one.fmt == fmt]
             count = sum(one.fmt == fmt for one in self.combinations)
-            notes = [", ".join(filter(None, (one.rest * (count > 1), self._words(one)))) for one in found]
-            if len(found) == count > 1 and not any(self._words(one) for one in found):
+            notes = [", ".join(filter(None, (one.rest * (count > 1), self._words(one)))) for one in of_format]
+            if len(of_format) == count > 1 and not any(self._words(one) for one in of_format):
                 words.append(f"{fmt} (all {count})")
             else:
                 words.append(f"{fmt} ({'; '.join(notes)})" if any(notes) else fmt)
@@ -314,15 +316,15 @@ class Verdict:
 
     def _counted(self, one: Combination) -> str:
         """How many seeds diverged or collapsed, and what the others are."""
-        found = one.comparison.differences
+        differences = one.comparison.differences
         if one.outcome == "diverged":
             words, out = f"diverges with {one.comparison.diverged} of {one.asked} seeds", set[int]()
         else:
             out = {*one.collapsed}
-            worst = max(abs(found[seed]) for seed in out)
+            worst = max(abs(differences[seed]) for seed in out)
             by = f"{'up to ' * (len(out) > 1)}{_bare(self.metric, worst)}"
             words = f"collapses with {len(out)} of {one.asked} seeds (by {by})"
-        others = [value for seed, value in found.items() if seed not in out and math.isfinite(value)]
+        others = [value for seed, value in differences.items() if seed not in out and math.isfinite(value)]
         if not others:
             return words
         low, high = (in_units(self.metric, value, unit=False) for value in (min(others), max(others)))
@@ -354,13 +356,13 @@ def _finite(value: float) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-def _seeds(found: Sequence[int]) -> str:
+def _seeds(seeds: Sequence[int]) -> str:
     """Seeds in words.
 
     >>> _seeds([3]), _seeds([3, 4, 5])
     ('seed 3', 'seeds 3, 4, 5')
     """
-    return f"seed{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
 def _bare(metric: str, value: float) -> str:

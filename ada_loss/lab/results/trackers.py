@@ -104,8 +104,8 @@ def _parameters(config: Mapping[str, Any], about: About) -> dict[str, str]:
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    found = {**row["metrics"], **{name: row[name] for name in ("seconds", "skipped", "underflow", "diverged")}}
-    return {name: float(value) for name, value in found.items() if value is not None}
+    values = {**row["metrics"], **{name: row[name] for name in ("seconds", "skipped", "underflow", "diverged")}}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 class TrackerOfRuns:
@@ -222,9 +222,11 @@ class MLflow(TrackerOfRuns):
             raise ImportError(f"MLflow is not installed: {pip_install('mlflow')}.") from None
         logging.getLogger("alembic").setLevel(logging.WARNING)  # it would print a line for each table
         self._client = MlflowClient(uri)
-        found = self._client.get_experiment_by_name(experiment)
+        existing = self._client.get_experiment_by_name(experiment)
         self._experiment = (
-            found.experiment_id if found else self._client.create_experiment(experiment, artifact_location=artifacts)
+            existing.experiment_id
+            if existing
+            else self._client.create_experiment(experiment, artifact_location=artifacts)
         )
         self._open: dict[str, tuple[str, About]] = {}
         self._last: dict[str, dict[str, float]] = {}  # of each curve of a cell the last step
@@ -234,14 +236,14 @@ class MLflow(TrackerOfRuns):
 
     def _runs(self, condition: str) -> list[tuple[str, str]]:
         """The cells and the ids of the runs that fulfil a condition."""
-        found: list[tuple[str, str]] = []
+        runs: list[tuple[str, str]] = []
         token = None
         while True:
             page = self._client.search_runs([self._experiment], condition, page_token=token)
-            found += [(run.data.tags.get("cell", ""), run.info.run_id) for run in page]
+            runs += [(run.data.tags.get("cell", ""), run.info.run_id) for run in page]
             token = page.token
             if not token:
-                return found
+                return runs
 
     def begin(self, cell: str, config: Mapping[str, Any], about: About) -> None:
         from mlflow.entities import Param

@@ -43,14 +43,14 @@ def verdicts(
     ]
     metrics = {cell["id"]: [*cell["metrics"]] for cell in results.cells}
     axes = [axis for axis in telling_axes(results.settings, rows) if axis not in ("format", "rounding", "scaling")]
-    found = []
+    judged = []
     for choice in dict.fromkeys(tuple((axis, str(row.get(axis))) for axis in axes) for row in rows):
         chosen = [row for row in rows if all(str(row.get(axis)) == value for axis, value in choice)]
         name = metric or next((key for row in chosen for key in metrics[row["id"]]), None)
         if name is not None:
             subject = ", ".join(value if axis == "task" else f"{axis} {value}" for axis, value in choice)
-            found.append(_verdict(results, chosen, results.shown(name), tolerance, level, subject, equivalence))
-    return found
+            judged.append(_verdict(results, chosen, results.shown(name), tolerance, level, subject, equivalence))
+    return judged
 
 
 def compare(
@@ -61,15 +61,15 @@ def compare(
     level: float = LEVEL,
 ) -> Comparison:
     """See `Results.compare`. A comparison with float32 has the verdict's statement, of a test among all settings."""
-    found = pairs.compare(results, a, b, metric, level)
+    comparison = pairs.compare(results, a, b, metric, level)
     cells = {row["id"] for row in pairs.rows_of_side(results, a)}
     if {row["format"] for row in pairs.rows_of_side(results, b)} != {BASELINE}:
-        return found
+        return comparison
     for verdict in verdicts(results, metric, level=level):
         for one in verdict.combinations:
             if cells <= {*one.cells} and not verdict.problem:
-                return replace(found, statement=verdict.statement(one))
-    return found
+                return replace(comparison, statement=verdict.statement(one))
+    return comparison
 
 
 def _verdict(
@@ -119,26 +119,26 @@ def _words_of_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     That gradients are rounded stochastically follows from the format and the scaling, and is said where it is so.
     """
     told = {axis: len({row[axis] for row in rows} - {STOCHASTIC_GRADIENTS}) > 1 for axis in ("rounding", "scaling")}
-    found = []
+    settings = []
     for row in rows:
         is_stochastic = row["rounding"] == STOCHASTIC_GRADIENTS
         words = [row[axis] for axis in told if told[axis] and not (axis == "rounding" and is_stochastic)]
-        found.append(", ".join(filter(None, [" ".join(words), "gradients rounded stochastically" * is_stochastic])))
-    return found
+        settings.append(", ".join(filter(None, [" ".join(words), "gradients rounded stochastically" * is_stochastic])))
+    return settings
 
 
 def _combination(
     fmt: str, rest: str, rows: Sequence[Mapping[str, Any]], metric: str, baseline: Mapping[int, float], level: float
 ) -> Combination:
     """The differences of a setting from float32, and what needs no tolerance: divergences and failures are counted."""
-    found = [row for row in rows if "diverged" in row]  # the others failed
-    differences = {r["seed"]: _number(r, metric) - baseline[r["seed"]] for r in found if r["seed"] in baseline}
-    diverged = sum(row["diverged"] or not math.isfinite(_number(row, metric)) for row in found)
+    finished = [row for row in rows if "diverged" in row]  # the others failed
+    differences = {r["seed"]: _number(r, metric) - baseline[r["seed"]] for r in finished if r["seed"] in baseline}
+    diverged = sum(row["diverged"] or not math.isfinite(_number(row, metric)) for row in finished)
     comparison = Comparison(f"{fmt} {rest}".strip(), BASELINE, metric, differences, level, diverged)
-    outcome = "failed" if not found else "diverged" if diverged else "undecided"
+    outcome = "failed" if not finished else "diverged" if diverged else "undecided"
     failed = tuple(row["seed"] for row in rows if "diverged" not in row)
     cells = tuple(row["id"] for row in rows)
-    return Combination(fmt, rest, outcome, comparison, len(found), failed=failed, cells=cells)
+    return Combination(fmt, rest, outcome, comparison, len(finished), failed=failed, cells=cells)
 
 
 def _counted(one: Combination, tolerance: float, sign: int) -> Combination:
@@ -158,10 +158,10 @@ def _tested(
     """The combinations, with those that are to be tested judged together."""
     tested = [i for i, one in enumerate(combinations) if one.outcome == "undecided"]
     differences = [[sign * value for value in combinations[i].comparison.differences.values()] for i in tested]
-    found = [*combinations]
+    judged = [*combinations]
     for i, judgement in zip(tested, judge(differences, tolerance, level, equivalence), strict=True):
-        found[i] = replace(found[i], outcome=judgement.outcome, judgement=judgement)
-    return found
+        judged[i] = replace(judged[i], outcome=judgement.outcome, judgement=judgement)
+    return judged
 
 
 def _number(row: Mapping[str, Any], metric: str) -> float:

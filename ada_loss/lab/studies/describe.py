@@ -73,10 +73,10 @@ def describe(name: str, fmt: FormatLike = "fp16") -> Description:
     fmt: a format for every role, or a Policy.
     Raises ValueError for an unknown name, TypeError for a function that gives neither a task nor a model.
 
-    >>> found = describe("digits", "e5m2")
-    >>> found.modules[1]["module"], found.modules[1]["error"]
+    >>> description = describe("digits", "e5m2")
+    >>> description.modules[1]["module"], description.modules[1]["error"]
     ('stem', 'e5m2 nearest_even')
-    >>> [row["site"] for row in found.sites if row["role"] == "weight"][0]
+    >>> [row["site"] for row in description.sites if row["role"] == "weight"][0]
     'stem:weight'
     """
     function = find_task(name)

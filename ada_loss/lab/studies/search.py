@@ -91,11 +91,11 @@ class SearchResult:
         """The rows that no other beats in both bits and metric, the smallest first."""
         complete = [row for row in self.rows if row["complete"] and not math.isnan(row["accuracy"])]
         complete.sort(key=lambda row: (row["bits"], -self.sign * row["accuracy"]))
-        found: list[dict[str, Any]] = []
+        front: list[dict[str, Any]] = []
         for row in complete:
-            if not found or self.sign * row["accuracy"] > self.sign * found[-1]["accuracy"]:
-                found.append(row)
-        return found
+            if not front or self.sign * row["accuracy"] > self.sign * front[-1]["accuracy"]:
+                front.append(row)
+        return front
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -224,8 +224,8 @@ def search(
             words = {"track": track, "show_progress": show_progress, "title": title, "goals": said}
             done = run_cells(cells, folder, opened, function, **words)
             metrics = {cell["id"]: cell["metrics"] for cell in done.cells if cell["state"] == "done"}
-            found = [metrics.get(cell.id, {}) for cell in cells]
-            return [found[i : i + len(chosen)] for i in range(0, len(found), len(chosen))]
+            by_cell = [metrics.get(cell.id, {}) for cell in cells]
+            return [by_cell[i : i + len(chosen)] for i in range(0, len(by_cell), len(chosen))]
 
         chosen = range(seeds) if isinstance(seeds, int) else seeds
         trials_done = _Trials(run, space, scaling, chosen, metric, tolerance, lambda: Results(out).directions)
@@ -322,18 +322,18 @@ class _Trials:
         self.phase = "float32"  # what is going on, in words
         self.tried: dict[Point, list[float]] = {}
         self.stored: StoredStudy | None = None
-        (found,) = run(["fp32"], "none", self.seeds, self.phase)
-        if not found[0]:
+        (metrics,) = run(["fp32"], "none", self.seeds, self.phase)
+        if not metrics[0]:
             raise ValueError("float32 itself gives no metric: its training failed or was stopped. Mend the task first.")
-        self.metric = metric or next(iter(found[0]))
-        if self.metric not in found[0]:
-            raise ValueError(refuse(f"Unknown metric {metric!r}", found[0], word=metric))
+        self.metric = metric or next(iter(metrics[0]))
+        if self.metric not in metrics[0]:
+            raise ValueError(refuse(f"Unknown metric {metric!r}", metrics[0], word=metric))
         self.sign = directions().sign(self.metric)  # after float32: its task may state a goal
         if not self.sign:
             raise ValueError(
                 f"Nothing tells whether a larger or a smaller {self.metric} is better. {hint_for(self.metric)}"
             )
-        self.baseline = statistics.fmean(self._values(found))
+        self.baseline = statistics.fmean(self._values(metrics))
         if not math.isfinite(self.baseline):
             raise ValueError(f"float32 itself gives {self.baseline} for {self.metric}. Mend the task first.")
 
@@ -397,12 +397,12 @@ class _Trials:
         if wanted:
             kept = [point for point in self.tried if self.keeps(point)]
             best = f", best so far {min(map(self.space.size, kept)):g} bits" if kept else ""
-            found = self.run([self.space.fields(point) for point in wanted], self.scaling, seeds, self.phase + best)
-            self.tried |= {point: self._values(metrics) for point, metrics in zip(wanted, found)}
+            trained = self.run([self.space.fields(point) for point in wanted], self.scaling, seeds, self.phase + best)
+            self.tried |= {point: self._values(metrics) for point, metrics in zip(wanted, trained)}
 
     def _values(self, metrics: Sequence[Mapping[str, float]]) -> list[float]:
         """The metric by seed; NaN where a training failed or diverged."""
-        return [found.get(self.metric, math.nan) for found in metrics]
+        return [of_seed.get(self.metric, math.nan) for of_seed in metrics]
 
     def descend(self, best: Point) -> Point:
         """The second stage: take one bit or one module at a time away while some removal keeps the metric."""

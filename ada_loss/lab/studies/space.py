@@ -112,9 +112,9 @@ class Space:
 
     def numbers(self, point: Point) -> dict[str, int]:
         """A point as named numbers: the bits of each role, and which modules are in float32."""
-        found = {f"{role} exponent": e for role, (e, _) in zip(self.roles, point.bits)}
-        found |= {f"{role} mantissa": m for role, (_, m) in zip(self.roles, point.bits)}
-        return found | {f"{name} in float32": int(name in point.wide) for name in self.modules}
+        bits = {f"{role} exponent": e for role, (e, _) in zip(self.roles, point.bits)}
+        bits |= {f"{role} mantissa": m for role, (_, m) in zip(self.roles, point.bits)}
+        return bits | {f"{name} in float32": int(name in point.wide) for name in self.modules}
 
     def spans(self, point: Point) -> dict[str, tuple[int, int]]:
         """The least and the largest value of each of `numbers`."""
@@ -164,15 +164,15 @@ class Space:
 
         Together the lists have every such point: where none keeps the metric, `point` is a local minimum.
         """
-        found = []
+        reduced = []
         for i, (e, m) in enumerate(point.bits):
             for e2, m2 in ((e, m - 1), (e - 1, m)):
                 if e2 >= self.exponent_bits[0] and m2 >= self.mantissa_bits[0] and (e2, m2) != (1, 0):
-                    found.append(point._replace(bits=(*point.bits[:i], (e2, m2), *point.bits[i + 1 :])))
+                    reduced.append(point._replace(bits=(*point.bits[:i], (e2, m2), *point.bits[i + 1 :])))
         taken = [point._replace(wide=tuple(n for n in point.wide if n != name)) for name in point.wide]
         if self.ranked and len(taken) > 1:
-            return [[*found, taken[-1]], taken[:-1]]
-        return [[*found, *taken]]
+            return [[*reduced, taken[-1]], taken[:-1]]
+        return [[*reduced, *taken]]
 
     def most_trials(self, point: Point) -> int:
         """How many trials going down from a point takes at most."""

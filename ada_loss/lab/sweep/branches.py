@@ -56,10 +56,10 @@ class Branches:
 
     def _ahead(self, cell: str) -> set[Path]:
         """The files behind the last that exists: a cell that begins now writes them."""
-        found: set[Path] = set()
+        ahead: set[Path] = set()
         for path in self.of(cell).values() if cell in self._of else ():
-            found = set() if path.exists() else {*found, path}
-        return found - self._given_up
+            ahead = set() if path.exists() else {*ahead, path}
+        return ahead - self._given_up
 
     def _remove_all_but(self, needed: Collection[Path]) -> None:
         for path in self.folder.glob("*.branch") if not self.keep else ():
@@ -76,7 +76,7 @@ class Branches:
                 others = {name: value for name, value in cell.config.items() if name != "format"}
                 others |= {} if update is None else {UPDATE: update}
                 alike.setdefault(digest(others), []).append((cell.id, as_schedule(fmt)))
-        found = []
+        shared = []
         for rest, schedules in alike.items():
             for start in sorted({stage.start for _, schedule in schedules for stage in schedule.stages[1:]}):
                 parting: dict[Path, dict[str, str]] = {}
@@ -87,8 +87,8 @@ class Branches:
                         parting.setdefault(path, {})[cell_id] = json.dumps(_format_from(schedule, start))
                 for path, formats in parting.items():
                     if len({*formats.values()}) > 1 or path.exists() or self.keep:
-                        found.append((path, start, [*formats]))
-        return found
+                        shared.append((path, start, [*formats]))
+        return shared
 
 
 def _is_ordered(schedule: FormatSchedule, start: Start) -> bool:

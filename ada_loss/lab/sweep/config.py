@@ -91,7 +91,7 @@ def with_settings(arguments: Mapping[str, Any], settings: Sequence[str]) -> dict
     >>> with_settings({"task": "digits", "task_options": {"epochs": 6}}, ["task_options.epochs=3", "seeds=[1, 2]"])
     {'task': 'digits', 'task_options': {'epochs': 3}, 'seeds': [1, 2]}
     """
-    found = copy.deepcopy(dict(arguments))
+    changed = copy.deepcopy(dict(arguments))
     for setting in settings:
         path, equals, text = setting.partition("=")
         key, *inner = path.strip().split(".")
@@ -107,13 +107,13 @@ def with_settings(arguments: Mapping[str, Any], settings: Sequence[str]) -> dict
             _require_small(value)
         except Exception as error:
             raise ValueError(f"--set: the value of {shown(setting)} is not YAML: {_one_line(error)}.") from None
-        place = found
+        place = changed
         for name, below in zip((key, *inner), inner):
             place = place.setdefault(name, {})
             if not isinstance(place, dict):
                 raise ValueError(f"--set: {name} is {shown(place)}, and has no {below}. Set {name} itself.")
         place[(key, *inner)[-1]] = value
-    return found
+    return changed
 
 
 def _require_small(content: Any) -> None:

@@ -278,9 +278,9 @@ def _say_failures(results: Results, cells: Sequence[Cell]) -> None:
         if row["id"] in asked:
             first_line = (str(row["error"]).splitlines() or [""])[0]
             kinds.setdefault(first_line[:MOST_LETTERS], []).append(f"{asked[row['id']]} ({row['id']})")
-    for words, found in [*kinds.items()][:MOST_SAID]:
-        more = f" and {len(found) - MOST_SAID} more" if len(found) > MOST_SAID else ""
-        say(f"{len(found)} cell{'s' * (len(found) > 1)} failed: {words}: {', '.join(found[:MOST_SAID])}{more}")
+    for words, failed in [*kinds.items()][:MOST_SAID]:
+        more = f" and {len(failed) - MOST_SAID} more" if len(failed) > MOST_SAID else ""
+        say(f"{len(failed)} cell{'s' * (len(failed) > 1)} failed: {words}: {', '.join(failed[:MOST_SAID])}{more}")
     if kinds:
         say("Results.failures() has every traceback; retry_failed=True runs them again.")
 

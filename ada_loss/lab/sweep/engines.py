@@ -96,11 +96,11 @@ def open_engine(execution: Execution) -> Iterator[Engine]:
     elif engine == "here":
         yield Engine("here", Here(), lambda: 1, (), own_processes=False)
     elif engine == "local":
-        with _local_cluster(execution) as address, _client(address, execution) as found:
-            yield found
+        with _local_cluster(execution) as address, _client(address, execution) as opened:
+            yield opened
     else:
-        with _client(engine, execution) as found:
-            yield found
+        with _client(engine, execution) as opened:
+            yield opened
 
 
 def _distributed() -> Any:
@@ -297,9 +297,9 @@ def _offering(client: Any, resources: Mapping[str, float], timeout: float) -> li
     while True:
         workers = client.scheduler_info(n_workers=-1)["workers"]
         needed = resources.items()
-        found = [a for a, worker in workers.items() if all(worker["resources"].get(n, 0) >= x for n, x in needed)]
-        if found or time.monotonic() > end:
-            return found
+        addresses = [a for a, worker in workers.items() if all(worker["resources"].get(n, 0) >= x for n, x in needed)]
+        if addresses or time.monotonic() > end:
+            return addresses
         time.sleep(0.1)
 
 

@@ -134,7 +134,7 @@ def _reason(
     function: Any = make_task or find_task(path_of(config["task"]))
     unseen = {"record_every": 0, "evaluate_every": 0}  # a model that is being recorded is not looked at
     options = {name: unseen.get(name, value) for name, value in config["options"].items()}
-    found: list[str] = []
+    reasons: list[str] = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the cell was trained
     try:
@@ -144,15 +144,15 @@ def _reason(
 
             def before_step(x: Tensor, y: Tensor) -> None:
                 if training.state.steps in steps:
-                    found.extend(_headline(training, x, y))
-                    if found or training.state.steps == steps[-1]:
+                    reasons.extend(_headline(training, x, y))
+                    if reasons or training.state.steps == steps[-1]:
                         raise _ReachedError
 
             training.before_step = before_step
             training.run()
     finally:
         torch.set_num_threads(threads)
-    return found[0] if found else NOTHING
+    return reasons[0] if reasons else NOTHING
 
 
 def _headline(training: Training, x: Tensor, y: Tensor) -> list[str]:
@@ -169,8 +169,8 @@ def _headline(training: Training, x: Tensor, y: Tensor) -> list[str]:
         scaler.load_state_dict(state)
         return loss
 
-    found = fpsim.why(training.model, step, training.optimizer)
-    if found.cause is None:
+    reason = fpsim.why(training.model, step, training.optimizer)
+    if reason.cause is None:
         return []
-    first = str(found).splitlines()[0].rstrip(".")
-    return [f"{first}; {found.tried[0]['what']} is enough" if found.tried else first]
+    first = str(reason).splitlines()[0].rstrip(".")
+    return [f"{first}; {reason.tried[0]['what']} is enough" if reason.tried else first]

@@ -145,13 +145,13 @@ class Progress:
 
     def _steps(self) -> str:
         """At which steps the running cells are."""
-        found = []
+        steps = []
         for cell in [*self.running]:
             with suppress(OSError, ValueError):
                 done, total = map(int, content_of(steps_path(self.out / "checkpoints" / f"{cell}.pt")).split())
-                found.append(f"{done}/{total}" if total else str(done))
-        more = [f"{len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
-        return f"at step {', '.join([*found[:MOST_SHOWN], *more])}" if found else ""
+                steps.append(f"{done}/{total}" if total else str(done))
+        more = [f"{len(steps) - MOST_SHOWN} more"] if len(steps) > MOST_SHOWN else []
+        return f"at step {', '.join([*steps[:MOST_SHOWN], *more])}" if steps else ""
 
 
 def _shows_bars() -> bool:

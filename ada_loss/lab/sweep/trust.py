@@ -26,11 +26,11 @@ def _file(out: Path) -> Path:
 
 def _known(out: Path) -> list[str]:
     try:
-        found = json.loads(_file(out).read_text())
+        kept = json.loads(_file(out).read_text())
     except (OSError, ValueError, RuntimeError, RecursionError):  # RuntimeError: a user without a home
         return []
-    is_ours = isinstance(found, dict) and found.get("folder") == str(out.resolve())
-    return [task for task in found.get("tasks", []) if isinstance(task, str)] if is_ours else []
+    is_ours = isinstance(kept, dict) and kept.get("folder") == str(out.resolve())
+    return [task for task in kept.get("tasks", []) if isinstance(task, str)] if is_ours else []
 
 
 def remember(out: Path, tasks: Iterable[str]) -> None:

@@ -81,7 +81,7 @@ def find_task(name: str) -> Callable[[int], Task]:
             f"The task {shown(name)} is not an import path. Expected: 'module:function', of a module on Python's path."
         )
     try:
-        found = getattr(import_module(module), function)
+        make_task = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
         there = vars(sys.modules[module]) if module in sys.modules else {}
         hint = did_you_mean(function, [word for word, value in there.items() if callable(value)])
@@ -89,11 +89,11 @@ def find_task(name: str) -> Callable[[int], Task]:
             f"The task {shown(name)} cannot be imported: {error}.{hint} "
             f"Expected: 'module:function', of a module on Python's path."
         ) from None
-    if not callable(found):
+    if not callable(make_task):
         raise ValueError(
-            f"The task {shown(name)} is a {type(found).__name__}. It must be a function from a seed to a Task."
+            f"The task {shown(name)} is a {type(make_task).__name__}. It must be a function from a seed to a Task."
         )
-    return found  # type: ignore[no-any-return]
+    return make_task  # type: ignore[no-any-return]
 
 
 def is_of_library(name: str) -> bool:

@@ -61,16 +61,16 @@ def _by_anchor(x: Tensor, numbers: int) -> Tensor:
 @lru_cache(maxsize=1)
 def _anchors() -> Tensor:
     """(anchors, 4): centre, width and height in pixels, in the order of the network's outputs."""
-    found = []
+    anchors = []
     for grid, extents in ANCHORS.items():
         step = SIDE / grid
-        found += [
+        anchors += [
             (step * (column + 0.5), step * (row + 0.5), width, height)
             for row in range(grid)
             for column in range(grid)
             for width, height in extents
         ]
-    return torch.tensor(found)
+    return torch.tensor(anchors)
 
 
 def _corners(boxes: Tensor) -> Tensor:
@@ -104,8 +104,8 @@ def matched(boxes: Tensor, classes: Tensor) -> Tensor:
     own = boxes[owner]
     offsets = ((own[:, :2] + own[:, 2:]) / 2 - anchors[:, :2]) / anchors[:, 2:] / VARIANCES[0]
     extents = torch.log((own[:, 2:] - own[:, :2]) / anchors[:, 2:]) / VARIANCES[1]
-    found = torch.where(largest >= MATCHED, classes[owner], 0)
-    return torch.cat([found[:, None].float(), offsets, extents], dim=1)
+    labels = torch.where(largest >= MATCHED, classes[owner], 0)
+    return torch.cat([labels[:, None].float(), offsets, extents], dim=1)
 
 
 def multibox_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def mean_average_precision(outputs: Tensor, targets: Tensor) -> float:
 
 def _average_precision(scores: Tensor, boxes: Tensor, truths: Tensor, label: int) -> float:
     """The area of one class, with every found box that is not a double, in the order of their scores."""
-    found: list[tuple[float, bool]] = []
+    detections: list[tuple[float, bool]] = []
     total = int((truths[..., 0] == label).sum())
     for score, box, truth in zip(scores, boxes, truths):
         chosen = (score > LEAST_SCORE).nonzero().flatten()  # NaN is not
@@ -160,12 +160,12 @@ def _average_precision(scores: Tensor, boxes: Tensor, truths: Tensor, label: int
                 best = int(rights[i].argmax())
                 is_right = bool(rights[i, best] >= RIGHT and free[best])
                 free[best] &= not is_right
-            found.append((float(score[order[i]]), is_right))
-    if not total or not found:
+            detections.append((float(score[order[i]]), is_right))
+    if not total or not detections:
         return 0.0
-    found.sort(key=lambda one: -one[0])
-    right = torch.tensor([float(is_right) for _, is_right in found]).cumsum(dim=0)
-    precision = right / torch.arange(1, len(found) + 1)
+    detections.sort(key=lambda one: -one[0])
+    right = torch.tensor([float(is_right) for _, is_right in detections]).cumsum(dim=0)
+    precision = right / torch.arange(1, len(detections) + 1)
     precision = precision.flip(0).cummax(dim=0).values.flip(0)  # the largest at this recall or a larger one
     recall = torch.cat([torch.zeros(1), right / total])
     return float((recall.diff() * precision).sum())
@@ -175,8 +175,8 @@ def _with_targets(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Images, and for each what its anchors are to say, with the true classes and boxes behind it."""
     scenes = drawn_scenes(count, seed)
     truths = torch.cat([scenes.classes[..., None].float(), scenes.boxes], dim=2)
-    found = torch.stack([matched(boxes, classes) for boxes, classes in zip(scenes.boxes, scenes.classes)])
-    return scenes.images, torch.cat([found.flatten(1), truths.flatten(1)], dim=1)
+    targets = torch.stack([matched(boxes, classes) for boxes, classes in zip(scenes.boxes, scenes.classes)])
+    return scenes.images, torch.cat([targets.flatten(1), truths.flatten(1)], dim=1)
 
 
 @trained_with(optimizer="sgd", learning_rate=0.01, epochs=8, batch_size=32, warmup=32, weight_decay=5e-4)

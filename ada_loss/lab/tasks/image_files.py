@@ -96,7 +96,7 @@ def fashion(seed: int = 0, path: str | os.PathLike[str] = DEBIAN) -> Task:
 
 def _fashion(path: str) -> Split:
     place = Path(path)
-    found = []
+    parts = []
     for part, most in (("train", FASHION_TRAINED), ("t10k", FASHION_TESTED)):
         pixels = read_idx(place, f"{part}-images-idx3-ubyte", 3)
         labels = read_idx(place, f"{part}-labels-idx1-ubyte", 1)
@@ -105,8 +105,8 @@ def _fashion(path: str) -> Split:
                 f"{path} has images of the shape {pixels.shape}, {len(labels)} labels up to {labels.max(initial=0)}."
                 f" Expected as many labels as images of {SIDE} x {SIDE} pixels, each 0 to 9."
             )
-        found.append((torch.tensor(pixels[:most])[:, None], torch.tensor(labels[:most], dtype=torch.int64)))
-    return found[0], found[1]
+        parts.append((torch.tensor(pixels[:most])[:, None], torch.tensor(labels[:most], dtype=torch.int64)))
+    return parts[0], parts[1]
 
 
 def read_idx(folder: Path, name: str, dimensions: int) -> NDArray[np.uint8]:
@@ -123,10 +123,10 @@ def read_idx(folder: Path, name: str, dimensions: int) -> NDArray[np.uint8]:
     content = path.read_bytes()
     try:
         content = gzip.decompress(content) if path.suffix == ".gz" else content
-        zeros, kind, found = struct.unpack(">HBB", content[:4])
-        shape = struct.unpack(f">{found}I", content[4 : 4 + 4 * found])
-        data = np.frombuffer(content[4 + 4 * found :], np.uint8)
-        if (zeros, kind, found) != (0, IDX_BYTES, dimensions):
+        zeros, kind, count = struct.unpack(">HBB", content[:4])
+        shape = struct.unpack(f">{count}I", content[4 : 4 + 4 * count])
+        data = np.frombuffer(content[4 + 4 * count :], np.uint8)
+        if (zeros, kind, count) != (0, IDX_BYTES, dimensions):
             raise ValueError(f"its head is {content[:4].hex()}")
         return data.reshape(shape)
     except (OSError, EOFError, struct.error, ValueError) as error:
@@ -163,10 +163,10 @@ def _pictures(path: str) -> tuple[Split, int]:
         for inner in sorted(place.iterdir())
         if inner.is_dir() and not inner.name.startswith(".")
     }
-    found = {name: len(inner) for name, inner in files.items()}
-    if len(files) < 2 or min(found.values()) < 5:
+    counts = {name: len(inner) for name, inner in files.items()}
+    if len(files) < 2 or min(counts.values()) < 5:
         raise ValueError(
-            f"{shown(path)} has {found}. Expected two folders or more, one for each class, with five pictures or more "
+            f"{shown(path)} has {counts}. Expected two folders or more, one for each class, with five pictures or more "
             f"each ({', '.join(SUFFIXES)})."
         )
     train, test = [], []

@@ -100,12 +100,12 @@ def patches(seed: int = 0) -> Task:
             ]
             cut = [image for image in cut if np.ptp(image) > MOST_PLAIN]
             chosen[part].append([cut[i] for i in draw.choice(len(cut), count, replace=False)])
-    found = []
+    splits = []
     for part in ("train", "test"):
         images = torch.from_numpy(np.stack([image for images in chosen[part] for image in images])).permute(0, 3, 1, 2)
         labels = torch.arange(len(photographs)).repeat_interleave(len(chosen[part][0]))
-        found.append((images, labels))
-    return _task("patches", found[0], found[1], len(photographs), seed)
+        splits.append((images, labels))
+    return _task("patches", splits[0], splits[1], len(photographs), seed)
 
 
 class Cifar:

@@ -41,9 +41,9 @@ def on_data(make_task: Callable[..., Task], name: str) -> Callable[[int], Task]:
         raise ValueError(f"The task {task} takes no data of your own. Got {shown(name)}. Use {task!r}.")
     if not path:
         raise ValueError(f"The task {shown(name)} has no path behind '='. Use '{task}=PATH', or {task!r}.")
-    if known and (found := _digest(path)) != known:
+    if known and (digest := _digest(path)) != known:
         raise ValueError(
-            f"What is in {shown(path)} has changed since the sweep began: its hash is {found}, and that of the cells "
+            f"What is in {shown(path)} has changed since the sweep began: its hash is {digest}, and that of the cells "
             f"is {known}. Put the old content back, or begin another sweep with '{task}={path}'."
         )
     bound: Any = partial(make_task, **{argument: path})

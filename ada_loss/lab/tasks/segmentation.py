@@ -52,9 +52,9 @@ def balanced_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def mean_iou(outputs: Tensor, targets: Tensor) -> float:
     """Intersection over union of the predicted and the true pixels, mean over the classes; NaN outputs are in none."""
-    found = torch.where(outputs.isnan().any(dim=1), -1, outputs.argmax(dim=1))
+    predicted = torch.where(outputs.isnan().any(dim=1), -1, outputs.argmax(dim=1))
     shares = [
-        ((found == k) & (targets == k)).sum() / ((found == k) | (targets == k)).sum().clamp(min=1)
+        ((predicted == k) & (targets == k)).sum() / ((predicted == k) | (targets == k)).sum().clamp(min=1)
         for k in range(CLASSES)
     ]
     return float(torch.stack(shares).mean())

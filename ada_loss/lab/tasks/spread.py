@@ -49,10 +49,10 @@ def _known() -> dict[str, Spread]:
     }
 
 
-def spreads(found: Mapping[str, Spread]) -> bytes:
+def spreads(of_tasks: Mapping[str, Spread]) -> bytes:
     """The content of the file: four digits, and null where one value has no deviation."""
     content = {
         task: {name: float(f"{v:.4g}") if isinstance(v, float) else v for name, v in one._asdict().items()}
-        for task, one in found.items()
+        for task, one in of_tasks.items()
     }
     return strict_json(content).encode()

@@ -84,14 +84,14 @@ class LoadedBatches:
         now = generator_states(())
         if self._begun is not None:
             torch.set_rng_state(self._begun)
-        found = iter(self.loader)
+        batches = iter(self.loader)
         for _ in range(done):
-            next(found, None)
+            next(batches, None)
         if self._begun is not None:
             restore_generators(now, ())  # what was passed over drew from them
         self._begun = None
         is_empty = not done
-        for batch in found:
+        for batch in batches:
             is_empty = False
             yield placed(batch, self.device, self.container)
         if is_empty:
@@ -106,8 +106,8 @@ def _generators_of(loader: Iterable[Any]) -> list[torch.Generator]:
         return []
     sampler, batches = loader.sampler, loader.batch_sampler
     holders = (loader, sampler, batches, getattr(batches, "sampler", None))
-    found = {id(own): own for holder in holders if (own := getattr(holder, "generator", None)) is not None}
-    return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
+    by_id = {id(own): own for holder in holders if (own := getattr(holder, "generator", None)) is not None}
+    return [generator for generator in by_id.values() if isinstance(generator, torch.Generator)]
 
 
 Batches = TensorBatches | LoadedBatches

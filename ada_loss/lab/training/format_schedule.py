@@ -66,14 +66,14 @@ class FormatSchedule:
         """
         if len(self.stages) == 1:
             return (0,)
-        found = [step_of(stage.start, total) for stage in self.stages]
-        for stage, begin, end in zip(self.stages, found, [*found[1:], total], strict=True):
+        starts = [step_of(stage.start, total) for stage in self.stages]
+        for stage, begin, end in zip(self.stages, starts, [*starts[1:], total], strict=True):
             if begin >= end:
                 raise ValueError(
                     f"The schedule has {shown(str(stage))}, and no step for it: the training has {total}. Expected: "
                     f"starts between which there are steps, or more steps."
                 )
-        return tuple(found)
+        return tuple(starts)
 
     def before(self, start: Start) -> FormatSchedule:
         """The formats up to a start of this schedule.
@@ -170,10 +170,10 @@ def quantized(model: Model, schedule: FormatSchedule, *, inplace: bool = False) 
     first, *others = schedule.stages
     with warnings.catch_warnings():  # of a last layer in 4 bits: to see what it costs is what one trains here for
         warnings.filterwarnings("ignore", "The gradient of .* is rounded to nearest", UserWarning)
-        found = fpsim.quantize(model, first.fmt, rounding=first.rounding, inplace=inplace)
+        emulated = fpsim.quantize(model, first.fmt, rounding=first.rounding, inplace=inplace)
     for stage in (*others, first) if others else ():
-        fpsim.set_policy(found, stage.fmt, rounding=stage.rounding)
-    return found
+        fpsim.set_policy(emulated, stage.fmt, rounding=stage.rounding)
+    return emulated
 
 
 class FormatSwitch:

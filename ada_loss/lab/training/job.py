@@ -45,9 +45,9 @@ class JobScaler(GradScaler):
     _skipped = False
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        found = super().step(optimizer, *args, **kwargs)
+        returned = super().step(optimizer, *args, **kwargs)
         self._skipped = self._skipped or self.overflowed(optimizer)
-        return found
+        return returned
 
     def update(self, new_scale: Any = None) -> None:
         if self.job is not None:
@@ -151,17 +151,17 @@ class Job:
             raise ValueError("This job has a quantised model already. Put several models into one module first.")
         if not is_whole(record_every, least=0):
             raise ValueError(f"record_every={shown(record_every)} is invalid. Expected: an integer, 0 or more.")
-        found = quantized(model, self._schedule, inplace=inplace).to(self.device)
-        self._switch = FormatSwitch(found, self._schedule)
-        scaler, self._adaptive = make_scaling(self.scaling, found, JobScaler)
+        emulated = quantized(model, self._schedule, inplace=inplace).to(self.device)
+        self._switch = FormatSwitch(emulated, self._schedule)
+        scaler, self._adaptive = make_scaling(self.scaling, emulated, JobScaler)
         assert isinstance(scaler, JobScaler)
         scaler.job, self._scaler = self, scaler
         if self._adaptive is not None:
             self._held.enter_context(self._adaptive)
         if record_every:
-            self._recording = self._held.enter_context(fpsim.record(found, every=record_every))
-        self._model = found
-        return found
+            self._recording = self._held.enter_context(fpsim.record(emulated, every=record_every))
+        self._model = emulated
+        return emulated
 
     def scaler(self, optimizer: Optimizer | None = None) -> GradScaler:
         """The loss scaler of the cell's method, with the methods of torch's: scale, unscale_, step, update.

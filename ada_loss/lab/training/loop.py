@@ -221,7 +221,7 @@ class Training:
         ):
             torch.manual_seed(self.options.seed)  # the noise of stochastic rounding
             own = [] if self.checkpoints is None else [self.checkpoints]
-            if any(found.load() for found in (*own, *reversed(self.branches.values()))):
+            if any(kept.load() for kept in (*own, *reversed(self.branches.values()))):
                 self.progress(self.state.steps)
                 self.batches.restore(self.state.order)
                 self._enter_last()  # an evaluation may come before a step
@@ -257,10 +257,10 @@ class Training:
 
     def _result(self, metrics: dict[str, float]) -> Run:
         """The result of the training as it is now."""
-        found = self.state.result(metrics)
+        result = self.state.result(metrics)
         if isinstance(self.lost, LostUpdates):
-            return replace(found, updates=[*self.lost.steps()], parameters=[*self.lost.table()])
-        return found if self.lost is None else replace(found, updates=[*self.lost.rows])
+            return replace(result, updates=[*self.lost.steps()], parameters=[*self.lost.table()])
+        return result if self.lost is None else replace(result, updates=[*self.lost.rows])
 
     def _run_epoch(self) -> None:
         """What is left of an epoch and of the steps."""
@@ -282,9 +282,9 @@ class Training:
         branch = self.branches.get(self.state.steps)
         due = [self.checkpoints] if self.checkpoints is not None and self.checkpoints.is_due() else []
         due += [branch] if branch is not None and not branch.path.exists() else []
-        for found in due:
+        for kept in due:
             self._add_seconds()
-            found.save()
+            kept.save()
 
     def _epoch_length(self, option: str) -> int:
         if self.batches.length is None:

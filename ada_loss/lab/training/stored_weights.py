@@ -35,13 +35,13 @@ def every_of(total: int) -> int:
 
 def steps_together(records: Sequence[LostUpdates]) -> list[dict[str, Any]]:
     """The rows of the steps of several optimizers: of each step the shares of all weights that were recorded."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    by_step: dict[int, list[dict[str, Any]]] = {}
     for record in records:
         for row in record.steps():
-            found.setdefault(row["step"], []).append(row)
+            by_step.setdefault(row["step"], []).append(row)
     return [
         {"step": step, "lost": _mean(rows, "lost", "wanted"), "edq": _mean(rows, "edq", "norm")}
-        for step, rows in sorted(found.items())
+        for step, rows in sorted(by_step.items())
     ]
 
 

@@ -53,8 +53,8 @@ def may_be_lost(seen: Keeping) -> bool:
     )
 
 
-def _share_of_zeros(found: Glance | None) -> float:
-    return 0.0 if found is None or not found.count else 1 - found.nonzero / found.count
+def _share_of_zeros(numbers: Glance | None) -> float:
+    return 0.0 if numbers is None or not numbers.count else 1 - numbers.nonzero / numbers.count
 
 
 def lost_gradient(seen: Keeping, reference: Keeping, wide: dict[str, Glance]) -> Event | None:
@@ -66,11 +66,11 @@ def lost_gradient(seen: Keeping, reference: Keeping, wide: dict[str, Glance]) ->
     for operation in seen.gradients:
         key = operation.site, operation.call, operation.notes.get("batch") or 0
         other = reference.by_key.get(key)
-        found: Glance = operation.notes["gradient"]
+        gradient: Glance = operation.notes["gradient"]
         true = _true_gradient(operation, other, reference, wide)
-        if true is None or not true.nonzero or true.kinds or found.kinds:
+        if true is None or not true.nonzero or true.kinds or gradient.kinds:
             continue
-        share[id(operation)] = lost = 1 - min(found.nonzero / true.nonzero, 1.0)
+        share[id(operation)] = lost = 1 - min(gradient.nonzero / true.nonzero, 1.0)
         if (
             lost < LOST
             or (true.count > 1 and true.nonzero < 0.001 * true.count)
@@ -79,7 +79,7 @@ def lost_gradient(seen: Keeping, reference: Keeping, wide: dict[str, Glance]) ->
             continue
         if any(share.get(id(c), 0.0) >= 0.5 for c in _readers(operation)):
             continue
-        return _lost_event(operation, found, true)
+        return _lost_event(operation, gradient, true)
     return None
 
 
@@ -113,7 +113,7 @@ def _is_noise(operation: Operation, true: Glance, reference: Keeping) -> bool:
     return true.amax < NOISE * came
 
 
-def _lost_event(operation: Operation, found: Glance, true: Glance) -> Event:
+def _lost_event(operation: Operation, gradient: Glance, true: Glance) -> Event:
     is_parameter = operation.name == "parameter"
     at = operation
     while not is_parameter and not at.computes and len(at.parents) == 1 and at.parents[0].name != "parameter":
@@ -121,7 +121,7 @@ def _lost_event(operation: Operation, found: Glance, true: Glance) -> Event:
     ends = _gradient_ends(operation, at)
     event = Event("backward", "gradient lost", at.site, "weight_grad" if is_parameter else "error")
     event.operation = event.origin = at
-    event.count, event.of, event.fmt, event.ends = true.nonzero - found.nonzero, true.nonzero, ends.name, ends
+    event.count, event.of, event.fmt, event.ends = true.nonzero - gradient.nonzero, true.nonzero, ends.name, ends
     event.batch, event.remedy = operation.notes.get("batch"), "scale"
     least = f" below its least number {ends.smallest:.3g}" if ends.smallest else ""
     event.why.append(
@@ -136,12 +136,12 @@ def _lost_event(operation: Operation, found: Glance, true: Glance) -> Event:
 
 
 def _gradient_ends(operation: Operation, at: Operation) -> Ends:
-    found = [e for o in {id(operation): operation, id(at): at}.values() for e in o.notes.get("error_ends", {}).values()]
-    found += [e for c in operation.children for e in c.notes.get("error_ends", {}).values()]
-    found += [c.notes["ends"] for c in operation.children if "ends" in c.notes]
+    ends = [e for o in {id(operation): operation, id(at): at}.values() for e in o.notes.get("error_ends", {}).values()]
+    ends += [e for c in operation.children for e in c.notes.get("error_ends", {}).values()]
+    ends += [c.notes["ends"] for c in operation.children if "ends" in c.notes]
     if "gradient_ends" in operation.notes:
-        found.append(operation.notes["gradient_ends"])
-    return max(found, key=lambda e: (e.smallest, -e.largest)) if found else Ends.of_dtype(torch.float32)
+        ends.append(operation.notes["gradient_ends"])
+    return max(ends, key=lambda e: (e.smallest, -e.largest)) if ends else Ends.of_dtype(torch.float32)
 
 
 def error_event(seen: Keeping, reference: Keeping) -> tuple[Event | None, float, list[dict[str, Any]]]:

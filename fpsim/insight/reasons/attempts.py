@@ -104,10 +104,10 @@ class Attempts:
 
 def descendants(start: Operation) -> set[int]:
     """The ids of an operation and of all that read its result, near or far."""
-    found, waiting = set(), [start]
+    ids, waiting = set(), [start]
     while waiting:
         at = waiting.pop()
-        if id(at) not in found:
-            found.add(id(at))
+        if id(at) not in ids:
+            ids.add(id(at))
             waiting += at.children
-    return found
+    return ids

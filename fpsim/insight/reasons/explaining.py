@@ -44,15 +44,15 @@ def explain_forward(
     kinds: what is new in the result, "NaN", "inf" or "-inf".
     ends: of the format, or the dtype, of the result.
     """
-    found = glance(result)
+    numbers = glance(result)
     event = Event("forward", "", operation.site, "activation", operation=operation, origin=operation, ends=ends)
-    assert found.found is not None
-    event.count, event.of, event.fmt = found.found.nonfinite, found.count, ends.name
+    assert numbers.counts is not None
+    event.count, event.of, event.fmt = numbers.counts.nonfinite, numbers.count, ends.name
     event.read = [(source_name(s, i), str(glance(x))) for i, (s, x) in enumerate(_pairs(operation, operands))]
     values, options = arguments
     name, no_number = operation.name, ~result.isfinite()
     for explain in (_of_division, _of_domain, _of_softmax, _of_emptiness, _of_alignment):
-        if explain(event, name, operands, (*values, *options.values()), options, no_number, found):
+        if explain(event, name, operands, (*values, *options.values()), options, no_number, numbers):
             return event
     if "NaN" in kinds and not kinds - {"NaN"} and name in ("mul", "sub", "add", "rsub", "imul", "iadd"):
         infinite = [(s, x) for s, x in _pairs(operation, operands) if bool(x.isinf().any())]
@@ -92,7 +92,7 @@ def _of_division(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
     no_number: Tensor,
-    found: Glance,
+    numbers: Glance,
 ) -> bool:
     operation = event.operation
     assert operation is not None
@@ -102,7 +102,7 @@ def _of_division(
     elif name in _DIVISIONS:
         divisor = arguments[-1] if name == "addcdiv" else (arguments[1] if len(arguments) > 1 else None)
     elif name in ("normalize", "cosine_similarity"):
-        return _of_lost_eps(event, name, operands, arguments, found)
+        return _of_lost_eps(event, name, operands, arguments, numbers)
     elif name in ("pow", "pow_") and len(arguments) > 1 and isinstance(arguments[1], int | float) and arguments[1] < 0:
         divisor = operands[0]
     if divisor is None:
@@ -119,7 +119,11 @@ def _of_division(
     n = int(where.sum())
     if not n:
         return False
-    over = "0 / 0" if event.kind or (found.found is not None and found.found.nan == found.found.nonfinite) else "x / 0"
+    over = (
+        "0 / 0"
+        if event.kind or (numbers.counts is not None and numbers.counts.nan == numbers.counts.nonfinite)
+        else "x / 0"
+    )
     event.kind = "division by zero"
     at = first_index(where)
     event.why.append(f"{n} of {event.of} are {over}" + (f" (first at {at})." if at else "."))
@@ -167,7 +171,7 @@ def _trace_zero(event: Event, source: Operation | None) -> None:
         event.why.append(f"The divisor is {source.site}, with {source.notes['result']}.")
 
 
-def _of_lost_eps(event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], found: Glance) -> bool:
+def _of_lost_eps(event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], numbers: Glance) -> bool:
     eps = next((c for c in number_in(arguments) if 0 < c < 1e-3), 1e-12 if name == "normalize" else 1e-8)
     if event.ends.holds(eps):
         return False

@@ -102,18 +102,18 @@ def _of_raising(trials: Trials, before: list[Event], error: Exception) -> Findin
     with suppress(Exception):  # the same again
         trials.run(None, seen)
     state = [*(e for e in seen.events if e.stage == "state"), *(e for e in before if e.role in ("parameter", "buffer"))]
-    found = Finding(state or causes_first(seen.events, seen.losses(), False, lambda event: False))
-    if not found.events:
+    finding = Finding(state or causes_first(seen.events, seen.losses(), False, lambda event: False))
+    if not finding.events:
         raise error
-    cause = found.events[0]
+    cause = finding.events[0]
     cause.why.append(f"Then the step raises {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}")
-    found.operations, found.calls = seen.operations, seen.calls
-    _run_in_float32(trials, seen, found)
+    finding.operations, finding.calls = seen.operations, seen.calls
+    _run_in_float32(trials, seen, finding)
     if cause.operation is not None:
-        found.chain = _chain(cause, seen)
-    found.remedies = [] if state else remedies(trials, cause, seen, was)
-    found.runs = trials.runs
-    return found
+        finding.chain = _chain(cause, seen)
+    finding.remedies = [] if state else remedies(trials, cause, seen, was)
+    finding.runs = trials.runs
+    return finding
 
 
 def _require_same(first: Outcome, second: Outcome) -> None:
@@ -129,22 +129,22 @@ def _require_same(first: Outcome, second: Outcome) -> None:
 
 def _state_before(model: nn.Module, optimizers: list[Any]) -> list[Event]:
     """The events of parameters, buffers, gradients and states that are not finite before the step."""
-    found = []
+    candidates = []
     for name, p in model.named_parameters():
-        found.append(_came_in(name, "parameter", p))
+        candidates.append(_came_in(name, "parameter", p))
     for name, b in model.named_buffers():
         is_mask = b.is_floating_point() and not bool((b == torch.inf).any()) and is_mask_like(b)
         statistics = name.endswith(("running_mean", "running_var"))
         if not is_mask or statistics:
-            found.append(_came_in(name, "buffer", b))
+            candidates.append(_came_in(name, "buffer", b))
     for name, p in model.named_parameters():
         if p.grad is not None:
-            found.append(_came_in(name, "gradient", p.grad))
+            candidates.append(_came_in(name, "gradient", p.grad))
         for optimizer in optimizers:
             for key, x in optimizer.state.get(p, {}).items():
                 if isinstance(x, Tensor):
-                    found.append(_came_in(f"{name} {key}", "optimizer state", x))
-    events = [event for event in found if event is not None]
+                    candidates.append(_came_in(f"{name} {key}", "optimizer state", x))
+    events = [event for event in candidates if event is not None]
     for role in ("parameter", "buffer", "gradient", "optimizer state"):
         same = [event for event in events if event.role == role]
         for event in same[:1]:
@@ -157,10 +157,10 @@ def _came_in(name: str, role: str, x: Tensor) -> Event | None:
     if not x.is_floating_point():
         return None
     values = glance(x)
-    if values.found is None:
+    if values.counts is None:
         return None
-    kind = "NaN" if values.found.nan else ("inf" if values.found.plus else "-inf")
-    event = Event("state", f"{kind} came in", name, role, values.found.nonfinite, values.count)
+    kind = "NaN" if values.counts.nan else ("inf" if values.counts.plus else "-inf")
+    event = Event("state", f"{kind} came in", name, role, values.counts.nonfinite, values.count)
     at = first_index(~x.detach().isfinite()) if x.layout is torch.strided else ""
     event.why.append(f"{event.count} of {event.of} numbers before the step" + (f" (first at {at})." if at else "."))
     event.read = [(name, str(values))]
@@ -175,9 +175,9 @@ def _buffers_after(model: nn.Module, trials: Trials) -> list[Event]:
         if not b.is_floating_point() or (before is not None and not bool(before.isfinite().all())):
             continue
         values = glance(b)
-        if values.found is None or (values.found.minus and is_mask_like(b)):
+        if values.counts is None or (values.counts.minus and is_mask_like(b)):
             continue
-        event = Event("buffers", "overflow", name, "buffer", values.found.nonfinite, values.count)
+        event = Event("buffers", "overflow", name, "buffer", values.counts.nonfinite, values.count)
         largest = torch.finfo(b.dtype).max
         event.fmt = str(b.dtype).removeprefix("torch.")
         event.why.append(
@@ -201,7 +201,7 @@ def _events(
     result: Finding,
 ) -> list[Event]:
     """The events of the first check that has any, the cause first."""
-    is_bad = {name for name, found in gradients.items() if found.kinds}
+    is_bad = {name for name, gradient in gradients.items() if gradient.kinds}
     came = [e for e in before if e.role != "gradient" or e.place in is_bad]
     inputs = [e for e in seen.events if e.stage == "state" and e.role == "input"]
     readers = {s.site: o.site for o in reversed(seen.operations) for s in o.sources if s is not None}
@@ -324,12 +324,12 @@ def _accumulated(model: nn.Module, gradients: dict[str, Glance], seen: Keeping, 
     events = []
     kept = {id(p): value for p, _, value in trials.kept.gradients}
     for name, p in model.named_parameters():
-        found = gradients.get(name)
-        if found is None or found.found is None:
+        gradient = gradients.get(name)
+        if gradient is None or gradient.counts is None:
             continue
         arrived = seen.arrived.get(name, [])
         held = kept.get(id(p))
-        event = Event("accumulation", "overflow", name, "gradient", found.found.nonfinite, found.count)
+        event = Event("accumulation", "overflow", name, "gradient", gradient.counts.nonfinite, gradient.count)
         event.fmt, event.remedy = str(p.dtype).removeprefix("torch."), "clear"
         held_text = f"held up to {glance(held).amax:.4g} before the step, and " if held is not None else ""
         largest = max((g.amax for g in arrived), default=0.0)

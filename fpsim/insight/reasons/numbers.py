@@ -21,22 +21,22 @@ __all__ = ["Ends", "Glance", "first_index", "glance", "is_mask_like"]
 class Glance:
     """What one pass over a tensor tells.
 
-    low, high: NaN where there is one. found: all counts, where not all is finite.
+    low, high: NaN where there is one. counts: of all kinds, where not all is finite.
     """
 
     count: int
     nonzero: int
     low: float
     high: float
-    found: Range | None
+    counts: Range | None
 
     @property
     def kinds(self) -> set[str]:
-        return set() if self.found is None else self.found.kinds
+        return set() if self.counts is None else self.counts.kinds
 
     @property
     def amax(self) -> float:
-        return max(abs(self.low), abs(self.high)) if self.found is None else self.found.amax
+        return max(abs(self.low), abs(self.high)) if self.counts is None else self.counts.amax
 
     @property
     def has_zeros(self) -> bool:
@@ -44,13 +44,13 @@ class Glance:
 
     @property
     def nonfinite(self) -> float:
-        return 0.0 if self.found is None else self.found.nonfinite / max(self.count, 1)
+        return 0.0 if self.counts is None else self.counts.nonfinite / max(self.count, 1)
 
     def __str__(self) -> str:
-        if self.found is not None:
-            known = self.found.nonfinite < self.found.count
-            words = [f"{self.found.low:.3g} to {self.found.high:.3g}"] if known else []
-            counts = ((self.found.plus, "inf"), (self.found.minus, "-inf"), (self.found.nan, "NaN"))
+        if self.counts is not None:
+            known = self.counts.nonfinite < self.counts.count
+            words = [f"{self.counts.low:.3g} to {self.counts.high:.3g}"] if known else []
+            counts = ((self.counts.plus, "inf"), (self.counts.minus, "-inf"), (self.counts.nan, "NaN"))
             return ", ".join([*words, *(f"{n} of {self.count} {name}" for n, name in counts if n)])
         zeros = self.count - self.nonzero
         text = f"{self.low:.3g} to {self.high:.3g}" if self.low != self.high else f"{self.low:.3g}"
@@ -78,8 +78,8 @@ def is_mask_like(x: Tensor) -> bool:
 
 def first_index(where: Tensor) -> str:
     """The index of the first true element, "3, 7"; "" of a scalar or where there is none."""
-    found = where.nonzero()
-    return ", ".join(str(int(i)) for i in found[0]) if len(found) else ""
+    places = where.nonzero()
+    return ", ".join(str(int(i)) for i in places[0]) if len(places) else ""
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,14 @@ Unit = tuple[str, str]  # of a quantised model: a module and the name of an oper
 def remedies(trials: Trials, event: Event, seen: Timeline, was: Outcome) -> list[Remedy]:
     """The remedies that work, the closest first; at most two."""
     attempts = Attempts(trials, event, was, seen)
-    found: list[Remedy] = []
+    working: list[Remedy] = []
     for attempt in _in_order(event):
-        if len(found) == 2 or (found and attempt is other_divisor):
+        if len(working) == 2 or (working and attempt is other_divisor):
             break
         remedy = attempt(attempts, event, seen)
         if remedy is not None:
-            found.append(remedy)
-    return found
+            working.append(remedy)
+    return working
 
 
 def _in_order(event: Event) -> list[Callable[[Attempts, Event, Timeline], Remedy | None]]:
@@ -71,10 +71,10 @@ def _scale(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
         now = float(trials.scaler.get_scale())
     exponents = [*range(2, 41, 2)] if event.kind == "gradient lost" else [*range(-1, -41, -1)]
 
-    def gone(found: Timeline) -> bool:
+    def gone(timeline: Timeline) -> bool:
         if event.kind != "gradient lost":
             return True
-        others = [o for o in found.gradients if (o.site, o.call) == (_site(event), _call(event))]
+        others = [o for o in timeline.gradients if (o.site, o.call) == (_site(event), _call(event))]
         return any(o.notes["gradient"].nonzero >= 0.5 * event.of for o in others)
 
     for exponent in exponents:
@@ -119,8 +119,8 @@ def _fewest(attempts: Attempts, event: Event, candidates: Sequence[Operation]) -
     """The fewest of the candidates, from the first on, whose float32 is enough."""
     trials = attempts.trials
     if trials.emulated:
-        found = [o for o in candidates if o.computes and o.module in trials.policies and o.name != "parameter"]
-        units: list[Any] = [(o.module, o.name) for o in found]
+        computing = [o for o in candidates if o.computes and o.module in trials.policies and o.name != "parameter"]
+        units: list[Any] = [(o.module, o.name) for o in computing]
         if event.role in ("weight", "fprop.w"):
             units.insert(0, (event.operation.module if event.operation else "", ""))
         units = [*dict.fromkeys(units)]

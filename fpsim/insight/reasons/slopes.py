@@ -23,10 +23,12 @@ def explain_gradient(operation: Operation, at: Operation, role: str, gradient: T
 
     operation: whose result or parameter it is of. at: the operation that is named for it, beyond views.
     """
-    found = glance(gradient)
-    assert found.found is not None
+    numbers = glance(gradient)
+    assert numbers.counts is not None
     ends = _ends_of(operation)
-    event = Event("backward", "overflow", at.site, role, found.found.nonfinite, found.count, operation=at, origin=at)
+    event = Event(
+        "backward", "overflow", at.site, role, numbers.counts.nonfinite, numbers.count, operation=at, origin=at
+    )
     event.fmt, event.ends, event.batch = ends.name, ends, at.notes.get("batch")
     readers = [*_readers(operation)]
     for child in readers:
@@ -47,7 +49,7 @@ def explain_gradient(operation: Operation, at: Operation, role: str, gradient: T
     what = "beyond" if "inf" in kinds or "-inf" in kinds else "NaN by sums beyond"
     event.why.append(
         f"{event.count} of {event.of} are {what} {ends.largest:.6g}, the end of {ends.name} (first at "
-        f"{first_index(~gradient.isfinite()) or '0'}); finite ones reach {found.amax:.4g}."
+        f"{first_index(~gradient.isfinite()) or '0'}); finite ones reach {numbers.amax:.4g}."
     )
     for child in readers[:2]:
         if "gradient" in child.notes:
@@ -67,18 +69,18 @@ def _is_steep(child: Operation, operation: Operation) -> bool:
 
 def _ends_of(operation: Operation) -> Ends:
     """Where the gradient of a result ends: in its own format, or in that of the operations that compute it."""
-    found = [c.notes["ends"] for c in operation.children if "ends" in c.notes]
+    ends = [c.notes["ends"] for c in operation.children if "ends" in c.notes]
     own = operation.notes.get("gradient_ends") or operation.notes.get("ends")
     if operation.name == "parameter":
-        found += [operation.notes["gradient_ends"]] if "gradient_ends" in operation.notes else []
+        ends += [operation.notes["gradient_ends"]] if "gradient_ends" in operation.notes else []
     elif own is not None:
-        found.append(own)
-    return min(found, key=lambda e: e.largest)
+        ends.append(own)
+    return min(ends, key=lambda e: e.largest)
 
 
 def _readers(operation: Operation) -> list[Operation]:
     """The operations that compute with a result, beyond views of it."""
-    found: list[Operation] = []
+    readers: list[Operation] = []
     for child in operation.children:
-        found += [child] if child.computes else _readers(child)
-    return found
+        readers += [child] if child.computes else _readers(child)
+    return readers

@@ -64,9 +64,9 @@ class Timeline:
         assert self.trace is not None
         values, options = self.trace.arguments
         arguments = (*values, *options.values())
-        ends, found = self._ends or Ends.of_dtype(result.dtype), glance(result)
+        ends, of_result = self._ends or Ends.of_dtype(result.dtype), glance(result)
         notes = operation.notes
-        notes.update(ends=ends, result=found, numbers=number_in(arguments), batch=self.batch, dtype=result.dtype)
+        notes.update(ends=ends, result=of_result, numbers=number_in(arguments), batch=self.batch, dtype=result.dtype)
         self._last[operation.site] = operation
         self.calls[operation.site] = max(self.calls.get(operation.site, 0), operation.call + 1)
         self.operations.append(operation)
@@ -77,12 +77,12 @@ class Timeline:
         self._rounded, self._ends = [], None
         if rounded is None and not is_fill:
             before = set().union(*(g.kinds for g in glances)) if glances else set()
-            new = found.kinds - before
-            if "NaN" in before or (not new and found.kinds):
+            new = of_result.kinds - before
+            if "NaN" in before or (not new and of_result.kinds):
                 new = set()
             if new:
                 self._add(explain_forward(operation, operands, self.trace.arguments, result, new, ends))
-        if not found.kinds:
+        if not of_result.kinds:
             event = leak(operation, operands, result, ends)
             if event is not None:
                 self._add(event)
@@ -91,29 +91,29 @@ class Timeline:
         glances = []
         for i, (source, x) in enumerate(zip(operation.sources, operands, strict=True)):
             known = None if source is None else source.notes.get("result")
-            found = known or glance(x)
+            of_operand = known or glance(x)
             if source is not None:
-                source.notes.setdefault("result", found)
-            elif found.kinds and id(x) not in self._outside:
+                source.notes.setdefault("result", of_operand)
+            elif of_operand.kinds and id(x) not in self._outside:
                 self._outside.add(id(x))
-                self._came_in(operation, i, x, found)
-            glances.append(found)
+                self._came_in(operation, i, x, of_operand)
+            glances.append(of_operand)
         return glances
 
-    def _came_in(self, operation: Operation, position: int, x: Tensor, found: Glance) -> None:
-        assert found.found is not None
+    def _came_in(self, operation: Operation, position: int, x: Tensor, numbers: Glance) -> None:
+        assert numbers.counts is not None
         if any(x is p.grad for p in self._model.parameters()):
             return  # made by this step, or looked at before it
         name = self.names.get(id(x))
         role = "buffer" if name is not None else "input"
         name = name or self.inputs.get(id(x)) or f"operand {position + 1} of {operation.site}"
-        kind = "NaN" if found.found.nan else ("inf" if found.found.plus else "-inf")
-        event = Event("state", f"{kind} came in", name, role, found.found.nonfinite, found.count, batch=self.batch)
+        kind = "NaN" if numbers.counts.nan else ("inf" if numbers.counts.plus else "-inf")
+        event = Event("state", f"{kind} came in", name, role, numbers.counts.nonfinite, numbers.count, batch=self.batch)
         event.why.append(
             f"{event.count} of {event.of} numbers (first at {first_index(~x.isfinite()) or '0'}), "
             f"read first by {operation.site}."
         )
-        event.read = [(name, str(found))]
+        event.read = [(name, str(numbers))]
         if kind != "-inf":
             self.events.insert(0, event)
         elif not is_mask_like(x):
@@ -135,28 +135,30 @@ class Timeline:
     def _rounding_event(
         self, operation: Operation, role: str, before: Tensor, after: Tensor, spec: Spec
     ) -> Event | None:
-        found = glance(before)
+        unrounded = glance(before)
         ends = Ends.of_spec(spec)
-        if not isinstance(spec.fmt, BlockFormat) and found.amax <= ends.largest:
+        if not isinstance(spec.fmt, BlockFormat) and unrounded.amax <= ends.largest:
             return None
         largest, count = overflow_of(before, after, spec)
         if not count:
             return None
         kind = "saturation" if bool(after.isfinite().all()) else "overflow"
-        if kind == "saturation" and found.amax < SATURATES * largest:
+        if kind == "saturation" and unrounded.amax < SATURATES * largest:
             return None
         place, shown_role = operation.site, role
         stage = "backward" if role in _BACKWARD or role.startswith(("dgrad", "wgrad")) else "forward"
         if role in ("weight", "fprop.w"):
             names = [s.site for s in operation.parents if s.name == "parameter"]
-            at = [s.site for s in operation.parents if s.name == "parameter" and s.notes["result"].amax == found.amax]
+            at = [
+                s.site for s in operation.parents if s.name == "parameter" and s.notes["result"].amax == unrounded.amax
+            ]
             place = next(iter(at or names), place)
         event = Event(stage, kind, place, shown_role, count, before.numel(), operation=operation, origin=operation)
         event.fmt, event.ends = str(spec.fmt), ends
         beyond = before.abs() > largest
         event.why.append(
             f"{count} of {event.of} are beyond {largest:.6g}, the end of {event.fmt} (first at "
-            f"{first_index(beyond) or '0'}), up to {found.amax:.6g}."
+            f"{first_index(beyond) or '0'}), up to {unrounded.amax:.6g}."
         )
         event.read = [
             (source_name(s, i), str(s.notes["result"])) for i, s in enumerate(operation.sources) if s is not None
@@ -166,18 +168,18 @@ class Timeline:
     def backward(self, operation: Operation, gradient: Tensor) -> None:
         if self.at_first_gradient is not None and not self.gradients:
             self.at_first_gradient()
-        found = glance(gradient)
+        numbers = glance(gradient)
         is_parameter = operation.name == "parameter"
         role = "weight_grad" if is_parameter else "error"
         known: Glance | None = operation.notes.get("gradient")
-        operation.notes["gradient"] = found
+        operation.notes["gradient"] = numbers
         operation.notes["gradient_ends"] = Ends.of_dtype(gradient.dtype)
         if is_parameter:
-            self.arrived.setdefault(operation.site, []).append(found)
+            self.arrived.setdefault(operation.site, []).append(numbers)
         if known is None or not is_parameter:
             self.gradients.append(operation)
         after = [child.notes["gradient"] for child in operation.children if "gradient" in child.notes]
-        new = found.kinds.difference(*(g.kinds for g in after)) if after else found.kinds
+        new = numbers.kinds.difference(*(g.kinds for g in after)) if after else numbers.kinds
         if new and not any("NaN" in g.kinds for g in after):
             at = operation
             while not at.computes and len(at.parents) == 1 and at.parents[0].name != "parameter":

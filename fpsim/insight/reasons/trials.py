@@ -146,14 +146,14 @@ class Trials:
         return sum(returned) / len(returned) if returned else None
 
     def _nonfinite(self) -> list[str]:
-        found = []
+        names = []
         for kind, tensors in (("parameter", self.model.named_parameters()), ("buffer", self.model.named_buffers())):
             for name, x in tensors:
                 if kind == "parameter" and x.grad is not None and not _is_finite(x.grad):
-                    found.append(f"gradient {name}")
+                    names.append(f"gradient {name}")
                 if x.is_floating_point() and not _is_finite(x) and not (kind == "buffer" and _is_mask(x)):
-                    found.append(f"{kind} {name}")
-        return found
+                    names.append(f"{kind} {name}")
+        return names
 
     def _change(self, change: Change) -> None:
         if change.clear:

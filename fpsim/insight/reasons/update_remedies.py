@@ -22,39 +22,39 @@ def update_remedies(trials: Trials, event: Event, updates: Updates, seen: Timeli
         return _cleared(trials) or _smaller(trials)
     if event.kind == "update lost":
         return _masters_move(updates, event)
-    found = []
+    working = []
     if event.remedy == "optimizer eps":
-        found += _eps(trials, event)
+        working += _eps(trials, event)
     if event.remedy == "rate":
-        found += _rate(trials)
+        working += _rate(trials)
     if updates.masters_are_finite() and event.ends is not None and event.ends.holder is not torch.float32:
         detail = f"all {len(updates.masters)} parameters are finite"
-        found.append(Remedy("float32 master parameters and states", "master", detail=detail))
-    return found[:2]
+        working.append(Remedy("float32 master parameters and states", "master", detail=detail))
+    return working[:2]
 
 
 def _works(trials: Trials, change: Change) -> Outcome | None:
     try:
-        found = trials.run(change)
+        outcome = trials.run(change)
     except Exception:  # a refused option is not a remedy
         return None
-    return found if found.is_finite else None
+    return outcome if outcome.is_finite else None
 
 
 def _cleared(trials: Trials) -> list[Remedy]:
-    found = _works(trials, Change(clear=True))
-    if found is None:
+    outcome = _works(trials, Change(clear=True))
+    if outcome is None:
         return []
-    return [Remedy("zero_grad() before the step", "clear", loss=found.loss, detail="all gradients are finite")]
+    return [Remedy("zero_grad() before the step", "clear", loss=outcome.loss, detail="all gradients are finite")]
 
 
 def _smaller(trials: Trials) -> list[Remedy]:
     """Backward passes of one step that together are too much."""
     for exponent in range(-1, -25, -1):
-        found = _works(trials, Change(loss_scale=2.0**exponent))
-        if found is not None:
+        outcome = _works(trials, Change(loss_scale=2.0**exponent))
+        if outcome is not None:
             words = f"each backward pass from the loss times {2.0**exponent:g}"
-            return [Remedy(words, "scale", 2.0**exponent, loss=found.loss, detail="all gradients are finite")]
+            return [Remedy(words, "scale", 2.0**exponent, loss=outcome.loss, detail="all gradients are finite")]
     return []
 
 
@@ -62,33 +62,33 @@ def _eps(trials: Trials, event: Event) -> list[Remedy]:
     for eps in EPS:
         if event.constant is None or eps <= event.constant or not event.ends.holds(eps):
             continue
-        found = _works(trials, Change(options={"eps": eps}))
-        if found is not None:
+        outcome = _works(trials, Change(options={"eps": eps}))
+        if outcome is not None:
             detail = "all parameters stay finite"
-            return [Remedy(f"eps {eps:g} in the optimizer", "optimizer eps", eps, loss=found.loss, detail=detail)]
+            return [Remedy(f"eps {eps:g} in the optimizer", "optimizer eps", eps, loss=outcome.loss, detail=detail)]
     return []
 
 
 def _rate(trials: Trials) -> list[Remedy]:
     for rate in RATES:
-        found = _works(trials, Change(rate=rate))
-        if found is not None:
+        outcome = _works(trials, Change(rate=rate))
+        if outcome is not None:
             detail = "all parameters stay finite"
-            return [Remedy(f"a rate {rate:g} times as large", "rate", rate, loss=found.loss, detail=detail)]
+            return [Remedy(f"a rate {rate:g} times as large", "rate", rate, loss=outcome.loss, detail=detail)]
     return []
 
 
 def _masters_move(updates: Updates, event: Event) -> list[Remedy]:
     wide = torch.float64 if event.fmt == "float32" else torch.float32
-    found, (moving, of) = [], updates.moved_with_masters(wide)
+    remedies, (moving, of) = [], updates.moved_with_masters(wide)
     if of and moving == of:
         name = str(wide).removeprefix("torch.")
-        found.append(Remedy(f"{name} master parameters", "master", detail=f"{moving} of {of} tensors move"))
+        remedies.append(Remedy(f"{name} master parameters", "master", detail=f"{moving} of {of} tensors move"))
     fmt = {"bfloat16": "bf16", "float16": "fp16"}.get(event.fmt, event.fmt)
     if wide is torch.float32:
         masters, first = updates.masters, updates.first
         moved = sum(int((round_to(m, fmt, "stochastic") != first[n].float()).sum()) for n, m in masters.items())
         if moved > event.of - event.count:
             detail = f"{moved} numbers move rather than {event.of - event.count}"
-            found.append(Remedy("stochastic rounding of the update", "stochastic", detail=detail))
-    return found
+            remedies.append(Remedy("stochastic rounding of the update", "stochastic", detail=detail))
+    return remedies

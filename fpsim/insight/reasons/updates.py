@@ -151,8 +151,8 @@ class Updates:
             wanted = change != 0
             moved = (p.detach() != first) & wanted
             row = {"parameter": name, "wanted": int(wanted.sum()), "moved": int(moved.sum())}
-            found, forward = first[first != 0].abs().double(), specs.get(name)
-            row["median"] = float(found.median()) if found.numel() else 0.0
+            magnitudes, forward = first[first != 0].abs().double(), specs.get(name)
+            row["median"] = float(magnitudes.median()) if magnitudes.numel() else 0.0
             row["largest"] = float(change.abs().max()) if change.numel() else 0.0
             row["dtype"] = str(p.dtype).removeprefix("torch.")
             row["epsilon"] = float(torch.finfo(p.dtype).eps)
@@ -187,8 +187,8 @@ class Updates:
 
     def moved_with_masters(self, dtype: torch.dtype) -> tuple[int, int]:
         """How many tensors move where the parameters are kept in a dtype of more bits, of how many."""
-        found = [bool((m.to(dtype) != self.first[n].to(dtype)).any()) for n, m in self.masters.items()]
-        return sum(found), len(found)
+        moves = [bool((m.to(dtype) != self.first[n].to(dtype)).any()) for n, m in self.masters.items()]
+        return sum(moves), len(moves)
 
     def masters_are_finite(self) -> bool:
         return bool(self.masters) and all(bool(m.isfinite().all()) for m in self.masters.values())
