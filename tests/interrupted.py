@@ -78,7 +78,7 @@ def main(entry: str, signals: int, seed: int) -> dict[str, Any]:
         counts["signals"] += 1
         changed = [n for n, x in model.state_dict().items() if not torch.equal(x, before[n])]
         found = left_on(model) + [f"{name} is changed" for name in changed]
-        if any(True for _ in fpsim.models.forwards.emulated_forwards(model)) is not ENTRIES[entry][1]:
+        if any(True for _ in fpsim.models.installed.emulated_forwards(model)) is not ENTRIES[entry][1]:
             found.append("a model that is quantised, or no longer")
         if entry.startswith(PUT_BACK) and any(p.grad is not None for p in model.parameters()):
             found.append("a gradient")

@@ -67,7 +67,7 @@ def left_on(*models: nn.Module) -> list[str]:
             if module._compiled_call_impl is not None:
                 found.append(f"a call of {name!r}")
         found += [f"a hook on {name!r}" for name, p in model.named_parameters() if p._backward_hooks]
-        if any(True for _ in fpsim.models.forwards.emulated_forwards(model)):
+        if any(True for _ in fpsim.models.installed.emulated_forwards(model)):
             found += ["an observer" for listener in listeners(model) if listener.observer is not None]
             found += ["a scaling" for listener in listeners(model) if listener.scaling is not None]
     return found

@@ -72,7 +72,10 @@ FLOORS = (
     (
         "fpsim.models",
         "__init__ computed_weights opened storing",
-        "forwards parameter_store",
+        "compiled_forwards parameter_store",
+        "forwards",
+        "wrappers",
+        "installed",
         "format_steps frozen optimizer_state quantize",
         "emulated_steps",
         "optimizers scaling_state",

@@ -16,7 +16,7 @@ from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.insight.rows import Rows, number, text_table
 from fpsim.insight.stepping import as_step, called, is_function, loss_of, nothing_ran, preserve, switching
-from fpsim.models.forwards import emulated_forwards
+from fpsim.models.installed import emulated_forwards
 from fpsim.models.quantize import dequantize, quantize
 from fpsim.policies.policy import FormatLike
 from fpsim.policies.recipes import as_policy

@@ -18,7 +18,7 @@ from fpsim.insight.ranges import Range
 from fpsim.insight.rows import Rows, number
 from fpsim.insight.seen import AFTER, CAME_IN, FILLS, Seen, is_backward
 from fpsim.insight.stepping import as_step, nothing_ran, preserve
-from fpsim.models.forwards import emulated_forwards
+from fpsim.models.installed import emulated_forwards
 from fpsim.models.quantize import listeners
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone

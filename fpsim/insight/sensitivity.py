@@ -17,7 +17,7 @@ from fpsim.checks import number_of, require_whole, shown
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.insight.rows import Rows
 from fpsim.insight.stepping import as_step, is_function, nothing_ran, preserve, required_arguments, switching
-from fpsim.models.forwards import emulated_forwards
+from fpsim.models.installed import emulated_forwards
 from fpsim.models.quantize import dequantize, quantize, set_policy
 from fpsim.policies.policy import FormatLike, Policy
 from fpsim.policies.recipes import as_policy

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fpsim.border import require_initialised
 from fpsim.checks import require_callable, shown
-from fpsim.models.forwards import emulated_forwards
+from fpsim.models.installed import emulated_forwards
 from fpsim.models.quantize import dequantize, install_policies, listeners, policies_of, quantize, set_policy
 from fpsim.policies.policy import FormatLike
 from fpsim.tensors.noise import keep_random_numbers

@@ -13,7 +13,7 @@ from fpsim.border import require_module
 from fpsim.emulation.scope import NO_SPECS
 from fpsim.insight.rows import Rows, text_table
 from fpsim.insight.stored_bytes import stored_bytes
-from fpsim.models.forwards import emulated_forward
+from fpsim.models.installed import emulated_forward
 from fpsim.models.optimizers import QuantizedOptimizer
 from fpsim.policies.policy import RoleSpecs
 from fpsim.policies.products import Products

@@ -33,7 +33,7 @@ from fpsim.insight.suggesting import (
 from fpsim.insight.suggesting_updates import UpdateSuggestion, suggested_update
 from fpsim.insight.watched_rows import breaks, watched_row
 from fpsim.insight.watched_steps import WatchedSteps
-from fpsim.models.forwards import emulated_forwards
+from fpsim.models.installed import emulated_forwards
 from fpsim.policies.policy import Policy
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.shared_scales import Cut, rounded_blocks

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fpsim.emulation.kept_weights import KeptWeights
 from fpsim.emulation.scope import Listeners
-from fpsim.models.forwards import emulated_forwards
+from fpsim.models.installed import emulated_forwards
 from fpsim.undoing import Block, Undo
 
 __all__ = ["frozen"]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fpsim.checks import few, require_mapping, shown
-from fpsim.models.forwards import emulated_forwards
+from fpsim.models.installed import emulated_forwards
 from fpsim.models.quantize import keeps_history, listeners
 from fpsim.policies.delayed import Histories, loaded
 from fpsim.policies.policy import Policy

@@ -16,7 +16,7 @@ from leftovers import Net, X, left_on, loss_of
 from torch import nn
 
 import fpsim
-from fpsim.models.forwards import emulated_forwards
+from fpsim.models.installed import emulated_forwards
 
 POLICIES = ("fp16", "e4m3fn", "mxfp8_e4m3")
 STEPS: dict[str, tuple[torch.Tensor, ...]] = {}

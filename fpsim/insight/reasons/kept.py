@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpsim.models.forwards import emulated_forwards
+from fpsim.models.installed import emulated_forwards
 from fpsim.models.quantize import listeners
 
 __all__ = ["Kept"]

@@ -17,7 +17,7 @@ from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.tracing import Edit, Operation, Trace
 from fpsim.insight.reasons.kept import Kept
 from fpsim.insight.reasons.timeline import Timeline
-from fpsim.models.forwards import emulated_forwards
+from fpsim.models.installed import emulated_forwards
 from fpsim.models.quantize import install_policies, listeners, policies_of
 from fpsim.policies.policy import Policy
 from fpsim.tensors.noise import keep_random_numbers, noise_state, replayed_noise

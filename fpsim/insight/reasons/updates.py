@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.numbers import Ends, first_index, glance
-from fpsim.models.forwards import emulated_forwards
+from fpsim.models.installed import emulated_forwards
 from fpsim.tensors.ops import round_to
 
 __all__ = ["Updates"]

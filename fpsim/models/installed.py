@@ -1,0 +1,89 @@
+"""Has a module run under its policy, undoes that, and tells what emulates a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from fpsim.border import require_module
+from fpsim.emulation.scope import Listeners
+from fpsim.models.computed_weights import adopt, release
+from fpsim.models.forwards import KEY, EmulatedForward
+from fpsim.models.wrappers import is_ours, is_reached
+from fpsim.policies.policy import Policy, describe
+
+__all__ = ["emulated_forward", "emulated_forwards", "install", "uninstall"]
+
+
+def install(module: nn.Module, name: str, policy: Policy, listeners: Listeners) -> None:
+    """Have `module` run under its policy."""
+    emulated = vars(module).get(KEY)
+    if emulated is not None and is_reached(module, emulated):  # dequantised, and still called by who wrapped it
+        emulated.renew(name, policy, listeners)
+    else:
+        emulated = EmulatedForward(module, name, policy, listeners)
+        module.forward = emulated
+        vars(module)[KEY] = emulated
+    module.extra_repr = _EmulatedRepr(module)  # type: ignore[method-assign]
+    vars(module)["__prepare_scriptable__"] = _NoScript()
+    adopt(module)
+
+
+def uninstall(module: nn.Module) -> None:
+    """Undo `install`, whoever wrapped the forward since."""
+    attributes = vars(module)
+    emulated = attributes[KEY]
+    for name, value in list(attributes.items()):
+        if name == KEY or not is_ours(value, emulated):
+            continue
+        if name == "forward" and emulated.inner is None:
+            del attributes[name]
+        else:
+            attributes[name] = emulated.true_forward(module)
+    for name in ("extra_repr", "__prepare_scriptable__"):
+        attributes.pop(name, None)
+    release(module)
+    if is_reached(module, emulated):
+        emulated.renew(emulated.name, None, emulated.listeners)
+    else:
+        del attributes[KEY]
+
+
+def emulated_forward(module: nn.Module) -> EmulatedForward | None:
+    """What emulates this one module, behind whatever wrappers; None for a module that is not quantised."""
+    emulated = vars(module).get(KEY)
+    return emulated if emulated is not None and emulated.policy is not None and is_reached(module, emulated) else None
+
+
+def emulated_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, EmulatedForward]]:
+    """The quantised modules inside of `model`, and what emulates them. Raises TypeError for what is not a module."""
+    require_module(model)
+    for module in model.modules():
+        emulated = emulated_forward(module)
+        if emulated is not None:
+            yield module, emulated
+
+
+class _EmulatedRepr:
+    """Stands in for a module's `extra_repr` and adds what is rounded."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self) -> str:
+        own = type(self.module).extra_repr(self.module)
+        emulated = vars(self.module)[KEY]
+        words = f"fpsim: {describe(emulated.specs, emulated.products)}"
+        return f"{own}, {words}" if own else words
+
+
+class _NoScript:
+    """torch.jit.script asks a module for this, and calls it."""
+
+    def __call__(self) -> Any:
+        raise NotImplementedError(
+            "torch.jit.script reached a quantised model, whose rounding TorchScript cannot express. Expected: "
+            "torch.compile and torch.export. Script the model that fpsim.dequantize(model) gives."
+        )
