@@ -52,7 +52,7 @@ class Recorder:
     bound: this factor within its bounds.
     log2_power_of_two: log2 of the power of two that was made of it. Between updates these three are the last ones; they
         are NaN if the site chose no factor.
-    log2_wanted: log2 of the scale with which the gradient came, or which was measured, or kept from an earlier step.
+    log2_wanted: log2 of the scale with which the gradient arrived, or which was measured, or kept from an earlier step.
     log2_scale: log2 of the scale at which the gradient was rounded.
     limited: whether that is lower, because the gradient or the container would have overflowed.
     zeros: the share of the elements that are zero before rounding.

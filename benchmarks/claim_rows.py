@@ -52,7 +52,7 @@ def _both(name: str, page: str, sentence: str, setting: Setting, points: Band, b
 
 def _readme() -> list[Claim]:
     nobody = "In 16 bits nobody needs to choose."
-    somebody = "In 8 bits somebody has to, and it does not matter who."
+    somebody = "At 8 bits some scaling is needed, but any method works."
     one = "one exponent for all gradients gives no more than a model that always predicts a space"
     tensor = "One for each tensor, to nearest, falls short by several points"
     adaptive = "with one exponent for each layer it is within a point of float32"

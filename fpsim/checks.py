@@ -92,7 +92,7 @@ SHOWN = 100  # characters of a value in an error: more hide the sentence
 
 
 def shown(value: object) -> str:
-    """The `repr` of what came, for an error; the middle of a long one is left out.
+    """The `repr` of what was given, for an error; the middle of a long one is left out.
 
     >>> shown("fp9"), len(shown("-" * 1000))
     ("'fp9'", 103)
@@ -117,7 +117,7 @@ def few(names: Sequence[str], most: int = 5) -> str:
 
 
 def did_you_mean(word: object, known: Iterable[str], most: int = 1) -> str:
-    """A hint with the nearest of the known words, to be put behind the sentence that says what came; "" without one.
+    """A hint with the nearest of the known words, to be put behind the sentence on what was given; "" without one.
 
     >>> did_you_mean("nearest", ["nearest_even", "stochastic"])
     " Did you mean 'nearest_even'?"
@@ -180,7 +180,7 @@ def is_whole(value: object, least: int | None = None) -> bool:
     return whole and (least is None or value >= least)  # type: ignore[operator]
 
 
-# Arguments at the border. Each raises an error that names the argument, what came, and what is expected.
+# Arguments at the border. Each raises an error that names the argument, what was given, and what is expected.
 
 
 def require_flag(name: str, value: object) -> None:

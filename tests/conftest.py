@@ -32,7 +32,7 @@ LONG = (
     "test_ops.py",
     "test_tasks.py",
 )
-LAST = "test_compiled_models.py"  # after an error under fullgraph=True, torch counts one more reference in every call
+LAST = "test_compiled_models.py"  # after an error under fullgraph=True, torch reports one more reference in every call
 
 # There is one in several folders, and --doctest-modules would import them all under the one name "conftest".
 collect_ignore_glob = ["*conftest.py"]

@@ -70,7 +70,7 @@ class Schedule:
     def enter(self, graph_task: int, made_in: int, is_linked: bool) -> bool:
         """Note that a gradient reached a site, and tell whether it begins a new step.
 
-        graph_task: that in which it came.
+        graph_task: that in which it arrived.
         made_in: the site's; a checkpoint's graph task belongs to the step that runs its forward pass.
         is_linked: whether the site is.
         """

@@ -47,7 +47,7 @@ class SiteState:
         self.held_log2_scale: Tensor | None = None  # used between updates, unless the gradient would overflow
         self.ceiling = 0.0  # on the CPU, the largest magnitude that fits at the held scale; 0 where it is not known
         self.last_amax = 0.0  # of the last gradient, where the ceiling is known
-        self.last_step = 0  # in which a gradient came
+        self.last_step = 0  # in which a gradient arrived
         self.uses = 0  # gradients of the site in that step, counted in the state of the first of them
         self.history: Tensor | None = None  # of amax, for delayed scaling
         self.log2_scale: Tensor | None = None  # at which the last gradient was rounded
@@ -187,7 +187,7 @@ class GradientSite:
         self.predicted: list[int] = []  # the index of those whose factor is computed here
         self.passes_on_to: list[GradientSite] = []  # sites that get its scale without a factor
         self.incoming: list[IncomingScale] = []
-        self.graph_task = -1  # in which they came
+        self.graph_task = -1  # in which they arrived
 
     def receive(self, graph_task: int, incoming: IncomingScale) -> None:
         """Take the scale of one consumer. What an earlier, partial backward pass left is dropped."""

@@ -160,7 +160,7 @@ def view_from_outside(
 ) -> Any:
     """A view of what came from outside: of the rounded copy where gradients flow, else of the memory itself.
 
-    NotImplemented for what is no such view: the call makes a copy, or the tensor cannot be looked into.
+    NotImplemented for what is not such a view: the call makes a copy, or the tensor cannot be looked into.
     """
     x, aliases = args[0], emulation.aliases
     if not is_roundable(x) or is_marked_wide(x) or not (is_plain(x) or is_traced(x)):

@@ -108,7 +108,7 @@ MOVE = frozenset(
     _pack_padded_sequence resolve_conj resolve_neg __iter__ __reversed__
     """.split()
 )
-# Those of them whose result may lie in the memory of what came in: what is written to it is written there.
+# Those of them whose result may lie in the memory of an argument: what is written to it is written there.
 VIEWS = frozenset(
     """
     data detach alias T mT H mH real imag view_as_real view_as_complex values _values view view_as reshape reshape_as
@@ -237,7 +237,7 @@ class Call:
     may_renormalise: whether it changes a weight first, if it is given a `max_norm`.
     gives_float64: whether it gives float64, whatever it is given.
     only_computes: whether nothing but the rounding of its operands and results is to be done.
-    skip_positions, skip_names: arguments that are no operands, or that the function writes to: a copy would not do.
+    skip_positions, skip_names: arguments that are not operands, or that the function writes to: a copy would not do.
     """
 
     __slots__ = (

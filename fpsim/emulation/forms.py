@@ -43,7 +43,7 @@ class Form(Protocol):
         ...
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
-        """dx, in the shape of x as it came."""
+        """dx, in the shape that x was given in."""
         ...
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:

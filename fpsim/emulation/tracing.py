@@ -100,7 +100,7 @@ class Trace:
     verb: the public function that traces, in what users are told.
     is_due: asked at each call of the model, whether to trace it. None traces each that comes from one thread.
     edit: runs each torch function in the place of the trace, to try what another argument or dtype would change.
-    on_call: is given what went into each traced call of the model, and what came out.
+    on_call: is given what went into each traced call of the model, and its result.
     needs_numbers: whether a result that is meta or fake is an error.
     arguments: of the call that the visitor is being told of.
     """
@@ -131,7 +131,7 @@ class Trace:
         self._hooks: list[Any] = []  # of parameters and other leaves, which live on
         self._inner: list[tuple[nn.Module, Around]] = []  # those inside of the model, while it runs
         self._owner: dict[str, threading.Thread] = {}  # whose calls are traced
-        self._backward_threads: set[int] = set()  # in which gradients of results came
+        self._backward_threads: set[int] = set()  # in which gradients of results arrived
         self._has_warned = False
         self.is_alone = False  # whether it runs a step, which no other thread may trace meanwhile
 

@@ -271,8 +271,8 @@ def _numbers(name: str, given: Any) -> tuple[float, ...]:
     try:
         return tuple(float(v) for v in ([given] if isinstance(given, str) else given))
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of a complex tensor
-        expected = "Expected: a sequence such as (-1.0, 0.0, 1.0)."
-        raise ValueError(f"{name}={shown(given)} are no numbers. {expected}") from None
+        expected = "Expected: (-1.0, 0.0, 1.0), for instance."
+        raise ValueError(f"{name}={shown(given)} is not a sequence of numbers. {expected}") from None
 
 
 def _float32s(given: Any) -> tuple[float, ...]:

@@ -141,6 +141,6 @@ FIXED_POINT_NAME = re.compile(r"(u?)int(\d{1,2})")
 
 
 def named_fixed_point(name: str) -> FixedPoint | None:
-    """The format of a name such as "int8" or "uint4"; None if it is no such name."""
+    """The format of a name such as "int8" or "uint4"; None for another name."""
     match = FIXED_POINT_NAME.fullmatch(name)
     return None if match is None else FixedPoint(int(match[2]), 0, signed=not match[1])

@@ -135,7 +135,7 @@ class Seen:
                 self.events.append(({**event, "note": note}, at))
 
     def _note_outside(self, operation: Operation, source: Operation | None, x: Tensor, numbers: Range) -> None:
-        """Note what came in: NaN and inf; minus infinity in a parameter only, for elsewhere it may be a mask."""
+        """Note NaN and inf in an input; minus infinity in a parameter only, for elsewhere it may be a mask."""
         is_parameter = source is not None and source.name == "parameter"
         if not (source is None or is_parameter) or id(x) in self._outside:
             return

@@ -54,7 +54,7 @@ class Limits:
 
 @dataclass
 class Called:
-    """A call of the model that was watched: what came in, detached, and the gradients that reached what it gave."""
+    """A call of the model that was watched: its inputs, detached, and the gradients that reached what it gave."""
 
     step: int
     args: tuple[Any, ...]
@@ -64,7 +64,7 @@ class Called:
     def __post_init__(self) -> None:
         self.args, self.kwargs = _detached(self.args), _detached(self.kwargs)
 
-    def came(self, position: int, gradient: Tensor) -> None:
+    def keep_gradient(self, position: int, gradient: Tensor) -> None:
         """A gradient reached a tensor of the output."""
         self.gradients[position] = gradient.detach().clone()
 
@@ -230,7 +230,7 @@ def suggested(model: nn.Module, plan: Plan, called: Called | None) -> Suggestion
 
 
 def _again(model: nn.Module, called: Called) -> Callable[[], None]:
-    """The watched call again: forward, and backward with the gradients that came."""
+    """The watched call again: forward, and backward with the same gradients."""
     args, kwargs = _widened(called.args), _widened(called.kwargs)
 
     def step() -> None:

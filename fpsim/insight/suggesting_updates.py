@@ -171,7 +171,7 @@ class _Trial:
 
 
 def _ratio(wanted: Tensor, got: Tensor) -> float:
-    """Signal to noise in dB; inf where both are the same, -inf where what came is not finite."""
+    """Signal to noise in dB; inf where both are the same, -inf where the second is not finite."""
     noise = float((got.double() - wanted.double()).square().sum())
     if noise == 0:
         return math.inf

@@ -219,11 +219,11 @@ class Watch:
         return self._is_watching
 
     def _keep_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Keep what came in and, when they come, the gradients of what went out: a policy is tried on them."""
+        """Keep the inputs and, when they arrive, the gradients of the outputs: a policy is tried on them."""
         self._called = called = Called(self.steps, args, kwargs)
         for i, x in enumerate(output_tensors(out)):
             if x.requires_grad:
-                self._trace.hook(x, partial(called.came, i))
+                self._trace.hook(x, partial(called.keep_gradient, i))
 
     def _forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         values, options = self._trace.arguments
@@ -348,7 +348,7 @@ class Watch:
         A role has the first of the formats that would do at 90 % of its sites, or float32; a module where that would
         not do at each of its sites has the first that would. The formats are taken from the smallest; those whose
         numbers share scales are left out, for no role has one. The policy is then tried on the last watched call, with
-        what came in and the gradients that came, in the parameters of now; what is inf, NaN or saturates there is left
+        the same inputs and gradients, in the parameters of now; what is inf, NaN or saturates there is left
         in float32. `suggest` says what was tried. Warns where nothing could be.
         underflow, overflow, sqnr_db: as in `table`.
         """

@@ -55,7 +55,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: for what is not a mapping.
-        ValueError: for a model that is not quantised, for what is no such state, and for the state of another model:
+        ValueError: for a model that is not quantised, for what is not such a state, and for the state of another model:
             one with names that no product of this one asks for, or with other formats.
     """
     by_place = _histories(model)

@@ -126,7 +126,7 @@ def straight_through(x: Tensor, spec: RoundingSpec | None, backward_spec: Roundi
     if torch.compiler.is_compiling():
         return StraightThrough.apply(x, spec, backward_spec)  # type: ignore[no-any-return]
     out = _StraightThroughBothModes.apply(x, spec, backward_spec)
-    return out.clone() if spec is None else out  # torch lets nobody write to what a Function gave back as it came
+    return out.clone() if spec is None else out  # torch lets nobody write to what a Function returned as it was given
 
 
 def round_differentiably(x: Tensor, spec: RoundingSpec, log2_scale: Tensor | None = None) -> Tensor:

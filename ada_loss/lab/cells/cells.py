@@ -119,7 +119,7 @@ def plan(
         "name" in one as in a format; "float32" is an optimizer as it is, and so is None, for all cells. The format and
         the update together are the cell's format: {"format": "fp32", "update": "bf16_sr"}.
     Raises ValueError for an unknown task, format, method, rounding or option, for an empty grid, and for combinations
-    that are the same training; TypeError for what is not a list, and for seeds that are no integers.
+    that are the same training; TypeError for what is not a list, and for seeds that are not integers.
 
     >>> [str(cell) for cell in plan("digits", ["fp32", "fp16"], ["none", "torch"])]
     ['fp32 nearest_even none seed 0', 'fp16 nearest_even none seed 0', 'fp16 nearest_even torch seed 0']
@@ -371,7 +371,7 @@ def _seeds(seeds: int | Sequence[int]) -> Sequence[int]:
         if not is_whole(seed):
             words = "is not an integer. Expected: how many seeds, or a list of integers."
             raise TypeError(f"The seed {shown(seed)} {words}")
-    return [int(seed) for seed in seeds]  # NumPy's integers are no JSON
+    return [int(seed) for seed in seeds]  # NumPy's integers are not JSON
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def _points(steps: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[li
 def lost_by_site(
     arrays: Mapping[str, NDArray[Any]], role: str = "error"
 ) -> tuple[list[int], list[str], NDArray[np.float64]] | None:
-    """Where a training lost the numbers of a role: steps, sites, and shares, (steps, sites), NaN where none came.
+    """Where a training lost the numbers of a role: steps, sites, and shares, (steps, sites), NaN where there were none.
 
     None without a recording. Gradients are given from the input to the output.
     """

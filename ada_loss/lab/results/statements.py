@@ -176,7 +176,7 @@ class Verdict:
         words += f"{len(self.baseline)} seeds, Holm-corrected{shared}: a wrong statement anywhere has a chance of at "
         words += f"most {per_cent(self.level)} if differences are normal"
         if self.level == LEVEL and shared:
-            words += f", and came in at most {per_cent(SIMULATED)} of simulated sweeps, also with unequal variances"
+            words += f", and occurred in at most {per_cent(SIMULATED)} of simulated sweeps, also with unequal variances"
         words += ". In brackets: intervals at the level of each test."
         rate = per_cent(round(largest_rate_unseen(len(self.baseline)), 2))
         words += f" Where none of {len(self.baseline)} seeds collapsed, rates of collapse above {rate} are excluded."

@@ -43,7 +43,7 @@ class Space:
     exponent_bits, mantissa_bits: the least and the largest number.
     modules: those that may stay in float32.
     ranked: whether they are in the order of their costs, the largest first.
-    Raises ValueError for what is not a role, for invalid numbers of bits, for modules that are no names, and modules
+    Raises ValueError for what is not a role, for invalid numbers of bits, for modules that are not names, and modules
     together with states.
 
     >>> space = Space(["weight"], (4, 4), (3, 3), ("stem", "head"))

@@ -191,7 +191,7 @@ def _run_own(job: Job, train: TrainFunction) -> tuple[Run, str | None]:
     """Call a training function. A checkpoint behind which it fails at once is deleted: a retry would fail again."""
     try:
         return run_job(job, train)
-    except (TimeLimit, MemoryError, torch.OutOfMemoryError):  # which are no fault of the checkpoint
+    except (TimeLimit, MemoryError, torch.OutOfMemoryError):  # for which the checkpoint is not to blame
         raise
     except Exception as error:
         if job.drop_checkpoint():

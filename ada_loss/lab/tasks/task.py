@@ -104,7 +104,7 @@ class Task:
 
 
 def types_of_pair(data: Any) -> str:
-    """What came in the place of two tensors, for an error: the types of two parts, or of the whole."""
+    """What was given in the place of two tensors, for an error: the types of two parts, or of the whole."""
     is_two = isinstance(data, tuple | list) and len(data) == 2
     return " and ".join(type(part).__name__ for part in data) if is_two else type(data).__name__
 

@@ -104,13 +104,13 @@ def _is_noise(operation: Operation, true: Glance, reference: Keeping) -> bool:
         if all(reader.name in _SCALINGS for reader in _readers(operation)):
             return False  # a product with one number cancels nothing
         around = [reference.by_key.get((c.site, c.call, c.notes.get("batch") or 0)) for c in _readers(operation)]
-        came = max((o.notes["gradient"].amax for o in around if o is not None and "gradient" in o.notes), default=0.0)
-        return true.amax < 1e-12 * came
+        most = max((o.notes["gradient"].amax for o in around if o is not None and "gradient" in o.notes), default=0.0)
+        return true.amax < 1e-12 * most
     if operation.notes["result"].count > 1 and any(c.name == "embedding" for c in operation.children):
         return False
     around = [reference.by_key.get((c.site, c.call, c.notes.get("batch") or 0)) for c in operation.children]
-    came = max((o.notes["gradient"].amax for o in around if o is not None and "gradient" in o.notes), default=0.0)
-    return true.amax < NOISE * came
+    most = max((o.notes["gradient"].amax for o in around if o is not None and "gradient" in o.notes), default=0.0)
+    return true.amax < NOISE * most
 
 
 def _lost_event(operation: Operation, gradient: Glance, true: Glance) -> Event:

@@ -64,7 +64,7 @@ class Attempts:
 
     def __init__(self, trials: Trials, event: Event, was: Outcome, seen: Timeline) -> None:
         self.trials, self.event, self.is_visible = trials, event, not was.is_finite
-        # What reads a result that is float32 now rounds it itself: a saturation that was not there is no cure.
+        # What reads a result that is float32 now rounds it itself: a saturation that was not there is not a cure.
         self._saturations = {(e.place, e.role) for e in seen.saturations} - {(event.place, event.role)}
         following = set() if event.operation is None else descendants(event.operation)
         # What does not follow from the event, such as an infinity that comes to nothing, stays where it was.

@@ -20,7 +20,7 @@ class Event:
     role: "activation", "error", "weight", "weight_grad", "input", "parameter", "buffer", "gradient", "state", "update".
     count, of: how many numbers of how many.
     why: sentences with the numbers to check.
-    operation: where it happened; None of what came in and of what an optimizer did.
+    operation: where it happened; None for inputs, and for what an optimizer did.
     origin: the operation from which on float32 would help; `operation` unless something earlier is to blame.
     constant: what `origin` lost, if it is that.
     read: what was read there, as pairs of a name and a range.

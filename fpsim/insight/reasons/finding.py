@@ -202,15 +202,15 @@ def _events(
 ) -> list[Event]:
     """The events of the first check that has any, the cause first."""
     is_bad = {name for name, gradient in gradients.items() if gradient.kinds}
-    came = [e for e in before if e.role != "gradient" or e.place in is_bad]
+    at_begin = [e for e in before if e.role != "gradient" or e.place in is_bad]
     inputs = [e for e in seen.events if e.stage == "state" and e.role == "input"]
     readers = {s.site: o.site for o in reversed(seen.operations) for s in o.sources if s is not None}
-    for event in came:
+    for event in at_begin:
         if event.place in readers:
             event.why.append(f"It is read first by {readers[event.place]}.")
-    state = [*inputs, *[e for e in came if e.role != "gradient"], *[e for e in came if e.role == "gradient"]]
+    state = [*inputs, *[e for e in at_begin if e.role != "gradient"], *[e for e in at_begin if e.role == "gradient"]]
     if state:
-        if inputs or any(e.role in ("parameter", "buffer") for e in came):
+        if inputs or any(e.role in ("parameter", "buffer") for e in at_begin):
             _run_in_float32(trials, seen, result)
         return state
     reference = _Reference(trials, seen)

@@ -39,10 +39,12 @@ def explain_gradient(operation: Operation, at: Operation, role: str, gradient: T
             event.kind, event.place, event.operation, event.origin = "infinite slope", child.site, child, child
             zeros = read.count - read.nonzero
             what = f"{zeros} of the {read.count} numbers that it read are 0" if at_zero else f"it read {read}"
-            came = child.notes.get("gradient")
-            event.why.append(f"{what}, where the slope of {child.name} has no end; the gradient that came was {came}.")
+            arrived = child.notes.get("gradient")
+            event.why.append(
+                f"{what}, where the slope of {child.name} has no end; the incoming gradient was {arrived}."
+            )
             event.why.append(f"{event.count} of {event.of} gradients of {at.site} are not finite.")
-            event.read = [(at.site, str(read)), (f"gradient of {child.site}", str(came))]
+            event.read = [(at.site, str(read)), (f"gradient of {child.site}", str(arrived))]
             event.remedy = "slope"
             return event
     event.remedy = "scale"

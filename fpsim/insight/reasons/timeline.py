@@ -29,7 +29,7 @@ class Timeline:
     """What a step computed; also the observer of a quantised model.
 
     operations: in the order of the run, each with glances in its notes.
-    gradients: the operations and parameters in the order in which their gradients came.
+    gradients: the operations and parameters in the order in which their gradients arrived.
     events: in the order of time.
     saturations: those of formats without an infinity, which break nothing at once.
     """

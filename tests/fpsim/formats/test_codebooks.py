@@ -117,7 +117,7 @@ def test_books_that_differ_are_not_equal() -> None:
         (((1.0, 2.0), "evne"), "even"),
         (((1.0, -0.0),), "-0 without 0"),
         (((1.0, math.inf),), "1 finite values"),
-        (("nf4",), "are no numbers"),
+        (("nf4",), "is not a sequence of numbers"),
         (((1.0, 1e39),), "beyond float32"),
         (((1.0, 2.0, 3.0), "up", (1.5,)), "1 numbers for 3 values"),
         (((1.0, 2.0), "up", (2.5,)), "does not lie between"),
