@@ -76,7 +76,7 @@ from fpsim.emulation.roundings import Roundings
 from fpsim.emulation.scaled_masks import keep_masks, masks_to_scale
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.emulation.steps import Step
-from fpsim.tensors.spec import ContainerError, rounding_spec
+from fpsim.tensors.spec import FLOATING, ContainerError, rounding_spec
 from fpsim.torch_internals import base_of, blind_to_modes
 from fpsim.torch_modes import hooks_of_saved_tensors
 
@@ -315,7 +315,13 @@ class Emulation(Roundings, TorchFunctionMode):
         """The arguments, with those that are operands in their formats, which are appended to `floats`."""
         positional = [*args]
         for i, x in enumerate(args):
-            if isinstance(x, Tensor | list | tuple) and not (i == 0 and keeps_first) and i not in call.skip_positions:
+            if (i == 0 and keeps_first) or i in call.skip_positions:
+                continue
+            if isinstance(x, Tensor):
+                if x.dtype in FLOATING and x.layout is torch.strided:  # as is_roundable
+                    positional[i] = x = self.operand(x, rounds)
+                    floats.append(x)
+            elif isinstance(x, list | tuple):
                 positional[i] = self.prepared(x, rounds, floats)
         if not kwargs:
             return tuple(positional), kwargs

@@ -128,8 +128,7 @@ class Roundings:
             return alias.rounded
         kept = scope.listeners.kept_weights
         if kept is not None and type(x) is nn.Parameter and spec is not None and self._may_keep(x, spec):
-            text = self._mark_of_weight(spec)
-            return kept.copy_of(x, text, partial(_rounded_weight, spec, text))
+            return kept.copy_of(x, scope.weight, partial(_rounded_weight, spec, scope.weight))
         copies: dict[Any, tuple[Any, Tensor]] = self._operands.setdefault(x, {})
         key, needs_grad = (spec and spec.text, backward and backward.text), x.requires_grad and torch.is_grad_enabled()
         state_then, rounded = copies.get(key, (None, x))
@@ -168,7 +167,7 @@ class Roundings:
         rounded = x.clone()
         if spec is not None:
             (round_memory_ if is_now else round_here_)(rounded, spec, keep_masks=keep_masks)
-            mark(rounded, spec.text if role == "activation" else self._mark_of_weight(spec))
+            mark(rounded, spec.text if role == "activation" else self.scope.weight)
             listeners = self.scope.listeners
             observer = None if listeners.observer is None else listeners.watching(site, role)
             if observer is not None:
@@ -177,10 +176,6 @@ class Roundings:
             gradient_role = "weight_grad" if role == "weight" else "error"
             self._register(rounded, site, gradient_role, backward, role, (x,))
         return rounded
-
-    def _mark_of_weight(self, spec: RoundingSpec) -> str:
-        """The mark of a weight's rounded copy."""
-        return spec.text if spec.text == self.scope.activation else spec.text + OF_A_WEIGHT
 
     def _may_keep(self, x: Tensor, spec: RoundingSpec) -> bool:
         """Whether a frozen weight's rounded copy may be that of another call: nobody can tell it from a new one."""

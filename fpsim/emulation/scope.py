@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fpsim.emulation.kept_weights import KeptWeights
+from fpsim.emulation.marks import OF_A_WEIGHT
 from fpsim.policies.delayed import Histories
 from fpsim.policies.policy import Policy, RoleSpecs
 from fpsim.policies.products import Products
@@ -101,12 +102,13 @@ class Scope:
     products: how operands of products are quantised; None where they are not.
     dtype: torch's name of the activations' format, if it has one.
     activation: the mark of a tensor in the activations' format; None where they have none.
+    weight: the mark of a weight's rounded copy; empty where weights are not rounded.
     write: given a parameter and what writes to it, does so; None where parameters take numbers as they are.
     """
 
     __slots__ = (
-        "activation", "counts", "dtype", "float32", "listeners", "name", "products", "specs", "weights", "wide",
-        "write",
+        "activation", "counts", "dtype", "float32", "listeners", "name", "products", "specs", "weight", "weights",
+        "wide", "write",
     )  # fmt: skip
 
     def __init__(
@@ -124,6 +126,9 @@ class Scope:
         self.products = products
         self.dtype = None if specs.activation is None else specs.activation.dtype
         self.activation = None if specs.activation is None else specs.activation.text
+        self.weight = "" if specs.weight is None else specs.weight.text
+        if self.weight and self.weight != self.activation:
+            self.weight += OF_A_WEIGHT
         self.counts: dict[str, int] = {}
         self.write: Callable[[Tensor, Callable[[], Any]], Any] | None = None
 
@@ -131,7 +136,8 @@ class Scope:
         """The same place in another call, with no operation counted yet."""
         scope = object.__new__(Scope)
         scope.name, scope.specs, scope.float32, scope.listeners = self.name, self.specs, self.float32, self.listeners
-        scope.products, scope.dtype, scope.activation = self.products, self.dtype, self.activation
+        scope.products, scope.dtype = self.products, self.dtype
+        scope.activation, scope.weight = self.activation, self.weight
         scope.weights, scope.wide, scope.counts, scope.write = weights, wide, {}, self.write
         return scope
 
