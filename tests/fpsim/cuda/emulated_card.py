@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from ptx_machine import Program
+from kernel_cases import Array, Memory
+from ptx_machine import Program, numba_arguments
 
 from fpsim.kernels.card import CudaKernel
 
@@ -89,3 +90,24 @@ def load_of_integers(kernel: CudaKernel, device: int = DEVICE, stream: int = STR
 
 def bind(kernel: CudaKernel, program: Program) -> None:
     kernel.bind(DEVICE, _launch, program)
+
+
+class EmulatedCard:
+    """The machine that runs the kernels so; see `kernel_cases.Machine`."""
+
+    threads: int | None = None
+
+    def __call__(self, kernel: CudaKernel, blocks: int, *arguments: Any, reads: tuple[Any, ...] = ()) -> None:
+        held = [a for a in arguments if isinstance(a, Memory | Array)]
+        written = [a.x for a in held if isinstance(a, Array) or a.is_written]
+        others = [a.x for a in held if isinstance(a, Memory) and not a.is_written]
+        words: list[Any] = []
+        for a in arguments:
+            if isinstance(a, Array):
+                words += numba_arguments([a.x.numpy()])[0]
+            elif isinstance(a, Memory):
+                words.append(a.x.data_ptr())
+            else:
+                words.append(0 if a is None else a)
+        with memory(*written, reads=(*others, *reads)):
+            kernel(DEVICE, STREAM, blocks, tuple(words))

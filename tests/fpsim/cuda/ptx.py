@@ -7,13 +7,13 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from emulated_card import FLOATING
+from kernel_cases import ACCUMULATORS, PREDICTING, decisions_at, factor_of
 from numba import types
 from numba.cuda import compile_ptx
 
-from ada_loss.layerwise import scale_kernels
-from ada_loss.rules import LAYER_RULES
-from fpsim import Accumulator, as_accumulator
+from fpsim import Accumulator
 from fpsim.kernels import accumulate, block_teams, blocks, hadamard, moments
 from fpsim.kernels.compile import for_device
 from fpsim.kernels.core import BOOK, SEARCHED_BOOK
@@ -103,15 +103,7 @@ def test_the_kernels_of_hadamard_transforms_compile(size: int, width: int) -> No
     assert re.findall(r"\b(?:fma|mad)\.\S*f\d+|\.ftz", text) == []
 
 
-PRODUCTS = [
-    as_accumulator("fp16"),
-    as_accumulator("hopper_fp8_chunk128"),
-    Accumulator("dlfloat16", "stochastic", product="e5m2", product_rounding="stochastic", chunk=4, outer="fp32"),
-    Accumulator("bf16", "stochastic", group=3, group_bits=9),
-]
-
-
-@pytest.mark.parametrize("accumulator", PRODUCTS, ids=repr)
+@pytest.mark.parametrize("accumulator", ACCUMULATORS, ids=repr)
 def test_the_kernel_of_products_compiles_and_computes_in_float64_alone(accumulator: Accumulator) -> None:
     text = accumulate.cuda_loop(summation_of(accumulator).code).ptx((9, 0))
     assert ".entry" in text
@@ -123,27 +115,11 @@ def test_the_kernel_of_products_compiles_and_computes_in_float64_alone(accumulat
     assert not re.search(r"\.(ftz|approx|f32)\b", str(text))
 
 
-def every_scale_kernel() -> list[tuple[str, Any, tuple[str, ...]]]:
-    """Every kernel of adaptive scaling with the kinds of its arrays."""
-    found = [
-        ("pass_scale_on", scale_kernels.pass_scale_on, "iffif"),
-        ("retain_last_informative", scale_kernels.retain_last_informative, "iifi"),
-        ("scale_to_max", scale_kernels.scale_to_max, "iffiif"),
-        ("delayed_scaling", scale_kernels.delayed_scaling, "iffifif"),
-        ("smallest_sufficient_scale", scale_kernels.smallest_sufficient_scale, "iffiifif"),
-        ("meeting_scale", scale_kernels.meeting_scale, "fifi"),
-    ]
-    for rule in LAYER_RULES.values():
-        if rule.predicts:
-            found.append((rule.name, scale_kernels.factor_kernel(rule.core()), "iffiffifif"))
-    return [(name, function, tuple(kinds)) for name, function, kinds in found]
+DECISIONS = [*decisions_at(1.0), *(factor_of(rule, 1.0) for rule in PREDICTING)]
 
 
-@pytest.mark.parametrize(
-    ("name", "function", "kinds"), every_scale_kernel(), ids=lambda v: v if isinstance(v, str) else ""
-)
-def test_scale_kernels_compile_for_a_card(name: str, function: Any, kinds: tuple[str, ...]) -> None:
-    arrays = {"i": types.Array(types.int64, 1, "C"), "f": types.Array(types.float64, 1, "C")}
-    signature = tuple(arrays[kind] for kind in kinds)
+@pytest.mark.parametrize(("function", "arrays"), DECISIONS, ids=lambda v: getattr(v, "__name__", ""))
+def test_scale_kernels_compile_for_a_card(function: Any, arrays: tuple[torch.Tensor, ...]) -> None:
+    signature = tuple(types.Array(types.float64 if a.is_floating_point() else types.int64, 1, "C") for a in arrays)
     text, _ = compile_ptx(for_device(function), signature, cc=(7, 5))
     assert ".entry" in text

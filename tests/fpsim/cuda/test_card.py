@@ -14,29 +14,20 @@ from typing import Any
 import numba
 import pytest
 import torch
+from kernel_cases import COMPILED
 
 import fpsim
-from fpsim.kernels import accumulate, block_teams, hadamard, moments
 from fpsim.kernels.card import CudaKernel, array_words, assembled, scalar_kernel
 from fpsim.kernels.kept import kept_code
 from fpsim.kernels.round import ALIGNED, HAS_KEY, HAS_SCALE, cuda_loop
 from fpsim.tensors import launch
-from fpsim.tensors.gemm import as_accumulator, summation_of
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None or importlib.util.find_spec("nvidia") is None,
     reason="numba-cuda and NVVM are not installed: pip install 'ada-loss[cuda13]'",
 )
 
-KERNELS = {
-    "round": lambda: cuda_loop(0, 1, 32),
-    "blocks": lambda: block_teams.cuda_rounding(0, 1, 1, 0),
-    "hadamard": lambda: hadamard.cuda_loop(1024, 32),
-    "accumulate": lambda: accumulate.cuda_loop(summation_of(as_accumulator("fp16")).code),
-    "moments": lambda: moments.cuda_moments(4, True, False),
-    "exponents": lambda: moments.cuda_exponents(4),
-    "scalar": lambda: scalar_kernel(keep_first, (("int64", 1), ("float64", 2))),
-}
+KERNELS = {**COMPILED, "scalar": lambda: scalar_kernel(keep_first, (("int64", 1), ("float64", 2)))}
 
 
 def keep_first(a: Any, b: Any) -> None:

@@ -1,0 +1,272 @@
+"""The kernels, each with its arguments: one list for the machines that run them.
+
+A machine is `run(kernel, blocks, *arguments, reads=())`: Numba's simulator, or the CPU that executes PTX. What either
+gives is compared with the CPU's own kernels; PTX is compiled of the same kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ada_loss.layerwise import scale_kernels
+from ada_loss.rules import LAYER_RULES, LayerRule
+from fpsim import Accumulator, as_accumulator
+from fpsim.kernels import accumulate, block_teams, hadamard, moments
+from fpsim.kernels.blocks import WIDE_PLAN
+from fpsim.kernels.card import CudaKernel
+from fpsim.kernels.codebook_tables import table_address, table_at
+from fpsim.kernels.core import BOOK
+from fpsim.kernels.round import Masks, cuda_loop
+from fpsim.kernels.statistics import SMALLEST_SCALE
+from fpsim.tensors.block_tally import limits_of
+from fpsim.tensors.gemm import summation_of
+from fpsim.tensors.hadamard import FIXED_SIGNS
+from fpsim.tensors.moments import binades, moments_of
+from fpsim.tensors.shared_scales import block_axes, block_plan, finite_amax, in_parts, shared_numbers
+from fpsim.tensors.spec import BlockSpec, any_spec
+
+KEY = 0x0123_4567_89AB_CDEF
+
+
+class Memory(NamedTuple):
+    """Memory that a kernel gets the address of.
+
+    is_written: whether it may write there. has_numbers: floats are read and written as such, not as their patterns.
+    """
+
+    x: torch.Tensor
+    is_written: bool = False
+    has_numbers: bool = False
+
+
+class Array(NamedTuple):
+    """Memory that a kernel gets with its shape and strides, and may write to."""
+
+    x: torch.Tensor
+
+
+class Machine(Protocol):
+    """Runs kernels of a card without one.
+
+    threads: of a block; None for the kernel's own.
+    reads: other memory that the kernel may read. None among the arguments is no memory.
+    """
+
+    threads: int | None
+
+    def __call__(self, kernel: CudaKernel, blocks: int, *arguments: Any, reads: tuple[Any, ...] = ()) -> None: ...
+
+
+def launched(machine: Machine, kernel: CudaKernel) -> int:
+    """How many threads a block of the kernel has there."""
+    kernel.threads = machine.threads or kernel.threads
+    return kernel.threads
+
+
+# Moments and binades
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    return x.data_ptr() % 16 == 0
+
+
+def gathered_by(
+    machine: Machine, x: torch.Tensor, only_amax: bool = False, logs: bool = False, aligned: bool | None = None
+) -> torch.Tensor:
+    """The moments of a tensor. aligned: what the kernel is told; None for the truth."""
+    n, size = x.numel(), x.element_size()
+    blocks, integers, floats = moments.partial_words(n, size)
+    rows, sums = torch.zeros(integers, dtype=torch.int64), torch.full((floats,), torch.nan).double()
+    out = torch.zeros(10).double()
+    kernel = moments.cuda_moments(size, only_amax, logs)
+    kernel.threads = moments.CUDA_THREADS
+    whether = int(is_aligned(x) if aligned is None else aligned)
+    machine(kernel, blocks, Memory(x), n, whether, Array(rows), Memory(sums, True, True), Memory(out, True, True))
+    return out
+
+
+def counted_by(machine: Machine, x: torch.Tensor, power_begins: bool, aligned: bool | None = None) -> torch.Tensor:
+    """How many numbers of a tensor are in each binade."""
+    bins = torch.zeros(256 if x.element_size() == 4 else 2048, dtype=torch.int64)
+    kernel = moments.cuda_exponents(x.element_size(), power_begins)
+    kernel.threads = moments.CUDA_THREADS
+    whether = int(is_aligned(x) if aligned is None else aligned)
+    blocks = moments.partial_words(x.numel(), x.element_size())[0]
+    machine(kernel, blocks, Memory(x), x.numel(), whether, Array(bins))
+    return bins
+
+
+# Blocks: format, rounding, shape, axis, and how many of 256 threads share a block
+
+BLOCKS = [
+    ("mxfp8_e4m3", "nearest_even", (20, 134, 37), 1, 8),
+    ("mxfp8_e4m3", "stochastic", (20, 134, 37), -1, 8),
+    ("e2m1fn per 4x8 even", "nearest_even", (20, 134, 37), 0, 8),
+    ("nvfp4", "nearest_even", (20, 134, 37), -1, 8),
+    ("nvfp4", "stochastic", (20, 134, 37), 1, 4),
+    ("mxfp4", "nearest_even", (20, 4958), -1, 8),
+    ("e4m3fn per 3 fp32", "nearest_even", (20, 4958), -1, 1),
+    ("e4m3fn per row fp32", "nearest_even", (20, 134, 37), 1, 32),
+    ("e4m3fn per row fp32", "nearest_even", (20, 4958), -1, 256),
+    ("e4m3fn per row fp32", "nearest_even", (4958, 20), 0, 32),
+    ("e4m3fn per 128x128 fp32", "nearest_even", (370, 268), -1, 256),
+    ("e4m3fn per 128x1 fp32", "nearest_even", (370, 268), -1, 32),
+    ("nf4 per 32", "nearest_even", (20, 134, 37), 1, 8),
+    ("dynamic8 per 32 fp32", "stochastic", (20, 134, 37), -1, 8),
+]
+TALLIED = [("mxfp4", 1), ("e2m1fn per 32 at 0.75", -1), ("nvfp4", 1), ("e4m3fn per tensor fp32", 0)]
+
+
+class Rounded(NamedTuple):
+    """What rounding in blocks gives, and how many threads share a block."""
+
+    y: torch.Tensor
+    scales: torch.Tensor
+    team: int
+
+
+def rounded_by(machine: Machine, x: torch.Tensor, spec: BlockSpec, axis: int, has_key: bool) -> Rounded:
+    """A tensor rounded in blocks. has_key: the key is in memory, and not a number among the arguments."""
+    plan, axes = block_plan(spec), block_axes(x.shape, spec.fmt.tile, axis, None)
+    largest = int(x.nan_to_num(0, 0, 0).abs().max().view(torch.int32)) if spec.fmt.tensor_scale else -1
+    y, scales = torch.full_like(x, 77.0), torch.zeros(math.prod(axes.blocks))
+    kernel = block_teams.cuda_rounding(plan.rule, plan.shape, plan.scale_shape, plan.kind)
+    grid, team = block_teams.grid_of(axes, launched(machine, kernel))
+    shared, key = Memory(torch.tensor([-1, largest])), Memory(torch.tensor([KEY]))
+    key_words = (key, 1, 0) if has_key else (None, 0, KEY)
+    tables = [table_at(table_address(plan.parameters[i:])) for i in (0, WIDE_PLAN) if plan.shape >= BOOK]
+    words = Memory(x), Memory(y, True), *axes, *plan.parameters, shared, Memory(scales, True, True), 1, *key_words, team
+    machine(kernel, grid, *words, reads=tuple(tables))
+    return Rounded(y, scales, team)
+
+
+def tallied_by(machine: Machine, x: torch.Tensor, after: torch.Tensor, spec: BlockSpec, axis: int) -> torch.Tensor:
+    """What happened to blocks between `x` and `after`."""
+    plan, axes = block_plan(spec), block_axes(x.shape, spec.fmt.tile, axis, None)
+    whole = finite_amax(x) if spec.fmt.block == "tensor" else torch.tensor(-1)
+    shared = torch.cat([shared_numbers(x, spec.fmt, plan, None), whole.reshape(1)])
+    axes = in_parts(axes, True) if spec.fmt.block == "tensor" else axes
+    out = torch.tensor([0] * SMALLEST_SCALE + [2**63 - 1, 0])
+    kernel = block_teams.cuda_tally(plan.scale_shape, plan.kind)
+    grid, team = block_teams.grid_of(axes, launched(machine, kernel))
+    words = Memory(x), Memory(after), *axes, *plan.parameters, Memory(shared), Array(out), *limits_of(spec), team
+    machine(kernel, grid, *words)
+    return out
+
+
+def block_spec(name: str, rounding: str = "nearest_even") -> BlockSpec:
+    spec = any_spec(name, rounding)
+    assert isinstance(spec, BlockSpec)
+    return spec
+
+
+# Hadamard transforms: groups, what lies behind the axis, signs, whether it is the inverse
+
+TRANSFORMS = [(6, 1, None, False), (3, 5, "fixed", False), (3, 5, "random", True), (1, 9, "random", False)]
+
+
+def transformed_by(
+    machine: Machine, x: torch.Tensor, signs: str | None, is_inverse: bool, has_key: bool
+) -> torch.Tensor:
+    """x: (groups, size, inner), transformed along its second axis."""
+    groups, size, inner = x.shape
+    y, kernel = torch.full_like(x, 77.0), hadamard.cuda_loop(size, 8 * x.element_size())
+    words = FIXED_SIGNS if signs == "fixed" else 0, int(signs == "random"), int(is_inverse)
+    key = (Memory(torch.tensor([KEY])), 1, 0) if has_key else (None, 0, KEY)
+    source, target = Memory(x, has_numbers=True), Memory(y, True, True)
+    machine(kernel, -(-x.numel() // kernel.threads), source, target, groups * inner, inner, *words, *key)
+    return y
+
+
+# Products
+
+ACCUMULATORS = [
+    as_accumulator("fp16"),
+    as_accumulator("hopper_fp8"),
+    as_accumulator("hopper_fp8_chunk128"),
+    Accumulator("fp32"),
+    Accumulator("e5m2", "stochastic", product="e5m2", product_rounding="stochastic", chunk=4),
+    Accumulator("dlfloat16", "up", "saturate", chunk=3, outer="bf16", outer_rounding="stochastic"),
+    Accumulator("e4m3fn", "stochastic", group=3, group_bits=9, chunk=8, outer="fp32", outer_rounding="to_odd"),
+]
+
+
+def operands_of_a_product(batches: int, m: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """a, b and a bias, with strides of every kind."""
+    a = (torch.randn(batches, k, m) * torch.exp2(torch.randint(-7, 8, (batches, 1, m)))).mT
+    a[0, 0, :3] = torch.tensor([torch.inf, 2.0**-149, -0.0])
+    return a, torch.randn(k, n).expand(batches, k, n), torch.randn(n).expand(batches, m, n)
+
+
+def product_by(
+    machine: Machine, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, has_bias: bool, accumulator: Accumulator
+) -> torch.Tensor:
+    """a @ b, and the bias if there is one, of `operands_of_a_product`."""
+    batches, m, k = a.shape
+    n, summation = b.shape[-1], summation_of(accumulator)
+    y = torch.full((batches, m, n), 77.0)
+    strides = (*a.stride(), *b.stride(), *(bias.stride() if has_bias else (0, 0, 0)), *y.stride())
+    sizes = accumulate.Sizes(batches, m, n, k, *strides, int(has_bias), *summation.ends)
+    kernel = accumulate.cuda_loop(summation.code)
+    plans = [integer for plan in summation.plans for integer in plan]
+    words = Memory(a.mT), Memory(b[0]), Memory(bias[0, 0]), Memory(y, True), *sizes, *plans, None, 0, KEY
+    machine(kernel, -(-y.numel() // launched(machine, kernel)), *words)
+    return y
+
+
+# Decisions of adaptive scaling
+
+PREDICTING = [rule for rule in LAYER_RULES.values() if rule.predicts]
+SIZES = [2.0**-30, 1.0, 2.0**20, 0.0, torch.inf]  # of gradients
+Decision = tuple[Callable[..., None], tuple[torch.Tensor, ...]]
+
+
+def integers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def reals(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def factor_of(rule: type[LayerRule], size: float, recompute: int = scale_kernels.RECOMPUTE) -> Decision:
+    """The kernel that chooses a rule's factor, and its arrays."""
+    limits = reals(*scale_kernels.Limits(2.0**-24, 65504.0, -112, 70, 16.0, 2.0**20, lost_exponent=-25))
+    head = integers(3), moments_of(torch.randn(40) * size), moments_of(torch.randn(30)), integers(12), limits
+    ends = integers(0), torch.zeros(len(scale_kernels.CHOSEN)).double()
+    own = reals(*rule().parameters()), integers(recompute), torch.ones(1).double()
+    return scale_kernels.factor_kernel(rule.core()), (*head, *own, *ends)
+
+
+def decisions_at(size: float) -> Iterator[Decision]:
+    """Each other kernel that decides a scale, and its arrays."""
+    limits = reals(*scale_kernels.Limits(2.0**-9, 448.0, -119, 85, torch.inf, torch.inf, lost_exponent=-10))
+    x = torch.randn(50) * size
+    bins, first = binades(x)
+    for function, own in (
+        (scale_kernels.pass_scale_on, ()),
+        (scale_kernels.scale_to_max, (integers(1),)),
+        (scale_kernels.delayed_scaling, (integers(0), reals(1.0, 2.0, 0.5))),
+        (scale_kernels.smallest_sufficient_scale, (bins, integers(first), reals(0.01))),
+    ):
+        yield function, (integers(5), moments_of(x), limits.clone(), *own, integers(0), torch.zeros(5).double())
+    yield scale_kernels.retain_last_informative, (integers(5), integers(7), moments_of(x), integers(0))
+    amaxima, scales = reals(size, 2.0**-30, 4.0), integers(3, -7, 60)
+    yield scale_kernels.meeting_scale, (amaxima, scales, limits.clone(), integers(0))
+
+
+# What is compiled and launched, one kernel of each kind whose arguments are integers
+
+COMPILED: dict[str, Callable[[], CudaKernel]] = {
+    "round": lambda: cuda_loop(0, 1, 32),
+    "round, with masks": lambda: cuda_loop(6, 1, 32, Masks(1, True)),
+    "blocks": lambda: block_teams.cuda_rounding(0, 1, 1, 0),
+    "hadamard": lambda: hadamard.cuda_loop(1024, 32),
+    "accumulate": lambda: accumulate.cuda_loop(summation_of(ACCUMULATORS[0]).code),
+    "moments": lambda: moments.cuda_moments(4, True, False),
+    "exponents": lambda: moments.cuda_exponents(4),
+}
