@@ -35,7 +35,7 @@ def callee_type(function: Callable[..., Any], options: _Options) -> Any:
     known = _current[-1]
     if function not in known:
         callee = Callee(function, options)
-        known[function] = types.Dispatcher(callee), callee  # the type keeps a weak reference
+        known[function] = types.Dispatcher(callee), callee  # type: ignore[type-var]  # it keeps a weak reference
     return known[function][0]
 
 
@@ -67,7 +67,7 @@ class Callee:
 
         if kws:
             raise TypeError(f"{self.py_func.__name__} is called with keywords. Give its arguments by place.")
-        kinds = tuple(map(types.unliteral, args))
+        kinds = tuple(map(types.unliteral, args))  # type: ignore[attr-defined]
         if kinds not in self._compiled:
             self._compiled[kinds] = self._compile(kinds)
         _, signature = self._compiled[kinds]
