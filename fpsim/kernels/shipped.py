@@ -54,6 +54,11 @@ def _opened(file: Path) -> zipfile.ZipFile | None:
         return None
 
 
+def is_there() -> bool:
+    """Whether this installation has loops that it can take."""
+    return _opened(FILE) is not None
+
+
 def shipped_text(name: str) -> str | None:
     """The instructions of a loop; None where this installation has none that are whole."""
     archive = _opened(FILE)
