@@ -113,7 +113,8 @@ def figure_of(trainings: Mapping[str, Training], rate: float) -> Figure:
         lost.plot([*training.lost], [100 * share for share in training.lost.values()], **look)
         counts = torch.histogram(torch.tensor(training.norms), edges).hist
         width = float(edges[1] - edges[0])
-        norms.bar(edges[:-1], counts / counts.max() * 0.85, width, bottom=-i, align="edge", color=colour(i))
+        heights = (counts / counts.max() * 0.85).tolist()
+        norms.bar(edges[:-1].tolist(), heights, width, bottom=-i, align="edge", color=colour(i))
     loss.set(xlabel="step", ylabel="loss in bits, mean of 10 steps", title=f"AdamW at {rate:g}")
     lost.set(xlabel="step", ylabel="lost updates in %", ylim=(-2, 102), title="updates that change nothing")
     norms.set(xlabel="value at the end", title="weights of the norms, all 1 at first")

@@ -23,8 +23,9 @@ class _Instants:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         self.come()
+        frame.f_trace = _Frame(self)  # Python 3.13 looks at f_trace_opcodes where f_trace is set
         frame.f_trace_opcodes = True
-        return _Frame(self)
+        return frame.f_trace
 
     def come(self) -> None:
         self.count += 1
@@ -54,6 +55,7 @@ def interrupted(function: Callable[[], object], at: int) -> tuple[int, BaseExcep
     """
     instants = _Instants(at)
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at it only when a trace function is set
     try:
         sys.settrace(instants)
         function()

@@ -150,7 +150,7 @@ def te_split(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def te_joined(high: np.ndarray, remainder: np.ndarray) -> np.ndarray:
     """The float32 again."""
     undone = (high - (remainder < 0).astype(np.uint16)).astype(np.uint32)
-    return (undone << 16 | remainder.view(np.uint16)).view(np.float32)
+    return (undone << np.uint32(16) | remainder.view(np.uint16)).view(np.float32)  # 16: int64 in NumPy 1 where x is 0-d
 
 
 def optimi_adam(

@@ -8,7 +8,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -229,10 +229,10 @@ def search(
 
         chosen = range(seeds) if isinstance(seeds, int) else seeds
         trials_done = _Trials(run, space, scaling, chosen, metric, tolerance, lambda: Results(out).directions)
-        trials_done.stored = StoredStudy(folder, space, trials_done.metric, trials_done.sign)
-        most = len(trials_done.widest().wide) if is_ranking else len(names)
-        _sample(optuna, trials_done, most, trials, workers, seed)
-        best = trials_done.descend(trials_done.smallest())
+        with closing(StoredStudy(folder, space, trials_done.metric, trials_done.sign)) as trials_done.stored:
+            most = len(trials_done.widest().wide) if is_ranking else len(names)
+            _sample(optuna, trials_done, most, trials, workers, seed)
+            best = trials_done.descend(trials_done.smallest())
     rows = [trials_done.row(point) for point in trials_done.tried]
     answer = space.formats(best), space.size(best), trials_done.mean(best), trials_done.baseline
     return SearchResult(*answer, rows, Results(folder), trials_done.metric, best.wide, trials_done.sign)

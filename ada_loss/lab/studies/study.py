@@ -29,6 +29,8 @@ class StoredStudy:
 
     A search that goes on tries the same again, and writes the study again.
 
+    It holds a connection to its file until `close`.
+
     folder: of the search.
     metric, sign: the metric, and 1 where larger is better, -1 where smaller is.
     """
@@ -38,12 +40,18 @@ class StoredStudy:
         path = folder / FILE
         path.unlink(missing_ok=True)
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
+        self._storage = self._optuna.storages.RDBStorage(f"sqlite:///{path.absolute()}")
         self.study = self._optuna.create_study(
-            storage=f"sqlite:///{path.absolute()}",
+            storage=self._storage,
             study_name=folder.absolute().name,
             directions=["minimize", "maximize" if sign > 0 else "minimize"],
         )
         self.study.set_user_attr("values", ["bits", metric])
+
+    def close(self) -> None:
+        """Close the file: Optuna does not, and since Python 3.13 a connection that is never closed is a warning."""
+        self._storage.remove_session()
+        self._storage.engine.dispose()
 
     def add(self, point: Point, row: Mapping[str, Any]) -> None:
         """Keep a policy that was tried with all seeds; one without a number has failed.

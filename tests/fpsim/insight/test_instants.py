@@ -90,7 +90,7 @@ def test_what_is_made_for_a_block_ends_with_it_and_leaves_nothing_on_torch_thoug
                 assert left_on(model) == [], f"at {at} of {instants}"
             model = new()
     assert len([error for error in kept if error is not None]) > instants // 2
-    assert inside > 20
+    assert inside > 10  # 13 at the least: comprehensions are no calls since Python 3.12
 
 
 def test_an_interrupted_watch_that_nobody_holds_leaves_no_hook_on_its_optimizer(

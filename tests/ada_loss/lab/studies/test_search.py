@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from sweep_tasks import wines
@@ -287,6 +288,7 @@ def test_a_training_function_is_searched_and_its_study_can_be_opened(tmp_path: P
     options: Any = {"roles": ["activation"], "exponent_bits": (5, 5), "mantissa_bits": (0, 4), "show_progress": False}
     found = search(train=trains, seeds=1, trials=4, out=tmp_path / "bits", **options)
     assert found.formats == {"activation": "e5m2"}
+    assert "optuna.db" not in {file.path.rpartition("/")[2] for file in psutil.Process().open_files()}
     study = optuna.load_study(study_name="bits", storage=f"sqlite:///{tmp_path / 'bits' / 'optuna.db'}")
     assert [direction.name for direction in study.directions] == ["MINIMIZE", "MINIMIZE"]
     kept = {(row["bits"], row["accuracy"]) for row in found.rows if row["complete"]}
