@@ -164,7 +164,7 @@ def test_bf16_remainder_is_float32_split_as_transformer_engine_splits_it():
         for p, q in zip(ours, twins, strict=True):
             high, remainder = libraries.te_split(q.detach().numpy())
             assert np.array_equal(libraries.te_joined(high, remainder), q.detach().numpy())
-            seen = (high.astype(np.uint32) << 16).view(np.float32)
+            seen = (high.astype(np.uint32) << np.uint32(16)).view(np.float32)
             assert np.array_equal(seen, p.detach().numpy())
 
 
@@ -176,7 +176,7 @@ def test_the_bfloat16_of_a_remainder_rounds_ties_away_from_zero(value):
     p.grad = torch.tensor([-value])
     optimizer.step()
     high, _ = libraries.te_split(np.array([0 + np.float32(value)], np.float32))
-    assert p.item() == (high.astype(np.uint32) << 16).view(np.float32).item()
+    assert p.item() == (high.astype(np.uint32) << np.uint32(16)).view(np.float32).item()
 
 
 # Kahan: with coefficients that bfloat16 holds, long after the first step, when betas need no correction
