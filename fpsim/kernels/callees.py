@@ -9,30 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import local
 from typing import Any
 
 _Options = dict[str, Any]
 _types: dict[str, dict[Any, Any]] = {}  # by the options of the loop, which what it calls inherits
-_current: list[dict[Any, Any]] = []
+_thread = local()  # its `current`: the types for the loop that a thread compiles
+
+
+def compiles_a_loop() -> bool:
+    """Whether this thread is inside of `callees_of`: what it compiles is for the CPU."""
+    return getattr(_thread, "current", None) is not None
 
 
 @contextmanager
 def callees_of(options: _Options) -> Iterator[None]:
     """Inside, functions are compiled as a loop with these options needs them. Numba's lock must be held."""
-    _current.append(_types.setdefault(repr(sorted(options.items())), {}))
+    _thread.current = _types.setdefault(repr(sorted(options.items())), {})
     try:
         yield
     finally:
-        _current.pop()
+        _thread.current = None
 
 
 def callee_type(function: Callable[..., Any], options: _Options) -> Any:
-    """Numba's type of a function that is called, one for all loops with the same options; None outside of loops."""
+    """Numba's type of a function that a loop calls, one for all loops with the same options."""
     from numba.core import types
 
-    if not _current:
-        return None
-    known = _current[-1]
+    known = _thread.current
     if function not in known:
         callee = Callee(function, options)
         known[function] = types.Dispatcher(callee), callee  # type: ignore[type-var]  # it keeps a weak reference

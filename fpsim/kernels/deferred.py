@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+from fpsim.kernels.callees import callee_type, compiles_a_loop
+
 
 class Deferred:
     """Stands for an object of Numba in functions that Numba compiles.
@@ -34,15 +36,21 @@ class Deferred:
 
 
 class Function(Deferred):
-    """A Python function, `py_func`, that loops call. With `inline="always"` Numba inlines it, else LLVM may.
+    """A Python function, `py_func`, that loops and CUDA kernels call.
 
-    LLVM is the faster of the two. Numba must where memory on the stack would be gone when the function returns, and
-    should where arrays are given, whose owners a call counts.
+    With `inline="always"` Numba inlines it. With `forceinline=True` LLVM does in loops of the CPU, which is faster, and
+    Numba elsewhere. Numba must where memory on the stack would be gone when the function returns, and should where
+    arrays are given, whose owners a call counts.
     """
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         super().__init__(self._compile)
-        self.py_func, self.targetoptions = function, options  # under the names by which Numba inlines it
+        self.py_func, self._options = function, options  # `py_func` and `targetoptions` are Numba's names
+
+    @property
+    def targetoptions(self) -> dict[str, Any]:
+        """What Numba reads to know whether it inlines the function."""
+        return {"inline": "always"} if self._options.get("forceinline") and not compiles_a_loop() else self._options
 
     def _compile(self) -> Any:
         import numba
@@ -51,10 +59,8 @@ class Function(Deferred):
 
     @property
     def _numba_type_(self) -> Any:
-        from fpsim.kernels.callees import callee_type
-
-        kind = None if "inline" in self.targetoptions else callee_type(self.py_func, self.targetoptions)
-        return kind or super()._numba_type_
+        is_called = "inline" not in self.targetoptions and compiles_a_loop()
+        return callee_type(self.py_func, self._options) if is_called else super()._numba_type_
 
     def __call__(self, *arguments: Any) -> Any:
         return self.compiled(*arguments)
