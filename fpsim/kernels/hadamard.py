@@ -52,22 +52,22 @@ def is_negated(element, pattern, is_random, key0, key1):
 
 
 def _stages(size: int) -> Callable[..., Any]:
-    """All stages on `size` rows of LANES numbers, one after the other.
+    """All stages on `size` rows of LANES numbers, one after the other; `count` is that size.
 
     Each is compiled for its distance: knowing it, LLVM sees that the rows of a pair share no memory.
     """
 
-    @njit(inline="always")
-    def nothing(rows):
+    @njit(forceinline=True)
+    def nothing(rows, count):
         pass
 
     def followed_by(before: Callable[..., Any], h: int) -> Callable[..., Any]:
         distance = h * LANES
 
-        @njit(inline="always")
-        def stages(rows):
-            before(rows)
-            for first in range(0, size, 2 * h):
+        @njit(forceinline=True)
+        def stages(rows, count):
+            before(rows, count)
+            for first in range(0, count, 2 * h):
                 for row in range(first, first + h):
                     for i in range(row * LANES, (row + 1) * LANES):
                         a, b = rows[i], rows[i + distance]
@@ -108,7 +108,8 @@ def cpu_loop(size: int, width: int) -> Loop:
         rows, bases, before, after = new_rows(), new_bases(), new_signs(), new_signs()
         for i in range(size * LANES):
             rows[i] = 0  # lanes without a line are transformed too
-        for e in range(size):
+        count = size if inner > 0 else 0  # not a constant for LLVM, which would unroll every stage for 4 s
+        for e in range(count):
             sign = -one if is_negated(e, pattern, is_random, k[0], k[1]) else one
             before[e], after[e] = (one, sign * factor) if is_inverse else (sign, factor)
         line = first
@@ -120,7 +121,7 @@ def cpu_loop(size: int, width: int) -> Loop:
                 for e in range(size):
                     for lane in range(m):
                         rows[e * LANES + lane] = x[start + e * inner + lane] * before[e]
-                stages(rows)
+                stages(rows, count)
                 for e in range(size):
                     for lane in range(m):
                         y[start + e * inner + lane] = rows[e * LANES + lane] * after[e]
@@ -133,7 +134,7 @@ def cpu_loop(size: int, width: int) -> Loop:
                     base = bases[lane]
                     for e in range(size):
                         rows[e * LANES + lane] = x[base + e * inner] * before[e]
-                stages(rows)
+                stages(rows, count)
                 for lane in range(m):
                     base = bases[lane]
                     for e in range(size):

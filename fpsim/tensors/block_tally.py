@@ -35,7 +35,8 @@ def blocks_between(before: Tensor, after: Tensor, spec: BlockSpec, cut: Cut) -> 
     x, r = (t.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous() for t in (before, after))
     if x.numel() == 0:
         return _row(x.device)
-    shared = torch.cat([shared_numbers(x, spec.fmt, plan, cut.scale), torch.full((1,), -1, device=x.device)])
+    shared = shared_numbers(x, spec.fmt, plan, cut.scale)
+    shared = torch.cat([shared, shared.new_full((1,), -1)])
     if spec.fmt.block == "tensor":
         shared[2] = finite_amax(x)
         axes = in_parts(axes, x.is_cuda)
