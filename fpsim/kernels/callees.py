@@ -44,15 +44,22 @@ def callee_type(function: Callable[..., Any], options: _Options) -> Any:
 
 
 def linked_libraries(library: Any) -> Iterable[Any]:
-    """The libraries that a library calls, and those that they call, each once."""
-    libraries: dict[Any, None] = {}
-    left = [library]
-    while left:
-        for other in left.pop()._linking_libraries:
-            if other not in libraries:
-                libraries[other] = None
-                left.append(other)
-    return libraries
+    """The libraries that a library calls, and those that they call, each after all that call it.
+
+    LLVM's linker drops a function that nothing calls yet.
+    """
+    seen: set[Any] = set()
+    finished: list[Any] = []
+
+    def visit(one: Any) -> None:
+        seen.add(one)
+        for other in one._linking_libraries:
+            if other not in seen:
+                visit(other)
+        finished.append(one)
+
+    visit(library)
+    return reversed(finished[:-1])
 
 
 class Callee:
