@@ -77,18 +77,20 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def run(rank: int, folder: Path, kind: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    if kind == "sharded":
-        torch.manual_seed(rank)
-        sharded(folder, rank)
-        dist.destroy_process_group()
-        return
+def replicated(folder: Path, rank: int) -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 2))
     torch.manual_seed(rank)  # the ranks' own random numbers differ
     model = DistributedDataParallel(inner)
     torch.save(trained(model, inner, batches_of(rank)), folder / f"{rank}.pt")
+
+
+def run(rank: int, folder: Path, kind: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    {"replicated": replicated, "sharded": sharded}[kind](folder, rank)
+    # The model is gone by now. One that outlives the process group joins gloo's threads while it holds Python's lock,
+    # which one of them may be waiting for (torch 2.13).
     dist.destroy_process_group()
 
 
