@@ -126,7 +126,11 @@ def test_the_command_lists_rows_and_fails_where_one_does(tmp_path: Path, capsys:
 
 def test_two_settings_of_a_task_are_apart_by_standard_deviations() -> None:
     near, far = {300: 1.0, 301: 3.0}, {300: -5.0, 301: -3.0}  # means of 2 and -4, both with a deviation of sqrt(2)
-    settings = {measured_tasks.PAIRED: near, measured_tasks.FAR: far}
-    assert measured_tasks.separation(settings) == pytest.approx(6 / math.sqrt(2))
-    assert math.isnan(measured_tasks.separation(settings | {measured_tasks.FAR: {300: -5.0}}))
-    assert math.isnan(measured_tasks.separation({measured_tasks.PAIRED: near}))
+    assert measured_tasks.separation(near.values(), far.values()) == pytest.approx(6 / math.sqrt(2))
+    assert math.isnan(measured_tasks.separation(near.values(), [-5.0]))
+    first, second = measured_tasks.COARSE
+    beside = {300: 1.5, 301: 3.5}  # no more than a deviation away
+    for settings, name in (({first: far, second: beside}, first), ({first: beside, second: far}, second)):
+        chosen, values, apart = measured_tasks.coarse_of({measured_tasks.PAIRED: near, **settings})
+        assert (chosen, values, apart) == (name, [-5.0, -3.0], pytest.approx(6 / math.sqrt(2)))
+    assert measured_tasks.coarse_of({measured_tasks.PAIRED: near})[:2] == ("-", [])

@@ -154,10 +154,8 @@ def test_overflow_gives_what_was_asked_for(f: FloatFormat, overflow: str) -> Non
             assert differing(y, round_to(y, f, rounding, overflow), expected_by_oracle(f, y, rounding, overflow)) == []
 
 
-@pytest.mark.parametrize("name", ML_DTYPES)
-def test_casts_agree_with_ml_dtypes(name: str) -> None:
+def casts_that_differ_from_ml_dtypes(name: str, x: torch.Tensor) -> list[object]:
     f = as_format(name)
-    x = torch.cat([corners(f, torch.float32, stride=1 if f.bits < 16 else 37), torch.randn(20000) * f.smallest_normal])
     if name == "e8m0fnu":
         x = x[x.abs() >= 2.0**-126]  # ml_dtypes misrounds 22 float32 subnormals, see the oracle instead
     overflow = "nan" if f.has_nan and not f.has_inf else None  # what those dtypes do
@@ -165,7 +163,24 @@ def test_casts_agree_with_ml_dtypes(name: str) -> None:
         x = x[x.isfinite()]
     with np.errstate(all="ignore"):
         theirs = torch.from_numpy(x.numpy().astype(ML_DTYPES[name]).astype(np.float32))
-    assert differing(x, round_to(x, name, overflow=overflow), theirs) == []
+    return differing(x, round_to(x, name, overflow=overflow), theirs)
+
+
+@pytest.mark.parametrize("name", ML_DTYPES)
+def test_casts_agree_with_ml_dtypes(name: str) -> None:
+    f = as_format(name)
+    x = torch.cat([corners(f, torch.float32, stride=1 if f.bits < 16 else 37), torch.randn(20000) * f.smallest_normal])
+    assert casts_that_differ_from_ml_dtypes(name, x) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ML_DTYPES)
+def test_all_float32_agree_with_ml_dtypes(name: str) -> None:
+    step = 2**24
+    for start in range(-(2**31), 2**31, step):
+        x = torch.arange(start, start + step, dtype=torch.int64).to(torch.int32).view(torch.float32)
+        assert casts_that_differ_from_ml_dtypes(name, x) == [], start
 
 
 GFLOAT_MODES = {
