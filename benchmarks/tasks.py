@@ -12,7 +12,7 @@ import argparse
 import csv
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,15 @@ from ada_loss.lab.tasks import find_task
 from ada_loss.lab.tasks.spread import FILE, PAIRED, Spread, spreads
 from ada_loss.lab.training import train
 from ada_loss.lab.training.run import Stopped
-from fpsim import Policy
+from fpsim import Policy, Products
 
 DOCS = Path(__file__).parents[1] / "docs"
 DATA, PAGE = DOCS / "tasks.csv", DOCS / "tasks.md"
 FIELDS = ("task", "setting", "seed", "metric", "value")
 FIRST = 300
 COUNTS = (3, 5, 10)  # of seeds, in the table
-FLOAT32, FAR = "float32", "e2m1fn per tensor"  # FAR lies far below float32, and learns
+FLOAT32 = "float32"
+COARSE = ("x and w in int3", "x in int2")  # these lie far below float32, and learn
 TABLES = ("spread", "heads")  # what stands between <!-- spread --> and <!-- end of spread -->
 
 
@@ -42,16 +43,23 @@ def gradients(fmt: str) -> Policy:
     return Policy(error=fmt, weight_grad=fmt)
 
 
+def operands(x: str, w: str | None) -> Policy:
+    """Formats of x and w in the three products of a layer; all else is float32."""
+    return Policy(products=Products(fprop=(x, w), dgrad=(None, w), wgrad=(None, x)))
+
+
 SETTINGS: dict[str, tuple[Any, Any]] = {
     FLOAT32: (None, "none"),
     PAIRED: (gradients("e5m2"), "adaptive"),
-    FAR: ("e2m1fn per tensor fp32", "none"),
+    "x and w in int3": (operands("int3 per tensor fp32", "int3 per tensor fp32"), "none"),
+    "x in int2": (operands("int2 per tensor fp32", None), "none"),
     **{
         f"gradients in {fmt}, {words}": (gradients(fmt), scaling)
         for fmt in ("fp16", "e5m2")
         for words, scaling in (("none", "none"), ("2^10", 1024.0), ("adaptive", "adaptive"))
     },
 }
+LEAST_APART = 3.0  # standard deviations
 HEADS = [name for name in SETTINGS if name.startswith("gradients")]  # of `detection` and `segmentation`
 MORE = {"detection": HEADS, "segmentation": HEADS}
 
@@ -111,13 +119,23 @@ def spread_of(task: str, settings: Mapping[str, Mapping[int, float]]) -> Spread:
     )
 
 
-def separation(settings: Mapping[str, Mapping[int, float]]) -> float:
-    """How many standard deviations two settings are apart, PAIRED and FAR; NaN where one was not measured twice."""
-    near, far = (sorted(settings.get(name, {}).values()) for name in (PAIRED, FAR))
+def separation(near: Iterable[float], far: Iterable[float]) -> float:
+    """How many standard deviations two settings are apart; NaN where one was not measured twice."""
+    near, far = sorted(near), sorted(far)
     if min(len(near), len(far)) < 2:
         return math.nan
     deviation = math.sqrt((statistics.variance(near) + statistics.variance(far)) / 2)
     return abs(statistics.fmean(near) - statistics.fmean(far)) / deviation if deviation else math.inf
+
+
+def coarse_of(settings: Mapping[str, Mapping[int, float]]) -> tuple[str, list[float], float]:
+    """The first coarse setting far from PAIRED, or else the last that was measured: name, values, how far apart."""
+    name, far, apart = "-", [], math.nan
+    for name in [name for name in COARSE if name in settings]:
+        far = [*settings[name].values()]
+        if (apart := separation(settings.get(PAIRED, {}).values(), far)) > LEAST_APART:
+            break
+    return name, far, apart
 
 
 def shown(metric: str, value: float) -> str:
@@ -136,11 +154,12 @@ def spread_table() -> Iterator[str]:
     """The table of all tasks."""
     by_task = measured()
     tolerances = " | ".join(f"{count} seeds" for count in COUNTS)
-    yield f"| task | metric | float32 | seeds | paired difference | seeds | {tolerances} | {FAR} | seeds | apart by |"
-    yield "| --- | --- |" + " ---: |" * (len(COUNTS) + 7)
+    coarse_columns = "coarse setting | its value | seeds | apart by"
+    yield f"| task | metric | float32 | seeds | paired difference | seeds | {tolerances} | {coarse_columns} |"
+    yield "| --- | --- |" + " ---: |" * (len(COUNTS) + 4) + " --- |" + " ---: |" * 3
     for task, settings in by_task.items():
         one = spread_of(task, settings)
-        far = [*settings.get(FAR, {}).values()]
+        coarse, far, apart = coarse_of(settings)
         cells = [
             task,
             one.metric,
@@ -149,9 +168,10 @@ def spread_table() -> Iterator[str]:
             shown(one.metric, one.paired),
             one.paired_seeds,
             *(shown(one.metric, _tolerance(one, count)) for count in COUNTS),
+            coarse,
             shown(one.metric, statistics.fmean(far)) if far else "-",
             len(far),
-            f"{apart:.1f}" if not math.isnan(apart := separation(settings)) else "-",
+            f"{apart:.1f}" if not math.isnan(apart) else "-",
         ]
         yield "| " + " | ".join(map(str, cells)) + " |"
 
@@ -231,7 +251,7 @@ def main() -> None:
         tables()
         return
     for task in options.tasks:
-        run(task, options.seeds, options.settings or [FLOAT32, PAIRED, FAR, *MORE.get(task, [])])
+        run(task, options.seeds, options.settings or [FLOAT32, PAIRED, COARSE[0], *MORE.get(task, [])])
 
 
 if __name__ == "__main__":
