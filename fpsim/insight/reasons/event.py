@@ -42,6 +42,10 @@ class Event:
     remedy: str = ""  # of what nobody can try here
     ends: Any = None
 
+    def beyond(self, end: str, largest: float, first: str) -> str:
+        """The words for numbers beyond the largest of a format, of which the first has this index."""
+        return f"{self.count} of {self.of} are beyond {largest:.6g}, the end of {end} (first at {first or '0'})"
+
     def row(self) -> dict[str, Any]:
         call = self.operation.call if self.operation is not None else 0
         return {

@@ -67,10 +67,8 @@ def explain_forward(
         event.kind = "overflow"
         whole = [x for x in (*values, *options.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
         large = [f"{what} {text}" for what, text in event.read[:2]] or [f"integers {glance(x)}" for x in whole[:1]]
-        event.why.append(
-            f"{event.count} of {event.of} are beyond {ends.largest:.6g}, the end of {ends.name} (first at "
-            f"{first_index(no_number) or '0'}); it read {' and '.join(large) or 'nothing'}."
-        )
+        words = event.beyond(ends.name, ends.largest, first_index(no_number))
+        event.why.append(f"{words}; it read {' and '.join(large) or 'nothing'}.")
         return event
     event.kind = "NaN"
     event.why.append(f"{event.count} of {event.of} are NaN, and what it read is finite.")

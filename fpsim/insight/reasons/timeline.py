@@ -155,11 +155,8 @@ class Timeline:
             place = next(iter(at or names), place)
         event = Event(stage, kind, place, shown_role, count, before.numel(), operation=operation, origin=operation)
         event.fmt, event.ends = str(spec.fmt), ends
-        beyond = before.abs() > largest
-        event.why.append(
-            f"{count} of {event.of} are beyond {largest:.6g}, the end of {event.fmt} (first at "
-            f"{first_index(beyond) or '0'}), up to {unrounded.amax:.6g}."
-        )
+        words = event.beyond(event.fmt, largest, first_index(before.abs() > largest))
+        event.why.append(f"{words}, up to {unrounded.amax:.6g}.")
         event.read = [
             (source_name(s, i), str(s.notes["result"])) for i, s in enumerate(operation.sources) if s is not None
         ]

@@ -96,10 +96,8 @@ class Updates:
         ends, bad = Ends.of_dtype(x.dtype), ~x.isfinite()
         event = Event("optimizer", "overflow", f"{name} {key}", "optimizer state", int(bad.sum()), x.numel())
         event.fmt, event.ends, event.remedy = ends.name, ends, "master"
-        event.why.append(
-            f"{event.count} of {event.of} are beyond {ends.largest:.6g}, the end of {ends.name} (first at "
-            f"{first_index(bad) or '0'}); the gradient is {self.gradients.get(name, 'not known')}."
-        )
+        words = event.beyond(ends.name, ends.largest, first_index(bad))
+        event.why.append(f"{words}; the gradient is {self.gradients.get(name, 'not known')}.")
         event.read = [(f"gradient of {name}", str(self.gradients.get(name)))]
         return event
 
