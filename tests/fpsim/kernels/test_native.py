@@ -8,12 +8,14 @@ import sys
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llvmlite import binding
 
+from fpsim.kernels.callees import linked_libraries
 from fpsim.kernels.compile import ENTRY, llvm_text, machine_code
 from fpsim.kernels.kept import read_whole, write_whole
 from fpsim.kernels.native import Loop, compiled_loop, loaded
@@ -145,3 +147,18 @@ def test_compiling_leaves_numba_as_it_was() -> None:
 
     assert loaded(machine_code(llvm_text(loop, False, "python")))(41) == 42
     assert "__deepcopy__" not in vars(ir.Scope)
+
+
+class Library:
+    """What `linked_libraries` asks of a compiled function: those that it calls."""
+
+    def __init__(self, *calls: Library) -> None:
+        self._linking_libraries = calls
+
+
+def test_what_a_loop_calls_is_linked_after_all_that_call_it() -> None:
+    last = Library()
+    middle = Library(last)
+    first = Library(middle, last)
+    for calls in permutations((last, middle, first)):
+        assert [*linked_libraries(Library(*calls))] == [first, middle, last]
