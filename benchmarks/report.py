@@ -427,14 +427,14 @@ def with_torchaos_products(model: nn.Module) -> None:
 def make_step(which: str, form: str) -> Callable[[], object]:
     """A whole training step of a model.
 
-    form: "float32"; "fpsim", all roles fp16, or "fpsim bf16"; "recipe:NAME", a recipe of fpsim; "torchao", its MXFP8
-        in the layers but the head; "qtorch", its Quantizer at the same sites; "watched" and "unwatched", float32 with
-        fpsim.watch in each step and in none; "static", fpsim with a loss scale; "adaptive N M", fpsim with a scale for
-        each layer, computed every N steps and recorded every M (0: never).
+    form: "float32"; "fpsim", all roles fp16, or "fpsim bf16"; "format NAME"; "recipe:NAME", a recipe of fpsim;
+        "torchao", its MXFP8 in the layers but the head; "qtorch", its Quantizer at the same sites; "watched" and
+        "unwatched", float32 with fpsim.watch in each step and in none; "static", fpsim with a loss scale; "adaptive
+        N M", fpsim with a scale for each layer, computed every N steps and recorded every M (0: never).
     """
     model, loss = make_model(which)
-    if form.startswith("recipe:"):
-        fpsim.quantize(model, form, inplace=True)
+    if form.startswith(("recipe:", "format ")):
+        fpsim.quantize(model, form.removeprefix("format "), inplace=True)
     elif form == "torchao":
         with_torchaos_products(model)
     elif form not in ("float32", "qtorch", "watched", "unwatched"):
@@ -605,6 +605,7 @@ def compiled(report: Report, repeats: int) -> None:
             )
 
 
+MEMORY_FORMATS = ("bf16", "e4m3fn", "mxfp8_e4m3", "nvfp4")
 MEMORY = """
 import sys
 from pathlib import Path
@@ -613,10 +614,16 @@ from report import make_step
 import torch
 torch.set_num_threads(1)
 step = make_step({which!r}, {form!r})
+
+
+def kilobytes(what):  # not getrusage: a child's ru_maxrss starts at its parent's
+    return int(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if what in line))
+
+
+base = kilobytes("VmRSS")
 for _ in range(3):
     step()
-# not getrusage: a child's ru_maxrss starts at its parent's
-print(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line))
+print(kilobytes("VmHWM") - base)
 """
 
 
@@ -626,7 +633,7 @@ def python(code: str, **environment: str) -> str:
 
 
 def memory(report: Report, repeats: int) -> None:
-    """Peak resident memory of a process that trains three steps, one form over another.
+    """Peak resident memory of three training steps over what the process had before them, one form over another.
 
     Tensors get memory of their own from the system, so that the peak is that of what is in use: otherwise small ones
     that live long keep holes open in the heap, which moves the peak by some 5 %, up or down, from run to run.
@@ -640,6 +647,7 @@ def memory(report: Report, repeats: int) -> None:
     for which in ("resnet20", "gpt2"):
         for title, form, base, goal in (
             ("all roles fp16 / float32", "fpsim", "float32", 1.15),
+            *((f"{name} / float32", f"format {name}", "float32", 1.15) for name in MEMORY_FORMATS),
             ("adaptive / static scaling", "adaptive 1 0", "static", 1.02),
         ):
             ratio = statistics.median(peak(which, form) / peak(which, base) for _ in range(repeats))
