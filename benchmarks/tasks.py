@@ -34,7 +34,7 @@ FIELDS = ("task", "setting", "seed", "metric", "value")
 FIRST = 300
 COUNTS = (3, 5, 10)  # of seeds, in the table
 FLOAT32 = "float32"
-COARSE = ("x and w in int3", "x in int2")  # these lie far below float32, and learn
+COARSE = ("x and w in int3", "e2m1fn per tensor", "x in int2")  # these lie far below float32, and learn
 TABLES = ("spread", "heads")  # what stands between <!-- spread --> and <!-- end of spread -->
 
 
@@ -52,6 +52,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     FLOAT32: (None, "none"),
     PAIRED: (gradients("e5m2"), "adaptive"),
     "x and w in int3": (operands("int3 per tensor fp32", "int3 per tensor fp32"), "none"),
+    "e2m1fn per tensor": ("e2m1fn per tensor fp32", "none"),
     "x in int2": (operands("int2 per tensor fp32", None), "none"),
     **{
         f"gradients in {fmt}, {words}": (gradients(fmt), scaling)
@@ -154,8 +155,8 @@ def spread_table() -> Iterator[str]:
     """The table of all tasks."""
     by_task = measured()
     tolerances = " | ".join(f"{count} seeds" for count in COUNTS)
-    coarse_columns = "coarse setting | its value | seeds | apart by"
-    yield f"| task | metric | float32 | seeds | paired difference | seeds | {tolerances} | {coarse_columns} |"
+    coarse_columns = "coarse setting | its value | its seeds | apart by"
+    yield f"| task | metric | float32 | its seeds | paired difference | its seeds | {tolerances} | {coarse_columns} |"
     yield "| --- | --- |" + " ---: |" * (len(COUNTS) + 4) + " --- |" + " ---: |" * 3
     for task, settings in by_task.items():
         one = spread_of(task, settings)
