@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from types import CodeType
@@ -32,11 +33,13 @@ __all__ = [
     "call_inside",
     "guard_step",
     "has_transform",
+    "hook_gradient",
     "hook_steps",
     "hooked",
     "hooks_of_saved_tensors",
     "is_plain",
     "is_stand_in",
+    "is_unwatched",
     "is_watched",
     "keeps_grad_mode",
     "layers_behind",
@@ -91,6 +94,16 @@ def is_watched() -> bool:
     """Whether a tracer, a dispatch mode, a transform of torch.func or forward-mode differentiation sees each call."""
     modes = _dispatch_modes()
     return (modes > 0 and _has_mode(modes)) or has_transform() or forward_ad._current_level >= 0
+
+
+def is_unwatched() -> bool:
+    """Whether no mode of dispatch, transform or forward-mode differentiation is there, and nothing packs what is saved.
+
+    `is_watched` and `hooks_of_saved_tensors` in one, for who asks them in each call. False where Dynamo asks.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return not (_dispatch_modes() or has_transform() or forward_ad._current_level >= 0 or _top_hooks(False))
 
 
 def _has_mode(count: int) -> bool:
@@ -211,6 +224,19 @@ def hooked(x: Tensor, hook: Callable[[Tensor], Any], handles: list[Any]) -> None
         for key in [key for key, registered in hooks.items() if registered is hook]:
             del hooks[key]
         raise
+
+
+def hook_gradient(x: Tensor, hook: Callable[[Tensor], Any]) -> None:
+    """`x.register_hook(hook)` of a result, without a handle by which to take it off: that takes two thirds of the time.
+
+    The hook itself is its key, where torch has numbers.
+    """
+    hooks = x._backward_hooks
+    if hooks is None:
+        x._backward_hooks = hooks = OrderedDict()
+        if (node := x.grad_fn) is not None:
+            node._register_hook_dict(x)
+    hooks[hook] = hook  # type: ignore[index]
 
 
 GUARD = "fpsim_guard"  # by which a guard is found

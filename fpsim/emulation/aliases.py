@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fpsim.emulation.arguments import tensors_in
+from fpsim.emulation.by_identity import ByIdentity
 from fpsim.emulation.calls import WRITTEN_TO, Call
 from fpsim.emulation.marks import (
     format_of,
@@ -84,33 +84,29 @@ class Aliases:
     """The aliases that one emulation knows; it keeps none of them alive."""
 
     def __init__(self) -> None:
-        self._known = WeakTensorKeyDictionary()
-        self._writes = WeakTensorKeyDictionary()  # {base: writes through `.data`, which counts for itself}
+        self.is_blank = True  # whether no tensor was ever known
+        self._known: ByIdentity[Alias] = ByIdentity()
+        self._writes: ByIdentity[int] = ByIdentity()  # through `.data`, which counts for itself, to a base
 
     @property
     def is_empty(self) -> bool:
         """Whether no tensor is known."""
-        return not self._known.data
+        return not self._known.held
 
     def of(self, x: Tensor) -> Alias | None:
         """What is known of this tensor."""
-        return self._known.get(x) if self._known.data else None
+        return self._known.get(x) if self._known.held else None
 
     def add(self, x: Tensor, alias: Alias) -> None:
         """Know this tensor."""
+        self.is_blank = False
         self._known[x] = alias
-
-    def seen(self, x: Tensor) -> tuple[Alias | None, Any]:
-        """`of` and `state_of`, for whoever asks both in each call."""
-        if self._known.data or self._writes.data:
-            return self.of(x), self.state_of(x)
-        return None, writes_to(x)
 
     def state_of(self, x: Tensor) -> Any:
         """What changes whenever the memory of a tensor is written to, through whichever alias."""
         alias = self.of(x)
         base = x if alias is None else alias.base
-        unseen = self._writes.get(base, 0) if self._writes.data else 0
+        unseen = self._writes.get(base) if self._writes.held else 0
         return (writes_to(base), unseen) if unseen else writes_to(base)
 
     def copies_of(self, base: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -121,7 +117,7 @@ class Aliases:
         """The base of this tensor may have been written to where its own counter does not see it."""
         alias = self.of(x)
         if alias is not None:
-            self._writes[alias.base] = self._writes.get(alias.base, 0) + 1
+            self._writes[alias.base] = (self._writes.get(alias.base) or 0) + 1
 
 
 def note_write(emulation: Any, x: Tensor) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from fpsim.emulation.by_identity import ByIdentity
 from fpsim.emulation.marks import writes_to
 from fpsim.torch_modes import plain_tensors
 
@@ -37,21 +37,23 @@ class KeptWeights:
 
     def __init__(self, name_of: Callable[[Tensor], str]) -> None:
         self._name_of = name_of
-        self._kept = WeakTensorKeyDictionary()  # {weight: {key: _Kept}}
-        self._copies = WeakTensorKeyDictionary()  # the copies, as keys: a product quantises them once more
+        self._kept: ByIdentity[dict[Hashable, _Kept]] = ByIdentity()  # of a weight, by what it is rounded to
+        self._copies: ByIdentity[bool] = ByIdentity()  # True of each copy: a product quantises it once more
 
     def is_kept(self, x: Tensor) -> bool:
         """Whether `x` is a parameter, or the kept copy of one."""
-        return type(x) is nn.Parameter or x in self._copies
+        return type(x) is nn.Parameter or self._copies.get(x) is not None
 
     def copy_of(self, x: Tensor, key: Hashable, make: Callable[[Tensor], Tensor]) -> Tensor:
         """The kept copy of a weight, which is `make(x)`. Raises RuntimeError where the weight was written to since."""
-        copies: dict[Any, _Kept] = self._kept.setdefault(x, {})
+        copies = self._kept.get(x)
+        if copies is None:
+            copies = self._kept[x] = {}
         kept = copies.get(key)
         if kept is None:
             with plain_tensors():  # another call may need a gradient
                 kept = copies[key] = _Kept(writes_to(x), make(x), make)
-            self._copies[kept.copy] = None
+            self._copies[kept.copy] = True
         elif kept.writes != writes_to(x):
             raise self._written(x)
         return kept.copy
@@ -61,7 +63,7 @@ class KeptWeights:
 
         Each copy is made again and compared: `w.data` and NumPy write where no counter sees it.
         """
-        for x, copies in [*self._kept.items()]:
+        for x, copies in self._kept.items():
             for kept in copies.values():
                 if kept.writes != writes_to(x) or not _same_bits(kept.copy, kept.make(x)):
                     raise self._written(x)

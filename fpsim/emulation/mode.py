@@ -32,7 +32,6 @@ from fpsim.emulation.calls import (
     Call,
     call_of,
     in_order,
-    known_calls,
 )
 from fpsim.emulation.casts import (
     WIDE_DTYPES,
@@ -75,6 +74,7 @@ from fpsim.emulation.products import ProductCall, note_views_of_weights, weights
 from fpsim.emulation.roundings import Roundings
 from fpsim.emulation.scaled_masks import keep_masks, masks_to_scale
 from fpsim.emulation.scope import NO_SPECS, Scope
+from fpsim.emulation.short_way import by_short_way
 from fpsim.emulation.steps import Step
 from fpsim.tensors.spec import FLOATING, ContainerError, rounding_spec
 from fpsim.torch_internals import base_of, blind_to_modes
@@ -99,7 +99,7 @@ class Emulation(Roundings, TorchFunctionMode):
         super().__init__(scope, aliases)
         self.has_names = has_names  # whether torch's name of the format may stand for it; not where it is a real dtype
         self.names: set[torch.dtype] = set()  # those that were given as the dtype of something
-        self._autocast_depth = autocast_depth()
+        self.autocast_depth = autocast_depth()
         self.step: Step | None = None  # of an optimizer, which runs inside
 
     def __torch_function__(
@@ -107,9 +107,13 @@ class Emulation(Roundings, TorchFunctionMode):
     ) -> Any:
         if func == DTYPE_OF:
             return dtype_of(self, inspect.currentframe(), args[0])  # no variable: a frame in itself is a cycle
-        kwargs = kwargs or {}
-        call = known_calls.get(func) or call_of(func)
-        action, scope = call.action, self.scope
+        kwargs, scope = kwargs or {}, self.scope
+        if not torch.compiler.is_dynamo_compiling():
+            out = by_short_way(self, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        call = call_of(func)
+        action = call.action
         if action is Action.DTYPE:
             return result_type(self, func, args, kwargs)
         if (self.step is not None and self.step.is_running(scope)) or (types and has_lazy(types)):
@@ -229,7 +233,7 @@ class Emulation(Roundings, TorchFunctionMode):
         """A call that reads values, and gives none of the format."""
         is_wide = self.has_wide and self._is_wide_call(func, call, args, kwargs, None, asked)
         rounds = Rounds.ALL_BUT_WIDE if is_wide else Rounds.ALL
-        if is_float32_island(self._autocast_depth) and not any(map(self._is_narrow, roundable_in(args, kwargs))):
+        if is_float32_island(self.autocast_depth) and not any(map(self._is_narrow, roundable_in(args, kwargs))):
             rounds = Rounds.NOTHING
         args = tuple([self.prepared(as_numbers(x), rounds, []) for x in args])
         kwargs = {name: self.prepared(as_numbers(x), rounds, []) for name, x in kwargs.items()} if kwargs else kwargs
@@ -277,7 +281,7 @@ class Emulation(Roundings, TorchFunctionMode):
         if isinstance(given := kwargs.get("out"), Tensor):
             return self._given_out(given, known_base, out, call, operands, floats, is_wide)
         if is_wide or (not floats and not isinstance(target, Tensor) and are_integers(args)):
-            self._let_results_be_wide(out, call)
+            self.let_results_be_wide(out, call)
             return out
         if call.action is Action.MOVE:
             note_views_of_weights(self.scope, call, out, args, kwargs)
@@ -303,7 +307,7 @@ class Emulation(Roundings, TorchFunctionMode):
             rounds = Rounds.ALL
         else:
             rounds = Rounds.ALL_BUT_WIDE
-        if is_float32_island(self._autocast_depth):
+        if is_float32_island(self.autocast_depth):
             is_wide = is_wide or not any(self._is_narrow(x) for x in roundable_in(args, kwargs))
             rounds = Rounds.NOTHING if is_wide else rounds
         return is_wide, rounds
@@ -425,21 +429,22 @@ class Emulation(Roundings, TorchFunctionMode):
         dimensions = max(x.dim() for x in tensors)
         return any(is_marked_wide(x) for x in tensors if x.dim() or not dimensions)
 
-    def _let_results_be_wide(self, out: Any, call: Call) -> None:
+    def let_results_be_wide(self, out: Any, call: Call) -> None:
         """These results are float32 on purpose: they are not rounded, nor are their gradients."""
-        self.mark_wide(*tensors_in(out))
-        results = [x for x in tensors_in(out) if is_roundable(x)]
-        if call.action is not Action.MOVE and results:
-            site = self.scope.site(call.name)
-            self.scope.wide[call.name] = None
-            observer = self.scope.listeners.watching(site, "activation")
-            if observer is not None:
-                for x in results:
-                    observer(site, "activation", x.detach(), x.detach(), FLOAT32)
+        results = [out] if type(out) is Tensor else [*tensors_in(out)]
+        self.mark_wide(*results)
+        if call.action is Action.MOVE or not any(map(is_roundable, results)):
+            return
+        site = self.scope.site(call.name)
+        self.scope.wide[call.name] = None
+        observer = self.scope.listeners.watching(site, "activation")
+        if observer is not None:
+            for x in filter(is_roundable, results):
+                observer(site, "activation", x.detach(), x.detach(), FLOAT32)
 
     def leaves_raw(self, x: Tensor) -> bool:
         """Whether autocast was switched off here, and `x` is not in the format."""
-        return is_float32_island(self._autocast_depth) and not self._is_narrow(x)
+        return is_float32_island(self.autocast_depth) and not self._is_narrow(x)
 
     def _is_narrow(self, x: Tensor) -> bool:
         return format_of(x) not in (None, WIDE)

@@ -68,6 +68,9 @@ class ProductCall:
         """
         assert self.scope.products is not None
         is_wanted = has_weight or self.scope.products.attention or self.is_weight(x) or self.is_weight(w)
+        is_usual = x.dtype is w.dtype and is_roundable(x) and is_roundable(w)
+        if is_usual and is_plain(x) and is_plain(w):
+            return is_wanted
         if is_wanted and (x.is_complex() or w.is_complex()):
             raise NotImplementedError(
                 f"A product at {self.site} has complex operands to quantise, and no format here has complex numbers. "
@@ -111,11 +114,13 @@ class ProductCall:
         if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias))):
             return product.forward(x, w, bias)
         scaling, specs = scope.listeners.scaling, scope.products.specs
+        if scaling is None:
+            return _Node.apply(product, x, w, bias)  # type: ignore[no-any-return]
         by_dgrad, by_wgrad = (
             needed and _plain_spec(pair[0])
             for needed, pair in ((x.requires_grad, specs.dgrad), (w.requires_grad, specs.wgrad))
         )
-        if scaling is None or not (by_dgrad or by_wgrad):
+        if not (by_dgrad or by_wgrad):
             return _Node.apply(product, x, w, bias)  # type: ignore[no-any-return]
         is_apart = bool(by_dgrad and by_wgrad and by_dgrad != by_wgrad)
         alias = w.view_as(w) if is_apart else w  # a place in the graph behind y, for the scale of a second copy of dy
@@ -175,7 +180,9 @@ class _Product:
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         with self._own_dtype():
             kept = self._kept(w)
-            x, w = (t.detach().to(self.working) for t in (x, w))
+            x, w = x.detach(), w.detach()
+            if x.dtype is not self.working or w.dtype is not self.working:
+                x, w = x.to(self.working), w.to(self.working)
             xq, wq = self._operands("fprop", self.form.arrange(x), w, kept=kept)
             return self.form.forward(xq, wq, None if bias is None else bias.to(self.working)).to(self.dtype)
 

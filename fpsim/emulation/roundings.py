@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fpsim.emulation.aliases import Aliases
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.backward import BackwardRounding, ScaledBackwardRounding
+from fpsim.emulation.by_identity import ByIdentity
 from fpsim.emulation.calls import WRITTEN_TO, Call
 from fpsim.emulation.marks import (
     OF_A_WEIGHT,
@@ -26,16 +26,17 @@ from fpsim.emulation.marks import (
     mark_wide,
     unmark,
     was_any_made_wide,
+    writes_to,
 )
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.products import ProductCall
 from fpsim.emulation.scope import Scope
 from fpsim.tensors.autograd import straight_through
 from fpsim.tensors.expressions import round_here_
-from fpsim.tensors.launch import round_memory_
+from fpsim.tensors.launch import round_memory_, rounded
 from fpsim.tensors.spec import FLOATING, RoundingSpec
 from fpsim.torch_internals import base_of, calibrate_holders, has_history, is_traced, share_storage
-from fpsim.torch_modes import has_transform, is_plain, layers_behind, memory_behind
+from fpsim.torch_modes import has_transform, hook_gradient, is_plain, layers_behind, memory_behind
 
 __all__ = ["Roundings"]
 
@@ -57,12 +58,12 @@ class Roundings:
         self.aliases = Aliases() if aliases is None else aliases
         self.has_wide = was_any_made_wide()
         self._is_calibrated = False  # whether it was asked in this pass who else may hold a gradient
-        # {original: {(its format, its gradient's): (its state, rounded copy)}}: it does not keep the originals alive
-        self._operands = WeakTensorKeyDictionary()
+        # of an original: {(its format, its gradient's): (its state, rounded copy)}
+        self._operands: ByIdentity[dict[Any, tuple[Any, Tensor]]] = ByIdentity()
 
     def rounded_operands(self) -> list[tuple[Tensor, dict[Any, tuple[Any, Tensor]]]]:
         """The tensors from outside that were rounded, with their copies."""
-        return [*self._operands.items()]
+        return self._operands.items()
 
     def take_over(self, operands: dict[Any, dict[Any, tuple[Any, Tensor]]]) -> None:
         """Know these copies, which another pass has made."""
@@ -73,7 +74,7 @@ class Roundings:
 
     def forget_operands(self) -> None:
         """Round again whatever comes from outside: it may have been written to."""
-        self._operands = WeakTensorKeyDictionary()
+        self._operands = ByIdentity()
 
     def mark_wide(self, *tensors: Tensor) -> None:
         """Note that these are float32 on purpose."""
@@ -107,7 +108,11 @@ class Roundings:
 
     def operand(self, x: Tensor, rounds: Rounds) -> Tensor:
         """`x` in its format: a parameter in the weights', anything else in the activations'."""
-        scope, known = self.scope, format_of(x)
+        return self.brought(x, format_of(x), rounds)
+
+    def brought(self, x: Tensor, known: str | None, rounds: Rounds) -> Tensor:
+        """`operand` for who knows the format that `x` is in."""
+        scope = self.scope
         has_weights_role = type(x) is nn.Parameter or is_weight(x) or id(x) in scope.weights
         if not has_weights_role and known is not None and known == scope.activation and x.dtype is torch.float32:
             return x
@@ -123,13 +128,17 @@ class Roundings:
             return x
         if (spec is None or spec.is_float32) and self._rounds_no(x, backward):
             return x
-        alias, state = self.aliases.seen(x)
-        if alias is not None and alias.rounded is not None and alias.state == state:
-            return alias.rounded
+        aliases, state = self.aliases, writes_to(x)
+        if not aliases.is_blank:
+            alias, state = aliases.of(x), aliases.state_of(x)
+            if alias is not None and alias.rounded is not None and alias.state == state:
+                return alias.rounded
         kept = scope.listeners.kept_weights
         if kept is not None and type(x) is nn.Parameter and spec is not None and self._may_keep(x, spec):
             return kept.copy_of(x, scope.weight, partial(_rounded_weight, spec, scope.weight))
-        copies: dict[Any, tuple[Any, Tensor]] = self._operands.setdefault(x, {})
+        copies = self._operands.get(x) if self._operands.held else None
+        if copies is None:
+            copies = self._operands[x] = {}
         key, needs_grad = (spec and spec.text, backward and backward.text), x.requires_grad and torch.is_grad_enabled()
         state_then, rounded = copies.get(key, (None, x))
         if state_then != state or rounded.requires_grad != needs_grad:
@@ -164,18 +173,23 @@ class Roundings:
         is_now = is_plain(x)
         if not (is_now or is_traced(x)):
             return self._straight_through(x, spec, backward, keep_masks=keep_masks)
-        rounded = x.clone()
+        has_gradient = x.requires_grad and torch.is_grad_enabled()
+        if is_now and spec is not None and not has_gradient and spec.rounding != "stochastic":
+            copy = rounded(x, spec, keep_masks=keep_masks)  # in one pass
+        else:
+            copy = x.clone()
+            if spec is not None:
+                (round_memory_ if is_now else round_here_)(copy, spec, keep_masks=keep_masks)
         if spec is not None:
-            (round_memory_ if is_now else round_here_)(rounded, spec, keep_masks=keep_masks)
-            mark(rounded, spec.text if role == "activation" else self.scope.weight)
+            mark(copy, spec.text if role == "activation" else self.scope.weight)
             listeners = self.scope.listeners
             observer = None if listeners.observer is None else listeners.watching(site, role)
             if observer is not None:
-                observer(site, role, x.detach(), rounded.detach(), spec)
-        if backward is not None and rounded.requires_grad:
+                observer(site, role, x.detach(), copy.detach(), spec)
+        if backward is not None and copy.requires_grad:
             gradient_role = "weight_grad" if role == "weight" else "error"
-            self._register(rounded, site, gradient_role, backward, role, (x,))
-        return rounded
+            self._register(copy, site, gradient_role, backward, role, (x,))
+        return copy
 
     def _may_keep(self, x: Tensor, spec: RoundingSpec) -> bool:
         """Whether a frozen weight's rounded copy may be that of another call: nobody can tell it from a new one."""
@@ -254,7 +268,9 @@ class Roundings:
         floats: list[Tensor],
         target: Any,
         product: ProductCall | None = None,
+        is_now: bool = False,
     ) -> Tensor:
+        """A result, rounded. is_now: whether it is known to be plain; else that is asked."""
         specs = self.scope.specs
         if out.dtype not in FLOATING or out.layout is not torch.strided:  # as is_roundable
             if out.is_nested and out.is_floating_point() and specs.activation and not specs.activation.is_float32:
@@ -264,7 +280,7 @@ class Roundings:
                     f"Policy(overrides={{name: None}})."
                 )
             return out
-        is_now = is_plain(out)
+        is_now = is_now or is_plain(out)
         plain = is_now or is_traced(out)
         is_target = target is not None and (out is target or any(out is x for x in tensors_in(target)))
         if not is_target:
@@ -317,21 +333,25 @@ class Roundings:
     def _register(
         self, out: Tensor, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...]
     ) -> None:
-        if not self._is_calibrated and not is_traced(out):
+        scaling, traced = self.scope.listeners.scaling, type(out) is not Tensor and is_traced(out)
+        if not (self._is_calibrated or traced):
             calibrate_holders()  # it takes a backward pass, and none should run in another
             self._is_calibrated = True
-        scaling = self.scope.listeners.scaling
         if scaling is None:
-            out.register_hook(BackwardRounding(self.scope, site, role, spec))
-            return
-        scale = scaling(site, role, spec, operation, operands, out)
-        out.register_hook(ScaledBackwardRounding(self.scope, site, role, spec, scale))
+            hook = BackwardRounding(self.scope, site, role, spec)
+        else:
+            hook = ScaledBackwardRounding(
+                self.scope, site, role, spec, scaling(site, role, spec, operation, operands, out)
+            )
+        if traced:
+            out.register_hook(hook)
+        else:
+            hook_gradient(out, hook)
 
 
 def _rounded_weight(spec: RoundingSpec, text: str, x: Tensor) -> Tensor:
     """A rounded copy of a weight, without a gradient."""
-    copy = x.detach().clone()
-    round_memory_(copy, spec)
+    copy = rounded(x, spec)
     mark(copy, text)
     return copy
 

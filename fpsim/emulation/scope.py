@@ -90,6 +90,16 @@ class Listeners:
         return Listeners, (self.histories, self.has_names)
 
 
+class Plans(dict[Any, Any]):
+    """What is done with each function, by function. Made again where it is needed: a copy has none."""
+
+    def __deepcopy__(self, memo: Any) -> Plans:
+        return Plans()
+
+    def __reduce__(self) -> Any:
+        return Plans, ()
+
+
 class Scope:
     """The module whose forward runs: its name, its formats, and the operations counted so far.
 
@@ -103,12 +113,13 @@ class Scope:
     dtype: torch's name of the activations' format, if it has one.
     activation: the mark of a tensor in the activations' format; None where they have none.
     weight: the mark of a weight's rounded copy; empty where weights are not rounded.
+    plans: what is done with each function that was called, shared by all calls of the module.
     write: given a parameter and what writes to it, does so; None where parameters take numbers as they are.
     """
 
     __slots__ = (
-        "activation", "counts", "dtype", "float32", "listeners", "name", "products", "specs", "weight", "weights",
-        "wide", "write",
+        "activation", "counts", "dtype", "float32", "listeners", "name", "plans", "products", "specs", "weight",
+        "weights", "wide", "write",
     )  # fmt: skip
 
     def __init__(
@@ -129,6 +140,7 @@ class Scope:
         self.weight = "" if specs.weight is None else specs.weight.text
         if self.weight and self.weight != self.activation:
             self.weight += OF_A_WEIGHT
+        self.plans = Plans()
         self.counts: dict[str, int] = {}
         self.write: Callable[[Tensor, Callable[[], Any]], Any] | None = None
 
@@ -136,7 +148,7 @@ class Scope:
         """The same place in another call, with no operation counted yet."""
         scope = object.__new__(Scope)
         scope.name, scope.specs, scope.float32, scope.listeners = self.name, self.specs, self.float32, self.listeners
-        scope.products, scope.dtype = self.products, self.dtype
+        scope.products, scope.dtype, scope.plans = self.products, self.dtype, self.plans
         scope.activation, scope.weight = self.activation, self.weight
         scope.weights, scope.wide, scope.counts, scope.write = weights, wide, {}, self.write
         return scope

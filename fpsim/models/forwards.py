@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Generator
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -73,10 +74,11 @@ class EmulatedForward:
         """What `module.forward` would be without this: a method, a static one, or what a library put there."""
         if self.inner is not None:
             return self.inner  # type: ignore[no-any-return]
+        of_class: Any = None
         for c in type(module).__mro__:
-            if "forward" in vars(c):
+            of_class = c.__dict__.get("forward")
+            if of_class is not None:
                 break
-        of_class = vars(c)["forward"]
         return of_class.__get__(module) if hasattr(of_class, "__get__") else of_class  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,8 +139,9 @@ class EmulatedForward:
         module = self.module
         if torch.compiler.is_dynamo_compiling():
             return call_under_dynamo(self, args, kwargs)
-        if args and isinstance(args[0], nn.Module) and vars(args[0]).get(KEY) is self:  # bound once more
-            return self.run(args[0], args[1:], kwargs)
+        first = args[0] if args else None
+        if type(first) is not Tensor and isinstance(first, nn.Module) and vars(first).get(KEY) is self:
+            return self.run(first, args[1:], kwargs)  # bound once more
         if not torch.compiler.is_compiling():
             called = called_module()
             if called is not None and called is not module and vars(called).get(KEY) is self:
@@ -159,7 +162,7 @@ class EmulatedForward:
         out = run_entered(
             scope, functools.partial(_run_whole, forward) if is_outermost else forward, args, kwargs, has_names
         )
-        return _driven(out, scope, has_names) if inspect.isgenerator(out) else out
+        return _driven(out, scope, has_names) if type(out) is GeneratorType else out
 
 
 def _run_whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -139,14 +139,16 @@ def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_sc
         launch_on_card(src, dst, n, kernel, key, log2_scale)
         return
     scale_address = _NO_SCALE_ADDRESS if log2_scale is None else log2_scale.data_ptr()
-    size = kernel.plan.width // 8
     key_address = NO_KEY_ADDRESS if key is None else key.data_ptr()
-    source, target = src.data_ptr(), dst.data_ptr()
+    source = target = src.data_ptr()
+    if dst is not src:
+        target = dst.data_ptr()
     if not (source and target and key_address and scale_address) and n:
         raise no_memory(dst if source else src)
     if n < PARALLEL_FROM:
         kernel.loop(source, target, n, kernel.address, key_address, 0, scale_address)
         return
+    size = kernel.plan.width // 8
     parts = [
         (
             source + first * size,

@@ -290,13 +290,16 @@ def _multiplier(amax: Tensor, largest: float) -> Tensor:
     return torch.where(value == 0, torch.ones_like(quotient), quotient).view(torch.int32).long()
 
 
+_LARGEST = BINARY32.bits(torch.finfo(torch.float32).max)
+
+
 def _multiplier_on_cpu(amax: int, largest: float) -> int:
     """The same of Python's integers. The quotient is rounded once: float64 has more than twice the bits of float32."""
     if amax == 0:
         return BINARY32.bits(1.0)
     field, mantissa = amax >> 23, amax & 0x7FFFFF
     value = math.ldexp(mantissa | (0x800000 if field else 0), max(field, 1) - 150)  # right where subnormals are flushed
-    return min(BINARY32.bits(largest / value), BINARY32.bits(torch.finfo(torch.float32).max))
+    return min(BINARY32.bits(largest / value), _LARGEST)
 
 
 _NOTHING_SHARED = torch.full((2,), -1, dtype=torch.int64, device="cpu")

@@ -15,10 +15,12 @@ from fpsim.torch_modes import (
     CALL_SLOT,
     call_inside,
     has_transform,
+    hook_gradient,
     hook_steps,
     hooked,
     hooks_of_saved_tensors,
     is_stand_in,
+    is_unwatched,
     keeps_grad_mode,
     memory_behind,
     modes,
@@ -221,3 +223,47 @@ def test_a_tensor_on_device_meta_or_of_a_fake_mode_stands_for_numbers_it_does_no
         fake = torch.ones(2)
     found = [torch.ones(2), nn.Parameter(torch.ones(2)), torch.ones(2, device="meta"), fake, nn.Parameter(fake)]
     assert [is_stand_in(x) for x in found] == [False, False, True, True, True]
+
+
+def test_a_gradients_hook_without_a_handle_runs_in_its_turn_among_those_with_one() -> None:
+    said: list[str] = []
+    x = torch.ones(2, requires_grad=True) * 2
+    hook_gradient(x, lambda g: said.append("first"))
+    handle = x.register_hook(lambda g: said.append("taken off"))
+    x.register_hook(lambda g: said.append("second") or g * 3)
+    hook_gradient(x, lambda g: said.append(f"third, of {g[0].item()}"))
+    handle.remove()
+    (x * 5).sum().backward()
+    assert said == ["first", "second", "third, of 15.0"]
+
+
+def test_a_gradients_hook_without_a_handle_may_come_after_one_and_on_a_leaf() -> None:
+    said: list[str] = []
+    leaf = torch.ones(2, requires_grad=True)
+    hook_gradient(leaf, lambda g: said.append("leaf") or g * 2)
+    x = leaf * 2
+    x.register_hook(lambda g: said.append("x"))
+    hook_gradient(x, lambda g: said.append("x again"))
+    x.sum().backward()
+    assert said == ["x", "x again", "leaf"]
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [4.0, 4.0]
+
+
+def test_a_call_is_watched_by_modes_transforms_forward_derivatives_and_hooks_of_saved_tensors() -> None:
+    seen: list[bool] = []
+
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        seen.append(is_unwatched())
+        return x
+
+    x = torch.ones(2)
+    ask(x)
+    with torch.autograd.graph.save_on_cpu():
+        ask(x)
+    with torch.autograd.forward_ad.dual_level():
+        ask(x)
+    torch.func.vmap(ask)(x)
+    with torch._subclasses.FakeTensorMode():
+        ask(x)
+    assert seen == [True, False, False, False, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -35,15 +36,20 @@ def made(fmt: object) -> tuple[nn.Module, Tensor]:
 
 
 def rounded_weights(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The shapes of what is rounded in place, from here on."""
+    """The shapes of what is rounded, in place or not, from here on."""
     seen: list[torch.Size] = []
-    own = roundings.round_memory_
 
-    def noting(x: Tensor, *args: object, **kwargs: object) -> None:
-        seen.append(x.shape)
-        own(x, *args, **kwargs)  # type: ignore[arg-type]
+    def note_calls(name: str) -> None:
+        own = getattr(roundings, name)
 
-    monkeypatch.setattr(roundings, "round_memory_", noting)
+        def noting(x: Tensor, *args: object, **kwargs: object) -> Any:
+            seen.append(x.shape)
+            return own(x, *args, **kwargs)
+
+        monkeypatch.setattr(roundings, name, noting)
+
+    note_calls("round_memory_")
+    note_calls("rounded")
     return seen
 
 

@@ -1,0 +1,225 @@
+"""The short way of a call: plain tensors whose formats are known, and nobody who watches it.
+
+Most calls of a model are of this kind, and a small model spent its time on questions that all of them answer alike.
+What can be asked of a function under a policy is asked once, and kept as its plan. A plan that does not fit the
+arguments of a call says so before it has done anything; the call takes the long way through `mode` then, which knows
+every case and gives the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.emulation.arguments import tensors_in
+from fpsim.emulation.calls import LOOK_UPS, Action, Call, call_of, in_order
+from fpsim.emulation.casts import has_process_group, is_float32_island
+from fpsim.emulation.marks import WIDE, format_of, mark
+from fpsim.emulation.operands import Rounds
+from fpsim.emulation.product_calls import CALLS, compute_products
+from fpsim.emulation.products import ProductCall, weights_among
+from fpsim.emulation.scaled_masks import keep_masks, masks_to_scale
+from fpsim.emulation.scope import NO_SPECS, Scope
+from fpsim.tensors.spec import ContainerError
+from fpsim.torch_modes import is_unwatched
+
+__all__ = ["by_short_way"]
+
+# Kinds of arguments that hold no tensors. Not a dtype: it is asked what it stands for.
+_WORDS = frozenset({int, float, bool, str, type(None), slice, type(...)})
+_SEQUENCES = (list, tuple, torch.Size)
+
+
+class Plan:
+    """What is done with one function in the modules of one policy.
+
+    run: does it, given the plan, the mode, the function and its arguments; gives NotImplemented for what does not fit.
+        None where every call takes the long way.
+    rounds: which operands are brought into their formats.
+    scales: whether a mask may be lost where a tensor is multiplied by a number.
+    is_product: whether its operands may be those of products.
+    asks: whether it matters who sees the call, packs what it saves, or makes it a part of something else.
+    may_write: whether it writes to its first argument, if it is told to.
+    """
+
+    __slots__ = ("asks", "call", "is_product", "may_write", "rounds", "run", "scales")
+
+    def __init__(self, scope: Scope, call: Call) -> None:
+        self.call, self.run = call, _way_of(scope, call)
+        self.asks, self.may_write = self.run is not _left, call.inplace_at is not None
+        self.is_product = scope.products is not None and call.name in CALLS
+        self.rounds = Rounds.ALL if call.narrows else Rounds.ALL_BUT_WIDE
+        self.scales = call.scales and scope.specs.activation is not None and scope.specs.activation.dtype is None
+
+
+def by_short_way(emulation: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an emulated call gives; NotImplemented, and nothing done, for a call that has to take the long way."""
+    scope = emulation.scope
+    plan = scope.plans.get(function)
+    if plan is None:
+        plan = scope.plans[function] = Plan(scope, call_of(function))
+    if plan.run is None:
+        return NotImplemented
+    if plan.asks and not (emulation.step is None and is_unwatched() and not has_process_group()):
+        return NotImplemented
+    try:
+        return plan.run(plan, emulation, function, args, kwargs)
+    except ContainerError as error:  # of a TypeError, an operator makes "unsupported operand"
+        raise RuntimeError(str(error)) from None
+
+
+def _way_of(scope: Scope, call: Call) -> Callable[..., Any] | None:
+    """Which of the ways below is that of a function's calls."""
+    action, is_product = call.action, scope.products is not None and call.name in CALLS
+    if type(call) is not Call or call.in_place or action not in (Action.PASS, Action.MOVE, Action.COMPUTE):
+        return None
+    is_left = call.name in scope.float32 or (scope.specs is NO_SPECS and not is_product)
+    if action is Action.PASS or (is_left and (scope.products is None or action is Action.COMPUTE)):
+        return None if call.takes_dtype or call.inplace_at is not None or call.name == "grad" else _left
+    is_unusual = call.chooses_inside or call.has_threshold or call.is_of_each or call.drops is not None
+    if is_left or is_unusual or call.skip_positions or call.skip_names:
+        return None
+    if action is Action.MOVE:
+        return None if call.name == "data" or call.name in LOOK_UPS else _moved
+    is_promoted_otherwise = call.gives_float64 or call.only_compared is not None or call.has_dtype_of_first
+    return None if call.is_view or call.may_renormalise or is_promoted_otherwise else _computed
+
+
+# The ways. Each is what `mode` and `roundings` do of such a call, in their order.
+
+
+def _left(plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call that is left as it is: `x.shape`, or any where nothing is rounded."""
+    return NotImplemented if kwargs else func(*args)
+
+
+def _moved(plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is moved of tensors that were computed here, all in one format, is in that format."""
+    call = plan.call
+    if (kwargs or plan.may_write) and not _are_words(call, args, kwargs):
+        return NotImplemented
+    known = _one_format_of(emulation.scope, args)
+    if not known or (known is WIDE and not emulation.has_wide):
+        return NotImplemented
+    if call.is_view and type(args[0]) is Tensor and emulation.aliases.of(args[0]) is not None:
+        return NotImplemented
+    out = func(*args, **kwargs)
+    if known is WIDE:
+        emulation.let_results_be_wide(out, call)
+        return out
+    for x in (out,) if type(out) is Tensor else tensors_in(out):
+        if x.is_floating_point():
+            mark(x, known)
+    return out
+
+
+def _computed(
+    plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The result is rounded, or it is float32 on purpose where all operands are."""
+    call, scope, values, wide = plan.call, emulation.scope, args, 0
+    if kwargs:
+        if kwargs.get("out") is not None:
+            return NotImplemented
+        values = (*args, *kwargs.values())
+    if plan.may_write and call.writes_to_first(args, kwargs):
+        return NotImplemented
+    places: list[int] = []  # of the floating tensors
+    unknown: list[tuple[int, str | None]] = []  # of those that are not known to be in the format, with what is known
+    for i, x in enumerate(values):
+        kind = type(x)
+        if kind is Tensor or kind is nn.Parameter:
+            if x.dtype is torch.float32 and x.layout is torch.strided:
+                known = format_of(x)
+                wide += known is WIDE
+                if known is None or known != scope.activation or _has_role(scope, x):
+                    unknown.append((i, known))
+                places.append(i)
+            elif x.is_floating_point() or x.is_complex():
+                return NotImplemented
+        elif kind not in _WORDS and (kind not in _SEQUENCES or any(isinstance(item, Tensor) for item in x)):
+            return NotImplemented
+    if wide == 0 < len(places):
+        return _rounded(plan, emulation, func, args, kwargs, values, places, unknown)
+    if not places or wide < len(places) or not emulation.has_wide or any(_has_role(scope, values[i]) for i in places):
+        return NotImplemented
+    out = func(*args, **kwargs)
+    emulation.let_results_be_wide(out, call)
+    return out
+
+
+def _rounded(
+    plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+    values: tuple[Any, ...], places: list[int], unknown: list[tuple[int, str | None]],
+) -> Any:  # fmt: skip
+    """The result in the format, of operands in the format. values: of the arguments, those given by name last."""
+    call, scope, originals = plan.call, emulation.scope, values
+    if unknown:
+        if is_float32_island(emulation.autocast_depth):
+            return NotImplemented
+        prepared = [*values]
+        for i, known in unknown:
+            prepared[i] = emulation.brought(values[i], known, plan.rounds)
+        values = tuple(prepared)
+        args, kwargs = values[: len(args)], dict(zip(kwargs, values[len(args) :], strict=True))
+    floats = [values[i] for i in places]
+    operands = (*args, *in_order(kwargs)) if kwargs else args
+    if plan.is_product:
+        product = ProductCall(scope, call.name, operands, weights_among(scope, originals, values))
+        out = compute_products(product, partial(call, func), args, kwargs, None)
+        return emulation.round_results(out, call, operands, floats, None, product)
+    masks = masks_to_scale(scope.specs.activation, operands) if plan.scales and len(floats) == 1 else None
+    out = func(*args, **kwargs)
+    if masks is not None:
+        out = keep_masks(out, masks)
+    if type(out) is Tensor:  # new, and so neither a negative view nor zeros without memory
+        return emulation.round_result(out, call, operands, floats, None, None, out.is_cpu or out.is_cuda)
+    return emulation.round_results(out, call, operands, floats, None)
+
+
+def _are_words(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether no argument that was given by name is a tensor, and none is written to."""
+    for x in kwargs.values():
+        if type(x) not in _WORDS:
+            return False
+    return call.inplace_at is None or not call.writes_to_first(args, kwargs)
+
+
+def _has_role(scope: Scope, x: Tensor) -> bool:
+    """Whether a tensor has the role of a weight, as in `Roundings.operand`."""
+    return type(x) is nn.Parameter or getattr(x, "_fpsim_weight", False) or id(x) in scope.weights
+
+
+def _one_format_of(scope: Scope, args: Sequence[Any]) -> str | None:
+    """The activations' format or WIDE, where all floating tensors are in it and no weights; else None, "" for none."""
+    found = ""
+    for x in args:
+        kind = type(x)
+        if kind in _WORDS:
+            continue
+        if kind is Tensor:
+            if x.dtype is not torch.float32 or x.layout is not torch.strided:
+                if x.is_floating_point() or x.is_complex():
+                    return None
+                continue
+            known = format_of(x)
+            if known is None or not (known is WIDE or known == scope.activation):
+                return None
+            if _has_role(scope, x) or getattr(x, "_fpsim_view_of_weight", False):
+                return None
+        elif kind in _SEQUENCES:
+            known = _one_format_of(scope, x)
+            if not known:
+                if known is None:
+                    return None
+                continue
+        else:
+            return None
+        if found and known != found:
+            return None
+        found = known
+    return found

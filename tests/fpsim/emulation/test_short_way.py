@@ -1,0 +1,153 @@
+"""The short way of a call gives what the long way gives: numbers, marks, gradients, sites, noise and errors."""
+
+from __future__ import annotations
+
+import copy
+import linecache
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from programs import draw, random_genes, run, space_of
+from torch import Tensor, nn
+
+import fpsim
+from fpsim.emulation import mode, short_way
+from fpsim.emulation.marks import format_of
+
+PROGRAMS = 120
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bf16": {"fmt": "bf16"},
+    "e4m3fn": {"fmt": "e4m3fn"},
+    "e5m2 stochastic": {"fmt": "e5m2", "rounding": "stochastic"},
+    "fp8_current": {"fmt": "recipe:fp8_current"},
+    "weights alone": {"fmt": fpsim.Policy(weight="e4m3fn")},
+}
+
+
+def bits(x: Tensor | None) -> Any:
+    if x is None or not x.is_floating_point():
+        return None if x is None else x.tolist()
+    return x.detach().contiguous().view(torch.int32 if x.dtype is torch.float32 else torch.int16).tolist()
+
+
+def seen_of(model: nn.Module, inputs: list[Tensor], program: Any, is_recorded: bool) -> Any:
+    """All that a run of a program shows."""
+    fpsim.manual_seed(3)
+    rows: Any = None
+    try:
+        if is_recorded:
+            with fpsim.record(model) as recording:
+                outcome = run(model, inputs, program)
+            rows = [(row["site"], row["role"], row["underflow_count"], row["count"]) for row in recording.rows()]
+        else:
+            outcome = run(model, inputs, program)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    found = {name: (bits(x), format_of(x), x.requires_grad) for name, x in outcome.variables.items()}
+    others = (outcome.shown, outcome.stays, outcome.gradients)
+    return found, [{name: bits(x) for name, x in tensors.items()} for tensors in others], rows
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many calls went which way. `ways["is_long"] = 1` sends all of them the long way."""
+    counted: Counter[str] = Counter()
+    by_short_way = short_way.by_short_way
+
+    def counting(*args: Any) -> Any:
+        out = NotImplemented if counted["is_long"] else by_short_way(*args)
+        counted["long" if out is NotImplemented else "short"] += 1
+        return out
+
+    monkeypatch.setattr(mode, "by_short_way", counting)
+    return counted
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_random_programs_show_the_same_by_either_way(name: str, ways: Counter[str]) -> None:
+    for number in range(PROGRAMS):
+        program = draw(random_genes(number), "bf16")
+        space = space_of(program.source())
+        torch.default_generator.manual_seed(number)
+        module, inputs = space["Program"](), [torch.randn(4, 4) for _ in range(2)]
+        shown = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for ways["is_long"] in (0, 1):
+                model = fpsim.quantize(copy.deepcopy(module), **SETTINGS[name])
+                shown.append(seen_of(model, inputs, program, number % 3 == 0))
+        linecache.cache.pop(space["__name__"], None)
+        assert shown[0] == shown[1], program.source()
+    assert ways["short"] > PROGRAMS
+
+
+def test_most_calls_of_a_network_take_the_short_way(ways: Counter[str]) -> None:
+    network = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(-1))
+    fpsim.quantize(network, "e4m3fn")(torch.randn(4, 8)).sum().backward()
+    assert ways["short"] >= 5
+    assert ways["long"] == 0
+
+
+CALLS = {
+    "a weight given by name": lambda x, w: F.linear(x, weight=w),
+    "a result in given memory": lambda x, w: torch.add(x, w, out=torch.empty(4, 4)),
+    "a dtype in words": lambda x, w: torch.softmax(x * w, -1, dtype=torch.float32) + w,
+    "in place": lambda x, w: F.relu(x * w, True),
+    "an infinite quotient": lambda x, w: x / torch.zeros(4, 4),
+    "a mask scaled by a number": lambda x, w: (x + w).masked_fill(w > 0, torch.finfo(torch.float32).min) / 8,
+    "one tensor twice": lambda x, w: (x * x) @ (w @ w),
+    "float32 on purpose": lambda x, w: (x.float() * w.float()).cos().mean(-1, keepdim=True) * x,
+    "autocast switched off": lambda x, w: _without_autocast(x, w),
+    "saved elsewhere": lambda x, w: _saved_elsewhere(x, w),
+    "several, of which one is unknown": lambda x, w: torch.cat([x * w, x, torch.stack([x[0] * 2] * 4)]),
+}
+
+
+def _without_autocast(x: Tensor, w: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return (x * w) @ w
+
+
+def _saved_elsewhere(x: Tensor, w: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return torch.tanh(x * w) @ w
+
+
+class Called(nn.Module):
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call, self.w = call, nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.call(x, self.w)
+        return out
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "e4m3fn", "recipe:fp8_current"])
+@pytest.mark.parametrize("name", CALLS)
+def test_an_unusual_call_gives_the_same_by_either_way(name: str, fmt: str, ways: Counter[str]) -> None:
+    torch.default_generator.manual_seed(0)
+    module, x = Called(CALLS[name]), torch.randn(4, 4)
+    shown = []
+    for ways["is_long"] in (0, 1):
+        model = fpsim.quantize(copy.deepcopy(module), fmt)
+        try:
+            out = model(x)
+            if out.requires_grad:
+                out.sum().backward()
+            shown.append((bits(out), format_of(out), bits(model.w.grad)))
+        except RuntimeError as error:
+            shown.append(str(error))
+    assert shown[0] == shown[1]
+
+
+def test_a_policy_that_is_set_later_has_plans_of_its_own() -> None:
+    model, x = fpsim.quantize(nn.Linear(4, 4, bias=False), "e4m3fn"), torch.randn(2, 4)
+    before = model(x)
+    fpsim.set_policy(model, "bf16")
+    assert not torch.equal(model(x), before)
+    assert torch.equal(model(x), fpsim.quantize(fpsim.dequantize(model), "bf16")(x))
