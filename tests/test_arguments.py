@@ -272,6 +272,10 @@ WORST: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "update nothing": (lambda: ada_loss.Updater(None, print, print, None), TypeError, "optimizer is None"),
     "transform a number": (lambda: ada_loss.AdaLossTransform(3), TypeError, "kind is 3"),
     "seed by a word": (lambda: fpsim.manual_seed("x"), TypeError, "seed='x' is not an integer"),
+    "a seed after which there is none": (
+        lambda: fpsim.compare(model(), None, "fp16", batch(), draws=2, seed=2**64 - 2), ValueError,
+        "seed=18446744073709551614 leaves no seeds for draws=2",
+    ),
     "seed beyond 64 bits": (lambda: fpsim.manual_seed(2**70), ValueError, "seed=1180591620717411303424 is out of"),
     "watch no format": (lambda: fpsim.watch(model(), []), ValueError, r"formats=\[\] names none"),
     "watch a number": (lambda: fpsim.watch(model(), 3), TypeError, "formats is 3, which is not a list"),
@@ -321,12 +325,15 @@ WORST: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a role that nothing has": (lambda: _compared().breaks("weight"), ValueError, "Unknown role='weight'"),
     "growth by less than 1": (lambda: _compared().grows(by=-1), ValueError, "by=-1 is out of range"),
     "bytes as a device": (lambda: fpsim.warm_up(b"cpu", ["fp16"]), ValueError, "device=b'cpu' is not a device"),
+    "a number as a device": (lambda: ada_loss.GradScaler(device=0), TypeError, "device=0 is not a device"),
     "no device": (lambda: ada_loss.GradScaler(device="x"), ValueError, "device='x' is not a device"),
     "truth as a code": (lambda: fpsim.as_format("fp16").decode(True), ValueError, "Code True is out of range for fp16"),
     "a chunk beyond memory": (lambda: fpsim.Accumulator("fp16", chunk=2**70), ValueError, "chunk=1180591620717411303"),
     "a block beyond memory": (
         lambda: fpsim.BlockFormat("e4m3fn", 10**5000, fpsim.as_format("e8m0fnu")), ValueError, "block=a value of type"
     ),
+    "a margin beyond 64": (lambda: fpsim.Delayed(margin=65), ValueError, "margin=65 is invalid"),
+    "a margin below -64": (lambda: fpsim.Delayed(margin=-65), ValueError, "margin=-65 is invalid"),
     "a history beyond memory": (lambda: fpsim.Delayed(history=2**30), ValueError, "history=1073741824 is not a number"),
     "amaxes beyond memory": (lambda: ada_loss.layer_rule("amax_history", length=2**30), ValueError, "length=10737"),
     "a batch of NaN": (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 import fpsim
 from ada_loss import AdaLossScaled
+from ada_loss.layerwise.dead import Dead
 from ada_loss.record import Recorder
 
 
@@ -39,6 +42,22 @@ def train(model: nn.Module, steps: int = 2) -> float:
         model.zero_grad()
         (model(X).square().mean() * 1e-2).backward()
     return float((model[1].fc.weight.grad == 0).float().mean())
+
+
+def test_what_the_first_step_has_noted_is_forgotten_once_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[weakref.ref[Tensor]] = []
+
+    def note(self: Dead, *args: Any) -> None:
+        of_class(self, *args)
+        noted.extend(weakref.ref(flag) for _, flag in self._found)
+
+    of_class = Dead.note
+    monkeypatch.setattr(Dead, "note", note)
+    model = gated(1.0, "fp16")
+    with AdaLossScaled(model):
+        train(model, 2)
+        assert noted
+        assert all(flag() is None for flag in noted)
 
 
 @pytest.mark.parametrize("error", ["fp16", "e5m2"])

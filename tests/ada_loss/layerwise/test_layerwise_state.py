@@ -58,6 +58,16 @@ def test_a_saved_state_goes_on_to_the_same_bits_where_the_next_gradient_outgrows
     assert_same(*found)
 
 
+def test_a_state_that_is_loaded_after_steps_replaces_all_that_they_have_left() -> None:
+    model = quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "e5m2")
+    with AdaLossScaled(model) as handle:
+        backward(model, torch.randn(4, 8, generator=seeded()), 1e-3)
+        state = handle.state_dict()
+        state["sites"] = state["sites"][1:]
+        handle.load_state_dict(state)
+        assert handle.state_dict() == state
+
+
 def test_branches_of_the_original_take_factors_from_a_state_not_scales() -> None:
     torch.manual_seed(0)
     model, x = quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "fp16"), torch.randn(4, 8, generator=seeded())

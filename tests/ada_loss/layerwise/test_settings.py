@@ -100,6 +100,14 @@ def test_what_a_lost_adaptive_scaling_has_left_is_taken_off_and_said() -> None:
     scaled.detach()
 
 
+def test_a_lost_adaptive_scaling_is_taken_off_though_the_next_one_is_refused() -> None:
+    model = quantize(nn.Linear(2, 2), "fp16")
+    AdaLossScaled(model)
+    with pytest.warns(UserWarning, match="It is detached"), pytest.raises(ValueError, match="update_every"):
+        AdaLossScaled(model, update_every=0)
+    assert all(found.scaling is None for found in listeners(model))
+
+
 def test_an_adaptive_scaling_that_is_interrupted_within_its_block_ends_though_the_traceback_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

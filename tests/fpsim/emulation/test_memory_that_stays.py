@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -321,6 +322,19 @@ def test_a_forward_that_is_a_generator_is_emulated() -> None:
     closed = model(x)
     next(closed)
     closed.close()
+
+
+def test_closing_a_forward_that_is_a_generator_closes_the_models_own_at_once() -> None:
+    class M(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            self.steps = (x * i for i in range(3))
+            return self.steps
+
+    model = quantize(M(), "bf16")
+    steps = model(torch.ones(2))
+    next(steps)
+    steps.close()
+    assert inspect.getgeneratorstate(model.steps) == inspect.GEN_CLOSED
 
 
 def test_a_policy_for_weights_alone_rounds_no_activation() -> None:

@@ -132,6 +132,7 @@ WRITTEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "addbmm": lambda x, w: torch.addbmm(torch.zeros(60, 36), x[None], w.T[None]),
     "einsum": lambda x, w: torch.einsum("ti,oi->to", x, w),
     "einsum, mixed": lambda x, w: torch.einsum("oi,ti->to", w, x),
+    "einsum of a list": lambda x, w: torch.einsum("ti,oi->to", [x, w]),
     "einsum with ...": lambda x, w: torch.einsum("...i,oi->...o", x.view(3, 20, 40), w).view(60, 36),
     "einsum of lists": lambda x, w: torch.einsum(x, [0, 1], w, [2, 1], [0, 2]),
     "einsum of heads": lambda x, w: torch.einsum("bsi,hdi->bshd", x.view(3, 20, 40), w.view(4, 9, 40)).reshape(60, 36),

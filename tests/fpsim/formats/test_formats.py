@@ -151,6 +151,8 @@ def test_aliases_name_the_same_format() -> None:
         ({"exponent_bits": 1, "mantissa_bits": 0}, "its largest value"),
         ({"exponent_bits": 4, "mantissa_bits": 3, "subnormals": 1}, "subnormals=1"),
         ({"exponent_bits": 8, "mantissa_bits": 1, "specials": "scale"}, "mantissa_bits must be 0"),
+        ({"exponent_bits": 5, "mantissa_bits": 0, "specials": "dlfloat"}, "'dlfloat' needs at least one mantissa bit"),
+        ({"exponent_bits": 5, "mantissa_bits": 0, "specials": "p3109"}, "'p3109' needs at least one mantissa bit"),
     ],
 )
 def test_impossible_fields_are_refused_with_the_reason(fields: dict[str, object], message: str) -> None:

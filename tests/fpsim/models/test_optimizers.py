@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import weakref
 from fractions import Fraction
 
 import oracle
@@ -601,6 +602,17 @@ def test_gradients_come_back_after_a_step_that_raises():
         optimizer.step(closure)
     assert torch.equal(p.grad, torch.ones(2))
     assert torch.equal(p.detach(), torch.ones(2))
+
+
+def test_a_step_keeps_no_gradient():
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([("w", p)], lr=0.5)
+    quantize_optimizer(optimizer, Update(weight="bf16", arithmetic="format"))
+    p.grad = torch.ones(2)
+    optimizer.step()
+    gradient = weakref.ref(p.grad)
+    p.grad = None
+    assert gradient() is None
 
 
 def test_a_detached_optimizer_has_its_own_step_again():

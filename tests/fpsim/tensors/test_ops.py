@@ -651,6 +651,13 @@ def test_an_unfit_out_is_refused(out: torch.Tensor, message: str) -> None:
         round_to(torch.ones(3, 4), "fp16", out=out)
 
 
+def test_out_is_written_to_without_gradients_though_x_or_out_requires_one() -> None:
+    x, out = torch.full((2,), 0.1, requires_grad=True), torch.empty(2, requires_grad=True)
+    with torch.no_grad():
+        assert round_to(x, "fp16", out=out) is out
+        assert torch.equal(out, x.half().float())
+
+
 def test_out_with_a_gradient_is_refused() -> None:
     with pytest.raises(ValueError, match=r"out= keeps no gradient.*torch\.no_grad"):
         round_to(torch.ones(2, requires_grad=True), "fp16", out=torch.empty(2))
