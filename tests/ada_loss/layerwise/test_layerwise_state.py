@@ -68,6 +68,22 @@ def test_a_state_that_is_loaded_after_steps_replaces_all_that_they_have_left() -
         assert handle.state_dict() == state
 
 
+def test_a_state_loaded_between_updates_gives_what_it_gives_a_new_handle() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8, generator=seeded())
+    run, fresh = (AdaLossScaled(quantize(net, "e5m2"), update_every=100) for _ in range(2))
+    for _ in range(4):
+        backward(run.model, x, 1e-4)
+    state = run.state_dict()
+    for site in state["sites"]:
+        site.update(kept=None, ceiling=0.0)
+    run.load_state_dict(state)
+    fresh.load_state_dict(state)
+    for size in (1e-4, 1e-6):
+        assert_same(backward(run.model, x, size), backward(fresh.model, x, size))
+        assert run.log2_scales() == fresh.log2_scales()
+
+
 def test_branches_of_the_original_take_factors_from_a_state_not_scales() -> None:
     torch.manual_seed(0)
     model, x = quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "fp16"), torch.randn(4, 8, generator=seeded())

@@ -70,6 +70,7 @@ ISLANDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "back by to(other)": lambda x, y: (x.float() * 1.1).to(y),
     "back by type": lambda x, y: (x.float() * 1.1).type(y.dtype),
     "stays float32": lambda x, y: x.float() * 1.1 - 0.3,
+    "stays float32 in a copy on its device": lambda x, y: (x.float() * 1.1).to(x.device, copy=True) * 1.1,
     "promotion": lambda x, y: x.float() * y + 0.1,
     "promotion through a chain": lambda x, y: ((x + y) * (x * y).to(torch.float32)).exp(),
     "softmax in float32": lambda x, y: torch.softmax(x, dim=-1, dtype=torch.float32),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fpsim
+from fpsim.models.quantize import listeners
 from fpsim.tensors.tally import shape_between
 
 
@@ -40,6 +41,60 @@ def test_recording_changes_no_result(rounding: str) -> None:
     with fpsim.record(model):
         recorded = run(model)
     assert torch.equal(plain, recorded)
+
+
+class Asked:
+    """An observer that notes what it is asked for and what it is told."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.told: list[tuple[str, str]] = []
+
+    def wants(self, site: str, role: str) -> bool:
+        self.asked.append((site, role))
+        return True
+
+    def __call__(self, site: str, role: str, *_: Any) -> None:
+        self.told.append((site, role))
+
+
+class PartlyWide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).float().exp()  # in float32 on purpose
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["fp16", fpsim.Policy("fp16", error="fp32", weight_grad="fp32"), "mxfp8_e4m3"],
+    ids=["fp16", "float32 gradients", "mxfp8"],
+)
+@pytest.mark.parametrize("is_scaled", [False, True], ids=["", "scaled"])
+def test_an_observer_is_told_of_what_it_was_asked_for_and_of_each_role(policy: Any, is_scaled: bool) -> None:
+    model = fpsim.quantize(PartlyWide(), policy)
+    observer = Asked()
+    for group in listeners(model):
+        group.observer = observer
+        if is_scaled:
+            group.scaling = lambda *_: lambda gradient, _: torch.zeros(1, dtype=torch.int64)
+    run(model)
+    assert sorted({*observer.asked}) == sorted({*observer.told})
+    assert len(observer.asked) == len(observer.told)
+    if policy == "mxfp8_e4m3":
+        assert {role for _, role in observer.told} == {
+            "fprop.x",
+            "fprop.w",
+            "dgrad.dy",
+            "dgrad.w",
+            "wgrad.x",
+            "wgrad.dy",
+        }
+    else:
+        assert (":exp", "activation") in observer.told
+        assert {role for _, role in observer.told} == {"activation", "weight", "error", "weight_grad"}
 
 
 def test_a_recording_tallies_the_tensors_of_each_site_and_role() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -260,6 +262,16 @@ def test_parameters_that_are_replaced_are_watched() -> None:
     found = {(row["site"], row["role"]): row["amax"] for row in watching.rows()}
     assert found["0.weight", "weight"] == 3.0
     assert found["0.weight", "weight_grad"] == 1.0
+
+
+def test_a_watch_keeps_no_module_that_was_replaced() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with fpsim.watch(model, ["fp16"], every=1):
+        model(torch.ones(1, 2)).sum().backward()
+        replaced = weakref.ref(model[0])
+        model[0] = nn.Linear(2, 2)
+        gc.collect()
+        assert replaced() is None
 
 
 class Wraps(torch.optim.Optimizer):

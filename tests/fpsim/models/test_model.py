@@ -102,6 +102,8 @@ def test_dequantize_gives_back_float32(net: Net, x: Tensor) -> None:
     model = quantize(net, "e4m3fn")
     plain = dequantize(model)
     assert torch.equal(plain(x), net(x))
+    for a, b in zip(plain.modules(), net.modules(), strict=True):
+        assert vars(a).keys() == vars(b).keys()
     assert str(plain) == str(net)
     assert not torch.equal(model(x), net(x))
     assert dequantize(model, inplace=True) is model

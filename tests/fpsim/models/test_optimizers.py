@@ -7,6 +7,7 @@ with torch's own casts or with fractions.
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import math
 import weakref
@@ -210,6 +211,18 @@ def test_the_optimizer_updates_the_master_copy_and_the_model_sees_it_rounded():
         give_gradients(plain, step), give_gradients(ours, step)
         a.step(), b.step()
         assert all(equal(bf16(x.detach()), y) for x, y in zip(plain, ours, strict=True))
+
+
+@pytest.mark.parametrize("update", [Update(weight="bf16", master="fp32"), Update(weight="bf16", compensation="kahan")])
+def test_a_step_keeps_no_copy_of_a_weight_but_what_is_stored(update):
+    p = nn.Parameter(torch.ones(37, 53))
+    optimizer = torch.optim.SGD([p], lr=2.0**-10)
+    quantize_optimizer(optimizer, update)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    gc.collect()  # of earlier tests
+    found = {x.data_ptr() for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter) and x.shape == p.shape}
+    assert len(found) == 3  # the weight, its gradient, and the master copy or the compensation
 
 
 def test_a_weight_that_is_written_to_begins_its_master_copy_again():

@@ -67,6 +67,12 @@ def test_other_types_are_refused(words, message):
         Update(**words)
 
 
+@pytest.mark.parametrize("weight", ["fp16", "bf16", "e4m3fn"])
+@pytest.mark.parametrize("compensation", ["kahan", "pair"])
+def test_all_compensations_but_remainder16_take_any_format_of_single_numbers(weight, compensation):
+    assert Update(weight=weight, compensation=compensation).compensation == compensation
+
+
 def test_a_format_in_the_place_of_an_update_is_refused_with_both_ways_to_write_it():
     with pytest.raises(ValueError, match=re.escape("fpsim.Update(weight='fp16')")):
         as_update("fp16")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gfloat.formats import all_block_formats
 
-from fpsim import BLOCKS, BlockFormat, Delayed, FixedPoint, Policy, as_format, encode, round_to
+from fpsim import BLOCKS, BlockFormat, Codebook, Delayed, FixedPoint, Policy, as_format, encode, round_to
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -70,6 +70,7 @@ BAD = [
     ({"element": "uint4", "block": 32}, "no negative values"),
     ({"element": "e8m0fnu", "block": 32}, "no zero and no sign"),
     ({"element": "bf16", "block": 32}, "no room for a scale"),
+    ({"element": Codebook([-(2.0**-95), 0.0, 2.0**-95]), "block": 32}, r"2\*\*-95, which leaves no room"),
     ({"element": "mxfp4", "block": 32}, "format of single numbers is wanted"),
 ]
 
@@ -78,6 +79,23 @@ BAD = [
 def test_what_makes_no_format_is_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BlockFormat(**fields)  # type: ignore[arg-type]
+
+
+def test_a_book_whose_values_leave_room_for_a_power_of_two_is_an_element() -> None:
+    assert BlockFormat(Codebook([-(2.0**-94), 0.0, 2.0**-94]), 32).block == 32
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("word_length", ["8", 0, 1, 25, 26, 8.0])
+def test_word_lengths_are_those_that_a_float32_holds(word_length: object, signed: bool) -> None:
+    least, most = (2, 25) if signed else (1, 24)  # a float32 has 24 bits and a sign
+    if word_length in range(least, most + 1) and isinstance(word_length, int):
+        FixedPoint(word_length, 0, signed=signed)
+    else:
+        with pytest.raises(
+            ValueError, match=rf"makes no format that a float32.*Expected: the integers {least} to {most}"
+        ):
+            FixedPoint(word_length, 0, signed=signed)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

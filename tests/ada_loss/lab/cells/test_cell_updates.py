@@ -100,6 +100,8 @@ def test_options_that_an_update_contradicts_are_refused() -> None:
         updated(["bf16_sr"], accumulation="float64")
     with pytest.raises(ValueError, match="has an update of its own"):
         plan("digits", [{"format": "fp32", "update": "bf16"}], ["none"], updates=["bf16_sr"])
+    with pytest.raises(ValueError, match="A format with an update has 'error', too"):
+        plan("digits", [{"format": "fp32", "update": "bf16", "error": "e5m2"}], ["none"])
 
 
 def test_a_command_line_and_a_file_name_updates() -> None:

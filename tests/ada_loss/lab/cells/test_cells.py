@@ -102,6 +102,11 @@ def test_float32_is_added_once_for_each_task_and_its_options() -> None:
     assert [c.id for c in found if c.config["format"] != "fp32"] == [c.id for c in plan_all(GRID, also[:2])]
 
 
+def test_a_task_and_a_training_function_are_not_given_together() -> None:
+    with pytest.raises(ValueError, match=r"task='digits' was given with train='own:train'.*and not both"):
+        plan("digits", ["fp16"], ["none"], train="own:train")
+
+
 @pytest.mark.parametrize(
     ("also", "words"),
     [
