@@ -13,6 +13,7 @@ from format_cases import CUSTOM, GFLOAT, ML_DTYPES
 
 import fpsim
 from fpsim import FloatFormat, as_format
+from fpsim.formats.floats import as_float_format
 
 # name: exponent bits, mantissa bits, bias, largest, smallest normal, smallest subnormal; from the formats' sources
 TABLE = {
@@ -212,8 +213,10 @@ def test_fields_from_numpy_are_pythons_integers() -> None:
 def test_near_names_are_suggested_and_other_types_refused() -> None:
     with pytest.raises(ValueError, match="Did you mean 'fp16"):
         as_format("fp61")
-    with pytest.raises(TypeError, match="int"):
+    with pytest.raises(TypeError, match="A format is wanted, not 16 of type int"):
         as_format(16)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="A format is wanted, not 16 of type int"):
+        as_float_format(16)  # type: ignore[arg-type]
 
 
 def test_overflow_that_a_format_lacks_is_refused() -> None:

@@ -97,6 +97,15 @@ def test_an_observer_is_told_of_what_it_was_asked_for_and_of_each_role(policy: A
         assert {role for _, role in observer.told} == {"activation", "weight", "error", "weight_grad"}
 
 
+def test_after_clear_the_next_call_is_the_first_of_its_site_again() -> None:
+    model = fpsim.quantize(small_model(), "fp16")
+    with fpsim.record(model, every=2) as recording:
+        run(model)
+        recording.clear()
+        run(model)
+    assert {row["calls"] for row in recording.rows()} == {1}
+
+
 def test_a_recording_tallies_the_tensors_of_each_site_and_role() -> None:
     model = fpsim.quantize(small_model(), "e5m2")
     with fpsim.record(model) as recording:

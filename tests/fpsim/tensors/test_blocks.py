@@ -141,6 +141,12 @@ def test_fixed_point_is_integers_times_a_power_of_two(f: FixedPoint, rounding: s
         assert not torch.signbit(got[got == 0]).any()
 
 
+def test_the_lowest_value_of_fixed_point_is_that_of_twos_complement() -> None:
+    assert FixedPoint(5, 3, signed=False).lowest == 0.0
+    assert FixedPoint(5, 3).lowest == -16 / 8
+    assert FixedPoint(5, 3, symmetric=True).lowest == -15 / 8
+
+
 def test_fixed_point_saturates_and_keeps_nan() -> None:
     x = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e30, -1e30, -127.5, -128.5])
     assert str(round_to(x, "int8").tolist()) == "[127.0, -128.0, nan, 127.0, -128.0, -128.0, -128.0]"

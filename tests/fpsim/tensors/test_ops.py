@@ -414,6 +414,7 @@ def test_encode_rounds_first() -> None:
 def test_codes_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match="no code for it"):
         encode(torch.tensor([math.nan]), "e2m1fn")
+    assert decode(torch.zeros(0, 3, dtype=torch.uint8), "e5m2").shape == (0, 3)
     with pytest.raises(ValueError, match="0 to 255"):
         decode(torch.tensor([256]), "e5m2")
     with pytest.raises(TypeError, match="integer"):

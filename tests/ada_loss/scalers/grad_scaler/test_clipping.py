@@ -52,6 +52,20 @@ def test_a_norm_that_overflows_is_an_overflow() -> None:
     assert torch.equal(weight.detach(), torch.zeros(2))
 
 
+def test_a_norm_that_overflows_is_told_of_though_the_gradients_were_asked_for_before() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = GradScaler("torch", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    weight.grad = torch.full((2,), 3e38)
+    scaler.unscale_(optimizer)
+    assert not scaler.overflowed(optimizer)
+    scaler.clip_(optimizer, 1.0)
+    assert scaler.overflowed(optimizer)
+    scaler.step(optimizer)
+    assert torch.equal(weight.detach(), torch.zeros(2))
+
+
 def test_clipping_before_unscaling_is_refused() -> None:
     scaler, _, optimizer = ready(ours)
     with pytest.raises(RuntimeError, match=r"clip_\(\).*not unscaled.*Call unscale_\(optimizer\) first"):
