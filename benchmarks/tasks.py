@@ -184,7 +184,8 @@ def heads_table() -> Iterator[str]:
     for task, settings in measured().items():
         if task not in MORE or FLOAT32 not in settings:
             continue
-        base = settings[FLOAT32]
+        compared = {seed for name in MORE[task] for seed in settings.get(name, {})}
+        base = {seed: value for seed, value in settings[FLOAT32].items() if seed in compared}
         metric = spread_of(task, settings).metric
         sign = 1 if by_name(metric) == "maximize" else -1
         yield f"| {task} | float32 | {shown(metric, statistics.fmean(base.values()))} | | {len(base)} seeds |"
