@@ -324,6 +324,9 @@ WORST: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "an unknown role": (lambda: _compared().begins("eror"), ValueError, "Unknown role='eror'. Did you mean 'error"),
     "a role that nothing has": (lambda: _compared().breaks("weight"), ValueError, "Unknown role='weight'"),
     "growth by less than 1": (lambda: _compared().grows(by=-1), ValueError, "by=-1 is out of range"),
+    "warm up a device that is not here": (
+        lambda: fpsim.warm_up(f"cuda:{torch.cuda.device_count()}", ["fp16"]), ValueError, "is not here: torch finds",
+    ),
     "bytes as a device": (lambda: fpsim.warm_up(b"cpu", ["fp16"]), ValueError, "device=b'cpu' is not a device"),
     "a number as a device": (lambda: ada_loss.GradScaler(device=0), TypeError, "device=0 is not a device"),
     "no device": (lambda: ada_loss.GradScaler(device="x"), ValueError, "device='x' is not a device"),

@@ -38,7 +38,7 @@ def warm_up(
         variants: of stochastic rounding, as in `round_to`; each has kernels of its own, for any number of random bits.
 
     Raises:
-        ValueError: for unknown words.
+        ValueError: for unknown words, and for a CUDA device that this machine has not.
 
     >>> warm_up("cpu", ["e4m3fn", "mxfp8_e4m3"], ["nearest_even", "stochastic"])
     """
@@ -48,6 +48,11 @@ def warm_up(
         raise ValueError(f"device={shown(device)} is not a device. Expected: 'cpu', 'cuda' or 'cuda:1'.") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device={shown(device)} has no kernels. Expected: 'cpu', 'cuda' or 'cuda:1'.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device='{device}' is not here: torch finds {torch.cuda.device_count()} CUDA devices. Expected: 'cpu', "
+            f"or the device that the tensors are on."
+        )
     formats = require_iterable("formats", formats, "['fp16']")
     roundings = require_iterable("roundings", roundings, "['nearest_even']")
     variants = require_iterable("variants", variants, "['A']")
