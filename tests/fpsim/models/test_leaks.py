@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import ada_loss
 import fpsim
 
 STATM = Path("/proc/self/statm")  # pages: of the address space, then in memory
-PAGE = 4096
+PAGE = os.sysconf("SC_PAGE_SIZE")
 FORMATS = ["bf16", "e4m3fn", "mxfp8_e4m3", "nvfp4", "recipe:fp8_delayed", "recipe:mxfp8"]
 FORMS = [*FORMATS, "stored", "adaptive", "watched"]
 
