@@ -50,6 +50,9 @@ __all__ = [
 ]
 
 
+_NOTHING: ByIdentity[Any] = ByIdentity()  # stays empty
+
+
 class Alias:
     """What is known of one tensor.
 
@@ -85,8 +88,8 @@ class Aliases:
 
     def __init__(self) -> None:
         self.is_blank = True  # whether no tensor was ever known
-        self._known: ByIdentity[Alias] = ByIdentity()
-        self._writes: ByIdentity[int] = ByIdentity()  # through `.data`, which counts for itself, to a base
+        self._known: ByIdentity[Alias] = _NOTHING
+        self._writes: ByIdentity[int] = _NOTHING  # through `.data`, which counts for itself, to a base
 
     @property
     def is_empty(self) -> bool:
@@ -99,7 +102,8 @@ class Aliases:
 
     def add(self, x: Tensor, alias: Alias) -> None:
         """Know this tensor."""
-        self.is_blank = False
+        if self.is_blank:
+            self.is_blank, self._known, self._writes = False, ByIdentity(), ByIdentity()
         self._known[x] = alias
 
     def state_of(self, x: Tensor) -> Any:

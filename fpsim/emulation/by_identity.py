@@ -31,8 +31,13 @@ class ByIdentity(Generic[Value]):
         found = self.held.get(id(x))
         return found[1] if found is not None and found[0]() is x else None
 
-    def __setitem__(self, x: Tensor, value: Value) -> None:
-        key, own = id(x), weakref.ref(self)  # weak: with a cycle, all of this would wait for a collection
+    def setdefault(self, x: Tensor, value: Value) -> Value:
+        """What is known of a tensor: `value` from now on, where that was nothing."""
+        key = id(x)
+        found = self.held.get(key)
+        if found is not None and found[0]() is x:
+            return found[1]
+        own = weakref.ref(self)  # weak: with a cycle, all of this would wait for a collection
 
         def forget(_: object) -> None:
             found = own()
@@ -40,6 +45,11 @@ class ByIdentity(Generic[Value]):
                 found.held.pop(key, None)
 
         self.held[key] = weakref.ref(x, forget), value
+        return value
+
+    def __setitem__(self, x: Tensor, value: Value) -> None:
+        self.held.pop(id(x), None)
+        self.setdefault(x, value)
 
     def items(self) -> list[tuple[Tensor, Value]]:
         """The tensors that are there, with what is known of them."""

@@ -19,7 +19,6 @@ from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.emulation.steps import watch_steps
 from fpsim.policies.policy import FormatLike
 from fpsim.policies.recipes import as_policy
-from fpsim.torch_internals import current_graph_task
 from fpsim.torch_modes import any_mode, keeps_grad_mode, modes, push_mode, take_off
 from fpsim.undoing import Block, Undo
 
@@ -30,7 +29,7 @@ def enter(scope: Scope, undo: Undo) -> None:
     """Run what follows under `scope`: in the mode that is active in this thread, or in a new one."""
     emulation: Emulation | None = active.emulation
     if emulation is None or emulation.scope.listeners is not scope.listeners:
-        _begin_step(scope)
+        scope.listeners.histories.begin_call()
     if emulation is None:
         emulation = _new_emulation(scope, True)
         _activate(emulation, undo)
@@ -66,7 +65,7 @@ def run_entered(
     """`function(*args, **kwargs)` under `scope`. Nothing stays behind, whatever is raised and wherever."""
     emulation: Emulation | None = active.emulation
     if emulation is None or emulation.scope.listeners is not scope.listeners:
-        _begin_step(scope)
+        scope.listeners.histories.begin_call()
     if emulation is not None:
         previous = emulation.scope
         try:
@@ -90,15 +89,9 @@ def _run_in(
         active.emulation, emulation.scope, emulation.has_names = None, _NOTHING, False
         try:
             take_off(emulation)
-        finally:
-            take_off(emulation)  # a signal may come before the first, or within it
-
-
-def _begin_step(scope: Scope) -> None:
-    """A step of a model begins with each of its calls that is in no other one of it."""
-    histories = scope.listeners.histories
-    if len(histories) and torch.is_grad_enabled() and current_graph_task() < 0:
-        histories.begin_step()
+        except BaseException:  # a signal came before it, or within it
+            take_off(emulation)
+            raise
 
 
 def _new_emulation(scope: Scope, has_names: bool) -> Emulation:

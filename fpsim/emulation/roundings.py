@@ -35,7 +35,7 @@ from fpsim.tensors.autograd import straight_through
 from fpsim.tensors.expressions import round_here_
 from fpsim.tensors.launch import round_memory_, rounded
 from fpsim.tensors.spec import FLOATING, RoundingSpec
-from fpsim.torch_internals import base_of, calibrate_holders, has_history, is_traced, share_storage
+from fpsim.torch_internals import base_of, calibrate_holders, has_history, is_traced, share_storage, version_of
 from fpsim.torch_modes import has_transform, hook_gradient, is_plain, layers_behind, memory_behind
 
 __all__ = ["Roundings"]
@@ -128,7 +128,7 @@ class Roundings:
             return x
         if (spec is None or spec.is_float32) and self._rounds_no(x, backward):
             return x
-        aliases, state = self.aliases, writes_to(x)
+        aliases, state = self.aliases, writes_to(x) if x.is_inference() else version_of(x)
         if not aliases.is_blank:
             alias, state = aliases.of(x), aliases.state_of(x)
             if alias is not None and alias.rounded is not None and alias.state == state:
@@ -136,9 +136,7 @@ class Roundings:
         kept = scope.listeners.kept_weights
         if kept is not None and type(x) is nn.Parameter and spec is not None and self._may_keep(x, spec):
             return kept.copy_of(x, scope.weight, partial(_rounded_weight, spec, scope.weight))
-        copies = self._operands.get(x) if self._operands.held else None
-        if copies is None:
-            copies = self._operands[x] = {}
+        copies = self._operands.setdefault(x, {})
         key, needs_grad = (spec and spec.text, backward and backward.text), x.requires_grad and torch.is_grad_enabled()
         state_then, rounded = copies.get(key, (None, x))
         if state_then != state or rounded.requires_grad != needs_grad:

@@ -166,7 +166,7 @@ def _rounded(
             prepared[i] = emulation.brought(values[i], known, plan.rounds)
         values = tuple(prepared)
         args, kwargs = values[: len(args)], dict(zip(kwargs, values[len(args) :], strict=True))
-    floats = [values[i] for i in places]
+    floats = [*map(values.__getitem__, places)]
     operands = (*args, *in_order(kwargs)) if kwargs else args
     if plan.is_product:
         product = ProductCall(scope, call.name, operands, weights_among(scope, originals, values))

@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Generator
-from types import GeneratorType
+from types import FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import torch
@@ -61,6 +61,8 @@ class EmulatedForward:
             self._signature: inspect.Signature | None = inspect.signature(forward)
         except (TypeError, ValueError):  # a builtin has none
             self._signature = None
+        plain = vars(type(self.module)).get("forward") if self.inner is None else None
+        self._method = plain if type(plain) is FunctionType else None  # of the class: what is usually bound
         self._scopes = {False: make_scope(self.name, self.policy or Policy(), self.listeners)}
         self.wide: dict[str, None] = {}
         self.token = register(self)  # a program that torch.compile made is of one forward and its policy
@@ -150,7 +152,11 @@ class EmulatedForward:
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The true forward of `module` under its scope."""
-        forward = self.true_forward(module)
+        method = self._method
+        if method is not None and type(module).forward is method:  # still: somebody may replace it
+            forward: Callable[..., Any] = MethodType(method, module)
+        else:
+            forward = self.true_forward(module)
         if self.policy is None:
             return forward(*args, **kwargs)
         self.wide = {}  # of this call, the last one

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fpsim.checks import few, shown
 from fpsim.formats.blocks import Delayed
+from fpsim.torch_internals import current_graph_task
 from fpsim.torch_modes import is_watched, plain_tensors, set_grad_enabled, without_torch_function
 
 __all__ = ["AmaxHistory", "Histories", "loaded"]
@@ -185,6 +186,11 @@ class Histories:
             self._move(name, device)
             return self._histories[name]
         return history
+
+    def begin_call(self) -> None:
+        """The model is called, and in no other call of it: a step begins, unless it is evaluated or runs again."""
+        if self._histories and torch.is_grad_enabled() and current_graph_task() < 0:
+            self.begin_step()
 
     def begin_step(self) -> None:
         """Let what was recorded become history; all ranks agree on it first.

@@ -164,7 +164,8 @@ def rounded_to_codebook(x: Array, book: Codebook, rounding: str) -> Array:
 
     For books whose borders float64 holds; NaN has no payload here.
     """
-    wide = x.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        wide = x.astype(np.float64)
     values = np.array([v for v, _ in book.ascending])
     last = len(values) - 1
     if rounding == "nearest_even":

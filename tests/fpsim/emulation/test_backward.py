@@ -222,6 +222,7 @@ def test_a_parameter_unfrozen_in_the_block_gets_its_gradient() -> None:
     assert torch.equal(layer.weight.grad, h(h(x).sum(0)).expand(3, 4))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.12 tells of them whoever asks for none
 @pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag], ids=lambda t: t.__name__)
 def test_a_sparse_gradient_of_an_embedding_is_rounded(table: type[nn.Module]) -> None:
     model, g, rows = quantize(table(5, 4, sparse=True), FP16), randn(3, 4), torch.tensor([1, 2, 2])
