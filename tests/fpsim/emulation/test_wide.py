@@ -575,6 +575,18 @@ def test_data_that_is_set_takes_its_dtype_along(fmt: str) -> None:
 
 
 @FORMATS
+def test_a_tensor_from_outside_whose_data_are_replaced_is_rounded_again(fmt: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        before = x * 1.1
+        x.data = x.detach() * 3
+        return before + x * 1.1
+
+    with torch.no_grad():
+        native, emulated = both_ways(function, fmt, torch.randn(4, 8))
+    assert torch.equal(emulated, native.float())
+
+
+@FORMATS
 def test_a_target_that_is_only_compared_promotes_nothing(fmt: str) -> None:
     target = torch.ones(4)
     target[1] = -1

@@ -609,3 +609,12 @@ def test_the_second_definition_of_verify_agrees_and_sees_a_wrong_value() -> None
     moved = Codebook(CODEBOOKS["dynamic8"].values, "down")
     wanted = rounded_to_codebook(x.numpy(), moved, "nearest_even")
     assert (torch.from_numpy(wanted) != round_to(x, "dynamic8").double()).sum() > 100
+
+
+@pytest.mark.parametrize("ties", ["even", "up", "down", "away", "zero"])
+def test_a_value_of_the_book_at_a_border_stays(ties: str) -> None:
+    values = (-1.0, 0.0, 1.0, 2.0)
+    book = Codebook(values, ties=ties, borders=(-0.5, 0.0, 2.0))
+    assert round_to(torch.tensor(values), book).tolist() == [*values]
+    book = Codebook(values, ties=ties, borders=(0.0, 1.0, 1.5))
+    assert round_to(torch.tensor(values), book).tolist() == [*values]

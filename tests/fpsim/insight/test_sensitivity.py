@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import fpsim
 from fpsim.insight.pictures import plot_costs
+from fpsim.insight.sensitivity import Sensitivity, _find_pair
 
 X = torch.linspace(-1, 1, 48).reshape(8, 6)
 
@@ -170,6 +171,23 @@ def test_where_no_module_repairs_the_loss_alone_a_pair_that_does_is_found() -> N
     assert {row["module"] for row in found[:2]} == {"1", "2"}
     assert math.isfinite(loss(fpsim.quantize(model, found.policy(2))).item())
     assert "No module repairs it alone; " in str(found)
+
+
+@pytest.mark.parametrize(("modules", "tried"), [(12, 66), (13, 66)])
+def test_of_pairs_that_may_repair_a_loss_those_of_twelve_modules_are_tried(modules: int, tried: int) -> None:
+    """66 = 12 * 11 / 2; 13 modules have 78 pairs."""
+    policies: list[fpsim.Policy] = []
+    ranking = Sensitivity(fpsim.Policy("fp16"))
+    ranking.extend({"module": str(i)} for i in range(modules))
+
+    class Broken:
+        def under(self, policy: fpsim.Policy) -> float:
+            policies.append(policy)
+            return math.inf
+
+    _find_pair(ranking, Broken())  # type: ignore[arg-type]
+    assert len({str(policy) for policy in policies}) == len(policies) == tried
+    assert ranking.pair is None
 
 
 def test_a_module_without_parameters_that_breaks_is_found() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 
 import fpsim
 from fpsim.__main__ import main
+from fpsim.models.quantize import listeners
 
 ALL_CASES, ALL_CONTROLS = [*cases()], [*controls()]
 # One model and one format of each cause, another one from cause to cause; the rest is slow.
@@ -481,3 +483,88 @@ def test_gradients_that_the_step_clears_first_are_not_blamed(to_none: bool) -> N
     found = fpsim.why(model, step)
     assert found.cause is not None
     assert (found.cause["place"], found.cause["kind"]) == ("0:linear", "overflow"), str(found)
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False], ids=["before an optimizer clears", "at the end"])
+def test_gradients_that_overflow_where_they_are_added_are_named(has_optimizer: bool) -> None:
+    """Each of three is 30000, and float16 ends at 65504; the optimizer's step forgets their sum."""
+    model = nn.Linear(1, 1, bias=False).half()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+
+    def step() -> None:
+        for _ in range(3):
+            (model(torch.ones(1, 1).half()).float() * 3e4).sum().backward()
+        if has_optimizer:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = fpsim.why(model, step, optimizer=optimizer if has_optimizer else None)
+    model.zero_grad()
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["role"], found.cause["kind"]) == ("weight", "gradient", "overflow")
+    assert "got 3 gradients of up to 3e+04" in str(found)
+
+
+def test_a_parameter_that_came_in_broken_is_broken_in_float32_too_and_no_format_is_blamed() -> None:
+    model = fpsim.quantize(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), "fp16")
+    with torch.no_grad():
+        model[1].weight[0, 0] = torch.inf
+    found = fpsim.why(model, lambda: model(torch.ones(1, 2)).sum().backward())
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"]) == ("1.weight", "inf came in")
+    assert "No format is to blame: float32 gives NaN or inf too." in str(found)
+
+
+def test_states_that_a_step_makes_and_the_history_of_its_scales_are_put_back() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 1))
+    model = fpsim.quantize(model, fpsim.recipe("fp8_delayed", model))
+    optimizer = torch.optim.Adam(model.parameters())
+    (histories,) = {id(listener.histories): listener.histories for listener in listeners(model)}.values()
+
+    def step() -> None:
+        model(torch.ones(4, 32)).sum().backward()
+        optimizer.step()
+
+    before = copy.deepcopy(histories.state_dict())
+    fpsim.why(model, step, optimizer=optimizer)
+    assert not optimizer.state
+    assert repr(histories.state_dict()) == repr(before)
+
+
+class Evaluated(torch.optim.Optimizer):
+    """Evaluates a closure, and changes nothing."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+def test_what_overflows_where_an_optimizer_evaluates_is_not_told_of_the_operation_after_it() -> None:
+    model = fpsim.quantize(nn.Sequential(nn.Linear(1, 1, bias=False)), "fp16")
+    optimizer = Evaluated(model.parameters())
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+
+    def evaluate() -> None:
+        model(torch.full((1, 1), 1e6))
+
+    def step() -> None:
+        optimizer.step(evaluate)
+        model(torch.ones(1, 1)).sum().backward()
+
+    found = fpsim.why(model, step, optimizer=optimizer)
+    assert found.cause is None, str(found)
+
+
+def test_an_operation_after_a_backward_pass_ends_where_its_own_dtype_does() -> None:
+    model, x = fpsim.quantize(nn.Linear(1, 1), fpsim.Policy(error="e5m2", weight_grad="e5m2")), torch.tensor(100.0)
+
+    def step() -> torch.Tensor:
+        model(torch.ones(1, 1)).sum().backward()
+        return x.exp()
+
+    found = fpsim.why(model, step)
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"], found.cause["format"]) == (":exp", "overflow", "float32")

@@ -126,6 +126,15 @@ def test_a_scale_that_is_no_integer_is_refused(scale: object) -> None:
         fpsim.tally(torch.ones(1), "fp16", log2_scale=scale)  # type: ignore[arg-type]
 
 
+def test_scales_are_those_with_which_float64_loses_nothing() -> None:
+    x = torch.tensor([1.0])
+    assert fpsim.tally(x, "fp32", log2_scale=1022).exponents == {1022: 1}
+    assert fpsim.tally(x, "fp32", log2_scale=-1022).exponents == {-1022: 1}
+    for scale in (1023, -1023):
+        with pytest.raises(ValueError, match="-1022 to 1022"):
+            fpsim.tally(x, "fp32", log2_scale=scale)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_what_is_lost_at_a_scale_is_counted_as_by_hand(fmt: str, dtype: torch.dtype) -> None:

@@ -26,6 +26,7 @@ from torch import nn
 import fpsim
 from ada_loss.lab.cells.cell_formats import canonical_format, label, policy_of
 from ada_loss.lab.cells.cells import Cell, plan, plan_all
+from ada_loss.lab.cells.identity import task_of
 from ada_loss.lab.cells.names import names_of
 from ada_loss.lab.cells.telemetry import telemetry
 from ada_loss.lab.sweep.config import read_sweep
@@ -427,6 +428,34 @@ def test_products_are_equal_however_their_formats_are_written() -> None:
     assert str(a) == "MXFP8 e5m2 gradients nearest_even none seed 0"
     with pytest.raises(ValueError, match="e5m99"):
         plan("digits", [{"products": {"dy": "e5m99"}}], ["none"])
+
+
+def test_pairs_of_operands_are_equal_however_their_formats_are_written() -> None:
+    (a,) = plan("digits", [{"products": {"fprop": ["e4m3fn per 32", None]}}], ["none"])
+    (b,) = plan("digits", [{"products": {"fprop": ("mxfp8_e4m3", None)}}], ["none"])
+    assert a.id == b.id
+
+
+def test_a_function_that_calls_itself_is_a_task() -> None:
+    def task(seed: int) -> Any:
+        return task(seed - 1) if seed else other(seed)
+
+    def other(seed: int) -> Any:
+        return task(seed)
+
+    assert task_of(task) == task_of(task)
+
+
+def test_a_meta_tensor_is_part_of_the_task_by_its_shape() -> None:
+    def made(shape: tuple[int, ...]) -> Any:
+        like = torch.empty(shape, device="meta")
+
+        def task(seed: int) -> Any:
+            return like
+
+        return task
+
+    assert task_of(made((2, 3))) == task_of(made((2, 3))) != task_of(made((2, 4)))
 
 
 def test_a_dtype_of_another_library_makes_the_same_cells() -> None:

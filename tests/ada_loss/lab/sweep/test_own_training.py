@@ -17,6 +17,7 @@ from ada_loss.lab.cells.cells import plan
 from ada_loss.lab.results import Results
 from ada_loss.lab.sweep.config import read_sweep
 from ada_loss.lab.training import Job, checkpoints
+from ada_loss.lab.training.job import run_job
 
 
 def swept(out: Path, train: Any = "own_trainings:nanogpt", formats: Any = ("e5m2",), **options: Any) -> Results:
@@ -180,3 +181,31 @@ def test_a_job_refuses_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match="has a quantised model already"):
         job.quantize(torch.nn.Linear(1, 1))
     job.close()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "stopped"])
+def test_after_a_training_its_model_is_recorded_and_scaled_no_more(fails: bool) -> None:
+    models = []
+
+    def train(job: Job) -> dict[str, float]:
+        models.append(job.quantize(torch.nn.Linear(2, 1)))
+        models[0](torch.ones(1, 2)).sum().backward()
+        if fails:
+            raise FloatingPointError("planted")
+        return {}
+
+    job = Job("e5m2", scaling="adaptive")
+    assert run_job(job, train)[1] == ("planted" if fails else None)
+    with fpsim.record(models[0]) as recording, ada_loss.AdaLossScaled(models[0]):
+        models[0](torch.ones(1, 2)).sum().backward()
+    assert len(recording.rows()) > 0
+
+
+def test_points_are_recorded_from_the_tenth_step_on_a_quarter_apart() -> None:
+    job = Job("e5m2")
+    model = job.quantize(torch.nn.Linear(2, 1))
+    for step in range(20):
+        model(torch.ones(1, 2))
+        job.log(step, loss=0.0)
+    job.close()
+    assert [done for done, _ in job.history] == [10, 13, 17]  # each the next integer from 1.25 times the last on
