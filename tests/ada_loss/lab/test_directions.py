@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ada_loss.lab.cells.ledger import Ledger
-from ada_loss.lab.directions import Directions, by_name
+from ada_loss.lab.directions import Directions, by_name, stated
 from ada_loss.lab.results import Results
 from ada_loss.lab.studies.search import search
 from ada_loss.lab.sweep.driver import sweep
@@ -230,3 +230,11 @@ def test_directions_are_kept_as_json(tmp_path: Path) -> None:
     keep_directions(tmp_path, {"b": "maximize"})
     assert json.loads((tmp_path / "directions.json").read_text()) == read_directions(tmp_path)
     assert read_directions(tmp_path) == {"a": "minimize", "b": "maximize"}
+
+
+@pytest.mark.parametrize("given", [[1], [None], [["wer"]]], ids=str)
+@pytest.mark.parametrize("name", ["minimize", "maximize"])
+def test_a_metric_that_is_not_a_name_is_refused(name: str, given: list[Any]) -> None:
+    lists = {"minimize": [], "maximize": [], name: given}
+    with pytest.raises(TypeError, match=rf"Got the metric .* in {name}\. Expected a name"):
+        stated(lists["minimize"], lists["maximize"])

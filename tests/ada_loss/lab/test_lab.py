@@ -113,6 +113,12 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
     assert happened == ["fsync", "replace", "fsync"]  # the content, the name, the folder that holds the name
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list what a process has open")
+def test_a_file_that_is_written_leaves_nothing_open(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "table.csv", b"new")
+    assert str(tmp_path) not in {str(path.resolve()) for path in Path("/proc/self/fd").iterdir()}
+
+
 def test_a_picture_of_underflow_shows_every_layer_and_says_where_nothing_arrives() -> None:
     def rows(site: str, nonzero: int, underflow: int) -> list[dict[str, Any]]:
         row = {"site": site, "nonzero": nonzero, "underflow": underflow}

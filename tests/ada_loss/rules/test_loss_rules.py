@@ -643,3 +643,12 @@ def test_an_unknown_parameter_names_the_near_ones_and_all() -> None:
 def test_a_parameter_without_default_is_asked_for(system: str) -> None:
     with pytest.raises(TypeError, match=r"was given without '(loss_)?scale'.*above 0.*Give it"):
         loss_rule(system)
+
+
+def test_a_trajectory_takes_a_rule_and_truths_of_python_and_numpy() -> None:
+    rule = loss_rule("torch", init_scale=8.0, growth_interval=2)
+    assert trajectory(rule, [np.True_, np.True_, np.False_]) == trajectory(rule, [True, True, False])
+    with pytest.raises(TypeError, match=r"oks holds 1\. Expected"):
+        trajectory(rule, [1])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"rule is 'torch'\. Expected: a LossRule"):
+        trajectory("torch", [True])  # type: ignore[arg-type]

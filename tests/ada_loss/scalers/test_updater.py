@@ -206,6 +206,16 @@ def test_data_that_cannot_be_called_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse.*")
+def test_a_parameter_without_a_gradient_does_not_decay() -> None:
+    model = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    scaler = GradScaler("static", scale=1.0)
+    Updater(optimizer, lambda x: model[0](x).sum(), feeder([torch.ones(1, 1)]), scaler, weight_decay=0.5).update()
+    assert [layer.weight.item() for layer in model] == [1 - 0.125 * (1 + 0.5), 1.0]
+
+
 def test_weight_decay_of_a_sparse_gradient_is_refused() -> None:
     table = nn.Embedding(5, 2, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)

@@ -399,3 +399,26 @@ def test_a_cast_to_its_own_dtype_is_the_tensor_itself(fmt: str, way: Callable[[T
     native, is_same_natively = cast(x)
     assert torch.equal(emulated, native.float())
     assert is_same is is_same_natively is True
+
+
+class WritesToData(torch.optim.Optimizer):
+    """Doubles its parameters behind torch's back: a write to `.data` is not counted."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.data.mul_(2)
+
+
+@pytest.mark.filterwarnings("ignore:An optimizer's step ran inside")
+def test_after_a_step_inside_weights_are_rounded_again() -> None:
+    w = nn.Parameter(torch.tensor([1.1]))
+    optimizer = WritesToData([w])
+    with emulate("fp16"):
+        before = w * 1.0
+        optimizer.step()
+        after = w * 1.0
+    assert torch.equal(before, torch.tensor([1.1]).half().float())
+    assert torch.equal(after, torch.tensor([2.2]).half().float())

@@ -574,11 +574,15 @@ def test_data_that_is_set_takes_its_dtype_along(fmt: str) -> None:
         assert torch.equal(emulated, native.float())
 
 
+@pytest.mark.parametrize("way", ["data", "set_"])
 @FORMATS
-def test_a_tensor_from_outside_whose_data_are_replaced_is_rounded_again(fmt: str) -> None:
+def test_a_tensor_from_outside_whose_data_are_replaced_is_rounded_again(fmt: str, way: str) -> None:
     def function(x: Tensor) -> Tensor:
         before = x * 1.1
-        x.data = x.detach() * 3
+        if way == "data":
+            x.data = x.detach() * 3
+        else:
+            x.set_(x.detach() * 3)
         return before + x * 1.1
 
     with torch.no_grad():

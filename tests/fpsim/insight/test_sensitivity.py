@@ -218,3 +218,10 @@ def test_a_step_runs_the_model_itself_and_leaves_it_as_it_was() -> None:
     assert "forward" not in vars(model)
     with pytest.raises(ValueError, match="is not quantised"):
         fpsim.summary(model)
+
+
+def test_the_seed_is_0_unless_it_is_given() -> None:
+    policy = fpsim.Policy("e4m3fn", rounding="stochastic")
+    default, zero, one = (fpsim.sensitivity(three(), loss, policy, **seed) for seed in ({}, {"seed": 0}, {"seed": 1}))
+    assert list(default) == list(zero)
+    assert default.quantised != one.quantised

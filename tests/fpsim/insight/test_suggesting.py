@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fpsim
+from fpsim.insight.suggesting import Called, _again
 
 X = torch.randn(128, 8, generator=torch.Generator().manual_seed(0))
 
@@ -195,3 +196,27 @@ def test_a_model_that_gives_a_mapping_and_one_in_bfloat16_are_tried() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         watching.policy()
+
+
+class Named(nn.Module):
+    """A product of what it is given by name, in a mapping; where it is told so, beside its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gives_two = nn.Linear(2, 2), True
+
+    def forward(self, *, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        out = self.inner(batch["x"])
+        return (out, out * 2) if self.gives_two else (out,)
+
+
+def test_a_call_runs_again_in_float32_also_where_it_gives_fewer_tensors_then() -> None:
+    model = Named()
+    gradients = {0: torch.ones(1, 2), 1: torch.ones(1, 2)}
+    step = _again(model, Called(0, (), {"batch": {"x": torch.ones(1, 2).half()}}, gradients))
+    step()
+    assert model.inner.bias.grad.tolist() == [3.0, 3.0]  # 1 of the first, 2 of the second
+    model.zero_grad()
+    model.gives_two = False
+    step()
+    assert model.inner.bias.grad.tolist() == [1.0, 1.0]

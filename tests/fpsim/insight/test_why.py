@@ -22,6 +22,8 @@ from torch import nn
 
 import fpsim
 from fpsim.__main__ import main
+from fpsim.insight.reasons.event import Event
+from fpsim.insight.why import _advice
 from fpsim.models.quantize import listeners
 
 ALL_CASES, ALL_CONTROLS = [*cases()], [*controls()]
@@ -568,3 +570,18 @@ def test_an_operation_after_a_backward_pass_ends_where_its_own_dtype_does() -> N
     found = fpsim.why(model, step)
     assert found.cause is not None
     assert (found.cause["place"], found.cause["kind"], found.cause["format"]) == (":exp", "overflow", "float32")
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy", "words"),
+    [
+        ("NaN", "skip", "Skip batches without a target, or divide by max(count, 1)."),
+        ("NaN", "correction", "Use correction=0, or skip batches of one."),
+        ("zero times infinity", "", "Use masked_fill or where in the place of a product with a mask."),
+        ("rate is NaN", "", "Look at what sets lr, such as a schedule of 0 steps."),
+        ("NaN", "", "No remedy that was run here was enough."),
+    ],
+)
+def test_what_cannot_be_run_here_is_advised(kind: str, remedy: str, words: str) -> None:
+    event = Event("forward", kind, "0:mul", "activation", remedy=remedy)
+    assert _advice(event, 1.0, []) == words

@@ -424,8 +424,9 @@ def test_codes_that_do_not_exist_are_refused() -> None:
     for x, message in (([1.0], "x is list"), (torch.ones(1, dtype=torch.int32), "x has dtype int32")):
         with pytest.raises(TypeError, match=message):
             encode(x, "e5m2")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="up to 16 bits"):
-        encode(torch.ones(1), "tf32")
+    for call in (lambda: encode(torch.ones(1), "tf32"), lambda: decode(torch.ones(1).int(), "tf32")):
+        with pytest.raises(ValueError, match=r"tf32 has 19 bits\. encode\(\) and decode\(\) take formats of up to 16"):
+            call()
 
 
 # Threads and processes

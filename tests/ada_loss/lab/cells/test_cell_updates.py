@@ -19,6 +19,7 @@ from ada_loss.lab.sweep.config import read_sweep, with_settings
 from ada_loss.lab.tasks import chars, digits
 from ada_loss.lab.training.job import Job
 from ada_loss.lab.training.loop import train
+from ada_loss.lab.training.stored_weights import every_of
 from fpsim import Update
 
 ADAMW = {"optimizer": "adamw", "learning_rate": 1e-4}
@@ -247,3 +248,8 @@ def test_the_shipped_sweep_shows_what_to_nearest_loses(tmp_path: Path) -> None:
     assert lost["8-bit states"] < 0.01
     model = chars(0).model
     assert any("norm" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize(("steps", "every"), [(1, 10), (1099, 10), (1100, 11), (10_000, 100)])
+def test_of_a_training_a_hundred_steps_are_recorded_and_of_a_short_one_every_tenth(steps: int, every: int) -> None:
+    assert every_of(steps) == every

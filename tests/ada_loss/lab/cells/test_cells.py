@@ -27,7 +27,7 @@ import fpsim
 from ada_loss.lab.cells.cell_formats import canonical_format, label, policy_of
 from ada_loss.lab.cells.cells import Cell, plan, plan_all
 from ada_loss.lab.cells.identity import task_of
-from ada_loss.lab.cells.names import names_of
+from ada_loss.lab.cells.names import names_of, short_name
 from ada_loss.lab.cells.telemetry import telemetry
 from ada_loss.lab.sweep.config import read_sweep
 from ada_loss.lab.sweep.work import run_cell
@@ -517,6 +517,16 @@ def test_formats_of_the_sweep_that_comes_along_have_different_names() -> None:
     formats = [canonical_format(f) for f in [*read["formats"], *(f for also in read["also"] for f in also["formats"])]]
     names = names_of(formats)
     assert len({name.lower() for name in names.values()}) == len(names) == len({*map(label, formats)})
+
+
+def test_a_format_that_is_an_object_is_named_as_its_words() -> None:
+    assert short_name(fpsim.as_format("fp16")) == "fp16"
+    assert short_name(None) == label(None)
+
+
+def test_operands_in_tiles_of_two_kinds_are_named_together() -> None:
+    x, w = "e4m3fn per 1x128 ceil", "e4m3fn per 128x128 ceil"
+    assert short_name({"products": {"x": x, "w": w, "dy": x}}) == "FP8, a scale per tile"
 
 
 def test_a_name_changes_no_cell() -> None:

@@ -322,3 +322,13 @@ def test_a_row_of_before_without_a_configuration_is_a_failure_of_its_own(before:
     assert results.report().exists()
     with pytest.raises(ValueError, match=f"The cell '{cell}' of the ledger is damaged"):
         ada_loss.resume(before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list what a process has open")
+def test_a_file_that_is_no_ledger_is_closed_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    path.write_bytes(b"something else, and longer than the head of a database: " + bytes(100))
+    with pytest.raises(ValueError, match="ledger") as refused:
+        Ledger(path)
+    assert refused.tb is not None  # the frames, which hold the connection, are still there
+    assert str(path) not in {str(open_file.resolve()) for open_file in Path("/proc/self/fd").iterdir()}

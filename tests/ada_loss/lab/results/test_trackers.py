@@ -14,7 +14,11 @@ import torch
 from torch import nn
 
 from ada_loss import Job
+from ada_loss.lab.cells.cells import plan
+from ada_loss.lab.cells.ledger import Ledger
+from ada_loss.lab.cells.live import live_path
 from ada_loss.lab.results import Results
+from ada_loss.lab.results.notifier import Notifier
 from ada_loss.lab.results.trackers import MLflow, TensorBoard, make_trackers
 from ada_loss.lab.sweep.driver import sweep
 
@@ -354,3 +358,42 @@ def test_a_store_elsewhere_can_be_named(tmp_path: Path) -> None:
     tracker = MLflow(f"sqlite:///{tmp_path / 'other.db'}", "mine", (tmp_path / "art").as_uri())
     results = small(tmp_path / "out", track=[tracker])
     assert tracker.known() == {row["id"] for row in results.rows()}
+
+
+class Silent:
+    """A tracker of trainings as they go, which knows no cell and keeps nothing."""
+
+    is_live = True
+
+    def known(self) -> set[str]:
+        return set()
+
+    def begin(self, *_: Any) -> None: ...
+
+    def add(self, *_: Any) -> None: ...
+
+    def finish(self, *_: Any) -> None: ...
+
+    def log(self, *_: Any, **__: Any) -> None: ...
+
+    def abandon(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("verb", ["tell", "stop"])
+def test_what_a_worker_wrote_for_trackers_goes_with_the_end_of_its_cell(tmp_path: Path, verb: str) -> None:
+    notifier = Notifier([Silent()], tmp_path)  # type: ignore[list-item]
+    with Ledger(":memory:") as ledger:
+        notifier.catch_up(ledger)
+    config = plan("digits", ["fp16"], ["none"])[0].config
+    notifier.start("a1", config)
+    path = live_path(tmp_path / "checkpoints" / "a1.pt")
+    path.parent.mkdir()
+    path.touch()
+    if verb == "tell":
+        with pytest.warns(UserWarning, match="a1.npz is missing or damaged"):  # even where the tracker is told nothing
+            notifier.tell("a1", config, {"accuracy": 0.5})
+    else:
+        notifier.stop("a1")
+    is_gone = not path.exists()
+    notifier.close()
+    assert is_gone

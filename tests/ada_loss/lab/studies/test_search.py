@@ -230,6 +230,20 @@ def test_of_a_ranking_the_cheapest_module_is_taken_back_first_and_no_other_is_le
     assert [len(start.wide) for start in named.widest()] == [0, 4]
 
 
+@pytest.mark.parametrize(("ranked", "wide"), [(True, ("a", "b")), (False, ("b", "d"))])
+def test_a_proposal_widens_the_first_of_a_ranking_and_any_of_a_list(ranked: bool, wide: tuple[str, ...]) -> None:
+    class Trial:
+        def suggest_int(self, name: str, least: int, most: int) -> int:
+            assert name != "modules in float32" or (least, most) == (0, 3)
+            return 2 if name == "modules in float32" else most
+
+        def suggest_categorical(self, name: str, values: list[bool]) -> bool:
+            return name in ("b in float32", "d in float32")
+
+    space = Space(["weight"], (4, 4), (2, 3), ["a", "b", "c", "d"], ranked=ranked)
+    assert space.proposal(Trial(), 3) == Point(((4, 3),), wide)
+
+
 @pytest.mark.parametrize(
     ("modules", "words"),
     [

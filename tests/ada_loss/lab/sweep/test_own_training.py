@@ -209,3 +209,13 @@ def test_points_are_recorded_from_the_tenth_step_on_a_quarter_apart() -> None:
         job.log(step, loss=0.0)
     job.close()
     assert [done for done, _ in job.history] == [10, 13, 17]  # each the next integer from 1.25 times the last on
+
+
+def test_a_job_takes_names_and_numbers_as_scaling_and_logs_what_a_float_holds() -> None:
+    with pytest.raises(TypeError, match=r"scaling=None is not a scaling method\. Expected: a name or a number"):
+        Job("fp16", scaling=None)  # type: ignore[arg-type]
+    job = Job("fp16")
+    with pytest.raises(TypeError, match=r"loss is 1000.*Expected: a number"):
+        job.log(0, loss=10**400)
+    job.log(0, loss=10**300)
+    assert job.curves == {"loss": [(0, 1e300)]}

@@ -10,6 +10,8 @@ import torch
 from grad_scaler_cases import REFUSED, Make, model_and_optimizer, ours, ready
 from torch import nn
 
+from ada_loss import GradScaler
+
 
 def test_stepping_twice_is_refused(make: Make) -> None:
     scaler, _, optimizer = ready(make)
@@ -135,3 +137,9 @@ def test_a_new_scale_that_is_no_number_is_refused(make: Make, new: torch.Tensor)
 def test_factors_of_one_are_refused(make: Make, params: dict[str, float]) -> None:
     with pytest.raises(REFUSED, match=r"growth.?factor.* 1|backoff.?factor.* 1"):
         make(**params)
+
+
+@pytest.mark.parametrize("device", [0, 1.5, ["cuda"]], ids=str)
+def test_a_device_that_is_none_is_refused(device: Any) -> None:
+    with pytest.raises(TypeError, match=r"device=.* is not a device\. Expected: one as in torch"):
+        GradScaler("torch", device=device)
