@@ -300,3 +300,18 @@ def test_the_least_squared_error_with_stochastic_rounding_warns() -> None:
     model = stack("e2m1fn", rounding="stochastic")
     with pytest.warns(UserWarning, match="'mse' lets the largest elements of a gradient saturate.*rule='current'"):
         roundings_of(model, rule="mse")
+
+
+@pytest.mark.parametrize(("small", "log2_scale"), [(2.0**-4, 3), (2.0**-5, 0)])
+def test_mse_chooses_among_the_scale_of_the_largest_and_three_above(small: float, log2_scale: int) -> None:
+    """In e2m1fn, 0 to 6 in steps of 1/2 below 2, ties to even: 2**-4 is a number from 2**3 on, 2**-5 from 2**4 on.
+
+    At 2**3 the largest, 4, saturates at 6/8, which costs (4 - 6/8)**2 = 11, and 2**15 numbers that are kept save
+    2**15 * 2**-8 = 128. At 2**4 it costs 13, and 2**15 * 2**-10 = 32 are saved, but that scale is not among the four.
+    """
+    gradient = torch.full((2**15,), small)
+    gradient[0] = 4.0
+    model = quantize(nn.Linear(1, 2**15, bias=False), Policy(error="e2m1fn"))
+    with AdaLossScaled(model, rule="mse") as handle:
+        (model(torch.ones(1, 1)) * gradient).sum().backward()
+        assert handle.last_log2_scale(":linear") == log2_scale

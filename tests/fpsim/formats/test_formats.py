@@ -244,3 +244,9 @@ def test_values_and_codes_that_do_not_exist_are_refused() -> None:
             as_format(name).encode(math.nan)
     with pytest.raises(ValueError, match="is not a value of"):
         as_format("e8m0fnu").encode(0.0)
+
+
+@pytest.mark.parametrize("specials", [[], {}, None, 3, "ieeee"], ids=str)
+def test_what_is_no_kind_of_specials_is_refused(specials: object) -> None:
+    with pytest.raises(ValueError, match="Unknown specials"):
+        FloatFormat(4, 3, specials=specials)  # type: ignore[arg-type]

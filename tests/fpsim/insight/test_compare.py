@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fpsim
+from fpsim.insight.ranges import binades_in
 
 X = torch.linspace(-1, 1, 48).reshape(8, 6)
 
@@ -225,3 +226,12 @@ def test_two_losses_that_are_no_numbers_are_refused() -> None:
         model.weight.fill_(torch.nan)
     with pytest.raises(ValueError, match=r"nan in a and nan in b.*fpsim.why"):
         fpsim.compare(model, None, "fp16", torch.ones(1, 2), loss=lambda out: out.sum())
+
+
+def test_binades_are_those_from_the_200th_part_of_the_numbers_to_that_from_above() -> None:
+    """Of 200 numbers one is the 200th part: the percentiles 0.5 and 99.5 leave it out at either end, and two not."""
+    assert binades_in({0: 199, 5: 1}) == 1
+    assert binades_in({-5: 1, 0: 199}) == 1
+    assert binades_in({0: 198, 5: 2}) == 6
+    assert binades_in({-5: 2, 0: 198}) == 6
+    assert binades_in({}) == 0

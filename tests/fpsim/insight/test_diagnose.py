@@ -279,3 +279,18 @@ def test_a_buffer_that_overflows_in_the_step_is_told_of() -> None:
     model, x = nn.Sequential(nn.BatchNorm1d(2)).half(), torch.tensor([[-3e4, 1.0], [3e4, 2.0]]).half()
     found = fpsim.diagnose(model, lambda: model(x).sum().backward())
     assert [event["site"] for event in found] == ["0.running_var"]
+
+
+def test_a_model_that_is_recorded_is_not_diagnosed_meanwhile() -> None:
+    model = fpsim.quantize(nn.Linear(1, 1), "fp16")
+    with fpsim.record(model) as recording:
+        with pytest.raises(ValueError, match=r"This model is being recorded\. Leave the"):
+            fpsim.diagnose(model, lambda: model(torch.ones(1, 1)).sum().backward())
+        model(torch.ones(1, 1))  # the recording goes on
+    assert {row["role"] for row in recording.rows()} >= {"activation"}
+
+
+@pytest.mark.parametrize("step", [3, "step", None], ids=str)
+def test_what_is_neither_a_step_nor_a_batch_is_refused(step: object) -> None:
+    with pytest.raises(TypeError, match=r"as the step of fpsim\.diagnose\. Expected a function without arguments"):
+        fpsim.diagnose(nn.Linear(1, 1), step)  # type: ignore[arg-type]

@@ -291,3 +291,9 @@ def test_of_an_optimizer_around_another_the_inner_one_is_watched() -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     assert "update" in {row["role"] for row in watching.rows()}
+
+
+def test_a_quantised_model_is_recorded_and_not_watched() -> None:
+    model = fpsim.quantize(nn.Sequential(nn.Linear(2, 2)), "fp16")
+    with pytest.raises(ValueError, match=r"This model is quantised\. Expected: `with fpsim\.record\(model\):`"):
+        fpsim.watch(model, ["fp16"], every=1)

@@ -585,3 +585,13 @@ def test_an_operation_after_a_backward_pass_ends_where_its_own_dtype_does() -> N
 def test_what_cannot_be_run_here_is_advised(kind: str, remedy: str, words: str) -> None:
     event = Event("forward", kind, "0:mul", "activation", remedy=remedy)
     assert _advice(event, 1.0, []) == words
+
+
+def test_what_came_in_broken_is_told_of_a_step_that_runs_nothing() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=r"^fpsim\.why saw no operation"):
+        fpsim.why(model, lambda: None)
+    nn.init.constant_(model.weight, torch.nan)
+    found = fpsim.why(model, lambda: None)
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"]) == ("weight", "NaN came in")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import pickle
 from collections.abc import Callable
 from types import MethodType
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import fpsim
 from ada_loss import AdaLossScaled
 from fpsim import Policy, dequantize, quantize, summary
+from fpsim.models.wrappers import _layers
 
 
 class Net(nn.Module):
@@ -508,3 +510,17 @@ def test_a_dtensor_of_tensor_parallelism_is_refused(tmp_path: object, x: Tensor)
             model(x)
     finally:
         distributed.destroy_process_group()
+
+
+def test_a_function_that_calls_itself_is_looked_into_once() -> None:
+    def again(x: object) -> object:
+        return again(x)
+
+    def first(x: object) -> object:
+        return second(x)
+
+    def second(x: object) -> object:
+        return first(x)
+
+    assert [*itertools.islice(_layers(again), 3)] == [again]
+    assert [*itertools.islice(_layers(first), 4)] == [first, second]

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fpsim
 from fpsim import Delayed, FormatLike
 from fpsim.emulation.scope import Listeners
-from fpsim.models.quantize import listeners
+from fpsim.models.quantize import keeps_history, listeners, policies_of
 from fpsim.policies.delayed import AmaxHistory, Histories
 
 CPU = torch.device("cpu")
@@ -387,3 +387,15 @@ def test_no_step_begins_while_a_cuda_graph_is_captured(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(NotImplementedError, match="while a CUDA graph was captured"):
         model(torch.ones(2, 4))
+
+
+def test_a_history_is_kept_where_the_same_operand_has_the_same_rule() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    model = fpsim.quantize(net, fpsim.recipe("fp8_delayed", net))
+    model(torch.ones(2, 32))
+    (name, entry), *_ = listeners(model)[0].histories.state_dict().items()
+    same = policies_of(model)
+    assert keeps_history(name, entry, same)
+    for other in ("mxfp8_e4m3", "fp16"):
+        assert not keeps_history(name, entry, policies_of(fpsim.quantize(net, other)))
+    assert not keeps_history(name, entry, {})

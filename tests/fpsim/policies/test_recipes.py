@@ -246,3 +246,10 @@ def test_the_page_lists_what_there_is() -> None:
     page = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text()
     table = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", page, re.MULTILINE)
     assert table == [tuple(row) for row in recipes()]
+
+
+def test_a_policy_of_products_alone_takes_one_rounding_for_all_operands() -> None:
+    policy = fpsim.as_policy("mxfp4")
+    with pytest.raises(ValueError, match=r"rounding=.* was given with a policy whose roles are all float32"):
+        policy.with_rounding({"weight": "stochastic"})
+    assert str(policy.with_rounding("stochastic")) == "products: mxfp4 stochastic"

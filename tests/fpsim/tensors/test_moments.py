@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fpsim.tensors.moments import PARALLEL_FROM, Moments, amax_of, binades, moments_of
+from fpsim.tensors.moments import PARALLEL_FROM, Moments, amax_of, binades, join_rows, moments_of
 from fpsim.tensors.tally import lost_between
 
 
@@ -115,3 +115,13 @@ def test_parts_of_a_large_tensor_are_joined_whatever_the_default_device() -> Non
     with torch.device("meta"):  # whose memory is nowhere
         assert float(amax_of(x)[6]) == float(moments_of(x)[6]) == 1.0
         assert lost_between(x, x, 0.5, torch.zeros(1, dtype=torch.int64, device="cpu")).tolist() == [0, 0, len(x)]
+
+
+def test_parts_of_one_element_are_joined_as_parts_of_many() -> None:
+    x = torch.tensor([3.0, 0.0, -1.0])
+    rows = torch.stack([moments_of(part, logs=True) for part in x.split(1)])
+    for count in (3, 1):
+        out = torch.empty(rows.shape[1], dtype=torch.float64)
+        join_rows(rows[:count].numpy(), [0], out.numpy())
+        whole = moments_of(x[:count], logs=True)
+        torch.testing.assert_close(out, whole, rtol=2.0**-50, atol=0)  # a quotient and a sum of three, in any order

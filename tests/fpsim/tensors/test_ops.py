@@ -25,6 +25,7 @@ from fpsim import Rounder, as_format, decode, encode, round_to, round_to_
 from fpsim.kernels.round import cpu_loop
 from fpsim.kernels.tally import tally_loop
 from fpsim.tensors import launch
+from fpsim.tensors.launch import to_float64
 from fpsim.tensors.spec import rounding_spec
 
 ARGUMENTS = (repr(as_format("e4m3fn")), "nearest_even", "saturate", 0, None)
@@ -667,3 +668,22 @@ def test_out_with_a_gradient_is_refused() -> None:
         round_to(torch.ones(2), "fp16", out=[1.0, 2.0])  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="out is Tensor and x a numpy"):
         round_to(np.ones(2), "fp16", out=torch.empty(2))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("log2_scale", [-1, 0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_numbers_are_scaled_by_every_power_of_two(dtype: torch.dtype, log2_scale: int) -> None:
+    x = torch.tensor([3.0, -0.5], dtype=dtype)
+    expected = torch.tensor([3.0 * 2.0**log2_scale, -0.5 * 2.0**log2_scale], dtype=torch.float64)
+    assert torch.equal(to_float64(x, log2_scale), expected)
+
+
+def test_formats_that_end_below_two_to_the_fortieth_saturate_and_keep_masks_apart() -> None:
+    ends = {2.0**39: True, 2.0**40: False, 2.0**41: False}
+    assert {end: rounding_spec(fpsim.Codebook((0.0, end))).saturates for end in ends} == ends
+
+
+@pytest.mark.parametrize("axis", [True, 0.0, "0", 2, -3])
+def test_what_is_no_axis_is_refused(axis: Any) -> None:
+    with pytest.raises(ValueError, match=r"axis=.* is not an axis of a tensor of shape \(2, 32\)"):
+        round_to(torch.ones(2, 32), "mxfp8_e4m3", axis=axis)

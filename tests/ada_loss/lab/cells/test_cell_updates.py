@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +254,9 @@ def test_the_shipped_sweep_shows_what_to_nearest_loses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("steps", "every"), [(1, 10), (1099, 10), (1100, 11), (10_000, 100)])
 def test_of_a_training_a_hundred_steps_are_recorded_and_of_a_short_one_every_tenth(steps: int, every: int) -> None:
     assert every_of(steps) == every
+
+
+def test_a_state_that_stays_float32_survives_the_ledger() -> None:
+    (cell,) = updated([{"weight": "bf16", "states": {"exp_avg": None, "*": "bf16"}}])
+    assert stored_cell(cell.id, json.loads(json.dumps(cell.config))) == cell
+    assert cell.id != updated([{"weight": "bf16", "states": "bf16"}])[0].id
