@@ -239,6 +239,7 @@ def test_equal_differences_are_decided_and_those_at_the_tolerance_are_not() -> N
 
 def test_a_collapse_is_a_seed_far_below_the_others() -> None:
     assert collapsed_seeds([0.0, 0.1, -20.0, -0.1], 1.0) == [2]
+    assert collapsed_seeds([0.0, 0.1, -10.0, -0.1], 1.0) == []  # not more than 10 tolerances
     assert collapsed_seeds([0.0, -15.0, -20.0], 1.0) == [1, 2]
     assert collapsed_seeds([-20.0, -21.0, -19.0], 1.0) == []  # all of them: it falls short
     assert collapsed_seeds([-6.0, -7.0, -20.0], 1.0) == []  # the others are below, too

@@ -231,6 +231,39 @@ def test_of_many_formats_that_match_the_first_are_listed(tmp_path: Path) -> None
     assert "e5m11 · 3 formats more\nOne test" in text
 
 
+@pytest.mark.parametrize("tolerance", [-0.01, math.inf, math.nan, 10**400, True, "1"], ids=str)
+def test_what_is_no_tolerance_is_refused(tmp_path: Path, tolerance: Any) -> None:
+    results = written(tmp_path, {("fp32", "none"): FLOAT32, ("e5m2", "none"): WORSE})
+    with pytest.raises(ValueError, match=r"tolerance=.* is invalid\. Expected: 0 or more"):
+        results.verdicts(tolerance=tolerance)
+
+
+def test_a_tolerance_that_so_few_seeds_cannot_meet_is_told_apart_from_none(tmp_path: Path) -> None:
+    results = written(tmp_path, {("fp32", "none"): FLOAT32, ("e5m2", "none"): (0.90, 0.92, 0.89, 0.93, 0.89)})
+    words = "is likely found from a tolerance of"
+    assert words in str(results.verdicts(tolerance=1e-6)[0])
+    assert words not in str(results.verdicts(tolerance=0.0)[0])
+    assert words not in str(results.verdicts(tolerance=0.9)[0])
+
+
+def test_of_many_settings_that_fall_short_twenty_are_told_of(tmp_path: Path) -> None:
+    cells = {("fp32", "none"): (0.5, 0.6, 0.7)} | {(f"e5m{m}", "none"): (0.1, 0.2, 0.3) for m in range(22)}
+    (verdict,) = written(tmp_path, cells).verdicts()
+    (section,) = [section for section in verdict.sections if section.kind == "short"]
+    assert [fmt for fmt, _ in section.named] == [f"e5m{m}" for m in range(20)]
+    assert list(section.listed) == ["2 more"]
+
+
+def test_how_often_simulated_sweeps_were_wrong_is_said_at_the_level_at_which_they_were_simulated(
+    tmp_path: Path,
+) -> None:
+    cells = {("fp32", "none"): FLOAT32} | {(f"e5m{m}", "none"): tuple(v - m / 1e3 for v in SAME) for m in range(22)}
+    results = written(tmp_path, cells)
+    assert "of simulated sweeps" in str(results.verdicts()[0])
+    assert "of simulated sweeps" in str(results.verdicts(level=0.05)[0])
+    assert "of simulated sweeps" not in str(results.verdicts(level=0.1)[0])
+
+
 def test_a_smaller_loss_is_better(tmp_path: Path) -> None:
     cells = {("fp32", "none"): FLOAT32, ("worse", "none"): tuple(2 * v for v in FLOAT32), ("better", "none"): WORSE}
     results = written(tmp_path, cells)

@@ -23,7 +23,7 @@ from ada_loss.lab.cells.telemetry import telemetry
 from ada_loss.lab.tasks import Task, digits
 from ada_loss.lab.training.checkpoints import DIGEST
 from ada_loss.lab.training.loop import TrainingState, train
-from ada_loss.lab.training.options import TrainOptions
+from ada_loss.lab.training.options import TrainOptions, is_allowed
 from ada_loss.lab.training.run import Run, Stopped
 
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -204,6 +204,12 @@ def test_skipped_steps_are_named() -> None:
     run = train(digits(), policy, scaling=2.0**30, steps=3)
     assert run.skipped_steps == [0, 1, 2]
     assert run.skipped == 3
+
+
+@pytest.mark.parametrize("name", ["steps", "batch_size", "record_every"])
+def test_numbers_of_steps_are_those_up_to_which_floats_count(name: str) -> None:
+    assert is_allowed(name, 2**53)
+    assert not is_allowed(name, 2**53 + 1)
 
 
 @pytest.mark.parametrize("name", ["optimizer", "schedule", "master_weights", "accumulation"])
