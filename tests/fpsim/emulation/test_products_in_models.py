@@ -583,3 +583,23 @@ def test_a_sparse_operand_of_activations_is_left_alone() -> None:
     x = torch.randn(5, 6)
     expected = quantize(Calls(lambda x, w: x @ w, net.w.detach()), "mxfp4")(x)
     assert torch.equal(model(x), expected)
+
+
+def test_a_transposed_convolution_pads_nothing_unless_it_is_told_to() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(32, 32, 3, 3), torch.randn(2, 32, 4, 4)
+    short = fpsim.quantize(Calls(F.conv_transpose2d, weight), "mxfp8_e4m3")
+    long = fpsim.quantize(Calls(lambda x, w: F.conv_transpose2d(x, w, None, 1, 0, 0, 1, 1), weight), "mxfp8_e4m3")
+    assert torch.equal(short(x), long(x))
+    assert short(x).shape == (2, 32, 6, 6)  # 4 + 3 - 1
+
+
+@pytest.mark.parametrize(("formula", "count", "sites"), [("ab,bc", 1, [""]), ("ab,bc,cd", 2, [".0", ".1"])])
+def test_the_products_of_an_einsum_are_numbered_where_it_has_several(
+    formula: str, count: int, sites: list[str]
+) -> None:
+    model = Calls(lambda x, w: torch.einsum(formula, x, *[w] * count), torch.ones(32, 32))
+    model = fpsim.quantize(model, "mxfp8_e4m3")
+    with fpsim.record(model) as recording:
+        model(torch.ones(32, 32))
+    assert list(dict.fromkeys(row["site"] for row in recording.rows())) == [f":einsum{part}" for part in sites]

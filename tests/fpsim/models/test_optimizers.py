@@ -654,3 +654,34 @@ def test_a_step_does_not_keep_its_optimizer_and_says_so():
     del optimizer
     with pytest.raises(ReferenceError, match="Keep the optimizer itself"):
         step()
+
+
+class Inherits(torch.optim.SGD):
+    """torch calls the hooks around both: this step, and the one that it inherits."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        Update(weight="bf16", compensation="kahan"),
+        Update(weight="bf16", master="fp32"),
+        Update(weight="bf16", rounding="stochastic"),
+        Update(weight="bf16", arithmetic="format"),
+    ],
+    ids=str,
+)
+def test_a_step_that_calls_the_one_it_inherits_is_one_step(update):
+    weights = []
+    for kind in (torch.optim.SGD, Inherits):
+        params = parameters()
+        optimizer = kind(params, lr=0.05, momentum=0.9)
+        quantized = quantize_optimizer(optimizer, update, seed=0)
+        for step in range(3):
+            give_gradients(params, step)
+            optimizer.step()
+        assert quantized.steps == 3
+        weights.append([p.detach() for p in params])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
