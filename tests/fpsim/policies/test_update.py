@@ -174,3 +174,9 @@ def test_a_pattern_without_a_parameter_is_refused():
 def test_names_are_public():
     assert fpsim.Update is Update
     assert fpsim.UPDATES is UPDATES
+
+
+@pytest.mark.parametrize("pattern", [3, int, None])
+def test_a_pattern_that_is_neither_a_name_nor_a_class_of_modules_is_refused(pattern):
+    with pytest.raises(TypeError, match="nor a module class"):
+        Update(overrides={pattern: None})

@@ -240,3 +240,9 @@ def test_other_bad_input_is_refused() -> None:
         hadamard(np.ones(16), Hadamard(16))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="int64"):
         hadamard(torch.ones(16, dtype=torch.int64), Hadamard(16))
+
+
+@pytest.mark.parametrize("size", [2048, 0, 3, 2.0, True])
+def test_sizes_are_powers_of_two_up_to_1024(size: object) -> None:
+    with pytest.raises(ValueError, match=r"is invalid for a Hadamard transform\. Expected: powers of two, 2 to 1024"):
+        fpsim.Hadamard(size)  # type: ignore[arg-type]

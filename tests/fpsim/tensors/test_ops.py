@@ -687,3 +687,9 @@ def test_formats_that_end_below_two_to_the_fortieth_saturate_and_keep_masks_apar
 def test_what_is_no_axis_is_refused(axis: Any) -> None:
     with pytest.raises(ValueError, match=r"axis=.* is not an axis of a tensor of shape \(2, 32\)"):
         round_to(torch.ones(2, 32), "mxfp8_e4m3", axis=axis)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.complex64, np.bool_, ">f4"])
+def test_an_array_of_another_dtype_is_refused_with_what_to_do(dtype: Any) -> None:
+    with pytest.raises(TypeError, match=r"x has dtype .*\. Expected: float32, float64, float16 in native byte order"):
+        round_to(np.zeros(2, dtype), "fp16")
