@@ -34,7 +34,8 @@ FIELDS = ("task", "setting", "seed", "metric", "value")
 FIRST = 300
 COUNTS = (3, 5, 10)  # of seeds, in the table
 FLOAT32 = "float32"
-COARSE = ("x and w in int3", "e2m1fn per tensor", "x in int2")  # these lie far below float32, and learn
+# These lie far below float32, and learn.
+COARSE = ("x and w in int3", "e2m1fn per tensor", "x in int2", "dy in e4m3fn, unscaled")
 TABLES = ("spread", "heads")  # what stands between <!-- spread --> and <!-- end of spread -->
 
 
@@ -54,6 +55,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "x and w in int3": (operands("int3 per tensor fp32", "int3 per tensor fp32"), "none"),
     "e2m1fn per tensor": ("e2m1fn per tensor fp32", "none"),
     "x in int2": (operands("int2 per tensor fp32", None), "none"),
+    "dy in e4m3fn, unscaled": (gradients("e4m3fn"), "none"),
     **{
         f"gradients in {fmt}, {words}": (gradients(fmt), scaling)
         for fmt in ("fp16", "e5m2")

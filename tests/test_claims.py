@@ -44,7 +44,7 @@ def test_the_lists_of_seeds_are_disjoint_long_enough_and_were_not_looked_at_befo
 
 def test_rows_have_different_names_and_each_page_has_rows() -> None:
     assert len({*NAMES}) == len(NAMES)
-    assert {*PAGES} <= {claim.page for claim in CLAIMS}
+    assert {"README.md", *PAGES} <= {claim.page for claim in CLAIMS}
 
 
 def test_the_page_of_results_is_that_of_the_rows_and_of_the_numbers() -> None:
@@ -128,7 +128,7 @@ def test_two_settings_of_a_task_are_apart_by_standard_deviations() -> None:
     near, far = {300: 1.0, 301: 3.0}, {300: -5.0, 301: -3.0}  # means of 2 and -4, both with a deviation of sqrt(2)
     assert measured_tasks.separation(near.values(), far.values()) == pytest.approx(6 / math.sqrt(2))
     assert math.isnan(measured_tasks.separation(near.values(), [-5.0]))
-    first, second, _ = measured_tasks.COARSE
+    first, second, *_ = measured_tasks.COARSE
     beside = {300: 1.5, 301: 3.5}  # no more than a deviation away
     for settings, name in (({first: far, second: beside}, first), ({first: beside, second: far}, second)):
         chosen, values, apart = measured_tasks.coarse_of({measured_tasks.PAIRED: near, **settings})
