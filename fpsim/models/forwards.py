@@ -78,10 +78,11 @@ class EmulatedForward:
             return self.inner  # type: ignore[no-any-return]
         of_class: Any = None
         for c in type(module).__mro__:
-            of_class = c.__dict__.get("forward")
-            if of_class is not None:
+            if "forward" in vars(c):
+                of_class = vars(c)["forward"]
                 break
-        return of_class.__get__(module) if hasattr(of_class, "__get__") else of_class  # type: ignore[no-any-return]
+        is_bound = hasattr(of_class, "__get__")
+        return of_class.__get__(module, type(module)) if is_bound else of_class  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in ("module", "name", "policy", "listeners", "inner")}
@@ -153,7 +154,7 @@ class EmulatedForward:
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The true forward of `module` under its scope."""
         method = self._method
-        if method is not None and type(module).forward is method:  # still: somebody may replace it
+        if vars(type(module)).get("forward") is method and method is not None:  # still: somebody may replace it
             forward: Callable[..., Any] = MethodType(method, module)
         else:
             forward = self.true_forward(module)

@@ -7,6 +7,8 @@ import functools
 import inspect
 import io
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +165,55 @@ def test_a_forward_may_be_static(x: Tensor) -> None:
             return x * x
 
     assert torch.equal(quantize(Square(), "fp16")(x), h(h(x) * h(x)))
+
+
+class ForInstances:
+    """Binds as a method does; it wants to be told the class, and has nothing for the class itself, as some of C."""
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Callable[[Tensor], Tensor]:
+        if module is None:
+            raise AttributeError(f"{owner.__name__} has a forward in its instances only")
+        return functools.partial(cubed, module)
+
+
+def cubed(module: nn.Module, x: Tensor) -> Tensor:
+    return x * x * x
+
+
+class WhatClassSays(type):
+    """A class that gives its own attributes otherwise than its instances find them."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        return Square.__dict__["forward"] if name == "forward" else super().__getattribute__(name)
+
+
+class Square(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [cubed, ForInstances(), functools.partialmethod(cubed), staticmethod(functools.partial(cubed, nn.ReLU()))],
+    ids=["function", "descriptor", "partialmethod", "static"],
+)
+@pytest.mark.parametrize("kind", [type, WhatClassSays])
+def test_a_forward_that_its_class_got_later_is_run(kind: type, forward: Any, x: Tensor) -> None:
+    own = kind("Own", (Square,), {"forward": Square.forward})
+    model = quantize(own(), "fp16")
+    assert torch.equal(model(x), h(h(x) * h(x)))
+    own.forward = forward
+    for kept in (model, copy.deepcopy(model), quantize(own(), "fp16")):
+        assert torch.equal(kept(x), h(h(h(x) * h(x)) * h(x)))
+
+
+def test_a_class_without_the_forward_of_its_base_is_not_run_by_that(x: Tensor) -> None:
+    without = type("Without", (Square,), {"forward": None})
+    changed = quantize(Square(), "fp16")
+    changed.__class__ = without
+    for model in (without(), quantize(without(), "fp16"), changed):
+        with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+            model(x)
 
 
 def test_a_module_added_later_takes_the_format_around_it(net: Net, x: Tensor) -> None:
