@@ -118,6 +118,8 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
             f"the model that fpsim.quantize gave, each by itself."
         )
     policies = _policies(whole[0], fmt, rounding)
+    for name, module in whole[0].named_modules():
+        _require_python(name, module, policies[name])
     _install_all(whole[0], policies, shared[0])
     histories = shared[0].histories
     kept = {name: e for name, e in histories.state_dict().items() if keeps_history(name, e, policies)}
@@ -175,7 +177,8 @@ def _install_all(model: nn.Module, policies: Mapping[str, Policy], listeners: Li
     apart = modules_that_compute(model)
     listeners.has_names = _have_one_format(policies.values())
     for name, module in model.named_modules():
-        if module not in apart and not is_compiled_wrapper(module):
+        is_left = module in apart or is_compiled_wrapper(module) or isinstance(module, torch.jit.ScriptModule)
+        if not is_left:
             install(module, name, policies[name], listeners)
 
 
@@ -217,13 +220,20 @@ def keeps_history(name: str, entry: Mapping[str, Any], policies: Mapping[str, Po
 
 
 def _require_emulable(name: str, module: nn.Module, policy: Policy) -> None:
-    where = f"{name or 'the model'} ({type(module).__name__})"
     if emulated_forward(module) is not None:
+        where = f"{name or 'the model'} ({type(module).__name__})"
         raise ValueError(f"{where} is quantised already. Call dequantize(model) first, or quantise the original.")
-    if policy.specs() == NO_SPECS and policy.products is None:
-        return
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"{where} is compiled by TorchScript, which cannot be intercepted. Quantise the Python module.")
+    _require_python(name, module, policy)
+
+
+def _require_python(name: str, module: nn.Module, policy: Policy) -> None:
+    """TorchScript's modules may be in a model, and compute in float32 there."""
+    where = f"{name or 'the model'} ({type(module).__name__})"
+    if isinstance(module, torch.jit.ScriptModule) and (policy.specs() != NO_SPECS or policy.products is not None):
+        raise TypeError(
+            f"{where} is compiled by TorchScript, which cannot be intercepted. Quantise the Python module, or leave "
+            f"this one in float32: Policy(overrides={{name: None}})."
+        )
 
 
 def dequantize(model: Model, *, inplace: bool = False) -> Model:

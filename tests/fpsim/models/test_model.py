@@ -216,6 +216,27 @@ def test_a_class_without_the_forward_of_its_base_is_not_run_by_that(x: Tensor) -
             model(x)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, that TorchScript is old
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    "compiled", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(6))], ids=["script", "trace"]
+)
+def test_a_part_in_torchscript_stays_in_float32(compiled: Callable[[nn.Module], Any], inplace: bool, x: Tensor) -> None:
+    layers, policy = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)], Policy("fp16", overrides={"1": None})
+    expected = quantize(nn.Sequential(*layers), policy)(x)
+    layers[1] = compiled(layers[1])
+    whole = nn.Sequential(*layers)
+    before = whole(x)
+    model = quantize(whole, policy, inplace=inplace)
+    for _ in range(2):
+        assert torch.equal(model(x), expected)
+        assert torch.equal(copy.deepcopy(model)(x), expected)
+        with pytest.raises(TypeError, match=r"1 \(.*TorchScript.*overrides=\{name: None\}"):
+            fpsim.set_policy(model, "fp16")
+        fpsim.set_policy(model, policy)
+    assert torch.equal(dequantize(model)(x), before)
+
+
 def test_a_module_added_later_takes_the_format_around_it(net: Net, x: Tensor) -> None:
     model = quantize(net, "fp16")
     model.lm_head = nn.Linear(6, 3)
