@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -177,8 +178,7 @@ def _install_all(model: nn.Module, policies: Mapping[str, Policy], listeners: Li
     apart = modules_that_compute(model)
     listeners.has_names = _have_one_format(policies.values())
     for name, module in model.named_modules():
-        is_left = module in apart or is_compiled_wrapper(module) or isinstance(module, torch.jit.ScriptModule)
-        if not is_left:
+        if module not in apart and not is_compiled_wrapper(module) and _hindrance(module) is None:
             install(module, name, policies[name], listeners)
 
 
@@ -227,13 +227,21 @@ def _require_emulable(name: str, module: nn.Module, policy: Policy) -> None:
 
 
 def _require_python(name: str, module: nn.Module, policy: Policy) -> None:
-    """TorchScript's modules may be in a model, and compute in float32 there."""
-    where = f"{name or 'the model'} ({type(module).__name__})"
-    if isinstance(module, torch.jit.ScriptModule) and (policy.specs() != NO_SPECS or policy.products is not None):
+    """What cannot be intercepted may be in a model, and computes in float32 there."""
+    hindrance = _hindrance(module)
+    if hindrance is not None and (policy.specs() != NO_SPECS or policy.products is not None):
         raise TypeError(
-            f"{where} is compiled by TorchScript, which cannot be intercepted. Quantise the Python module, or leave "
-            f"this one in float32: Policy(overrides={{name: None}})."
+            f"{name or 'the model'} ({type(module).__name__}) {hindrance}, which cannot be intercepted. Quantise a "
+            f"module whose forward is a method, or leave this one in float32: Policy(overrides={{name: None}})."
         )
+
+
+def _hindrance(module: nn.Module) -> str | None:
+    """Why nothing can stand in the place of a module's forward; None where it can."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is compiled by TorchScript"
+    is_property = isinstance(inspect.getattr_static(type(module), "forward", None), property)
+    return "has a property for its forward" if is_property else None
 
 
 def dequantize(model: Model, *, inplace: bool = False) -> Model:

@@ -216,6 +216,23 @@ def test_a_class_without_the_forward_of_its_base_is_not_run_by_that(x: Tensor) -
             model(x)
 
 
+class Doubling(nn.Module):
+    @property
+    def forward(self) -> Callable[[Tensor], Tensor]:
+        return lambda x: x * 2
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_forward_that_is_a_property_is_refused_before_anything_is_changed(inplace: bool, x: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Doubling())
+    with pytest.raises(TypeError, match=r"1 \(Doubling\) has a property for its forward, which cannot be intercepted"):
+        quantize(model, "fp16", inplace=inplace)
+    assert "fpsim" not in repr(model)
+    expected = quantize(nn.Sequential(model[0]), Policy("fp16"))(x) * 2
+    model = quantize(model, Policy("fp16", overrides={"1": None}), inplace=inplace)
+    assert torch.equal(model(x), expected)
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's, that TorchScript is old
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize(
