@@ -128,7 +128,8 @@ class Roundings:
             return x
         if (spec is None or spec.is_float32) and self._rounds_no(x, backward):
             return x
-        aliases, state = self.aliases, writes_to(x) if x.is_inference() else version_of(x)
+        aliases = self.aliases
+        state = writes_to(x) if x.is_inference() else version_of(x)  # what writes_to gives, in fewer calls
         if not aliases.is_blank:
             alias, state = aliases.of(x), aliases.state_of(x)
             if alias is not None and alias.rounded is not None and alias.state == state:

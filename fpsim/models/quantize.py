@@ -120,7 +120,7 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
         )
     policies = _policies(whole[0], fmt, rounding)
     for name, module in whole[0].named_modules():
-        _require_python(name, module, policies[name])
+        _require_interceptable(name, module, policies[name])
     _install_all(whole[0], policies, shared[0])
     histories = shared[0].histories
     kept = {name: e for name, e in histories.state_dict().items() if keeps_history(name, e, policies)}
@@ -223,10 +223,10 @@ def _require_emulable(name: str, module: nn.Module, policy: Policy) -> None:
     if emulated_forward(module) is not None:
         where = f"{name or 'the model'} ({type(module).__name__})"
         raise ValueError(f"{where} is quantised already. Call dequantize(model) first, or quantise the original.")
-    _require_python(name, module, policy)
+    _require_interceptable(name, module, policy)
 
 
-def _require_python(name: str, module: nn.Module, policy: Policy) -> None:
+def _require_interceptable(name: str, module: nn.Module, policy: Policy) -> None:
     """What cannot be intercepted may be in a model, and computes in float32 there."""
     hindrance = _hindrance(module)
     if hindrance is not None and (policy.specs() != NO_SPECS or policy.products is not None):
