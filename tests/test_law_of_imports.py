@@ -31,6 +31,7 @@ FLOORS = (
         "fpsim.kernels",
         "__init__ callees sources statistics variants",
         "deferred shipped",
+        "bits",
         "compile core kept",
         "card codebook_tables codebooks native threefry",
         "blocks",
@@ -193,7 +194,7 @@ ENTERS = {
     "numba": {"fpsim.kernels"},
     "numba.core": {"fpsim.kernels.deferred", "fpsim.kernels.compile", "fpsim.kernels.callees"},
     "llvmlite": {
-        "fpsim.kernels.core",
+        "fpsim.kernels.bits",
         "fpsim.kernels.compile",
         "fpsim.kernels.native",
         "fpsim.kernels.shipped",

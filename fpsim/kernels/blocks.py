@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fpsim.kernels.bits import leading_zeros
 from fpsim.kernels.codebooks import make_rounding
 from fpsim.kernels.compile import float32_bits, float32_of
-from fpsim.kernels.core import BOOK, SEARCHED_BOOK, leading_zeros, make_at_scale
+from fpsim.kernels.core import BOOK, SEARCHED_BOOK, make_at_scale
 from fpsim.kernels.deferred import njit
 
 # How a scale follows from amax. It selects the code that is compiled.

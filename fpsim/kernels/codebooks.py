@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from fpsim.kernels.bits import shift_left, shift_right
 from fpsim.kernels.compile import load32, load64
 from fpsim.kernels.core import (
     BINARY32,
@@ -36,8 +37,6 @@ from fpsim.kernels.core import (
     draws_noise,
     make_drawn,
     make_round,
-    shift_left,
-    shift_right,
 )
 from fpsim.kernels.deferred import njit
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from fpsim.kernels.bits import shift_right
 from fpsim.kernels.compile import float64_bits, float64_of_bits, pointer
-from fpsim.kernels.core import shift_right
 from fpsim.kernels.deferred import carray, njit
 from fpsim.kernels.native import Loop, compiled_loop
 

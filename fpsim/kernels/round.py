@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fpsim.kernels import core as rounding
+from fpsim.kernels.bits import rotate_left
 from fpsim.kernels.codebooks import make_rounding
 from fpsim.kernels.compile import CUDA_THREADS, cuda_module, integers, pointer, stack_array
 from fpsim.kernels.containers import make_limit, make_value
-from fpsim.kernels.core import draws_noise, make_at_scale, rotate_left
+from fpsim.kernels.core import draws_noise, make_at_scale
 from fpsim.kernels.deferred import carray, njit
 from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, NOISE_ROUNDS, threefry

@@ -26,9 +26,10 @@ from typing import Any
 
 import numpy as np
 
+from fpsim.kernels.bits import shift_left
 from fpsim.kernels.compile import float64_bits, float64_of_bits
 from fpsim.kernels.containers import narrowed, widened
-from fpsim.kernels.core import draws_noise, make_round, shift_left
+from fpsim.kernels.core import draws_noise, make_round
 from fpsim.kernels.deferred import njit
 from fpsim.kernels.threefry import NOISE_ROUNDS, threefry
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fpsim.kernels.core import rotate_left
+from fpsim.kernels.bits import rotate_left
 from fpsim.kernels.deferred import njit
 
 # Threefry-4x32: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
