@@ -16,10 +16,10 @@ from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import Accumulator, as_accumulator
 from fpsim.kernels import accumulate, block_teams, hadamard, moments
-from fpsim.kernels.blocks import WIDE_PLAN
+from fpsim.kernels.blocks import WIDE_NUMBERS
 from fpsim.kernels.card import CudaKernel
 from fpsim.kernels.codebook_tables import table_address, table_at
-from fpsim.kernels.core import BOOK
+from fpsim.kernels.core import BOOK, NUMBERS
 from fpsim.kernels.round import Masks, cuda_loop
 from fpsim.kernels.statistics import SMALLEST_SCALE
 from fpsim.tensors.block_tally import limits_of
@@ -138,7 +138,8 @@ def rounded_by(machine: Machine, x: torch.Tensor, spec: BlockSpec, axis: int, ha
     grid, team = block_teams.grid_of(axes, launched(machine, kernel))
     shared, key = Memory(torch.tensor([-1, largest])), Memory(torch.tensor([KEY]))
     key_words = (key, 1, 0) if has_key else (None, 0, KEY)
-    tables = [table_at(table_address(plan.parameters[i:])) for i in (0, WIDE_PLAN) if plan.shape >= BOOK]
+    places = (0, WIDE_NUMBERS) if plan.shape >= BOOK else ()
+    tables = [table_at(table_address(plan.parameters[i : i + NUMBERS])) for i in places]
     words = Memory(x), Memory(y, True), *axes, *plan.parameters, shared, Memory(scales, True, True), 1, *key_words, team
     machine(kernel, grid, *words, reads=tuple(tables))
     return Rounded(y, scales, team)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fpsim.kernels.compile import cuda_module, pointer, stack_array
-from fpsim.kernels.core import draws_noise
+from fpsim.kernels.core import NUMBERS, draws_noise, make_numbers_from
 from fpsim.kernels.deferred import carray, njit
 from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.round import key_words
@@ -95,15 +95,6 @@ def _depth(group):
 def memory_of(sizes: Sizes) -> int:
     """How many bytes of memory a thread of `cpu_loop` needs, beside a few tiles on its stack."""
     return int(8 * (ROWS + COLUMNS) * _depth.py_func(sizes.group))
-
-
-@njit(inline="always")
-def _eight(numbers, first):
-    """Eight integers from memory, as values: what is in memory would be loaded again after every store."""
-    return (
-        numbers[first], numbers[first + 1], numbers[first + 2], numbers[first + 3],
-        numbers[first + 4], numbers[first + 5], numbers[first + 6], numbers[first + 7],
-    )  # fmt: skip
 
 
 @njit
@@ -204,22 +195,23 @@ def _make_fold(rule: int, shape: int) -> Callable[..., Any]:
 def cpu_loop(code: Code) -> Loop:
     """Tiles `first` to `last` of a product, each from +0: patterns of float32 at addresses a, b and bias, to out.
 
-    Addresses: numbers (Sizes, and the integers of the Plans of sums, products and the outer sum, as int64); key (two
+    Addresses: numbers (Sizes, and the Numbers of sums, products and the outer sum, as int64); key (two
     uint32); memory (`memory_of` bytes, a thread's own). Holds no lock.
     """
     add_block = _make_grouped_block(code) if code.grouped else _make_block(code)
     fold = _make_fold(code.outer_rule, code.outer_shape)
     new_tile, new_noise = stack_array((ROWS, COLUMNS), np.float64), stack_array((8, COLUMNS), np.uint32)
     new_work = stack_array((2, COLUMNS), np.float64)
+    of_sums, of_products, of_outer = (make_numbers_from(64, SIZES + i * NUMBERS) for i in range(3))
 
     @compiled_loop(*code)
     def loop(a_source, b_source, bias_source, out_target, first, last, numbers, key_source, memory):
-        s = carray(pointer(numbers), (SIZES + 24,), np.int64)
+        s = carray(pointer(numbers), (SIZES + 3 * NUMBERS,), np.int64)
         m, n, k = s[1], s[2], s[3]
         a_batch, a_row, a_term, b_batch, b_term, b_column = s[4], s[5], s[6], s[7], s[8], s[9]
         c_batch, c_row, c_column, out_batch, row_step, step = s[10], s[11], s[12], s[13], s[14], s[15]
         has_bias, chunk, group, group_bits = s[16], s[17], s[18], s[19]
-        p, q, o = _eight(s, SIZES), _eight(s, SIZES + 8), _eight(s, SIZES + 16)
+        p, q, o = of_sums(s), of_products(s), of_outer(s)
         a, b = carray(pointer(a_source), (1,), np.uint32), carray(pointer(b_source), (1,), np.uint32)
         bias, out = carray(pointer(bias_source), (1,), np.uint32), carray(pointer(out_target), (1,), np.uint32)
         key = carray(pointer(key_source), (2,), np.uint32)
@@ -270,8 +262,8 @@ def _noise_of(element, kind, number, key0, key1):
 def cuda_kernel(code: Code) -> Callable[..., None]:
     """The body of the CUDA kernel as a Python function: a thread computes one element, in the order of the CPU.
 
-    a, b, bias and out are flat memory of uint32; sizes, p, q and o are tuples of int64 as in `cpu_loop`. The key
-    is an int64 in memory if `has_key`, else `key_word`.
+    a, b, bias and out are flat memory of uint32; sizes, sums, products and outer_sums are tuples of int64 as in
+    `cpu_loop`. The key is an int64 in memory if `has_key`, else `key_word`.
     """
     global cuda
     cuda = cuda_module()
@@ -279,12 +271,13 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
     fold, round_product = make_add(code.outer_rule, code.outer_shape), make_round_value(*code[2:4])
     is_stochastic, is_product_stochastic = draws_noise(code.rule), draws_noise(code.product_rule)
     is_outer_stochastic, is_grouped = draws_noise(code.outer_rule), code.grouped == 1
-    none = np.uint32(0)
+    none, numbers_from = np.uint32(0), make_numbers_from(64)
 
-    def kernel(a, b, bias, out, sizes, p, q, o, key, has_key, key_word):
+    def kernel(a, b, bias, out, sizes, sums, products, outer_sums, key, has_key, key_word):
         batches, m, n, k, a_batch, a_row, a_term, b_batch, b_term, b_column, c_batch, c_row, c_column = sizes[:13]
         out_batch, out_row, out_column, has_bias, chunk, group, bits = sizes[13:]
         thread = cuda.grid(1)
+        p, q, o = numbers_from(sums), numbers_from(products), numbers_from(outer_sums)
         key0, key1 = key_words(key[0] if has_key else key_word)
         if thread < batches * m * n:
             batch, row, column = thread // (m * n), thread // n % m, thread % n
@@ -338,7 +331,7 @@ def cuda_loop(code: Code) -> CudaKernel:
 
     from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
 
-    eight, sizes = types.UniTuple(types.int64, 8), types.UniTuple(types.int64, len(Sizes._fields))
-    signature = *[WORDS32] * 4, sizes, eight, eight, eight, INTEGERS, INTEGER, INTEGER
+    numbers, sizes = types.UniTuple(types.int64, NUMBERS), types.UniTuple(types.int64, SIZES)
+    signature = *[WORDS32] * 4, sizes, numbers, numbers, numbers, INTEGERS, INTEGER, INTEGER
     # inlined: what is not would be compiled for each card
     return CudaKernel(lambda: for_card(cuda_kernel(code)), signature, "accumulate", *code)

@@ -1,11 +1,18 @@
-"""Shifts, rotations and leading zeros of unsigned integers, as LLVM's instructions."""
+"""The integers that hold patterns, and their shifts, rotations and leading zeros as LLVM's instructions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from fpsim.kernels.deferred import intrinsic
+
+
+def integers(width: int) -> tuple[Any, Any]:
+    """The types of unsigned and of signed integers of `width` bits."""
+    return (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
 
 
 def _shift(direction: str) -> Callable[..., Any]:

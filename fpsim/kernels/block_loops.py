@@ -20,11 +20,11 @@ from fpsim.kernels.blocks import (
     is_near,
     make_apply,
     make_apply_far,
-    make_numbers,
+    make_block_scale,
     make_tensor_scale,
 )
 from fpsim.kernels.compile import pointer, stack_array
-from fpsim.kernels.core import draws_noise
+from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
 from fpsim.kernels.deferred import carray, njit
 from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.round import exchange_halves, fill_noise, noise_words
@@ -86,15 +86,15 @@ def cpu_amax() -> Loop:
 
 @cache
 def _numbers_of(scale_shape: int, kind: int) -> Callable[..., Any]:
-    """The numbers of `count` blocks into arrays; and whether one of them has a scale too far for 32 bits."""
-    numbers = make_numbers(scale_shape, kind)
+    """The BlockScale of `count` blocks into arrays; and whether one of them has a scale too far for 32 bits."""
+    block_scale = make_block_scale(scale_shape, kind)
 
     @njit(inline="always")
     def fill(count, amaxes, shared, whole, p, origins, largests, overflows, smallests, by, back, exponents):
         for i in range(count):
-            origin, largest, overflow, smallest, b, s, e = numbers(amaxes[i], shared, whole, p)
-            origins[i], largests[i], overflows[i], smallests[i] = origin, largest, overflow, smallest
-            by[i], back[i], exponents[i] = b, s, e
+            s = block_scale(amaxes[i], shared, whole, p)
+            origins[i], largests[i], overflows[i], smallests[i] = s.origin, s.largest, s.overflow, s.smallest
+            by[i], back[i], exponents[i] = s.by, s.back, s.exponent
         far = False
         if kind <= GAINED:
             for i in range(count):
@@ -115,20 +115,17 @@ def _memory_of(count: int) -> tuple[Callable[[], Any], ...]:
 def _run_along(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     """Round neighbours in memory that share a scale. Gives the number of the noise block that is at hand."""
     apply, is_stochastic = make_apply(rule, shape, kind), draws_noise(rule)
-    u32, i32 = np.uint32, np.int32
 
     @njit(inline="always")
-    def plain(xs, ys, count, words, p, origin, largest, overflow, smallest, by, back, whole):
-        shift, sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
+    def plain(xs, ys, count, words, numbers, by, back, whole):
         for i in range(count):
-            noise = words[i] if is_stochastic else u32(0)
-            ys[i] = apply(xs[i], noise, shift, sign, used, odd, origin, largest, overflow, smallest, by, back, whole)
+            ys[i] = apply(xs[i], words[i] if is_stochastic else np.uint32(0), numbers, by, back, whole)
 
     @njit(inline="always")
-    def run(xs, ys, start, noise, have, k, p, origin, largest, overflow, smallest, by, back, whole):
+    def run(xs, ys, start, noise, have, k, numbers, by, back, whole):
         count = len(xs)
         if not is_stochastic:
-            plain(xs, ys, count, xs, p, origin, largest, overflow, smallest, by, back, whole)
+            plain(xs, ys, count, xs, numbers, by, back, whole)
             return have
         done = 0
         while done < count:
@@ -138,7 +135,7 @@ def _run_along(rule: int, shape: int, kind: int) -> Callable[..., Any]:
                 have = block
             length = min(NOISE_BLOCK - place, count - done)
             xp, yp, words = xs[done : done + length], ys[done : done + length], noise[place : place + length]
-            plain(xp, yp, length, words, p, origin, largest, overflow, smallest, by, back, whole)
+            plain(xp, yp, length, words, numbers, by, back, whole)
             done += length
         return have
 
@@ -160,6 +157,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
     tensor_scale, apply_far = make_tensor_scale(kind), make_apply_far(rule, shape, kind)
     u32, i64, is_stochastic = np.uint32, np.int64, draws_noise(rule)
     new_noise, new_words, new_integers, new_floats = _memory_of(BATCH)
+    numbers_from = make_numbers_from(32)
 
     @compiled_loop(rule, shape, scale_shape, kind, error_model="numpy")
     def loop(src, dst, dims, parameters, key, shared, scales, first, last):
@@ -173,6 +171,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
         noise, have, whole = new_noise(), -1, tensor_scale(common[1], p)
         amaxes, largests, overflows, smallests = new_words(), new_words(), new_words(), new_words()
         origins, exponents, by, back = new_integers(), new_integers(), new_floats(), new_floats()
+        elements = numbers_from(p)
         unit = first
         while unit < last:  # neighbours along C, whose numbers are computed side by side
             row, column = unit // column_blocks, unit % column_blocks
@@ -191,6 +190,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
             for b in range(count):
                 begin, length = line + (column + b) * c, min(c, columns - (column + b) * c)
                 far = kind <= GAINED and not is_near(exponents[b], p)
+                numbers = with_ends(elements, origins[b], largests[b], overflows[b], smallests[b])
                 for j in range(height):
                     start = begin + j * step
                     xs, ys = x[start : start + length], y[start : start + length]
@@ -199,10 +199,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
                             bits = element_noise(start + k, keys[0], keys[1]) if is_stochastic else u32(0)
                             ys[k] = apply_far(xs[k], bits, exponents[b], p)
                     else:
-                        have = run(
-                            xs, ys, start, noise, have, keys, p, origins[b], largests[b], overflows[b], smallests[b],
-                            by[b], back[b], whole,
-                        )  # fmt: skip
+                        have = run(xs, ys, start, noise, have, keys, numbers, by[b], back[b], whole)
             unit += count
 
     return loop
@@ -211,12 +208,11 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
 @cache
 def _run_across(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     """Round neighbours in memory that have a scale each. Gives the number of the noise block that is at hand."""
-    apply, is_stochastic = make_apply(rule, shape, kind), draws_noise(rule)
-    u32, i32 = np.uint32, np.int32
+    apply, is_stochastic, numbers_from = make_apply(rule, shape, kind), draws_noise(rule), make_numbers_from(32)
 
     @njit(inline="always")
     def run(xs, ys, start, noise, have, k, p, origins, largests, overflows, smallests, by, back, whole):
-        shift, sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
+        elements = numbers_from(p)
         done, count = 0, len(xs)
         while done < count:
             length, words = count - done, noise
@@ -232,8 +228,8 @@ def _run_across(rule: int, shape: int, kind: int) -> Callable[..., Any]:
             vs, ss = overflows[done : done + length], smallests[done : done + length]
             bs, ks = by[done : done + length], back[done : done + length]
             for i in range(length):
-                word = words[i] if is_stochastic else u32(0)
-                yp[i] = apply(xp[i], word, shift, sign, used, odd, os[i], ls[i], vs[i], ss[i], bs[i], ks[i], whole)
+                word = words[i] if is_stochastic else np.uint32(0)
+                yp[i] = apply(xp[i], word, with_ends(elements, os[i], ls[i], vs[i], ss[i]), bs[i], ks[i], whole)
             done += length
         return have
 

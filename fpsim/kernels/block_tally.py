@@ -21,7 +21,7 @@ from fpsim.kernels.blocks import (
     POWER,
     QUOTIENT,
     finite_magnitude,
-    make_numbers,
+    make_block_scale,
     make_tensor_scale,
     wanted_exponent,
     wanted_scale,
@@ -60,23 +60,23 @@ def make_facts(scale_shape: int, kind: int) -> Callable[..., Any]:
     the float64 pattern of the scale; and of the magnitudes below which an element is subnormal, and from which one
     saturates.
     """
-    numbers = make_numbers(scale_shape, kind)
+    block_scale = make_block_scale(scale_shape, kind)
     u32, u64, i64, f64 = np.uint32, np.uint64, np.int64, np.float64
 
     @njit(inline="always")
     def facts(amax, shared, whole, p, smallest_normal, saturated_from, scale_saturated_from):
         """The limits are those of an element, and of the scale's format."""
-        _, _, _, _, by, back, exponent = numbers(amax, shared, whole, p)
+        block = block_scale(amax, shared, whole, p)
         a = u32(shared) if shared >= i64(0) else u32(amax)
-        scale = u64(widened(float32_bits(back)))
+        scale = u64(widened(float32_bits(block.back)))
         unit = float64_of_bits(scale)  # the value of an element 1
         is_under, is_over = False, False
         if kind == POWER or kind == GAINED:
             wanted = i64(wanted_exponent(a, p))
             is_under, is_over = wanted < p[LEAST_EXPONENT], wanted > p[MOST_EXPONENT]
-            unit = float64_of_bits(u64(u64(i64(exponent) + i64(1023)) << u64(52))) / f64(float32_of(p[GAIN]))
+            unit = float64_of_bits(u64(u64(i64(block.exponent) + i64(1023)) << u64(52))) / f64(float32_of(p[GAIN]))
         elif kind == DIVIDED:
-            is_under = by >= FLOAT32_LARGEST
+            is_under = block.by >= FLOAT32_LARGEST
         elif kind == QUOTIENT:
             is_under = scale == u64(0)
         elif kind == NARROW:

@@ -21,11 +21,11 @@ from fpsim.kernels.blocks import (
     is_near,
     make_apply,
     make_apply_far,
-    make_numbers,
+    make_block_scale,
     make_tensor_scale,
 )
 from fpsim.kernels.compile import CUDA_THREADS, cuda_module
-from fpsim.kernels.core import draws_noise
+from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
 from fpsim.kernels.deferred import njit
 from fpsim.kernels.round import key_words
 from fpsim.kernels.statistics import (
@@ -112,9 +112,9 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int) -> Calla
     cuda = cuda_module()
     from numba import uint32
 
-    tensor_scale, numbers = make_tensor_scale(kind), make_numbers(scale_shape, kind)
+    tensor_scale, block_scale = make_tensor_scale(kind), make_block_scale(scale_shape, kind)
     apply, apply_far = make_apply(rule, shape, kind), make_apply_far(rule, shape, kind)
-    u32, i32, is_stochastic = np.uint32, np.int32, draws_noise(rule)
+    u32, is_stochastic, numbers_from = np.uint32, draws_noise(rule), make_numbers_from(32)
 
     def kernel(x, y, outer, rows, middle, columns, inner, r, c, p, given, scales, has_scales, key, has_key, word, team):
         shared = cuda.shared.array(CUDA_THREADS, uint32)
@@ -124,11 +124,11 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int) -> Calla
         if given[0] < 0:
             amax = amax_of_team(x, (base, height, length, step, inner), shared, member, leader, apart, team)
         whole = tensor_scale(given[1], p)
-        origin, largest, overflow, smallest, by, back, exponent = numbers(amax, given[0], whole, p)
+        scale = block_scale(amax, given[0], whole, p)
         if has_scales and member == 0 and height > 0:
-            scales[unit] = back
-        near = kind > GAINED or is_near(exponent, p)
-        shift, sign, used, odd = i32(p[0]), u32(p[5]), u32(p[6]), u32(p[7])
+            scales[unit] = scale.back
+        near = kind > GAINED or is_near(scale.exponent, p)
+        numbers = with_ends(numbers_from(p), scale.origin, scale.largest, scale.overflow, scale.smallest)
         key0, key1 = key_words(key[0] if has_key else word)
         j, k, down, along = member // length, member % length, team // length, team % length
         while j < height:
@@ -137,11 +137,9 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int) -> Calla
             if is_stochastic:
                 bits = element_noise(index, key0, key1)
             if near:
-                y[index] = apply(
-                    number, bits, shift, sign, used, odd, origin, largest, overflow, smallest, by, back, whole
-                )
+                y[index] = apply(number, bits, numbers, scale.by, scale.back, whole)
             else:
-                y[index] = apply_far(number, bits, exponent, p)
+                y[index] = apply_far(number, bits, scale.exponent, p)
             j, k = next_place(j, k, length, down, along)
 
     return kernel

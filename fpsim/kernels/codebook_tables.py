@@ -14,6 +14,7 @@ import numpy as np
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.fixed_point import FixedPoint
 from fpsim.formats.floats import FloatFormat
+from fpsim.kernels.codebooks import BookNumbers
 from fpsim.kernels.core import (
     BINARY32,
     BINARY64,
@@ -21,6 +22,7 @@ from fpsim.kernels.core import (
     SEARCHED_BOOK,
     STOCHASTIC,
     Container,
+    Numbers,
     Plan,
     make_plan,
 )
@@ -51,8 +53,8 @@ def any_plan(
     table = _table_of(fmt, rounding, fmt.resolve_overflow(overflow), width, search)
     low, high = halves_of(table.words.ctypes.data)
     used = 0xFFFFFFFF & ~((1 << (32 - random_bits)) - 1) if random_bits else 0xFFFFFFFF
-    parameters = (table.shift, table.base, low, high, table.buckets, 0, used, table.results)
-    return Plan(rule, table.shape, width, parameters)
+    numbers = BookNumbers(table.shift, table.base, low, high, table.buckets, 0, used, table.results)
+    return Plan(rule, table.shape, width, Numbers(*numbers))
 
 
 class Table(NamedTuple):
@@ -74,9 +76,10 @@ def halves_of(address: int) -> tuple[int, int]:
     return address & 0xFFFFFFFF, address >> 32
 
 
-def table_address(parameters: Sequence[int]) -> int:
-    """Where the table is whose address is in the parameters of a Plan."""
-    return parameters[2] | parameters[3] << 32
+def table_address(numbers: Sequence[int]) -> int:
+    """Where the table is whose address is in the Numbers of a code book."""
+    book = BookNumbers(*numbers)
+    return book.low | book.high << 32
 
 
 def table_at(address: int) -> np.ndarray[Any, Any]:

@@ -1,12 +1,12 @@
-"""Code books: the rounding of one bit pattern by a table, and the choice between it and `rounding.make_round`.
+"""Code books: the rounding of one bit pattern by a table, and the choice between it and `core.make_round`.
 
-Of a Plan for a code book the integers mean other things than for other formats:
+Of a code book the Numbers mean other things than of other formats, see BookNumbers:
 
     shift, base: the bucket of a magnitude `a` is `(a >> shift) - base`, within 0 to buckets - 1
     low, high: the halves of the table's address, of 32 bits each
     buckets: in a book that is searched, the size of its list, a power of two
-    -, used: as elsewhere
-    count: of results
+    used: as elsewhere
+    results: their number
 
 A table has two halves, for numbers without and with a sign bit; in the second everything is reflected, so that only
 magnitudes are compared. A half has, in words of the container:
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,8 +43,22 @@ from fpsim.kernels.deferred import njit
 SPACING_WORDS = 4
 
 
+class BookNumbers(NamedTuple):
+    """The Numbers of a code book, under names of their own."""
+
+    shift: int
+    base: int
+    low: int
+    high: int
+    buckets: int
+    no_sign: int  # 0, as the sign of a result is in its table
+    used: int
+    results: int
+    no_lowest: int = 0
+
+
 def make_rounding(rule: int, shape: int, width: int) -> Callable[..., Any]:
-    """The rounding of one bit pattern to a format of any kind, as a compiled function: see `rounding.make_round`."""
+    """The rounding of one bit pattern to a format of any kind, as a compiled function: see `core.make_round`."""
     return make_round_in_book(rule, shape, width) if shape in (BOOK, SEARCHED_BOOK) else make_round(rule, shape, width)
 
 
@@ -89,7 +103,7 @@ def make_goes_up(rule: int, width: int) -> Callable[..., Any]:
 
 @cache
 def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
-    """The rounding of one bit pattern to a code book, with the arguments of what `rounding.make_round` gives."""
+    """The rounding of one bit pattern to a code book, with the arguments of what `core.make_round` gives."""
     container = BINARY32 if width == 32 else BINARY64
     uint = np.uint32 if width == 32 else np.uint64
     top, infinity = uint(1 << (width - 1)), uint(container.bits(float("inf")))
@@ -107,7 +121,8 @@ def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
         return at
 
     @njit(forceinline=True)
-    def round_in_book(u, noise, shift, base, low, high, buckets, zero_sign, used, count):
+    def round_in_book(u, noise, numbers):
+        shift, base, low, high, buckets, _, used, count, _ = numbers  # as BookNumbers has them
         a = uint(u & uint(top - uint(1)))
         address = u64(u64(u32(low)) | u64(u64(u32(high)) << u64(32)))
         size, results = i64(buckets), i64(count)

@@ -251,10 +251,6 @@ def float32_of(bits):
     return _to_float(np.uint32(bits))
 
 
-def integers(width: int) -> tuple[Any, Any]:
-    return (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
-
-
 CUDA_THREADS = 256  # in a block, unless a kernel has its own number
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.fixed_point import FixedPoint
 from fpsim.formats.floats import FloatFormat
-from fpsim.kernels.bits import shift_left, shift_right
+from fpsim.kernels.bits import integers, shift_left, shift_right
 from fpsim.kernels.deferred import njit
 from fpsim.kernels.variants import VARIANTS
 
@@ -64,14 +65,33 @@ BINARY32 = Container(32, 23, 127)
 BINARY64 = Container(64, 52, 1023)
 
 
+class Numbers(NamedTuple):
+    """A format, an overflow rule and a number of random bits, as the functions of this file take them.
+
+    Numbers of the format are patterns of the container. In a code book all mean other things, see kernels/codebooks.py.
+    """
+
+    ulp_shift: int  # from a pattern's highest bit down to the last place of a normal number of the format
+    origin: int  # the pattern that a magnitude is subtracted from, so that its exponent field is its ulp_shift
+    largest: int  # the largest finite magnitude, and what becomes of what lies beyond it
+    overflow: int
+    smallest: int  # the smallest magnitude above zero
+    zero_sign: int  # the sign bit if the format has -0, else 0
+    used: int  # the random bits that count, of a word's 32
+    odd: int  # 1 if every significand is odd, for lack of mantissa bits
+    lowest: int  # the magnitude of the lowest number, in FIXED
+
+
+NUMBERS = len(Numbers._fields)
+
+
 class Plan(NamedTuple):
-    """A format, a rounding and an overflow rule as the integers that a kernel takes."""
+    """A format, a rounding and an overflow rule as a kernel takes them: three that are compiled in, and the numbers."""
 
     rule: int
     shape: int
     width: int
-    parameters: tuple[int, ...]  # ulp_shift, grid_origin, largest, overflow, smallest, zero_sign, noise_mask, odd
-    # in FIXED, the last one is the lowest value's magnitude
+    numbers: Numbers
 
 
 def needs_wider_container(fmt: FloatFormat | FixedPoint | Codebook) -> bool:
@@ -117,20 +137,20 @@ def make_plan(
         shape = FLAT
     else:
         shape = (GRID if fmt.has_negative_zero else UNSIGNED_ZERO_GRID) if fmt.subnormals else GAP
-    last = container.bits(abs(fmt.lowest)) if isinstance(fmt, FixedPoint) else int(fmt.mantissa_bits == 0)
     values = {"inf": float("inf"), "nan": float("nan"), "saturate": fmt.largest}
     top_field = fmt.min_ulp_exponent + container.mantissa_bits + container.bias - (width - 1)
-    parameters = (
-        width - 1 - (container.mantissa_bits - fmt.mantissa_bits),
-        top_field << container.mantissa_bits,
-        container.bits(fmt.largest),
-        container.bits(values[fmt.resolve_overflow(overflow)]),
-        container.bits(fmt.smallest),
-        (1 << (width - 1)) if fmt.has_negative_zero else 0,
-        0xFFFFFFFF & ~((1 << (32 - random_bits)) - 1) if random_bits else 0xFFFFFFFF,
-        last,
+    numbers = Numbers(
+        ulp_shift=width - 1 - (container.mantissa_bits - fmt.mantissa_bits),
+        origin=top_field << container.mantissa_bits,
+        largest=container.bits(fmt.largest),
+        overflow=container.bits(values[fmt.resolve_overflow(overflow)]),
+        smallest=container.bits(fmt.smallest),
+        zero_sign=(1 << (width - 1)) if fmt.has_negative_zero else 0,
+        used=0xFFFFFFFF & ~((1 << (32 - random_bits)) - 1) if random_bits else 0xFFFFFFFF,
+        odd=int(fmt.mantissa_bits == 0),
+        lowest=container.bits(abs(fmt.lowest)) if isinstance(fmt, FixedPoint) else 0,
     )
-    return Plan(rule, shape, width, tuple(p - (1 << 64) if p >= 1 << 63 else p for p in parameters))
+    return Plan(rule, shape, width, Numbers._make(n - (1 << 64) if n >= 1 << 63 else n for n in numbers))
 
 
 def has_lone_lowest(fmt: FloatFormat | FixedPoint) -> bool:
@@ -158,34 +178,58 @@ def scale_limits(fmt: FloatFormat | FixedPoint | Codebook, width: int) -> tuple[
     return min(0, highest - container.bias), max(0, fmt.min_ulp_exponent - lowest)
 
 
+@cache
+def make_numbers_from(width: int, first: int = 0) -> Callable[..., Any]:
+    """A compiled function that gives the Numbers of which the integers begin at place `first` of memory or a tuple.
+
+    Values, not memory: that would be read again after every number that is written.
+    """
+    uint, sint, to_top, i = *integers(width), width - 32, first
+
+    @njit(inline="always")
+    def numbers_from(p):
+        return Numbers(
+            sint(p[i]), sint(p[i + 1]), uint(p[i + 2]), uint(p[i + 3]), uint(p[i + 4]), uint(p[i + 5]),
+            uint(uint(p[i + 6]) << uint(to_top)), uint(p[i + 7]), uint(p[i + 8]),
+        )  # fmt: skip
+
+    return numbers_from  # type: ignore[no-any-return]
+
+
+@njit(forceinline=True)
+def with_ends(numbers, origin, largest, overflow, smallest):
+    """The numbers with others in the place of the four that a scale moves."""
+    return Numbers(
+        numbers.ulp_shift, origin, largest, overflow, smallest,
+        numbers.zero_sign, numbers.used, numbers.odd, numbers.lowest,
+    )  # fmt: skip
+
+
+@cache
 def make_at_scale(width: int) -> Callable[..., Any]:
-    """A compiled function that moves a Plan's origin, largest, overflow and smallest from a format to its scaled twin.
+    """A compiled function that moves the numbers of a format to those of its scaled twin.
 
     To round at scale 2**k is to multiply by it, round, and divide again: the same as rounding to the format whose
     every value is 2**k times smaller, for which only exponents change. Nothing is multiplied, and nothing is lost on
     the way as long as `k` stays within scale_limits.
     """
     container = BINARY32 if width == 32 else BINARY64
-    uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
+    uint, sint = integers(width)
     infinity, mantissa_bits = np.int64(container.bits(float("inf"))), np.int64(container.mantissa_bits)
 
     @njit(forceinline=True)
-    def at_scale(origin, largest, overflow, smallest, log2_scale):
-        step = np.int64(np.int64(log2_scale) << mantissa_bits)
-        moved = np.int64(overflow) if np.int64(overflow) >= infinity else np.int64(np.int64(overflow) - step)
-        return (
-            sint(np.int64(origin) - step),
-            uint(np.int64(largest) - step),
-            uint(moved),
-            uint(np.int64(smallest) - step),
-        )
+    def at_scale(numbers, log2_scale):
+        step, overflow = np.int64(np.int64(log2_scale) << mantissa_bits), np.int64(numbers.overflow)
+        moved = overflow if overflow >= infinity else np.int64(overflow - step)
+        origin, largest = sint(np.int64(numbers.origin) - step), uint(np.int64(numbers.largest) - step)
+        return with_ends(numbers, origin, largest, uint(moved), uint(np.int64(numbers.smallest) - step))
 
     return at_scale  # type: ignore[no-any-return]
 
 
 def make_drawn(rule: int, width: int) -> Callable[..., Any]:
     """The random bits of a stochastic rule, as a compiled function of (noise, the mask of those that are used)."""
-    uint = np.uint32 if width == 32 else np.uint64
+    uint, _ = integers(width)
     zero, one, is_variant = uint(0), uint(1), rule > STOCHASTIC
 
     @njit(forceinline=True)
@@ -213,13 +257,18 @@ def make_drawn(rule: int, width: int) -> Callable[..., Any]:
 
 
 def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
-    """The rounding of one bit pattern, as a compiled function of (bits, noise, *parameters of a Plan).
+    """The rounding of one bit pattern, as a compiled function of (bits, noise, Numbers).
 
     `rule`, `shape` and `width` are compiled in; the format's numbers stay arguments, so that one compilation
     serves every format of a shape. `noise` holds 32 uniform bits at the top of the word, for stochastic rules alone.
+
+    Its steps: the sign is taken off; `drawn` prepares the random bits; `round_flat`, `round_grid` or, in GAP below the
+    smallest number, `round_gap` gives a multiple of the spacing, by what `addend` adds before the rest is cut off; what
+    lies beyond the largest number becomes `overflow`; a NaN is put back; the sign returns, unless zero has none. SCALE
+    has a function of its own, `round_scale`.
     """
     container = BINARY32 if width == 32 else BINARY64
-    uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
+    uint, sint = integers(width)
     zero, one = uint(0), uint(1)
     top = uint(1 << (width - 1))  # the sign bit
     infinity = uint(container.bits(float("inf")))
@@ -257,15 +306,15 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         return zero  # TOWARD_ZERO
 
     @njit(forceinline=True)
-    def round_flat(a, negative, noise, ulp, always_odd):
-        odd = uint(uint(a & ulp) | always_odd) != zero
+    def round_flat(a, negative, noise, ulp, numbers):
+        odd = uint(uint(a & ulp) | numbers.odd) != zero
         return uint(uint(a + addend(ulp, odd, negative, noise)) & uint(zero - ulp))
 
     @njit(forceinline=True)
-    def round_grid(a, negative, noise, ulp_shift, origin, smallest):
+    def round_grid(a, negative, noise, numbers):
         significand = uint(uint(a & uint(implicit - one)) | implicit)
         # s = width - 1 - (number of discarded bits): constant for normals, one less for each binade below
-        s = min(ulp_shift, sint(sint(sint(a) - origin) >> field_shift))
+        s = min(numbers.ulp_shift, sint(sint(sint(a) - numbers.origin) >> field_shift))
         ulp = shift_right(top, uint(s))  # 0 stands for 2**width and more
         odd = uint(significand & ulp) != zero
         if is_carrying:
@@ -287,7 +336,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
             up = up and a != zero  # zero has no leading bit
         below_smallest = mask >= uint(uint(implicit << one) - one)
         base = zero if below_smallest else uint(a - low)
-        step = smallest if below_smallest else ulp
+        step = numbers.smallest if below_smallest else ulp
         return uint(base + (step if up else zero))
 
     @njit(forceinline=True)
@@ -323,50 +372,50 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         return smallest if up else zero
 
     @njit(forceinline=True)
-    def round_bits(u, noise, ulp_shift, origin, largest, overflow, smallest, zero_sign, noise_mask, always_odd):
+    def round_bits(u, noise, numbers):
         a = uint(u & uint(top - one))
         sign = uint(u & top)
         negative = sign != zero
-        noise, stays = drawn(noise, noise_mask)
+        noise, stays = drawn(noise, numbers.used)
         if is_grid:
-            r = round_grid(a, negative, noise, ulp_shift, origin, smallest)
+            r = round_grid(a, negative, noise, numbers)
         else:
-            ulp = uint(top >> uint(ulp_shift))
+            ulp = uint(top >> uint(numbers.ulp_shift))
             if is_stochastic:
-                r = round_flat(a, negative, shift_right(noise, uint(ulp_shift + sint(1))), ulp, always_odd)
+                r = round_flat(a, negative, shift_right(noise, uint(numbers.ulp_shift + sint(1))), ulp, numbers)
             else:
-                r = round_flat(a, negative, noise, ulp, always_odd)
+                r = round_flat(a, negative, noise, ulp, numbers)
             if shape == GAP:
-                r = round_gap(a, negative, noise, stays, smallest) if a < smallest else r
+                r = round_gap(a, negative, noise, stays, numbers.smallest) if a < numbers.smallest else r
         if is_nearest_or_stochastic:
-            beyond = overflow
+            beyond = numbers.overflow
         else:  # a directed rounding moves a finite value to infinity only on its own side
             away = (rule == UP and not negative) or (rule == DOWN and negative)
-            beyond = overflow if away or a >= infinity else largest
+            beyond = numbers.overflow if away or a >= infinity else numbers.largest
         if shape == FIXED:
-            end = always_odd if negative else largest
+            end = numbers.lowest if negative else numbers.largest
             r = end if r > end else r
         else:
-            r = beyond if r > largest else r
+            r = beyond if r > numbers.largest else r
         if may_lose_sign:
-            sign = uint(sign & zero_sign) if r == zero else sign
+            sign = uint(sign & numbers.zero_sign) if r == zero else sign
         r = a if a > infinity else r  # NaN keeps its payload
         return uint(r | sign)
 
     @njit(forceinline=True)
-    def round_scale(u, noise, ulp_shift, origin, largest, overflow, smallest, zero_sign, noise_mask, always_odd):
+    def round_scale(u, noise, numbers):
         a = uint(u & uint(top - one))
         positive = u < top and a != zero
         subnormal = a < implicit  # float32 holds the smallest power, 2**-127, as a subnormal
-        base = smallest if subnormal else uint(a & uint(~uint(implicit - one)))
-        ulp = smallest if subnormal else implicit
+        base = numbers.smallest if subnormal else uint(a & uint(~uint(implicit - one)))
+        ulp = numbers.smallest if subnormal else implicit
         low = uint(a - base) if a >= base else zero
-        noise = drawn(noise, noise_mask)[0] >> (below_leading + one if subnormal else below_leading)
+        noise = drawn(noise, numbers.used)[0] >> (below_leading + one if subnormal else below_leading)
         up = addend(ulp, True, False, uint(noise)) > uint(uint(ulp - one) & uint(~low))
         r = uint(base + (ulp if up else zero))
-        r = max(r, smallest)
-        beyond = overflow if goes_beyond or a >= infinity else largest
-        r = beyond if r > largest else r
+        r = max(r, numbers.smallest)
+        beyond = numbers.overflow if goes_beyond or a >= infinity else numbers.largest
+        r = beyond if r > numbers.largest else r
         return r if positive and a <= infinity else nan
 
     return round_scale if shape == SCALE else round_bits

@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fpsim.kernels import core as rounding
-from fpsim.kernels.compile import (
-    CUDA_THREADS,
-    cuda_module,
-    float32_of,
-    float64_of_bits,
-    integers,
-    pointer,
-)
+from fpsim.kernels.bits import integers
+from fpsim.kernels.compile import CUDA_THREADS, cuda_module, float32_of, float64_of_bits, pointer
 from fpsim.kernels.containers import UNIT, make_value
+from fpsim.kernels.core import BINARY32, BINARY64
 from fpsim.kernels.deferred import carray, njit
 from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.statistics import (
@@ -52,7 +46,7 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
     """
     uint, sint, floating = (np.uint32, np.int32, np.float32) if size == 4 else (np.uint64, np.int64, np.float64)
     number = make_value(8 * size)
-    container = rounding.BINARY32 if size == 4 else rounding.BINARY64
+    container = BINARY32 if size == 4 else BINARY64
     magnitude_mask = uint((1 << (8 * size - 1)) - 1)
     sign_shift, one, zero = sint(8 * size - 1), uint(1), uint(0)
     infinity, nothing = uint(container.bits(float("inf"))), uint((1 << (8 * size)) - 1)
@@ -110,7 +104,7 @@ def exponents_loop(size: int, power_begins: bool = False) -> Loop:
     Zero, inf and NaN are not counted.
     """
     uint = np.uint32 if size == 4 else np.uint64
-    container = rounding.BINARY32 if size == 4 else rounding.BINARY64
+    container = BINARY32 if size == 4 else BINARY64
     magnitude_mask = uint((1 << (8 * size - 1)) - 1)
     infinity, mantissa_bits = uint(container.bits(float("inf"))), uint(container.mantissa_bits)
     less = uint(0 if power_begins else 1)
@@ -295,7 +289,7 @@ def cuda_moments_kernel(size: int, only_amax: bool, logs: bool) -> Callable[...,
 def _make_write(size: int, only_amax: bool) -> Callable[..., Any]:
     """What the last thread writes, from column 0 of what was joined."""
     uint, sint = integers(8 * size)
-    container = rounding.BINARY32 if size == 4 else rounding.BINARY64
+    container = BINARY32 if size == 4 else BINARY64
     infinity, number = np.int64(container.bits(float("inf"))), _make_number(size)
     magnitude_mask, sign_shift = sint((1 << (8 * size - 1)) - 1), sint(8 * size - 1)
 
@@ -335,7 +329,7 @@ def cuda_exponents_kernel(size: int, power_begins: bool = False) -> Callable[...
 
     uint, _ = integers(8 * size)
     load, _ = vector_access(8 * size)
-    container = rounding.BINARY32 if size == 4 else rounding.BINARY64
+    container = BINARY32 if size == 4 else BINARY64
     magnitude_mask = uint((1 << (8 * size - 1)) - 1)
     infinity, mantissa_bits = uint(container.bits(float("inf"))), uint(container.mantissa_bits)
     less, zero = uint(0 if power_begins else 1), uint(0)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fpsim.kernels import core as rounding
-from fpsim.kernels.bits import rotate_left
+from fpsim.kernels.bits import integers, rotate_left
 from fpsim.kernels.codebooks import make_rounding
-from fpsim.kernels.compile import CUDA_THREADS, cuda_module, integers, pointer, stack_array
+from fpsim.kernels.compile import CUDA_THREADS, cuda_module, pointer, stack_array
 from fpsim.kernels.containers import make_limit, make_value
-from fpsim.kernels.core import draws_noise, make_at_scale
+from fpsim.kernels.core import BINARY32, BINARY64, NUMBERS, draws_noise, make_at_scale, make_numbers_from
 from fpsim.kernels.deferred import carray, njit
 from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, NOISE_ROUNDS, threefry
@@ -69,7 +68,7 @@ def _make_is_mask(width: int, masks: Masks) -> Callable[..., Any]:
     """Whether a pattern stays as it is."""
     uint, _ = integers(width)
     magnitude_mask, unchanged = uint((1 << (width - 1)) - 1), uint(masks.magnitude)
-    minus_infinity = uint((rounding.BINARY32 if width == 32 else rounding.BINARY64).bits(float("-inf")))
+    minus_infinity = uint((BINARY32 if width == 32 else BINARY64).bits(float("-inf")))
     has_any, keeps_infinity = masks.magnitude != 0, masks.keeps_infinity
 
     @njit(forceinline=True)
@@ -91,16 +90,14 @@ def _cpu_body(
     limited: patterns of a magnitude above `limit` stay as they are, and the largest magnitude is given back.
     masks: the patterns that stay as they are.
     """
-    round_bits, at_scale, is_mask = make_rounding(rule, shape, width), make_at_scale(width), _make_is_mask(width, masks)
-    uint, sint, is_stochastic = *integers(width), draws_noise(rule)
+    round_bits, is_mask, (uint, _) = make_rounding(rule, shape, width), _make_is_mask(width, masks), integers(width)
+    numbers_from, at_scale, is_stochastic = make_numbers_from(width), make_at_scale(width), draws_noise(rule)
     to_top, magnitude_mask = uint(width - 32), uint((1 << (width - 1)) - 1)
     new_noise = stack_array(NOISE_BLOCK, np.uint32)
 
     @njit(inline="always")
     def body(x, y, n, p, key, block, log2_scale, limit):
-        shift, zero_sign, used, odd = sint(p[0]), uint(p[5]), uint(p[6] << (width - 32)), uint(p[7])
-        origin, largest, overflow, smallest = at_scale(p[1], p[2], p[3], p[4], log2_scale)
-        amax = uint(0)
+        numbers, amax = at_scale(numbers_from(p), log2_scale), uint(0)
         if is_stochastic:
             noise = new_noise()
             for start in range(0, n, NOISE_BLOCK):
@@ -110,7 +107,7 @@ def _cpu_body(
                 xs = ys if in_place else x[start : start + NOISE_BLOCK]
                 for i in range(len(ys)):
                     bits, word = uint(uint(noise[i]) << to_top), xs[i]
-                    rounded = round_bits(word, bits, shift, origin, largest, overflow, smallest, zero_sign, used, odd)
+                    rounded = round_bits(word, bits, numbers)
                     rounded = word if is_mask(word) else rounded
                     if limited:
                         magnitude = uint(word & magnitude_mask)
@@ -120,7 +117,7 @@ def _cpu_body(
         else:
             for i in range(n):
                 word = x[i]
-                rounded = round_bits(word, uint(0), shift, origin, largest, overflow, smallest, zero_sign, used, odd)
+                rounded = round_bits(word, uint(0), numbers)
                 rounded = word if is_mask(word) else rounded
                 if limited:
                     magnitude = uint(word & magnitude_mask)
@@ -136,9 +133,9 @@ def _cpu_body(
 def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop:
     """Round `n` patterns from address `src` to address `dst` (which may be `src`).
 
-    `parameters` is the address of a Plan's integers, `key` that of two uint32 words; the noise starts at block
+    `parameters` is the address of a Plan's numbers, `key` that of two uint32 words; the noise starts at block
     `block`, so that a tensor cut at multiples of NOISE_BLOCK gets the same bits. `log2_scale` is the address of an
-    int64, see rounding.at_scale. masks: the patterns that stay as they are. Holds no lock and allocates no array but
+    int64, see core.at_scale. masks: the patterns that stay as they are. Holds no lock and allocates no array but
     one block of noise.
     """
     uint, _ = integers(width)
@@ -146,7 +143,7 @@ def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop
 
     @compiled_loop(rule, shape, width, *masks)
     def loop(src, dst, n, parameters, key, block, log2_scale):
-        p = carray(pointer(parameters), (8,), np.int64)
+        p = carray(pointer(parameters), (NUMBERS,), np.int64)
         scale = carray(pointer(log2_scale), (1,), np.int64)[0]
         k = carray(pointer(key), (2,), np.uint32)
         y = carray(pointer(dst), (n,), uint)
@@ -166,12 +163,12 @@ def cpu_fitting_loop(rule: int, shape: int, width: int) -> Loop:
     """
     body = _cpu_body(rule, shape, width, True, True)
     uint, _ = integers(width)
-    container = rounding.BINARY32 if width == 32 else rounding.BINARY64
+    container = BINARY32 if width == 32 else BINARY64
     infinity, limit_of, value_of = uint(container.bits(float("inf"))), make_limit(width), make_value(width)
 
     @compiled_loop(rule, shape, width)
     def loop(src, n, parameters, key, block, log2_scale, ceiling: float):
-        p = carray(pointer(parameters), (8,), np.int64)
+        p = carray(pointer(parameters), (NUMBERS,), np.int64)
         scale = carray(pointer(log2_scale), (1,), np.int64)[0]
         k = carray(pointer(key), (2,), np.uint32)
         x = carray(pointer(src), (n,), uint)
@@ -197,7 +194,7 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
     x, y: where `n` patterns are read, and where they are written: one memory, or two that share nothing.
     log2_scale, key: an int64 each, read where `flags` has HAS_SCALE, HAS_KEY. Else the scale is 0, the key is `word`.
     ALIGNED in `flags`: x and y begin at multiples of 16 bytes.
-    The rest are the integers of a Plan. masks: the patterns that stay as they are.
+    parameters: a Plan's numbers, as a tuple of int64. masks: the patterns that stay as they are.
 
     A thread rounds 16 bytes of neighbours, which it loads and stores at once if they are aligned and all exist. A
     stochastic one rounds the eight patterns whose noise comes from one counter, 16 apart: a warp reads whole sectors.
@@ -206,16 +203,14 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
 
     global cuda
     cuda = cuda_module()
-    round_bits, at_scale, is_mask = make_rounding(rule, shape, width), make_at_scale(width), _make_is_mask(width, masks)
-    uint, sint, is_stochastic = *integers(width), draws_noise(rule)
+    round_bits, is_mask, (uint, _) = make_rounding(rule, shape, width), _make_is_mask(width, masks), integers(width)
+    numbers_from, at_scale, is_stochastic = make_numbers_from(width), make_at_scale(width), draws_noise(rule)
     to_top, lanes = uint(width - 32), 128 // width
     load, store = vector_access(width)
 
     @njit(inline="always")
-    def rounded(word, noise, p):
-        shift, origin, largest, overflow, smallest, zero, used, odd = p
-        bits = uint(uint(noise) << to_top)
-        r = round_bits(word, bits, shift, origin, largest, overflow, smallest, zero, used, odd)
+    def rounded(word, noise, numbers):
+        r = round_bits(word, uint(uint(noise) << to_top), numbers)
         return word if is_mask(word) else r
 
     @njit(inline="always")
@@ -224,12 +219,9 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
             return rounded(words[0], 0, p), rounded(words[1], 0, p)
         return rounded(words[0], 0, p), rounded(words[1], 0, p), rounded(words[2], 0, p), rounded(words[3], 0, p)
 
-    def kernel(x, y, log2_scale, key, n, flags, word, shift, origin, largest, overflow, smallest, zero, used, odd):
+    def kernel(x, y, log2_scale, key, n, flags, word, parameters):
         thread = cuda.grid(1)
-        scale = log2_scale[0] if flags & HAS_SCALE else 0
-        origin, largest, overflow, smallest = at_scale(origin, largest, overflow, smallest, scale)
-        used = uint(uint(used) << to_top)
-        p = sint(shift), sint(origin), uint(largest), uint(overflow), uint(smallest), uint(zero), used, uint(odd)
+        p = at_scale(numbers_from(parameters), log2_scale[0] if flags & HAS_SCALE else 0)
         if is_stochastic:
             key0, key1 = key_words(key[0] if flags & HAS_KEY else word)
             w0, w1, w2, w3 = noise_words(thread, key0, key1)
@@ -262,10 +254,12 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
 @cache
 def cuda_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> CudaKernel:
     """The kernel with its launch: (device, stream, blocks, and the arguments of `cuda_kernel`)."""
+    from numba import types
+
     from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, WORDS64, CudaKernel
 
     words = WORDS32 if width == 32 else WORDS64
-    signature = words, words, INTEGERS, INTEGERS, *[INTEGER] * 11
+    signature = words, words, INTEGERS, INTEGERS, *[INTEGER] * 3, types.UniTuple(types.int64, NUMBERS)
     return CudaKernel(partial(cuda_kernel, rule, shape, width, masks), signature, "round", rule, shape, width, *masks)
 
 

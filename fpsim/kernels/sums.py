@@ -65,23 +65,19 @@ def _inlined(rule: int) -> dict[str, Any]:
 
 @cache
 def make_round_value(rule: int, shape: int) -> Callable[..., Any]:
-    """The rounding of one float64: (x, noise, eight integers of a Plan). noise: 32 bits, for stochastic rules alone."""
+    """The rounding of one float64: (x, noise, Numbers). noise: 32 bits, for stochastic rules alone."""
     if rule == EXACT:
 
         @njit(forceinline=True)
-        def keep(x, noise, p):
+        def keep(x, noise, numbers):
             return x
 
         return keep  # type: ignore[no-any-return]
     round_bits = make_round(rule, shape, 64)
 
     @njit(**_inlined(rule))
-    def round_value(x, noise, p):
-        shift, origin, used = np.int64(p[0]), np.int64(p[1]), _u64(_u64(p[6]) << _u64(32))
-        largest, overflow, smallest, zero_sign, odd = _u64(p[2]), _u64(p[3]), _u64(p[4]), _u64(p[5]), _u64(p[7])
-        bits = _u64(_u64(noise) << _u64(32))
-        rounded = round_bits(bits_of(x), bits, shift, origin, largest, overflow, smallest, zero_sign, used, odd)
-        return float64_of_bits(_u64(rounded))
+    def round_value(x, noise, numbers):
+        return float64_of_bits(_u64(round_bits(bits_of(x), _u64(_u64(noise) << _u64(32)), numbers)))
 
     return round_value  # type: ignore[no-any-return]
 
@@ -100,12 +96,12 @@ def odd_sum(x, y):
 
 @cache
 def make_add(rule: int, shape: int) -> Callable[..., Any]:
-    """The sum of two float64 with one rounding: (x, y, noise, eight integers of a Plan)."""
+    """The sum of two float64 with one rounding: (x, y, noise, Numbers)."""
     round_value = make_round_value(rule, shape)
 
     @njit(**_inlined(rule))
-    def add(x, y, noise, p):
-        return round_value(odd_sum(x, y), noise, p)
+    def add(x, y, noise, numbers):
+        return round_value(odd_sum(x, y), noise, numbers)
 
     return add  # type: ignore[no-any-return]
 

@@ -7,9 +7,9 @@ from functools import cache
 
 import numpy as np
 
-from fpsim.kernels import core as rounding
 from fpsim.kernels.compile import float64_bits, float64_of_bits, pointer
 from fpsim.kernels.containers import make_limit, widened
+from fpsim.kernels.core import BINARY32, BINARY64
 from fpsim.kernels.deferred import carray, njit
 from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.statistics import (
@@ -35,7 +35,7 @@ from fpsim.kernels.statistics import (
 LEAST_SQUARE = math.ldexp(1.0, -1022)  # up to it a processor may flush a square to zero, and so we all do
 
 _MAGNITUDE = np.uint64((1 << 63) - 1)
-_INFINITY = np.uint64(rounding.BINARY64.bits(math.inf))
+_INFINITY = np.uint64(BINARY64.bits(math.inf))
 
 
 @njit(forceinline=True)
@@ -105,7 +105,7 @@ def lost_loop(size: int) -> Loop:
     stay finite, or whose magnitude is above `limit`. By bit patterns, which vectorise.
     """
     uint, limit_of = np.uint32 if size == 4 else np.uint64, make_limit(8 * size)
-    container = rounding.BINARY32 if size == 4 else rounding.BINARY64
+    container = BINARY32 if size == 4 else BINARY64
     magnitude_mask = uint((1 << (8 * size - 1)) - 1)
     zero, infinity = uint(0), uint(container.bits(float("inf")))
 

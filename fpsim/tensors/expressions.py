@@ -33,6 +33,7 @@ from fpsim.kernels.core import (
     TO_ODD,
     UNSIGNED_ZERO_GRID,
     UP,
+    Numbers,
     Plan,
     draws_noise,
 )
@@ -66,33 +67,33 @@ class Patterns:
     def __init__(self, m: Any, constant: Any, as_float: Any, as_bits: Any) -> None:
         self.m, self.constant, self.as_float, self.as_bits = m, constant, as_float, as_bits
 
-    def rounded(self, u: Any, noise: Any, rule: int, shape: int, parameters: list[int], masks: tuple[int, bool]) -> Any:
+    def rounded(self, u: Any, noise: Any, rule: int, shape: int, numbers: list[int], masks: tuple[int, bool]) -> Any:
         """The rounded patterns.
 
         u: patterns; noise: as many random patterns for a stochastic rule, else None.
-        rule, shape, parameters: of a Plan of 32 bits.
+        rule, shape, numbers: of a Plan of 32 bits.
         masks: a magnitude that stays as it is, 0 for none, and whether minus infinity stays.
         """
         m, c = self.m, self.constant
-        ulp_shift, origin, largest, overflow, smallest, zero_sign, noise_mask, last = map(_signed, parameters)
+        n = Numbers._make(map(_signed, numbers))
         magnitude = u & c(~_SIGN)
         negative = u < c(0)
         a = m.minimum(magnitude, c(_INFINITY))  # a NaN is put back below; no sum overflows
         if draws_noise(rule):
-            noise = self._drawn(noise, rule, noise_mask)
+            noise = self._drawn(noise, rule, n.used)
         if rule == NEAREST_EVEN and shape in (GRID, UNSIGNED_ZERO_GRID):
-            subnormal = a < c(origin + (ulp_shift << 23))
-            flat = self._flat(a, negative, None, rule, ulp_shift, ulp_shift == 31 - 23)
-            r = m.where(subnormal, self._subnormal_nearest(a, smallest), flat)
+            subnormal = a < c(n.origin + (n.ulp_shift << 23))
+            flat = self._flat(a, negative, None, rule, n)
+            r = m.where(subnormal, self._subnormal_nearest(a, n.smallest), flat)
         elif shape in (GRID, UNSIGNED_ZERO_GRID, FIXED):
-            r = self._grid(a, negative, noise, rule, ulp_shift, origin, smallest)
+            r = self._grid(a, negative, noise, rule, n)
         else:
-            r = self._flat(a, negative, noise, rule, ulp_shift, last)
+            r = self._flat(a, negative, noise, rule, n)
             if shape == GAP:
-                r = m.where(a < c(smallest), self._gap(a, negative, rule, smallest), r)
-        r = self._limited(r, a, negative, rule, shape, largest, overflow, last)
+                r = m.where(a < c(n.smallest), self._gap(a, negative, rule, n.smallest), r)
+        r = self._limited(r, a, negative, rule, shape, n)
         sign = u & c(_SIGN)
-        if shape in (GAP, UNSIGNED_ZERO_GRID, FIXED) and zero_sign == 0:
+        if shape in (GAP, UNSIGNED_ZERO_GRID, FIXED) and n.zero_sign == 0:
             sign = m.where(r == c(0), c(0), sign)
         r = m.where(magnitude > c(_INFINITY), magnitude, r) | sign
         if masks[0]:
@@ -113,20 +114,18 @@ class Patterns:
         of_odd, of_even = (half, half - 1) if rule == STOCHASTIC_C_TIES_TO_ODD else (half - 1, half)
         return bits | m.where(odd, c(of_odd), c(of_even))
 
-    def _limited(
-        self, r: Any, a: Any, negative: Any, rule: int, shape: int, largest: int, overflow: int, last: int
-    ) -> Any:
+    def _limited(self, r: Any, a: Any, negative: Any, rule: int, shape: int, n: Numbers) -> Any:
         """What is beyond the largest value becomes what the rule says."""
         m, c = self.m, self.constant
         if shape == FIXED:
-            return m.minimum(r, m.where(negative, c(last), c(largest)))
-        beyond = c(overflow)
-        if rule not in (NEAREST_EVEN, NEAREST_AWAY) and not draws_noise(rule) and overflow != largest:
+            return m.minimum(r, m.where(negative, c(n.lowest), c(n.largest)))
+        beyond = c(n.overflow)
+        if rule not in (NEAREST_EVEN, NEAREST_AWAY) and not draws_noise(rule) and n.overflow != n.largest:
             away = a >= c(_INFINITY)
             if rule in (UP, DOWN):
                 away = m.logical_or(away, negative if rule == DOWN else m.logical_not(negative))
-            beyond = m.where(away, c(overflow), c(largest))
-        return m.where(r > c(largest), beyond, r)
+            beyond = m.where(away, c(n.overflow), c(n.largest))
+        return m.where(r > c(n.largest), beyond, r)
 
     def _addend(self, ulp: Any, odd: Any, negative: Any, rule: int) -> Any:
         m, c = self.m, self.constant
@@ -139,13 +138,13 @@ class Patterns:
             return m.where(negative, *((c(0), ulp - c(1)) if rule == UP else (ulp - c(1), c(0))))
         return m.where(odd, c(0), ulp - c(1)) if rule == TO_ODD else c(0)
 
-    def _flat(self, a: Any, negative: Any, noise: Any, rule: int, ulp_shift: int, always_odd: int) -> Any:
+    def _flat(self, a: Any, negative: Any, noise: Any, rule: int, n: Numbers) -> Any:
         m, c = self.m, self.constant
-        ulp = 1 << (31 - ulp_shift)
+        ulp = 1 << (31 - n.ulp_shift)
         if draws_noise(rule):
-            added = m.bitwise_right_shift(noise, c(ulp_shift + 1)) & c(ulp - 1)
+            added = m.bitwise_right_shift(noise, c(n.ulp_shift + 1)) & c(ulp - 1)
         else:
-            odd = c(1) == c(1) if always_odd else (a & c(ulp)) != c(0)
+            odd = c(1) == c(1) if n.odd else (a & c(ulp)) != c(0)
             added = self._addend(c(ulp), odd, negative, rule)
         return (a + added) & c(-ulp)
 
@@ -172,11 +171,11 @@ class Patterns:
             return c(0)
         return m.where(up, c(smallest), c(0))
 
-    def _grid(self, a: Any, negative: Any, noise: Any, rule: int, ulp_shift: int, origin: Any, smallest: Any) -> Any:
+    def _grid(self, a: Any, negative: Any, noise: Any, rule: int, n: Numbers) -> Any:
         m, c = self.m, self.constant
         significand = (a & c(_FRACTION)) | c(_IMPLICIT)
-        discarded = c(31) - m.bitwise_right_shift(a - c(origin), c(23))
-        discarded = m.maximum(discarded, c(31 - ulp_shift))
+        discarded = c(31) - m.bitwise_right_shift(a - c(n.origin), c(23))
+        discarded = m.maximum(discarded, c(31 - n.ulp_shift))
         # one bit above the significand and a zero above that: whatever is smaller still is treated as these
         ulp = m.bitwise_left_shift(c(1), m.minimum(discarded, c(25)))
         odd = (significand & ulp) != c(0)
@@ -196,7 +195,7 @@ class Patterns:
             up = m.logical_and(self._addend(ulp, odd, negative, rule) != c(0), low != c(0))
             up = m.logical_and(up, a != c(0))
         below_smallest = ulp > c(_IMPLICIT)
-        base, step = m.where(below_smallest, c(0), a - low), m.where(below_smallest, c(smallest), ulp)
+        base, step = m.where(below_smallest, c(0), a - low), m.where(below_smallest, c(n.smallest), ulp)
         return m.where(up, base + step, base)
 
 
@@ -204,13 +203,13 @@ class Patterns:
 
 _library = torch.library.Library("fpsim", "FRAGMENT")
 _library.define(
-    "round_patterns(Tensor x, Tensor? noise, int rule, int shape, int[] parameters, int mask, bool keeps_infinity, "
+    "round_patterns(Tensor x, Tensor? noise, int rule, int shape, int[] numbers, int mask, bool keeps_infinity, "
     "int version) -> Tensor"
 )
 
 
 def _in_torch(
-    x: Tensor, noise: Tensor | None, rule: int, shape: int, parameters: list[int], mask: int, keeps: bool, version: int
+    x: Tensor, noise: Tensor | None, rule: int, shape: int, numbers: list[int], mask: int, keeps: bool, version: int
 ) -> Tensor:
     def constant(value: int) -> Tensor:
         return torch.full((), value, dtype=torch.int32, device=x.device)
@@ -222,7 +221,7 @@ def _in_torch(
         return numbers.view(torch.int32)
 
     bits = as_bits(x.to(torch.float32))
-    result = Patterns(torch, constant, as_float, as_bits).rounded(bits, noise, rule, shape, parameters, (mask, keeps))
+    result = Patterns(torch, constant, as_float, as_bits).rounded(bits, noise, rule, shape, numbers, (mask, keeps))
     return as_float(result).to(x.dtype)
 
 
@@ -235,7 +234,7 @@ torch.library.register_fake("fpsim::round_patterns", _fake, lib=_library)
 
 
 def _in_inductor(ops: Any, x: Any, noise: Any, dtype: torch.dtype, *words: Any) -> Any:
-    rule, shape, parameters, mask, keeps, _ = words
+    rule, shape, numbers, mask, keeps, _ = words
 
     def constant(value: int) -> Any:
         return ops.constant(value, torch.int32)
@@ -243,11 +242,11 @@ def _in_inductor(ops: Any, x: Any, noise: Any, dtype: torch.dtype, *words: Any) 
     def as_float(bits: Any) -> Any:
         return ops.to_dtype_bitcast(bits, torch.float32, torch.int32)
 
-    def as_bits(numbers: Any) -> Any:
-        return ops.to_dtype_bitcast(numbers, torch.int32, torch.float32)
+    def as_bits(values: Any) -> Any:
+        return ops.to_dtype_bitcast(values, torch.int32, torch.float32)
 
     bits = as_bits(x if dtype is torch.float32 else ops.to_dtype(x, torch.float32, src_dtype=dtype))
-    result = Patterns(ops, constant, as_float, as_bits).rounded(bits, noise, rule, shape, parameters, (mask, keeps))
+    result = Patterns(ops, constant, as_float, as_bits).rounded(bits, noise, rule, shape, numbers, (mask, keeps))
     out = as_float(result)
     return out if dtype is torch.float32 else ops.to_dtype(out, dtype, src_dtype=torch.float32)
 
@@ -287,7 +286,7 @@ def round_by_expression(x: Tensor, plan: Plan, masks: Masks | None) -> Tensor:
     noise = torch.randint(-(1 << 31), 1 << 31, x.shape, device=x.device).int() if is_stochastic else None
     mask, keeps = (0, False) if masks is None else masks
     return torch.ops.fpsim.round_patterns(  # type: ignore[no-any-return]
-        x, noise, plan.rule, plan.shape, list(plan.parameters), mask, keeps, _version()
+        x, noise, plan.rule, plan.shape, list(plan.numbers), mask, keeps, _version()
     )
 
 

@@ -29,7 +29,7 @@ NARROW = 32  # columns: a narrower product of more rows than columns is computed
 
 
 class Summation:
-    """An accumulator as its kernels take it: what is compiled in, and the integers of three Plans."""
+    """An accumulator as its kernels take it: what is compiled in, and the Numbers of three Plans."""
 
     def __init__(self, accumulator: Accumulator) -> None:
         f, outer = as_float_format(accumulator.format), as_float_format(accumulator.outer or accumulator.format)
@@ -37,7 +37,7 @@ class Summation:
         p = make_plan(f, rounding, accumulator.overflow, *_noise(accumulator, f, rounding))
         overflow = accumulator.overflow if outer == f else None
         o = make_plan(outer, outer_rounding, overflow, *_noise(accumulator, outer, outer_rounding))
-        q = Plan(EXACT, 0, 64, p.parameters)
+        q = Plan(EXACT, 0, 64, p.numbers)
         if accumulator.product is not None and product_rounding is not None:
             q = make_plan(
                 as_float_format(accumulator.product),
@@ -46,7 +46,7 @@ class Summation:
                 *_noise(accumulator, None, product_rounding),
             )
         self.code = Code(p.rule, p.shape, q.rule, q.shape, o.rule, o.shape, int(accumulator.group is not None))
-        self.plans = p.parameters, q.parameters, o.parameters
+        self.plans = p.numbers, q.numbers, o.numbers
         self.ends = accumulator.chunk or 0, accumulator.group or 0, accumulator.group_bits or 0
         self.is_stochastic = accumulator.is_stochastic
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from fpsim.kernels.codebook_tables import any_plan, halves_of, table_address, table_at
+from fpsim.kernels.codebooks import BookNumbers
 from fpsim.kernels.containers import narrow_loop, power_loop, widen_loop
-from fpsim.kernels.core import BINARY32, BINARY64, BOOK, SEARCHED_BOOK, Plan
+from fpsim.kernels.core import BINARY32, BINARY64, BOOK, NUMBERS, SEARCHED_BOOK, Plan
 from fpsim.kernels.round import (
     ALIGNED,
     HAS_KEY,
@@ -44,7 +45,7 @@ class Kernel:
 
     def __init__(self, plan: Plan, masks: Masks) -> None:
         self.plan, self.masks = plan, masks
-        self._parameters = np.array(plan.parameters, np.int64)
+        self._parameters = np.array(plan.numbers, np.int64)
         self.address = self._parameters.ctypes.data
 
     @cached_property
@@ -53,9 +54,9 @@ class Kernel:
 
     @cached_property
     def on_card(self) -> tuple[CudaKernel, int, tuple[int, ...]]:
-        """The CUDA kernel, how many elements a block of its threads rounds, and the plan's integers."""
-        rule, shape, width, parameters = self.plan
-        return cuda_loop(rule, shape, width, self.masks), elements_of_block(rule, width), parameters
+        """The CUDA kernel, how many elements a block of its threads rounds, and the plan's numbers."""
+        rule, shape, width, numbers = self.plan
+        return cuda_loop(rule, shape, width, self.masks), elements_of_block(rule, width), numbers
 
     @cached_property
     def fitting_loop(self) -> Any:
@@ -222,18 +223,20 @@ _tables: dict[tuple[int, int], Tensor] = {}  # of code books, by the address on 
 def on_card(shape: int, parameters: tuple[int, ...], x: Tensor, places: tuple[int, ...] = (0,)) -> tuple[int, ...]:
     """A plan's integers with the table of a code book, if it has one, in the memory of the card of `x`.
 
-    shape: of the Plan; places: where the integers of a Plan begin in `parameters`.
+    shape: of the Plan; places: where the Numbers of a Plan begin in `parameters`.
     Raises RuntimeError for a table that is not there yet, while a CUDA graph is captured.
     """
     if shape not in (BOOK, SEARCHED_BOOK):
         return parameters
     words = list(parameters)
     for place in places:
-        key = table_address(words[place : place + 8]), x.get_device()
+        book = BookNumbers(*words[place : place + NUMBERS])
+        key = table_address(book), x.get_device()
         table = _tables.get(key)
         if table is None:
             table = _tables.setdefault(key, _copied(key[0], x.device))
-        words[place + 2], words[place + 3] = halves_of(address_of(table))
+        low, high = halves_of(address_of(table))
+        words[place : place + NUMBERS] = book._replace(low=low, high=high)
     return tuple(words)
 
 
@@ -264,8 +267,8 @@ def launch_on_card(
         key_address, has_address, word = key_arguments(key)
         flags |= HAS_KEY * has_address
     # as flat memory, whatever the strides: the two tensors have the same ones
-    loop, per_block, parameters = kernel.on_card
-    parameters = on_card(kernel.plan.shape, parameters, src)
+    loop, per_block, numbers = kernel.on_card
+    parameters = on_card(kernel.plan.shape, numbers, src)
     words = (source, target, scale, key_address, n, flags, word, *parameters)
     run_on_card(loop, src, -(-n // per_block), words)
 

@@ -46,9 +46,9 @@ def block_plan(spec: BlockSpec) -> blocks.BlockPlan:
     else:
         kind = blocks.POWER if f.gain == 1 else blocks.GAINED
     numbers = (
-        *plans[0].parameters,
-        *plans[1].parameters,
-        *scale.parameters,
+        *plans[0].numbers,
+        *plans[1].numbers,
+        *scale.numbers,
         _RULES.get(str(f.scale_rule), 0),
         emax,
         largest & ((1 << 23) - 1),
@@ -369,6 +369,6 @@ def _run_on_card(
     loop = block_teams.cuda_rounding(plan.rule, plan.shape, plan.scale_shape, plan.kind)
     grid, team = block_teams.grid_of(axes, loop.threads)
     scales_address, has_scales = (0, 0) if scales is None else (scales.data_ptr(), 1)
-    parameters = on_card(plan.shape, plan.parameters, source, (0, blocks.WIDE_PLAN))
+    parameters = on_card(plan.shape, plan.parameters, source, (0, blocks.WIDE_NUMBERS))
     addresses = address_of(source), address_of(out), *axes, *parameters, shared.data_ptr(), scales_address
     run_on_card(loop, source, grid, (*addresses, has_scales, *key_arguments(key), team))

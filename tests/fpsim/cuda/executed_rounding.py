@@ -64,13 +64,13 @@ def on_card(
     assert x.ctypes.data % 16 == y.ctypes.data % 16 == 0 or not flags & ALIGNED
     flags |= HAS_SCALE if log2_scale else 0
     blocks = -(-len(x) // elements_of_block(plan.rule, plan.width))
-    tables = [table_at(table_address(plan.parameters))] if plan.shape >= BOOK else []
+    tables = [table_at(table_address(plan.numbers))] if plan.shape >= BOOK else []
     with memory(y, reads=(x, scale, key, *tables)) as (target, *sources):
         source, scale_address, key_address = sources[:3]
         addresses = source, target, scale_address if log2_scale else 0, key_address if flags & HAS_KEY else 0
         word = ~KEY if flags & HAS_KEY else KEY
         loop = cuda_loop(plan.rule, plan.shape, plan.width, masks)
-        loop(DEVICE, STREAM, blocks, (*addresses, len(x), flags, word, *plan.parameters))
+        loop(DEVICE, STREAM, blocks, (*addresses, len(x), flags, word, *plan.numbers))
     return y
 
 

@@ -16,7 +16,7 @@ from numba.cuda import compile_ptx
 from fpsim import Accumulator
 from fpsim.kernels import accumulate, block_teams, blocks, hadamard, moments
 from fpsim.kernels.compile import for_device
-from fpsim.kernels.core import BOOK, SEARCHED_BOOK
+from fpsim.kernels.core import BOOK, NUMBERS, SEARCHED_BOOK
 from fpsim.kernels.round import Masks, cuda_kernel, cuda_loop
 from fpsim.tensors.gemm import summation_of
 
@@ -27,7 +27,7 @@ CAPABILITIES = ((7, 5), (8, 0), (9, 0), (10, 0), (12, 0))
 
 def arguments(width: int) -> tuple[Any, ...]:
     words, integers = types.CPointer(types.uint32 if width == 32 else types.uint64), types.CPointer(types.int64)
-    return (words, words, integers, integers, *[types.int64] * 11)
+    return (words, words, integers, integers, *[types.int64] * 3, types.UniTuple(types.int64, NUMBERS))
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def simulated(
         blocks = -(-len(x) // round.elements_of_block(plan.rule, width))
         loop = cuda_loop(plan.rule, plan.shape, plan.width, masks)
         loop.threads = round.CUDA_THREADS
-        loop(0, 0, blocks, (*memory, len(x), flags, word, *plan.parameters))
+        loop(0, 0, blocks, (*memory, len(x), flags, word, *plan.numbers))
         results.append(device.copy_to_host())
     assert (results[0] == results[1]).all()
     assert (results[0][len(x) :] == 77).all()

@@ -107,7 +107,7 @@ def test_arguments_are_addresses_flags_and_the_plan(driver: Driver) -> None:
     assert x.data_ptr() % 16 == y.data_ptr() % 16 == 0
     launch.launch_on_card(x, y, 16, kernel, key, scale)
     head = [x.data_ptr(), y.data_ptr(), scale.data_ptr(), 0, 16, ALIGNED | HAS_SCALE, -5]
-    assert driver.arguments == [*head, *kernel.plan.parameters]
+    assert driver.arguments == [*head, *kernel.plan.numbers]
     launch.launch_on_card(x, memory[23:39], 16, kernel, None)
     assert driver.arguments[2:7] == [0, 0, 16, 0, 0]  # no longer aligned
     assert HAS_KEY not in (ALIGNED, HAS_SCALE)

@@ -17,7 +17,7 @@ from fpsim import CODEBOOKS, BlockFormat, Codebook, as_format, decode, encode, r
 from fpsim.formats.codebook import TIES
 from fpsim.kernels.codebook_tables import any_plan
 from fpsim.kernels.codebooks import make_round_in_book
-from fpsim.kernels.core import BOOK, SEARCHED_BOOK
+from fpsim.kernels.core import BOOK, SEARCHED_BOOK, Numbers
 from fpsim.kernels.variants import VARIANTS
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.reference import noise_of, rounded_to_codebook
@@ -328,11 +328,12 @@ def decided(book: Codebook, x: float, noise: int, width: int, r: int | None = No
     """The compiled core on one value and 32 chosen random bits."""
     plan = any_plan(book, "stochastic", "saturate", r, width, variant)
     uint, sint, floating = ((np.uint32, np.int32, np.float32), (np.uint64, np.int64, np.float64))[width == 64]
-    p = plan.parameters
-    arguments = (uint(v) for v in (p[2], p[3], p[4], p[5], p[6] << (width - 32), p[7]))
+    kinds = sint, sint, *[uint] * 7
+    words = plan.numbers._replace(used=plan.numbers.used << (width - 32))
+    numbers = Numbers._make(kind(n) for kind, n in zip(kinds, words, strict=True))
     bits = np.array([x], floating).view(uint)[0]
     core = make_round_in_book(plan.rule, plan.shape, width)
-    result = core(bits, uint(noise << (width - 32)), sint(p[0]), sint(p[1]), *arguments)
+    result = core(bits, uint(noise << (width - 32)), numbers)
     return float(np.array([result], uint).view(floating)[0])
 
 

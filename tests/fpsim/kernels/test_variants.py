@@ -16,7 +16,7 @@ from format_cases import GFLOAT, oracle_format
 
 from fpsim import FloatFormat, as_format
 from fpsim.formats.fixed_point import FixedPoint
-from fpsim.kernels.core import make_plan, make_round
+from fpsim.kernels.core import Numbers, make_plan, make_round
 from fpsim.kernels.variants import VARIANTS
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.reference import rounded_in_float64
@@ -44,11 +44,12 @@ def decided(
     plan = make_plan(f, "stochastic", None, r, width, variant)
     noise = random << (32 - r) | rest * (2 ** (32 - r) - 1)
     uint, sint, floating = ((np.uint32, np.int32, np.float32), (np.uint64, np.int64, np.float64))[width == 64]
-    p = plan.parameters
-    arguments = (uint(v % 2**64) for v in (p[2], p[3], p[4], p[5], p[6] << (width - 32), p[7]))
+    kinds = sint, sint, *[uint] * 7
+    words = plan.numbers._replace(used=plan.numbers.used << (width - 32))
+    numbers = Numbers._make(kind(n % 2**64 if kind is uint else n) for kind, n in zip(kinds, words, strict=True))
     bits = np.array([x], floating).view(uint)[0]
     core = _core(plan.rule, plan.shape, width)
-    result = core(bits, uint(noise << (width - 32)), sint(p[0]), sint(p[1]), *arguments)
+    result = core(bits, uint(noise << (width - 32)), numbers)
     return float(np.array([result], uint).view(floating)[0])
 
 

@@ -44,7 +44,7 @@ def by_the_reference(x: torch.Tensor, noise: torch.Tensor, spec: RoundingSpec) -
 
 def traced(x: torch.Tensor, noise: torch.Tensor, spec: RoundingSpec) -> torch.Tensor:
     plan = make_plan(spec.fmt, "stochastic", spec.overflow, spec.random_bits, 32, spec.variant)
-    words = plan.rule, plan.shape, list(plan.parameters), 0, False, 0
+    words = plan.rule, plan.shape, list(plan.numbers), 0, False, 0
     return torch.ops.fpsim.round_patterns(x, noise, *words)  # type: ignore[no-any-return]
 
 

@@ -17,7 +17,7 @@ from numba import njit
 
 import fpsim
 from fpsim import FloatFormat, as_format, round_to
-from fpsim.kernels.core import STOCHASTIC, make_plan, make_round
+from fpsim.kernels.core import STOCHASTIC, Numbers, make_plan, make_round
 from fpsim.kernels.round import fill_noise, noise_words
 from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, threefry
 from fpsim.tensors.noise import noise_state, replayed_noise
@@ -37,10 +37,11 @@ def rounded_with(f: FloatFormat, x: float, noise: int, random_bits: int | None, 
     """The compiled core on one value and one chosen 32-bit noise word."""
     plan = make_plan(f, "stochastic", None, random_bits, width)
     uint, sint, floating = ((np.uint32, np.int32, np.float32), (np.uint64, np.int64, np.float64))[width == 64]
-    p = plan.parameters
-    arguments = (uint(v % 2**64) for v in (p[2], p[3], p[4], p[5], p[6] << (width - 32), p[7]))
+    kinds = sint, sint, *[uint] * 7
+    words = plan.numbers._replace(used=plan.numbers.used << (width - 32))
+    numbers = Numbers._make(kind(n % 2**64 if kind is uint else n) for kind, n in zip(kinds, words, strict=True))
     bits = np.array([x], floating).view(uint)[0]
-    result = _core(plan.shape, width)(bits, uint(noise << (width - 32)), sint(p[0]), sint(p[1]), *arguments)
+    result = _core(plan.shape, width)(bits, uint(noise << (width - 32)), numbers)
     return float(np.array([result], uint).view(floating)[0])
 
 
