@@ -6,7 +6,7 @@ Of a code book the Numbers mean other things than of other formats, see BookNumb
     low, high: the halves of the table's address, of 32 bits each
     buckets: in a book that is searched, the size of its list, a power of two
     used: as elsewhere
-    results: their number
+    values: how many a number can become
 
 A table has two halves, for numbers without and with a sign bit; in the second everything is reflected, so that only
 magnitudes are compared. A half has, in words of the container:
@@ -14,8 +14,8 @@ magnitudes are compared. A half has, in words of the container:
     limits (buckets): in a bucket lies at most one magnitude at which the result changes, this one, or a NaN's pattern.
         In a list that is searched the results begin at these magnitudes, ascending, filled up with a NaN's.
     starts (buckets, not in a list that is searched): the number of the result below the limit
-    results (count): the values' patterns with their signs
-    spacings (4 * count, in stochastic rounding): see `make_goes_up`
+    results (values): the values' patterns with their signs
+    spacings (4 * values, in stochastic rounding): see `make_goes_up`
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class BookNumbers(NamedTuple):
     buckets: int
     no_sign: int  # 0, as the sign of a result is in its table
     used: int
-    results: int
+    values: int
     no_lowest: int = 0
 
 
@@ -122,10 +122,10 @@ def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
 
     @njit(forceinline=True)
     def round_in_book(u, noise, numbers):
-        shift, base, low, high, buckets, _, used, count, _ = numbers  # as BookNumbers has them
+        shift, base, low, high, buckets, _, used, values, _ = numbers  # as BookNumbers has them
         a = uint(u & uint(top - uint(1)))
         address = u64(u64(u32(low)) | u64(u64(u32(high)) << u64(32)))
-        size, results = i64(buckets), i64(count)
+        size, results = i64(buckets), i64(values)
         lists = size if is_searched else i64(size * i64(2))
         half = i64(lists + i64(results * i64(1 + SPACING_WORDS) if is_stochastic else results))
         first = half if u >= top else i64(0)
