@@ -36,6 +36,7 @@ SCALE = 3  # powers of two without sign or zero
 UNSIGNED_ZERO_GRID = 4  # GRID without -0: a shape of its own, because asking costs GRID an eighth of its speed
 FIXED = 5  # UNSIGNED_ZERO_GRID whose lowest value is not minus its largest
 BOOK, SEARCHED_BOOK = 6, 7  # a table of values, see kernels/codebooks.py
+BESIDE_GAP = 8  # GAP, for numbers that do not lie in the gap: zero, and the smallest value and above. Of no Plan
 
 
 class Container(NamedTuple):
@@ -284,7 +285,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     is_stochastic, is_variant = draws_noise(rule), rule > STOCHASTIC
     is_nearest_or_stochastic = rule in (NEAREST_EVEN, NEAREST_AWAY) or is_stochastic
     goes_beyond = is_nearest_or_stochastic or rule == UP
-    may_lose_sign = shape in (GAP, UNSIGNED_ZERO_GRID, FIXED)
+    may_lose_sign = shape in (GAP, BESIDE_GAP, UNSIGNED_ZERO_GRID, FIXED)
     drawn = make_drawn(rule, width)
 
     @njit(forceinline=True)

@@ -12,7 +12,17 @@ from fpsim.kernels.bits import integers, rotate_left
 from fpsim.kernels.codebooks import make_rounding
 from fpsim.kernels.compile import CUDA_THREADS, cuda_module, pointer, stack_array
 from fpsim.kernels.containers import make_limit, make_value
-from fpsim.kernels.core import BINARY32, BINARY64, NUMBERS, draws_noise, make_at_scale, make_numbers_from
+from fpsim.kernels.core import (
+    BESIDE_GAP,
+    BINARY32,
+    BINARY64,
+    GAP,
+    NUMBERS,
+    draws_noise,
+    make_at_scale,
+    make_numbers_from,
+    make_round,
+)
 from fpsim.kernels.deferred import carray, njit
 from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, NOISE_ROUNDS, threefry
@@ -93,7 +103,17 @@ def _cpu_body(
     round_bits, is_mask, (uint, _) = make_rounding(rule, shape, width), _make_is_mask(width, masks), integers(width)
     numbers_from, at_scale, is_stochastic = make_numbers_from(width), make_at_scale(width), draws_noise(rule)
     to_top, magnitude_mask = uint(width - 32), uint((1 << (width - 1)) - 1)
-    new_noise = stack_array(NOISE_BLOCK, np.uint32)
+    new_noise, can_skip = stack_array(NOISE_BLOCK, np.uint32), shape == GAP and is_stochastic
+    round_beside = make_round(rule, BESIDE_GAP, width) if can_skip else round_bits
+
+    @njit(inline="always")
+    def lie_beside(xs, smallest):
+        """Whether no number lies in the gap, in which a rounding multiplies integers of 64 bits."""
+        inside = uint(0)
+        for i in range(len(xs)):
+            below_zero = uint(uint(xs[i] & magnitude_mask) - uint(1))  # zero becomes the largest integer
+            inside = uint(inside | uint(below_zero < uint(smallest - uint(0))))
+        return inside == uint(0)
 
     @njit(inline="always")
     def body(x, y, n, p, key, block, log2_scale, limit):
@@ -105,9 +125,10 @@ def _cpu_body(
                 block += 1
                 ys = y[start : start + NOISE_BLOCK]
                 xs = ys if in_place else x[start : start + NOISE_BLOCK]
+                beside = can_skip and lie_beside(xs, numbers.smallest)
                 for i in range(len(ys)):
                     bits, word = uint(uint(noise[i]) << to_top), xs[i]
-                    rounded = round_bits(word, bits, numbers)
+                    rounded = round_beside(word, bits, numbers) if beside else round_bits(word, bits, numbers)
                     rounded = word if is_mask(word) else rounded
                     if limited:
                         magnitude = uint(word & magnitude_mask)

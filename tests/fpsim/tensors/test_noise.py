@@ -20,7 +20,9 @@ from fpsim import FloatFormat, as_format, round_to
 from fpsim.kernels.core import STOCHASTIC, Numbers, make_plan, make_round
 from fpsim.kernels.round import fill_noise, noise_words
 from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, threefry
+from fpsim.tensors.launch import round_memory_
 from fpsim.tensors.noise import noise_state, replayed_noise
+from fpsim.tensors.spec import rounding_spec
 
 FORMATS = ["fp16", "bf16", "cb16", "e4m3fn", "e5m2", "e2m1fn", "e4m3fnuz", "p3109_p3", "dlfloat16", "tf32"]
 CUSTOM = [
@@ -217,6 +219,26 @@ def test_the_mean_is_the_number_itself(name: str) -> None:
 def noisy(x: torch.Tensor, seed: int = 7) -> torch.Tensor:
     fpsim.manual_seed(seed)
     return round_to(x, "e4m3fn", "stochastic")
+
+
+@pytest.mark.parametrize("f", [as_format("dlfloat16"), FloatFormat(4, 3, 8, "fnuz", subnormals=False)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("log2_scale", [0, 3], ids="scale {}".format)
+def test_a_number_in_the_gap_below_the_smallest_value_is_seen_among_others(
+    f: FloatFormat, dtype: torch.dtype, log2_scale: int
+) -> None:
+    place, blocks = 77, 4000
+    others = torch.tensor([0.0, -0.0, f.smallest, -f.smallest, 1.5, -1.0, 2.0, f.largest], dtype=dtype)
+    x = others.repeat(blocks, NOISE_BLOCK // len(others)) * 2.0**-log2_scale
+    x[:, place] = f.smallest * 2.0**-log2_scale / 4
+    y = x.clone()
+    round_memory_(y, rounding_spec(f, "stochastic"), torch.tensor(5), torch.tensor(log2_scale))
+    in_gap = y[:, place] * 2.0**log2_scale / f.smallest
+    assert set(in_gap.tolist()) == {0.0, 1.0}
+    assert abs(float(in_gap.mean()) - 0.25) < 5 * math.sqrt(0.25 * 0.75 / blocks)
+    x[:, place] = y[:, place]
+    assert torch.equal(y, x)
+    assert torch.equal(y.signbit(), x.signbit() & (f.has_negative_zero | (x != 0)))
 
 
 def test_the_result_does_not_depend_on_threads_strides_or_place() -> None:
