@@ -15,11 +15,11 @@ import torch
 from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import Accumulator, as_accumulator
-from fpsim.kernels import accumulate, block_teams, hadamard, moments
+from fpsim.kernels import accumulate, block_teams, hadamard, moments, tally
 from fpsim.kernels.blocks import WIDE_NUMBERS
 from fpsim.kernels.card import CudaKernel
 from fpsim.kernels.codebook_tables import table_address, table_at
-from fpsim.kernels.core import BOOK, NUMBERS
+from fpsim.kernels.core import BINARY64, BOOK, NUMBERS
 from fpsim.kernels.round import Masks, cuda_loop
 from fpsim.kernels.statistics import SMALLEST_SCALE
 from fpsim.tensors.block_tally import limits_of
@@ -98,6 +98,43 @@ def counted_by(machine: Machine, x: torch.Tensor, power_begins: bool, aligned: b
     blocks = moments.partial_words(x.numel(), x.element_size())[0]
     machine(kernel, blocks, Memory(x), x.numel(), whether, Array(bins))
     return bins
+
+
+# Tallies: what a rounding did, and what it lost
+
+SCALES_OF_LOSSES = [0, 6, -9]
+
+
+class Tallied(NamedTuple):
+    """Counts of elements, the histogram of their exponents, and amax, signal and noise."""
+
+    counts: torch.Tensor
+    exponents: torch.Tensor
+    sums: tuple[float, float, float]
+
+
+def tallied_elements(machine: Machine, x: torch.Tensor, after: torch.Tensor, limits: tuple[float, ...]) -> Tallied:
+    """What happened to numbers between `x` and `after`. limits: as those of a tensors.tally.Accumulator."""
+    counts, exponents, amax = (torch.zeros(size, dtype=torch.int64) for size in (11, 2048, 1))
+    kernel = tally.cuda_tally(x.element_size())
+    launched(machine, kernel)
+    blocks = moments.partial_words(x.numel(), x.element_size())[0]
+    sums = torch.full((blocks, 2), torch.nan, dtype=torch.float64)
+    patterns = map(BINARY64.bits, limits)
+    words = Memory(x), Memory(after), x.numel(), *patterns, Array(counts), Array(exponents), Array(amax)
+    machine(kernel, blocks, *words, Memory(sums, True, True))
+    signal, noise = sums.sum(0).tolist()
+    return Tallied(counts, exponents, (float(amax.view(torch.float64)), signal, noise))
+
+
+def lost_by(machine: Machine, x: torch.Tensor, after: torch.Tensor, largest: float, log2_scale: int) -> torch.Tensor:
+    """The LOST_COUNTS of numbers between `x` and `after`, rounded at a scale."""
+    counts, kernel = torch.zeros(3, dtype=torch.int64), tally.cuda_lost(x.element_size())
+    launched(machine, kernel)
+    blocks = moments.partial_words(x.numel(), x.element_size())[0]
+    numbers = x.numel(), BINARY64.bits(largest), Memory(torch.tensor([log2_scale]))
+    machine(kernel, blocks, Memory(x), Memory(after), *numbers, Array(counts))
+    return counts
 
 
 # Blocks: format, rounding, shape, axis, and how many of 256 threads share a block
@@ -270,4 +307,6 @@ COMPILED: dict[str, Callable[[], CudaKernel]] = {
     "accumulate": lambda: accumulate.cuda_loop(summation_of(ACCUMULATORS[0]).code),
     "moments": lambda: moments.cuda_moments(4, True, False),
     "exponents": lambda: moments.cuda_exponents(4),
+    "tally": lambda: tally.cuda_tally(4),
+    "lost": lambda: tally.cuda_lost(4),
 }

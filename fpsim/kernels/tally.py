@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fpsim.kernels.compile import float64_bits, float64_of_bits, pointer
-from fpsim.kernels.containers import make_limit, widened
+from fpsim.kernels.bits import integers
+from fpsim.kernels.compile import CUDA_THREADS, cuda_module, float64_bits, float64_of_bits, pointer
+from fpsim.kernels.containers import make_limit, make_value, times_power, widened
 from fpsim.kernels.core import BINARY32, BINARY64
 from fpsim.kernels.deferred import carray, njit
 from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.statistics import (
+    ELEMENT_COUNTS,
     EXPONENT_FIELDS,
     LOST_COUNTS,
     LOST_TO_OVERFLOW,
@@ -32,6 +36,11 @@ from fpsim.kernels.statistics import (
     ZERO_BEFORE,
 )
 
+if TYPE_CHECKING:
+    from fpsim.kernels.card import CudaKernel
+
+cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
+
 LEAST_SQUARE = math.ldexp(1.0, -1022)  # up to it a processor may flush a square to zero, and so we all do
 
 _MAGNITUDE = np.uint64((1 << 63) - 1)
@@ -45,14 +54,24 @@ def square(x):
 
 
 @cache
+def _make_wide(size: int) -> Callable[..., Any]:
+    """The float64 pattern of a number of `size` bytes."""
+
+    @njit(forceinline=True)
+    def wide(word):
+        return widened(word) if size == 4 else np.uint64(word)
+
+    return wide  # type: ignore[no-any-return]
+
+
+@cache
 def tally_loop(size: int) -> Loop:
     """Compare `n` numbers of `size` bytes before (address `src`) and after rounding (`dst`), in one pass.
 
     Adds to int64 counts, float64 sums and an int64 histogram, whose fields `statistics` names: TALLY_COUNTS,
     TALLY_SUMS, EXPONENT_FIELDS. Bit patterns are compared, so that a flushed subnormal counts for what it is.
     """
-    uint = np.uint32 if size == 4 else np.uint64
-    zero = np.uint64(0)
+    (uint, _), wide, zero = integers(8 * size), _make_wide(size), np.uint64(0)
 
     @compiled_loop(size)
     def loop(src, dst, n, counts, sums, exponents, smallest_normal: float, saturated_from: float, largest: float):
@@ -68,7 +87,7 @@ def tally_loop(size: int) -> Loop:
         nonfinite, nonzero, underflow, subnormal, overflow, exact = 0, 0, 0, 0, 0, 0
         signal, noise = s[TALLY_SIGNAL], s[TALLY_NOISE]
         for i in range(n):
-            before, after = (widened(x[i]), widened(r[i])) if size == 4 else (np.uint64(x[i]), np.uint64(r[i]))
+            before, after = wide(x[i]), wide(r[i])
             magnitude, rounded = np.uint64(before & _MAGNITUDE), np.uint64(after & _MAGNITUDE)
             if magnitude >= _INFINITY:
                 nonfinite += 1
@@ -97,17 +116,115 @@ def tally_loop(size: int) -> Loop:
     return loop
 
 
+def tally_kernel(size: int) -> Callable[..., None]:
+    """The body of the CUDA kernel that does the same, as a Python function, for PTX and the simulator alike.
+
+    smallest_normal, saturated_from, largest: float64's patterns. counts, exponents: int64 arrays that are added to.
+    amax: the pattern of a float64 in an int64 array. sums: signal and noise of each block of threads, float64, whose
+    sum is the caller's: in an order that does not change.
+    """
+    global cuda
+    cuda = cuda_module()
+    from numba import float64, int64, uint32
+
+    wide, value_of, zero = _make_wide(size), make_value(64), np.uint64(0)
+
+    def kernel(x, r, n, smallest_normal, saturated_from, largest, counts, exponents, amax, sums):
+        parts = cuda.shared.array((2, CUDA_THREADS), float64)
+        found = cuda.shared.array(ELEMENT_COUNTS, int64)
+        bins = cuda.shared.array(EXPONENT_FIELDS, uint32)
+        t, block, threads = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockDim.x
+        for field in range(t, EXPONENT_FIELDS, threads):
+            bins[field] = 0
+        for field in range(t, ELEMENT_COUNTS, threads):
+            found[field] = 0
+        cuda.syncthreads()
+        normal, saturated, top = np.uint64(smallest_normal), np.uint64(saturated_from), np.uint64(largest)
+        highest, signal, noise = np.uint64(0), 0.0, 0.0
+        count, nonfinite, nonzero, underflow, subnormal, overflow, exact = 0, 0, 0, 0, 0, 0, 0
+        for i in range(cuda.grid(1), n, cuda.gridsize(1)):
+            before, after = np.uint64(wide(x[i])), np.uint64(wide(r[i]))
+            magnitude, rounded = np.uint64(before & _MAGNITUDE), np.uint64(after & _MAGNITUDE)
+            count += 1
+            if magnitude >= _INFINITY:
+                nonfinite += 1
+                continue
+            highest = max(highest, magnitude)
+            if magnitude > zero:
+                nonzero += 1
+                underflow += int(rounded == zero)
+                cuda.atomic.add(bins, magnitude >> np.uint64(52), uint32(1))
+            subnormal += int(zero < rounded < normal)
+            overflow += int(rounded >= _INFINITY or (rounded == top and magnitude >= saturated))
+            exact += int(before == after or np.uint64(magnitude | rounded) == zero)
+            if rounded < _INFINITY:
+                value = value_of(before)
+                signal += square(value)
+                noise += square(value_of(after) - value)
+        parts[0, t], parts[1, t] = signal, noise
+        cuda.atomic.add(found, TALLY_COUNT, count)
+        cuda.atomic.add(found, TALLY_NONFINITE, nonfinite)
+        cuda.atomic.add(found, TALLY_NONZERO, nonzero)
+        cuda.atomic.add(found, TALLY_UNDERFLOW, underflow)
+        cuda.atomic.add(found, TALLY_SUBNORMAL, subnormal)
+        cuda.atomic.add(found, TALLY_OVERFLOW, overflow)
+        cuda.atomic.add(found, TALLY_EXACT, exact)
+        cuda.atomic.max(amax, 0, int64(highest))
+        half = threads // 2
+        cuda.syncthreads()
+        while half > 0:
+            if t < half:
+                parts[0, t] += parts[0, t + half]
+                parts[1, t] += parts[1, t + half]
+            cuda.syncthreads()
+            half //= 2
+        for field in range(t, EXPONENT_FIELDS, threads):
+            if bins[field] > 0:
+                cuda.atomic.add(exponents, field, int64(bins[field]))
+        for field in range(t, ELEMENT_COUNTS, threads):
+            cuda.atomic.add(counts, field, found[field])
+        for field in range(t, 2, threads):
+            sums[2 * block + field] = parts[field, 0]
+
+    return kernel
+
+
+@cache
+def cuda_tally(size: int) -> CudaKernel:
+    """The kernel with its launch, in any number of blocks."""
+    from numba import types
+
+    from fpsim.kernels.card import FLOATS64, INTEGER, WORDS32, WORDS64, CudaKernel, for_card
+
+    words, integers = WORDS32 if size == 4 else WORDS64, types.Array(types.int64, 1, "C")
+    signature = words, words, *[INTEGER] * 4, integers, integers, integers, FLOATS64
+    return CudaKernel(lambda: for_card(tally_kernel(size)), signature, "tally", size)
+
+
+@cache
+def _make_lost(size: int) -> Callable[..., Any]:
+    """Whether a number was zero, became zero, and overflowed: 0 or 1 each, by bit patterns, which vectorises."""
+    uint, _ = integers(8 * size)
+    magnitude_mask = uint((1 << (8 * size - 1)) - 1)
+    zero, infinity = uint(0), uint((BINARY32 if size == 4 else BINARY64).bits(float("inf")))
+
+    @njit(forceinline=True)
+    def lost(x, r, highest):
+        before, after = uint(x & magnitude_mask), uint(r & magnitude_mask)
+        overflow = (before < infinity) & ((after >= infinity) | (before > highest))
+        return before == zero, (before != zero) & (after == zero), overflow
+
+    return lost  # type: ignore[no-any-return]
+
+
 @cache
 def lost_loop(size: int) -> Loop:
     """Count what `n` numbers of `size` bytes at `src` lost when they became those at `dst`.
 
     Adds to the int64 LOST_COUNTS at `counts`: zeros before; other numbers that became zero; finite ones that did not
-    stay finite, or whose magnitude is above `limit`. By bit patterns, which vectorise.
+    stay finite, or whose magnitude is above `limit`.
     """
-    uint, limit_of = np.uint32 if size == 4 else np.uint64, make_limit(8 * size)
-    container = BINARY32 if size == 4 else BINARY64
-    magnitude_mask = uint((1 << (8 * size - 1)) - 1)
-    zero, infinity = uint(0), uint(container.bits(float("inf")))
+    (uint, _), limit_of, lost = integers(8 * size), make_limit(8 * size), _make_lost(size)
 
     @compiled_loop(size)
     def loop(src, dst, n, limit: float, counts):
@@ -117,12 +234,62 @@ def lost_loop(size: int) -> Loop:
         highest = limit_of(limit)
         zeros, underflow, overflow = 0, 0, 0
         for i in range(n):
-            before, after = uint(x[i] & magnitude_mask), uint(r[i] & magnitude_mask)
-            zeros += before == zero
-            underflow += (before != zero) & (after == zero)
-            overflow += (before < infinity) & ((after >= infinity) | (before > highest))
+            is_zero, becomes_zero, overflows = lost(x[i], r[i], highest)
+            zeros += is_zero
+            underflow += becomes_zero
+            overflow += overflows
         c[ZERO_BEFORE] += zeros
         c[LOST_TO_ZERO] += underflow
         c[LOST_TO_OVERFLOW] += overflow
 
     return loop
+
+
+def lost_kernel(size: int) -> Callable[..., None]:
+    """The body of the CUDA kernel that does the same, as a Python function.
+
+    largest: a float64's pattern. log2_scale: an int64 in memory; the limit is `largest * 2**-log2_scale`. counts: an
+    int64 array that is added to.
+    """
+    global cuda
+    cuda = cuda_module()
+    from numba import int64
+
+    limit_of, lost, fields = make_limit(8 * size), _make_lost(size), len(LOST_COUNTS)
+
+    @njit(forceinline=True)
+    def limit_at(largest, log2_scale):
+        return limit_of(float64_of_bits(times_power(np.uint64(largest), -np.int64(log2_scale))))
+
+    def kernel(x, r, n, largest, log2_scale, counts):
+        found = cuda.shared.array(fields, int64)
+        for field in range(cuda.threadIdx.x, fields, cuda.blockDim.x):
+            found[field] = 0
+        cuda.syncthreads()
+        highest = limit_at(largest, log2_scale[0])
+        zeros, underflow, overflow = 0, 0, 0
+        for i in range(cuda.grid(1), n, cuda.gridsize(1)):
+            is_zero, becomes_zero, overflows = lost(x[i], r[i], highest)
+            zeros += is_zero
+            underflow += becomes_zero
+            overflow += overflows
+        cuda.atomic.add(found, ZERO_BEFORE, zeros)
+        cuda.atomic.add(found, LOST_TO_ZERO, underflow)
+        cuda.atomic.add(found, LOST_TO_OVERFLOW, overflow)
+        cuda.syncthreads()
+        for field in range(cuda.threadIdx.x, fields, cuda.blockDim.x):
+            cuda.atomic.add(counts, field, found[field])
+
+    return kernel
+
+
+@cache
+def cuda_lost(size: int) -> CudaKernel:
+    """The kernel with its launch, in any number of blocks."""
+    from numba import types
+
+    from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, WORDS64, CudaKernel, for_card
+
+    words = WORDS32 if size == 4 else WORDS64
+    signature = words, words, INTEGER, INTEGER, INTEGERS, types.Array(types.int64, 1, "C")
+    return CudaKernel(lambda: for_card(lost_kernel(size)), signature, "lost", size)

@@ -16,6 +16,8 @@ from fpsim.checks import is_whole, shown
 from fpsim.formats.blocks import BlockFormat, Format
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.fixed_point import FixedPoint
+from fpsim.kernels.core import BINARY64
+from fpsim.kernels.moments import partial_words
 from fpsim.kernels.statistics import (
     BLOCK_SATURATED,
     BLOCK_SUBNORMAL,
@@ -34,9 +36,9 @@ from fpsim.kernels.statistics import (
     TALLY_SUBNORMAL,
     TALLY_SUMS,
 )
-from fpsim.kernels.tally import LEAST_SQUARE, lost_loop, tally_loop
+from fpsim.kernels.tally import cuda_lost, cuda_tally, lost_loop, tally_loop
 from fpsim.tensors.block_tally import blocks_between, saturated_from
-from fpsim.tensors.launch import ldexp, parts_of, rounded, run_parts, to_float64
+from fpsim.tensors.launch import parts_of, rounded, run_on_card, run_parts, to_float64
 from fpsim.tensors.shared_scales import Cut, axis_pair, require_no_axis, rounded_blocks
 from fpsim.tensors.spec import (
     BlockSpec,
@@ -146,12 +148,12 @@ class Accumulator:
         if row is not None:
             shape = shape_between(before, after, row)
             self.shape += torch.cat([shape, shape.new_ones(1)]).masked_fill(shape.isnan().any(), 0.0)
-        if before.device.type == "cpu":
-            x, r = _comparable(before.detach(), after.detach())
+        x, r = _comparable(before.detach(), after.detach())
+        if x.is_cpu:
             state = (t.data_ptr() for t in (self.counts, self.sums, self.exponents))
             tally_loop(x.element_size())(address_of(x), address_of(r), x.numel(), *state, *self.limits)
-        else:
-            self._add_on_device(before.detach(), after.detach())
+        elif x.numel():
+            self._add_on_card(x, r)
         if isinstance(self.spec, BlockSpec):
             assert cut is not None
             self._add_blocks(blocks_between(before, after, self.spec, cut))
@@ -164,30 +166,19 @@ class Accumulator:
         spread = torch.where(largest > 0, torch.log2(largest / smallest), 0.0)
         self.sums[TALLY_SPREAD] = torch.maximum(self.sums[TALLY_SPREAD], spread)
 
-    def _add_on_device(self, before: Tensor, after: Tensor) -> None:
-        """The same as the CPU loop, in torch's own operations: no copy to the host, several passes."""
-        smallest_normal, saturated_from, largest = self.limits
-        x, r = before.double().flatten(), after.double().flatten()
-        finite, magnitude, rounded = x.isfinite(), x.abs(), r.abs()
-        nonzero = finite & (x != 0)
-        overflow = finite & (~r.isfinite() | ((rounded == largest) & (magnitude >= saturated_from)))
-        masks = (
-            torch.ones_like(finite),
-            nonzero,
-            nonzero & (r == 0),
-            finite & (rounded > 0) & (rounded < smallest_normal),
-            overflow,
-            ~finite,
-            finite & (x == r),
-        )
-        self.counts[:ELEMENT_COUNTS] += torch.stack([mask.sum() for mask in masks])
-        both = finite & r.isfinite()
-        for field, squares in ((TALLY_SIGNAL, x * x), (TALLY_NOISE, (r - x) ** 2)):
-            self.sums[field] += torch.where(both & (squares > LEAST_SQUARE), squares, 0.0).sum()
-        if x.numel():
-            self.sums[TALLY_AMAX] = torch.maximum(self.sums[TALLY_AMAX], torch.where(finite, magnitude, 0.0).amax())
-        fields = (magnitude.view(torch.int64) >> 52).clamp(max=EXPONENT_FIELDS - 1)
-        self.exponents.index_add_(0, fields, nonzero.to(torch.int64))
+    def _add_on_card(self, x: Tensor, r: Tensor) -> None:
+        from fpsim.kernels.card import array_words
+
+        n, size, blocks = x.numel(), x.element_size(), partial_words(x.numel(), x.element_size())[0]
+        sums = torch.zeros((blocks, 2), dtype=torch.float64, device=x.device)
+        amax = torch.zeros(1, dtype=torch.int64, device=x.device)
+        arrays = (array_words(address_of(t), tuple(t.shape), 8) for t in (self.counts, self.exponents, amax))
+        words = (word for array in arrays for word in array)
+        limits = map(BINARY64.bits, self.limits)
+        arguments = address_of(x), address_of(r), n, *limits, *words, address_of(sums)
+        run_on_card(cuda_tally(size), x, blocks, arguments)
+        self.sums[[TALLY_SIGNAL, TALLY_NOISE]] += sums.sum(0)
+        self.sums[TALLY_AMAX] = torch.maximum(self.sums[TALLY_AMAX], amax.view(torch.float64)[0])
 
     def result(self) -> Tally:
         exponents = self.exponents.cpu()
@@ -292,9 +283,9 @@ def lost_between(before: Tensor, after: Tensor, largest: float, log2_scale: Tens
     >>> lost_between(x, r, 4.0, torch.tensor([0])).tolist()
     [1, 1, 1]
     """
-    if before.device.type != "cpu":
-        return lost_on_device(before, after, largest, log2_scale)
     x, r = _comparable(before.detach(), after.detach())
+    if not x.is_cpu:
+        return _lost_on_card(x, r, largest, log2_scale)
     parts = parts_of(x.numel())
     counts = torch.zeros((len(parts), len(LOST_COUNTS)), dtype=torch.int64, device=x.device)
     limit, size, row = math.ldexp(largest, -int(log2_scale)), x.element_size(), counts.data_ptr()
@@ -305,12 +296,15 @@ def lost_between(before: Tensor, after: Tensor, largest: float, log2_scale: Tens
     return counts.sum(0)
 
 
-def lost_on_device(before: Tensor, after: Tensor, largest: float, log2_scale: Tensor) -> Tensor:
-    """The same as the CPU loop, in torch's own operations."""
-    magnitude, rounded = before.detach().abs().double(), after.detach().abs()
-    limit = ldexp(torch.full_like(log2_scale, largest, dtype=torch.float64), -log2_scale)
-    overflow = magnitude.isfinite() & (~rounded.isfinite() | (magnitude > limit))
-    return torch.stack([m.sum() for m in (magnitude == 0, (magnitude != 0) & (rounded == 0), overflow)])
+def _lost_on_card(x: Tensor, r: Tensor, largest: float, log2_scale: Tensor) -> Tensor:
+    from fpsim.kernels.card import array_words
+
+    counts = torch.zeros(len(LOST_COUNTS), dtype=torch.int64, device=x.device)
+    if n := x.numel():
+        scale, out = log2_scale.to(torch.int64), array_words(address_of(counts), tuple(counts.shape), 8)
+        arguments = address_of(x), address_of(r), n, BINARY64.bits(largest), address_of(scale), *out
+        run_on_card(cuda_lost(x.element_size()), x, partial_words(n, x.element_size())[0], arguments)
+    return counts
 
 
 def shape_between(before: Tensor, after: Tensor, row: int = -1) -> Tensor:

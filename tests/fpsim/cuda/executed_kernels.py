@@ -19,6 +19,7 @@ from kernel_cases import (
     BLOCKS,
     KEY,
     PREDICTING,
+    SCALES_OF_LOSSES,
     SIZES,
     TALLIED,
     TRANSFORMS,
@@ -28,10 +29,12 @@ from kernel_cases import (
     decisions_at,
     factor_of,
     gathered_by,
+    lost_by,
     operands_of_a_product,
     product_by,
     rounded_by,
     tallied_by,
+    tallied_elements,
     transformed_by,
 )
 
@@ -40,12 +43,24 @@ from ada_loss.rules import LayerRule
 from fpsim import Accumulator, as_format
 from fpsim.kernels import moments
 from fpsim.kernels.card import CudaKernel, scalar_kernel
-from fpsim.kernels.statistics import AMAX, LOG_MEAN, LOG_MEAN_SQUARE, MEAN, MEAN_SQUARE
+from fpsim.kernels.statistics import (
+    AMAX,
+    LOG_MEAN,
+    LOG_MEAN_SQUARE,
+    MEAN,
+    MEAN_SQUARE,
+    TALLY_AMAX,
+    TALLY_NOISE,
+    TALLY_SIGNAL,
+)
+from fpsim.tensors import tally
 from fpsim.tensors.block_tally import blocks_between
 from fpsim.tensors.gemm import accumulate
 from fpsim.tensors.hadamard import Hadamard, transformed
+from fpsim.tensors.launch import rounded
 from fpsim.tensors.moments import binades, moments_of, on_device
 from fpsim.tensors.shared_scales import Cut, block_scales, rounded_blocks
+from fpsim.tensors.spec import rounding_spec
 
 CARD = EmulatedCard()
 
@@ -132,6 +147,35 @@ def test_binades_are_counted_as_on_the_cpu(power_begins: bool, dtype: torch.dtyp
         words = patterns(as_format("fp16"), width, n + offset, np.random.default_rng(n))[offset:]
         x = torch.from_numpy(words.view(f"f{width // 8}"))  # with NaN, inf and zeros
         assert torch.equal(counted(words, power_begins), binades(x, power_begins)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["e4m3fn", "fp16", "e5m2fnuz"])
+def test_elements_are_tallied_as_on_the_cpu(name: str, dtype: torch.dtype) -> None:
+    spec, width = rounding_spec(name), 8 * dtype.itemsize
+    for n in (1, 257, 20_001):
+        x = torch.from_numpy(patterns(as_format(name), width, n, np.random.default_rng(n)).view(f"f{width // 8}"))
+        after, expected = rounded(x, spec), tally.Accumulator(spec, x.device)
+        expected.add(x, after)
+        found = tallied_elements(CARD, x, after, expected.limits)
+        assert torch.equal(found.counts, expected.counts)
+        assert torch.equal(found.exponents, expected.exponents)
+        assert found.sums[0] == expected.sums[TALLY_AMAX]
+        sums = [float(expected.sums[field]) for field in (TALLY_SIGNAL, TALLY_NOISE)]
+        assert found.sums[1:] == pytest.approx(sums, rel=1e-11, abs=0, nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("log2_scale", SCALES_OF_LOSSES)
+def test_losses_are_counted_as_on_the_cpu(log2_scale: int, dtype: torch.dtype) -> None:
+    largest, width, scale = as_format("e4m3fn").largest, 8 * dtype.itemsize, torch.tensor([log2_scale])
+    for n in (1, 257, 20_001):
+        x = torch.from_numpy(patterns(as_format("e4m3fn"), width, n, np.random.default_rng(n)).view(f"f{width // 8}"))
+        x[n // 2] = 0.0
+        after = rounded(x, rounding_spec("e4m3fn", overflow="saturate"), None, scale[0])
+        found = lost_by(CARD, x, after, largest, log2_scale)
+        assert torch.equal(found, tally.lost_between(x, after, largest, scale))
+        assert n == 1 or (found > 0).all()
 
 
 @pytest.mark.parametrize(("name", "rounding", "shape", "axis", "team"), BLOCKS)

@@ -14,7 +14,7 @@ from numba import types
 from numba.cuda import compile_ptx
 
 from fpsim import Accumulator
-from fpsim.kernels import accumulate, block_teams, blocks, hadamard, moments
+from fpsim.kernels import accumulate, block_teams, blocks, hadamard, moments, tally
 from fpsim.kernels.compile import for_device
 from fpsim.kernels.core import BOOK, NUMBERS, SEARCHED_BOOK
 from fpsim.kernels.round import Masks, cuda_kernel, cuda_loop
@@ -91,6 +91,14 @@ def test_the_kernels_of_moments_compile(size: int) -> None:
         assert ".entry kernel(" in text
         vectors = "v4.u32" if size == 4 else "v2.u64"
         assert (f"ld.global.{vectors}" in text) is (kernel is not cuda_loop(6, 1, 8 * size, Masks(1, True)))
+
+
+@pytest.mark.parametrize("size", [4, 8], ids=["float32", "float64"])
+def test_the_kernels_of_tallies_compile(size: int) -> None:
+    for kernel, counts in ((tally.cuda_tally(size), 7 + 1), (tally.cuda_lost(size), 3)):
+        text = kernel.ptx((7, 5))
+        assert ".entry kernel(" in text
+        assert len(re.findall(r"\b(?:atom|red)\.shared\.add\.\S*64", text)) >= min(counts, 7)
 
 
 @pytest.mark.parametrize("width", [32, 64])

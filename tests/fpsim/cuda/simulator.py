@@ -14,6 +14,7 @@ from kernel_cases import (
     BLOCKS,
     KEY,
     PREDICTING,
+    SCALES_OF_LOSSES,
     SIZES,
     TALLIED,
     TRANSFORMS,
@@ -24,10 +25,12 @@ from kernel_cases import (
     decisions_at,
     factor_of,
     gathered_by,
+    lost_by,
     operands_of_a_product,
     product_by,
     rounded_by,
     tallied_by,
+    tallied_elements,
     transformed_by,
 )
 from numba import cuda
@@ -36,10 +39,13 @@ from numba.cuda.simulator.kernel import BlockThread
 from ada_loss.rules import LayerRule
 from fpsim import Accumulator, FloatFormat, as_format
 from fpsim.kernels import hadamard, moments, round
+from fpsim.kernels import tally as tally_kernels
 from fpsim.kernels.card import CudaKernel, scalar_kernel
 from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.round import NO_MASKS, Masks, cuda_loop
+from fpsim.kernels.statistics import TALLY_AMAX, TALLY_NOISE, TALLY_SIGNAL
 from fpsim.kernels.threefry import NOISE_BLOCK
+from fpsim.tensors import tally
 from fpsim.tensors.block_tally import blocks_between
 from fpsim.tensors.gemm import accumulate
 from fpsim.tensors.hadamard import Hadamard, transformed
@@ -349,6 +355,40 @@ def test_binades_are_counted_as_on_the_cpu(
     expected, _ = binades(x, power_begins)
     for aligned in (False, True):
         assert torch.equal(counted_by(Simulator(None), x, power_begins, aligned), expected)
+
+
+@pytest.fixture
+def few_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tally_kernels, "CUDA_THREADS", 4)
+    monkeypatch.setattr(moments, "MOMENTS_BLOCKS", 2)
+    tally_kernels.cuda_tally.cache_clear()
+    yield
+    tally_kernels.cuda_tally.cache_clear()
+
+
+@pytest.mark.usefixtures("few_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_elements_are_tallied_as_on_the_cpu(dtype: torch.dtype) -> None:
+    x, spec = sample(60, dtype), rounding_spec("fp16")
+    after, expected = rounded(x, spec), tally.Accumulator(spec, x.device)
+    expected.add(x, after)
+    found = tallied_elements(Simulator(4), x, after, expected.limits)
+    assert torch.equal(found.counts, expected.counts)
+    assert torch.equal(found.exponents, expected.exponents)
+    assert found.sums[0] == expected.sums[TALLY_AMAX]
+    sums = [float(expected.sums[field]) for field in (TALLY_SIGNAL, TALLY_NOISE)]
+    assert found.sums[1:] == pytest.approx(sums, rel=1e-13, abs=0)
+
+
+@pytest.mark.usefixtures("few_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("log2_scale", SCALES_OF_LOSSES)
+def test_losses_are_counted_as_on_the_cpu(log2_scale: int, dtype: torch.dtype) -> None:
+    x, scale = sample(60, dtype), torch.tensor([log2_scale])
+    after = rounded(x, rounding_spec("e4m3fn", overflow="saturate"), None, scale[0])
+    found = lost_by(Simulator(4), x, after, 448.0, log2_scale)
+    assert torch.equal(found, tally.lost_between(x, after, 448.0, scale))
+    assert (found > 0).all()
 
 
 def on_the_card(function: Any, *arrays: torch.Tensor) -> list[torch.Tensor]:
