@@ -10,6 +10,7 @@ from typing import Any
 
 from ada_loss.files import data_frame
 from ada_loss.lab.cells.cell_formats import label
+from ada_loss.lab.results.judgement import LEVEL
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.table import is_share
 from fpsim.checks import is_number, pip_install, shown
@@ -19,9 +20,7 @@ try:
 except ImportError as error:
     raise ImportError(f"A comparison needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
-__all__ = ["LEVEL", "Comparison", "compare", "in_units", "per_cent", "require_level", "rows_of_side"]
-
-LEVEL = 0.05
+__all__ = ["Comparison", "compare", "in_units", "per_cent", "require_level", "rows_of_side"]
 
 
 @dataclass(frozen=True)

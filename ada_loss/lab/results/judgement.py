@@ -27,6 +27,7 @@ __all__ = [
     "COLLAPSE",
     "LEAST_SEEDS",
     "LEAST_SHARED",
+    "LEVEL",
     "MOST_SEEDS",
     "SIMULATED",
     "Decisions",
@@ -39,6 +40,7 @@ __all__ = [
     "smallest_tolerance",
 ]
 
+LEVEL = 0.05  # of a verdict, and of a test
 LEAST_SEEDS = 3  # with two, a t-test at 5 % needs a difference of 12.7 standard errors
 LEAST_SHARED = 5  # settings from which on variances are shared
 MOST_SHARED = (
@@ -112,7 +114,7 @@ def largest_rate_unseen(seeds: int) -> float:
 
 
 def judge(
-    differences: Sequence[Sequence[float]], tolerance: float, level: float = 0.05, equivalence: bool = False
+    differences: Sequence[Sequence[float]], tolerance: float, level: float = LEVEL, equivalence: bool = False
 ) -> list[Judgement]:
     """Test each setting's differences from float32.
 
@@ -164,7 +166,7 @@ def decide(
     variances: NDArray[Any],
     counts: NDArray[Any],
     tolerance: float,
-    level: float = 0.05,
+    level: float = LEVEL,
     equivalence: bool = False,
 ) -> Decisions:
     """`judge` from means and variances, of many sweeps at once.
@@ -266,7 +268,7 @@ def _seeds_that_decide(margin: float, variance: float, seeds: int, level: float)
     return int(enough[0]) if len(enough) else MOST_SEEDS + 1
 
 
-def smallest_tolerance(deviation: float, seeds: int, settings: int = 1, level: float = 0.05) -> float:
+def smallest_tolerance(deviation: float, seeds: int, settings: int = 1, level: float = LEVEL) -> float:
     """The tolerance at which a setting that equals float32 is found to be no worse with a probability of 80 %.
 
     deviation: of its differences from float32, seed by seed.

@@ -10,9 +10,10 @@ from typing import Any
 
 from ada_loss.files import data_frame
 from ada_loss.lab.directions import hint_for
-from ada_loss.lab.results.comparison import LEVEL, Comparison, in_units, per_cent
+from ada_loss.lab.results.comparison import Comparison, in_units, per_cent
 from ada_loss.lab.results.judgement import (
     LEAST_SEEDS,
+    LEVEL,
     MOST_SEEDS,
     SIMULATED,
     Judgement,

@@ -11,8 +11,8 @@ from typing import Any
 
 from ada_loss.lab.cells.cell_formats import BASELINE, STOCHASTIC_GRADIENTS
 from ada_loss.lab.results import comparison as pairs
-from ada_loss.lab.results.comparison import LEVEL, Comparison, require_level
-from ada_loss.lab.results.judgement import LEAST_SEEDS, collapsed_seeds, judge
+from ada_loss.lab.results.comparison import Comparison, require_level
+from ada_loss.lab.results.judgement import LEAST_SEEDS, LEVEL, collapsed_seeds, judge
 from ada_loss.lab.results.results import StoredResults, telling_axes
 from ada_loss.lab.results.statements import SECTIONS, Combination, Verdict
 from ada_loss.lab.results.table import is_share
