@@ -209,6 +209,17 @@ def test_a_change_in_place_is_rounded_under_a_transform() -> None:
     assert torch.equal(torch.func.vmap(function)(x), expected)
 
 
+def test_a_change_in_place_is_rounded_with_noise_under_a_transform() -> None:
+    def function(v: Tensor) -> Tensor:
+        with emulate("e4m3fn", rounding="stochastic"):
+            y = v * 1.0
+            y.mul_(0.3)
+        return y
+
+    y = torch.func.vmap(function, randomness="different")(randn(5, 6))
+    assert torch.equal(y, y.to(torch.float8_e4m3fn).float())
+
+
 def test_a_rounded_tensor_that_is_changed_is_rounded_again() -> None:
     x = torch.ones(3)
     with emulate(FP16):

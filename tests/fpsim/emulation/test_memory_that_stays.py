@@ -422,3 +422,79 @@ def test_after_a_step_inside_weights_are_rounded_again() -> None:
         after = w * 1.0
     assert torch.equal(before, torch.tensor([1.1]).half().float())
     assert torch.equal(after, torch.tensor([2.2]).half().float())
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [torch.clone, lambda v: torch.cat([v, v])[:2], lambda v: v.expand(2, 2).contiguous()[1]],
+    ids=["clone", "cat", "contiguous"],
+)
+def test_what_is_copied_of_a_view_of_a_weight_is_in_the_weights_format(copied: Callable[[Tensor], Tensor]) -> None:
+    w = nn.Parameter(torch.tensor([1.03, 0.3]))
+    with emulate(Policy(weight="fp16", activation="e4m3fn")):
+        read = copied(w.detach()).tolist()
+    assert read == torch.tensor([1.03, 0.3]).half().tolist()
+
+
+def test_a_view_of_a_weight_has_the_noise_of_the_weight() -> None:
+    w = nn.Parameter(torch.full((64,), 0.3))  # each of 64 is rounded up or down by chance
+    with emulate("e4m3fn", rounding="stochastic"):
+        used = w * 1
+        assert torch.equal(used, w.detach() * 1)
+        assert torch.equal(used, w.data[:] * 1)
+
+
+def test_a_view_of_its_input_that_a_module_gives_is_in_the_format() -> None:
+    class Rest(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, 1:]
+
+    x = torch.tensor([[0.3, 1.03, 2.2]])
+    assert torch.equal(quantize(Rest(), "bf16")(x), x[:, 1:].bfloat16().float())
+    assert torch.equal(x, torch.tensor([[0.3, 1.03, 2.2]]))
+
+
+def test_a_result_from_outside_may_be_written_to_through_its_view() -> None:
+    leaf = torch.tensor([1.0, 2.0], requires_grad=True)
+    x = leaf * 1
+    with emulate("fp16"):
+        x[:1].add_(1.0)
+        y = (x * x).sum()
+    y.backward()
+    assert torch.equal(x, torch.tensor([2.0, 2.0]))
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, torch.tensor([4.0, 4.0]))  # d(x^2) = 2x
+
+
+def test_a_view_that_is_held_sees_what_is_written_to_the_whole() -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True) * 1
+    with emulate("fp16"):
+        view = x[:1]
+        x.add_(1.0)
+    assert torch.equal(view, torch.tensor([2.0]))
+
+
+def test_a_parameter_whose_data_are_replaced_in_the_block_is_rounded_again() -> None:
+    w = nn.Parameter(torch.tensor([1.0, 3.0]))
+    with emulate("e4m3fn"):
+        assert torch.equal(w * 1, torch.tensor([1.0, 3.0]))
+        w.data = torch.tensor([2.0, 4.0])
+        assert torch.equal(w * 1, torch.tensor([2.0, 4.0]))
+
+
+def test_results_stored_in_buffers_and_parameters_stay_as_they_were_computed() -> None:
+    class Stores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("buffer", torch.zeros(2))
+            self.w = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.div(x, 3, out=self.buffer)
+            torch.div(x, 3, out=self.w)
+            return x
+
+    model, x = quantize(Stores(), "e4m3fn"), torch.tensor([1.0, 5.0])
+    model(x)
+    assert torch.equal(model.buffer, x / 3)
+    assert torch.equal(model.w, x / 3)

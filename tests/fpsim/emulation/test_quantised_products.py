@@ -157,6 +157,15 @@ def test_a_product_is_the_same_however_it_is_written(way: str, roles: str | None
     close(grads["w"], by_hand(dy, fmt, 0).T.double() @ by_hand(x, fmt, 0).double())
 
 
+def test_a_formula_of_one_operand_is_no_product() -> None:
+    x = torch.arange(9.0).reshape(3, 3)
+    with fpsim.emulate(Policy(products=Products.all("mxfp8_e4m3"))):
+        turned, diagonal, rows = (torch.einsum(formula, x) for formula in ("ij->ji", "ii->i", "ij->i"))
+    assert torch.equal(turned, x.T)
+    assert torch.equal(diagonal, x.diagonal())
+    assert torch.equal(rows, x.sum(1))
+
+
 VECTORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mv": lambda x, w: torch.mv(w, x),
     "matmul": lambda x, w: w @ x,

@@ -756,3 +756,65 @@ def test_a_mask_of_float32_is_beyond_a_narrow_dtype_that_a_function_is_given(fmt
     assert torch.equal(native[1].float(), emulated[1])
     assert native[0].isnan().all()  # rounded to -inf, every one
     assert emulated[0].isnan().all()
+
+
+KINDS = {"wide": torch.float32}  # a dtype that is looked up is not there in words
+
+
+# Each asks for a dtype, or gives one, and computes so that it shows which one it was.
+ASKED: dict[str, Callable[[Tensor], Any]] = {
+    "the dtype of a cast": lambda x: (x.float() / 3).to(x.float().dtype),
+    "the type of a narrow and of a wide tensor": lambda x: (x.type(), x.float().type()),
+    "a wide copy on a device": lambda x: x.float().to("cpu", copy=True) / 3,
+    "a dtype that is looked up": lambda x: torch.softmax(x, -1, dtype=KINDS["wide"]),
+    "a power in float64": lambda x: torch.float_power(x, 1.5) / 3,
+    "ones like integers": lambda x: torch.ones_like(torch.ones(2, dtype=torch.int64), dtype=x.dtype) / 3,
+    "a number for a narrow tensor": lambda x: torch.full((2,), 0.3, out=x * 1),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+@FORMATS
+def test_a_dtype_that_is_asked_for_is_the_native_one(name: str, fmt: str) -> None:
+    native, emulated = both_ways(ASKED[name], fmt, torch.tensor([1.0, 3.0]))
+    if isinstance(native, Tensor):
+        assert torch.equal(emulated, native.to(emulated.dtype))
+    else:
+        assert emulated == native
+
+
+def test_what_is_stored_in_a_narrow_tensor_is_in_the_format_whatever_it_was_computed_from() -> None:
+    narrow = torch.zeros(2)
+    with emulate("e4m3fn"):
+        torch.div(torch.tensor([1.0, 3.0]).float(), 3, out=narrow)
+    assert torch.equal(narrow, (torch.tensor([1.0, 3.0]) / 3).to(torch.float8_e4m3fn).float())
+
+
+def test_a_dtype_that_is_a_default_is_written_in_words() -> None:
+    def cast(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return x.to(dtype) / 3
+
+    x = torch.tensor([1.0, 3.0])
+    with emulate("e4m3fn"):
+        wide, narrow = cast(x), cast(x, x.dtype)
+    assert torch.equal(wide, x / 3)
+    assert torch.equal(narrow, (x / 3).to(torch.float8_e4m3fn).float())
+
+
+def test_memory_that_is_set_takes_its_dtype_along() -> None:
+    def shares(x: Tensor, other: Tensor) -> Tensor:
+        return torch.ops.aten.set_.source_Tensor(x, other) / 3  # type: ignore[no-any-return]
+
+    x, third = torch.tensor([1.0, 3.0]), torch.tensor([1.0, 3.0]) / 3
+    with emulate("e4m3fn"):
+        wide, narrow = shares(x * 1, x.float() / 3), shares(x.float(), x / 3)
+    assert torch.equal(wide, third / 3)
+    in_format = third.to(torch.float8_e4m3fn).float()
+    assert torch.equal(narrow, (in_format / 3).to(torch.float8_e4m3fn).float())
+
+
+def test_a_gradient_cast_to_its_own_dtype_is_the_tensor_itself() -> None:
+    x = torch.tensor([1.0, 3.0], requires_grad=True)
+    with emulate(Policy(activation="e4m3fn")):
+        (gradient,) = torch.autograd.grad((x * x).sum(), x)
+        assert gradient.to(gradient.dtype) is gradient
