@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -294,3 +295,39 @@ def test_a_model_that_is_recorded_is_not_diagnosed_meanwhile() -> None:
 def test_what_is_neither_a_step_nor_a_batch_is_refused(step: object) -> None:
     with pytest.raises(TypeError, match=r"as the step of fpsim\.diagnose\. Expected a function without arguments"):
         fpsim.diagnose(nn.Linear(1, 1), step)  # type: ignore[arg-type]
+
+
+class Beside(nn.Module):
+    """Runs a module of its own in another thread while it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.has_begun, self.may_end = Waits(self), threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=self.other, args=(x.detach(),))
+        thread.start()
+        self.has_begun.wait(60)
+        y = x.exp()
+        self.may_end.set()
+        thread.join()
+        return y
+
+
+class Waits(nn.Module):
+    def __init__(self, beside: Beside) -> None:
+        super().__init__()
+        self.beside = (beside,)  # not a module of this one
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.beside[0].has_begun.set()
+        self.beside[0].may_end.wait(60)
+        return x
+
+
+def test_an_operation_is_not_named_for_a_module_that_another_thread_runs() -> None:
+    model = Beside()
+    x = torch.full((1,), 100.0, requires_grad=True)  # e^100 is beyond the end of float32
+    found = fpsim.diagnose(model, lambda: model(x).sum().backward())
+    assert found.cause is not None
+    assert found.cause["site"] == ":exp"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +24,17 @@ from torch import nn
 
 import fpsim
 from fpsim.__main__ import main
+from fpsim.emulation.calls import call_of
+from fpsim.insight.reasons.against import _is_noise, _relative
+from fpsim.insight.reasons.attempts import Attempts
 from fpsim.insight.reasons.event import Event
+from fpsim.insight.reasons.numbers import Ends, Glance
+from fpsim.insight.reasons.timeline import Timeline
+from fpsim.insight.reasons.trials import Change, Outcome
+from fpsim.insight.reasons.widening import Widening
 from fpsim.insight.why import _advice
 from fpsim.models.quantize import listeners
+from fpsim.tensors.spec import any_spec
 
 ALL_CASES, ALL_CONTROLS = [*cases()], [*controls()]
 # One model and one format of each cause, another one from cause to cause; the rest is slow.
@@ -595,3 +605,90 @@ def test_what_came_in_broken_is_told_of_a_step_that_runs_nothing() -> None:
     found = fpsim.why(model, lambda: None)
     assert found.cause is not None
     assert (found.cause["place"], found.cause["kind"]) == ("weight", "NaN came in")
+
+
+class Zeros(nn.Module):
+    """A layer over zeros that are divided by their mean square, with a constant that float16 has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x / (x.square().mean(-1, keepdim=True) + 1e-8))
+
+
+def test_the_first_eps_that_the_format_has_is_tried_in_the_place_of_one_that_it_lost() -> None:
+    model = Zeros().half()
+    assert torch.tensor([1e-8, 1e-7]).half().count_nonzero() == 1
+    found = fpsim.why(model, lambda: model(torch.zeros(2, 4).half()).float().sum().backward())
+    assert found.tried[0]["remedy"] == "eps"
+    assert found.tried[0]["value"] == 1e-7
+
+
+@pytest.mark.parametrize(
+    ("function", "weights", "factor"),
+    [(lambda w: w / w.new_tensor(1e-4), [0.0, 1.0], 100.0), (lambda w: w**1.5, [0.0, 100.0], 1e4)],
+    ids=["a dividend", "a power above 1"],
+)
+def test_a_gradient_that_overflows_beside_a_zero_is_not_blamed_on_a_slope_without_end(
+    function: Callable[[torch.Tensor], torch.Tensor], weights: list[float], factor: float
+) -> None:
+    """The slopes are 10^4, and 0 and 15: what arrives is beyond 65504 with its factor."""
+    model = Act(function).half()
+    model.w = nn.Parameter(torch.tensor(weights).half())
+    found = fpsim.why(model, lambda: (model(model.w).float() * factor).sum().backward())
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"]) == ("w", "overflow"), str(found)
+
+
+def test_a_format_whose_blocks_have_scales_has_no_ends() -> None:
+    ends = Ends.of_spec(any_spec("mxfp8_e4m3"))
+    assert (ends.largest, ends.smallest) == (math.inf, 0.0)
+    assert ends.rounded(1e-30) == 1e-30
+    assert ends.holds(1e-30)
+
+
+@pytest.mark.parametrize("cast", [torch.Tensor.half, torch.Tensor.bfloat16], ids=["half", "bfloat16"])
+def test_a_cast_to_few_bits_stays_float32_where_it_is_widened(cast: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.tensor([0.1, 3.0])
+    got = Widening(None)(0, call_of(cast), cast, (x,), {})
+    assert got.dtype is torch.float32
+    assert torch.equal(got, x)
+
+
+def test_errors_are_relative_to_numbers_below_those_that_mask() -> None:
+    """From 1e30 on a number stands for infinity."""
+    zeros, true = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.1e30])
+    assert _relative(zeros, true, None) == 0.0
+    assert _relative(torch.zeros(2), torch.tensor([0.0, 0.9e30]), None) == 1.0
+
+
+@pytest.mark.parametrize(("amax", "is_noise"), [(0.9e-4, True), (1.1e-4, False)])
+def test_a_gradient_below_a_10000th_of_what_is_summed_is_noise(amax: float, is_noise: bool) -> None:
+    reader = SimpleNamespace(site="0:linear", call=0, name="linear", notes={})
+    read = SimpleNamespace(notes={"gradient": Glance(8, 8, -1.0, 1.0, None)})
+    bias = SimpleNamespace(name="parameter", children=[reader], notes={"result": Glance(8, 8, -1.0, 1.0, None)})
+    reference: Any = SimpleNamespace(by_key={("0:linear", 0, 0): read})
+    assert _is_noise(bias, Glance(8, 8, -amax, amax, None), reference) is is_noise  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("policies", "bad", "looks"),
+    [({}, [], [False]), ({}, ["loss"], [False]), ({"": fpsim.Policy()}, [], [False, True])],
+)
+def test_a_run_is_looked_into_only_where_its_end_does_not_tell(
+    policies: dict[str, fpsim.Policy], bad: list[str], looks: list[bool]
+) -> None:
+    taken: list[bool] = []
+
+    def run(change: Change, seen: Timeline | None = None, until_broken: bool = False) -> Outcome:
+        taken.append(seen is not None)
+        return Outcome([], 1.0, bad)
+
+    trials: Any = SimpleNamespace(model=nn.Linear(1, 1), run=run)
+    attempts = Attempts(
+        trials, Event("forward", "NaN", ":mul", "activation"), Outcome([], 1.0, ["loss"]), Timeline(trials.model)
+    )
+    assert (attempts.works(Change(policies=policies)) is None) is bool(bad)
+    assert taken == looks
