@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from ada_loss import AdaLossScaled, AdaLossTransformConv2d, layer_rule
 from ada_loss.layerwise.chooser import MEASURES
+from ada_loss.layerwise.options import Options
+from ada_loss.layerwise.scaled import _short
 from ada_loss.rules.layer import LAYER_RULES
 from fpsim import quantize
 from fpsim.scaling import listeners
@@ -133,3 +135,18 @@ def test_an_adaptive_scaling_that_is_interrupted_within_its_block_ends_though_th
 def test_a_rule_either_predicts_or_says_what_it_measures() -> None:
     assert {rule.measures for rule in LAYER_RULES.values() if not rule.predicts} == MEASURES.keys()
     assert {rule.measures for rule in LAYER_RULES.values() if rule.predicts} == {""}
+
+
+@pytest.mark.parametrize("branches", ["exact", "original"])
+@pytest.mark.parametrize("update_every", [1, 2])
+def test_scales_are_held_between_updates_where_branches_are_exact(branches: str, update_every: int) -> None:
+    bounds = {"scale_upper_bound": None, "accum_upper_bound": None, "u_min": "smallest"}
+    options = Options(
+        layer_rule("abs_range"), 1.0, update_every, branches=branches, modules=None, scales_casts=True, **bounds
+    )
+    assert options.holds_scales is (branches == "exact" and update_every == 2)
+
+
+def test_a_setting_of_81_characters_is_shown_by_its_ends() -> None:
+    assert _short("x" * 78) == f"'{'x' * 78}'"
+    assert _short("a" * 40 + "b" * 39) == f"'{'a' * 37} ... {'b' * 37}'"

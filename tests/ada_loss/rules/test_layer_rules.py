@@ -183,6 +183,15 @@ def test_approx_range_is_its_formula_in_float64(name: str, share: float) -> None
         assert measured == pytest.approx(slowly(g, w, 64, fmt.smallest, math.inf, share), rel=1e-9)
 
 
+def test_a_gradient_with_one_number_has_a_factor_and_one_of_zeros_has_none() -> None:
+    fmt, w = fpsim.as_format("fp16"), np.full((64, 32), 0.5, np.float32)
+    g = np.zeros((16, 64), np.float32)
+    assert ApproxRange().factor(moments(g), moments(w), 64, fmt.smallest, fmt.largest) == 1.0
+    g[3, 5] = 2.0**-20
+    got = ApproxRange().factor(moments(g), moments(w), 64, fmt.smallest, fmt.largest)
+    assert got == pytest.approx(slowly(g, w, 64, fmt.smallest, math.inf, 1e-3), rel=1e-9)
+
+
 @pytest.mark.parametrize("deviation", [1e-8, 1e-7, 1e-6, 1e-5])
 def test_a_tolerated_share_of_a_thousandth_gives_half_of_it_in_fp16(deviation: float) -> None:
     torch.manual_seed(0)

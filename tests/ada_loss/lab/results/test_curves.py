@@ -80,3 +80,8 @@ def test_a_curve_that_is_not_there_is_said_with_those_that_are(tmp_path: Path) -
 def test_arrays_of_another_kind_are_no_curve(tmp_path: Path, losses: Any) -> None:
     with pytest.raises(ValueError, match="No cell has a curve 'loss'"):
         written(tmp_path, {("a", 0): {"losses": losses}}).curves()
+
+
+def test_a_curve_has_200_points_unless_told_otherwise(tmp_path: Path) -> None:
+    (curve,) = written(tmp_path, {("a", 0): {"losses": np.arange(400.0)}}).curves()
+    assert curve.mean.tolist() == np.arange(400.0).reshape(200, 2).mean(1).tolist()

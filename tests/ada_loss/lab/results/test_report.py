@@ -22,7 +22,7 @@ from matplotlib.image import imread
 
 from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.results import Results
-from ada_loss.lab.results.cell_pages import gradient_rows, lost_by_site
+from ada_loss.lab.results.cell_pages import _heat, _shown, gradient_rows, lost_by_site
 from ada_loss.lab.results.drawings import difference_panels
 from ada_loss.lab.results.heat import heat_png
 from ada_loss.lab.results.overview import overview
@@ -712,3 +712,21 @@ def test_damaged_telemetry_costs_its_own_pictures_alone(tmp_path: Path, arrays: 
     text = Results(tmp_path).report().read_text()
     assert "4</b> of 4 trainings done" in text
     assert text.count('alt="accuracy in %') == 2  # light and dark
+
+
+def test_a_page_of_a_cell_keeps_eight_curves_and_forty_sites() -> None:
+    """Of 41 sites 40 are drawn, from the first to the last, and one is said to be left out."""
+    curve = np.arange(2.0), np.array([1.0, 2.0])
+    assert [*_shown({f"curve {i}": curve for i in range(9)})] == [f"curve {i}" for i in range(8)]
+    sites = [f"{i}:linear" for i in range(41)]
+    arrays = {
+        "history.steps": np.array([0, 1]),
+        "sites.role": np.array(["error"] * 41),
+        "sites.site": np.array(sites),
+        "history.underflow": np.zeros((2, 41)),
+        "history.nonzero": np.ones((2, 41)),
+    }
+    heat = _heat(arrays)
+    assert heat is not None
+    assert (len(heat["sites"]), heat["more"]) == (40, 1)
+    assert {heat["sites"][0], heat["sites"][-1]} == {sites[0], sites[-1]}

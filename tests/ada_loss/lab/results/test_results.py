@@ -306,6 +306,13 @@ def test_a_choice_that_no_cell_meets_is_said(tmp_path: Path) -> None:
             look(where={"colour": 1})
 
 
+def test_of_names_that_differ_in_case_alone_each_chooses_its_own(tmp_path: Path) -> None:
+    results = written(tmp_path, {("e4m3fn", "none"): (0.5,), ("e5m2", "none"): (0.25,)})
+    results.names = {"e4m3fn": "FP8", "e5m2": "fp8"}
+    assert [row["accuracy"] for row in results.chosen_rows({"format": "FP8"})] == [0.5]
+    assert [row["accuracy"] for row in results.chosen_rows({"format": "fp8"})] == [0.25]
+
+
 def test_only_numbers_have_a_mean_and_a_best(tmp_path: Path) -> None:
     results = written(tmp_path, {("fp16", "none"): (0.5,)})
     for look in (results.best, lambda name: results.table(metric=name)):

@@ -14,6 +14,8 @@ from ada_loss.files import write_atomically
 from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.cells.telemetry import npz
 from ada_loss.lab.results import Results
+from ada_loss.lab.results.overview import overview
+from ada_loss.lab.results.sections import Section, as_html, as_text
 from ada_loss.lab.results.verdict import Verdict
 from ada_loss.lab.sweep.driver import sweep
 
@@ -328,3 +330,31 @@ def test_gradients_that_are_rounded_stochastically_are_named_where_they_are(tmp_
     assert {*outcomes(verdict)} == {"a (adaptive, gradients rounded stochastically)", "a (none)", "b (adaptive)"}
     assert len(results.tables()) == 1  # the rounding follows from format and scaling, and is not a table of its own
     assert results.table().mean("a", "adaptive") == pytest.approx(sum(WORSE) / 5)
+
+
+def test_a_format_that_matches_is_said_with_its_difference(tmp_path: Path) -> None:
+    (verdict,) = written(tmp_path, {("fp32", "none"): FLOAT32, ("fp16", "none"): SAME}).verdicts()
+    (one,) = verdict.combinations
+    points = round(100 * float(np.subtract(FLOAT32, SAME).mean()), 1) + 0.0
+    assert verdict.statement(one).startswith(f"no more than 1 point below float32: {points} [")
+
+
+def test_without_a_direction_no_setting_of_a_format_is_its_best(tmp_path: Path) -> None:
+    cells = {("fp32", "none"): FLOAT32, ("fp16", "none"): SAME, ("fp16", "torch"): WORSE}
+    results = written(tmp_path, cells, metrics={"thing": 0.5})
+    (verdict,) = results.verdicts()
+    row = overview(results, verdict)[-1]
+    assert (row.format, row.best, row.metric, row.difference) == ("fp16", "-", "-", "-")
+
+
+def test_a_list_of_names_is_wrapped_at_110_characters_behind_a_name() -> None:
+    names = [f"format{i:02}" for i in range(27)]  # of 8 characters; nine and what stands between are 98, ten 109
+    text = as_text("", [Section("match", "Matches", [(name, "") for name in names])], "")
+    lines = [names[:9], names[9:18], names[18:]]
+    assert text.splitlines()[1:] == [f"  {' · '.join(line)}{' ·' * (line is not lines[-1])}" for line in lines]
+
+
+def test_what_is_said_in_one_line_stands_beside_its_name() -> None:
+    html = as_html("", [Section("short", "Short", [("fp16", "by 1"), ("e5m2", "none: by 2\ntorch: by 3")])], "")
+    assert "<li><b>fp16</b> by 1</li>" in html
+    assert "<li><b>e5m2</b><br>none: by 2<br>torch: by 3</li>" in html
