@@ -18,8 +18,6 @@ from fpsim.insight.rows import Rows
 
 __all__ = ["Curve", "Curves", "curves"]
 
-POINTS = 200
-
 
 @dataclass(frozen=True)
 class Curve:
@@ -99,9 +97,7 @@ def _over_seeds(reduce: Any, values: NDArray[np.float64]) -> NDArray[np.float64]
         return reduce(values, axis=0)  # type: ignore[no-any-return]
 
 
-def curves(
-    results: StoredResults, name: str = "loss", where: Mapping[str, Any] | None = None, points: int = POINTS
-) -> Curves:
+def curves(results: StoredResults, name: str, where: Mapping[str, Any] | None, points: int) -> Curves:
     """See `Results.curves`."""
     if not is_whole(points, least=1):
         raise ValueError(f"points={shown(points)} is invalid. Expected: 1 or more.")

@@ -146,7 +146,7 @@ def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] |
     cell has such a curve of two points.
     """
     try:
-        drawn = [*curves(results, name, points=POINTS)]
+        drawn = [*curves(results, name, None, POINTS)]
     except ValueError:
         return None
     drawn = [curve for curve in drawn if len(curve.steps) > 1 and np.isfinite(curve.mean).any()]

@@ -14,6 +14,7 @@ from layerwise_cases import assert_same, backward, gradients, seeded
 from torch import Tensor, nn
 
 from ada_loss import AdaLossScaled, Recorder
+from ada_loss.layerwise import engine
 from ada_loss.layerwise.schedule import Schedule
 from ada_loss.layerwise.sites import ProductEdge, SiteState
 from fpsim import Policy, quantize, record, scaling
@@ -59,6 +60,21 @@ def test_between_updates_gradients_are_looked_at_as_they_are_rounded_and_come_ou
         assert_same(got, want)
     assert at_once == []
     assert_same(kept[1], run(1, None)[1])  # of gradients of the same size
+
+
+def test_where_every_other_step_updates_the_steps_between_take_no_moments(
+    case: tuple[nn.Module, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = case
+    model = quantize(model, Policy(error="fp16", weight_grad="fp16"))
+    taken = spied(monkeypatch, engine, "moments_of")
+    has_taken = []
+    with AdaLossScaled(model, branches="original", update_every=2):
+        for _ in range(4):
+            taken.clear()
+            backward(model, x, 1e-6)
+            has_taken.append(len(taken) > 0)
+    assert has_taken == [True, False, True, False]
 
 
 @pytest.mark.parametrize("recorder", [None, Recorder()], ids=["alone", "recorded"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from instants import interrupted
@@ -59,7 +60,9 @@ def test_bad_input_is_refused_with_what_to_do() -> None:
         ({"accum_upper_bound": True}, "accum_upper_bound=True is invalid. Expected: a finite number above 0"),
         ({"update_every": True}, "update_every=True is invalid. Expected: 1 for every step, or more"),
         ({"branches": "both"}, "branches='both' is invalid. Expected: 'exact' or 'original'"),
+        ({"branches": np.array(["exact", "original"])}, "Expected: 'exact' or 'original'"),
         ({"u_min": "half"}, "u_min='half'"),
+        ({"u_min": np.array(["smallest", "flush"])}, "Expected: 'smallest', 'flush' or 'normal'"),
         ({"rule": "exact", "branches": "original"}, "branches='original' was given with the rule 'exact'"),
         *(
             ({"rule": rule, **given}, "{}={} was given with the rule '{}'".format(*next(iter(given.items())), rule))

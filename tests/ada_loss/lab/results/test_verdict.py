@@ -358,3 +358,7 @@ def test_what_is_said_in_one_line_stands_beside_its_name() -> None:
     html = as_html("", [Section("short", "Short", [("fp16", "by 1"), ("e5m2", "none: by 2\ntorch: by 3")])], "")
     assert "<li><b>fp16</b> by 1</li>" in html
     assert "<li><b>e5m2</b><br>none: by 2<br>torch: by 3</li>" in html
+
+
+def test_where_no_training_reached_its_end_there_is_no_table_of_seconds_either(tmp_path: Path) -> None:
+    assert written(tmp_path, {("fp16", "none"): (math.nan,)}, metrics={}, seconds=2.0).tables("seconds") == []
