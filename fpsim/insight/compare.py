@@ -189,7 +189,7 @@ def compare(
     require_memory(model)
     require_whole("draws", draws, 1, MOST_DRAWS)
     require_seed(seed)
-    if seed + draws > MOST_SEED:
+    if seed + draws - 1 > MOST_SEED:
         raise ValueError(f"seed={shown(seed)} leaves no seeds for draws={draws}. Expected: a smaller one.")
     if loss is not None:
         require_callable("loss", loss, "lambda output: output.mean()")

@@ -235,3 +235,10 @@ def test_binades_are_those_from_the_200th_part_of_the_numbers_to_that_from_above
     assert binades_in({0: 198, 5: 2}) == 6
     assert binades_in({-5: 2, 0: 198}) == 6
     assert binades_in({}) == 0
+
+
+def test_a_seed_with_too_few_above_it_is_refused() -> None:
+    model, x = nn.Linear(1, 1), torch.ones(1, 1)
+    assert fpsim.compare(model, "fp16", "bf16", x, draws=3, seed=2**64 - 3)  # the last is 2**64 - 1
+    with pytest.raises(ValueError, match=r"leaves no seeds for draws=3\. Expected: a smaller one"):
+        fpsim.compare(model, "fp16", "bf16", x, draws=3, seed=2**64 - 2)

@@ -331,3 +331,8 @@ def test_an_operation_is_not_named_for_a_module_that_another_thread_runs() -> No
     found = fpsim.diagnose(model, lambda: model(x).sum().backward())
     assert found.cause is not None
     assert found.cause["site"] == ":exp"
+
+
+def test_a_step_that_runs_nothing_of_the_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^fpsim\.diagnose saw no operation"):
+        fpsim.diagnose(nn.Linear(1, 1), lambda: None)

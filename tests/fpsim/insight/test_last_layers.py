@@ -155,3 +155,10 @@ def test_a_wider_or_stochastic_last_layer_is_not_warned_of(policy: Any) -> None:
         warnings.simplefilter("error")
         fpsim.quantize(model, policy)
         fpsim.quantize(model[2], "mxfp4")  # a single layer is not a model with a head
+
+
+def test_a_recording_is_not_told_of_the_step_that_finds_the_last_layers() -> None:
+    model = fpsim.quantize(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), "fp16")
+    with fpsim.record(model) as recording:
+        assert fpsim.last_layers(model, lambda: model(torch.ones(1, 2)).sum()) == ["1"]
+    assert recording.rows() == []

@@ -300,3 +300,7 @@ def test_a_value_without_a_length_is_written_in_the_picture() -> None:
     assert written == {"weight": [], "error": [" inf"]}
     (axes,) = recording.plot("weight", "row_bias").axes  # which weights do not have
     assert [text.get_text() for text in axes.texts] == [" -"]
+
+
+def test_a_recording_of_ones_own_begins_with_every_step() -> None:
+    assert fpsim.Recording().state_dict()["every"] == 1

@@ -297,3 +297,12 @@ def test_a_quantised_model_is_recorded_and_not_watched() -> None:
     model = fpsim.quantize(nn.Sequential(nn.Linear(2, 2)), "fp16")
     with pytest.raises(ValueError, match=r"This model is quantised\. Expected: `with fpsim\.record\(model\):`"):
         fpsim.watch(model, ["fp16"], every=1)
+
+
+def test_a_parameter_with_a_gradient_of_ones_that_no_step_moves_is_named() -> None:
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with fpsim.watch(model, ["fp16"], every=1, optimizer=optimizer) as watching:
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    assert watching.never_moved() == ["0.weight"]

@@ -28,7 +28,7 @@ from fpsim.emulation.calls import call_of
 from fpsim.insight.reasons.against import _is_noise, _relative
 from fpsim.insight.reasons.attempts import Attempts
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.numbers import Ends, Glance
+from fpsim.insight.reasons.numbers import Ends, Glance, glance, is_mask_like
 from fpsim.insight.reasons.timeline import Timeline
 from fpsim.insight.reasons.trials import Change, Outcome
 from fpsim.insight.reasons.widening import Widening
@@ -624,6 +624,7 @@ def test_the_first_eps_that_the_format_has_is_tried_in_the_place_of_one_that_it_
     found = fpsim.why(model, lambda: model(torch.zeros(2, 4).half()).float().sum().backward())
     assert found.tried[0]["remedy"] == "eps"
     assert found.tried[0]["value"] == 1e-7
+    assert ", call " not in str(found).splitlines()[0]  # it is called once
 
 
 @pytest.mark.parametrize(
@@ -692,3 +693,13 @@ def test_a_run_is_looked_into_only_where_its_end_does_not_tell(
     )
     assert (attempts.works(Change(policies=policies)) is None) is bool(bad)
     assert taken == looks
+
+
+def test_zeros_and_masks_are_known_by_their_numbers() -> None:
+    assert [glance(torch.tensor(x)).has_zeros for x in ([1.0, 0.5], [1.0, 0.0])] == [False, True]
+    assert [is_mask_like(torch.tensor([-math.inf, x])) for x in (0.0, 0.5)] == [True, False]
+
+
+def test_an_event_that_counts_nothing_has_none() -> None:
+    row = Event("optimizer", "rate is NaN", "group 0", "update").row()
+    assert (row["count"], row["of"]) == (0, 0)

@@ -444,3 +444,9 @@ def test_a_trace_is_refused(net: Net, x: Tensor) -> None:
 def test_random_bits_are_checked_where_nothing_is_stochastic_too(bits: object) -> None:
     with pytest.raises(ValueError, match=r"random_bits=.*Expected: 1 to 32"):
         Policy("fp16", random_bits=bits)  # type: ignore[arg-type]
+
+
+def test_a_layer_with_two_names_is_summarised_once() -> None:
+    layer = nn.Linear(2, 2)
+    model = quantize(nn.Sequential(nn.Sequential(layer), nn.Sequential(layer)), "fp16")
+    assert [row.module for row in fpsim.summary(model)] == ["(model)", "0", "0.0", "1"]
