@@ -259,7 +259,10 @@ def fill(emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, 
 def set_data(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`x.data = y` and `x.set_(y)`: the tensor takes the other's memory, and its dtype with it."""
+    """`x.data = y` and `torch.ops.aten.set_`: the tensor takes the other's memory, and its dtype with it.
+
+    torch shows `x.set_(y)` to no mode: for us it is a write, after which the tensor is rounded again.
+    """
     x, other = args[0], next((y for y in (*args[1:], *kwargs.values()) if isinstance(y, Tensor)), None)
     out = call(func, args, kwargs)
     if other is not None and not isinstance(x, nn.Parameter):

@@ -25,12 +25,14 @@ from torch import nn
 import fpsim
 from fpsim.__main__ import main
 from fpsim.emulation.calls import call_of
+from fpsim.insight.masks import leaking
 from fpsim.insight.reasons.against import _is_noise, _relative
 from fpsim.insight.reasons.attempts import Attempts
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.numbers import Ends, Glance, glance, is_mask_like
 from fpsim.insight.reasons.timeline import Timeline
 from fpsim.insight.reasons.trials import Change, Outcome
+from fpsim.insight.reasons.updates import Updates
 from fpsim.insight.reasons.widening import Widening
 from fpsim.insight.why import _advice
 from fpsim.models.quantize import listeners
@@ -703,3 +705,24 @@ def test_zeros_and_masks_are_known_by_their_numbers() -> None:
 def test_an_event_that_counts_nothing_has_none() -> None:
     row = Event("optimizer", "rate is NaN", "group 0", "update").row()
     assert (row["count"], row["of"]) == (0, 0)
+
+
+def test_what_a_step_would_give_in_float32_is_that_of_the_first_step() -> None:
+    model = nn.Linear(1, 1, bias=False).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    updates = Updates(model)
+    for weight in (1.0, 2.0):
+        with torch.no_grad():
+            model.weight.fill_(weight)
+        model.weight.grad = torch.full((1, 1), 1e-3).half()
+        updates.before(optimizer)
+    wanted = 1.0 - 0.25 * torch.full((1, 1), 1e-3).half().float()
+    assert torch.equal(updates.masters["weight"], wanted)
+    assert updates.masters["weight"].dtype is torch.float32
+
+
+@pytest.mark.parametrize(("weight", "counts"), [(0.9e-5, False), (1.1e-5, True)])
+def test_a_hundred_thousandth_on_a_masked_position_is_a_leak(weight: float, counts: bool) -> None:
+    scores = SimpleNamespace(notes={"masked": torch.tensor([[False, True]])})
+    softmax: Any = SimpleNamespace(name="softmax", sources=[scores])
+    assert (leaking(softmax, torch.tensor([[1.0 - weight, weight]])) is not None) is counts
