@@ -46,9 +46,8 @@ def as_text(head: str, sections: Sequence[Section], foot: str) -> str:
     for section in sections:
         lines.append(f"{section.title}:")
         if section.listed:
-            names = APART.replace(" ", "\N{NO-BREAK SPACE}", 1).join(
-                section.listed
-            )  # a line does not begin with the dot
+            # no break before the dot: a line does not begin with it
+            names = APART.replace(" ", "\N{NO-BREAK SPACE}", 1).join(section.listed)
             wrapped = textwrap.wrap(names, WIDTH, initial_indent="  ", subsequent_indent="  ", break_long_words=False)
             lines += [line.replace("\N{NO-BREAK SPACE}", " ") for line in wrapped]
         width = min(max((len(label) for label, _ in section.named), default=0), WIDEST_LABEL)
