@@ -221,9 +221,10 @@ _fused: set[Any] = set()
 
 
 def fuse_in_inductor(operator: Any, inside: Callable[..., Any]) -> None:
-    """Let inductor write `inside(ops, *elements, dtype, *words)` where a program calls an element-wise operator.
+    """Let inductor write `inside(ops, dtype, *arguments)` where a program calls an element-wise operator.
 
-    operator: of tensors, of which the first gives shape and dtype and others may be None, and then words.
+    operator: of tensors and words; the first tensor gives shape and dtype.
+    inside: is given an element in the place of each tensor.
     Does nothing where torch.compile was not imported, or where it was done.
     """
     if operator in _fused or "torch._dynamo" not in sys.modules:
@@ -231,13 +232,13 @@ def fuse_in_inductor(operator: Any, inside: Callable[..., Any]) -> None:
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import ops
 
-    def lower(x: Any, noise: Any, *words: Any) -> Any:
-        loads = [None if t is None else t.make_loader() for t in (x, noise)]
+    def lower(x: Any, *words: Any) -> Any:
+        loads = [t.make_loader() if isinstance(t, ir.TensorBox) else None for t in (x, *words)]
         dtype = x.get_dtype()
 
         def inner(index: Any) -> Any:
-            elements = [None if load is None else load(index) for load in loads]
-            return inside(ops, *elements, dtype, *words)
+            elements = [t if load is None else load(index) for t, load in zip((x, *words), loads, strict=True)]
+            return inside(ops, dtype, *elements)
 
         return ir.Pointwise.create(device=x.get_device(), dtype=dtype, inner_fn=inner, ranges=list(x.get_size()))
 

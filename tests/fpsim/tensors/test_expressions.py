@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fpsim
 from fpsim.formats.blocks import as_element
 from fpsim.formats.floats import CATALOGUE
 from fpsim.kernels.codebook_tables import any_plan
@@ -118,3 +119,43 @@ def test_inductor_writes_the_same_bits() -> None:
     for spec, got in zip(specs, found[len(specs) :], strict=False):  # no product is taken into the rounding
         expected = rounded(x * 1.1, spec)
         assert torch.equal(got.nan_to_num(77.0), expected.nan_to_num(77.0)), spec
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 1000], ids=str)
+def test_inductor_keeps_the_casts_of_float16(size: int) -> None:
+    """Inductor drops casts to a smaller dtype where it may compute in float32; what is left of a vector is a loop."""
+    spec = rounding_spec("fp16")
+    torch._dynamo.reset()
+
+    @torch._dynamo.nonstrict_trace
+    def each(x: Tensor) -> list[Tensor]:
+        twice = round_traced(round_traced(x, spec, True) * 1.5, spec)
+        return [round_traced(x, spec, True), round_traced(x, spec), twice, round_traced(x.half(), spec).float()]
+
+    program = torch.compile(lambda x: each(x), fullgraph=True, dynamic=False)
+    borders = [3.4028235e38, -3.4028235e38, math.inf, -math.inf, math.nan, 65519.99, 65520.0, 2.0**-25, 2.0**-24, -0.0]
+    x = torch.cat([torch.tensor(borders), patterns("fp16")])[:size]
+    expected = [
+        rounded(x, spec, keep_masks=True),
+        rounded(x, spec),
+        rounded(rounded(x, spec, keep_masks=True) * 1.5, spec),
+        x.half().float(),
+    ]
+    for found, wanted in zip(program(x), expected, strict=True):
+        assert torch.equal(found.nan_to_num(77.0), wanted.nan_to_num(77.0))
+    for found, wanted in zip(program(x)[:2], expected, strict=False):
+        assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))  # payloads of NaN too
+
+
+def test_the_gradient_of_a_cast_is_that_of_a_rounding() -> None:
+    torch.manual_seed(0)
+    model = fpsim.quantize(nn.Sequential(nn.Linear(9, 17), nn.GELU(), nn.Linear(17, 3)), "fp16")
+    x = torch.randn(5, 9) * 100
+    gradients = []
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager"), torch.compile(model, fullgraph=True)):
+        model.zero_grad()
+        run(x).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for other in gradients[1:]:
+        for found, wanted in zip(other, gradients[0], strict=True):
+            assert torch.equal(found, wanted)
