@@ -206,14 +206,15 @@ def generated(model: nn.Module, is_frozen: bool = False) -> Repeated:
     return work
 
 
-def evaluated(model: nn.Module, is_frozen: bool = False) -> Repeated:
-    """Evaluations of two texts of 256 tokens."""
+def evaluated(model: nn.Module, texts: int, is_frozen: bool = False) -> Repeated:
+    """Evaluations of so many texts of 256 tokens."""
     text = torch.randint(3, 4096, (1, 256))
 
     def work(times: int) -> None:
         for _ in range(times):
             with torch.no_grad(), fpsim.frozen(model) if is_frozen else nullcontext():
-                model(text), model(text)
+                for _ in range(texts):
+                    model(text)
 
     return work
 
@@ -225,7 +226,10 @@ def generations() -> dict[str, Timed]:
         model = fpsim.quantize(plain, fmt)
         rows[f"{TOKENS} tokens, {fmt}, frozen"] = Timed(generated(plain), generated(model, True), goal, pairs=5)
         rows[f"{TOKENS} tokens, {fmt}"] = Timed(generated(plain), generated(model), None, pairs=5)
-        rows[f"evaluation, {fmt}, frozen"] = Timed(evaluated(plain), evaluated(model, True), 1.4, pairs=5)
+        for texts in (2, 16):
+            rows[f"evaluation of {texts} texts, {fmt}, frozen"] = Timed(
+                evaluated(plain, texts), evaluated(model, texts, True), 1.4, pairs=5
+            )
     return rows
 
 
