@@ -187,7 +187,7 @@ def make_numbers_from(width: int, first: int = 0) -> Callable[..., Any]:
     """
     uint, sint, to_top, i = *integers(width), width - 32, first
 
-    @njit(inline="always")
+    @njit(inline="always", keeps_types=True)
     def numbers_from(p):
         return Numbers(
             sint(p[i]), sint(p[i + 1]), uint(p[i + 2]), uint(p[i + 3]), uint(p[i + 4]), uint(p[i + 5]),
@@ -197,7 +197,7 @@ def make_numbers_from(width: int, first: int = 0) -> Callable[..., Any]:
     return numbers_from  # type: ignore[no-any-return]
 
 
-@njit(forceinline=True)
+@njit(forceinline=True, keeps_types=True)
 def with_ends(numbers, origin, largest, overflow, smallest):
     """The numbers with others in the place of the four that a scale moves."""
     return Numbers(
@@ -218,7 +218,7 @@ def make_at_scale(width: int) -> Callable[..., Any]:
     uint, sint = integers(width)
     infinity, mantissa_bits = np.int64(container.bits(float("inf"))), np.int64(container.mantissa_bits)
 
-    @njit(forceinline=True)
+    @njit(forceinline=True, keeps_types=True)
     def at_scale(numbers, log2_scale):
         step, overflow = np.int64(np.int64(log2_scale) << mantissa_bits), np.int64(numbers.overflow)
         moved = overflow if overflow >= infinity else np.int64(overflow - step)

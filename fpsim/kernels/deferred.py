@@ -41,11 +41,15 @@ class Function(Deferred):
     With `inline="always"` Numba inlines it. With `forceinline=True` LLVM does in loops of the CPU, which is faster, and
     Numba elsewhere. Numba must where memory on the stack would be gone when the function returns, and should where
     arrays are given, whose owners a call counts.
+
+    keeps_types: where Python calls it, as CUDA's simulator does, it runs in Python: what is compiled gives plain
+    integers in the place of NumPy's.
     """
 
-    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any], keeps_types: bool) -> None:
         super().__init__(self._compile)
         self.py_func, self._options = function, options  # `py_func` and `targetoptions` are Numba's names
+        self._keeps_types = keeps_types
 
     @property
     def targetoptions(self) -> dict[str, Any]:
@@ -63,7 +67,7 @@ class Function(Deferred):
         return callee_type(self.py_func, self._options) if is_called else super()._numba_type_
 
     def __call__(self, *arguments: Any) -> Any:
-        return self.compiled(*arguments)
+        return (self.py_func if self._keeps_types else self.compiled)(*arguments)
 
 
 class Intrinsic(Deferred):
@@ -79,9 +83,11 @@ class Intrinsic(Deferred):
         return intrinsic(self.generator)
 
 
-def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """`numba.njit`, deferred."""
-    return Function(function, options) if function is not None else lambda function: Function(function, options)
+def njit(function: Callable[..., Any] | None = None, *, keeps_types: bool = False, **options: Any) -> Any:
+    """`numba.njit`, deferred. keeps_types: see Function."""
+    if function is None:
+        return lambda function: Function(function, options, keeps_types)
+    return Function(function, options, keeps_types)
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:

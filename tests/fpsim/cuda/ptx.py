@@ -57,8 +57,9 @@ def test_the_kernels_of_blocks_compile(rule: int, kind: int) -> None:
     text = block_teams.cuda_rounding(rule, 1, 1, kind).ptx((8, 0))
     assert ".entry" in text
     arithmetic = FLOATING.findall(str(text))
-    if kind == blocks.POWER:  # the scale alone is a float: it is moved, never computed with
-        assert set(re.findall(r"\s(add|sub|mul|fma|div|max|min|cvt)\.\S*f(?:32|64)", str(text))) == set()
+    if kind == blocks.POWER:  # float32 is moved, never computed with; in float64 a subnormal is made normal, exactly
+        assert set(re.findall(r"\s(add|sub|mul|fma|div|max|min|cvt)\.\S*f32", str(text))) == set()
+        assert set(re.findall(r"\s(add|sub|mul|fma|div|max|min|cvt)\.\S*f64", str(text))) <= {"cvt", "mul"}
     else:
         assert arithmetic != []
         assert "fma" not in str(text)  # each operation is rounded by itself

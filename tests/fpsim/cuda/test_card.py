@@ -18,6 +18,7 @@ from kernel_cases import COMPILED
 
 import fpsim
 from fpsim.kernels.card import CudaKernel, array_words, assembled, scalar_kernel
+from fpsim.kernels.core import NUMBERS
 from fpsim.kernels.kept import kept_code
 from fpsim.kernels.round import ALIGNED, HAS_KEY, HAS_SCALE, cuda_loop
 from fpsim.tensors import launch
@@ -74,7 +75,7 @@ def test_the_assembler_knows_how_many_threads_there_are(name: str) -> None:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     """A driver for all kernels; tensors of the CPU are launched as those of a card would be."""
-    driver = Driver(15)
+    driver = Driver(7 + NUMBERS)  # as a rounding has
     launch.kernel_for.cache_clear()
     cuda_loop.cache_clear()  # a kernel remembers what launches it
     monkeypatch.setattr(CudaKernel, "load", lambda self, device, stream=0: self.bind(device, driver, None))
