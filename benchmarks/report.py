@@ -348,6 +348,7 @@ def instructions(report: Report) -> None:
     from sass import disassembled, disassembler, instructions_per_element
 
     from fpsim.kernels.round import cuda_loop
+    from fpsim.tensors.spec import any_spec
 
     if disassembler() is None:
         print("instructions   not counted: pip install nvidia-cuda-nvdisasm nvidia-nvjitlink")
@@ -358,6 +359,31 @@ def instructions(report: Report) -> None:
                 count = instructions_per_element(disassembled(cuda_loop(rule, shape, width), (9, 0)), width // 8)
                 goals = {"goal": goal, "at_least": False} if width == 32 else {}
                 report.add("instructions", f"{name} {mode}, float{width}", count, "an element", **goals)
+    for name in ("mxfp8_e4m3", "mxfp4", "nvfp4"):
+        for mode in ("nearest_even", "stochastic"):
+            for shape, axis in (((4096, 4096), 1), ((4096, 4094), 1), ((4096, 4096), 0)):
+                count = _of_blocks(any_spec(name, mode), torch.Size(shape), axis)
+                goals = {"goal": 80.0 if mode == "nearest_even" else 150.0, "at_least": False}
+                goals = goals if shape[axis] % 32 == 0 and axis else {}
+                report.add("instructions", f"{name} {mode} of {shape}, axis {axis}", count, "an element", **goals)
+
+
+def _of_blocks(spec: Any, shape: torch.Size, axis: int) -> float:
+    """Instructions for each element of a tensor of this shape; where a thread has more than eight, each costs the same.
+
+    The scale's reduction is a loop through which the path with the fewest does not go.
+    """
+    from sass import disassembled, instructions_per_element
+
+    from fpsim.tensors.shared_scales import block_axes, block_plan, launch_of
+
+    axes = block_axes(shape, spec.fmt.tile, axis, None)
+    work = launch_of(block_plan(spec), axes, spec.fmt)
+    sass, each = disassembled(work.kernel, (9, 0)), -(-shape.numel() // (work.grid * work.kernel.threads))
+    if work.is_dense:
+        return instructions_per_element(sass, 4, each, 1)
+    totals = {n: n * instructions_per_element(sass, 4, n, 2) for n in {min(each, 4), min(each, 8)}}
+    return (totals[each] if each in totals else totals[4] + (totals[8] - totals[4]) / 4 * (each - 4)) / each
 
 
 MANY = 50  # in less than the time that a process is left alone on a busy machine

@@ -15,7 +15,7 @@ import torch
 from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import Accumulator, as_accumulator
-from fpsim.kernels import accumulate, block_teams, hadamard, moments, tally
+from fpsim.kernels import accumulate, block_dense, block_teams, hadamard, moments, tally
 from fpsim.kernels.blocks import WIDE_NUMBERS
 from fpsim.kernels.card import CudaKernel
 from fpsim.kernels.codebook_tables import table_address, table_at
@@ -26,7 +26,14 @@ from fpsim.tensors.block_tally import limits_of
 from fpsim.tensors.gemm import summation_of
 from fpsim.tensors.hadamard import FIXED_SIGNS
 from fpsim.tensors.moments import binades, moments_of
-from fpsim.tensors.shared_scales import block_axes, block_plan, finite_amax, in_parts, shared_numbers
+from fpsim.tensors.shared_scales import (
+    block_axes,
+    block_plan,
+    finite_amax,
+    in_parts,
+    launch_of,
+    shared_numbers,
+)
 from fpsim.tensors.spec import BlockSpec, any_spec
 
 KEY = 0x0123_4567_89AB_CDEF
@@ -155,6 +162,25 @@ BLOCKS = [
     ("nf4 per 32", "nearest_even", (20, 134, 37), 1, 8),
     ("dynamic8 per 32 fp32", "stochastic", (20, 134, 37), -1, 8),
 ]
+# Blocks one behind the other, or one scale for all: the same without an axis, and which size is compiled in
+DENSE = [
+    ("mxfp8_e4m3", "nearest_even", (4, 3, 96), 32),
+    ("mxfp8_e4m3", "stochastic", (5, 32), 32),
+    ("mxfp4", "nearest_even", (3, 64), 32),
+    ("mxfp4", "stochastic", (2, 160), 32),
+    ("nvfp4", "nearest_even", (9, 48), 16),
+    ("nvfp4", "stochastic", (2, 144), 16),
+    ("e2m1fn per 32 at 0.75", "nearest_even", (3, 32), 32),
+    ("e4m3fn per 4 fp32", "up", (5, 12), 4),
+    ("e4m3fn per 8 fp32", "nearest_even", (3, 8), 8),
+    ("e5m2 per 64", "toward_zero", (2, 64), 64),
+    ("e4m3fn per 128 fp32", "nearest_even", (2, 3, 128), 128),
+    ("nf4 per 32", "nearest_even", (7, 64), 32),
+    ("dynamic8 per 32 fp32", "stochastic", (6, 32), 32),
+    ("e4m3fn per tensor fp32", "nearest_even", (3, 83), 0),
+    ("e4m3fn per tensor fp32", "stochastic", (1, 259), 0),
+    ("e5m2 per tensor", "stochastic", (9, 37), 0),
+]
 TALLIED = [("mxfp4", 1), ("e2m1fn per 32 at 0.75", -1), ("nvfp4", 1), ("e4m3fn per tensor fp32", 0)]
 
 
@@ -167,7 +193,7 @@ class Rounded(NamedTuple):
 
 
 def rounded_by(machine: Machine, x: torch.Tensor, spec: BlockSpec, axis: int, has_key: bool) -> Rounded:
-    """A tensor rounded in blocks. has_key: the key is in memory, and not a number among the arguments."""
+    """A tensor rounded in blocks by the kernel for all cuts. has_key: the key is in memory, and no argument."""
     plan, axes = block_plan(spec), block_axes(x.shape, spec.fmt.tile, axis, None)
     largest = int(x.nan_to_num(0, 0, 0).abs().max().view(torch.int32)) if spec.fmt.tensor_scale else -1
     y, scales = torch.full_like(x, 77.0), torch.zeros(math.prod(axes.blocks))
@@ -180,6 +206,23 @@ def rounded_by(machine: Machine, x: torch.Tensor, spec: BlockSpec, axis: int, ha
     words = Memory(x), Memory(y, True), *axes, *plan.parameters, shared, Memory(scales, True, True), 1, *key_words, team
     machine(kernel, grid, *words, reads=tuple(tables))
     return Rounded(y, scales, team)
+
+
+def densely_rounded_by(machine: Machine, x: torch.Tensor, spec: BlockSpec, has_key: bool) -> Rounded:
+    """A contiguous tensor rounded along its last axis by the kernel that a launch takes; a size in place of a team."""
+    plan, axes = block_plan(spec), block_axes(x.shape, spec.fmt.tile, -1, None)
+    y, scales = torch.full((x.numel() + 4,), 77.0), torch.zeros(math.prod(axes.blocks))
+    y = y[x.storage_offset() :][: x.numel()].view(x.shape)  # aligned as x is
+    work = launch_of(plan, axes, spec.fmt)
+    work = launch_of(plan, axes, spec.fmt, launched(machine, work.kernel))
+    shared, key = Memory(shared_numbers(x, spec.fmt, plan, None)), Memory(torch.tensor([KEY]))
+    key_words = (key, 1, 0) if has_key else (None, 0, KEY)
+    places = (0, WIDE_NUMBERS) if plan.shape >= BOOK else ()
+    tables = [table_at(table_address(plan.parameters[i : i + NUMBERS])) for i in places]
+    assert work.is_dense
+    words = *work.before, int(is_aligned(x) and is_aligned(y)), *plan.parameters, shared, Memory(scales, True, True)
+    machine(work.kernel, work.grid, Memory(x), Memory(y, True), *words, 1, *key_words, reads=tuple(tables))
+    return Rounded(y, scales, int(work.kernel.name.rsplit("-", 1)[1]))
 
 
 def tallied_by(machine: Machine, x: torch.Tensor, after: torch.Tensor, spec: BlockSpec, axis: int) -> torch.Tensor:
@@ -303,6 +346,7 @@ COMPILED: dict[str, Callable[[], CudaKernel]] = {
     "round": lambda: cuda_loop(0, 1, 32),
     "round, with masks": lambda: cuda_loop(6, 1, 32, Masks(1, True)),
     "blocks": lambda: block_teams.cuda_rounding(0, 1, 1, 0),
+    "blocks, dense": lambda: block_dense.cuda_rounding(0, 1, 1, 0, 32),
     "hadamard": lambda: hadamard.cuda_loop(1024, 32),
     "accumulate": lambda: accumulate.cuda_loop(summation_of(ACCUMULATORS[0]).code),
     "moments": lambda: moments.cuda_moments(4, True, False),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,12 +13,15 @@ from torch import Tensor
 
 from fpsim.checks import shown
 from fpsim.formats.blocks import BlockFormat, as_format
-from fpsim.kernels import block_loops, block_teams, blocks
+from fpsim.kernels import block_dense, block_loops, block_teams, blocks
 from fpsim.kernels.codebook_tables import any_plan
 from fpsim.kernels.core import BINARY32, make_plan, scale_limits
 from fpsim.tensors.launch import NO_KEY_ADDRESS, PARALLEL_FROM, key_arguments, on_card, parts_of, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for
 from fpsim.tensors.spec import BlockSpec, address_of
+
+if TYPE_CHECKING:
+    from fpsim.kernels.card import CudaKernel
 
 __all__ = ["BlockAxes", "Cut", "block_scales", "rounded_blocks"]
 
@@ -262,7 +265,7 @@ def _run(
         )
     if type(axis) is not int or (across is not None and type(across) is not int):
         block_axes(x.shape, f.tile, axis, across)  # which raises for what is not an axis, and may have no hash
-    plan, axes, units = _kept(spec, x.shape, axis, across, x.is_cuda)
+    plan, axes, work = _kept(spec, x.shape, axis, across, x.is_cuda)
     source = x.detach()
     if x.dtype is not torch.float32 or not x.is_contiguous():
         source = source.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
@@ -275,10 +278,11 @@ def _run(
             scales = torch.empty(axes.blocks, device=x.device)
         if spec.element.rounding == "stochastic" and key is None:
             key = new_key_for(x)
-        if units is None:
-            _run_on_card(plan, axes, key, source, out, shared, scales)
+        if isinstance(work, Launch):
+            _run_on_card(work, plan, key, source, out, shared, scales)
         else:
-            _run_on_cpu(units, key, source, out, shared, scales)
+            assert work is not None
+            _run_on_cpu(work, key, source, out, shared, scales)
     return out if x.dtype is torch.float32 else out.to(x.dtype), scales
 
 
@@ -314,17 +318,40 @@ class _Units(NamedTuple):
     addresses: tuple[int, int]
 
 
+class Launch(NamedTuple):
+    """What rounds tensors of one cut on a card: the kernel, its grid, and integers around those of the plan."""
+
+    kernel: CudaKernel
+    grid: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    is_dense: bool  # one more follows `before`: whether the memory is aligned
+
+
+def launch_of(plan: blocks.BlockPlan, axes: BlockAxes, f: BlockFormat, threads: int | None = None) -> Launch:
+    """How a card rounds a tensor. threads: of a block; None for the kernel's own."""
+    words = plan.rule, plan.shape, plan.scale_shape, plan.kind
+    # rows have a length for each tensor, and would have a kernel for each length
+    size = {"tensor": block_dense.ONE_SCALE, "row": None}.get(str(f.block), block_dense.dense_size(axes))
+    if size is None:
+        kernel = block_teams.cuda_rounding(*words)
+        grid, team = block_teams.grid_of(axes, threads or kernel.threads)
+        return Launch(kernel, grid, axes, (team,), False)
+    kernel, count = block_dense.cuda_rounding(*words, size), math.prod(axes[:5])
+    return Launch(kernel, block_dense.grid_of(count, threads or kernel.threads), (count,), (), True)
+
+
 @lru_cache(1 << 12, typed=True)  # True is not an axis
 def _kept(
     spec: BlockSpec, shape: torch.Size, axis: int, across: int | None, is_cuda: bool
-) -> tuple[blocks.BlockPlan, BlockAxes, _Units | None]:
-    """How tensors of one shape are rounded: the format's integers, the cut, and the work on the CPU."""
+) -> tuple[blocks.BlockPlan, BlockAxes, _Units | Launch | None]:
+    """How tensors of one shape are rounded: the format's integers, the cut, and the work."""
     plan, axes = block_plan(spec), block_axes(shape, spec.fmt.tile, axis, across)
     if not math.prod(shape):
         return plan, axes, None
     if spec.fmt.block == "tensor":
         axes = in_parts(axes, is_cuda)
-    return plan, axes, None if is_cuda else _units(plan, axes)
+    return plan, axes, launch_of(plan, axes, spec.fmt) if is_cuda else _units(plan, axes)
 
 
 def _units(plan: blocks.BlockPlan, axes: BlockAxes) -> _Units:
@@ -358,17 +385,17 @@ def _run_on_cpu(
 
 
 def _run_on_card(
+    work: Launch,
     plan: blocks.BlockPlan,
-    axes: BlockAxes,
     key: Tensor | None,
     source: Tensor,
     out: Tensor,
     shared: Tensor,
     scales: Tensor | None,
 ) -> None:
-    loop = block_teams.cuda_rounding(plan.rule, plan.shape, plan.scale_shape, plan.kind)
-    grid, team = block_teams.grid_of(axes, loop.threads)
-    scales_address, has_scales = (0, 0) if scales is None else (scales.data_ptr(), 1)
+    read, written = address_of(source), address_of(out)
+    before = (*work.before, int((read | written) % 16 == 0)) if work.is_dense else work.before
     parameters = on_card(plan.shape, plan.parameters, source, (0, blocks.WIDE_NUMBERS))
-    addresses = address_of(source), address_of(out), *axes, *parameters, shared.data_ptr(), scales_address
-    run_on_card(loop, source, grid, (*addresses, has_scales, *key_arguments(key), team))
+    scale_words = (0, 0) if scales is None else (scales.data_ptr(), 1)
+    words = read, written, *before, *parameters, shared.data_ptr(), *scale_words, *key_arguments(key), *work.after
+    run_on_card(work.kernel, source, work.grid, words)

@@ -135,26 +135,27 @@ def _block_spec(name: str, rounding: str = "nearest_even") -> BlockSpec:
 
 
 def _blocks() -> Iterator[Row]:
-    """Each format whose numbers share scales, along each axis, in blocks that are cut off at the end."""
+    """Each format whose numbers share scales, along each axis; blocks are cut off at the end, or all are whole."""
     generator = torch.Generator().manual_seed(0)
     binades = torch.randint(-20, 20, (301, 1, 83), generator=generator).float()
     x = torch.randn(301, 37, 83, generator=generator) * torch.exp2(binades)
     x[0, 0, 0], x[1, 2, 3], x[4] = torch.inf, torch.nan, 0.0
+    whole = x[..., :64].contiguous()
     key = torch.tensor(KEY)
     for name in (*BLOCKS, "e4m3fn per row fp32", "e4m3fn per 128x128 fp32"):
         for rounding in ("nearest_even", "stochastic"):
             spec, wrong, first = _block_spec(name, rounding), 0, ""
-            for axis in range(3):
-                expected = rounded_blocks(x, spec, axis, None, key)
-                result = rounded_blocks(x.cuda(), spec, axis, None, key).cpu()
+            for cut, axis in ((x, 0), (x, 1), (x, 2), (whole, 2)):
+                expected = rounded_blocks(cut, spec, axis, None, key)
+                result = rounded_blocks(cut.cuda(), spec, axis, None, key).cpu()
                 is_wrong = result.view(torch.int32) != expected.view(torch.int32)
                 places = (is_wrong & ~(result.isnan() & expected.isnan())).nonzero().tolist()
                 wrong += len(places)
                 if places and not first:
                     at = tuple(places[0])
-                    values = f"{float(x[at])!r} gives {float(result[at])!r}, not {float(expected[at])!r}"
-                    first = f"along axis {axis} at {at} {values}"
-            count = f"{3 * x.numel():,} numbers"
+                    values = f"{float(cut[at])!r} gives {float(result[at])!r}, not {float(expected[at])!r}"
+                    first = f"along axis {axis} of {tuple(cut.shape)} at {at} {values}"
+            count = f"{3 * x.numel() + whole.numel():,} numbers"
             yield Row(f"{name} {rounding}", not wrong, f"{wrong} of {count} differ: {first}" if wrong else count)
 
 

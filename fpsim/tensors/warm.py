@@ -8,6 +8,7 @@ import torch
 
 from fpsim.checks import require_iterable, shown
 from fpsim.formats.blocks import Format
+from fpsim.kernels.block_dense import SIZES
 from fpsim.kernels.variants import require_variant
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.moments import amax_of, binades, moments_of
@@ -59,6 +60,7 @@ def warm_up(
     for variant in variants:
         require_variant(variant, True, 1)  # a word that exists, used or not
     x, key = torch.zeros(1, device=device), torch.zeros((), dtype=torch.int64)
+    whole = torch.zeros(SIZES[-1], device=device)  # which are blocks without a rest
     specs = [
         any_spec(fmt, rounding, None, None if variant == "A" else 8, variant)
         for fmt in formats
@@ -68,6 +70,7 @@ def warm_up(
     for spec in specs:
         if isinstance(spec, BlockSpec):
             rounded_blocks(x, spec, -1, None, key)
+            rounded_blocks(whole, spec, -1, None, key)
             continue
         rounded(x, spec, key)
         for keep_infinity in (False, True):  # what an emulated model rounds lets masks pass

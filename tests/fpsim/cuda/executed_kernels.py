@@ -17,6 +17,7 @@ from emulated_card import EmulatedCard, backwards, load
 from kernel_cases import (
     ACCUMULATORS,
     BLOCKS,
+    DENSE,
     KEY,
     PREDICTING,
     SCALES_OF_LOSSES,
@@ -27,6 +28,7 @@ from kernel_cases import (
     block_spec,
     counted_by,
     decisions_at,
+    densely_rounded_by,
     factor_of,
     gathered_by,
     lost_by,
@@ -189,6 +191,19 @@ def test_blocks_have_the_bits_of_the_cpu(
     assert rounded.team == team
     assert same(rounded.y, rounded_blocks(x, spec, axis, None, torch.tensor(KEY)))
     assert same(rounded.scales, block_scales(x, spec, axis).flatten())
+
+
+@pytest.mark.parametrize(("name", "rounding", "shape", "size"), DENSE)
+def test_dense_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, shape: tuple[int, ...], size: int) -> None:
+    times = 20 if size else 400  # several blocks of threads, of which the last is not full
+    for offset in (0, 1):
+        x = numbers(times * math.prod(shape), torch.float32, offset).view(times * shape[0], *shape[1:])
+        x.view(-1)[:3], x.view(-1)[-size - 9 :] = torch.tensor([torch.nan, torch.inf, -0.0]), 0.0
+        spec = block_spec(name, rounding)
+        rounded = densely_rounded_by(CARD, x, spec, has_key=True)
+        assert rounded.team == size
+        assert same(rounded.y, rounded_blocks(x, spec, -1, None, torch.tensor(KEY)))
+        assert same(rounded.scales, block_scales(x, spec, -1).flatten())
 
 
 @pytest.mark.parametrize(("name", "axis"), TALLIED)

@@ -14,7 +14,7 @@ from numba import types
 from numba.cuda import compile_ptx
 
 from fpsim import Accumulator
-from fpsim.kernels import accumulate, block_teams, blocks, hadamard, moments, tally
+from fpsim.kernels import accumulate, block_dense, block_teams, blocks, hadamard, moments, tally
 from fpsim.kernels.compile import for_device
 from fpsim.kernels.core import BOOK, NUMBERS, SEARCHED_BOOK
 from fpsim.kernels.round import Masks, cuda_kernel, cuda_loop
@@ -63,6 +63,16 @@ def test_the_kernels_of_blocks_compile(rule: int, kind: int) -> None:
     else:
         assert arithmetic != []
         assert "fma" not in str(text)  # each operation is rounded by itself
+
+
+@pytest.mark.parametrize("rule", [0, 6], ids=["nearest_even", "stochastic"])
+def test_the_kernels_of_dense_blocks_divide_no_integer_and_load_16_bytes_at_once(rule: int) -> None:
+    for size in (0, 4, 128):
+        text = block_dense.cuda_rounding(rule, 1, 1, blocks.POWER, size).ptx((7, 5))
+        assert re.findall(r"\b(?:div|rem)\.[us]\d+", text) == []
+        assert "ld.global.v4.u32" in text
+        assert "st.global.v4.u32" in text
+        assert ("bar.sync" in text) is (size > 4 or rule == 6)  # where threads have something to tell each other
 
 
 @pytest.mark.parametrize("kind", range(5), ids=["power", "gained", "divided", "narrow", "quotient"])

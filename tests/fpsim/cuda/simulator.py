@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from kernel_cases import (
     ACCUMULATORS,
     BLOCKS,
+    DENSE,
     KEY,
     PREDICTING,
     SCALES_OF_LOSSES,
@@ -23,6 +25,7 @@ from kernel_cases import (
     block_spec,
     counted_by,
     decisions_at,
+    densely_rounded_by,
     factor_of,
     gathered_by,
     lost_by,
@@ -279,6 +282,20 @@ def test_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, axis: int) ->
     result = rounded_by(Simulator(16), x, spec, axis, has_key=False)
     assert same(result.y, rounded_blocks(x, spec, axis, None, torch.tensor(KEY)))
     assert same(result.scales, block_scales(x, spec, axis).flatten())
+
+
+@pytest.mark.parametrize(("name", "rounding", "shape", "size"), DENSE[1::3])  # all of them in executed_kernels.py
+def test_dense_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, shape: tuple[int, ...], size: int) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(shape[0], math.prod(shape[1:])) * torch.exp2(torch.linspace(-148, 120, shape[0]))[:, None]).view(
+        shape
+    )
+    x.view(-1)[:3], x.view(-1)[-9:] = torch.tensor([torch.nan, torch.inf, -0.0]), 0.0
+    spec = block_spec(name, rounding)
+    result = densely_rounded_by(Simulator(32), x, spec, has_key=False)
+    assert result.team == size
+    assert same(result.y, rounded_blocks(x, spec, -1, None, torch.tensor(KEY)))
+    assert same(result.scales, block_scales(x, spec, -1).flatten())
 
 
 @pytest.mark.parametrize(("name", "axis"), TALLIED)

@@ -1,0 +1,157 @@
+"""Blocks on a card: the kernel for blocks that lie one behind the other in memory, which is how most are cut.
+
+The number of threads that share a block is compiled in. A thread takes 16 bytes, and nothing is divided. With one scale
+for the whole tensor there are no blocks to look at, and the same kernel takes any number of elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fpsim.kernels.blocks import (
+    GAINED,
+    PARAMETERS,
+    finite_magnitude,
+    is_near,
+    make_apply,
+    make_apply_far,
+    make_block_scale,
+    make_tensor_scale,
+)
+from fpsim.kernels.compile import CUDA_THREADS, cuda_module
+from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
+from fpsim.kernels.round import exchange_halves, key_words, noise_words
+from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES
+
+if TYPE_CHECKING:
+    from fpsim.kernels.card import CudaKernel
+
+cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
+
+VECTOR = 4  # float32 that a thread takes
+WARP = NOISE_BLOCK // VECTOR  # threads that share a block of noise, and so divide those of a launch
+ONE_SCALE = 0  # in the place of a size
+SIZES = tuple(VECTOR << i for i in range(6))  # of the blocks: a team has at most a warp's threads, as one is launched
+
+
+def dense_size(axes: Sequence[int]) -> int | None:
+    """The size of the blocks if the kernel is for them. axes: of BlockAxes."""
+    _, _, _, columns, inner, r, c = axes
+    return c if inner == 1 and r == 1 and c in SIZES and columns % c == 0 else None
+
+
+def grid_of(count: int, threads: int) -> int:
+    """How many blocks of `threads` round `count` elements."""
+    return -(-count // (VECTOR * threads))
+
+
+def amax_of_team(most, shared, thread, team):
+    """The largest of what the threads of a team have, each having left its own in shared memory before a barrier."""
+    leader = np.uint64(thread // np.uint32(team)) * np.uint64(team)
+    for j in range(team):
+        most = max(most, shared[leader + np.uint64(j)])
+    return most
+
+
+def leave_noise(words, thread, vector, key0, key1):
+    """Put the noise of all elements of this thread's block of noise into shared memory, each at its element's place.
+
+    Two threads have each counter, and leave half of its words: see threefry.NOISE_BLOCK.
+    """
+    u32, u64, lanes = np.uint32, np.uint64, np.uint64(NOISE_LANES)
+    w0, w1, w2, w3 = noise_words(vector // u64(WARP) * lanes + vector % lanes, key0, key1)
+    is_second = thread % u32(WARP) >= lanes
+    first, second = (w2, w3) if is_second else (w0, w1)
+    at = u64(thread // u32(WARP)) * u64(NOISE_BLOCK) + (u64(NOISE_BLOCK // 2) if is_second else u64(0))
+    at += u64(thread % u32(NOISE_LANES))
+    words[at], words[at + lanes] = first, exchange_halves(first)
+    words[at + u64(2) * lanes], words[at + u64(3) * lanes] = second, exchange_halves(second)
+
+
+def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) -> Callable[..., None]:
+    """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
+
+    x, y: `n` uint32 in blocks of `size`, or in any number if that is ONE_SCALE, which is then given. is_aligned: both
+    begin at multiples of 16 bytes. The others are those of `block_teams.rounding_kernel`.
+    """
+    from numba import uint32
+
+    from fpsim.kernels.card import IS_SIMULATED, VECTOR_BYTES, vector_access
+
+    global cuda
+    cuda = cuda_module()
+    tensor_scale, block_scale = make_tensor_scale(kind), make_block_scale(scale_shape, kind)
+    apply, apply_far = make_apply(rule, shape, kind), make_apply_far(rule, shape, kind)
+    load, store = vector_access(32)
+    u32, u64, is_stochastic, team = np.uint32, np.uint64, draws_noise(rule), size // VECTOR
+    numbers_from, has_barrier, can_be_far = make_numbers_from(32), team > 1 or is_stochastic, kind <= GAINED
+    alignment = None if IS_SIMULATED else VECTOR_BYTES  # so that neighbours in shared memory are read at once
+    shared_amaxes, shared_words = CUDA_THREADS if team > 1 else 1, CUDA_THREADS * VECTOR if is_stochastic else 1
+
+    def kernel(x, y, n, is_aligned, p, given, scales, has_scales, key, has_key, word):
+        shared = cuda.shared.array(shared_amaxes, uint32, alignment)
+        words = cuda.shared.array(shared_words, uint32, alignment)
+        thread, whole = u32(cuda.threadIdx.x), tensor_scale(given[1], p)
+        vector = cuda.grid(1)
+        first = vector * VECTOR
+        x0, x1, x2, x3, amax = u32(0), u32(0), u32(0), u32(0), u32(0)
+        exists = first + VECTOR <= n
+        if exists:
+            if is_aligned:
+                x0, x1, x2, x3 = load(x, vector)
+            else:
+                x0, x1, x2, x3 = x[first], x[first + 1], x[first + 2], x[first + 3]
+        if team > 0:
+            amax = max(max(finite_magnitude(x0), finite_magnitude(x1)), max(finite_magnitude(x2), finite_magnitude(x3)))
+        if team > 1:
+            shared[thread] = amax
+        if is_stochastic:
+            key0, key1 = key_words(key[0] if has_key else word)
+            leave_noise(words, thread, u64(vector), key0, key1)
+        if has_barrier:
+            cuda.syncthreads()
+        if team > 1:
+            amax = amax_of_team(amax, shared, thread, team)
+        scale = block_scale(amax, given[0], whole, p)
+        numbers = with_ends(numbers_from(p), scale.origin, scale.largest, scale.overflow, scale.smallest)
+        if has_scales and (thread % u32(team) == u32(0) and exists if team > 0 else vector == 0):
+            scales[vector // team if team > 0 else 0] = scale.back
+        near, mine = not can_be_far or is_near(scale.exponent, p), u64(u32(thread * u32(VECTOR)))
+        n0, n1, n2, n3 = u32(0), u32(0), u32(0), u32(0)
+        if exists and near:
+            if is_stochastic:
+                n0, n1, n2, n3 = words[mine], words[mine + u64(1)], words[mine + u64(2)], words[mine + u64(3)]
+            x0 = apply(x0, n0, numbers, scale.by, scale.back, whole)
+            x1 = apply(x1, n1, numbers, scale.by, scale.back, whole)
+            x2 = apply(x2, n2, numbers, scale.by, scale.back, whole)
+            x3 = apply(x3, n3, numbers, scale.by, scale.back, whole)
+            if is_aligned:
+                store(y, vector, (x0, x1, x2, x3))
+            else:
+                y[first], y[first + 1], y[first + 2], y[first + 3] = x0, x1, x2, x3
+        elif can_be_far or team == 0:
+            for i in range(first, min(first + VECTOR, n)):
+                bits = words[mine + u64(i - first)] if is_stochastic else u32(0)
+                if team == 0 and near:
+                    y[i] = apply(x[i], bits, numbers, scale.by, scale.back, whole)
+                elif can_be_far:
+                    y[i] = apply_far(x[i], bits, scale.exponent, p)
+
+    return kernel
+
+
+@cache
+def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, size: int) -> CudaKernel:
+    """The kernel with its launch, in the blocks of `grid_of`."""
+    from numba import types
+
+    from fpsim.kernels.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
+
+    parameters = types.UniTuple(types.int64, PARAMETERS)
+    signature = WORDS32, WORDS32, INTEGER, INTEGER, parameters, INTEGERS, FLOATS32, INTEGER, INTEGERS, INTEGER, INTEGER
+    words = rule, shape, scale_shape, kind, size
+    return CudaKernel(lambda: for_card(dense_kernel(*words)), signature, "dense", *words)
