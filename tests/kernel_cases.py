@@ -192,12 +192,17 @@ class Rounded(NamedTuple):
     team: int
 
 
-def rounded_by(machine: Machine, x: torch.Tensor, spec: BlockSpec, axis: int, has_key: bool) -> Rounded:
-    """A tensor rounded in blocks by the kernel for all cuts. has_key: the key is in memory, and no argument."""
+def rounded_by(
+    machine: Machine, x: torch.Tensor, spec: BlockSpec, axis: int, has_key: bool, small: bool = True
+) -> Rounded:
+    """A tensor rounded in blocks by the kernel for all cuts.
+
+    has_key: the key is in memory, and not a number among the arguments. small: places are computed in 32 bits.
+    """
     plan, axes = block_plan(spec), block_axes(x.shape, spec.fmt.tile, axis, None)
     largest = int(x.nan_to_num(0, 0, 0).abs().max().view(torch.int32)) if spec.fmt.tensor_scale else -1
     y, scales = torch.full_like(x, 77.0), torch.zeros(math.prod(axes.blocks))
-    kernel = block_teams.cuda_rounding(plan.rule, plan.shape, plan.scale_shape, plan.kind)
+    kernel = block_teams.cuda_rounding(plan.rule, plan.shape, plan.scale_shape, plan.kind, small)
     grid, team = block_teams.grid_of(axes, launched(machine, kernel))
     shared, key = Memory(torch.tensor([-1, largest])), Memory(torch.tensor([KEY]))
     key_words = (key, 1, 0) if has_key else (None, 0, KEY)
@@ -232,7 +237,7 @@ def tallied_by(machine: Machine, x: torch.Tensor, after: torch.Tensor, spec: Blo
     shared = torch.cat([shared_numbers(x, spec.fmt, plan, None), whole.reshape(1)])
     axes = in_parts(axes, True) if spec.fmt.block == "tensor" else axes
     out = torch.tensor([0] * SMALLEST_SCALE + [2**63 - 1, 0])
-    kernel = block_teams.cuda_tally(plan.scale_shape, plan.kind)
+    kernel = block_teams.cuda_tally(plan.scale_shape, plan.kind, block_teams.is_small(axes))
     grid, team = block_teams.grid_of(axes, launched(machine, kernel))
     words = Memory(x), Memory(after), *axes, *plan.parameters, Memory(shared), Array(out), *limits_of(spec), team
     machine(kernel, grid, *words)

@@ -6,12 +6,14 @@ belongs to another block. So whole sectors are read and written, and a long row 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fpsim.kernels.bits import leading_zeros
 from fpsim.kernels.block_loops import element_noise, place_of
 from fpsim.kernels.block_tally import end_of_range, make_facts
 from fpsim.kernels.blocks import (
@@ -48,6 +50,7 @@ cuda: Any = None  # numba-cuda's module once it is needed; a global, because the
 ELEMENTS = 4  # of a block for each thread of its team: with fewer, the time would go to the scale
 SECTOR = 8  # float32 in the 32 bytes that a card reads at least
 BUSY = 1 << 17  # threads that fill a card
+MANY = 1 << 31  # elements, whose places need more than 32 bits
 NO_SCALE = (1 << 63) - 1  # in the place of the smallest one
 
 
@@ -65,48 +68,121 @@ def grid_of(axes: Sequence[int], threads: int) -> tuple[int, int]:
     return -(-blocks // (threads // team)), team
 
 
-def place_in_team(inner, team):
-    """The block of this thread, its number in the team, and in shared memory the first of the team and the next."""
-    thread, teams = cuda.threadIdx.x, cuda.blockDim.x // team
-    first = cuda.blockIdx.x * teams
-    if inner == 1:
-        return first + thread // team, thread % team, thread // team * team, 1
-    return first + thread % teams, thread // teams, thread % teams, teams
+def is_small(axes: Sequence[int]) -> bool:
+    """Whether the places of all elements are below 2**31, so that threads compute them in 32 bits."""
+    return math.prod(axes[:5]) < MANY and max(axes) < MANY
 
 
 @njit(inline="always")
-def next_place(j, k, length, down, along):
-    """Where in its block a thread goes on: the size of its team further, which is `down` rows and `along` columns."""
-    j, k = j + down, k + along
-    return (j + 1, k - length) if k >= length else (j, k)
+def log2(n):
+    """Of a power of two, an uint32."""
+    return np.uint32(np.uint32(31) - np.uint32(leading_zeros(n)))
 
 
-def amax_of_team(x, place, shared, member, leader, apart, team):
-    """The pattern of the largest finite magnitude of a block. All threads come here, also those without a block."""
-    base, height, length, step, inner = place
-    amax = np.uint32(0)
-    j, k, down, along = member // length, member % length, team // length, team % length
-    while j < height:
-        amax = max(amax, finite_magnitude(x[base + j * step + k * inner]))
-        j, k = next_place(j, k, length, down, along)
-    half = team // 2
-    at = leader + member * apart
-    shared[at] = amax
-    while half > 0:
+def place_in_team(inner, team):
+    """The block of this thread, its number in the team, and in shared memory the first of the team and the next.
+
+    Both the threads of a block and those of a team are a power of two.
+    """
+    u32, u64 = np.uint32, np.uint64
+    thread, threads, size = u32(cuda.threadIdx.x), u32(cuda.blockDim.x), u32(team)
+    log2_team = log2(size)
+    teams = u32(threads >> log2_team)
+    first = np.int64(cuda.blockIdx.x) * np.int64(teams)
+    if inner == 1:
+        number, member = u32(thread >> log2_team), u32(thread & u32(size - u32(1)))
+        return first + np.int64(number), member, u64(thread) - u64(member), u64(1)
+    number, member = u32(thread & u32(teams - u32(1))), u32(thread >> log2(teams))
+    return first + np.int64(number), member, u64(number), u64(teams)
+
+
+@njit(inline="always")
+def divided(n, d):
+    """The quotient of two uint32 and the rest; by a shift where the divisor is a power of two, as most are."""
+    u32 = np.uint32
+    is_power = u32(d & u32(d - u32(1))) == u32(0)
+    q = u32(n >> log2(d)) if is_power else u32(n // d)
+    return q, u32(n - u32(q * d))
+
+
+@njit(inline="always")
+def place_in_32_bits(unit, outer, rows, middle, columns, inner, r, c):
+    """As `block_loops.place_of`, for tensors that are small."""
+    u32 = np.uint32
+    height, width, along = u32(r), u32(c), u32(columns)
+    row_blocks, _ = divided(u32(rows + r - 1), height)
+    column_blocks, _ = divided(u32(columns + c - 1), width)
+    rest, lane = divided(u32(unit), u32(inner))
+    rest, column = divided(rest, column_blocks)
+    rest, m = divided(rest, u32(middle))
+    o, row = divided(rest, row_blocks)
+    row, column = u32(row * height), u32(column * width)
+    line = u32(u32(u32(o * u32(rows) + row) * u32(middle)) + m)
+    base = u32(u32(u32(u32(line * along) + column) * u32(inner)) + lane)
+    height, width = min(height, u32(u32(rows) - row)), min(width, u32(along - column))
+    return base, height if o < u32(outer) else u32(0), width, u32(u32(u32(middle) * along) * u32(inner))
+
+
+@cache
+def _make_walk(small: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """How a thread goes through its elements of a block: where it begins, and where it goes on."""
+    place, integer = (place_in_32_bits, np.uint32) if small else (place_of, np.int64)
+
+    @njit(inline="always")
+    def begin(unit, member, team, outer, rows, middle, columns, inner, r, c):
+        """The row of the block, the column and the place in memory; and how far they are apart, and where they end."""
+        base, height, length, step = place(unit, outer, rows, middle, columns, inner, r, c)
+        j, k, down, along, apart = integer(0), integer(member), integer(0), integer(team), integer(inner)
+        if along >= length:
+            j, k, down, along = (
+                integer(k // length),
+                integer(k % length),
+                integer(along // length),
+                integer(along % length),
+            )
+        index = integer(base + integer(integer(j * step) + integer(k * apart)))
+        ahead, back = integer(integer(down * step) + integer(along * apart)), integer(step - integer(length * apart))
+        return (j, k, index), (height, length, down, along, ahead, back)
+
+    @njit(inline="always")
+    def further(at, walk):
+        """The size of the team further."""
+        j, k, index = at
+        _, length, down, along, ahead, back = walk
+        j, k, index = integer(j + down), integer(k + along), integer(index + ahead)
+        if k >= length:
+            j, k, index = integer(j + integer(1)), integer(k - length), integer(index + back)
+        return j, k, index
+
+    return begin, further
+
+
+def _make_amax(further: Callable[..., Any]) -> Callable[..., Any]:
+    def amax_of_team(x, at, walk, shared, member, leader, apart, team):
+        """The pattern of the largest finite magnitude of a block. All threads come here, also those without a block."""
+        amax = np.uint32(0)
+        while at[0] < walk[0]:
+            amax = max(amax, finite_magnitude(x[at[2]]))
+            at = further(at, walk)
+        mine, half = leader + np.uint64(member) * apart, np.uint32(np.uint32(team) >> np.uint32(1))
+        shared[mine] = amax
+        while half > np.uint32(0):
+            cuda.syncthreads()
+            if member < half:
+                shared[mine] = max(shared[mine], shared[mine + np.uint64(half) * apart])
+            half = np.uint32(half >> np.uint32(1))
         cuda.syncthreads()
-        if member < half:
-            shared[at] = max(shared[at], shared[at + half * apart])
-        half //= 2
-    cuda.syncthreads()
-    return shared[leader]
+        return shared[leader]
+
+    return amax_of_team
 
 
-def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int) -> Callable[..., None]:
+def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int, small: bool) -> Callable[..., None]:
     """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
     `x` and `y` are flat memory of uint32; the dimensions are those of BlockAxes; `p` is a tuple of a BlockPlan's
     integers; `given` two int64, as `shared` of the CPU's loops; `scales` a float32 for each block, if `has_scales`. The
-    key is an int64 in memory if `has_key`, else `word`. team: as `grid_of` has it.
+    key is an int64 in memory if `has_key`, else `word`. team: as `grid_of` has it. small: of what `is_small` tells.
     """
     global cuda
     cuda = cuda_module()
@@ -114,38 +190,39 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int) -> Calla
 
     tensor_scale, block_scale = make_tensor_scale(kind), make_block_scale(scale_shape, kind)
     apply, apply_far = make_apply(rule, shape, kind), make_apply_far(rule, shape, kind)
+    begin, further = _make_walk(small)
+    amax_of_team = _make_amax(further)
     u32, is_stochastic, numbers_from = np.uint32, draws_noise(rule), make_numbers_from(32)
 
     def kernel(x, y, outer, rows, middle, columns, inner, r, c, p, given, scales, has_scales, key, has_key, word, team):
         shared = cuda.shared.array(CUDA_THREADS, uint32)
         unit, member, leader, apart = place_in_team(inner, team)
-        base, height, length, step = place_of(unit, outer, rows, middle, columns, inner, r, c)
+        at, walk = begin(unit, member, team, outer, rows, middle, columns, inner, r, c)
         amax = u32(0)
         if given[0] < 0:
-            amax = amax_of_team(x, (base, height, length, step, inner), shared, member, leader, apart, team)
+            amax = amax_of_team(x, at, walk, shared, member, leader, apart, team)
         whole = tensor_scale(given[1], p)
         scale = block_scale(amax, given[0], whole, p)
-        if has_scales and member == 0 and height > 0:
+        if has_scales and member == 0 and walk[0] > 0:
             scales[unit] = scale.back
         near = kind > GAINED or is_near(scale.exponent, p)
         numbers = with_ends(numbers_from(p), scale.origin, scale.largest, scale.overflow, scale.smallest)
         key0, key1 = key_words(key[0] if has_key else word)
-        j, k, down, along = member // length, member % length, team // length, team % length
-        while j < height:
-            index = base + j * step + k * inner
-            number, bits = x[index], u32(0)
+        while at[0] < walk[0]:
+            index, bits = at[2], u32(0)
+            number = x[index]
             if is_stochastic:
                 bits = element_noise(index, key0, key1)
             if near:
                 y[index] = apply(number, bits, numbers, scale.by, scale.back, whole)
             else:
                 y[index] = apply_far(number, bits, scale.exponent, p)
-            j, k = next_place(j, k, length, down, along)
+            at = further(at, walk)
 
     return kernel
 
 
-def tally_kernel(scale_shape: int, kind: int) -> Callable[..., None]:
+def tally_kernel(scale_shape: int, kind: int, small: bool) -> Callable[..., None]:
     """The same, of what a rounding from `x` to `y` did: one row of BLOCK_FIELDS for all, in the int64 array `out`.
 
     Arguments as those of `block_tally.cpu_loop`: `given` is three int64. A block of threads counts in shared memory.
@@ -155,7 +232,8 @@ def tally_kernel(scale_shape: int, kind: int) -> Callable[..., None]:
     from numba import int64, uint32
 
     facts, tensor_scale = make_facts(scale_shape, kind), make_tensor_scale(kind)
-    u32, i64 = np.uint32, np.int64
+    u32, i64, (begin, further) = np.uint32, np.int64, _make_walk(small)
+    amax_of_team = _make_amax(further)
 
     def kernel(x, y, outer, rows, middle, columns, inner, r, c, p, given, out, normal, saturated, of_scale, team):
         shared = cuda.shared.array(CUDA_THREADS, uint32)  # a line for each: the simulator tells them apart by it
@@ -164,13 +242,13 @@ def tally_kernel(scale_shape: int, kind: int) -> Callable[..., None]:
         for field in range(thread, BLOCK_FIELDS, cuda.blockDim.x):
             counts[field] = NO_SCALE if field == SMALLEST_SCALE else 0
         unit, member, leader, apart = place_in_team(inner, team)
-        base, height, length, step = place_of(unit, outer, rows, middle, columns, inner, r, c)
+        at, walk = begin(unit, member, team, outer, rows, middle, columns, inner, r, c)
         amax = u32(max(given[2], i64(0)))
         if given[0] < 0:
-            amax = amax_of_team(x, (base, height, length, step, inner), shared, member, leader, apart, team)
+            amax = amax_of_team(x, at, walk, shared, member, leader, apart, team)
         else:
             cuda.syncthreads()
-        if height > 0:
+        if walk[0] > 0:
             counted = member == 0 and (given[0] < 0 or unit == 0)
             if counted:
                 cuda.atomic.add(counts, BLOCKS, 1)
@@ -187,13 +265,11 @@ def tally_kernel(scale_shape: int, kind: int) -> Callable[..., None]:
                     cuda.atomic.min(counts, SMALLEST_SCALE, scale)
                     cuda.atomic.max(counts, LARGEST_SCALE, scale)
                 subnormals, saturations = 0, 0
-                j, k, down, along = member // length, member % length, team // length, team % length
-                while j < height:
-                    index = base + j * step + k * inner
-                    is_subnormal, is_saturated = end_of_range(x[index], y[index], low, high)
+                while at[0] < walk[0]:
+                    is_subnormal, is_saturated = end_of_range(x[at[2]], y[at[2]], low, high)
                     subnormals += is_subnormal
                     saturations += is_saturated
-                    j, k = next_place(j, k, length, down, along)
+                    at = further(at, walk)
                 if subnormals > 0:
                     cuda.atomic.add(counts, BLOCK_SUBNORMAL, subnormals)
                 if saturations > 0:
@@ -211,7 +287,7 @@ def tally_kernel(scale_shape: int, kind: int) -> Callable[..., None]:
 
 
 @cache
-def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int) -> CudaKernel:
+def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, small: bool = True) -> CudaKernel:
     """The kernel with its launch, in the blocks of `grid_of`."""
     from numba import types
 
@@ -220,12 +296,12 @@ def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int) -> CudaKer
     parameters = types.UniTuple(types.int64, PARAMETERS)
     key = INTEGERS, INTEGER, INTEGER
     signature = WORDS32, WORDS32, *[INTEGER] * 7, parameters, INTEGERS, FLOATS32, INTEGER, *key, INTEGER
-    words = rule, shape, scale_shape, kind
+    words = rule, shape, scale_shape, kind, small
     return CudaKernel(lambda: for_card(rounding_kernel(*words)), signature, "blocks", *words)
 
 
 @cache
-def cuda_tally(scale_shape: int, kind: int) -> CudaKernel:
+def cuda_tally(scale_shape: int, kind: int, small: bool = True) -> CudaKernel:
     """The kernel with its launch, in the blocks of `grid_of`."""
     from numba import types
 
@@ -233,5 +309,5 @@ def cuda_tally(scale_shape: int, kind: int) -> CudaKernel:
 
     parameters, out = types.UniTuple(types.int64, PARAMETERS), types.Array(types.int64, 1, "C")
     signature = WORDS32, WORDS32, *[INTEGER] * 7, parameters, INTEGERS, out, *[types.float64] * 3, INTEGER
-    words = scale_shape, kind
+    words = scale_shape, kind, small
     return CudaKernel(lambda: for_card(tally_kernel(*words)), signature, "block_tally", *words)

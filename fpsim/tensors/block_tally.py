@@ -76,7 +76,7 @@ def _on_cuda(
     row = _row(x.device)
     words = address_of(x), address_of(r), *axes, *plan.parameters, shared.data_ptr()
     row_words = array_words(row.data_ptr(), (BLOCK_FIELDS,), 8)
-    loop = block_teams.cuda_tally(plan.scale_shape, plan.kind)
+    loop = block_teams.cuda_tally(plan.scale_shape, plan.kind, block_teams.is_small(axes))
     grid, team = block_teams.grid_of(axes, loop.threads)
     run_on_card(loop, x, grid, (*words, *row_words, *limits, team))
     return row

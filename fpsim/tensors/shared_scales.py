@@ -334,7 +334,7 @@ def launch_of(plan: blocks.BlockPlan, axes: BlockAxes, f: BlockFormat, threads: 
     # rows have a length for each tensor, and would have a kernel for each length
     size = {"tensor": block_dense.ONE_SCALE, "row": None}.get(str(f.block), block_dense.dense_size(axes))
     if size is None:
-        kernel = block_teams.cuda_rounding(*words)
+        kernel = block_teams.cuda_rounding(*words, block_teams.is_small(axes))
         grid, team = block_teams.grid_of(axes, threads or kernel.threads)
         return Launch(kernel, grid, axes, (team,), False)
     kernel, count = block_dense.cuda_rounding(*words, size), math.prod(axes[:5])

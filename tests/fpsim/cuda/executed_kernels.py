@@ -202,6 +202,15 @@ def test_dense_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, shape: 
         spec = block_spec(name, rounding)
         rounded = densely_rounded_by(CARD, x, spec, has_key=True)
         assert rounded.team == size
+@pytest.mark.parametrize(("name", "rounding", "shape", "axis", "team"), [BLOCKS[0], BLOCKS[4], BLOCKS[10]])
+def test_places_in_64_bits_give_the_same(
+    name: str, rounding: str, shape: tuple[int, ...], axis: int, team: int
+) -> None:
+    x, spec = numbers(math.prod(shape), torch.float32).view(shape), block_spec(name, rounding)
+    rounded = rounded_by(CARD, x, spec, axis, has_key=True, small=False)
+    assert same(rounded.y, rounded_blocks(x, spec, axis, None, torch.tensor(KEY)))
+
+
         assert same(rounded.y, rounded_blocks(x, spec, -1, None, torch.tensor(KEY)))
         assert same(rounded.scales, block_scales(x, spec, -1).flatten())
 
