@@ -15,11 +15,11 @@ import torch
 from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import Accumulator, as_accumulator
-from fpsim.kernels import accumulate, block_dense, block_teams, hadamard, moments, tally
+from fpsim.kernels import accumulate, block_amax, block_dense, block_teams, hadamard, moments, tally
 from fpsim.kernels.blocks import WIDE_NUMBERS
 from fpsim.kernels.card import CudaKernel
 from fpsim.kernels.codebook_tables import table_address, table_at
-from fpsim.kernels.core import BINARY64, BOOK, NUMBERS
+from fpsim.kernels.core import BINARY32, BINARY64, BOOK, NUMBERS
 from fpsim.kernels.round import Masks, cuda_loop
 from fpsim.kernels.statistics import SMALLEST_SCALE
 from fpsim.tensors.block_tally import limits_of
@@ -27,6 +27,7 @@ from fpsim.tensors.gemm import summation_of
 from fpsim.tensors.hadamard import FIXED_SIGNS
 from fpsim.tensors.moments import binades, moments_of
 from fpsim.tensors.shared_scales import (
+    asked_of,
     block_axes,
     block_plan,
     finite_amax,
@@ -181,6 +182,7 @@ DENSE = [
     ("e4m3fn per tensor fp32", "stochastic", (1, 259), 0),
     ("e5m2 per tensor", "stochastic", (9, 37), 0),
 ]
+SHARING = ["nvfp4", "e4m3fn per tensor fp32", "e5m2 per tensor", "e4m3fn per tensor e4m3fn", "mxfp8_e4m3"]
 TALLIED = [("mxfp4", 1), ("e2m1fn per 32 at 0.75", -1), ("nvfp4", 1), ("e4m3fn per tensor fp32", 0)]
 
 
@@ -228,6 +230,16 @@ def densely_rounded_by(machine: Machine, x: torch.Tensor, spec: BlockSpec, has_k
     words = *work.before, int(is_aligned(x) and is_aligned(y)), *plan.parameters, shared, Memory(scales, True, True)
     machine(work.kernel, work.grid, Memory(x), Memory(y, True), *words, 1, *key_words, reads=tuple(tables))
     return Rounded(y, scales, int(work.kernel.name.rsplit("-", 1)[1]))
+
+
+def shared_by(machine: Machine, x: torch.Tensor, spec: BlockSpec) -> torch.Tensor:
+    """What the blocks of a tensor share, two int64, and its amax."""
+    out, kernel = torch.full((block_amax.PLACES,), -1), block_amax.cuda_amax()
+    launched(machine, kernel)
+    asked, largest = asked_of(spec.fmt, block_plan(spec).kind), BINARY32.bits(spec.fmt.largest)
+    blocks = moments.partial_words(x.numel(), 4)[0]
+    machine(kernel, blocks, Memory(x), x.numel(), int(is_aligned(x)), largest, asked, Array(out))
+    return out[: block_amax.FOUND + 1]
 
 
 def tallied_by(machine: Machine, x: torch.Tensor, after: torch.Tensor, spec: BlockSpec, axis: int) -> torch.Tensor:
@@ -352,6 +364,7 @@ COMPILED: dict[str, Callable[[], CudaKernel]] = {
     "round, with masks": lambda: cuda_loop(6, 1, 32, Masks(1, True)),
     "blocks": lambda: block_teams.cuda_rounding(0, 1, 1, 0),
     "blocks, dense": lambda: block_dense.cuda_rounding(0, 1, 1, 0, 32),
+    "amax": block_amax.cuda_amax,
     "hadamard": lambda: hadamard.cuda_loop(1024, 32),
     "accumulate": lambda: accumulate.cuda_loop(summation_of(ACCUMULATORS[0]).code),
     "moments": lambda: moments.cuda_moments(4, True, False),

@@ -38,7 +38,7 @@ FLOORS = (
         "blocks moments round sums tally",
         "accumulate block_loops hadamard",
         "block_tally",
-        "block_dense block_teams",
+        "block_amax block_dense block_teams",
     ),
     (
         "fpsim.tensors",

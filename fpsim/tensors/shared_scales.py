@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fpsim.checks import shown
 from fpsim.formats.blocks import BlockFormat, as_format
-from fpsim.kernels import block_dense, block_loops, block_teams, blocks
+from fpsim.kernels import block_amax, block_dense, block_loops, block_teams, blocks
 from fpsim.kernels.codebook_tables import any_plan
 from fpsim.kernels.core import BINARY32, make_plan, scale_limits
+from fpsim.kernels.moments import partial_words
 from fpsim.tensors.launch import NO_KEY_ADDRESS, PARALLEL_FROM, key_arguments, on_card, parts_of, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for
 from fpsim.tensors.spec import BlockSpec, address_of
@@ -158,11 +159,18 @@ def _axis(axis: int, shape: torch.Size, name: str) -> int:
 
 def finite_amax(x: Tensor) -> Tensor:
     """The pattern of the largest finite magnitude of a contiguous tensor, an int64 on its device."""
-    if x.is_cuda:
-        magnitudes = x.detach().abs()
-        amax = torch.where(magnitudes < math.inf, magnitudes, 0).amax()
-        return amax.view(torch.int32).long()
-    return torch.tensor(_amax_on_cpu(x))
+    return _amax_on_card(x, 0)[block_amax.FOUND] if x.is_cuda else torch.tensor(_amax_on_cpu(x))
+
+
+def _amax_on_card(x: Tensor, asked: int, largest: float = 1.0) -> Tensor:
+    """What one pass over a contiguous tensor finds, int64 at the places of kernels.block_amax. asked: its flags."""
+    from fpsim.kernels.card import array_words
+
+    out = torch.full((block_amax.PLACES,), -1, dtype=torch.int64, device=x.device)
+    address, words = address_of(x), array_words(address_of(out), (block_amax.PLACES,), 8)
+    arguments = address, x.numel(), int(address % 16 == 0), BINARY32.bits(largest), asked, *words
+    run_on_card(block_amax.cuda_amax(), x, partial_words(x.numel(), 4)[0], arguments)
+    return out
 
 
 def _amax_on_cpu(x: Tensor) -> int:
@@ -221,14 +229,11 @@ def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale
     """
     divides = plan.kind == blocks.DIVIDED
     if source.is_cuda:
+        if asked := asked_of(f, plan.kind):
+            return _amax_on_card(source, asked, f.element.largest)[:2]
         shared = torch.full((2,), -1, dtype=torch.int64, device=source.device)
-        if f.tensor_scale:
-            shared[1] = finite_amax(source)
         if scale is not None:
             shared[0] = scale.detach().reshape(()).view(torch.int32).long()
-        elif f.block == "tensor":
-            amax = finite_amax(source)
-            shared[0] = _multiplier(amax, f.element.largest) if divides else amax
         return shared
     number = -1
     if scale is not None:
@@ -238,6 +243,14 @@ def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale
         number = _multiplier_on_cpu(number, f.element.largest) if divides else number
     # from numpy: a default device of torch's is not meant for it, and it takes a third of the time of torch.tensor
     return torch.from_numpy(np.array((number, _amax_on_cpu(source) if f.tensor_scale else -1)))
+
+
+def asked_of(f: BlockFormat, kind: int) -> int:
+    """The flags of kernels.block_amax for what the blocks of a tensor share; 0 where no pass over it is needed."""
+    asked = block_amax.OF_TENSOR if f.tensor_scale else 0
+    if f.block == "tensor" and not f.is_delayed:
+        asked |= block_amax.MULTIPLIER if kind == blocks.DIVIDED else block_amax.AMAX
+    return asked
 
 
 def in_parts(axes: BlockAxes, is_cuda: bool) -> BlockAxes:
@@ -286,19 +299,14 @@ def _run(
     return out if x.dtype is torch.float32 else out.to(x.dtype), scales
 
 
-def _multiplier(amax: Tensor, largest: float) -> Tensor:
-    """largest / amax as a float32 pattern; 1 where amax is 0 (NVIDIA TransformerEngine, Float8CurrentScaling)."""
-    value = amax.int().view(torch.float32)
-    # not largest / value, which torch computes as value.reciprocal() * largest, with two roundings
-    quotient = torch.div(torch.full_like(value, largest), value).clamp(max=torch.finfo(torch.float32).max)
-    return torch.where(value == 0, torch.ones_like(quotient), quotient).view(torch.int32).long()
-
-
 _LARGEST = BINARY32.bits(torch.finfo(torch.float32).max)
 
 
 def _multiplier_on_cpu(amax: int, largest: float) -> int:
-    """The same of Python's integers. The quotient is rounded once: float64 has more than twice the bits of float32."""
+    """largest / amax as a float32 pattern; 1 where amax is 0 (NVIDIA TransformerEngine, Float8CurrentScaling).
+
+    The quotient is rounded once: float64 has more than twice the bits of float32.
+    """
     if amax == 0:
         return BINARY32.bits(1.0)
     field, mantissa = amax >> 23, amax & 0x7FFFFF

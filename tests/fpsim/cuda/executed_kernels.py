@@ -21,6 +21,7 @@ from kernel_cases import (
     KEY,
     PREDICTING,
     SCALES_OF_LOSSES,
+    SHARING,
     SIZES,
     TALLIED,
     TRANSFORMS,
@@ -35,6 +36,7 @@ from kernel_cases import (
     operands_of_a_product,
     product_by,
     rounded_by,
+    shared_by,
     tallied_by,
     tallied_elements,
     transformed_by,
@@ -61,7 +63,14 @@ from fpsim.tensors.gemm import accumulate
 from fpsim.tensors.hadamard import Hadamard, transformed
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.moments import binades, moments_of, on_device
-from fpsim.tensors.shared_scales import Cut, block_scales, rounded_blocks
+from fpsim.tensors.shared_scales import (
+    Cut,
+    block_plan,
+    block_scales,
+    finite_amax,
+    rounded_blocks,
+    shared_numbers,
+)
 from fpsim.tensors.spec import rounding_spec
 
 CARD = EmulatedCard()
@@ -193,15 +202,6 @@ def test_blocks_have_the_bits_of_the_cpu(
     assert same(rounded.scales, block_scales(x, spec, axis).flatten())
 
 
-@pytest.mark.parametrize(("name", "rounding", "shape", "size"), DENSE)
-def test_dense_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, shape: tuple[int, ...], size: int) -> None:
-    times = 20 if size else 400  # several blocks of threads, of which the last is not full
-    for offset in (0, 1):
-        x = numbers(times * math.prod(shape), torch.float32, offset).view(times * shape[0], *shape[1:])
-        x.view(-1)[:3], x.view(-1)[-size - 9 :] = torch.tensor([torch.nan, torch.inf, -0.0]), 0.0
-        spec = block_spec(name, rounding)
-        rounded = densely_rounded_by(CARD, x, spec, has_key=True)
-        assert rounded.team == size
 @pytest.mark.parametrize(("name", "rounding", "shape", "axis", "team"), [BLOCKS[0], BLOCKS[4], BLOCKS[10]])
 def test_places_in_64_bits_give_the_same(
     name: str, rounding: str, shape: tuple[int, ...], axis: int, team: int
@@ -211,8 +211,38 @@ def test_places_in_64_bits_give_the_same(
     assert same(rounded.y, rounded_blocks(x, spec, axis, None, torch.tensor(KEY)))
 
 
+@pytest.mark.parametrize(("name", "rounding", "shape", "size"), DENSE)
+def test_dense_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, shape: tuple[int, ...], size: int) -> None:
+    times = 20 if size else 400  # several blocks of threads, of which the last is not full
+    for offset in (0, 1):
+        x = numbers(times * math.prod(shape), torch.float32, offset).view(times * shape[0], *shape[1:])
+        x.view(-1)[:3], x.view(-1)[-size - 9 :] = torch.tensor([torch.nan, torch.inf, -0.0]), 0.0
+        spec = block_spec(name, rounding)
+        rounded = densely_rounded_by(CARD, x, spec, has_key=True)
+        assert rounded.team == size
         assert same(rounded.y, rounded_blocks(x, spec, -1, None, torch.tensor(KEY)))
         assert same(rounded.scales, block_scales(x, spec, -1).flatten())
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_what_blocks_share_is_found_as_on_the_cpu(name: str) -> None:
+    spec = block_spec(name)
+    plan = block_plan(spec)
+    for n, offset in ((1, 0), (3, 1), (257, 0), (4097, 1), (40_003, 0)):
+        x = numbers(n + offset, torch.float32)[offset:]
+        if n > 3:
+            x[:3], x[-1] = torch.tensor([torch.nan, torch.inf, -0.0]), -float(x.nan_to_num(0, 0, 0).abs().max()) * 0.99
+        *shared, amax = shared_by(CARD, x, spec)
+        assert shared == shared_numbers(x, spec.fmt, plan, None).tolist()
+        assert amax == finite_amax(x)
+
+
+@pytest.mark.parametrize("name", ["e4m3fn per tensor fp32", "e5m2 per tensor fp32"])
+def test_the_multiplier_of_a_tensor_is_float32s_quotient(name: str) -> None:
+    spec = block_spec(name)
+    for word in (0, 1, 2, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x3F800001, 0x43E00000, 0x7F800000, 0x7FC00000):
+        x = torch.tensor([word], dtype=torch.int32).view(torch.float32)
+        assert shared_by(CARD, x, spec)[:2].tolist() == shared_numbers(x, spec.fmt, block_plan(spec), None).tolist()
 
 
 @pytest.mark.parametrize(("name", "axis"), TALLIED)

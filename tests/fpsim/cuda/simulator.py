@@ -17,6 +17,7 @@ from kernel_cases import (
     KEY,
     PREDICTING,
     SCALES_OF_LOSSES,
+    SHARING,
     SIZES,
     TALLIED,
     TRANSFORMS,
@@ -32,6 +33,7 @@ from kernel_cases import (
     operands_of_a_product,
     product_by,
     rounded_by,
+    shared_by,
     tallied_by,
     tallied_elements,
     transformed_by,
@@ -55,7 +57,14 @@ from fpsim.tensors.hadamard import Hadamard, transformed
 from fpsim.tensors.launch import kernel_for, masks_of, rounded
 from fpsim.tensors.moments import binades, moments_of, on_device
 from fpsim.tensors.reference import noise_of, rounded_in_float64
-from fpsim.tensors.shared_scales import Cut, block_scales, rounded_blocks
+from fpsim.tensors.shared_scales import (
+    Cut,
+    block_plan,
+    block_scales,
+    finite_amax,
+    rounded_blocks,
+    shared_numbers,
+)
 from fpsim.tensors.spec import rounding_spec
 
 GUARDS = 5
@@ -296,6 +305,19 @@ def test_dense_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, shape: 
     assert result.team == size
     assert same(result.y, rounded_blocks(x, spec, -1, None, torch.tensor(KEY)))
     assert same(result.scales, block_scales(x, spec, -1).flatten())
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_what_blocks_share_is_found_as_on_the_cpu(name: str) -> None:
+    spec = block_spec(name)
+    plan = block_plan(spec)
+    for n, offset in ((1, 0), (299, 1)):
+        x = torch.randn(n + offset)[offset:]
+        if n > 3:
+            x[:3], x[-1] = torch.tensor([torch.nan, torch.inf, -0.0]), -float(x.nan_to_num(0, 0, 0).abs().max()) * 0.99
+        *shared, amax = shared_by(Simulator(16), x, spec)
+        assert shared == shared_numbers(x, spec.fmt, plan, None).tolist()
+        assert amax == finite_amax(x)
 
 
 @pytest.mark.parametrize(("name", "axis"), TALLIED)

@@ -312,4 +312,3 @@ def test_the_multiplier_of_a_tensor_is_float32s_quotient(largest: float) -> None
     expected = np.where(words == 0, np.float32(1), np.minimum(quotients, np.finfo(np.float32).max)).view(np.int32)
     on_cpu = [shared_scales._multiplier_on_cpu(int(word), largest) for word in words]
     np.testing.assert_array_equal(on_cpu, expected)
-    np.testing.assert_array_equal(shared_scales._multiplier(torch.from_numpy(words), largest), expected)

@@ -1,0 +1,90 @@
+"""Blocks on a card: what all blocks of a tensor share, from one pass over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fpsim.kernels.blocks import FLOAT32_LARGEST, finite_magnitude
+from fpsim.kernels.compile import CUDA_THREADS, cuda_module, float32_bits, float32_of
+from fpsim.kernels.deferred import njit
+
+if TYPE_CHECKING:
+    from fpsim.kernels.card import CudaKernel
+
+cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
+
+AMAX, MULTIPLIER, OF_TENSOR = 1, 2, 4  # flags: what the first of two numbers becomes; whether the second is the amax
+PLACES = 4  # the two numbers that blocks share, the amax, and how many blocks of threads are done; all begin as -1
+_FIRST, _SECOND, FOUND, _DONE = range(PLACES)
+
+
+@njit(inline="always")
+def multiplier(amax, largest):
+    """largest / amax as float32, both patterns; 1 where amax is 0 (NVIDIA TransformerEngine, Float8CurrentScaling)."""
+    nonzero = amax if amax != np.uint32(0) else largest
+    return float32_bits(min(np.float32(float32_of(largest) / float32_of(nonzero)), FLOAT32_LARGEST))
+
+
+def amax_kernel() -> Callable[..., None]:
+    """The body of a CUDA kernel that finds the pattern of the largest finite magnitude of `n` uint32.
+
+    is_aligned: x begins at a multiple of 16 bytes. largest: of the elements' format, a pattern. asked: flags; the block
+    of threads that is done last writes what they ask for. out: PLACES int64.
+    """
+    from numba import int64, uint32
+
+    from fpsim.kernels.card import vector_access
+
+    global cuda
+    cuda = cuda_module()
+    load, _ = vector_access(32)
+    u32 = np.uint32
+
+    def kernel(x, n, is_aligned, largest, asked, out):
+        shared = cuda.shared.array(CUDA_THREADS, uint32)
+        t, thread, step, amax = cuda.threadIdx.x, cuda.grid(1), cuda.gridsize(1), u32(0)
+        vectors = n // 4 if is_aligned else 0
+        for i in range(thread, vectors, step):
+            x0, x1, x2, x3 = load(x, i)
+            most = max(max(finite_magnitude(x0), finite_magnitude(x1)), max(finite_magnitude(x2), finite_magnitude(x3)))
+            amax = max(amax, most)
+        for i in range(vectors * 4 + thread, n, step):
+            amax = max(amax, finite_magnitude(x[i]))
+        shared[t] = amax
+        half = cuda.blockDim.x // 2
+        cuda.syncthreads()
+        while half > 0:
+            if t < half:
+                shared[t] = max(shared[t], shared[t + half])
+            cuda.syncthreads()
+            half //= 2
+        if t > 0:
+            return
+        cuda.atomic.max(out, FOUND, int64(shared[0]))
+        cuda.threadfence()  # whoever sees that this block is done sees what it has found
+        if cuda.atomic.add(out, _DONE, 1) == cuda.gridDim.x - 2:  # it began at -1
+            cuda.threadfence()
+            found = u32(cuda.atomic.max(out, FOUND, 0))
+            if asked & MULTIPLIER:
+                out[_FIRST] = int64(multiplier(found, u32(largest)))
+            elif asked & AMAX:
+                out[_FIRST] = int64(found)
+            if asked & OF_TENSOR:
+                out[_SECOND] = int64(found)
+
+    return kernel
+
+
+@cache
+def cuda_amax() -> CudaKernel:
+    """The kernel with its launch, in any number of blocks."""
+    from numba import types
+
+    from fpsim.kernels.card import INTEGER, WORDS32, CudaKernel, for_card
+
+    signature = WORDS32, INTEGER, INTEGER, INTEGER, INTEGER, types.Array(types.int64, 1, "C")
+    return CudaKernel(lambda: for_card(amax_kernel()), signature, "amax")
