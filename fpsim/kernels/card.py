@@ -37,7 +37,7 @@ WORDS32, WORDS64 = types.CPointer(types.uint32), types.CPointer(types.uint64)
 FLOATS32, FLOATS64 = types.CPointer(types.float32), types.CPointer(types.float64)
 INTEGERS, INTEGER = types.CPointer(types.int64), types.int64
 
-_INVALID_CONTEXT = 201  # of CUresult
+_INVALID_CONTEXT, _INVALID_HANDLE = 201, 400  # of CUresult
 
 
 def _require(result: tuple[Any, ...]) -> Any:
@@ -94,8 +94,22 @@ def assembled(ptx: str, capability: tuple[int, int]) -> bytes:
         cubin = bytearray(nvjitlink.get_linked_cubin_size(link))
         nvjitlink.get_linked_cubin(link, cubin)
         return bytes(cubin)
+    except nvjitlink.nvJitLinkError as error:
+        log = bytearray(nvjitlink.get_error_log_size(link))
+        nvjitlink.get_error_log(link, log)
+        if found := re.search(rb"Unsupported \.version[^\n]*", log):
+            raise RuntimeError(_too_new(found.group().decode())) from error
+        raise
     finally:
         nvjitlink.destroy(link)
+
+
+def _too_new(complaint: str) -> str:
+    return (
+        f"NVVM writes PTX that nvJitLink does not know: {complaint}. They are of two releases of CUDA. Expected: both "
+        f"of one, which {pip_install('cuda12', 'cuda13')} brings, whichever CUDA your torch was built for; or "
+        f"pip install --upgrade nvidia-nvjitlink, with -cu12 at its end for CUDA 12."
+    )
 
 
 @contextmanager
@@ -203,11 +217,18 @@ class CudaKernel:
         except IndexError:
             packed = _Packed(self._count)
         self._pack(packed.values, 0, *arguments)
-        (error,) = launch(function, blocks, 1, 1, self.threads, 1, 1, 0, stream, packed.address, 0)
+        words = blocks, 1, 1, self.threads, 1, 1, 0, stream, packed.address, 0
+        (error,) = launch(function, *words)
         if error:
             if int(error) == _INVALID_CONTEXT:  # a thread in which torch has not used the device yet
                 _require(_driver().cuCtxSetCurrent(_context(device)))
-                (error,) = launch(function, blocks, 1, 1, self.threads, 1, 1, 0, stream, packed.address, 0)
+                (error,) = launch(function, *words)
+            elif int(error) == _INVALID_HANDLE:  # another device's context is current, and stays so
+                _require(_driver().cuCtxPushCurrent(_context(device)))
+                try:
+                    (error,) = launch(function, *words)
+                finally:
+                    _require(_driver().cuCtxPopCurrent())
             _require((error,))
         self._free.append(packed)
 

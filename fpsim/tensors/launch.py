@@ -29,7 +29,7 @@ from fpsim.kernels.round import (
     elements_of_block,
 )
 from fpsim.kernels.threefry import NOISE_BLOCK
-from fpsim.tensors.noise import new_key, new_key_for
+from fpsim.tensors.noise import is_captured, new_key, new_key_for
 from fpsim.tensors.spec import CONTAINERS, RoundingSpec, address_of, container_width, no_memory
 from fpsim.torch_internals import current_stream_handle, has_no_holes
 
@@ -234,21 +234,21 @@ def on_card(shape: int, parameters: tuple[int, ...], x: Tensor, places: tuple[in
         key = table_address(book), x.get_device()
         table = _tables.get(key)
         if table is None:
-            table = _tables.setdefault(key, _copied(key[0], x.device))
+            table = _tables.setdefault(key, _copied(key[0], x))
         low, high = halves_of(address_of(table))
         words[place : place + NUMBERS] = book._replace(low=low, high=high)
     return tuple(words)
 
 
-def _copied(address: int, device: torch.device) -> Tensor:
-    if torch.cuda.is_current_stream_capturing():
+def _copied(address: int, x: Tensor) -> Tensor:
+    if is_captured(x):
         raise RuntimeError(
             "A code book whose table is not on the card yet was asked for while a CUDA graph is captured, when nothing "
             "can be copied. Run the same code once before, or fpsim.warm_up(device, formats, roundings)."
         )
     words = table_at(address)
-    copied = torch.from_numpy(words.view(np.int32 if words.itemsize == 4 else np.int64)).to(device)
-    torch.cuda.current_stream(device).synchronize()  # other streams read it too
+    copied = torch.from_numpy(words.view(np.int32 if words.itemsize == 4 else np.int64)).to(x.device)
+    torch.cuda.current_stream(x.device).synchronize()  # other streams read it too
     return copied
 
 

@@ -167,20 +167,30 @@ def new_key() -> Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu").random_(generator=_stream())
 
 
+def is_captured(x: Tensor) -> bool:
+    """Whether what is done with `x` now is captured for a CUDA graph: by the current stream of its own device."""
+    if not x.is_cuda:
+        return False
+    if x.get_device() == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(x.get_device()):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def new_key_for(x: Tensor) -> Tensor:
     """A key for a rounding of `x`: `new_key`, or an int64 on its card while a CUDA graph is captured.
 
     A graph repeats what was captured: a number would be the same in every replay. What torch's own generator of the
     card draws in a captured operation is drawn again in each, so that the noise follows `torch.manual_seed` there.
     """
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if is_captured(x):
         return torch.empty((), dtype=torch.int64, device=x.device).random_()
     return new_key()
 
 
 def new_traceable_key(x: Tensor) -> Tensor:
     """The same by one operation that returns, as tracers and transforms want it."""
-    if not torch.compiler.is_compiling() and x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not torch.compiler.is_compiling() and is_captured(x):
         return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=x.device)
     stream = None if torch.compiler.is_compiling() else _stream()
     chosen: dict[str, Any] = {} if stream is None else {"generator": stream}

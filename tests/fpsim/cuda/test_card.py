@@ -14,14 +14,15 @@ from typing import Any
 import numba
 import pytest
 import torch
-from kernel_cases import COMPILED
+from kernel_cases import COMPILED, block_spec
 
 import fpsim
+from fpsim.kernels import block_dense, block_teams, card
 from fpsim.kernels.card import CudaKernel, array_words, assembled, scalar_kernel
 from fpsim.kernels.core import NUMBERS
 from fpsim.kernels.kept import kept_code
 from fpsim.kernels.round import ALIGNED, HAS_KEY, HAS_SCALE, cuda_loop
-from fpsim.tensors import launch
+from fpsim.tensors import launch, shared_scales
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None or importlib.util.find_spec("nvidia") is None,
@@ -78,12 +79,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     driver = Driver(7 + NUMBERS)  # as a rounding has
     launch.kernel_for.cache_clear()
     cuda_loop.cache_clear()  # a kernel remembers what launches it
+    block_dense.cuda_rounding.cache_clear()
     monkeypatch.setattr(CudaKernel, "load", lambda self, device, stream=0: self.bind(device, driver, None))
     monkeypatch.setattr(launch, "current_stream_handle", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     yield driver
     launch.kernel_for.cache_clear()
     cuda_loop.cache_clear()
+    block_dense.cuda_rounding.cache_clear()
 
 
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
@@ -114,12 +117,83 @@ def test_arguments_are_addresses_flags_and_the_plan(driver: Driver) -> None:
     assert HAS_KEY not in (ALIGNED, HAS_SCALE)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "axis", "kernel"),
+    [
+        ("mxfp8_e4m3", (5, 96), -1, "dense"),
+        ("mxfp8_e4m3", (5, 97), -1, "blocks"),  # a block is cut off
+        ("mxfp8_e4m3", (96, 5), 0, "blocks"),  # neighbours in memory are of other blocks
+        ("mxfp8_e4m3", (96, 1), 0, "dense"),
+        ("e4m3fn per 4x8 fp32", (8, 32), -1, "blocks"),
+        ("e4m3fn per 3 fp32", (8, 33), -1, "blocks"),
+        ("e4m3fn per 256 fp32", (8, 512), -1, "blocks"),
+        ("e4m3fn per row fp32", (5, 64), -1, "blocks"),
+        ("e4m3fn per tensor fp32", (5, 97), 0, "dense"),
+    ],
+)
+def test_whole_blocks_along_the_memory_have_a_kernel_of_their_own(
+    name: str, shape: tuple[int, ...], axis: int, kernel: str
+) -> None:
+    spec = block_spec(name)
+    axes = shared_scales.block_axes(torch.Size(shape), spec.fmt.tile, axis, None)
+    work = shared_scales.launch_of(shared_scales.block_plan(spec), axes, spec.fmt)
+    assert work.kernel.name.split("-")[0] == kernel
+    assert work.is_dense is (kernel == "dense")
+
+
+def test_places_are_computed_in_32_bits_while_they_fit() -> None:
+    assert block_teams.is_small((1, 1, 1, 2**31 - 1, 1, 1, 32))
+    assert not block_teams.is_small((2**11, 1, 1, 2**10, 2**10, 1, 32))
+    assert not block_teams.is_small((1, 1, 1, 32, 1, 1, 2**40))  # a block longer than any tensor
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_launch_of_dense_blocks_tells_whether_memory_is_aligned(driver: Driver, offset: int) -> None:
+    spec, shape = block_spec("mxfp8_e4m3", "stochastic"), torch.Size((50, 96))
+    plan = shared_scales.block_plan(spec)
+    work = shared_scales.launch_of(plan, shared_scales.block_axes(shape, spec.fmt.tile, -1, None), spec.fmt)
+    driver.count = 4 + len(plan.parameters) + 6
+    x, y = torch.empty(4801)[offset:][:4800], torch.empty(4800)
+    shared, scales = torch.tensor([-1, -1]), torch.empty(150)
+    shared_scales._run_on_card(work, plan, torch.tensor(-5), x, y, shared, scales)
+    assert driver.grid == (5, 1, 1, 256, 1, 1)  # of 1,024 elements each
+    head = [x.data_ptr(), y.data_ptr(), 4800, int(offset == 0)]
+    assert driver.arguments == [*head, *plan.parameters, shared.data_ptr(), scales.data_ptr(), 1, 0, 0, -5]
+
+
 def test_an_error_of_the_driver_is_raised(driver: Driver) -> None:
     driver.error = 719
     x = torch.ones(3)
     kernel = launch.kernel_for(fpsim.tensors.spec.rounding_spec("e5m2", "up"), 32)
     with pytest.raises(RuntimeError, match="driver gave 719"):
         launch.launch_on_card(x, x, 3, kernel, None)
+
+
+def test_a_launch_while_another_device_is_current_takes_the_context_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack, calls = ["other"], []
+
+    class Contexts:
+        def cuCtxPushCurrent(self, context: str) -> tuple[int]:
+            stack.append(context)
+            return (0,)
+
+        def cuCtxPopCurrent(self) -> tuple[int, str]:
+            return 0, stack.pop()
+
+    def launch_in(function: Any, *words: int) -> tuple[int]:
+        calls.append(stack[-1])
+        return (0 if stack[-1] == "of device 1" else 400,)
+
+    monkeypatch.setattr(card, "_driver", Contexts)
+    monkeypatch.setattr(card, "_context", lambda device: f"of device {device}")
+    kernel = CudaKernel(lambda: None, (numba.types.int64,))
+    for device in (1, 2):
+        kernel.bind(device, launch_in, None)
+    kernel(1, 0, 1, (5,))
+    assert calls == ["other", "of device 1"]
+    with pytest.raises(RuntimeError, match="driver gave 400"):  # not of the context: the second one is told
+        kernel(2, 0, 1, (5,))
+    assert stack == ["other"]
 
 
 def test_threads_do_not_share_the_memory_of_arguments() -> None:
@@ -185,3 +259,7 @@ def test_the_ptx_is_assembled_for_a_card() -> None:
     assert assembled(newer, (99, 0)) == newer.encode() + b"\0"  # for the card's driver to assemble
     with pytest.raises(Exception, match="ERROR_PTX_COMPILE"):
         assembled(".version 9.0\nno ptx", (9, 0))
+    with pytest.raises(
+        RuntimeError, match=r"Unsupported \.version 99\.0; .*two releases.*pip install.*nvidia-nvjitlink"
+    ):
+        assembled(re.sub(r"\.version \S+", ".version 99.0", KERNELS["round"]().ptx((9, 0))), (9, 0))

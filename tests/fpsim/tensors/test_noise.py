@@ -21,7 +21,7 @@ from fpsim.kernels.core import STOCHASTIC, Numbers, make_plan, make_round
 from fpsim.kernels.round import fill_noise, noise_words
 from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, threefry
 from fpsim.tensors.launch import round_memory_
-from fpsim.tensors.noise import noise_state, replayed_noise
+from fpsim.tensors.noise import is_captured, noise_state, replayed_noise
 from fpsim.tensors.spec import rounding_spec
 
 FORMATS = ["fp16", "bf16", "cb16", "e4m3fn", "e5m2", "e2m1fn", "e4m3fnuz", "p3109_p3", "dlfloat16", "tf32"]
@@ -450,3 +450,34 @@ def test_impossible_numbers_of_random_bits_are_refused(bits: object) -> None:
         round_to(torch.ones(1), "fp16", "stochastic", random_bits=bits)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="only 'stochastic' uses it"):
         round_to(torch.ones(1), "fp16", random_bits=4)
+
+
+@pytest.mark.parametrize(("captured", "place"), [(1, 1), (0, 0)])
+def test_whether_noise_is_captured_is_asked_of_the_tensors_own_device(
+    captured: int, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = [0]
+
+    class On:
+        def __init__(self, device: int) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            current.append(self.device)
+
+        def __exit__(self, *error: object) -> None:
+            current.pop()
+
+    class OfCard:
+        is_cuda = True
+
+        def get_device(self) -> int:
+            return place
+
+    monkeypatch.setattr(torch.cuda, "device", On)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == captured)
+    assert is_captured(OfCard())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] != captured)
+    assert not is_captured(OfCard())
+    assert current == [0]
