@@ -216,6 +216,9 @@ def test_dense_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, shape: 
     times = 20 if size else 400  # several blocks of threads, of which the last is not full
     for offset in (0, 1):
         x = numbers(times * math.prod(shape), torch.float32, offset).view(times * shape[0], *shape[1:])
+        x *= torch.exp2(-torch.linspace(0, 250, len(x))).view(
+            -1, *[1] * (len(shape) - 1)
+        )  # scales that take 64 bits too
         x.view(-1)[:3], x.view(-1)[-size - 9 :] = torch.tensor([torch.nan, torch.inf, -0.0]), 0.0
         spec = block_spec(name, rounding)
         rounded = densely_rounded_by(CARD, x, spec, has_key=True)

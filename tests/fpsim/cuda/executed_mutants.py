@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 from card_inputs import borders, everywhere, patterns
-from emulated_card import CAPABILITY, bind
+from emulated_card import CAPABILITY, EmulatedCard, bind
 from executed_kernels import counted, gathered, numbers
 from executed_rounding import ends, on_card, specs_of
+from kernel_cases import block_spec, densely_rounded_by
 from ptx_machine import Fault, Program
 
 from fpsim import FloatFormat, as_format
-from fpsim.kernels import moments
+from fpsim.kernels import block_dense, moments
 from fpsim.kernels.card import CudaKernel
 from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.round import ALIGNED, HAS_KEY, NO_MASKS, cuda_loop
@@ -107,11 +108,24 @@ def counts_found() -> list[np.ndarray]:
     return [counted(part, False).numpy() for part in parts]
 
 
+def blocks_found() -> list[np.ndarray]:
+    found, spec = [], block_spec("nvfp4")
+    for offset in (0, 1):
+        x = numbers(32 * 300, torch.float32, offset)
+        x *= torch.exp2(-torch.linspace(0, 30, 600)).repeat_interleave(16)  # scales of all sizes beneath the tensor's
+        x.clamp_(-300, 300)
+        x[::97], x[5 * 32 : 7 * 32] = torch.tensor([torch.nan, torch.inf, -torch.inf])[torch.arange(99) % 3], 0.0
+        rounded = densely_rounded_by(EmulatedCard(), x, spec, has_key=False)
+        found += [rounded.y.numpy(), rounded.scales.numpy()]
+    return found
+
+
 # made as the launch makes them, which keeps one kernel for each of these words
 CASES: dict[str, tuple[Callable[[], CudaKernel], Callable[[], list[np.ndarray]]]] = {
     "nearest_even": (lambda: cuda_loop(0, 1, 32, NO_MASKS), lambda: roundings(0, 1)),
     "stochastic": (lambda: cuda_loop(6, 4, 32, NO_MASKS), lambda: roundings(6, 4)),
     "moments": (lambda: moments.cuda_moments(4, False, False), moments_found),
+    "blocks": (lambda: block_dense.cuda_rounding(0, 1, 1, 3, 16), blocks_found),
     "binades": (lambda: moments.cuda_exponents(8, False), counts_found),
 }
 
