@@ -92,6 +92,23 @@ def _make_is_mask(width: int, masks: Masks) -> Callable[..., Any]:
 
 
 @cache
+def make_lie_beside(width: int) -> Callable[..., Any]:
+    """Whether no number of an array lies in the gap, where a stochastic rounding multiplies integers of 64 bits."""
+    uint, _ = integers(width)
+    magnitude_mask, one = uint((1 << (width - 1)) - 1), uint(1)
+
+    @njit(inline="always")
+    def lie_beside(xs, smallest):
+        inside = uint(0)
+        for i in range(len(xs)):
+            less = uint(uint(xs[i] & magnitude_mask) - one)  # zero becomes the largest integer
+            inside = uint(inside | uint(less < uint(smallest - one)))
+        return inside == uint(0)
+
+    return lie_beside  # type: ignore[no-any-return]
+
+
+@cache
 def _cpu_body(
     rule: int, shape: int, width: int, in_place: bool, limited: bool, masks: Masks = NO_MASKS
 ) -> Callable[..., Any]:
@@ -104,16 +121,7 @@ def _cpu_body(
     numbers_from, at_scale, is_stochastic = make_numbers_from(width), make_at_scale(width), draws_noise(rule)
     to_top, magnitude_mask = uint(width - 32), uint((1 << (width - 1)) - 1)
     new_noise, can_skip = stack_array(NOISE_BLOCK, np.uint32), shape == GAP and is_stochastic
-    round_beside = make_round(rule, BESIDE_GAP, width) if can_skip else round_bits
-
-    @njit(inline="always")
-    def lie_beside(xs, smallest):
-        """Whether no number lies in the gap, in which a rounding multiplies integers of 64 bits."""
-        inside = uint(0)
-        for i in range(len(xs)):
-            below_zero = uint(uint(xs[i] & magnitude_mask) - uint(1))  # zero becomes the largest integer
-            inside = uint(inside | uint(below_zero < uint(smallest - uint(0))))
-        return inside == uint(0)
+    round_beside, lie_beside = make_round(rule, BESIDE_GAP, width) if can_skip else round_bits, make_lie_beside(width)
 
     @njit(inline="always")
     def body(x, y, n, p, key, block, log2_scale, limit):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpsim.kernels import core
 from fpsim.kernels.codebook_tables import any_plan
 from fpsim.kernels.core import (
     BINARY32,
@@ -268,9 +269,11 @@ torch.library.register_fake("fpsim::round_by_cast", _fake, lib=_library)
 
 
 def _cast_in_inductor(ops: Any, dtype: torch.dtype, x: Any, narrow: torch.dtype, limit: float, version: int) -> Any:
-    # use_compute_types=True would let inductor compute in float32 in the place of `narrow`, and drop both casts
-    cast = ops.to_dtype(x, narrow, src_dtype=dtype, use_compute_types=False)
     is_number = ops.lt(ops.abs(x), ops.constant(limit, dtype))
+    # Of a value that nothing else casts: where the program has another cast of x, inductor takes x for the cast back.
+    # use_compute_types=True would let it compute in float32 in the place of `narrow`, and drop both casts.
+    own = ops.where(is_number, x, ops.constant(0.0, dtype))
+    cast = ops.to_dtype(own, narrow, src_dtype=dtype, use_compute_types=False)
     return ops.where(is_number, ops.to_dtype(cast, dtype, src_dtype=narrow), x)
 
 
@@ -292,8 +295,8 @@ def _round_by_cast(x: Tensor, keep_masks: bool) -> Tensor:
 
 @cache
 def _version() -> int:
-    """Of this file: compilers keep programs on disk by the operators' arguments."""
-    return zlib.crc32(Path(__file__).read_bytes())
+    """Of this file, and of what its arguments mean: compilers keep programs on disk by the operators' arguments."""
+    return zlib.crc32(Path(__file__).read_bytes() + Path(core.__file__).read_bytes())
 
 
 def round_traced(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_infinity: bool = True) -> Tensor:

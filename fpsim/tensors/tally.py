@@ -145,6 +145,8 @@ class Accumulator:
             doubles the time. None leaves them out.
         """
         self.calls += 1
+        if self.counts.device != before.device:  # a recording was loaded, or the model moved
+            self._move(before.device)
         if row is not None:
             shape = shape_between(before, after, row)
             self.shape += torch.cat([shape, shape.new_ones(1)]).masked_fill(shape.isnan().any(), 0.0)
@@ -157,6 +159,10 @@ class Accumulator:
         if isinstance(self.spec, BlockSpec):
             assert cut is not None
             self._add_blocks(blocks_between(before, after, self.spec, cut))
+
+    def _move(self, device: torch.device) -> None:
+        self.counts, self.sums = self.counts.to(device), self.sums.to(device)
+        self.exponents, self.shape = self.exponents.to(device), self.shape.to(device)
 
     def _add_blocks(self, row: Tensor) -> None:
         self.counts[ELEMENT_COUNTS:] += row[: len(TALLY_COUNTS) - ELEMENT_COUNTS]
@@ -177,7 +183,7 @@ class Accumulator:
         limits = map(BINARY64.bits, self.limits)
         arguments = address_of(x), address_of(r), n, *limits, *words, address_of(sums)
         run_on_card(cuda_tally(size), x, blocks, arguments)
-        self.sums[[TALLY_SIGNAL, TALLY_NOISE]] += sums.sum(0)
+        self.sums[TALLY_SIGNAL : TALLY_NOISE + 1] += sums.sum(0)  # a list of places would be copied to the card
         self.sums[TALLY_AMAX] = torch.maximum(self.sums[TALLY_AMAX], amax.view(torch.float64)[0])
 
     def result(self) -> Tally:
@@ -301,7 +307,7 @@ def _lost_on_card(x: Tensor, r: Tensor, largest: float, log2_scale: Tensor) -> T
 
     counts = torch.zeros(len(LOST_COUNTS), dtype=torch.int64, device=x.device)
     if n := x.numel():
-        scale, out = log2_scale.to(torch.int64), array_words(address_of(counts), tuple(counts.shape), 8)
+        scale, out = log2_scale.to(x.device, torch.int64), array_words(address_of(counts), tuple(counts.shape), 8)
         arguments = address_of(x), address_of(r), n, BINARY64.bits(largest), address_of(scale), *out
         run_on_card(cuda_lost(x.element_size()), x, partial_words(n, x.element_size())[0], arguments)
     return counts

@@ -12,8 +12,9 @@ from fpsim.kernels.block_dense import SIZES
 from fpsim.kernels.variants import require_variant
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.moments import amax_of, binades, moments_of
-from fpsim.tensors.shared_scales import rounded_blocks
+from fpsim.tensors.shared_scales import Cut, rounded_blocks
 from fpsim.tensors.spec import BlockSpec, any_spec
+from fpsim.tensors.tally import Accumulator, lost_between
 
 __all__ = ["warm_up"]
 
@@ -71,10 +72,13 @@ def warm_up(
         if isinstance(spec, BlockSpec):
             rounded_blocks(x, spec, -1, None, key)
             rounded_blocks(whole, spec, -1, None, key)
+            Accumulator(spec, device).add(x, x, Cut(-1))
             continue
         rounded(x, spec, key)
+        Accumulator(spec, device).add(x, x)
         for keep_infinity in (False, True):  # what an emulated model rounds lets masks pass
             rounded(x, spec, key, None, True, keep_infinity)
+    lost_between(x, x, 1.0, torch.zeros(1, dtype=torch.int64, device=device))
     for logs in (False, True):
         moments_of(x, logs)
     amax_of(x)

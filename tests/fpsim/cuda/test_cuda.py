@@ -22,7 +22,9 @@ from fpsim.kernels.compile import cuda_module
 from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.round import cuda_loop
 from fpsim.policies.delayed import Histories
+from fpsim.tensors import tally
 from fpsim.tensors.moments import binades, moments_of
+from fpsim.tensors.spec import rounding_spec
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -98,6 +100,21 @@ def test_every_length_works_on_the_card(n: int) -> None:
         fpsim.manual_seed(3)
         assert same(guarded[:n].cpu(), round_to(x, "e4m3fn", rounding))
         assert bool((guarded[n:] == 7.0).all())
+
+
+@pytest.mark.gpu
+def test_a_tally_that_begins_on_the_cpu_goes_on_on_the_card() -> None:
+    x, spec = torch.randn(1001), rounding_spec("fp16")
+    after = round_to(x, "fp16")
+    expected, moved = (tally.Accumulator(spec, x.device) for _ in range(2))
+    for _ in range(2):
+        expected.add(x, after)
+    moved.add(x, after)
+    moved.add(x.cuda(), after.cuda())
+    assert torch.equal(moved.counts.cpu(), expected.counts)
+    assert torch.equal(moved.exponents.cpu(), expected.exponents)
+    lost = tally.lost_between(x.cuda(), after.cuda(), 65504.0, torch.tensor([0]))
+    assert torch.equal(lost.cpu(), tally.lost_between(x, after, 65504.0, torch.tensor([0])))
 
 
 @pytest.mark.gpu

@@ -147,6 +147,17 @@ def test_inductor_keeps_the_casts_of_float16(size: int) -> None:
         assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))  # payloads of NaN too
 
 
+def test_a_cast_of_the_program_itself_leaves_the_rounding_in_it() -> None:
+    """Where inductor has seen another cast of the same number, it takes the number for what the cast gives back."""
+    spec = rounding_spec("fp16")
+    torch._dynamo.reset()
+    each = torch._dynamo.nonstrict_trace(lambda x: round_traced(x, spec))
+    program = torch.compile(lambda x: (x.half(), each(x), x.half() + 1), fullgraph=True, dynamic=False)
+    x = patterns("fp16")[:1003]
+    for found in program(x)[:2]:
+        assert torch.equal(found.float().nan_to_num(77.0), x.half().float().nan_to_num(77.0))
+
+
 def test_the_gradient_of_a_cast_is_that_of_a_rounding() -> None:
     torch.manual_seed(0)
     model = fpsim.quantize(nn.Sequential(nn.Linear(9, 17), nn.GELU(), nn.Linear(17, 3)), "fp16")

@@ -18,7 +18,7 @@ from numba import njit
 import fpsim
 from fpsim import FloatFormat, as_format, round_to
 from fpsim.kernels.core import STOCHASTIC, Numbers, make_plan, make_round
-from fpsim.kernels.round import fill_noise, noise_words
+from fpsim.kernels.round import fill_noise, make_lie_beside, noise_words
 from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, threefry
 from fpsim.tensors.launch import round_memory_
 from fpsim.tensors.noise import is_captured, noise_state, replayed_noise
@@ -239,6 +239,20 @@ def test_a_number_in_the_gap_below_the_smallest_value_is_seen_among_others(
     x[:, place] = y[:, place]
     assert torch.equal(y, x)
     assert torch.equal(y.signbit(), x.signbit() & (f.has_negative_zero | (x != 0)))
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_the_smallest_value_and_zero_do_not_lie_in_the_gap(width: int) -> None:
+    floating, smallest = np.dtype(f"f{width // 8}"), as_format("dlfloat16").smallest
+    lie_beside = make_lie_beside(width)
+
+    def answer(*values: float) -> bool:
+        words = np.array([1.0, 0.0, -0.0, smallest, -smallest, np.inf, *values], floating).view(f"u{width // 8}")
+        return bool(lie_beside(words, np.array([smallest], floating).view(f"u{width // 8}")[0]))
+
+    below = np.nextafter(floating.type(smallest), floating.type(0))
+    assert answer()
+    assert not any(answer(value) for value in (below, -below, np.nextafter(floating.type(0), floating.type(1))))
 
 
 def test_the_result_does_not_depend_on_threads_strides_or_place() -> None:
