@@ -1,7 +1,7 @@
 """What rounding means: integer functions of one bit pattern.
 
-One definition serves the CPU and CUDA. No function here touches a floating-point number, so two targets cannot
-differ. `uint32 + uint32` is `uint64` in Numba: every step is cast back, or the loops vectorise at half width.
+One definition serves the CPU and CUDA. No compiled function here touches a floating-point number, so two targets
+cannot differ. `uint32 + uint32` is `uint64` in Numba: every step is cast back, or the loops vectorise at half width.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Numbers(NamedTuple):
     """
 
     ulp_shift: int  # from a pattern's highest bit down to the last place of a normal number of the format
-    origin: int  # the pattern that a magnitude is subtracted from, so that its exponent field is its ulp_shift
+    origin: int  # subtracted from a magnitude, it leaves its last place in the exponent field, as ulp_shift: round_grid
     largest: int  # the largest finite magnitude, and what becomes of what lies beyond it
     overflow: int
     smallest: int  # the smallest magnitude above zero
@@ -105,7 +105,8 @@ def needs_wider_container(fmt: FloatFormat | FixedPoint | Codebook) -> bool:
         return True  # no bit to discard: the core wants at least one
     if _is_flat(fmt, BINARY32):
         return False
-    # Below 2**-94 a float32 subnormal would get a probability above 0 under stochastic rounding, see `grid`.
+    # A subnormal of float32 has no leading bit, and round_grid gives it one: no word of noise lifts what that is below
+    # 2**-32 of a spacing, which from 2**-94 on all are.
     return fmt.min_ulp_exponent < -94
 
 
@@ -235,7 +236,8 @@ def make_drawn(rule: int, width: int) -> Callable[..., Any]:
 
     @njit(forceinline=True)
     def drawn(noise, used):
-        """The random bits R, with what lets a distance that goes up carry; and 1 where the bound itself stays, else 0.
+        """Two values. The random bits R, with what is below their last one set so that what goes up carries out of the
+        word; and 1 where the least distance named here stays, else 0.
 
         In units of 2**-r, a distance goes up if it rounds to T = 2**r - R or beyond. These begin at T in A, at T - 1/2
         in B and C; in C, T - 1/2 itself is one of them where T, and so R, is even. To odd they begin above T - 1 where
