@@ -1,6 +1,6 @@
 """Random forwards, run natively in a low precision and emulated in float32: where do the two differ?
 
-    python tests/programs.py --count 600 --format bf16 --seed 0 --show 20 [--compiled]
+    python tests/programs.py --count 600 --format bf16 --seed 0 --show 20 [--compiled] [--device cuda]
 
 prints how many of 600 programs differ, which kinds of statements the shortest ones need, and 20 of them.
 
@@ -382,7 +382,9 @@ def main() -> None:
     parser.add_argument("--no-shrink", action="store_true", help="print the rate alone")
     parser.add_argument("--without", nargs="*", default=[], help="kinds of statements to leave out, as printed")
     parser.add_argument("--compiled", action="store_true", help="compare with torch.compile of the emulated program")
+    parser.add_argument("--device", default="cpu", help="where all tensors are made: cpu, cuda")
     options = parser.parse_args()
+    torch.set_default_device(options.device)
     logging.disable(logging.CRITICAL)  # what torch says of programs that it does not compile
     further = [kind.__name__ for kind in FURTHER_KINDS] if options.compiled else []  # torch compiles few of them
     without = frozenset([*options.without, *further])

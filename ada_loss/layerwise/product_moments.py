@@ -31,8 +31,7 @@ def product_moments(gradient: Tensor, other: Tensor, channel: tuple[int, int], s
         for x, dimension in ((gradient, channel[0]), (other, channel[1]))
     )
     if share is None:
-        infinity = torch.tensor(math.inf, dtype=torch.float64, device=g.device)
-        amin = torch.stack([torch.where(t > 0, t, infinity).amin(1) for t in (g, w)]).prod(0).amin()
+        amin = torch.stack([t.masked_fill(~(t > 0), math.inf).amin(1) for t in (g, w)]).prod(0).amin()
         amax = (g.amax(1) * w.amax(1)).amax()
         amin = torch.where(amin < math.inf, amin, 0.0)
     else:

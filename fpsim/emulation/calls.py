@@ -82,6 +82,8 @@ THRESHOLDS = frozenset(
     _foreach_maximum _foreach_minimum _foreach_maximum_ _foreach_minimum_
     """.split()
 )
+# Those of which torch's kernels on a card have the number so, and those on the CPU in float32.
+THRESHOLDS_ON_CARD = frozenset("threshold _threshold threshold_ softshrink".split())
 READ = COMPARISONS | frozenset(
     """
     item tolist __bool__ __int__ __float__ __contains__ is_nonzero allclose equal isclose isfinite isnan isinf isneginf
@@ -266,7 +268,7 @@ class Call:
         self.is_of_each, self.drops = name in EACH, DROPS.get(name)
         self.only_compared = ONLY_COMPARED.get(function)
         self.name = name.strip("_") if name.startswith("__") else name
-        self.scales, self.has_threshold = self.name in SCALINGS, self.name in THRESHOLDS
+        self.scales, self.has_threshold = self.name in SCALINGS, self.name in THRESHOLDS | THRESHOLDS_ON_CARD
         self.copies = self.action is Action.SET_ITEM or self.name == "copy_"
         self.narrows = self.name in NARROWING or name in COPIES_INTO_FIRST or self.action is Action.SET_ITEM
         self.has_pole, self.is_quotient = self.name in POLES, self.name in QUOTIENTS

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fpsim.emulation.aliases import Alias, note_write, spec_of_memory, write_outside
 from fpsim.emulation.arguments import tensors_in
-from fpsim.emulation.calls import Action, Call
+from fpsim.emulation.calls import THRESHOLDS_ON_CARD, Action, Call
 from fpsim.emulation.casts import WIDE_DTYPES, asks_for_float32, dtype_in, is_of_machinery
 from fpsim.emulation.marks import is_made_here, is_marked_wide, is_roundable, is_state, mark, unmark
 from fpsim.emulation.operands import Rounds, leaves_float32
@@ -41,6 +41,7 @@ __all__ = [
     "numbers_in_format",
     "result_type",
     "scalars_in_format",
+    "scalars_of_call",
     "set_data",
 ]
 
@@ -49,7 +50,9 @@ _ZERO_OR_NOTHING = frozenset(
     zeros zeros_like new_zeros empty empty_like new_empty empty_strided new_empty_strided empty_permuted
     """.split()
 )
-_TYPES = {torch.bfloat16: "torch.BFloat16Tensor", torch.float16: "torch.HalfTensor"}
+# A type of tensors, without the "torch." or "torch.cuda." before it.
+_TYPES = {torch.bfloat16: "BFloat16Tensor", torch.float16: "HalfTensor"}
+_WIDE_TYPES = {"FloatTensor": torch.float32, "DoubleTensor": torch.float64}
 
 
 class Asked(Enum):
@@ -96,26 +99,30 @@ def named_dtype(
     if dtype is not name and dtype not in emulation.names:
         is_wide = name is not None and dtype in WIDE_DTYPES
         return args, kwargs, Asked.WIDE if is_wide else Asked.NOTHING
-    words = (dtype, _TYPES[dtype])
-    args = tuple(torch.float32 if _is_one_of(x, words) else x for x in args)
-    kwargs = {key: torch.float32 if _is_one_of(x, words) else x for key, x in kwargs.items()}
+    args = tuple(_container_for(x, dtype) for x in args)
+    kwargs = {key: _container_for(x, dtype) for key, x in kwargs.items()}
     return args, kwargs, Asked.NARROW
 
 
-def _is_one_of(x: Any, words: tuple[torch.dtype, str]) -> bool:
-    return x is words[0] or (isinstance(x, str) and x == words[1]) or _name_of_type(x) == words[1]
+def _container_for(x: Any, dtype: torch.dtype) -> Any:
+    """float32 where an argument is the dtype or the type of tensors that stands for it, on the device that it names."""
+    if x is dtype:
+        return torch.float32
+    place, name = _type_named(x)
+    return f"{place}.FloatTensor" if name == _TYPES[dtype] else x
 
 
-def _name_of_type(x: Any) -> str:
-    """The name of torch.BFloat16Tensor and its like."""
-    return f"{x.__module__}.{x.__name__}" if isinstance(x, type) and x.__name__.endswith("Tensor") else ""
+def _type_named(x: Any) -> tuple[str, str]:
+    """Of torch.cuda.HalfTensor, or its name in words: "torch.cuda" and "HalfTensor". Of anything else ("", "")."""
+    if isinstance(x, type):
+        x = f"{x.__module__}.{x.__name__}"
+    place, _, name = x.rpartition(".") if isinstance(x, str) else ("", "", "")
+    return (place, name) if place in ("torch", "torch.cuda") and name.endswith("Tensor") else ("", "")
 
 
 def _dtype_of_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    kind = args[1] if len(args) > 1 else kwargs.get("dtype")
-    word = kind if isinstance(kind, str) else _name_of_type(kind)
-    wide = {"torch.FloatTensor": torch.float32, "torch.DoubleTensor": torch.float64}
-    return {**{name: dtype for dtype, name in _TYPES.items()}, **wide}.get(word)
+    _, word = _type_named(args[1] if len(args) > 1 else kwargs.get("dtype"))
+    return {**{name: dtype for dtype, name in _TYPES.items()}, **_WIDE_TYPES}.get(word)
 
 
 def result_type(emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -207,8 +214,9 @@ def _itself(x: Tensor) -> Tensor:
 
 def _name_of_dtype(emulation: Any, func: Callable[..., Any], x: Tensor) -> Any:
     type_name, name = func(x), emulation.scope.dtype
-    is_narrow = name is not None and emulation.has_names and type_name == "torch.FloatTensor" and not is_marked_wide(x)
-    return _TYPES[name] if is_narrow else type_name
+    place, kind = _type_named(type_name)
+    is_narrow = name is not None and emulation.has_names and kind == "FloatTensor" and not is_marked_wide(x)
+    return f"{place}.{_TYPES[name]}" if is_narrow else type_name
 
 
 # New tensors
@@ -333,10 +341,10 @@ def _in_place(
     is_rounded = not is_wide and spec is not None and (is_stored or (is_made_here(x) and is_roundable(x)))
     number: Any = others[0] if others else None
     number = number[0] if isinstance(number, list | tuple) and number else number  # of each tensor its own
-    takes_number = is_rounded and call.name == "_foreach_mul_" and type(number) is float
+    takes_number = is_rounded and call.name == "_foreach_mul_" and type(number) is float and x.is_cpu
 
     def write(target: Tensor, *rest: Any, **named: Any) -> None:
-        # the one of them that takes a number in the tensor's own dtype; its gradient is that of the number itself
+        # torch on the CPU takes a number here in the tensor's own dtype; its gradient is that of the number itself
         product = target.detach() * number_in_format(number, spec.fmt) if takes_number and spec else None
         func([target], *rest, **named)
         if product is not None:
@@ -358,9 +366,32 @@ def scalars_in_format(spec: RoundingSpec | None, call: Call, args: tuple[Any, ..
     is_read = call.is_comparison or call.action is Action.SET_ITEM
     if is_wide or spec is None or not (is_read or call.has_threshold):
         return args
-    if not any(isinstance(x, Tensor) and is_roundable(x) for x in args):
+    beside = [x for x in args if isinstance(x, Tensor) and is_roundable(x)]
+    if not beside or (call.name in THRESHOLDS_ON_CARD and not any(x.is_cuda for x in beside)):
         return args
     return tuple(numbers_in_format(x, spec.fmt) for x in args)
+
+
+def scalars_of_call(
+    emulation: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], is_wide: bool, keeps_first: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with numbers, and tensors without dimensions, in the format where torch casts them to it.
+
+    A float32 tensor without dimensions gives no result its dtype. On a card torch casts it before it computes; on the
+    CPU it takes it as it takes a number of Python, in float32 where it multiplies or divides.
+    """
+    if call.has_threshold:
+        converted = scalars_in_format(emulation.scope.specs.activation, call, (*args, *kwargs.values()), is_wide)
+        args, kwargs = converted[: len(args)], dict(zip(kwargs, converted[len(args) :], strict=True))
+    if is_wide or not emulation.has_wide:
+        return args, kwargs
+
+    def narrow(x: Any) -> Any:
+        is_meant = isinstance(x, Tensor) and x.is_cuda and x.dim() == 0 and is_roundable(x) and is_marked_wide(x)
+        return emulation.operand(x, Rounds.ALL) if is_meant else x
+
+    args = tuple(x if i == 0 and keeps_first else narrow(x) for i, x in enumerate(args))
+    return args, {name: x if name == "out" else narrow(x) for name, x in kwargs.items()}
 
 
 def numbers_in_format(x: Any, fmt: Element) -> Any:

@@ -54,6 +54,7 @@ from fpsim.emulation.conversions import (
     named_dtype,
     result_type,
     scalars_in_format,
+    scalars_of_call,
     set_data,
 )
 from fpsim.emulation.marks import (
@@ -254,9 +255,8 @@ class Emulation(Roundings, TorchFunctionMode):
         first = args[0] if keeps_first and args else None
         target = kwargs.get("out", first)
         is_wide, rounds = self._treatment(func, call, args, kwargs, target, asked)
-        if call.has_threshold:
-            converted = scalars_in_format(self.scope.specs.activation, call, (*args, *kwargs.values()), is_wide)
-            args, kwargs = converted[: len(args)], dict(zip(kwargs, converted[len(args) :], strict=True))
+        if call.has_threshold or self.has_wide:
+            args, kwargs = scalars_of_call(self, call, args, kwargs, is_wide, keeps_first)
         floats: list[Tensor] = []
         new_args, new_kwargs = self._in_formats(call, args, kwargs, keeps_first, rounds, floats)
         if call.action is Action.SET_ITEM:

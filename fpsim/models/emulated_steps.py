@@ -112,10 +112,11 @@ class EmulatedStep:
         return out
 
 
-# Functions of which torch's kernels on the CPU have a number of Python in the tensor's dtype.
+# Functions of which torch's kernels have a number of Python in the tensor's dtype, on the CPU and on a card.
 _ROUNDED_BY_TORCH = frozenset(
     "add sub subtract rsub radd iadd isub pow ipow foreach_add foreach_sub foreach_pow".split()
 )
+_ROUNDED_ON_CARD = frozenset("pow ipow".split())
 
 
 def _name_of(func: Callable[..., Any]) -> str:
@@ -125,7 +126,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 class _NumbersInFormat(TorchFunctionMode):
     """Numbers of Python beside tensors of the format are numbers of it.
 
-    as_torch: only where torch's kernels of bfloat16 on the CPU have them so.
+    as_torch: only where torch's kernels of bfloat16 on the tensors' device have them so.
     """
 
     def __init__(self, fmt: Element, as_torch: bool) -> None:
@@ -137,7 +138,8 @@ class _NumbersInFormat(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [x for x in (*tensors_in(args), *tensors_in(tuple(kwargs.values()))) if x.is_floating_point()]
-        is_meant = not self._as_torch or _name_of(func) in _ROUNDED_BY_TORCH
+        rounded = _ROUNDED_ON_CARD if any(x.is_cuda for x in tensors) else _ROUNDED_BY_TORCH
+        is_meant = not self._as_torch or _name_of(func) in rounded
         if is_meant and not self.has_ended and any(not is_marked_wide(x) for x in tensors):
             args = tuple(numbers_in_format(x, self._fmt) for x in args)
             kwargs = {name: numbers_in_format(x, self._fmt) for name, x in kwargs.items()}

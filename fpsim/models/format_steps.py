@@ -1,9 +1,10 @@
 """Steps of SGD and Adam in a small format: each operation is rounded to it, and so is each coefficient.
 
 The operations are those of torch's own single-tensor loops, in their order. torch's bfloat16 kernels on the CPU round
-the coefficient of a sum to bfloat16, and keep those of products, quotients, `lerp`, `addcmul` and `addcdiv` in float32:
-`arithmetic="torch"` does so, `arithmetic="format"` rounds all of them. What comes of torch's vectors is not repeated:
-`a.add(b, alpha=c)` rounds once, but the product too in the last `numel % 32` elements, which its vectors leave.
+the coefficient of a sum to bfloat16, and keep those of products, quotients, `lerp`, `addcmul` and `addcdiv` in float32;
+those on a card keep all in float32. `arithmetic="torch"` does so, `arithmetic="format"` rounds all of them. What comes
+of torch's vectors on the CPU is not repeated: `a.add(b, alpha=c)` rounds once, but the product too in the last
+`numel % 32` elements, which its vectors leave.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ Wanted = Callable[[], Tensor]  # the update of a step, as a tensor of its own
 
 
 class Arithmetic:
-    """Numbers of one format. An operation computes in float32 and is rounded once."""
+    """Numbers of one format. An operation computes in float32 and is rounded once.
 
-    def __init__(self, spec: RoundingSpec, as_torch: bool) -> None:
+    as_torch: coefficients as torch's kernels on the CPU have them, or on a card if `is_on_card`.
+    """
+
+    def __init__(self, spec: RoundingSpec, as_torch: bool, is_on_card: bool) -> None:
         self.spec = spec
-        self.summed: Callable[[float], float] = cache(self._rounded)  # the coefficient of a sum
-        self.factor: Callable[[float], float] = float if as_torch else self.summed  # of anything else
+        in_format: Callable[[float], float] = cache(self._rounded)
+        self.summed = float if as_torch and is_on_card else in_format  # the coefficient of a sum
+        self.factor = float if as_torch else in_format  # of anything else
 
     def _rounded(self, x: float) -> float:
         """A coefficient in the format."""
@@ -81,7 +86,7 @@ def run_format_step(
         )
     assert store.weight is not None
     assert isinstance(store.weight.spec, RoundingSpec)
-    a = _arithmetic(store.weight.spec, store.update.arithmetic == "torch")
+    a = _arithmetic(store.weight.spec, store.update.arithmetic == "torch", p.is_cuda)
     weight, gradient = local_part(p.detach()), local_part(p.grad.detach())
     gradient = rounded(-gradient if group["maximize"] else gradient, a.spec)
     before = weight.clone() if wants_update else weight
@@ -93,8 +98,8 @@ def run_format_step(
 
 
 @cache
-def _arithmetic(spec: RoundingSpec, as_torch: bool) -> Arithmetic:
-    return Arithmetic(spec, as_torch)
+def _arithmetic(spec: RoundingSpec, as_torch: bool, is_on_card: bool) -> Arithmetic:
+    return Arithmetic(spec, as_torch, is_on_card)
 
 
 def _sgd(a: Arithmetic, store: ParameterStore, p: Tensor, g: Tensor, state: Any, group: dict[str, Any]) -> Wanted:

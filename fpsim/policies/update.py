@@ -84,8 +84,8 @@ class Update:
             all states that have the parameter's shape.
         min_size: states of parameters with fewer elements stay float32.
         arithmetic: "float32"; "format": each operation of the step is rounded to the weight's format, and so are
-            learning rate and coefficients; "torch": the same, with coefficients as torch's bfloat16 kernels on the CPU
-            have them, in float32 but for those of sums.
+            learning rate and coefficients; "torch": the same, with coefficients as torch's bfloat16 kernels have them,
+            in float32 but, on the CPU, for those of sums.
         decay: where decoupled weight decay is applied with such an arithmetic: "inside" of the update, which a
             compensation sees, or "before_uncompensated", as a product of its own before it, as torch does. None takes
             "inside" for "pair", and "before_uncompensated" for the others.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from format_cases import ALL, fits, same
@@ -23,6 +24,7 @@ from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.round import cuda_loop
 from fpsim.policies.delayed import Histories
 from fpsim.tensors import tally
+from fpsim.tensors.launch import rounded
 from fpsim.tensors.moments import binades, moments_of
 from fpsim.tensors.spec import rounding_spec
 
@@ -54,6 +56,15 @@ def test_a_cuda_tensor_without_numba_cuda_is_an_error_that_says_what_to_install(
     monkeypatch.setitem(sys.modules, "numba_cuda", None)  # what Python leaves for a package that is not there
     with pytest.raises(RuntimeError, match=r"numba-cuda is not installed.*pip install .*\[cuda12\]'.*\.cpu\(\)"):
         cuda_loop.__wrapped__(0, 0, 32).ptx((9, 0))
+
+
+def test_a_numpy_with_which_numba_cuda_compiles_nothing_is_an_error_that_says_which_one_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("numba_cuda", "0.30").__version__.startswith("0.30.") or pytest.skip("a later numba-cuda")
+    monkeypatch.setattr(np, "__version__", "2.5.2")
+    with pytest.raises(RuntimeError, match=r"with NumPy 2\.5\.2.*pip install 'numpy<2\.5'.*\.cpu\(\)"):
+        cuda_module.__wrapped__()
 
 
 # On a card
@@ -375,6 +386,32 @@ def test_blocks_are_tallied_on_the_card_as_on_the_cpu(name: str, axis: int) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((64, 4096), 1), ((64, 4096), 0), ((256, 4094), 1), ((3, 5, 96), 2)], ids=str
+)
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp4", "nvfp4", "e4m3fn per row fp32", "e5m2 per 128x128 fp32"])
+def test_blocks_on_the_card_have_the_bits_of_the_cpu(
+    name: str, rounding: str, shape: tuple[int, ...], axis: int
+) -> None:
+    x = torch.randn(shape) * torch.exp2(torch.randint(-30, 30, (*shape[:-1], 1)).float())
+    x[0, :40], x[1, 3], x[2, 4] = 0.0, torch.inf, torch.nan
+    results = []
+    for device in ("cpu", "cuda"):
+        fpsim.manual_seed(5)
+        results.append(round_to(x.to(device), name, rounding, axis=axis).cpu())
+    assert same(*results)
+
+
+@pytest.mark.gpu
+def test_a_scale_on_another_device_than_the_numbers_is_brought_to_them() -> None:
+    x, spec, scale = torch.randn(1000), rounding_spec("e4m3fn"), torch.tensor([20])
+    expected = rounded(x, spec, None, scale)
+    assert torch.equal(rounded(x.cuda(), spec, None, scale).cpu(), expected)
+    assert torch.equal(rounded(x, spec, None, scale.cuda()), expected)
+
+
+@pytest.mark.gpu
 def test_delayed_scaling_waits_for_nothing_and_moves_with_the_model() -> None:
     histories, rule = Histories(), fpsim.Delayed(history=3)
     for device in ("cpu", "cuda"):
@@ -412,7 +449,7 @@ def test_products_on_the_card_have_the_bits_of_the_cpu(accumulator: Accumulator)
     results = []
     for device in ("cpu", "cuda"):
         fpsim.manual_seed(3)
-        x, y = a.to(device).requires_grad_(), b.to(device).requires_grad_()
+        x, y = (t.to(device, copy=True).requires_grad_() for t in (a, b))
         result = matmul(x, y, accumulator, bias.to(device))
         result.backward(torch.ones_like(result))
         results.append([t.cpu() for t in (result.detach(), x.grad, y.grad) if t is not None])
