@@ -258,7 +258,7 @@ CUDA_THREADS = 256  # in a block, unless a kernel has its own number
 def cuda_module() -> Any:
     """numba-cuda's module. Raises RuntimeError, with what to install, where it is missing."""
     try:
-        import numba_cuda  # noqa: F401  numba's own target is deprecated; importing this replaces it
+        import numba_cuda  # numba's own target is deprecated; importing this replaces it
         from numba import cuda
     except ImportError:
         raise RuntimeError(
@@ -266,6 +266,12 @@ def cuda_module() -> Any:
             f"{pip_install('cuda12', 'cuda13')}, whichever CUDA your torch was built for; "
             "or move the tensor to the CPU with .cpu()."
         ) from None
+    if numba_cuda.__version__.startswith("0.30.") and tuple(map(int, np.__version__.split(".")[:2])) >= (2, 5):
+        raise RuntimeError(
+            f"A CUDA tensor was given, and numba-cuda {numba_cuda.__version__} compiles nothing with NumPy "
+            f"{np.__version__}, which has no np.row_stack: pip install 'numpy<2.5'; "
+            "or move the tensor to the CPU with .cpu()."
+        )
     # a small tensor makes a small grid, and its owner cannot help it
     warnings.filterwarnings("ignore", message=r"Grid size \d+ will likely result in GPU under-utilization")
     return cuda
