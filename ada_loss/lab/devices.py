@@ -1,12 +1,14 @@
-"""Devices by name, and whether this machine has them."""
+"""Devices by name, whether this machine has them, and float32 on a GPU."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from fpsim.checks import shown
 
-__all__ = ["device_problem", "require_device_name"]
+__all__ = ["device_problem", "float32_in_full", "require_device_name"]
 
 DEVICE = re.compile(r"(cpu|cuda)(:[0-9]{1,4})?")
 
@@ -35,3 +37,25 @@ def device_problem(device: str) -> str:
     if int(index or 0) >= count:
         return f"device={shown(device)} is not there. Expected here: 'cpu', 'cuda', 'cuda:0' to 'cuda:{count - 1}'."
     return ""
+
+
+@contextmanager
+def float32_in_full(device: str) -> Iterator[None]:
+    """On a GPU, float32 convolutions and recurrent layers have float32's 24 bits, and not the 11 of TF32 as by default.
+
+    Where torch's newer settings (`torch.backends.cudnn.conv.fp32_precision`) tell the two apart, they stay as they are.
+    """
+    from torch.backends import cudnn
+
+    try:
+        allowed = device.startswith("cuda") and cudnn.allow_tf32
+    except RuntimeError:  # torch refuses to say it of both in one word
+        allowed = False
+    if not allowed:
+        yield
+        return
+    cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32 = True

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import fpsim
-from ada_loss.lab.devices import require_device_name
+from ada_loss.lab.devices import float32_in_full, require_device_name
 from ada_loss.lab.environment import versions
 from ada_loss.lab.training.checkpoints import Checkpoints, DelayedScaling
 from ada_loss.lab.training.format_schedule import FormatSchedule, FormatSwitch, as_schedule, quantized
@@ -391,7 +391,7 @@ def run_job(job: Job, train: Callable[[Job], Mapping[str, Any]]) -> tuple[Run, s
     cuda = [job.device] if job.device.startswith("cuda") else []
     error = None
     metrics: Mapping[str, Any] = {}
-    with kept_generators(cuda):
+    with kept_generators(cuda), float32_in_full(job.device):
         seed_generators(job.seed)
         try:
             metrics = train(job)

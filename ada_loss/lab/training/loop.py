@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import fpsim
+from ada_loss.lab.devices import float32_in_full
 from ada_loss.lab.environment import versions
 from ada_loss.lab.tasks import Task
 from ada_loss.lab.training.batches import batches_of
@@ -217,6 +218,7 @@ class Training:
         self.progress = progress or self.progress
         with (
             kept_generators(self.cuda_devices),  # fpsim's own stream follows no seed of ours and is in no checkpoint
+            float32_in_full(self.options.device),
             self.adaptive or nullcontext(),
         ):
             torch.manual_seed(self.options.seed)  # the noise of stochastic rounding
