@@ -404,12 +404,15 @@ def resnet20() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
-def make_model(which: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    """A model and its loss on one batch. which: "resnet20", "gpt2", or "gpt2-1024", with 1,024 words."""
+def make_model(which: str, device: str = "cpu") -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """A model and its loss on one batch.
+
+    which: "resnet20", "gpt2", "gpt2-1024", with 1,024 words, or "gpt2-small", as large as OpenAI's smallest.
+    """
     torch.manual_seed(0)
     if which == "resnet20":
         model: nn.Module = resnet20()
-        x, y = torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))
+        x, y = torch.randn(64, 3, 32, 32).to(device), torch.randint(0, 10, (64,)).to(device)
 
         def loss(m: nn.Module) -> Tensor:
             return nn.functional.cross_entropy(m(x), y)
@@ -419,13 +422,14 @@ def make_model(which: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
 
         words = 1024 if which == "gpt2-1024" else 50257
         ends = {"bos_token_id": 1, "eos_token_id": 1} if which == "gpt2-1024" else {}
-        model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=128, n_head=4, vocab_size=words, **ends))
-        x = torch.randint(0, words, (16, 128))
+        sizes = {} if which == "gpt2-small" else {"n_layer": 4, "n_embd": 128, "n_head": 4}
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=words, **sizes, **ends))
+        x = torch.randint(0, words, (8, 1024) if which == "gpt2-small" else (16, 128)).to(device)
 
         def loss(m: nn.Module) -> Tensor:
             return m(input_ids=x, labels=x).loss  # type: ignore[no-any-return]
 
-    return model, loss
+    return model.to(device), loss
 
 
 def with_torchaos_products(model: nn.Module) -> None:
@@ -450,15 +454,15 @@ def with_torchaos_products(model: nn.Module) -> None:
             module.forward = partial(forward, module)
 
 
-def make_step(which: str, form: str) -> Callable[[], object]:
-    """A whole training step of a model.
+def make_step(which: str, form: str, device: str = "cpu") -> Callable[[], object]:
+    """A whole training step of a model, as `make_model` has it.
 
     form: "float32"; "fpsim", all roles fp16, or "fpsim bf16"; "format NAME"; "recipe:NAME", a recipe of fpsim;
         "torchao", its MXFP8 in the layers but the head; "qtorch", its Quantizer at the same sites; "watched" and
         "unwatched", float32 with fpsim.watch in each step and in none; "static", fpsim with a loss scale; "adaptive
         N M", fpsim with a scale for each layer, computed every N steps and recorded every M (0: never).
     """
-    model, loss = make_model(which)
+    model, loss = make_model(which, device)
     if form.startswith(("recipe:", "format ")):
         fpsim.quantize(model, form.removeprefix("format "), inplace=True)
     elif form == "torchao":
