@@ -1,8 +1,7 @@
 """Further statements of random programs: the many ways in which models index, copy, mix dtypes, rearrange and branch.
 
 Each has one list of forms. As in `program_statements`, only what torch's kernels round once is here. Left out besides
-are a tensor of no dimension as the first factor (`torch.tensor(0.3) * x`: torch's CPU kernel rounds it first), numbers
-that kernels compare with (`F.hardshrink(x, 0.3)`), and what asks how many bytes a number has.
+are numbers that kernels compare with (`F.hardshrink(x, 0.3)`), and what asks how many bytes a number has.
 """
 
 from __future__ import annotations
@@ -143,6 +142,16 @@ def promotion(w: Writer) -> list[str]:
         f"{x} * {ORDER}",
         f"{x} * ({y} > 0)",
         f"{x} * torch.tensor(0.3)",
+        f"torch.tensor(0.3) * {x}",
+        f"{x} + torch.tensor(0.3)",
+        f"torch.tensor(0.3) - {x}",
+        f"torch.fmod({x}, torch.tensor(0.3))",
+        f"torch.addcmul({x}, {x}, torch.tensor(0.3))",
+        f"{x} * {y}.float().mean()",
+        f"{y}.float().mean() * {x}",
+        f"torch.full_like({x}, torch.tensor(0.3)) * {y}",
+        f"{x}.new_full((4, 4), torch.tensor(0.3)) * {y}",
+        f"F.l1_loss({x}, torch.tensor(0.3), reduction='none')",
         f"{x} * torch.tensor([0.3])",
         f"torch.arange(4) * {x}",
         f"{x} * (torch.arange(4) / 3)",

@@ -196,6 +196,22 @@ def _in_each_form(names: str) -> frozenset[str]:
 QUOTIENTS = _in_each_form(_QUOTIENTS)
 # Products and quotients, which scale a tensor where the other operand is a number.
 SCALINGS = _in_each_form("mul multiply div divide true_divide truediv") | {"rmul"}
+# Functions of two or three tensors, of which torch casts a float32 one without dimensions to the dtype of the result:
+# but on the CPU not the second one of those in BY_FLOAT32, nor on a card one that is on the CPU of those in ARITHMETIC.
+BY_FLOAT32 = SCALINGS | _in_each_form("floor_divide floordiv")
+ARITHMETIC = BY_FLOAT32 | _in_each_form("add sub subtract") | {"rsub", "radd"}
+CASTING = (
+    ARITHMETIC
+    | _in_each_form(
+        """
+    remainder fmod mod pow maximum minimum fmax fmin hypot atan2 arctan2 logaddexp logaddexp2 igamma igammac copysign
+    addcmul addcdiv where clamp clip
+    """
+    )
+    | {"rmod", "rpow"}
+)
+# Functions that first give a tensor without dimensions those of the other, so that it counts in the result's dtype.
+EXPANDING = frozenset("mse_loss l1_loss smooth_l1_loss kron".split())
 POLES = _in_each_form(_POLES) | QUOTIENTS
 
 # Operands that may be given by name, in the order in which any operation has those that it takes.
@@ -220,6 +236,7 @@ class Call:
     action: what is done with it.
     in_place: whether it writes to its first argument.
     has_threshold: whether a number of Python beside a tensor is one of the tensor's dtype.
+    expands: whether a tensor without dimensions counts in the dtype of the result.
     copies: whether it writes what it is given to its first argument, as it is.
     has_pole: whether it may make minus infinity of numbers.
     is_quotient: whether that depends on its second operand.
@@ -243,10 +260,10 @@ class Call:
     """
 
     __slots__ = (
-        "action", "chooses_inside", "converts", "copies", "drops", "gives_float64", "has_dtype_of_first", "has_pole",
-        "has_threshold", "in_place", "inplace_at", "is_comparison", "is_of_each", "is_quotient", "is_view",
-        "may_renormalise", "may_write", "name", "narrows", "only_compared", "only_computes", "scales", "skip_names",
-        "skip_positions", "takes_dtype",
+        "action", "chooses_inside", "converts", "copies", "drops", "expands", "gives_float64", "has_dtype_of_first",
+        "has_pole", "has_threshold", "in_place", "inplace_at", "is_comparison", "is_of_each", "is_quotient",
+        "is_view", "may_renormalise", "may_write", "name", "narrows", "only_compared", "only_computes", "scales",
+        "skip_names", "skip_positions", "takes_dtype",
     )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -269,6 +286,7 @@ class Call:
         self.only_compared = ONLY_COMPARED.get(function)
         self.name = name.strip("_") if name.startswith("__") else name
         self.scales, self.has_threshold = self.name in SCALINGS, self.name in THRESHOLDS | THRESHOLDS_ON_CARD
+        self.expands = self.name in EXPANDING
         self.copies = self.action is Action.SET_ITEM or self.name == "copy_"
         self.narrows = self.name in NARROWING or name in COPIES_INTO_FIRST or self.action is Action.SET_ITEM
         self.has_pole, self.is_quotient = self.name in POLES, self.name in QUOTIENTS

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fpsim.emulation.aliases import Alias, note_write, spec_of_memory, write_outside
 from fpsim.emulation.arguments import tensors_in
-from fpsim.emulation.calls import THRESHOLDS_ON_CARD, Action, Call
+from fpsim.emulation.calls import ARITHMETIC, BY_FLOAT32, CASTING, THRESHOLDS_ON_CARD, Action, Call
 from fpsim.emulation.casts import WIDE_DTYPES, asks_for_float32, dtype_in, is_of_machinery
 from fpsim.emulation.marks import is_made_here, is_marked_wide, is_roundable, is_state, mark, unmark
 from fpsim.emulation.operands import Rounds, leaves_float32
@@ -239,7 +239,8 @@ def make(
     elif dtype_in(args, kwargs) is not None:
         is_wide = asks_for_float32(func, call.name, args, kwargs)
     elif call.action is Action.LIKE:
-        is_wide = any(is_marked_wide(x) for x in others)
+        like = args[0] if args else kwargs.get("input")
+        is_wide = isinstance(like, Tensor) and is_marked_wide(like)  # whatever it is filled with
     else:
         is_wide = not others or any(is_marked_wide(x) for x in others)
     if is_wide:
@@ -377,21 +378,28 @@ def scalars_of_call(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with numbers, and tensors without dimensions, in the format where torch casts them to it.
 
-    A float32 tensor without dimensions gives no result its dtype. On a card torch casts it before it computes; on the
-    CPU it takes it as it takes a number of Python, in float32 where it multiplies or divides.
+    A float32 tensor without dimensions gives no result its dtype, and torch casts it before it computes. On the CPU it
+    multiplies and divides by one in float32, and so does a card with all sums and products of one that is on the CPU.
     """
     if call.has_threshold:
         converted = scalars_in_format(emulation.scope.specs.activation, call, (*args, *kwargs.values()), is_wide)
         args, kwargs = converted[: len(args)], dict(zip(kwargs, converted[len(args) :], strict=True))
-    if is_wide or not emulation.has_wide:
+    if is_wide or not emulation.has_wide or call.name not in CASTING:
         return args, kwargs
 
-    def narrow(x: Any) -> Any:
-        is_meant = isinstance(x, Tensor) and x.is_cuda and x.dim() == 0 and is_roundable(x) and is_marked_wide(x)
-        return emulation.operand(x, Rounds.ALL) if is_meant else x
+    is_on_card = any(x.is_cuda for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
 
-    args = tuple(x if i == 0 and keeps_first else narrow(x) for i, x in enumerate(args))
-    return args, {name: x if name == "out" else narrow(x) for name, x in kwargs.items()}
+    def narrow(place: int | str, x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.dim() == 0 and is_roundable(x) and is_marked_wide(x)):
+            return x
+        if (place == 0 and keeps_first) or place == "out":
+            return x
+        is_second = place == 1 or place == "other"
+        is_number = call.name in ARITHMETIC if is_on_card else call.name in BY_FLOAT32 and is_second
+        return x if is_number and x.is_cpu else emulation.operand(x, Rounds.ALL)
+
+    args = tuple(narrow(i, x) for i, x in enumerate(args))
+    return args, {name: narrow(name, x) for name, x in kwargs.items()}
 
 
 def numbers_in_format(x: Any, fmt: Element) -> Any:

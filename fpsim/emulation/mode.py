@@ -426,7 +426,7 @@ class Emulation(Roundings, TorchFunctionMode):
             return False
         if call.name in NARROWING and not any(x.is_complex() for x in tensors):
             return all(is_marked_wide(x) for x in tensors)
-        dimensions = max(x.dim() for x in tensors)
+        dimensions = 0 if call.expands else max(x.dim() for x in tensors)
         return any(is_marked_wide(x) for x in tensors if x.dim() or not dimensions)
 
     def let_results_be_wide(self, out: Any, call: Call) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -304,6 +305,40 @@ def test_a_number_over_a_tensor_is_rounded_twice(fmt: str) -> None:
     hold(lambda self, x: 3.0 / (x.abs() + 1.0), fmt)
     hold(lambda self, x: 3.0 / (self.w.detach().abs() + 1.0), fmt)  # gradients of a reciprocal round inside
     hold(lambda self, x: 3.0 / wide(x), fmt)
+
+
+@FORMATS
+@pytest.mark.parametrize("at", ["first", "second", "other=", "0-d of another"])
+@pytest.mark.parametrize(
+    "name",
+    """
+    add sub mul div floor_divide remainder fmod pow maximum minimum fmax fmin hypot atan2 logaddexp logaddexp2 igamma
+    igammac copysign addcmul addcdiv
+    """.split(),
+)
+def test_a_float32_tensor_without_dimensions_is_cast_where_torch_casts_it(name: str, at: str, fmt: str) -> None:
+    def run(self: Layer, x: Tensor) -> Tensor:
+        y = x.abs() + 0.5
+        t = y.float().mean() if at == "0-d of another" else torch.tensor(AT)
+        if name.startswith("addc"):
+            return getattr(torch, name)(*((y, t, y) if at == "first" else (y, y, t)))
+        if at == "first":
+            return getattr(torch, name)(t, y)
+        return getattr(torch, name)(y, other=t) if at == "other=" and name != "pow" else getattr(torch, name)(y, t)
+
+    hold(run, fmt)
+
+
+@FORMATS
+@pytest.mark.parametrize("name", ["mse_loss", "l1_loss", "smooth_l1_loss"])
+def test_losses_of_a_float32_target_without_dimensions_are_float32(name: str, fmt: str) -> None:
+    def run(self: Layer, x: Tensor) -> Tensor:
+        loss = getattr(F, name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of the target's shape
+            return loss(x * self.w, torch.tensor(AT), reduction="none")
+
+    hold(run, fmt)
 
 
 @FORMATS
