@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from fpsim.checks import shown
 
@@ -39,23 +41,44 @@ def device_problem(device: str) -> str:
     return ""
 
 
+_full = threading.Lock()
+_inside: list[tuple[Any, ...]] = []  # for each training on a GPU that runs now, the settings before the first
+
+
 @contextmanager
 def float32_in_full(device: str) -> Iterator[None]:
     """On a GPU, float32 convolutions and recurrent layers have float32's 24 bits, and not the 11 of TF32 as by default.
 
-    Where torch's newer settings (`torch.backends.cudnn.conv.fp32_precision`) tell the two apart, they stay as they are.
+    The settings are the process's own, and come back when the last of its trainings ends.
     """
-    from torch.backends import cudnn
-
-    try:
-        allowed = device.startswith("cuda") and cudnn.allow_tf32
-    except RuntimeError:  # torch refuses to say it of both in one word
-        allowed = False
-    if not allowed:
+    if not device.startswith("cuda"):
         yield
         return
-    cudnn.allow_tf32 = False
+    with _full:
+        _inside.append(_inside[0] if _inside else _settings())
+        _set(False, "ieee", "ieee")
     try:
         yield
     finally:
-        cudnn.allow_tf32 = True
+        with _full:
+            before = _inside.pop()
+            if not _inside:
+                _set(*before)
+
+
+def _settings() -> tuple[bool | None, str, str]:
+    from torch.backends import cudnn
+
+    try:
+        both: bool | None = cudnn.allow_tf32
+    except RuntimeError:  # torch refuses to say it in one word of two settings that differ
+        both = None
+    return both, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+
+
+def _set(both: bool | None, convolutions: str, recurrent: str) -> None:
+    from torch.backends import cudnn
+
+    if both is not None:  # the older of two interfaces, which writes to the settings of the newer
+        cudnn.allow_tf32 = both
+    cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = convolutions, recurrent

@@ -205,11 +205,12 @@ CASTING = (
     | _in_each_form(
         """
     remainder fmod mod pow maximum minimum fmax fmin hypot atan2 arctan2 logaddexp logaddexp2 igamma igammac copysign
-    addcmul addcdiv where clamp clip
+    addcmul addcdiv lerp where clamp clip
     """
     )
     | {"rmod", "rpow"}
 )
+NO_OPERANDS = ("alpha", "value", "out")  # names of arguments of theirs that are numbers, or are written to
 # Functions that first give a tensor without dimensions those of the other, so that it counts in the result's dtype.
 EXPANDING = frozenset("mse_loss l1_loss smooth_l1_loss kron".split())
 POLES = _in_each_form(_POLES) | QUOTIENTS

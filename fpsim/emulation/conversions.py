@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fpsim.emulation.aliases import Alias, note_write, spec_of_memory, write_outside
 from fpsim.emulation.arguments import tensors_in
-from fpsim.emulation.calls import ARITHMETIC, BY_FLOAT32, CASTING, THRESHOLDS_ON_CARD, Action, Call
+from fpsim.emulation.calls import ARITHMETIC, BY_FLOAT32, CASTING, NO_OPERANDS, THRESHOLDS_ON_CARD, Action, Call
 from fpsim.emulation.casts import WIDE_DTYPES, asks_for_float32, dtype_in, is_of_machinery
 from fpsim.emulation.marks import is_made_here, is_marked_wide, is_roundable, is_state, mark, unmark
 from fpsim.emulation.operands import Rounds, leaves_float32
@@ -386,13 +386,15 @@ def scalars_of_call(
         args, kwargs = converted[: len(args)], dict(zip(kwargs, converted[len(args) :], strict=True))
     if is_wide or not emulation.has_wide or call.name not in CASTING:
         return args, kwargs
-
-    is_on_card = any(x.is_cuda for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    is_on_card = any(x.is_cuda for x in given)
+    if not any(x.dim() for x in given):  # then what is written to is computed in float32
+        return args, kwargs
 
     def narrow(place: int | str, x: Any) -> Any:
         if not (isinstance(x, Tensor) and x.dim() == 0 and is_roundable(x) and is_marked_wide(x)):
             return x
-        if (place == 0 and keeps_first) or place == "out":
+        if (place == 0 and keeps_first) or place in NO_OPERANDS:
             return x
         is_second = place == 1 or place == "other"
         is_number = call.name in ARITHMETIC if is_on_card else call.name in BY_FLOAT32 and is_second

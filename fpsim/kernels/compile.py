@@ -266,7 +266,7 @@ def cuda_module() -> Any:
             f"{pip_install('cuda12', 'cuda13')}, whichever CUDA your torch was built for; "
             "or move the tensor to the CPU with .cpu()."
         ) from None
-    if numba_cuda.__version__.startswith("0.30.") and tuple(map(int, np.__version__.split(".")[:2])) >= (2, 5):
+    if numba_cuda.__version__.startswith("0.30.") and not hasattr(np, "row_stack"):
         raise RuntimeError(
             f"A CUDA tensor was given, and numba-cuda {numba_cuda.__version__} compiles nothing with NumPy "
             f"{np.__version__}, which has no np.row_stack: pip install 'numpy<2.5'; "

@@ -2,7 +2,7 @@
 
 `format_steps.py` has the steps of SGD and Adam, which keep compensations as well; what runs here is the optimizer as it
 is, emulated as a model would be. With `arithmetic="format"` each number of Python is rounded to the format first, with
-"torch" those that are added or are exponents, as in torch's kernels on the CPU.
+"torch" those that are added or are exponents, as in torch's kernels on the CPU, and on a card exponents alone.
 """
 
 from __future__ import annotations

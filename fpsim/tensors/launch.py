@@ -136,8 +136,8 @@ def _hand_over(loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> Futur
 def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_scale: Tensor | None = None) -> None:
     """Round the memory of `src` into that of `dst`: same dtype, device and order, both without holes."""
     n = src.numel()
-    if log2_scale is not None and log2_scale.is_cuda is not src.is_cuda:
-        log2_scale = log2_scale.to(src.device)  # an address of the other one's memory would end the process
+    if log2_scale is not None and log2_scale.device != src.device:
+        log2_scale = log2_scale.to(src.device)  # an address of another one's memory would end the process
     if src.is_cuda:
         launch_on_card(src, dst, n, kernel, key, log2_scale)
         return

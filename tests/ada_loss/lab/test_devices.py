@@ -4,37 +4,74 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
-from torch.backends import cudnn
 
+HEAD = """
+import torch
+from torch.backends import cudnn
 from ada_loss.lab.devices import float32_in_full
+
+def now():
+    return cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+"""
+INSIDE = "('ieee', 'ieee')"
+
+
+def said(code: str) -> list[str]:
+    """What a process prints, of its own: torch keeps these settings for all of one."""
+    return subprocess.run([sys.executable, "-c", HEAD + code], capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "pass",
+        "cudnn.allow_tf32 = False",
+        "cudnn.conv.fp32_precision = 'tf32'; cudnn.rnn.fp32_precision = 'ieee'",
+        "cudnn.fp32_precision = 'tf32'",
+        "torch.backends.fp32_precision = 'tf32'",
+        "torch.backends.fp32_precision = 'ieee'",
+    ],
+)
+def test_convolutions_are_not_computed_in_tf32_on_a_card_and_as_before_afterwards(before: str) -> None:
+    code = """
+print(now())
+with float32_in_full("cpu"):
+    print(now())
+try:
+    with float32_in_full("cuda:1"):
+        print(now())
+        raise KeyError
+except KeyError:
+    print(now())
+"""
+    first, on_cpu, inside, after, _ = said(before + code)
+    assert first == on_cpu == after
+    assert inside == INSIDE
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_convolutions_are_not_computed_in_tf32_on_a_card_and_as_before_afterwards(
-    before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cudnn, "allow_tf32", before)
-    with float32_in_full("cpu"):
-        assert cudnn.allow_tf32 is before
-    inside = []
-    with suppress(KeyError), float32_in_full("cuda:1"):
-        inside.append(cudnn.allow_tf32)
-        raise KeyError
-    assert inside == [False]
-    assert cudnn.allow_tf32 is before
-
-
-def test_settings_that_tell_convolutions_and_recurrent_layers_apart_stay() -> None:
-    code = """
-from torch.backends import cudnn
-from ada_loss.lab.devices import float32_in_full
-cudnn.conv.fp32_precision = "tf32"
-cudnn.rnn.fp32_precision = "ieee"
+def test_the_older_of_torchs_two_interfaces_says_the_same(before: bool) -> None:
+    code = f"""
+cudnn.allow_tf32 = {before}
 with float32_in_full("cuda"):
-    print(cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
-"""  # in a process of its own, for torch does not take them back
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["tf32", "ieee"]
+    print(cudnn.allow_tf32)
+print(cudnn.allow_tf32)
+"""
+    assert said(code)[:2] == ["False", str(before)]
+
+
+def test_trainings_of_several_threads_end_in_any_order() -> None:
+    code = """
+first, second = (float32_in_full("cuda") for _ in range(2))
+before = now()
+first.__enter__(), second.__enter__()
+first.__exit__(None, None, None)
+print(now())
+second.__exit__(None, None, None)
+print(now() == before)
+"""
+    assert said(code)[:2] == [INSIDE, "True"]
