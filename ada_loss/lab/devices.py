@@ -66,9 +66,14 @@ def float32_in_full(device: str) -> Iterator[None]:
                 _set(*before)
 
 
-def _settings() -> tuple[bool | None, str, str]:
-    from torch.backends import cudnn
+def _cudnn() -> Any:
+    from torch.backends import cudnn  # the check of a device's name needs none
 
+    return cudnn
+
+
+def _settings() -> tuple[bool | None, str, str]:
+    cudnn = _cudnn()
     try:
         both: bool | None = cudnn.allow_tf32
     except RuntimeError:  # torch refuses to say it in one word of two settings that differ
@@ -77,8 +82,7 @@ def _settings() -> tuple[bool | None, str, str]:
 
 
 def _set(both: bool | None, convolutions: str, recurrent: str) -> None:
-    from torch.backends import cudnn
-
+    cudnn = _cudnn()
     if both is not None:  # the older of two interfaces, which writes to the settings of the newer
         cudnn.allow_tf32 = both
     cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = convolutions, recurrent

@@ -60,16 +60,16 @@ class Small(nn.Module):
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp16", "e4m3fn", "recipe:fp8_current", "recipe:mxfp8", "recipe:nvfp4"])
-def test_a_compiled_step_is_as_near_to_the_eager_one_as_in_float32(fmt: str) -> None:
+def test_a_compiled_step_differs_from_the_eager_one_by_less_than_half_of_what_rounding_changes(fmt: str) -> None:
     torch.manual_seed(0)
     plain, x = Small().cuda(), torch.randn(32, 64, device="cuda")
     model = fpsim.quantize(plain, fmt)
     torch._dynamo.reset()
     results = []
-    for run in (model, torch.compile(copy.deepcopy(model), fullgraph=True)):
+    for run in (model, torch.compile(copy.deepcopy(model), fullgraph=True), plain):
         fpsim.manual_seed(1)
         out = run(x)
         (out * torch.linspace(-1, 1, 64, device="cuda")).sum().backward()
         results.append([out.detach(), *(p.grad for p in run.parameters())])
-    for eager, compiled in zip(*results, strict=True):
-        assert (eager - compiled).norm() <= 0.02 * eager.norm()
+    for eager, compiled, exact in zip(*results, strict=True):
+        assert (eager - compiled).norm() < 0.5 * (eager - exact).norm()
