@@ -75,7 +75,7 @@ def make_goes_up(rule: int, width: int) -> Callable[..., Any]:
     uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
     implicit, mantissa_bits = uint(1 << container.mantissa_bits), uint(container.mantissa_bits)
     lowest = np.int64(container.bias + container.mantissa_bits)
-    load, drawn, is_variant = (load32 if width == 32 else load64), make_drawn(rule, width), rule > STOCHASTIC
+    load, drawn, is_b_or_c = (load32 if width == 32 else load64), make_drawn(rule, width), rule > STOCHASTIC
     u64, i64 = np.uint64, np.int64
 
     @njit(forceinline=True)
@@ -93,7 +93,7 @@ def make_goes_up(rule: int, width: int) -> Callable[..., Any]:
         rest = u64(u64(1 << 32) - u64(bits >> uint(width - 32)))
         bound = u64(length * u64(rest - u64(stays)))
         up = distance >= bound
-        if is_variant and stays != uint(0):
+        if is_b_or_c and stays != uint(0):
             cut = shift < i64(0) and shift_left(place, right) != significand
             up = distance > bound or (distance == bound and cut)
         return up and length != u64(0)

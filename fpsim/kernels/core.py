@@ -232,7 +232,7 @@ def make_at_scale(width: int) -> Callable[..., Any]:
 def make_drawn(rule: int, width: int) -> Callable[..., Any]:
     """The random bits of a stochastic rule, as a compiled function of (noise, the mask of those that are used)."""
     uint, _ = integers(width)
-    zero, one, is_variant = uint(0), uint(1), rule > STOCHASTIC
+    zero, one, is_b_or_c = uint(0), uint(1), rule > STOCHASTIC
 
     @njit(forceinline=True)
     def drawn(noise, used):
@@ -244,7 +244,7 @@ def make_drawn(rule: int, width: int) -> Callable[..., Any]:
         T is odd, else at T.
         """
         bits = uint(noise & used)
-        if not is_variant:
+        if not is_b_or_c:
             return bits, zero
         last = uint(zero - used)  # the last of the random bits
         odd = uint(bits & last) != zero
@@ -284,7 +284,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     to_24_bits = uint(container.mantissa_bits - 23)
     # as constants: `in` over a tuple is a loop at run time in CUDA
     is_carrying, is_grid = rule in CARRYING, shape in (GRID, UNSIGNED_ZERO_GRID, FIXED)
-    is_stochastic, is_variant = draws_noise(rule), rule > STOCHASTIC
+    is_stochastic, is_b_or_c = draws_noise(rule), rule > STOCHASTIC
     is_nearest_or_stochastic = rule in (NEAREST_EVEN, NEAREST_AWAY) or is_stochastic
     goes_beyond = is_nearest_or_stochastic or rule == UP
     may_lose_sign = shape in (GAP, BESIDE_GAP, UNSIGNED_ZERO_GRID, FIXED)
@@ -330,7 +330,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
             left = sint(s + sint(1))  # of the distance to the lower neighbour, in units of the spacing, `width` bits
             right = uint(sint(0) - left)
             fraction = uint(shift_left(significand, uint(left)) | shift_right(significand, right))
-            if is_variant and left < sint(0) and a != zero:  # what was cut off decides about ties
+            if is_b_or_c and left < sint(0) and a != zero:  # what was cut off decides about ties
                 cut = shift_left(fraction, right) != significand
                 fraction = uint(fraction | (one if cut else zero))
             up = noise > uint(~fraction)  # fraction + noise carries
@@ -367,7 +367,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
             else:
                 value = shift_right(whole, np.uint64(-distance))
             up = value >= bound
-            if is_variant and stays != zero:
+            if is_b_or_c and stays != zero:
                 cut = distance < sint(0) and shift_left(value, np.uint64(-distance)) != whole
                 up = a != zero and (value > bound or (value == bound and cut))
         else:

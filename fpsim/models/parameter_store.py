@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fpsim.models.storing import local_part, noise_key, store_, stored
 from fpsim.policies.update import Storage, Update, state_storage
+from fpsim.tensors.noise import is_captured
 from fpsim.torch_internals import version_of
 
 __all__ = ["COMPENSATION", "COPIES", "MASTER", "SECOND", "ParameterStore"]
@@ -174,7 +175,7 @@ class ParameterStore:
     def _key(self, storage: Storage, seed: int, step: int, name: str) -> Tensor | None:
         if storage.spec.rounding != "stochastic":
             return None
-        if self.parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_captured(self.parameter):
             return None  # a number would be the same in each replay: the card draws one
         return noise_key(seed, step, self.index, name)
 
