@@ -63,7 +63,7 @@ def test_a_numpy_with_which_numba_cuda_compiles_nothing_is_an_error_that_says_wh
 ) -> None:
     pytest.importorskip("numba_cuda", "0.30").__version__.startswith("0.30.") or pytest.skip("a later numba-cuda")
     monkeypatch.delattr(np, "row_stack", raising=False)
-    with pytest.raises(RuntimeError, match=r"with NumPy .*, no np\.row_stack: pip install 'numpy<2\.5'.*\.cpu\(\)"):
+    with pytest.raises(RuntimeError, match=r"with NumPy .* no np\.row_stack: pip install 'numpy<2\.5'.*\.cpu\(\)"):
         cuda_module.__wrapped__()
 
 
