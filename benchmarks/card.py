@@ -20,22 +20,12 @@ from torch import Tensor
 import fpsim
 from fpsim.tensors.moments import moments_of
 from fpsim.tensors.tally import lost_between
+from fpsim.tensors.verify import milliseconds
 
 LARGE, CACHED = 1 << 27, 1 << 22  # elements: of memory, and within the second-level cache
 MODES = ("nearest_even", "stochastic")
 FORMATS = ("fp16", "bf16", "tf32", "dlfloat16", "e4m3fn", "e5m2", "e4m3fnuz", "e2m1fn", "int8", "hif8", "posit8")
 BLOCKS = ("mxfp8_e4m3", "mxfp4", "nvfp4", "e4m3fn per row fp32", "e4m3fn per tensor fp32")
-
-
-def milliseconds(run: Callable[[], object], times: int) -> float:
-    """The time of one call on the card."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(times):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / times
 
 
 def on_card(baseline: Callable[[], object], candidate: Callable[[], object], repeats: int) -> float:

@@ -28,7 +28,7 @@ from fpsim.tensors.reference import noise_of, rounded_in_float64, rounded_to_cod
 from fpsim.tensors.shared_scales import rounded_blocks
 from fpsim.tensors.spec import BlockSpec, RoundingSpec, any_spec, rounding_spec
 
-__all__ = ["FULL_FORMATS", "Row", "on_card", "patterns", "verify"]
+__all__ = ["FULL_FORMATS", "Row", "milliseconds", "on_card", "patterns", "verify"]
 
 FULL_FORMATS = ("fp16", "bf16", "tf32", "e4m3fn", "e5m2", "dlfloat16")  # one of each shape of the kernels and more
 KEY = 0x9E3779B97F4A7C15 >> 1  # of the noise; a key has 63 bits
@@ -202,7 +202,7 @@ def _graph_replays() -> Iterator[Row]:
             yield Row("noise of replays", None, "repeats" if torch.equal(first, y) else "is new in each replay")
 
 
-def _milliseconds(run: Callable[[], object], times: int) -> float:
+def milliseconds(run: Callable[[], object], times: int) -> float:
     """The time of one call on the card, by events around many."""
     run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -219,7 +219,7 @@ def _speeds() -> Iterator[Row]:
     x = torch.randn(1 << 27, device="cuda")
     out = torch.empty_like(x)
     moved = 2 * x.numel() * x.element_size() / 1e6
-    copy = moved / _milliseconds(lambda: out.copy_(x), 20)
+    copy = moved / milliseconds(lambda: out.copy_(x), 20)
     yield Row("copy", None, f"{copy:,.0f} GB/s")
     calls: dict[str, Callable[[], Tensor]] = {
         f"e4m3fn {rule}": partial(rounded, x, rounding_spec("e4m3fn", rule)) for rule in ("nearest_even", "stochastic")
@@ -231,7 +231,7 @@ def _speeds() -> Iterator[Row]:
     calls["moments"] = partial(moments_of, x)
     for name, call in calls.items():
         moves = moved / 2 if name == "moments" else moved  # which it only reads
-        speed = moves / _milliseconds(call, 20)
+        speed = moves / milliseconds(call, 20)
         yield Row(name, None, f"{speed:,.0f} GB/s, {speed / copy:.0%} of a copy")
     few, spec = torch.randn(16, device="cuda"), rounding_spec("e4m3fn")
     for name, launched in (("torch.relu", lambda: torch.relu(few)), ("rounding", lambda: rounded(few, spec))):
