@@ -1,4 +1,4 @@
-"""The rows of claims.py: each quantitative sentence of README and docs, with what is measured and its band.
+"""The rows of claims.py: quantitative sentences of README and docs, with what is measured and its band.
 
 The bands were written down before anything was run with the seeds: a point, or a hundredth of float32's bits (0.036),
 where a sentence says that nothing is lost; else what the sentence says, as wide as it is worded.

@@ -40,7 +40,7 @@ class Updater:
 
     Raises:
         ValueError: for an invalid value.
-        TypeError: for a function that is none.
+        TypeError: for a function that is not callable.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.tensor([2.0]))

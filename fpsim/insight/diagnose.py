@@ -109,7 +109,7 @@ def diagnose(
 
     A step is a forward and a backward pass, `lambda: loss(model(x), y).backward()`, without the optimizer's. It may be
     of a float32 model, of one under autocast, or of a quantised one. Parameters, buffers, gradients and random numbers
-    are put back afterwards. An infinity that was filled in as a mask is none.
+    are put back afterwards. An infinity that was filled in as a mask is not reported.
 
     Each row has `site` and `call` (the n-th of a site), the `role` ("activation", "error" for its gradient,
     "weight_grad", the operand of a product; "input", "parameter" or "buffer" of what came in), `kind` ("inf", "-inf",

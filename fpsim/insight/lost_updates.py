@@ -29,7 +29,7 @@ def lost_updates(quantized: QuantizedOptimizer, every: int = 1) -> LostUpdates:
 
     Args:
         quantized: what `quantize_optimizer` returned.
-        every: recorded are the steps 1, 1 + every, and so on.
+        every: the steps 1, 1 + every, and so on are recorded.
 
     Returns:
         The record: `rows()` has a row for each recorded step and parameter, `table()` one for each parameter,

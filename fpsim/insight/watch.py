@@ -82,7 +82,7 @@ def watch(
         loss: from the model's output to a scalar, for a batch.
         formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last
             axis.
-        every: watched are the calls 1, 1 + every, and so on.
+        every: the calls 1, 1 + every, and so on are watched.
         optimizer: whose states and updates are watched; `suggest_update` tries which formats they would do in. Of a
             quantised one, `updates` has what was lost; see `fpsim.lost_updates`.
 

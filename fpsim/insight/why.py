@@ -192,13 +192,14 @@ def why(
 ) -> Why:
     """Say what makes a step fail: the place, the role and the kind, the numbers, and a remedy that was tried on it.
 
-    Looked at in this order, and told is what speaks first: inputs, parameters, buffers, gradients and states of the
+    It looks in this order, and reports the first problem: inputs, parameters, buffers, gradients and states of the
     optimizer before the step; each result forward; the loss; each gradient backward, and those that are wholly lost;
     the gradients after accumulation; the optimizer's step, and the share of its updates that changed nothing; buffers
     afterwards; at last the step against float32.
 
-    The step is run many times, and must be the same each time: `why` runs it twice first. The model, the optimizer, the
-    scaler and random numbers are put back afterwards. A float32, half, bfloat16, autocast or quantised model will do.
+    The step is run several times, and must be the same each time: `why` runs it twice first. The model, the optimizer,
+    the scaler and random numbers are put back afterwards. A float32, half, bfloat16, autocast or quantised model will
+    do.
 
     Args:
         model: whose step it is.

@@ -26,7 +26,7 @@ Coded = FloatFormat | Codebook
 
 
 def encode(x: Tensor, fmt: str | Coded, rounding: str = "nearest_even", overflow: str | None = None) -> Tensor:
-    """Round `x` to a format of up to 16 bits, or a code book, and give the codes.
+    """Round `x` to a format of up to 16 bits, or a code book, and return the codes.
 
     NaN gives the canonical (first quiet) NaN.
 

@@ -40,7 +40,7 @@ def warm_up(
         variants: of stochastic rounding, as in `round_to`; each has kernels of its own, for any number of random bits.
 
     Raises:
-        ValueError: for unknown words, and for a CUDA device that this machine has not.
+        ValueError: for unknown words, and for a CUDA device that this machine does not have.
 
     >>> warm_up("cpu", ["e4m3fn", "mxfp8_e4m3"], ["nearest_even", "stochastic"])
     """

@@ -89,7 +89,7 @@ def sweep(
     why: bool = False,
     show_progress: bool = True,
 ) -> Results:
-    """Train the task once for each format, scaling method, rounding and seed, and give the results.
+    """Train the task once for each format, scaling method, rounding and seed, and return the results.
 
     Run it again to go on where it was stopped: cells that are done in `out` do not run again, and those that failed
     only with `retry_failed`. A cell is its configuration: with any difference it is another cell. A training that
@@ -153,7 +153,7 @@ def resume(
     show_progress: bool = True,
     trust: bool = False,
 ) -> Results:
-    """Go on with all cells of a ledger that are not done, and give the results.
+    """Go on with all cells of a ledger that are not done, and return the results.
 
     The other arguments are those of `sweep`.
 
@@ -163,8 +163,8 @@ def resume(
             is refused unless you have run it into this folder: whoever wrote the file would choose what runs here.
 
     Raises:
-        ValueError: for a cell that is none, for a task that is not trusted, and where a task is a function that was
-            passed to `sweep`: only that call knows it.
+        ValueError: for a ledger whose cells cannot be read, for a task that is not trusted, and where a task is a
+            function that was passed to `sweep`: only that call knows it.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)
@@ -204,7 +204,7 @@ def run_cells(
     title: str = "",
     goals: Mapping[str, str] = {},
 ) -> Results:
-    """Run the cells that are not done in a folder, and give the results of the whole folder.
+    """Run the cells that are not done in a folder, and return the results of the whole folder.
 
     make_task: the task or the training of the cells, where it is a function that was passed to `sweep`.
     out, execution, track, show_progress: as in `sweep`.
