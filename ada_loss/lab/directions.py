@@ -23,6 +23,8 @@ __all__ = [
 
 MINIMIZE, MAXIMIZE = "minimize", "maximize"
 FILE = "directions.json"  # in the folder of a sweep
+# "1-accuracy", "1 - val_acc", "-loss"; "1-shot_accuracy" is none
+SUBTRACTION = re.compile(r"\s*(?P<from>(1(\.0)?|100)?)(?P<spaces>\s*)[-\N{MINUS SIGN}]")
 NEGATIONS = ("neg", "negative", "negated", "minus")  # turn the direction of what follows
 # Terms of one word or more, as `_words` splits them. The longest that fits is taken first.
 LARGER = (
@@ -46,12 +48,15 @@ SMALLER = (
     "negative_likelihood_ratio misclassification regret cost underflow overflow skipped seconds "
     "latency continuous_ranked_probability_score crps disparity huber tversky log_cosh ctc total_variation "
     "spatial_distortion_index spectral_distortion_index charcut runtime logcosh ece fvd fad mpjpe "
-    "word_information_lost toxicity"
+    "word_information_lost toxicity ranked_probability_score interval_score energy_score"
 ).split()
 # These make a setting or a count of what stands beside them: a loss scale is not a loss.
 OTHERS = set(
     "scale scales scaling lr learning weight weights weighting coefficient coef lambda temperature threshold norm "
-    "grad gradient momentum decay target schedule curve matrix".split()
+    "grad gradient momentum decay target schedule curve matrix "
+    # a change or a spread of what stands beside them: an accuracy_drop is not an accuracy
+    "drop gap degradation decrease increase reduction improvement diff difference delta change std stddev variance "
+    "uncertainty inverse reciprocal non".split()
 )
 
 
@@ -62,6 +67,10 @@ def by_name(metric: str) -> str | None:
     ('minimize', 'maximize', 'maximize', None)
     """
     words = _words(metric)
+    if subtracted := SUBTRACTION.match(metric):
+        first = _words(metric[subtracted.end() :])
+        if subtracted["spaces"] or not subtracted["from"] or (first and _term(first, 0)[1] is not None):
+            return None
     directions: set[str] = set()
     turned = False
     place = 0

@@ -90,6 +90,29 @@ def test_a_name_is_split_at_signs_and_case(name: str) -> None:
     assert by_name(name) == "minimize"
 
 
+@pytest.mark.parametrize(
+    ("name", "direction"),
+    [
+        ("accuracy_drop", None),
+        ("bleu_degradation", None),
+        ("acc_gap", None),
+        ("loss_reduction", None),
+        ("loss_std", None),
+        ("accuracy_variance", None),
+        ("explained_variance", "maximize"),
+        ("1-accuracy", None),
+        ("1 - val_acc", None),
+        ("-loss", None),
+        ("1-shot_accuracy", "maximize"),
+        ("one_minus_f1", "minimize"),
+        ("ranked_probability_score", "minimize"),
+        ("non_toxicity", None),
+    ],
+)
+def test_a_change_of_a_metric_has_not_the_metrics_direction(name: str, direction: str | None) -> None:
+    assert by_name(name) == direction
+
+
 def test_a_statement_goes_before_the_name() -> None:
     said = Directions({"loss": "maximize"})
     assert (said.of("loss"), said.of("metric.loss"), said.of("val_loss")) == ("maximize", "maximize", "minimize")
