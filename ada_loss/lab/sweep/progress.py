@@ -72,7 +72,7 @@ class Progress:
         self.best, self._first, self._began, self._said = "", done, time.monotonic(), time.monotonic()
         self.running: dict[str, None] = {}
         self.goals = dict(goals)
-        self._best = math.nan
+        self._metric, self._best = "", math.nan
         self._bar, self._pause = None, FIRST_LINE
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -115,7 +115,8 @@ class Progress:
     def compare(self, cell: str, result: Mapping[str, Any]) -> None:
         """Remember a cell if it is the best so far by its first metric; keep the goals that its task states.
 
-        Nothing is best where nobody knows whether a larger or a smaller value is.
+        Nothing is best where nobody knows whether a larger or a smaller value is, and no training that diverged is.
+        The metric is that of the first cell: values of two metrics are not compared.
         """
         told = {name: goal for name, goal in result.get("goals", {}).items() if name not in self.goals}
         if told:
@@ -123,8 +124,10 @@ class Progress:
             keep_directions(self.out, told)
         for name, value in [*result["metrics"].items()][:1]:
             sign = Directions(self.goals).sign(name)
-            if sign and not self._best >= sign * value:
-                self._best, self.best = sign * value, f"best: {cell} {name} {value:.4g}"
+            if not sign or result.get("diverged") or math.isnan(value) or name != (self._metric or name):
+                continue
+            if not self._best >= sign * value:
+                self._metric, self._best, self.best = name, sign * value, f"best: {cell} {name} {value:.4g}"
 
     def _watch(self) -> None:
         while not self._over.wait(READ_EVERY):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,19 @@ def test_progress_names_the_smallest_loss(tmp_path: Path) -> None:
     silent = Progress(2, 0, tmp_path, "", False)
     silent.compare("any", {"metrics": {"speed": 1.0}})
     assert silent.best == ""
+
+
+def test_progress_calls_no_diverged_training_and_no_other_metric_the_best(tmp_path: Path) -> None:
+    progress = Progress(4, 0, tmp_path, "", False)
+    for cell, metrics, diverged in (
+        ("first", {"loss": 2.0}, False),
+        ("not a number", {"loss": math.nan}, True),
+        ("lost", {"loss": -math.inf}, True),
+        ("of another task", {"accuracy": 0.9}, False),
+        ("worse", {"loss": 3.0}, False),
+    ):
+        progress.compare(cell, {"metrics": metrics, "diverged": diverged})
+    assert progress.best == "best: first loss 2"
 
 
 def test_a_sweep_states_directions_also_when_nothing_is_left_to_train(tmp_path: Path) -> None:
