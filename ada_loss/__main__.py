@@ -346,6 +346,8 @@ def verdict(
         from ada_loss.lab.results import Results
 
         results = Results(out, minimize=minimize or (), maximize=maximize or ())
+        for name in (*(minimize or ()), *(maximize or ())):  # one that is misspelt would be passed over
+            results.require_metric(name)
         for one in results.verdicts(metric, tolerance, level, equivalence):
             print(one)
 

@@ -296,6 +296,8 @@ def test_a_verdict_has_the_tolerance_that_was_asked_for(tmp_path: Path) -> None:
     both = ada_loss("verdict", out, "--metric", metric, "--tolerance", 0.9, "--equivalence", "--level", 0.01).stdout
     assert both == "".join(f"{found}\n" for found in Results(out).verdicts(metric, 0.9, 0.01, equivalence=True))
     assert "Matches float32 within 90.0 points" in both
+    said = ada_loss("verdict", out, "--minimize", "acuracy", code=2).stderr  # it would be passed over otherwise
+    assert "Unknown metric 'acuracy'. Did you mean 'accuracy'?" in said
     said = ada_loss("verdict", out, "--tolerance", -1, code=2).stderr
     assert "tolerance=-1.0" in said
 
