@@ -2,8 +2,9 @@
 
     python benchmarks/verdicts.py --sweeps 4000
 
-prints the share of sweeps with a wrong statement anywhere, the share of settings that are found, and what becomes of
-settings that collapse with some seeds. docs/verdict.md has the tables.
+prints the share of sweeps with a wrong statement anywhere, also of a metric that is counted in examples, the share of
+settings that are found, what becomes of settings that collapse with some seeds, and how often so many seeds decide as
+are said to. docs/verdict.md has the tables.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
-from ada_loss.lab.results.judgement import collapsed_seeds, decide, judge
+from ada_loss.lab.results.judgement import MOST_SEEDS, collapsed_seeds, decide, judge
 
 Array = NDArray[np.float64]
 EQUAL, EDGE, FAR = 0.0, -1.0, -4.0  # true differences from float32, in tolerances
@@ -139,6 +141,63 @@ def collapses(rate: float, seeds: int, count: int, settings: int = 15, seed: int
     )
 
 
+def mean_rounded(mean: Array, deviation: float) -> Array:
+    """The expected value of a normal number that is rounded to an integer."""
+    places = np.floor(mean)[:, None] + np.arange(-40, 41)
+    ends = stats.norm.cdf((places[..., None] + [-0.5, 0.5] - mean[:, None, None]) / deviation)
+    return (places * np.diff(ends)[..., 0]).sum(axis=1)
+
+
+def share_wrong_where_counted(settings: int, seeds: int, examples: float, deviation: float, count: int) -> float:
+    """The share of sweeps with a wrong statement, where the metric is counted in examples of a test set.
+
+    All settings are at the tolerance: there is the expected value of their differences.
+
+    examples: the tolerance, such as 3.6 for a point of 360 examples.
+    deviation: of a difference, in examples.
+    """
+    rng = np.random.default_rng([settings, seeds, round(10 * examples), round(10 * deviation)])
+    each = deviation / math.sqrt(2)
+    start = rng.uniform(size=count)
+    float32 = np.round(start[:, None, None] + each * rng.standard_normal((count, 1, seeds)))
+    others = np.round(start[:, None, None] - examples + each * rng.standard_normal((count, settings, seeds)))
+    edge = mean_rounded(start - examples, each) - mean_rounded(start, each)
+    differences = others - float32 - (edge + examples)[:, None, None]  # so that all sweeps have the same tolerance
+    means, variances = differences.mean(axis=2), differences.var(axis=2, ddof=1)
+    found = decide(means, variances, np.full(settings, seeds), examples, step=1.0)
+    return float((found.outcomes != "undecided").any(axis=1).mean())
+
+
+def share_decided(settings: int, seeds: int, deviation: float, count: int) -> float:
+    """Of open settings of which a number of seeds is said to decide, the share that so many seeds decide.
+
+    Their true means are 0 to 4 tolerances below float32, but not at the tolerance.
+    """
+    rng = np.random.default_rng([settings, seeds, round(10 * deviation), 1])
+    came_true = []
+    for _ in range(count):
+        means = rng.choice([0.0, -0.5, -1.5, -2.0, -4.0], settings)
+        drawn = means[:, None] + deviation * rng.standard_normal((settings, MOST_SEEDS))
+        for i, one in enumerate(judge([*drawn[:, :seeds]], 1.0)):
+            if one.outcome == "undecided" and one.seeds <= MOST_SEEDS:
+                came_true.append(judge([*drawn[:, : one.seeds]], 1.0)[i].outcome != "undecided")
+    return float(np.mean(came_true)) if came_true else math.nan
+
+
+def print_counted_and_decided(sweeps: int) -> None:
+    """Print the tables of metrics that are counted, and of the seeds that would decide."""
+    deviations = (0.3, 0.6, 1.0, 2.0, 4.0)
+    print("\nCounted in examples, all at the tolerance: wrong sweeps in %; deviations of 0.3, 0.6, 1, 2, 4 examples")
+    for settings, seeds, examples in product((1, 4, 15), SEEDS, (1.8, 3.6, 10.0)):
+        words = [100 * share_wrong_where_counted(settings, seeds, examples, one, sweeps) for one in deviations]
+        print(f"{settings:2} x {seeds:2}, {examples:4} examples " + " ".join(f"{value:5.1f}" for value in words))
+    print('\n"About N seeds would probably decide it" came true, in %; deviations of 0.3, 1, 3 tolerances')
+    for settings, seeds in product((1, 4, 15), SEEDS):
+        count = max(sweeps // (16 * settings), 20)
+        values = [100 * share_decided(settings, seeds, one, count) for one in (0.3, 1.0, 3.0)]
+        print(f"{settings:2} x {seeds:2} " + " ".join(f"{value:5.0f}" for value in values), flush=True)
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -175,6 +234,7 @@ def main() -> None:
     for rate, seeds in product((0.1, 0.2, 0.4), SEEDS):
         values = collapses(rate, seeds, max(options.sweeps // 10, 50), seed=options.seed)
         print(f"rate {rate:g}, {seeds:2} seeds  " + " ".join(f"{100 * value:6.1f}" for value in values), flush=True)
+    print_counted_and_decided(options.sweeps)
 
 
 if __name__ == "__main__":

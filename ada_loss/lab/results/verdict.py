@@ -12,7 +12,7 @@ from typing import Any
 from ada_loss.lab.cells.cell_formats import BASELINE, STOCHASTIC_GRADIENTS
 from ada_loss.lab.results import comparison as pairs
 from ada_loss.lab.results.comparison import Comparison, require_level
-from ada_loss.lab.results.judgement import LEAST_SEEDS, LEVEL, collapsed_seeds, judge
+from ada_loss.lab.results.judgement import LEAST_SEEDS, LEVEL, collapsed_seeds, judge, smallest_step
 from ada_loss.lab.results.results import StoredResults, telling_axes
 from ada_loss.lab.results.statements import SECTIONS, Combination, Verdict
 from ada_loss.lab.results.table import is_share
@@ -98,7 +98,8 @@ def _verdict(
             one = _counted(one, tolerance, sign)
         combinations.append(one)
     if sign and len(baseline) >= LEAST_SEEDS:
-        combinations = _tested(combinations, tolerance, level, sign, equivalence)
+        step = smallest_step([value for row in rows if math.isfinite(value := _number(row, metric))])
+        combinations = _tested(combinations, tolerance, level, sign, equivalence, step)
     combinations = [
         replace(
             one,
@@ -153,13 +154,13 @@ def _counted(one: Combination, tolerance: float, sign: int) -> Combination:
 
 
 def _tested(
-    combinations: Sequence[Combination], tolerance: float, level: float, sign: int, equivalence: bool
+    combinations: Sequence[Combination], tolerance: float, level: float, sign: int, equivalence: bool, step: float
 ) -> list[Combination]:
     """The combinations, with those that are to be tested judged together."""
     tested = [i for i, one in enumerate(combinations) if one.outcome == "undecided"]
     differences = [[sign * value for value in combinations[i].comparison.differences.values()] for i in tested]
     judged = [*combinations]
-    for i, judgement in zip(tested, judge(differences, tolerance, level, equivalence), strict=True):
+    for i, judgement in zip(tested, judge(differences, tolerance, level, equivalence, step), strict=True):
         judged[i] = replace(judged[i], outcome=judgement.outcome, judgement=judgement)
     return judged
 

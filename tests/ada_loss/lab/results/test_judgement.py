@@ -21,10 +21,23 @@ from ada_loss.lab.results.judgement import (
     decide,
     judge,
     largest_rate_unseen,
+    smallest_step,
 )
 
 sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))
-from verdicts import EQUAL, FAR, Cell, are_wrong, cells, collapses, outcomes, share_wrong, sweeps
+from verdicts import (
+    EQUAL,
+    FAR,
+    Cell,
+    are_wrong,
+    cells,
+    collapses,
+    outcomes,
+    share_decided,
+    share_wrong,
+    share_wrong_where_counted,
+    sweeps,
+)
 
 Array = NDArray[np.float64]
 # where the share of wrong sweeps is largest, or would be without one of the precautions
@@ -213,6 +226,49 @@ def test_settings_that_show_no_variance_borrow_that_of_the_others() -> None:
     assert found.p > 0.05
 
 
+@pytest.mark.parametrize("deviation", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize(("settings", "seeds"), [(1, 3), (4, 3), (4, 5), (5, 3), (15, 5)])
+def test_a_metric_that_is_counted_in_examples_is_as_rarely_judged_wrong(
+    settings: int, seeds: int, deviation: float
+) -> None:
+    """One point of 360 examples: three accuracies are often equal. Without the step 64 % of such sweeps were wrong."""
+    assert share_wrong_where_counted(settings, seeds, 3.6, deviation, 1500) <= 0.05 + margin(1500)
+
+
+def test_three_equal_differences_of_few_examples_are_no_certainty() -> None:
+    example = 1 / 360
+    beyond = [[-4 * example] * 3]  # of 3.6 that are a point
+    assert [one.outcome for one in judge(beyond, 0.01)] == ["short"]
+    assert [one.outcome for one in judge(beyond, 0.01, step=example)] == ["undecided"]
+    assert [one.outcome for one in judge([[-12 * example] * 3], 0.01, step=example)] == ["short"]
+
+
+def test_a_difference_of_exactly_the_tolerance_is_not_decided_by_what_float64_rounds() -> None:
+    difference = 0.97 - 0.98
+    assert difference < -0.01  # by 9e-18
+    assert judge([[difference] * 3], 0.01)[0].outcome == "short"
+    step = smallest_step([0.98, 0.97, math.pi / 4])
+    assert step < 1e-14
+    assert judge([[difference] * 3], 0.01, step=step)[0].outcome == "undecided"
+
+
+@pytest.mark.parametrize("examples", [50, 360, 1000, 9999])
+def test_the_step_of_an_accuracy_is_one_example(examples: int) -> None:
+    correct = np.random.default_rng(examples).integers(examples // 2, examples, 12)
+    correct[:2] = examples - 1, examples - 2  # so that no larger step fits
+    for found in (correct / examples, 1 - correct / examples, (correct / examples).astype(np.float32)):
+        assert smallest_step(found) == pytest.approx(1 / examples, rel=1e-9)
+    assert smallest_step(100 * correct / examples) == pytest.approx(100 / examples, rel=1e-9)
+
+
+def test_what_is_not_counted_has_the_step_of_float64() -> None:
+    rng = np.random.default_rng(0)
+    for size in (1e-12, 1.0, 1e12):
+        assert 0 < smallest_step(size * rng.uniform(1, 2, 9)) <= 2.0**-49 * size
+    assert smallest_step([0.9] * 5) <= 2.0**-50  # one value tells of no step
+    assert smallest_step([]) == smallest_step([0.0, 0.0]) == 0.0
+
+
 def test_equivalence_wants_both_sides() -> None:
     near, high, low = (np.array([-0.01, 0.0, 0.01]) + mean for mean in (0.0, 3.0, -3.0))
     assert [found.outcome for found in judge([near, high, low], 1.0)] == ["match", "match", "short"]
@@ -261,3 +317,9 @@ def test_the_seeds_that_would_decide_do_so_four_times_in_five() -> None:
     decided = np.mean([judge([sweep], 1.0)[0].outcome == "match" for sweep in drawn])
     assert LEAST_SEEDS < found.seeds < 20
     assert 0.72 < decided < 0.95  # 80 %, by a formula that takes two t-quantiles in the place of the noncentral one
+
+
+def test_said_numbers_of_seeds_decide_where_deviations_are_small() -> None:
+    """As docs/verdict.md says: nine in ten and more where the deviation is 0.3 tolerances, not so where it is 3."""
+    assert share_decided(4, 3, 0.3, 60) >= 0.9
+    assert share_decided(4, 3, 3.0, 60) <= 0.5
