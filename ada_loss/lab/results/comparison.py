@@ -12,7 +12,7 @@ from ada_loss.files import data_frame
 from ada_loss.lab.cells.cell_formats import label
 from ada_loss.lab.results.judgement import LEVEL
 from ada_loss.lab.results.results import StoredResults
-from ada_loss.lab.results.table import is_share
+from ada_loss.lab.results.table import is_share, mean_of
 from fpsim.checks import is_number, pip_install, shown
 
 try:
@@ -21,6 +21,9 @@ except ImportError as error:
     raise ImportError(f"A comparison needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
 __all__ = ["Comparison", "compare", "in_units", "per_cent", "require_level", "rows_of_side"]
+
+
+MOST_DIGITS = 12  # decimals of points
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Comparison:
     metric: its name.
     differences: {seed: the metric of a minus that of b}, of the seeds that both have.
     level: of the test, and 1 minus the confidence of `interval`.
-    diverged: how many of the seeds of a diverged.
+    diverged, diverged_too: how many of the seeds of a diverged, and of those of b.
     note: on the metric, "lower is better".
     statement: of the sweep's verdict, where b is float32: of one test among all settings, at the tolerance.
 
@@ -51,11 +54,12 @@ class Comparison:
     diverged: int = field(default=0)
     note: str = ""
     statement: str = ""
+    diverged_too: int = 0
 
     @property
     def mean(self) -> float:
         """The mean difference; NaN where there is none, or where one is not a number."""
-        return statistics.fmean(self.differences.values()) if self.differences else math.nan
+        return mean_of(self.differences.values()) if self.differences else math.nan
 
     @property
     def error(self) -> float:
@@ -103,28 +107,38 @@ class Comparison:
 
     def __str__(self) -> str:
         count = len(self.differences)
-        words = f"{self.a} against {self.b}: {self.metric} {in_units(self.metric, self.mean)}"
+        width = self.interval[1] - self.mean
+        seen = 10 * width if width > 0 else abs(self.mean)
+        words = f"{self.a} against {self.b}: {self.metric} {in_units(self.metric, self.mean, seen=seen)}"
         words += f" ({self.note})" if self.note else ""
+        lost = ((self.a, self.diverged), (self.b, self.diverged_too))
+        diverged = "".join(f"; {number} of {count} seeds of {side} diverged" for side, number in lost if number)
         if math.isnan(self.error):
-            return f"{words}; {count} seed{'s' * (count != 1)} in common are too few for a test, or not all finite"
-        low, high = (in_units(self.metric, bound, unit=False) for bound in self.interval)
+            words += f"; {count} seed{'s' * (count != 1)} in common are too few for a test, or not all finite"
+            return f"{words}{diverged}"
+        low, high = (in_units(self.metric, bound, unit=False, seen=seen) for bound in self.interval)
         words += f", {per_cent(1 - self.level)} interval {low} to {high}, p = {self.p:.2g}"
-        words += f", paired t-test over {count} seeds"
+        words += f", paired t-test over {count} seeds{diverged}"
         return f"{words}. Among all settings: {self.statement}" if self.statement else words
 
 
-def in_units(metric: str, value: float, unit: bool = True, tolerance: float | None = None) -> str:
+def in_units(metric: str, value: float, unit: bool = True, tolerance: float | None = None, seen: float = 0.0) -> str:
     """A difference of a metric as text: in points of per cent where the metric is a share.
 
     tolerance: of the metric; decimals that are small beside it are left out then.
+    seen: an amount of which a tenth is to be seen; points have more than one decimal where it is less than one.
 
     >>> in_units("accuracy", -0.015), in_units("accuracy", -0.0002), in_units("loss", 0.0213)
     ('-1.5 points', '0.0 points', '0.0213')
+    >>> in_units("accuracy", -0.0002, seen=0.002), in_units("accuracy", -0.0002, seen=0.01)
+    ('-0.02 points', '0.0 points')
     >>> in_units("loss", -9.63e-06), in_units("loss", -9.63e-06, tolerance=0.036)
     ('-9.63e-06', '0')
     """
     if is_share(metric):
-        return f"{100 * value:z.1f}{' points' * unit}"  # z: no "-0.0"
+        seen = seen or tolerance or 0.0
+        digits = max(1, 1 - math.floor(math.log10(100 * seen))) if seen > 0 and math.isfinite(seen) else 1
+        return f"{100 * value:z.{min(digits, MOST_DIGITS)}f}{' points' * unit}"  # z: no "-0.0"
     if tolerance is not None and tolerance > 0 and math.isfinite(value):
         value = round(value, 2 - math.floor(math.log10(tolerance)))
     return f"{value:z.3g}"
@@ -167,8 +181,9 @@ def compare(
             f"Run both with the same seeds."
         )
     differences = {seed: left[seed][name] - right[seed][name] for seed in common}
-    diverged, note = sum(left[seed]["diverged"] for seed in common), results.directions.words(name)
-    return Comparison(_words(a), _words(b), name, differences, level, diverged, note)
+    diverged, diverged_too = (sum(side[seed]["diverged"] for seed in common) for side in (left, right))
+    note = results.directions.words(name)
+    return Comparison(_words(a), _words(b), name, differences, level, diverged, note, diverged_too=diverged_too)
 
 
 def rows_of_side(results: StoredResults, chosen: str | Mapping[str, Any]) -> list[dict[str, Any]]:

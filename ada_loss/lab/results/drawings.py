@@ -155,25 +155,27 @@ def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] |
         return None
     is_log = bool(finite.min() > 0 and finite.max() / finite.min() > 8)
     low, high = float(finite.min()), float(finite.max())
-    methods = [*dict.fromkeys(_rest(curve) for curve in drawn if curve.settings.get("format") != BASELINE)]
-    float32 = [curve for curve in drawn if curve.settings.get("format") == BASELINE][:1]
+    float32 = [curve for curve in drawn if curve.settings.get("format") == results.float32]
+    if len({_task_and_options(curve) for curve in float32}) > 1:  # then none of them is that of all others
+        float32 = []
+    others = [curve for curve in drawn if not any(curve is one for one in float32)]
+    methods = [*dict.fromkeys(map(_rest, others))]
     last = max(float(curve.steps[-1]) for curve in drawn)
     panels: dict[str, list[dict[str, Any]]] = {}
     cells = _cells(results)
-    for curve in drawn:
-        if curve.settings.get("format") != BASELINE:  # float32 is one line, though several grids may have trained it
-            panels.setdefault(curve.settings.get("format", ""), []).append(
-                {
-                    "name": _rest(curve) or curve.settings.get("format", ""),
-                    "colour": f"c{methods.index(_rest(curve)) % MOST_LINES}",
-                    "cells": " ".join(cells(curve)),
-                    **_paths(curve, low, high, last, is_log),
-                }
-            )
+    for curve in others:
+        panels.setdefault(curve.settings.get("format", ""), []).append(
+            {
+                "name": _rest(curve) or curve.settings.get("format", ""),
+                "colour": f"c{methods.index(_rest(curve)) % MOST_LINES}",
+                "cells": " ".join(cells(curve)),
+                **_paths(curve, low, high, last, is_log),
+            }
+        )
     panels = panels or {BASELINE: []}
-    lines = [
+    lines = [  # float32 is one line, though several grids may have trained it
         {"name": "float32", "colour": "float32", "cells": "", **_paths(curve, low, high, last, is_log), "band": ""}
-        for curve in float32
+        for curve in float32[:1]
     ]
     shown = [
         {"name": fmt, "more": max(len(of_format) - MOST_LINES, 0), **_striped([*lines, *of_format[:MOST_LINES]])}
@@ -207,6 +209,10 @@ def _cells(results: StoredResults) -> Callable[[Curve], list[str]]:
         return [row["id"] for row in rows if all(str(row.get(axis)) == value for axis, value in chosen.items())]
 
     return cells
+
+
+def _task_and_options(curve: Curve) -> tuple[str, ...]:
+    return tuple(value for axis, value in curve.settings.items() if axis not in ("format", "rounding", "scaling"))
 
 
 def _rest(curve: Curve) -> str:

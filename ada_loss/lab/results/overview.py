@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ada_loss.lab.cells.cell_formats import BASELINE
 from ada_loss.lab.results.comparison import in_units, per_cent
+from ada_loss.lab.results.judgement import LEAST_SEEDS
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.statements import SECTIONS, Combination, Verdict
-from ada_loss.lab.results.table import is_share, mean_and_deviation
-from fpsim.checks import is_number
+from ada_loss.lab.results.table import is_share, mean_and_deviation, mean_of
+from fpsim.checks import is_finite_number, is_number
 
 __all__ = ["OverviewRow", "overview"]
 
@@ -36,14 +36,16 @@ class OverviewRow(NamedTuple):
 def overview(results: StoredResults, verdict: Verdict) -> list[OverviewRow]:
     """A row for float32 and one for each format of a verdict, in the order of the sweep.
 
-    The best setting of a format is the one with the best mean, of those of which all seeds gave a number; where no
-    direction of the metric is known, or no seed of it gave a number, there is "-".
+    The best setting of a format is the one whose mean difference from float32, paired by seed, is the best; of those of
+    which no seed diverged, or, where there are none, of those of which the fewest did. Of seeds that failed, three have
+    to be left. Without float32 it is the setting with the best mean. Where no direction of the metric is known, or no
+    seed of it gave a number, there is "-".
     """
     rows = {row["id"]: row for row in results.rows()}
     values = [*verdict.baseline.values()]
     of_float32 = []
     if values:
-        baseline = tuple(row["id"] for row in rows.values() if row["format"] == BASELINE)
+        baseline = tuple(row["id"] for row in rows.values() if row["format"] == results.float32)
         of_float32.append(OverviewRow("float32", "", _metric(verdict.metric, values), "", "", "", baseline))
     settings: dict[str, list[Combination]] = {}
     for one in verdict.combinations:
@@ -55,20 +57,31 @@ def _row(
     fmt: str, chosen: Sequence[Combination], verdict: Verdict, rows: Mapping[str, Mapping[str, Any]]
 ) -> OverviewRow:
     def numbers(one: Combination) -> list[float]:
-        values = (rows[cell].get(verdict.metric) for cell in one.cells if cell in rows)
-        return [float(value) for value in values if is_number(value)]  # type: ignore[arg-type]
+        known = [rows[cell] for cell in one.cells if cell in rows and not rows[cell]["diverged"]]
+        return [float(row[verdict.metric]) for row in known if is_finite_number(row.get(verdict.metric))]
 
-    def worth(one: Combination) -> float:
-        mean = verdict.sign * statistics.fmean(numbers(one) or [math.nan])
-        is_whole = len(numbers(one)) == one.asked and not one.comparison.diverged
-        return mean + (0 if is_whole else -math.inf) if math.isfinite(mean) else -math.inf
+    def differences(one: Combination) -> list[float]:
+        return [value for value in one.comparison.differences.values() if math.isfinite(value)]
+
+    are_paired = all(differences(one) for one in chosen if numbers(one))
+
+    def worth(one: Combination) -> tuple[float, float]:
+        values = differences(one) if are_paired else numbers(one)
+        seeds = one.seeds - len(one.silent) if len(numbers(one)) >= LEAST_SEEDS else one.asked
+        return len(numbers(one)) / seeds, verdict.sign * mean_of(values) if values else -math.inf
 
     cells = tuple(cell for one in chosen for cell in one.cells)
+    diverged, seeds = sum(one.comparison.diverged for one in chosen), sum(one.seeds for one in chosen)
+    if len(chosen) > 1 and not any(map(numbers, chosen)):
+        kind = "" if verdict.problem else "short" if diverged else "open"
+        return OverviewRow(fmt, "-", "-", f"{diverged} of {seeds} diverged" if diverged else "-", "-", kind, cells)
     if not verdict.sign and len(chosen) > 1:
         return OverviewRow(fmt, "-", "-", "-", "-", "", cells)
     best = max(chosen, key=worth)
     mean = best.comparison.mean
     difference = in_units(verdict.metric, mean, unit=False, tolerance=verdict.tolerance) if math.isfinite(mean) else "-"
+    if (known := len(numbers(best))) < best.asked and difference != "-":
+        difference += f", {known} of {best.asked} seeds"
     if best.comparison.diverged:
         difference = f"{best.comparison.diverged} of {best.seeds} diverged"
     lost = [rows[cell]["underflow"] for cell in best.cells if cell in rows and is_number(rows[cell]["underflow"])]
@@ -78,7 +91,7 @@ def _row(
         best.rest,
         _metric(verdict.metric, numbers(best)),
         difference,
-        per_cent(round(statistics.fmean(lost), 3)) if lost else "-",
+        per_cent(round(mean_of(lost), 3)) if lost else "-",
         "" if verdict.problem else kind,
         cells,
     )
@@ -89,5 +102,5 @@ def _metric(name: str, values: Sequence[float]) -> str:
     if not values:
         return "-"
     is_finite = len(values) > 1 and all(map(math.isfinite, values))
-    words = mean_and_deviation(name, statistics.fmean(values), statistics.stdev(values) if is_finite else math.nan)
+    words = mean_and_deviation(name, mean_of(values), statistics.stdev(values) if is_finite else math.nan)
     return f"{words} %" if is_share(name) else words

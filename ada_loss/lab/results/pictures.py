@@ -24,6 +24,8 @@ class NothingToShow(ValueError):
 def picture_metric(results: StoredResults, metric: str | None = None, where: Mapping[str, Any] | None = None) -> Any:
     """See `Results.plot_accuracy`."""
     table = results.table(metric=metric, where=where)
+    own = results.float32
+    table.places = {(BASELINE if fmt == own else fmt, method): v for (fmt, method), v in table.places.items()}
     factor = 100.0 if table.is_share else 1.0
     constants = [column for column in table.across if figures.is_constant(column)]
     if table.is_share and len(constants) >= MANY_CONSTANTS:

@@ -248,7 +248,7 @@ def _failures(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for number, cell in enumerate(cells, 1):
         words = []
         if cell["state"] in ("failed", "diverged"):
-            words.append((cell["state"], cell["error"] or "the loss is not finite in the end"))
+            words.append((cell["state"], cell["error"] or "a loss or a metric is not finite in the end"))
         if cell["damage"]:
             words.append(("telemetry lost", "its file is missing or damaged; run the sweep again: it repeats the cell"))
         for state, error in words:

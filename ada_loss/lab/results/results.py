@@ -6,6 +6,7 @@ import json
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from ada_loss.files import content_of, data_frame, folder_at
-from ada_loss.lab.cells.cell_formats import label
+from ada_loss.lab.cells.cell_formats import BASELINE, label
 from ada_loss.lab.cells.cells import AXES, is_configuration
 from ada_loss.lab.cells.ledger import DAMAGED, Ledger, counted
 from ada_loss.lab.cells.missing import read_snapshot
 from ada_loss.lab.cells.names import names_of, read_names
 from ada_loss.lab.cells.telemetry import read_telemetry
 from ada_loss.lab.directions import Directions, hint_for, read_directions, stated
-from ada_loss.lab.results.table import Share, Table, is_share_by_name
+from ada_loss.lab.results.table import NoShare, Share, Table, is_share_by_name
 from fpsim.checks import is_finite_number, refuse, require_flag, require_mapping, shown
 from fpsim.insight.rows import Rows
 
@@ -28,12 +29,14 @@ __all__ = ["REASONS", "StoredResults", "read_reasons", "telling_axes"]
 
 REASONS = "reasons.json"  # why cells diverged or fell short, by id; beside the ledger, whose rows stay
 OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row besides its settings and metrics
+RESULTS = ("id", "diverged", "reason", *OF_A_CELL)  # columns that no option and no metric has
 
 
 class StoredResults:
     """The cells of a sweep's folder as they are now; opening it changes nothing.
 
-    A metric with the name of another column, such as "format", is the column "metric.format".
+    A metric with the name of another column, such as "format", is the column "metric.format", and an option with the
+    name of a result, such as "seconds", is "option.seconds".
 
     A format has the name that the sweep gave it, or a short one; `names` has the name of each description.
 
@@ -59,7 +62,8 @@ class StoredResults:
             if not is_configuration(cell["config"]):
                 cell |= {"state": "failed", "metrics": {}, "error": DAMAGED, "damaged": 1}
                 cell["config"] = {**dict.fromkeys(AXES, "?"), "options": {}}
-            columns = {"id", *AXES, *cell["config"]["options"], "diverged", *OF_A_CELL}
+        columns = {*AXES, *RESULTS, *(name for cell in self.cells for name in _options(cell))}
+        for cell in self.cells:
             cell["metrics"] = {_column(name, columns): value for name, value in cell["metrics"].items()}
         self.counts = counted(self.cells)
         self.reasons = read_reasons(self.out)
@@ -101,7 +105,12 @@ class StoredResults:
         config = cell["config"]
         words = {axis: label(config[axis]) for axis in AXES if axis != "seed"}
         words["format"] = self.names[words["format"]]
-        return {"id": cell["id"], **words, "seed": config["seed"], **config["options"]}
+        return {"id": cell["id"], **words, "seed": config["seed"], **_options(cell)}
+
+    @property
+    def float32(self) -> str:
+        """The name of float32, with which the others are compared: "fp32", unless the sweep gave it another."""
+        return self.names.get(BASELINE, BASELINE)
 
     @property
     def legend(self) -> dict[str, str]:
@@ -115,9 +124,11 @@ class StoredResults:
         chosen = self.rows()
         for name, value in (where or {}).items():
             value = self._named_format(value) if name == "format" else value
-            rows, chosen = chosen, Rows(row for row in chosen if name in row and _word(row[name]) == _word(value))
+            rows = chosen
+            is_known = any(name in row for row in rows)  # an option that some cells have is None of the others
+            chosen = Rows(row for row in rows if is_known and _word(row.get(name)) == _word(value))
             if rows and not chosen:
-                known = ", ".join(dict.fromkeys(str(row[name]) for row in rows if name in row))
+                known = ", ".join(dict.fromkeys(str(row.get(name)) for row in rows if is_known))
                 known = f"Its values: {known}" if known else f"Known columns: {', '.join(rows[0])}"
                 raise ValueError(f"No cell that is done has {shown(name)}={shown(label(value))}. {known}.")
         return chosen
@@ -132,7 +143,7 @@ class StoredResults:
     @property
     def settings(self) -> list[str]:
         """The columns that say what was trained, but for the seed: task, format, rounding, scaling, the options."""
-        return [*AXES[:-1], *dict.fromkeys(key for cell in self.cells for key in cell["config"]["options"])]
+        return [*AXES[:-1], *dict.fromkeys(key for cell in self.cells for key in _options(cell))]
 
     def failures(self) -> list[dict[str, Any]]:
         """The cells that failed, with "error" and "traceback"."""
@@ -145,12 +156,19 @@ class StoredResults:
     @property
     def metric(self) -> str:
         """The first metric of the task, which tables show unless another is named."""
-        for cell in self.cells:
-            if cell["metrics"]:
-                return self.shown(next(iter(cell["metrics"])))
+        tasks = [cell["config"]["task"] for cell in self.cells if cell["metrics"]]
+        if tasks:
+            name = self.first_metric(cell["id"] for cell in self.cells if cell["config"]["task"] == tasks[0])
+            return self.shown(str(name))
         raise ValueError(
             f"{self.words} holds no metric: no training reached its end. Run more cells, or mend the task."
         )
+
+    def first_metric(self, cells: Iterable[str]) -> str | None:
+        """The metric that most of some cells, by their ids, have as their first; None where none has any."""
+        known = {cell["id"]: [*cell["metrics"]] for cell in self.cells}
+        firsts = Counter(names[0] for cell in cells if (names := known[cell]))
+        return max(firsts, key=lambda name: firsts[name], default=None)
 
     def named(self, metric: str | None) -> str:
         """The metric that is named; the first of the task for None. Raises TypeError for what is not a name."""
@@ -170,10 +188,12 @@ class StoredResults:
         if not is_share_by_name(metric):
             return metric
         values = [v for cell in self.cells if is_finite_number(v := cell["metrics"].get(metric))]
-        return Share(metric) if values and all(0 <= v <= 1 for v in values) else metric
+        if not values:
+            return metric
+        return Share(metric) if all(0 <= v <= 1 for v in values) else NoShare(metric)
 
     def best(self, metric: str | None = None, *, largest: bool | None = None) -> dict[str, Any]:
-        """The row with the best value of a metric; NaN is never best.
+        """The row with the best value of a metric; NaN is never best, and no training that diverged is.
 
         metric: the task's first unless named.
         largest: whether a larger value is better; None for what is stated of the metric, or what its name tells.
@@ -182,10 +202,11 @@ class StoredResults:
         if largest is not None:
             require_flag("largest", largest)
         name = self.named(metric)
-        rows = [row for row in self.rows() if not math.isnan(_number(row, name))]
+        rows = [row for row in self.rows() if not row["diverged"] and not math.isnan(_number(row, name))]
         if not rows:
             raise ValueError(
-                f"No cell of {self.words} has a number for the metric {shown(name)}. Known: {self.metric}."
+                f"No cell of {self.words} has a number for the metric {shown(name)}, of those that did not diverge. "
+                f"Known: {self.metric}."
             )
         sign = self.directions.sign(name) if largest is None else (1 if largest else -1)
         if not sign:
@@ -222,11 +243,12 @@ class StoredResults:
             ):
                 raise ValueError(
                     f"The cells differ in {axis} ({', '.join(values)}) too, and a mean over those says nothing. "
-                    f"Choose one with where={{{axis!r}: {values[0]!r}}}, or make it the rows or the columns."
+                    f"Choose one with where={{{axis!r}: {values[0]!r}}} (--where {axis}={values[0]}), or make it the "
+                    f"rows or the columns."
                 )
         places: dict[tuple[str, str], list[float]] = {}
         for row in selected:
-            places.setdefault((str(row[rows]), str(row[columns])), []).append(_number(row, name))
+            places.setdefault((str(row.get(rows)), str(row.get(columns))), []).append(_number(row, name))
         down, across = ([*dict.fromkeys(place[i] for place in places)] for i in (0, 1))
         chosen = {k: label(v) for k, v in (where or {}).items()}
         return Table(rows, columns, name, down, across, places, chosen, self.directions, self.names)
@@ -244,18 +266,17 @@ class StoredResults:
             self.require_metric(metric)
         if not any(cell["metrics"] for cell in self.cells):
             return []
-        others = [*AXES[:1], "rounding", *dict.fromkeys(k for cell in self.cells for k in cell["config"]["options"])]
+        others = [*AXES[:1], "rounding", *dict.fromkeys(k for cell in self.cells for k in _options(cell))]
         varying: list[str] = []
         for axis in others:
             before = [*varying, "format", "scaling"] if axis == "rounding" else varying  # it may follow from them
             if _count(all_rows, [*before, axis]) > max(_count(all_rows, before), 1):
                 varying.append(axis)
         groups = dict.fromkeys(tuple((axis, str(row.get(axis))) for axis in varying) for row in all_rows)
-        known = {cell["id"]: [*cell["metrics"]] for cell in self.cells}
         tables = []
         for group in groups:
             rows = self.chosen_rows(dict(group))
-            first = metric or next((name for row in rows for name in known[row["id"]]), None)
+            first = metric or self.first_metric(row["id"] for row in rows)
             if first and any(first in row for row in rows):
                 tables.append(self.table(metric=first, where=dict(group)))
         return tables
@@ -306,6 +327,12 @@ def telling_axes(axes: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list
     return [axis for axis in telling if axis in AXES or len(pairs[axis]) > len(pairs["task"])]
 
 
+def _options(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a cell by their columns."""
+    options = cell["config"]["options"]
+    return {f"option.{name}" if name in RESULTS else name: value for name, value in options.items()}
+
+
 def _column(metric: str, columns: set[str]) -> str:
     """The column of a metric in addition to those columns."""
     while metric in columns:
@@ -322,7 +349,7 @@ def _number(row: Mapping[str, Any], name: str) -> float:
 
 
 def _word(value: Any) -> str:
-    """A value as a word, the same however it was written: 0, 0.0 and "0.0" are one number."""
+    """A value as a word, the same however it was written: 0, 0.0 and "0.0" are one number, None is "None"."""
     try:
         return label(value if isinstance(value, bool) else float(value))
     except (TypeError, ValueError):

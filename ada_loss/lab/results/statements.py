@@ -21,12 +21,13 @@ from ada_loss.lab.results.judgement import (
     largest_rate_unseen,
 )
 from ada_loss.lab.results.sections import Section, as_html, as_latex, as_text
-from ada_loss.lab.results.table import heading, is_share, mean_and_deviation
+from ada_loss.lab.results.table import heading, is_share, mean_and_deviation, mean_of
 
 __all__ = ["SECTIONS", "Combination", "Verdict"]
 
 MOST_NAMED = 20  # settings of one kind of which something is said
 MOST_LISTED = 12  # formats of those that are only listed
+NOISE = 1e-9  # of the tolerance: smaller amounts are those of float64, and are shown as 0
 NOTABLE = 0.005  # shares of lost gradients that are said
 SECTIONS = {  # where each outcome stands
     "match": ("match",),
@@ -49,6 +50,7 @@ class Combination:
     shares: what its trainings lost, {"underflow", "overflow", "skipped steps": a share}, as means over the seeds.
     judgement: of the test, with differences that are positive where the setting is better; None where it is not tested.
     collapsed, failed: the seeds that did.
+    silent: the seeds whose trainings ended without this metric.
     cells: the ids of its cells.
     why: what `fpsim.why` says of one of them, where the sweep asked.
     """
@@ -62,6 +64,7 @@ class Combination:
     judgement: Judgement | None = None
     collapsed: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
     cells: tuple[str, ...] = ()
     why: str = ""
 
@@ -125,6 +128,8 @@ class Verdict:
     @property
     def problem(self) -> str:
         """Why there is no verdict, as a sentence; "" where there is one."""
+        if not self.baseline and self.lost:
+            return f"No verdict: float32 itself gave no finite {self.metric}, so there is nothing to compare with."
         if not self.baseline:
             return "No verdict: there is no float32 to compare with. Leave baseline=True, or add 'fp32' to the formats."
         if not self.combinations:
@@ -134,7 +139,8 @@ class Verdict:
             return f"{words} {hint_for(self.metric)}"
         if len(self.baseline) < LEAST_SEEDS:
             count = f"{len(self.baseline)} seed{'s' * (len(self.baseline) > 1)}"
-            return f"No verdict: {count} cannot tell a difference from chance. Give seeds={LEAST_SEEDS}, better 5."
+            more = "" if self.lost else f" Give seeds={LEAST_SEEDS}, better 5."
+            return f"No verdict: {count} of float32 cannot tell a difference from chance.{more}"
         return ""
 
     @property
@@ -143,7 +149,7 @@ class Verdict:
         words = self.problem
         if not words:
             values = [*self.baseline.values()]
-            mean = mean_and_deviation(self.metric, statistics.fmean(values), statistics.stdev(values))
+            mean = mean_and_deviation(self.metric, mean_of(values), statistics.stdev(values))
             better = ", lower is better" * (self.sign < 0)
             words = f"float32 gives {self.metric} {mean}{' %' * (is_share(self.metric))}{better}."
         if self.lost:
@@ -169,24 +175,27 @@ class Verdict:
         tested = [one.judgement for one in self.combinations if one.judgement is not None]
         if not tested:
             return ""
-        seeds = max(len(one.comparison.differences) for one in self.combinations if one.judgement is not None)
+        counts = [len(one.comparison.differences) for one in self.combinations if one.judgement is not None]
+        fewest, seeds = min(counts), max(counts)
         shared = ", variances shared where they are alike" if is_sharing(len(tested), seeds) else ""
         both = " and above" if self.equivalence else ""
         words = f"One test for each of {len(tested)} settings at {self._amount} {self._side}{both} float32, over "
         words = words.replace("each of 1 settings", "the one setting")
-        words += f"{len(self.baseline)} seeds, Holm-corrected{shared}: a wrong statement anywhere has a chance of at "
-        words += f"most {per_cent(self.level)} if differences are normal"
+        words += f"{f'{fewest} to ' * (fewest < seeds)}{seeds} seeds, Holm-corrected{shared}: "
+        words += f"a wrong statement anywhere has a chance of at most {per_cent(self.level)} if differences are normal"
         if self.level == LEVEL and shared:
             words += f", and occurred in at most {per_cent(SIMULATED)} of simulated sweeps, also with unequal variances"
         words += ". In brackets: intervals at the level of each test."
-        rate = per_cent(round(largest_rate_unseen(len(self.baseline)), 2))
-        words += f" Where none of {len(self.baseline)} seeds collapsed, rates of collapse above {rate} are excluded."
+        rate = per_cent(round(largest_rate_unseen(seeds), 2))
+        words += f" Where none of {seeds} seeds collapsed, rates of collapse above {rate} are excluded."
         least = statistics.median(one.margin for one in tested)
         if least > self.tolerance > 0:
-            amount = _bare(self.metric, least)
+            amount = self._said(least)
             words += (
                 f" With so many seeds a setting that equals float32 is likely found from a tolerance of {amount} on."
             )
+        if any(0 < one.seeds <= MOST_SEEDS for one in tested):
+            words += " So many seeds would decide an open setting if its mean and deviation stay."
         return words
 
     def __len__(self) -> int:
@@ -249,7 +258,14 @@ class Verdict:
 
     @property
     def _amount(self) -> str:
+        if is_share(self.metric):  # the tolerance itself: all of its digits
+            words = f"{100 * self.tolerance:.4g}"
+            return "1 point" if words == "1" else f"{words if '.' in words or 'e' in words else words + '.0'} points"
         return _bare(self.metric, self.tolerance)
+
+    def _said(self, value: float) -> str:
+        """An amount in words, with decimals that can be told from the tolerance."""
+        return _bare(self.metric, value, self.tolerance)
 
     def _title(self, kind: str) -> str:
         if kind == "open":
@@ -295,7 +311,7 @@ class Verdict:
         parts = []
         if one.outcome in ("match", "above") and one.judgement is not None:
             far = one.judgement.mean > self.tolerance
-            parts.append(f"{_bare(self.metric, one.judgement.mean)} better" if far else "")
+            parts.append(f"{self._said(one.judgement.mean)} better" if far else "")
         elif one.outcome == "short":
             parts += [f"by {self._estimate(one, positive=True)}", *one.losses]
         elif one.outcome in ("collapsed", "diverged"):
@@ -303,16 +319,17 @@ class Verdict:
         elif one.outcome == "undecided":
             parts += [self._open(one)]
         if one.outcome == "failed":
-            parts.append(f"gave no result: {_seeds(one.failed)} failed")
+            parts.append("gave no result")
         elif one.outcome == "few":
             few = len(one.comparison.differences)
             of = f" of {one.asked}" if few < one.asked else ""  # a sweep that goes on has not asked for the others yet
             parts.append(f"gave too few results, {few}{of} seed{'s' * (few > 1 or bool(of))}; {LEAST_SEEDS} are needed")
         elif len(one.comparison.differences) < one.asked and one.outcome != "diverged":
             parts.append(f"over {len(one.comparison.differences)} of {one.asked} seeds")
-        if one.failed and one.outcome != "failed":
-            parts.append(f"{_seeds(one.failed)} failed")
+        lost = [f"{_seeds(one.failed)} failed"] if one.failed else []
+        lost += [f"{_seeds(one.silent)} gave no {self.metric}"] if one.silent else []
         words = ", ".join(filter(None, parts))
+        words += f"{': ' if one.outcome == 'failed' else ', ' * bool(words)}{', '.join(lost)}" if lost else ""
         return f"{words}: {one.why}" if one.why else words
 
     def _counted(self, one: Combination) -> str:
@@ -323,12 +340,12 @@ class Verdict:
         else:
             out = {*one.collapsed}
             worst = max(abs(differences[seed]) for seed in out)
-            by = f"{'up to ' * (len(out) > 1)}{_bare(self.metric, worst)}"
+            by = f"{'up to ' * (len(out) > 1)}{self._said(worst)}"
             words = f"collapses with {len(out)} of {one.asked} seeds (by {by})"
         others = [value for seed, value in differences.items() if seed not in out and math.isfinite(value)]
         if not others:
             return words
-        low, high = (in_units(self.metric, value, unit=False) for value in (min(others), max(others)))
+        low, high = (in_units(self.metric, value, False, seen=self.tolerance) for value in (min(others), max(others)))
         verb = f"the other {len(others)} differ by" if len(others) > 1 else "the other differs by"
         return f"{words}, {verb} {low if low == high else f'{low} to {high}'}"
 
@@ -336,7 +353,8 @@ class Verdict:
         """An open setting: its difference, and how many seeds would decide."""
         if one.judgement is None:
             mean = one.comparison.mean
-            return f"differs by {in_units(self.metric, mean)}" if math.isfinite(mean) else "without a difference"
+            difference = in_units(self.metric, mean, seen=self.tolerance)
+            return f"differs by {difference}" if math.isfinite(mean) else "without a difference"
         words = self._estimate(one)
         if one.judgement.interval[1] < 0:
             words += f", {self._side} float32, by more or less than {self._amount} is not decided"
@@ -349,7 +367,10 @@ class Verdict:
         assert one.judgement is not None
         sign = -1 if positive else self.sign
         low, high = sorted(sign * bound for bound in one.judgement.interval)
-        words = [in_units(self.metric, value, unit=False) for value in (sign * one.judgement.mean, low, high)]
+        seen = self.tolerance or high - low or abs(one.judgement.mean)
+        least = NOISE * self.tolerance
+        values = (value if abs(value) >= least else 0.0 for value in (sign * one.judgement.mean, low, high))
+        words = [in_units(self.metric, value, unit=False, seen=seen) for value in values]
         return f"{words[0]} [{words[1]}, {words[2]}]"
 
 
@@ -366,7 +387,7 @@ def _seeds(seeds: Sequence[int]) -> str:
     return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
-def _bare(metric: str, value: float) -> str:
+def _bare(metric: str, value: float, seen: float = 0.0) -> str:
     """An amount in words: "1 point", "1.5 points"."""
-    words = in_units(metric, value)
+    words = in_units(metric, value, seen=seen)
     return words.removesuffix("s").replace("1.0", "1") if words == "1.0 points" else words

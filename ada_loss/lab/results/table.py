@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ada_loss.files import csv_bytes, data_frame, strict_json
 from ada_loss.lab.directions import Directions
 from fpsim.checks import refuse
 
-__all__ = ["Share", "Table", "heading", "is_share", "is_share_by_name", "mean_and_deviation"]
+__all__ = ["NoShare", "Share", "Table", "heading", "is_share", "is_share_by_name", "mean_and_deviation", "mean_of"]
 
 SHARES = ("accuracy", "underflow")  # metrics that are shown in %
+LEAST_PLAIN, MOST_PLAIN = 1e-4, 1e7  # between which a metric is shown without a power of ten
 SHARE_WORDS = {"acc", "accuracy"}  # in the names of metrics that are shown in % where all values are between 0 and 1
 
 
@@ -22,13 +23,17 @@ class Share(str):
     """The name of a metric that is a share and is shown in %."""
 
 
+class NoShare(str):
+    """The name of a metric that is called as a share and is none, as an accuracy that counts from 0 to 100."""
+
+
 def is_share(metric: str) -> bool:
     """Whether a metric is shown in %.
 
-    >>> is_share("accuracy"), is_share("acc"), is_share(Share("acc"))
-    (True, False, True)
+    >>> is_share("accuracy"), is_share("acc"), is_share(Share("acc")), is_share(NoShare("accuracy"))
+    (True, False, True, False)
     """
-    return isinstance(metric, Share) or metric in SHARES
+    return isinstance(metric, Share) or (metric in SHARES and not isinstance(metric, NoShare))
 
 
 def is_share_by_name(metric: str) -> bool:
@@ -73,7 +78,7 @@ class Table:
     def mean(self, row: str, column: str) -> float:
         """The mean of a place; NaN where a value is NaN, or where there is none."""
         values = self.places.get(self._place(row, column))
-        return statistics.fmean(values) if values else math.nan
+        return mean_of(values) if values else math.nan
 
     def _place(self, row: str, column: str) -> tuple[str, str]:
         """The place of a row and a column, formats by their names or descriptions."""
@@ -180,15 +185,39 @@ def heading(metric: str) -> str:
     return f"{metric} in %" if is_share(metric) else metric
 
 
+def mean_of(values: Collection[float]) -> float:
+    """The mean of numbers of any kind: NaN where one is, and where inf stands beside -inf.
+
+    >>> mean_of([1.0, 2.0]), mean_of([1.0, math.inf]), mean_of([math.inf, -math.inf])
+    (1.5, inf, nan)
+    """
+    if not all(map(math.isfinite, values)):
+        return sum(values) / len(values)
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:  # the sum is beyond float64, and the mean is not
+        return math.fsum(value / len(values) for value in values)
+
+
 def mean_and_deviation(metric: str, mean: float, deviation: float = math.nan, plus_minus: str = " ± ") -> str:
     """A mean with its deviation, in the unit of `heading`; the mean alone where the deviation is NaN.
 
+    What is not a share has four decimals, more where it is below 0.1, and is in powers of ten where it is tiny or huge.
+
     >>> mean_and_deviation("accuracy", 0.975, 0.004), mean_and_deviation("loss", 0.975)
     ('97.5 ± 0.4', '0.9750')
+    >>> mean_and_deviation("mse", 0.00123, 0.00004), mean_and_deviation("mse", 1.23e-8, 4e-10)
+    ('0.001230 ± 0.000040', '1.230e-08 ± 4.0e-10')
     """
-    factor, digits = (100, 1) if is_share(metric) else (1, 4)
-    words = f"{factor * mean:z.{digits}f}" if math.isfinite(mean) else str(mean)
-    return words if math.isnan(deviation) else f"{words}{plus_minus}{factor * deviation:.{digits}f}"
+    if is_share(metric):
+        mean, deviation, form, small = 100 * mean, 100 * deviation, ".1f", ".1f"
+    else:
+        size = max(abs(value) for value in (mean, deviation, 0.0) if math.isfinite(value))
+        is_plain = not size or LEAST_PLAIN <= size < MOST_PLAIN
+        digits = max(4, 3 - math.floor(math.log10(size))) if size and is_plain else 4
+        form, small = (f".{digits}f",) * 2 if is_plain else (".3e", ".1e")
+    words = f"{mean:z{form}}" if math.isfinite(mean) else str(mean)
+    return words if math.isnan(deviation) else f"{words}{plus_minus}{deviation:{small}}"
 
 
 LATEX = str.maketrans(

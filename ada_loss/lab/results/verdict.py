@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from ada_loss.lab.results.comparison import Comparison, require_level
 from ada_loss.lab.results.judgement import LEAST_SEEDS, LEVEL, collapsed_seeds, judge, smallest_step
 from ada_loss.lab.results.results import StoredResults, telling_axes
 from ada_loss.lab.results.statements import SECTIONS, Combination, Verdict
-from ada_loss.lab.results.table import is_share
+from ada_loss.lab.results.table import is_share, mean_of
 from fpsim.checks import is_finite_number, is_number, shown
 
 __all__ = ["LEAST_SEEDS", "Combination", "Verdict", "compare", "verdicts"]
@@ -41,12 +40,11 @@ def verdicts(
     rows = [
         done.get(cell["id"], results.settings_of(cell)) for cell in results.cells if cell["state"] in ("done", "failed")
     ]
-    metrics = {cell["id"]: [*cell["metrics"]] for cell in results.cells}
     axes = [axis for axis in telling_axes(results.settings, rows) if axis not in ("format", "rounding", "scaling")]
     judged = []
     for choice in dict.fromkeys(tuple((axis, str(row.get(axis))) for axis in axes) for row in rows):
         chosen = [row for row in rows if all(str(row.get(axis)) == value for axis, value in choice)]
-        name = metric or next((key for row in chosen for key in metrics[row["id"]]), None)
+        name = metric or results.first_metric(row["id"] for row in chosen)
         if name is not None:
             subject = ", ".join(value if axis == "task" else f"{axis} {value}" for axis, value in choice)
             judged.append(_verdict(results, chosen, results.shown(name), tolerance, level, subject, equivalence))
@@ -63,7 +61,7 @@ def compare(
     """See `Results.compare`. A comparison with float32 has the verdict's statement, of a test among all settings."""
     comparison = pairs.compare(results, a, b, metric, level)
     cells = {row["id"] for row in pairs.rows_of_side(results, a)}
-    if {row["format"] for row in pairs.rows_of_side(results, b)} != {BASELINE}:
+    if {row["format"] for row in pairs.rows_of_side(results, b)} != {results.float32}:
         return comparison
     for verdict in verdicts(results, metric, level=level):
         for one in verdict.combinations:
@@ -81,15 +79,15 @@ def _verdict(
     subject: str,
     equivalence: bool,
 ) -> Verdict:
-    values = {row["seed"]: _number(row, metric) for row in rows if row["format"] == BASELINE}
+    values = {row["seed"]: _number(row, metric) for row in rows if row["format"] == results.float32}
     baseline = {seed: value for seed, value in values.items() if math.isfinite(value)}
     if tolerance is None:
-        mean = statistics.fmean(baseline.values()) if baseline else 0.0
+        mean = mean_of(baseline.values()) if baseline else 0.0
         tolerance = TOLERANCE if is_share(metric) else TOLERANCE * abs(mean)
     sign = results.directions.sign(metric)
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row, words in zip(rows, _words_of_settings(rows), strict=True):
-        if row["format"] != BASELINE:
+        if row["format"] != results.float32:
             groups.setdefault((row["format"], words), []).append(row)
     combinations = []
     for (fmt, rest), chosen in groups.items():
@@ -120,10 +118,15 @@ def _words_of_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     That gradients are rounded stochastically follows from the format and the scaling, and is said where it is so.
     """
     told = {axis: len({row[axis] for row in rows} - {STOCHASTIC_GRADIENTS}) > 1 for axis in ("rounding", "scaling")}
+    roundings: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        roundings.setdefault((row["format"], row["scaling"]), set()).add(row["rounding"])
     settings = []
     for row in rows:
         is_stochastic = row["rounding"] == STOCHASTIC_GRADIENTS
-        words = [row[axis] for axis in told if told[axis] and not (axis == "rounding" and is_stochastic)]
+        has_both = len(roundings[row["format"], row["scaling"]]) > 1
+        said = {"rounding": (told["rounding"] or has_both) and not is_stochastic, "scaling": told["scaling"]}
+        words = [row[axis] for axis in said if said[axis]]
         settings.append(", ".join(filter(None, [" ".join(words), "gradients rounded stochastically" * is_stochastic])))
     return settings
 
@@ -133,13 +136,16 @@ def _combination(
 ) -> Combination:
     """The differences of a setting from float32, and what needs no tolerance: divergences and failures are counted."""
     finished = [row for row in rows if "diverged" in row]  # the others failed
-    differences = {r["seed"]: _number(r, metric) - baseline[r["seed"]] for r in finished if r["seed"] in baseline}
-    diverged = sum(row["diverged"] or not math.isfinite(_number(row, metric)) for row in finished)
+    silent = [row for row in finished if not row["diverged"] and not is_number(row.get(metric))]
+    told = [row for row in finished if row not in silent]
+    differences = {r["seed"]: _number(r, metric) - baseline[r["seed"]] for r in told if r["seed"] in baseline}
+    diverged = sum(math.isnan(_number(row, metric)) for row in told)
     comparison = Comparison(f"{fmt} {rest}".strip(), BASELINE, metric, differences, level, diverged)
-    outcome = "failed" if not finished else "diverged" if diverged else "undecided"
+    outcome = "failed" if not told else "diverged" if diverged else "undecided"
     failed = tuple(row["seed"] for row in rows if "diverged" not in row)
+    without = tuple(row["seed"] for row in silent)
     cells = tuple(row["id"] for row in rows)
-    return Combination(fmt, rest, outcome, comparison, len(finished), failed=failed, cells=cells)
+    return Combination(fmt, rest, outcome, comparison, len(finished), failed=failed, silent=without, cells=cells)
 
 
 def _counted(one: Combination, tolerance: float, sign: int) -> Combination:
@@ -166,9 +172,9 @@ def _tested(
 
 
 def _number(row: Mapping[str, Any], metric: str) -> float:
-    """The metric of a row; NaN where its training gave none."""
+    """The metric of a row; NaN where its training gave none that is finite, or diverged, whatever it gave then."""
     value: Any = row.get(metric)
-    return float(value) if is_number(value) else math.nan
+    return float(value) if is_finite_number(value) and not row.get("diverged") else math.nan
 
 
 def _shares(results: StoredResults, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -187,7 +193,7 @@ def _shares(results: StoredResults, rows: Sequence[Mapping[str, Any]]) -> dict[s
                 lost.setdefault(f"{kind}{words}", []).append(share)
         if len(arrays.get("losses", ())):
             lost.setdefault("skipped steps", []).append((row["skipped"] or 0) / len(arrays["losses"]))
-    means = {name: statistics.fmean(values) for name, values in lost.items()}
+    means = {name: mean_of(values) for name, values in lost.items()}
     for kind in ("underflow", "overflow"):
         del means[min((f"{kind}{words}" for words in GRADIENTS.values()), key=lambda name: means[name])]
     return means

@@ -16,9 +16,9 @@ import fpsim
 from ada_loss.files import data_frame, folder_at
 from ada_loss.lab.cells.cells import OPTIONS, plan
 from ada_loss.lab.cells.identity import MakeTask, TrainFunction
-from ada_loss.lab.directions import Directions, hint_for, stated
+from ada_loss.lab.directions import hint_for, stated
 from ada_loss.lab.results import Results
-from ada_loss.lab.results.table import heading, is_share, mean_and_deviation
+from ada_loss.lab.results.table import heading, is_share, mean_and_deviation, mean_of
 from ada_loss.lab.studies.space import STATES, Point, Space, update_of
 from ada_loss.lab.studies.study import StoredStudy, require_optuna
 from ada_loss.lab.sweep.driver import run_cells
@@ -217,18 +217,18 @@ def search(
         def run(
             formats: Sequence[Any], method: str | float, chosen: Sequence[int], title: str
         ) -> list[list[dict[str, float]]]:
-            """The metrics of each format with each seed; empty where a training failed."""
+            """The metrics of each format with each seed; empty where a training failed or diverged."""
             cells = plan(task, formats, [method], seeds=[*chosen], **grid)
             given = task if train is None else train
             function = None if isinstance(given, str) else given
             words = {"track": track, "show_progress": show_progress, "title": title, "goals": said}
             done = run_cells(cells, folder, opened, function, **words)
-            metrics = {cell["id"]: cell["metrics"] for cell in done.cells if cell["state"] == "done"}
+            metrics = {c["id"]: c["metrics"] for c in done.cells if c["state"] == "done" and not c["diverged"]}
             by_cell = [metrics.get(cell.id, {}) for cell in cells]
             return [by_cell[i : i + len(chosen)] for i in range(0, len(by_cell), len(chosen))]
 
         chosen = range(seeds) if isinstance(seeds, int) else seeds
-        trials_done = _Trials(run, space, scaling, chosen, metric, tolerance, lambda: Results(out).directions)
+        trials_done = _Trials(run, space, scaling, chosen, metric, tolerance, lambda: Results(out))
         with closing(StoredStudy(folder, space, trials_done.metric, trials_done.sign)) as trials_done.stored:
             most = len(trials_done.widest().wide) if is_ranking else len(names)
             _sample(optuna, trials_done, most, trials, workers, seed)
@@ -302,7 +302,7 @@ def _kept_open(execution: Execution) -> Iterator[Execution]:
 class _Trials:
     """The policies that were tried, with their metric by seed.
 
-    directions: of metrics, as the folder tells them.
+    results: as the folder tells them now.
 
     run: trains formats with a scaling method and seeds; gives the metrics of each format with each seed.
     The others are those of `search`.
@@ -316,7 +316,7 @@ class _Trials:
         seeds: Sequence[int],
         metric: str | None,
         tolerance: float,
-        directions: Callable[[], Directions],
+        results: Callable[[], Results],
     ) -> None:
         self.run, self.space, self.scaling, self.seeds, self.tolerance = run, space, scaling, [*seeds], tolerance
         self.phase = "float32"  # what is going on, in words
@@ -324,21 +324,24 @@ class _Trials:
         self.stored: StoredStudy | None = None
         (metrics,) = run(["fp32"], "none", self.seeds, self.phase)
         if not metrics[0]:
-            raise ValueError("float32 itself gives no metric: its training failed or was stopped. Mend the task first.")
+            raise ValueError(
+                "float32 itself gives no metric: its training failed, diverged or was stopped. Mend the task first."
+            )
         self.metric = metric or next(iter(metrics[0]))
         if self.metric not in metrics[0]:
             raise ValueError(refuse(f"Unknown metric {metric!r}", metrics[0], word=metric))
-        self.sign = directions().sign(self.metric)  # after float32: its task may state a goal
+        self.metric = results().shown(self.metric)
+        self.sign = results().directions.sign(self.metric)  # after float32: its task may state a goal
         if not self.sign:
             raise ValueError(
                 f"Nothing tells whether a larger or a smaller {self.metric} is better. {hint_for(self.metric)}"
             )
-        self.baseline = statistics.fmean(self._values(metrics))
+        self.baseline = mean_of(self._values(metrics))
         if not math.isfinite(self.baseline):
             raise ValueError(f"float32 itself gives {self.baseline} for {self.metric}. Mend the task first.")
 
     def mean(self, point: Point) -> float:
-        return statistics.fmean(self.tried[point])
+        return mean_of(self.tried[point])
 
     def is_complete(self, point: Point) -> bool:
         return len(self.tried[point]) == len(self.seeds)

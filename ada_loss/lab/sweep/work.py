@@ -218,7 +218,7 @@ def _result(run: Run, error: str | None) -> tuple[dict[str, Any], bytes]:
         if not isinstance(name, str):
             raise TypeError(f"The task names a metric {name!r}. Expected: a string.")
         require_storable(name)
-    last = run.losses[-1:] or [*run.metrics.values()] or [math.nan]
+    last = run.losses[-1:] or [*run.metrics.values()]
     diverged = error is not None or not all(map(math.isfinite, last))
     result = {"metrics": run.metrics, "seconds": run.seconds, "diverged": diverged, "skipped": run.skipped}
     result |= {"underflow": underflow_share(run.rows) if run.rows else None, "error": error}

@@ -142,8 +142,8 @@ def test_each_setting_stands_in_one_list_with_what_is_known_of_it(tmp_path: Path
         "  e4m3  torch: gave no result: seeds 0, 1, 2, 3, 4 failed",
     ]
     assert lines[-1].startswith(
-        "One test for each of 6 settings at 1 point below float32, over 5 seeds, Holm-corrected, variances shared "
-        "where they are alike: a wrong statement anywhere has a chance of at most 5 % if differences are normal"
+        "One test for each of 6 settings at 1 point below float32, over 3 to 5 seeds, Holm-corrected, variances "
+        "shared where they are alike: a wrong statement anywhere has a chance of at most 5 % if differences are normal"
     )
     assert lines[-1].endswith("Where none of 5 seeds collapsed, rates of collapse above 45 % are excluded.")
 
