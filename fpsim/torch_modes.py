@@ -38,6 +38,7 @@ __all__ = [
     "hooked",
     "hooks_of_saved_tensors",
     "is_plain",
+    "is_sample",
     "is_stand_in",
     "is_unwatched",
     "is_watched",
@@ -126,6 +127,11 @@ def layers_behind(x: Tensor) -> Iterator[Tensor]:
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
         yield x
+
+
+def is_sample(x: Tensor) -> bool:
+    """Whether `x` stands for each sample of a vmap in turn, so that no number of it can be asked for."""
+    return any(torch._C._functorch.is_batchedtensor(layer) for layer in (x, *layers_behind(x)))
 
 
 def memory_behind(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from fpsim.emulation.module_calls import Around, around_calls, not_around_calls,
 from fpsim.emulation.scope import Listeners, make_scope
 from fpsim.policies.policy import Policy
 from fpsim.torch_internals import is_compiled_wrapper
-from fpsim.torch_modes import hooked, push_mode, take_off, without_torch_function
+from fpsim.torch_modes import has_transform, hooked, is_sample, push_mode, take_off, without_torch_function
 from fpsim.undoing import Undo, undone
 
 __all__ = ["Edit", "Operation", "Trace", "Visitor"]
@@ -283,6 +283,8 @@ class Trace:
         kind = call_of(func)
         if kind.action is Action.PASS:
             return func(*args, **kwargs)
+        if has_transform() and any(map(is_sample, tensors_in((*args, *kwargs.values())))):
+            return func(*args, **kwargs)  # inside of a vmap no tensor has numbers to look at
         operands = [*_floats_in((*args, *kwargs.values()))]
         sources = [self._origin(x) for x in operands]
         self._index = index = self._index + 1
