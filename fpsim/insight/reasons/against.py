@@ -35,7 +35,7 @@ class Keeping(Timeline):
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         super().forward(operation, operands, result)
-        if self.is_in_optimizer:
+        if self.is_update(result):
             return
         key = operation.site, operation.call, self.batch or 0
         self.by_key[key] = operation

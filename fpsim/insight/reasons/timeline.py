@@ -57,8 +57,12 @@ class Timeline:
     # As the visitor
 
     @torch.no_grad()
+    def is_update(self, result: Tensor) -> bool:
+        """Whether an optimizer computes this for itself, rather than in a closure that it calls, as LBFGS does."""
+        return self.is_in_optimizer and not result.requires_grad
+
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
-        if self.is_in_optimizer:
+        if self.is_update(result):
             self._rounded = []
             return
         assert self.trace is not None

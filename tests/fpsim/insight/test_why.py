@@ -551,6 +551,7 @@ class Evaluated(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
 
+    @torch.no_grad()
     def step(self, closure: Any) -> None:  # type: ignore[override]
         closure()
 
