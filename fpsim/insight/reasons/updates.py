@@ -17,6 +17,7 @@ from fpsim.tensors.ops import round_to
 __all__ = ["Updates"]
 
 MOVED = 0.1  # the share of the wanted updates, below which they count as lost
+STEPS = 4096  # at most, of an optimizer of one's own that may keep what its parameters lose
 STILL = 0.5  # the share of the numbers in tensors of which none moved, from which on they count as lost
 
 
@@ -38,6 +39,8 @@ class Updates:
         self._bad_states: set[tuple[str, str]] = set()
         self._optimizer: Any = None
         self.rows: list[dict[str, Any]] = []
+        self._wide_states: dict[str, dict[str, Tensor]] = {}  # after a step in more bits
+        self._twins: list[tuple[Any, dict[int, Tensor]] | None] = []  # of an optimizer of one's own
 
     def before(self, optimizer: Any) -> None:
         self.steps += 1
@@ -52,32 +55,22 @@ class Updates:
             (self.names[id(p)], key) for p in own for key, x in _states(optimizer, p) if not bool(x.isfinite().all())
         }
         if self.steps == 1:
+            if not type(optimizer).__module__.startswith("torch.optim"):
+                self._twins = [_twin(optimizer, is_wide) for is_wide in (False, True)]
             self.masters = self._stepped_with_masters(optimizer, own)
 
     def _stepped_with_masters(self, optimizer: Any, own: list[Tensor]) -> dict[str, Tensor]:
         """The parameters after this step with parameters, gradients and states in more bits; {} where it cannot be."""
-        memo: dict[int, Any] = {}
-        masters = {}
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                wide = torch.float64 if p.dtype is torch.float32 else torch.float32
-                master = p.detach().to(wide).requires_grad_()
-                if p.grad is not None:
-                    if p.grad.layout is not torch.strided:
-                        return {}
-                    master.grad = p.grad.detach().to(wide)
-                memo[id(p)] = master
-                if id(p) in self.names:
-                    masters[self.names[id(p)]] = master
-        try:
-            twin = copy.deepcopy(optimizer, memo)
-            for p, state in twin.state.items():
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
-                        state[key] = value.to(p.dtype)
-            twin.step()
-        except Exception:  # an optimizer of one's own may not be copied: then there is nothing to compare with
+        copied = _twin(optimizer, is_wide=True)
+        if copied is None:
             return {}
+        twin, memo = copied
+        try:
+            twin.step()
+        except Exception:  # one that needs a closure: then there is nothing to compare with
+            return {}
+        self._wide_states = {self.names[id(p)]: dict(_states(twin, memo[id(p)])) for p in own}
+        masters = {self.names[id(p)]: memo[id(p)] for p in own}
         return {name: m.detach() for name, m in masters.items() if m.grad is not None}
 
     def after(self, optimizer: Any) -> None:
@@ -126,12 +119,30 @@ class Updates:
                 )
                 event.why.append(f"So {title} divides by 0, first at {first_index(bad) or '0'}.")
                 return event
+        lost = self._lost_state(optimizer, name, p, bad)
+        if lost is not None:
+            event.kind = "division by zero"
+            event.why.append(
+                f"{event.count} of {event.of} became inf or NaN in the step of {title} (first at "
+                f"{first_index(bad) or '0'}), where its {lost} is 0 in {ends.name} and not in more bits."
+            )
+            return event
         event.remedy = "rate"
         event.why.append(
             f"{event.count} of {event.of} became inf or NaN in the step of {title} (first at "
             f"{first_index(bad) or '0'}): rate {group.get('lr')}, gradient {self.gradients.get(name)}."
         )
         return event
+
+    def _lost_state(self, optimizer: Any, name: str, p: Tensor, bad: Tensor) -> str | None:
+        """The state that is 0 wherever a parameter became inf or NaN, and is not in more bits."""
+        for key, x in _states(optimizer, p):
+            wide = self._wide_states.get(name, {}).get(key)
+            if wide is None or not x.shape == bad.shape == wide.shape:
+                continue
+            if not bool(x[bad].any()) and bool(wide[bad].all()):
+                return key
+        return None
 
     def at_end(self) -> None:
         """Count which updates were made; called before anything is put back."""
@@ -170,6 +181,8 @@ class Updates:
         if not wanted or (moved >= MOVED * wanted and in_still < STILL * wanted):
             return None
         worst = max(self.rows, key=lambda r: r["wanted"] - r["moved"])
+        if self._moves_later(worst):
+            return None
         half_ulp = 0.5 * worst["epsilon"] * 2.0 ** math.floor(math.log2(worst["median"])) if worst["median"] else 0.0
         event = Event("optimizer", "update lost", worst["parameter"], "update", wanted - moved, wanted)
         event.fmt, event.remedy = worst["dtype"], "master"
@@ -183,6 +196,31 @@ class Updates:
         )
         return event
 
+    def _moves_later(self, worst: dict[str, Any]) -> bool:
+        """Whether an optimizer of one's own keeps what a parameter loses, and moves it in a later step.
+
+        It has the same gradient again and again, and so has one with more bits; both must go as far.
+        """
+        key = next(key for key, name in self.names.items() if name == worst["parameter"])
+        first = self.first[worst["parameter"]].double()
+        ulp = worst["epsilon"] * float(first.abs().max())
+        most = max(16, min(STEPS, 2**28 // max(first.numel(), 1)))
+        steps = min(math.ceil(4 * ulp / worst["largest"]) if worst["largest"] else most, most)
+        ways = []
+        for copied in self._twins:
+            if copied is None or key not in copied[1]:
+                return False
+            twin, parameters = copied
+            for group in twin.param_groups:
+                group["params"] = [p for p in group["params"] if p is parameters[key]]
+            try:
+                for _ in range(steps):
+                    twin.step()
+            except Exception:  # as above
+                return False
+            ways.append(parameters[key].detach().double() - first)
+        return len(ways) == 2 and float((ways[0] - ways[1]).norm()) < 0.5 * float(ways[1].norm())
+
     def moved_with_masters(self, dtype: torch.dtype) -> tuple[int, int]:
         """How many tensors move where the parameters are kept in a dtype of more bits, of how many."""
         moves = [bool((m.to(dtype) != self.first[n].to(dtype)).any()) for n, m in self.masters.items()]
@@ -190,6 +228,32 @@ class Updates:
 
     def masters_are_finite(self) -> bool:
         return bool(self.masters) and all(bool(m.isfinite().all()) for m in self.masters.values())
+
+
+def _twin(optimizer: Any, is_wide: bool) -> tuple[Any, dict[int, Tensor]] | None:
+    """A copy of an optimizer with copies of its parameters, by the ids of these; None where it cannot be copied.
+
+    is_wide: in more bits, its states too.
+    """
+    memo: dict[int, Any] = {}
+    parameters: dict[int, Tensor] = {}
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        wide = torch.float64 if p.dtype is torch.float32 else torch.float32
+        dtype = wide if is_wide else p.dtype
+        parameters[id(p)] = memo[id(p)] = copied = p.detach().to(dtype, copy=True).requires_grad_()
+        if p.grad is not None:
+            if p.grad.layout is not torch.strided:
+                return None
+            copied.grad = p.grad.detach().to(dtype, copy=True)
+    try:
+        twin = copy.deepcopy(optimizer, memo)
+    except Exception:  # an optimizer of one's own may not be copied
+        return None
+    for p, state in twin.state.items():
+        for key, value in state.items():
+            if is_wide and isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+                state[key] = value.to(p.dtype)
+    return twin, parameters
 
 
 def _states(optimizer: Any, p: Tensor) -> list[tuple[str, Tensor]]:
