@@ -203,7 +203,15 @@ def _gone_event(operation: Operation, mine: Tensor, true: Tensor, error: float, 
     event.operation = event.origin = operation
     event.fmt, event.ends = ends.name, ends
     true_range = f"{float(true.double().min()):.3g} to {float(true.double().max()):.3g}"
-    if kind == "underflow":
+    lost, its_ends = operation.notes.get("lost", (None, ends))
+    if kind == "underflow" and lost is not None:
+        event.place, event.role, event.ends, event.fmt = lost.site, "weight", its_ends, its_ends.name
+        event.count = event.of = lost.notes["result"].count
+        event.why.append(
+            f"All of it is 0 in {its_ends.name} (least number {its_ends.smallest:.3g}): {lost.notes['result']} before, "
+            f"read by {operation.site}."
+        )
+    elif kind == "underflow":
         event.why.append(
             f"{zeros} of {event.of} results are 0 in {ends.name} and not in float32, where they are {true_range} "
             f"(least number {ends.smallest:.3g})."

@@ -133,6 +133,10 @@ class Timeline:
                 self.saturations.append(event)
             else:
                 self._add(event)
+            if role == "weight" and bool(before.any()) and not bool(after.any()):
+                names = [s for s in operation.parents if s.name == "parameter"]
+                lost = next((s for s in names if s.notes["result"].count == before.numel()), None)
+                operation.notes["lost"] = lost, Ends.of_spec(spec)
                 return event
         return None
 
