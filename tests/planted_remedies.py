@@ -16,7 +16,7 @@ import fpsim
 
 LOW = (torch.float16, torch.bfloat16)
 MOVES = frozenset(
-    "view reshape transpose permute expand contiguous unsqueeze squeeze flatten mT T __get__ getitem float".split()
+    "view reshape transpose permute expand contiguous unsqueeze squeeze flatten mT T __get__ getitem relu".split()
 )
 
 
@@ -54,15 +54,18 @@ class AtSites(TorchFunctionMode):
         module, counts = self.frames[-1]
         ordinal = counts.get(name, 0)
         site = f"{module}:{name}_{ordinal}" if ordinal else f"{module}:{name}"
-        if name in ("backward", "get", "set"):
+        if name in ("backward", "get", "set") or func is Tensor.__float__:
             return func(*args, **kwargs)
         if site in self.change:
             args, kwargs = self.change[site]((args, kwargs))
+        if func is Tensor.float and site not in self.wide and id(args[0]) in self.narrow:
+            return args[0].clone()  # it is float32 by now
         is_wide = site in self.wide or (name in MOVES and any(id(a) in self.narrow for a in args))
         if is_wide:
             lows = [a.dtype for a in args if isinstance(a, Tensor) and a.dtype in LOW]
             lows += [self.narrow[id(a)][1] for a in args if id(a) in self.narrow] + [torch.float16]
             args = tuple(a.float() if isinstance(a, Tensor) and a.dtype in LOW else a for a in args)
+            kwargs = {k: a.float() if isinstance(a, Tensor) and a.dtype in LOW else a for k, a in kwargs.items()}
             with torch.autocast("cpu", enabled=False):
                 out = func(*args, **kwargs)
         else:
@@ -111,7 +114,7 @@ def is_cured(planted: Planted, found: fpsim.Why, which: int = 0) -> bool:
     remedy = found.tried[which]
     assert found.cause is not None
     if remedy["remedy"] in ("master", "stochastic", "optimizer eps", "rate", "clear"):
-        return _after_update(planted, remedy)
+        return is_cured_update(planted, remedy)
     if remedy["remedy"] == "scale":
         planted.scale *= remedy["value"]
         planted.step()
@@ -162,7 +165,13 @@ def _changes(found: fpsim.Why, remedy: dict[str, Any], fmt: str) -> dict[str, An
         first = args[0]
         if kind == "eps":
             args = tuple(value if isinstance(a, float) and 0 < a < value else a for a in args)
-            kwargs = {**kwargs, "eps": value} if "normalize" in remedy["sites"][0] else kwargs
+            has_eps = any(name in remedy["sites"][0] for name in ("normalize", "cosine_similarity", "_norm"))
+            kwargs = {**kwargs, "eps": value} if has_eps else kwargs
+        elif kind == "clamp" and "inside its domain" in remedy["what"]:
+            low, high = (-1.0, math.inf) if "log1p" in remedy["sites"][0] else (0.0, 1.0)
+            args = (in_format(first.clamp(low + value, high - value)), *args[1:])
+        elif kind == "fill" and value > -math.inf:
+            args = tuple(a.clamp(min=value) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
         elif kind == "clamp":
             is_divisor = "div" in remedy["sites"][0]
             args = (first, args[1].clamp(min=1)) if is_divisor else (in_format(first.clamp(min=value)), *args[1:])
@@ -170,16 +179,20 @@ def _changes(found: fpsim.Why, remedy: dict[str, Any], fmt: str) -> dict[str, An
             at = 1 if "div" in remedy["sites"][0] else 0
             args = (*args[:at], in_format(args[at].masked_fill(args[at] == 0, value)), *args[at + 1 :])
         elif kind == "mask":
-            args = (torch.where((first == -torch.inf).all(-1, keepdim=True), 0.0, first).to(first.dtype), *args[1:])
+            rows = (first == -torch.inf).all(1 if "cross_entropy" in remedy["sites"][0] else -1, keepdim=True)
+            args = (torch.where(rows, 0.0, first).to(first.dtype), *args[1:])
         elif kind == "slope":
-            moved = first + value if "added" in remedy["what"] else first.clamp(-1 + value, 1 - value)
+            low, high = (1.0, math.inf) if "cosh" in remedy["sites"][0] else (-1.0, 1.0)
+            moved = first + value if "added" in remedy["what"] else first.clamp(low + value, high - value)
+            if "diagonal" in remedy["what"]:
+                moved = first + torch.diag(value * torch.arange(1, len(first) + 1))
             args = (in_format(moved), *args[1:])
         return args, kwargs
 
     return dict.fromkeys(remedy["sites"], changed)
 
 
-def _after_update(planted: Planted, remedy: dict[str, Any]) -> bool:
+def is_cured_update(planted: Planted, remedy: dict[str, Any]) -> bool:
     name, value = remedy["remedy"], remedy["value"]
     if name == "clear":
         planted.clears = True

@@ -12,6 +12,7 @@ from fpsim.emulation.tracing import Operation
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.timeline import Timeline
 from fpsim.insight.reasons.trials import Change, Outcome, Trials
+from fpsim.insight.reasons.widening import Widening
 from fpsim.policies.policy import Policy
 
 __all__ = ["EPS", "Attempts", "Remedy", "descendants"]
@@ -60,10 +61,12 @@ class Attempts:
     """Tries changes, and knows whether the event is gone.
 
     is_visible: whether inf or NaN at the end of the step shows the event.
+    has_one: whether a remedy is known already: then another one is not worth many runs.
     """
 
     def __init__(self, trials: Trials, event: Event, was: Outcome, seen: Timeline) -> None:
         self.trials, self.event, self.is_visible = trials, event, not was.is_finite
+        self.has_one = False
         # What reads a result that is float32 now rounds it itself: a saturation that was not there is not a cure.
         self._saturations = {(e.place, e.role) for e in seen.saturations} - {(event.place, event.role)}
         following = set() if event.operation is None else descendants(event.operation)
@@ -77,7 +80,7 @@ class Attempts:
             outcome = self.trials.run(change, until_broken=True)
         except Exception:  # a step in other dtypes may be refused by torch: then this is not a remedy
             return None
-        return outcome if outcome.is_finite else None
+        return outcome if outcome.is_finite and not _moves_only(change) else None
 
     def works(self, change: Change, gone: Callable[[Timeline], bool] | None = None) -> Outcome | None:
         """What a run under the change gave; None where it fails, or the event is still there."""
@@ -97,9 +100,16 @@ class Attempts:
             return None
         if not outcome.is_finite or any((e.place, e.kind) not in self._known for e in seen.events):
             return None
+        if _moves_only(change):
+            return None
         if any((e.place, e.role) not in self._saturations for e in seen.saturations):
             return None
         return outcome if gone is None or gone(seen) else None
+
+
+def _moves_only(change: Change) -> bool:
+    """Whether an overflow is only moved: to where a float32 result is read in its former dtype."""
+    return isinstance(change.edit, Widening) and change.edit.overflows
 
 
 def descendants(start: Operation) -> set[int]:

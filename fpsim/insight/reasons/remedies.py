@@ -40,6 +40,7 @@ def remedies(trials: Trials, event: Event, seen: Timeline, was: Outcome) -> list
         remedy = attempt(attempts, event, seen)
         if remedy is not None:
             working.append(remedy)
+            attempts.has_one = True
     return working
 
 
@@ -126,7 +127,7 @@ def _fewest(attempts: Attempts, event: Event, candidates: Sequence[Operation]) -
         units = [*dict.fromkeys(units)]
     else:
         units = [o for o in candidates if o.name != "parameter"]
-    units = units[:64]
+    units = units[: FEW if attempts.has_one else 64]
     done: dict[frozenset[int], Outcome | None] = {}
 
     def works(chosen: Sequence[int]) -> Outcome | None:

@@ -16,6 +16,7 @@ __all__ = ["LOW", "Widening"]
 
 LOW = (torch.float16, torch.bfloat16)
 _CASTS = frozenset("half bfloat16 to type type_as".split())
+_TO_FLOAT32 = frozenset("float to type".split())
 
 
 class Widening:
@@ -23,6 +24,7 @@ class Widening:
 
     chosen: the indices of the operations; None for all of them.
     gradients: those of the parameters' float32 copies, which no cast to the parameter's dtype has rounded.
+    overflows: whether anything that is brought back becomes inf: then the overflow has only moved.
     """
 
     def __init__(self, chosen: Collection[int] | None) -> None:
@@ -30,10 +32,12 @@ class Widening:
         self.gradients: dict[int, Tensor] = {}
         self._wide = WeakTensorKeyDictionary()  # {a tensor that is float32 here: the dtype that it had}
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self.overflows = False
 
     def __call__(
         self, index: int, kind: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        out: Any
         tensors = [x for x in _tensors((args, kwargs)) if x.is_floating_point()]
         is_move = kind.action is Action.MOVE and kind.name not in _CASTS
         chosen = self.chosen is None or index in self.chosen
@@ -41,6 +45,10 @@ class Widening:
             chosen = any(x in self._wide for x in tensors)
         if kind.in_place and tensors and tensors[0].dtype in LOW:
             chosen = False  # the tensor that is written to cannot change its dtype
+        if not chosen and kind.name in _TO_FLOAT32 and tensors and tensors[0] in self._wide:
+            if not _wanted(kind.name, args, kwargs):  # a cast of what is float32 here, to float32: nothing is lost
+                out = func(*args, **kwargs)
+                return out.clone() if out is tensors[0] else out
         if not chosen:
             return func(*_mapped(args, self._narrowed), **_mapped(kwargs, self._narrowed))
         lows = [x.dtype for x in tensors if x.dtype in LOW] + [self._wide[x] for x in tensors if x in self._wide]
@@ -49,7 +57,7 @@ class Widening:
         if torch.is_autocast_enabled(device) and not lows:
             lows = [torch.get_autocast_dtype(device)]
         if kind.name in _CASTS and tensors and _wanted(kind.name, args, kwargs):
-            out: Any = self._widened(tensors[0])
+            out = self._widened(tensors[0])
             out = out.clone() if out is tensors[0] else out
         else:
             with torch.autocast(device, enabled=False):
@@ -63,7 +71,11 @@ class Widening:
         self.gradients[key] = gradient.detach()
 
     def _narrowed(self, x: Any) -> Any:
-        return x.to(self._wide[x]) if isinstance(x, Tensor) and x in self._wide else x
+        if not isinstance(x, Tensor) or x not in self._wide:
+            return x
+        narrow = x.to(self._wide[x])
+        self.overflows |= bool((narrow == torch.inf).any()) and bool(x.isfinite().all())
+        return narrow
 
     def _widened(self, x: Any) -> Any:
         if isinstance(x, torch.dtype):
