@@ -14,7 +14,7 @@ from fpsim.insight.ranges import Range, range_of
 from fpsim.tensors.ops import round_to
 from fpsim.tensors.spec import Spec
 
-__all__ = ["Ends", "Glance", "first_index", "glance", "is_mask_like"]
+__all__ = ["Ends", "Glance", "are_passed_on", "first_index", "glance", "is_mask_like"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,20 @@ def glance(x: Tensor) -> Glance:
 def is_mask_like(x: Tensor) -> bool:
     """Whether minus infinity stands in a tensor for what may not be looked at: nothing else there is above zero."""
     return not bool((x > 0).any()) and not bool(x.isnan().any())
+
+
+def are_passed_on(result: Tensor, operands: list[Tensor]) -> bool:
+    """Whether each infinity of an element-wise result comes from one of an operand, with another sign perhaps."""
+    try:
+        shape = torch.broadcast_shapes(*(x.shape for x in operands))
+    except RuntimeError:
+        return False
+    if shape != result.shape or result.dim() == 0:
+        return False
+    held = torch.zeros(shape, dtype=torch.bool, device=result.device)
+    for x in operands:
+        held |= x.isinf()
+    return not bool((result.isinf() & ~held).any())
 
 
 def first_index(where: Tensor) -> str:

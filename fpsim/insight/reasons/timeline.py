@@ -13,7 +13,7 @@ from fpsim.insight.masks import masked_in, number_in
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.explaining import explain_forward, source_name
 from fpsim.insight.reasons.masks import leak
-from fpsim.insight.reasons.numbers import Ends, Glance, first_index, glance, is_mask_like
+from fpsim.insight.reasons.numbers import Ends, Glance, are_passed_on, first_index, glance, is_mask_like
 from fpsim.insight.reasons.slopes import explain_gradient
 from fpsim.insight.seen import FILLS, overflow_of
 from fpsim.tensors.shared_scales import Cut
@@ -86,6 +86,8 @@ class Timeline:
                 new = set()
             if new:
                 self._add(explain_forward(operation, operands, self.trace.arguments, result, new, ends))
+            if new and before and "NaN" not in new and are_passed_on(result, operands):
+                new = set()
         if not of_result.kinds:
             event = leak(operation, operands, result, ends)
             if event is not None:
