@@ -194,7 +194,7 @@ def _(x: Tensor) -> Tensor:
 
 @at_point("where hides a logarithm", ALL, ("float32", "fp16"), "log", "logarithm of zero")
 def _(x: Tensor) -> Tensor:
-    y = zero_row(x).relu()
+    y = zero_row(x).abs()  # not relu: it would let no gradient through, and NaN would come to nothing
     return x + torch.where(y > 0, y.log(), torch.zeros_like(y))
 
 

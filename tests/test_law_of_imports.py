@@ -88,8 +88,9 @@ FLOORS = (
     (
         "fpsim.insight",
         "__init__ masks pictures rows stepping reasons.__init__ reasons.event reasons.kept reasons.widening",
-        "compare last_layers lost_updates ranges sensitivity stored_bytes reasons.dying",
+        "compare last_layers lost_updates ranges sensitivity stored_bytes",
         "recording seen summary reasons.numbers",
+        "reasons.dying",
         "diagnose reasons.explaining reasons.masks reasons.slopes reasons.updates",
         "suggesting reasons.timeline",
         "suggesting_updates",

@@ -1,4 +1,4 @@
-"""Infinities and NaN that come to nothing: no loss, no gradient and no other result has them."""
+"""Infinities and NaN that come to nothing: they reach no loss and no gradient of a parameter."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.reasons.event import Event
+from fpsim.insight.seen import FILLS
 
-__all__ = ["causes_first"]
+__all__ = ["causes_first", "comes_to_nothing"]
 
+_REPLACE = frozenset(("nan_to_num", "nan_to_num_", "nansum", "nanmean", *FILLS))
 _WIDE = ("float32", "float64", "fp32")
 
 
@@ -21,7 +23,7 @@ def causes_first(
 
     is_finite: whether the step is, at its end; what dies out is then left out where float32 has it too. An overflow
         stays: what it did to the numbers that follow is not known.
-    is_so_in_float32: whether the result of an event's operation is not finite in float32 either; asked only if needed.
+    is_so_in_float32: whether it is not finite at an event's operation in float32 either; asked only if needed.
     """
     dying = [event for event in events if _dies(event, losses)]
     if is_finite:
@@ -31,20 +33,60 @@ def causes_first(
     return [*living, *dying]
 
 
-def _dies(event: Event, losses: list[Operation]) -> bool:
-    """Whether all that follows from the infinities and NaN of a result ends before the loss, and harms no gradient."""
-    at = event.operation
-    if event.stage != "forward" or event.role != "activation" or at is None or not _is_bad(at, "result"):
+def comes_to_nothing(readers: list[Operation], losses: list[Operation]) -> bool:
+    """Whether what operations read that is not finite is replaced, and reaches no loss and no gradient of a parameter.
+
+    What a format saturates, or a sigmoid makes 1 of, is not replaced.
+    """
+    bad = [o for o in readers if _is_bad(o, "result")]
+    reading = [*readers, *(c for o in _reached(bad) for c in o.children)]
+    if any(o.computes and not _is_bad(o, "result") and o.name not in _REPLACE for o in reading):
         return False
-    reached, waiting = {id(at)}, [at]
+    return _ends_early(bad, readers, losses)
+
+
+def _dies(event: Event, losses: list[Operation]) -> bool:
+    """Whether all that follows from the infinities and NaN of a result, or of a gradient, ends before it harms."""
+    at = event.operation
+    if at is None:
+        return False
+    if event.stage == "forward" and event.role == "activation" and _is_bad(at, "result"):
+        return _ends_early([at], [at], losses)
+    if event.stage == "backward" and event.role == "error":
+        return any(_is_bad(o, "gradient") for o in (at, *at.parents)) and not _reaches_a_parameter([at])
+    return False
+
+
+def _ends_early(bad: list[Operation], first: list[Operation], losses: list[Operation]) -> bool:
+    """As `_dies`. bad: the first results that are not finite. first: the first operations whose gradients may be so."""
+    reached = _reached(bad)
+    if any(operation in losses for operation in reached):
+        return False
+    return not _reaches_a_parameter([*first, *reached])
+
+
+def _reached(bad: list[Operation]) -> list[Operation]:
+    """The operations to whose results infinities and NaN lead from those of others, with these."""
+    reached, waiting = {id(o): o for o in bad}, [*bad]
+    while waiting:
+        following = [c for c in waiting.pop().children if id(c) not in reached and _is_bad(c, "result")]
+        reached.update((id(c), c) for c in following)
+        waiting += following
+    return [*reached.values()]
+
+
+def _reaches_a_parameter(starts: list[Operation]) -> bool:
+    """Whether gradients that are not finite lead from operations to a parameter, or to a tensor from outside."""
+    known, waiting = {id(o) for o in starts}, [*starts]
     while waiting:
         operation = waiting.pop()
-        if operation in losses or any(_is_bad(o, "gradient") for o in (operation, *operation.parents)):
-            return False
-        following = [c for c in operation.children if id(c) not in reached and _is_bad(c, "result")]
-        reached.update(id(c) for c in following)
+        is_bad = _is_bad(operation, "gradient")
+        if is_bad and (operation.name == "parameter" or operation.notes.get("is_open")):
+            return True
+        following = [p for p in operation.parents if id(p) not in known and _is_bad(p, "gradient")]
+        known.update(id(p) for p in following)
         waiting += following
-    return True
+    return False
 
 
 def _is_bad(operation: Operation, note: str) -> bool:

@@ -24,6 +24,7 @@ class Event:
     origin: the operation from which on float32 would help; `operation` unless something earlier is to blame.
     constant: what `origin` lost, if it is that.
     read: what was read there, as pairs of a name and a range.
+    readers: of what came in, the operations that read it.
     """
 
     stage: str
@@ -41,6 +42,7 @@ class Event:
     batch: int | None = None
     remedy: str = ""  # of what nobody can try here
     ends: Any = None
+    readers: list[Operation] = field(default_factory=list)
 
     def beyond(self, end: str, largest: float, first: str) -> str:
         """The words for numbers beyond the largest of a format, of which the first has this index."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fpsim.insight.reasons.against import Keeping, error_event, lost_gradient, may_be_lost
 from fpsim.insight.reasons.attempts import Remedy, descendants
-from fpsim.insight.reasons.dying import causes_first
+from fpsim.insight.reasons.dying import causes_first, comes_to_nothing
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.numbers import Glance, first_index, glance, is_mask_like
 from fpsim.insight.reasons.remedies import remedies
@@ -85,7 +85,11 @@ def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: 
     result.loss, result.operations, result.calls = was.loss, seen.operations, seen.calls
     result.checked = _checked(model, trials, seen, updates, buffers)
     before = [event for event in before if event.role != "gradient" or event.place in held]
+    unread = _unread(model, trials, before, was, seen, result)
+    before = [event for event in before if event not in unread]
     result.events = _events(model, trials, before, was, seen, updates, gradients, buffers, result)
+    if unread and not was.is_finite and all(e.stage == "loss" or e.place.startswith("operand ") for e in result.events):
+        result.events = [*unread, *result.events]  # they are read where nobody looks, such as inside of a vmap
     result.loss = was.loss
     if result.events:
         cause = result.events[0]
@@ -94,6 +98,20 @@ def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: 
         result.remedies = _tried(trials, cause, seen, updates, was)
     result.runs = trials.runs
     return result
+
+
+def _unread(
+    model: nn.Module, trials: Trials, before: list[Event], was: Outcome, seen: Keeping, result: Finding
+) -> list[Event]:
+    """Of the parameters and buffers that no operation reads: they harm no step, whatever they hold."""
+    read = {s.site for o in seen.operations for s in o.sources if s is not None}
+    read |= {name for name, b in model.named_buffers() if id(b) in seen.outside}
+    unread = [e for e in before if seen.operations and e.role in ("parameter", "buffer") and e.place not in read]
+    for event in unread:
+        result.checked.append(f"{event.place} holds numbers that are not finite, and the step does not read it.")
+        was.bad = [bad for bad in was.bad if bad != f"{event.role} {event.place}"]
+        trials.unread.add(event.place)
+    return unread
 
 
 def _of_raising(trials: Trials, before: list[Event], error: Exception) -> Finding:
@@ -204,6 +222,7 @@ def _events(
     is_bad = {name for name, gradient in gradients.items() if gradient.kinds}
     at_begin = [e for e in before if e.role != "gradient" or e.place in is_bad]
     inputs = [e for e in seen.events if e.stage == "state" and e.role == "input"]
+    inputs = [e for e in inputs if not comes_to_nothing(e.readers, seen.losses())]
     readers = {s.site: o.site for o in reversed(seen.operations) for s in o.sources if s is not None}
     for event in at_begin:
         if event.place in readers:
@@ -287,10 +306,12 @@ class _Reference:
         return self._run()
 
     def breaks_too(self, event: Event) -> bool:
-        """Whether the result of an event's operation is not finite in float32 either."""
+        """Whether the result of an event's operation, or a gradient there, is not finite in float32 either."""
         at = event.operation
         same = None if at is None else self.seen.by_key.get((at.site, at.call, event.batch or 0))
-        return same is not None and bool(same.notes["result"].kinds)
+        if same is None or event.stage == "forward":
+            return same is not None and bool(same.notes["result"].kinds)
+        return any("gradient" in o.notes and o.notes["gradient"].kinds for o in (same, *same.parents))
 
     @property
     def wide(self) -> dict[str, Glance]:

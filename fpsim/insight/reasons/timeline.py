@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.formats.blocks import BlockFormat
 from fpsim.insight.masks import masked_in, number_in
@@ -51,16 +52,16 @@ class Timeline:
         self._model = model
         self._rounded: list[tuple[str, Tensor, Tensor, Spec]] = []
         self._ends: Ends | None = None
-        self._outside: set[int] = set()
+        self.outside: dict[int, Event | None] = {}  # of tensors from outside that are not finite, by their id
         self._last: dict[str, Operation] = {}
 
     # As the visitor
 
-    @torch.no_grad()
     def is_update(self, result: Tensor) -> bool:
         """Whether an optimizer computes this for itself, rather than in a closure that it calls, as LBFGS does."""
         return self.is_in_optimizer and not result.requires_grad
 
+    @torch.no_grad()
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         if self.is_update(result):
             self._rounded = []
@@ -75,6 +76,7 @@ class Timeline:
         self.calls[operation.site] = max(self.calls.get(operation.site, 0), operation.call + 1)
         self.operations.append(operation)
         glances = self._operands(operation, operands)
+        notes["is_open"] = any(x.requires_grad and self.trace.results.get(x) is None for x in tensors_in(arguments))
         notes["masked"] = masked = masked_in(operation, operands, arguments, result)
         is_fill = operation.name in FILLS or masked is not None
         rounded = self._of_roundings(operation, is_fill)
@@ -84,10 +86,10 @@ class Timeline:
             new = of_result.kinds - before
             if "NaN" in before or (not new and of_result.kinds):
                 new = set()
-            if new:
-                self._add(explain_forward(operation, operands, self.trace.arguments, result, new, ends))
             if new and before and "NaN" not in new and are_passed_on(result, operands):
                 new = set()
+            if new:
+                self._add(explain_forward(operation, operands, self.trace.arguments, result, new, ends))
         if not of_result.kinds:
             event = leak(operation, operands, result, ends)
             if event is not None:
@@ -100,16 +102,18 @@ class Timeline:
             of_operand = known or glance(x)
             if source is not None:
                 source.notes.setdefault("result", of_operand)
-            elif of_operand.kinds and id(x) not in self._outside:
-                self._outside.add(id(x))
-                self._came_in(operation, i, x, of_operand)
+            elif of_operand.kinds:
+                if id(x) not in self.outside:
+                    self.outside[id(x)] = self._came_in(operation, i, x, of_operand)
+                if (event := self.outside[id(x)]) is not None:
+                    event.readers.append(operation)
             glances.append(of_operand)
         return glances
 
-    def _came_in(self, operation: Operation, position: int, x: Tensor, numbers: Glance) -> None:
+    def _came_in(self, operation: Operation, position: int, x: Tensor, numbers: Glance) -> Event | None:
         assert numbers.counts is not None
         if any(x is p.grad for p in self._model.parameters()):
-            return  # made by this step, or looked at before it
+            return None  # made by this step, or looked at before it
         name = self.names.get(id(x))
         role = "buffer" if name is not None else "input"
         name = name or self.inputs.get(id(x)) or f"operand {position + 1} of {operation.site}"
@@ -124,10 +128,15 @@ class Timeline:
             self.events.insert(0, event)
         elif not is_mask_like(x):
             self.minus.append(event)
+        return event
 
     def _of_roundings(self, operation: Operation, is_fill: bool) -> Event | None:
         """The event of what was rounded in this operation, if anything broke; a mask may."""
         for role, before, after, spec in self._rounded:
+            if role == "weight" and bool(before.any()) and not bool(after.any()):
+                names = [s for s in operation.parents if s.name == "parameter"]
+                lost = next((s for s in names if s.notes["result"].count == before.numel()), None)
+                operation.notes["lost"] = lost, Ends.of_spec(spec)
             event = self._rounding_event(operation, role, before, after, spec)
             if event is None or is_fill:
                 continue
@@ -135,10 +144,6 @@ class Timeline:
                 self.saturations.append(event)
             else:
                 self._add(event)
-            if role == "weight" and bool(before.any()) and not bool(after.any()):
-                names = [s for s in operation.parents if s.name == "parameter"]
-                lost = next((s for s in names if s.notes["result"].count == before.numel()), None)
-                operation.notes["lost"] = lost, Ends.of_spec(spec)
                 return event
         return None
 

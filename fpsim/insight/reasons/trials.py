@@ -75,6 +75,7 @@ class Trials:
         self.kept = Kept(model, optimizer, scaler)
         self.policies = policies_of(model) if self.emulated else {}
         self._has_changed = False
+        self.unread: set[str] = set()  # parameters and buffers that the step does not read, and that hold no numbers
         self._own = {id(p) for p in model.parameters()}
 
     def run(
@@ -151,7 +152,9 @@ class Trials:
             for name, x in tensors:
                 if kind == "parameter" and x.grad is not None and not _is_finite(x.grad):
                     names.append(f"gradient {name}")
-                if x.is_floating_point() and not _is_finite(x) and not (kind == "buffer" and _is_mask(x)):
+                if name in self.unread or not x.is_floating_point():
+                    continue
+                if not _is_finite(x) and not (kind == "buffer" and _is_mask(x)):
                     names.append(f"{kind} {name}")
         return names
 
