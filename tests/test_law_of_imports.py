@@ -90,7 +90,7 @@ FLOORS = (
         "__init__ masks pictures rows stepping reasons.__init__ reasons.event reasons.kept reasons.widening",
         "compare last_layers lost_updates ranges sensitivity stored_bytes",
         "recording seen summary reasons.numbers",
-        "reasons.dying",
+        "reasons.dying reasons.explaining_losses reasons.explaining_norms",
         "diagnose reasons.explaining reasons.masks reasons.slopes reasons.updates",
         "suggesting reasons.timeline",
         "suggesting_updates",

@@ -169,6 +169,8 @@ def _advice(event: Event, float32: float | None, float32_bad: list[str]) -> str:
         return f"{blame}Load an earlier checkpoint; why() on the step before it tells which update wrote it."
     if event.remedy == "skip":
         return f"{blame}Skip batches without a target, or divide by max(count, 1)."
+    if event.remedy == "target":
+        return f"{blame}Let no mask forbid a target, and smooth no labels over what is masked."
     if event.remedy == "correction":
         return f"{blame}Use correction=0, or skip batches of one."
     if event.kind == "zero times infinity":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,12 +13,14 @@ from fpsim.emulation.calls import Call
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.reasons.attempts import EPS, Attempts, Remedy
 from fpsim.insight.reasons.event import Event
+from fpsim.insight.reasons.explaining_losses import classes_of
 from fpsim.insight.reasons.numbers import Ends
 from fpsim.insight.reasons.timeline import Timeline
 from fpsim.insight.reasons.trials import Change
 
 __all__ = [
     "clamped_count",
+    "finite_floor",
     "in_domain",
     "infinite_fill",
     "lost_eps",
@@ -28,7 +30,11 @@ __all__ = [
     "zero_infinity",
 ]
 
+LOGARITHMS = ("log", "log2", "log10", "log_")
+ROOTS = ("sqrt", "rsqrt", "sqrt_", "rsqrt_", "pow", "pow_", "float_power")
+DECOMPOSITIONS = ("linalg_eigh", "linalg_svd", "svd", "linalg_eig")
 DIVISIONS = ("div", "truediv", "true_divide", "divide")
+INVERSES = ("reciprocal", "rsqrt", "rtruediv", "rdiv", "reciprocal_", "rsqrt_", "pow", "pow_")
 # Where the slope of a function has no end: the borders of its domain.
 BORDERS = {
     **dict.fromkeys(("asin", "acos", "atanh", "arcsin", "arccos", "arctanh", "erfinv"), (-1.0, 1.0)),
@@ -59,9 +65,13 @@ def lost_eps(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
 
         def edit(index: int, kind: Call, func: Any, args: Any, kwargs: Any, eps: float = eps) -> Any:
             if index in indices:
-                args = tuple(eps if isinstance(a, float) and a == lost else a for a in args)
-                kwargs = {k: eps if isinstance(a, float) and a == lost else a for k, a in kwargs.items()}
-                if kind.name in ("normalize", "cosine_similarity") and eps not in (*args, *kwargs.values()):
+                args = tuple(eps if lost and isinstance(a, float) and a == lost else a for a in args)
+                kwargs = {
+                    k: eps if isinstance(a, float) and a == lost and (lost or k == "eps") else a
+                    for k, a in kwargs.items()
+                }
+                given = [a for a in (*args, *kwargs.values()) if isinstance(a, float)]
+                if kind.name in ("normalize", "cosine_similarity") and eps not in given:
                     kwargs = {**kwargs, "eps": eps}
             return func(*args, **kwargs)
 
@@ -126,7 +136,8 @@ def unmasked(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
             args, kwargs = args[:3], {**{k: v for k, v in kwargs.items() if k != "attn_mask"}, "attn_mask": mask}
             return args, kwargs
         x = args[0]
-        return (x.masked_fill((x == -torch.inf).all(-1, keepdim=True), 0.0), *args[1:]), kwargs
+        empty = (x == -torch.inf).all(classes_of(kind.name, x, args, kwargs), keepdim=True)
+        return (x.masked_fill(empty, 0.0), *args[1:]), kwargs
 
     outcome = attempts.works(Change(edit=_at(operation, change)))
     if outcome is None:
@@ -145,16 +156,50 @@ def steep(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
         def change(kind: Call, args: Any, kwargs: Any, eps: float = eps) -> Any:
             at = 1 if operation.name in DIVISIONS else 0
             x = args[at]
+            if operation.name in DECOMPOSITIONS:
+                return (x + _ramp(x, eps), *args[1:]), kwargs
             x = x + eps if border is None else x.clamp(border[0] + eps, border[1] - eps)
             return (*args[:at], x, *args[at + 1 :]), kwargs
 
         outcome = attempts.works(Change(edit=_at(operation, change)))
         if outcome is not None:
-            words = (
-                f"{eps:g} added to what it reads" if border is None else f"its input clamped {eps:g} inside its domain"
-            )
+            words = f"{eps:g} added to what it reads"
+            if operation.name in DECOMPOSITIONS:
+                words = f"{eps:g} times 1, 2, 3, ... added to the diagonal of what it reads"
+            elif border is not None:
+                words = f"its input clamped {eps:g} inside its domain"
             return Remedy(f"{operation.site} with {words}", "slope", eps, [operation.site], outcome.loss)
     return None
+
+
+def _ramp(x: Tensor, eps: float) -> Tensor:
+    """A matrix like `x` whose diagonal is eps, 2 eps, 3 eps, ..."""
+    rows, columns = x.shape[-2:]
+    ramp = x.new_zeros(rows, columns)
+    ramp.diagonal().copy_(torch.arange(1, min(rows, columns) + 1) * eps)
+    return ramp
+
+
+def finite_floor(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
+    """A finite number in the place of minus infinity, wherever operations of this name read it."""
+    operation = event.operation
+    assert operation is not None
+    ends: Ends = operation.notes["ends"]
+    floor = -1e30 if ends.largest > 1e30 else -1e4
+    same = [o for o in seen.operations if o.name == operation.name]
+    indices = {o.index for o in same}
+
+    def edit(index: int, kind: Call, func: Any, args: Any, kwargs: Any) -> Any:
+        if index in indices:
+            args = tuple(a.clamp(min=floor) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+        return func(*args, **kwargs)
+
+    outcome = attempts.works(Change(edit=edit))
+    if outcome is None:
+        return None
+    sites = [*dict.fromkeys(o.site for o in same)]
+    shown = ", ".join(sites[:2]) + (f" and {len(sites) - 2} more" if len(sites) > 2 else "")
+    return Remedy(f"{floor:g} in the place of -inf that {shown} read", "fill", floor, sites, outcome.loss)
 
 
 def zero_infinity(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
@@ -178,22 +223,35 @@ def in_domain(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None
         "logarithm of a negative number",
     ):
         return None
-    ends: Ends = operation.notes["ends"]
-    for eps in (e for e in EPS if ends.holds(e)):
+    if operation.name not in (*LOGARITHMS, *ROOTS, *BORDERS):
+        return None
+    border = BORDERS.get(operation.name)
+    for eps in _steps(operation, border):
 
         def change(kind: Call, args: Any, kwargs: Any, eps: float = eps) -> Any:
-            return (args[0].clamp(min=eps), *args[1:]), kwargs
+            x = args[0].clamp(min=eps) if border is None else args[0].clamp(border[0] + eps, border[1] - eps)
+            return (x, *args[1:]), kwargs
 
         outcome = attempts.works(Change(edit=_at(operation, change)))
         if outcome is not None:
-            return Remedy(f"{operation.site} with clamp(min={eps:g})", "clamp", eps, [operation.site], outcome.loss)
+            words = f"clamp(min={eps:g})" if border is None else f"its input clamped {eps:g} inside its domain"
+            return Remedy(f"{operation.site} with {words}", "clamp", eps, [operation.site], outcome.loss)
     return None
+
+
+def _steps(operation: Operation, border: tuple[float, float] | None) -> Iterator[float]:
+    """Small numbers that the format holds, away from a border of its domain too: in bfloat16 1 - 1e-3 is 1."""
+    ends: Ends = operation.notes["ends"]
+    sides = [] if border is None else [(b, sign) for b, sign in zip(border, (1, -1), strict=True) if math.isfinite(b)]
+    for eps in EPS if border is None else (*EPS, 1e-2):
+        if ends.holds(eps) and all(ends.rounded(b + sign * eps) != b for b, sign in sides):
+            yield eps
 
 
 def other_divisor(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
     """A small number in the place of a divisor that is zero."""
     operation = event.operation
-    if operation is None or event.kind != "division by zero":
+    if operation is None or event.kind != "division by zero" or operation.name not in (*DIVISIONS, *INVERSES):
         return None
     at = 1 if operation.name in DIVISIONS else 0
     ends: Ends = operation.notes["ends"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,6 +11,8 @@ from torch import Tensor
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.masks import number_in
 from fpsim.insight.reasons.event import Event
+from fpsim.insight.reasons.explaining_losses import of_alignment, of_emptiness, of_softmax, of_target
+from fpsim.insight.reasons.explaining_norms import of_determinant, of_normalisation, of_poles
 from fpsim.insight.reasons.numbers import Ends, Glance, first_index, glance
 
 __all__ = ["explain_forward", "source_name"]
@@ -20,11 +21,16 @@ _DIVISIONS = frozenset(
     "div divide true_divide truediv floor_divide floordiv itruediv div_ addcdiv fmod remainder".split()
 )
 _INVERSES = frozenset("reciprocal rsqrt rtruediv rdiv reciprocal_ rsqrt_".split())
+_MEASURES = frozenset("vdot dot norm linalg_norm linalg_vector_norm matmul sqrt std var amax max mean".split())
 _LOGARITHMS = frozenset("log log2 log10 log1p log_ logit".split())
+_BEGINS = {"log1p": -1.0}  # where the domain of a logarithm begins, if that is not 0
 _ROOTS = frozenset("sqrt rsqrt sqrt_ rsqrt_".split())
 _DOMAINS = frozenset("asin acos atanh acosh arcsin arccos arctanh erfinv".split())
-_MEANS = frozenset("mean nanmean".split())
-_LOSSES = frozenset("cross_entropy nll_loss nll_loss_nd cross_entropy_loss".split())
+_SUMS = frozenset(
+    "add radd iadd add_ sub rsub isub sub_ sum mean cumsum var std var_mean std_mean softmax log_softmax layer_norm "
+    "batch_norm group_norm rms_norm instance_norm".split()
+)
+_ENTROPIES = frozenset("kl_div cross_entropy binary_cross_entropy binary_cross_entropy_with_logits".split())
 _PRODUCTS = frozenset(
     "matmul linear mm bmm addmm baddbmm conv1d conv2d conv3d einsum scaled_dot_product_attention layer_norm batch_norm "
     "group_norm rms_norm instance_norm conv_transpose2d rmatmul native_layer_norm lstm gru".split()
@@ -48,21 +54,20 @@ def explain_forward(
     event = Event("forward", "", operation.site, "activation", operation=operation, origin=operation, ends=ends)
     assert numbers.counts is not None
     event.count, event.of, event.fmt = numbers.counts.nonfinite, numbers.count, ends.name
-    event.read = [(source_name(s, i), str(glance(x))) for i, (s, x) in enumerate(_pairs(operation, operands))]
+    event.read = [(source_name(s, i), str(_read(s, x))) for i, (s, x) in enumerate(_pairs(operation, operands))]
     values, options = arguments
     name, no_number = operation.name, ~result.isfinite()
-    for explain in (_of_division, _of_domain, _of_softmax, _of_emptiness, _of_alignment):
+    for explain in _EXPLANATIONS:
         if explain(event, name, operands, (*values, *options.values()), options, no_number, numbers):
             return event
-    if "NaN" in kinds and not kinds - {"NaN"} and name in ("mul", "sub", "add", "rsub", "imul", "iadd"):
-        infinite = [(s, x) for s, x in _pairs(operation, operands) if bool(x.isinf().any())]
-        if infinite:
-            source, x = infinite[0]
-            held = "inf" if bool((x == torch.inf).any()) else "-inf"
-            what = "zero times infinity" if "mul" in name else "infinity minus infinity"
-            event.kind = what
-            event.why.append(f"{event.count} of {event.of} are {what}; {source_name(source, 0)} holds {held}.")
-            return event
+    infinite = [(i, s, x) for i, (s, x) in enumerate(_pairs(operation, operands)) if bool(x.isinf().any())]
+    if kinds == {"NaN"} and infinite:
+        i, source, x = infinite[0]
+        held = "inf" if bool((x == torch.inf).any()) else "-inf"
+        event.kind = what = _of_infinities(name, [other for other in operands if other is not x])
+        words = f"are {what}" if what != "NaN" else "are NaN"
+        event.why.append(f"{event.count} of {event.of} {words}; {source_name(source, i)} holds {held}.")
+        return event
     if kinds - {"NaN"} or name in _PRODUCTS or any(float(glance(x).amax) > ends.largest for x in operands):
         event.kind = "overflow"
         whole = [x for x in (*values, *options.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
@@ -73,6 +78,25 @@ def explain_forward(
     event.kind = "NaN"
     event.why.append(f"{event.count} of {event.of} are NaN, and what it read is finite.")
     return event
+
+
+def _read(source: Operation | None, x: Tensor) -> Glance:
+    """What was read: the operand of an operation in place holds the result by now."""
+    known: Glance | None = None if source is None else source.notes.get("result")
+    return known or glance(x)
+
+
+def _of_infinities(name: str, others: list[Tensor]) -> str:
+    """What gives NaN where an operand holds an infinity. others: the other operands."""
+    if name in _DIVISIONS:
+        return "infinity by infinity"
+    if name in _SUMS:
+        return "infinity minus infinity"
+    if name in ("mul", "rmul", "imul", "mul_", "prod", *_ENTROPIES):
+        return "zero times infinity"
+    if name in _PRODUCTS:
+        return "zero times infinity" if any(bool((x == 0).any()) for x in others) else "infinity minus infinity"
+    return "NaN"
 
 
 def _pairs(operation: Operation, operands: list[Tensor]) -> Iterator[tuple[Operation | None, Tensor]]:
@@ -132,7 +156,9 @@ def _of_division(
         return True
     source = next((s for s, x in _pairs(operation, operands) if x is divisor), None)
     _trace_zero(event, source)
-    if event.origin is operation and bool((divisor == divisor.round()).all()) and not bool((divisor < 0).any()):
+    is_measure = source is not None and source.name in _MEASURES
+    is_whole = bool((divisor == divisor.round()).all()) and not bool((divisor < 0).any())
+    if event.origin is operation and is_whole and not is_measure:
         event.why.append("It has whole numbers only, as a count has.")
         event.remedy = "clamp"
     return True
@@ -186,12 +212,12 @@ def _of_domain(
 ) -> bool:
     if not operands:
         return False
-    x = operands[0]
-    zeros, negatives = int((x == 0).sum()), int((x < 0).sum())
+    x, begins = operands[0], _BEGINS.get(name, 0.0)
+    zeros, negatives = int((x == begins).sum()), int((x < begins).sum())
     if name in _LOGARITHMS and (zeros or negatives):
-        event.kind = "logarithm of zero" if zeros and not negatives else "logarithm of a negative number"
-        n = zeros if event.kind == "logarithm of zero" else negatives
-        event.why.append(f"{n} of the {x.numel()} numbers that it read are {'0' if n == zeros else 'negative'}.")
+        event.kind = "logarithm of a negative number" if negatives else "logarithm of zero"
+        which = f"are {f'below {begins:g}' if begins else 'negative'}" if negatives else f"are {begins:g}"
+        event.why.append(f"{negatives or zeros} of the {x.numel()} numbers that it read {which}.")
         if event.kind == "logarithm of zero":
             source = event.operation.sources[0] if event.operation is not None else None
             if source is not None and source.computes and source.name in ("softmax", "exp", "sigmoid", "mul"):
@@ -199,6 +225,10 @@ def _of_domain(
                 event.why.append(
                     f"{source.site} underflows to 0 (least number of {event.ends.name} {event.ends.smallest:.3g})."
                 )
+        return True
+    if name == "logit" and bool((x >= 1).any()):
+        event.kind = "outside of its domain"
+        event.why.append(f"{int((x >= 1).sum())} of the {x.numel()} numbers that it read are 1 or more.")
         return True
     if name in _ROOTS and negatives:
         event.kind = "root of a negative number"
@@ -217,81 +247,7 @@ def _of_domain(
     return False
 
 
-def _of_softmax(
-    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
-) -> bool:
-    if name not in ("softmax", "log_softmax", "scaled_dot_product_attention") or not operands:
-        return False
-    x = operands[0]
-    if name == "scaled_dot_product_attention":
-        mask = options.get("attn_mask", arguments[3] if len(arguments) > 3 else None)
-        if not isinstance(mask, Tensor):
-            return False
-        shut = ~mask if mask.dtype is torch.bool else mask == -torch.inf
-    else:
-        shut = x == -torch.inf
-    rows = shut.all(-1)
-    if not bool(rows.any()):
-        return False
-    event.kind, n = "row masked wholly", int(rows.sum())
-    event.why.append(
-        f"{n} of {rows.numel()} rows hold nothing but -inf (first at {first_index(rows)}); their softmax is NaN."
-    )
-    event.remedy = "mask"
-    return True
-
-
-def _of_emptiness(
-    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
-) -> bool:
-    if name in _MEANS and operands and operands[0].numel() == 0:
-        event.kind = "mean of nothing"
-        event.why.append(f"It read a tensor without elements, of shape {tuple(operands[0].shape)}.")
-        event.remedy = "skip"
-        return True
-    if name in ("std", "var", "std_mean", "var_mean") and operands:
-        event.kind = "variance of one number"
-        event.why.append(
-            f"It read a shape of {tuple(operands[0].shape)}, and divides by the count less one, which is 0."
-        )
-        event.remedy = "correction"
-        return True
-    targets = [a for a in arguments if isinstance(a, Tensor) and not a.is_floating_point()]
-    if name in _LOSSES and targets:
-        ignored = options.get("ignore_index", -100)
-        if bool((targets[0] == ignored).all()):
-            event.kind = "mean of nothing"
-            event.why.append(f"All {targets[0].numel()} targets are {ignored}, which is ignored: 0 / 0.")
-            event.read.append(("targets", f"{targets[0].numel()} of {targets[0].numel()} ignored"))
-            event.remedy = "skip"
-            return True
-    return False
-
-
-def _of_alignment(
-    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
-) -> bool:
-    """A connectionist loss is inf where a target has more labels than its input has frames."""
-    if name != "ctc_loss" or len(arguments) < 4:
-        return False
-    frames, lengths = (torch.as_tensor(a).flatten().tolist() for a in arguments[2:4])
-    targets = _split(torch.as_tensor(arguments[1]), lengths)
-    needed = [len(t) + sum(a == b for a, b in pairwise(t)) for t in targets]
-    short = [i for i, (n, f) in enumerate(zip(needed, frames, strict=True)) if n > f]
-    if not short:
-        return False
-    event.kind, event.remedy, i = "target longer than its input", "alignment", short[0]
-    event.why.append(
-        f"{len(short)} of {len(needed)} samples have no alignment, and a loss of inf: sample {i} has {frames[i]} "
-        f"frames and {lengths[i]} labels, which need {needed[i]} (one more for each repeated label)."
-    )
-    event.read.append(("frames", f"{min(frames)} to {max(frames)}"))
-    event.read.append(("labels", f"{min(lengths)} to {max(lengths)}"))
-    return True
-
-
-def _split(targets: Tensor, lengths: list[int]) -> list[list[int]]:
-    """The labels of each sample, of rows with padding or of all in one row."""
-    if targets.dim() == 1:
-        return [part.tolist() for part in targets[: sum(lengths)].split(lengths)]
-    return [row[:n].tolist() for row, n in zip(targets, lengths, strict=True)]
+_EXPLANATIONS = (
+    *(_of_division, _of_domain, of_softmax, of_emptiness, of_alignment),
+    *(of_target, of_normalisation, of_determinant, of_poles),
+)

@@ -10,6 +10,7 @@ from fpsim.emulation.tracing import Operation
 from fpsim.insight.reasons.attempts import Attempts, Remedy, descendants
 from fpsim.insight.reasons.edits import (
     clamped_count,
+    finite_floor,
     in_domain,
     infinite_fill,
     lost_eps,
@@ -39,8 +40,8 @@ def remedies(trials: Trials, event: Event, seen: Timeline, was: Outcome) -> list
             break
         remedy = attempt(attempts, event, seen)
         if remedy is not None:
-            working.append(remedy)
             attempts.has_one = True
+            working.append(remedy)
     return working
 
 
@@ -53,6 +54,10 @@ def _in_order(event: Event) -> list[Callable[[Attempts, Event, Timeline], Remedy
         "slope": [steep],
         "alignment": [zero_infinity],
         "scale": [_scale, _float32_backward],
+        "floor": [finite_floor],
+        "target": [],
+        "product": [],
+        "unseen": [],
         "correction": [],
         "skip": [],
     }

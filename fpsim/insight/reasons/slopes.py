@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.numbers import Ends, first_index, glance
+from fpsim.insight.reasons.numbers import Ends, Glance, first_index, glance
 
 __all__ = ["explain_gradient"]
 
@@ -16,6 +16,9 @@ _AT_ZERO = frozenset(
     "cdist pairwise_distance logit xlogy rtruediv float_power".split()
 )
 _AT_ONE = frozenset("asin acos atanh acosh arccos arcsin arctanh arccosh log1p logit erfinv".split())
+_LOG_SUMS = frozenset("logaddexp logaddexp2 logsumexp logcumsumexp special_logsumexp".split())
+_MULTIPLIES = frozenset("mul rmul imul mul_ matmul linear bmm mm einsum div truediv addcmul".split())
+_DECOMPOSITIONS = frozenset("linalg_eigh linalg_svd svd linalg_eig".split())
 
 
 def explain_gradient(operation: Operation, at: Operation, role: str, gradient: Tensor, kinds: set[str]) -> Event:
@@ -40,14 +43,18 @@ def explain_gradient(operation: Operation, at: Operation, role: str, gradient: T
             zeros = read.count - read.nonzero
             what = f"{zeros} of the {read.count} numbers that it read are 0" if at_zero else f"it read {read}"
             arrived = child.notes.get("gradient")
-            event.why.append(
-                f"{what}, where the slope of {child.name} has no end; the incoming gradient was {arrived}."
-            )
+            came = f"; the incoming gradient was {arrived}" if arrived is not None else ""
+            event.why.append(f"{what}, where the slope of {child.name} has no end{came}.")
             event.why.append(f"{event.count} of {event.of} gradients of {at.site} are not finite.")
-            event.read = [(at.site, str(read)), (f"gradient of {child.site}", str(arrived))]
+            event.read = [(at.site, str(read))]
+            event.read += [(f"gradient of {child.site}", str(arrived))] if arrived is not None else []
             event.remedy = "slope"
             return event
+    if _of_infinities(event, readers, operation, numbers) or _of_decomposition(event, readers, at):
+        return event
     event.remedy = "scale"
+    if _is_too_small_for_overflow(operation, readers, numbers, ends):
+        return _of_unknown_slope(event, readers, operation, at)
     what = "beyond" if "inf" in kinds or "-inf" in kinds else "NaN by sums beyond"
     event.why.append(
         f"{event.count} of {event.of} are {what} {ends.largest:.6g}, the end of {ends.name} (first at "
@@ -57,6 +64,83 @@ def explain_gradient(operation: Operation, at: Operation, role: str, gradient: T
         if "gradient" in child.notes:
             event.read.append((f"gradient of {child.site}", str(child.notes["gradient"])))
         event.read += [(s.site, str(s.notes["result"])) for s in child.parents if s is not operation][:2]
+    return event
+
+
+def _of_infinities(event: Event, readers: list[Operation], operation: Operation, numbers: Glance) -> bool:
+    """A slope that is computed from an infinity: of a sum of exponentials that is log(0), or of a product."""
+    assert numbers.counts is not None
+    if not numbers.counts.nan:
+        return False
+    for child in readers:
+        result: Glance | None = child.notes.get("result")
+        if child.name in _LOG_SUMS and result is not None and result.counts is not None and result.counts.minus:
+            event.kind, event.remedy = "infinity minus infinity", "floor"
+            event.why.append(
+                f"{result.counts.minus} of {result.count} results of {child.name} are -inf, for all that it adds is "
+                f"exp(-inf): its slope there is exp(-inf + inf)."
+            )
+        else:
+            others = [s for s in child.sources if s is not None and s is not operation and "result" in s.notes]
+            infinite = [s for s in others if s.notes["result"].kinds]
+            if child.name not in _MULTIPLIES or not infinite:
+                continue
+            event.kind, event.remedy = "zero times infinity", "product"
+            event.why.append(
+                f"{child.name} multiplies its gradient by {infinite[0].site}, which holds "
+                f"{infinite[0].notes['result']}."
+            )
+        event.place, event.operation, event.origin = child.site, child, child
+        event.why.append(f"{event.count} of {event.of} gradients of {operation.site} are not finite.")
+        event.read = [(s.site, str(s.notes["result"])) for s in child.parents if "result" in s.notes]
+        return True
+    return False
+
+
+def _of_decomposition(event: Event, readers: list[Operation], at: Operation) -> bool:
+    """Vectors of equal eigenvalues or singular values: they may turn, and have no slope."""
+    child = next((c for c in readers if c.name in _DECOMPOSITIONS), None)
+    if child is None:
+        return False
+    event.kind, event.remedy = "infinite slope", "slope"
+    event.place, event.operation, event.origin = child.site, child, child
+    values = "singular values" if "svd" in child.name else "eigenvalues"
+    event.why.append(
+        f"The vectors of {child.name} have no slope where two {values} are equal: it divides by their difference."
+    )
+    event.why.append(f"{event.count} of {event.of} gradients of {at.site} are not finite.")
+    event.read = [(s.site, str(s.notes["result"])) for s in child.parents if "result" in s.notes]
+    return True
+
+
+def _is_too_small_for_overflow(operation: Operation, readers: list[Operation], numbers: Glance, ends: Ends) -> bool:
+    """Whether no slope that is a product of what was read and given comes near the end of the format."""
+    known = [c for c in readers if "gradient" in c.notes and "result" in c.notes]
+    sizes, count = [1.0, numbers.amax], 1
+    for child in known:
+        sizes += [child.notes["result"].amax, *(s.notes["result"].amax for s in child.parents if "result" in s.notes)]
+        count = max(count, child.notes["result"].count)
+    incoming = max((c.notes["gradient"].amax for c in known), default=max(numbers.amax, 1.0))
+    if any(c.notes["gradient"].kinds for c in known) or operation.name == "parameter":
+        return False
+    return incoming * max(sizes) ** 3 * count < ends.largest
+
+
+def _of_unknown_slope(event: Event, readers: list[Operation], operation: Operation, at: Operation) -> Event:
+    known = [c for c in readers if "gradient" in c.notes]
+    event.kind, event.remedy = "infinite slope", "slope"
+    if len(known) == 1:
+        child = known[0]
+        event.place, event.operation, event.origin = child.site, child, child
+        event.why.append(
+            f"{event.count} of {event.of} gradients of {at.site} are not finite, though {child.name} read "
+            f"{operation.notes['result']} and a gradient of {child.notes['gradient']}."
+        )
+    else:
+        who = "what reads it" if known else "a function that is not seen, such as an autograd function of one's own,"
+        event.why.append(f"{event.count} of {event.of} gradients that {who} gives are not finite; no number is large.")
+        event.remedy = "unseen"
+    event.read = [(operation.site, str(operation.notes["result"]))]
     return event
 
 

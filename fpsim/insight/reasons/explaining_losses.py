@@ -1,0 +1,142 @@
+"""What made a softmax, a mean or a loss give inf or NaN: masks, targets, and nothing to divide by."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpsim.insight.reasons.event import Event
+from fpsim.insight.reasons.numbers import first_index
+
+__all__ = ["classes_of", "of_alignment", "of_emptiness", "of_softmax", "of_target"]
+
+_MEANS = frozenset("mean nanmean".split())
+_LOSSES = frozenset("cross_entropy nll_loss nll_loss_nd cross_entropy_loss".split())
+
+
+def classes_of(name: str, x: Tensor, arguments: tuple[Any, ...], options: Any) -> int:
+    """The dimension that a softmax or a cross entropy sums over."""
+    if name in _LOSSES:
+        return 1 if x.dim() > 1 else 0
+    dim = options.get("dim", arguments[1] if len(arguments) > 1 else None)
+    return dim if isinstance(dim, int) and not isinstance(dim, bool) and name.endswith("softmax") else -1
+
+
+def of_softmax(
+    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
+) -> bool:
+    if name not in ("softmax", "log_softmax", "scaled_dot_product_attention") or not operands:
+        return False
+    x = operands[0]
+    if name == "scaled_dot_product_attention":
+        mask = options.get("attn_mask", arguments[3] if len(arguments) > 3 else None)
+        if not isinstance(mask, Tensor):
+            return False
+        shut = ~mask if mask.dtype is torch.bool else mask == -torch.inf
+    else:
+        shut = x == -torch.inf
+    rows = shut.all(classes_of(name, x, arguments, options))
+    if not bool(rows.any()):
+        return False
+    event.kind, n = "row masked wholly", int(rows.sum())
+    event.why.append(
+        f"{n} of {rows.numel()} rows hold nothing but -inf (first at {first_index(rows) or '0'}); their softmax is NaN."
+    )
+    event.remedy = "mask"
+    return True
+
+
+def of_emptiness(
+    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
+) -> bool:
+    if name in _MEANS and operands and operands[0].numel() == 0:
+        event.kind = "mean of nothing"
+        event.why.append(f"It read a tensor without elements, of shape {tuple(operands[0].shape)}.")
+        event.remedy = "skip"
+        return True
+    if name in ("std", "var", "std_mean", "var_mean") and operands:
+        event.kind = "variance of one number"
+        event.why.append(
+            f"It read a shape of {tuple(operands[0].shape)}, and divides by the count less one, which is 0."
+        )
+        event.remedy = "correction"
+        return True
+    targets = [a for a in arguments if isinstance(a, Tensor) and not a.is_floating_point()]
+    if name in _LOSSES and targets:
+        ignored = options.get("ignore_index", -100)
+        if bool((targets[0] == ignored).all()):
+            event.kind = "mean of nothing"
+            event.why.append(f"All {targets[0].numel()} targets are {ignored}, which is ignored: 0 / 0.")
+            event.read.append(("targets", f"{targets[0].numel()} of {targets[0].numel()} ignored"))
+            event.remedy = "skip"
+            return True
+    return False
+
+
+def of_target(
+    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
+) -> bool:
+    """A cross entropy is no number where a mask forbids what is asked for, or where no class counts."""
+    if name not in _LOSSES or len(arguments) < 2 or not isinstance(arguments[1], Tensor):
+        return False
+    scores, targets, weight = arguments[0], arguments[1], options.get("weight")
+    shut, classes = scores == -torch.inf, classes_of(name, scores, (), {})
+    is_index = not targets.is_floating_point()
+    counted = targets != options.get("ignore_index", -100) if is_index else torch.ones_like(targets, dtype=torch.bool)
+    if is_index and isinstance(weight, Tensor) and not bool(weight[targets[counted]].any()):
+        event.kind, event.remedy = "mean of nothing", "skip"
+        event.why.append(f"The classes of all {int(counted.sum())} targets have weight 0: 0 / 0.")
+        event.read.append(("weight", f"{int((weight == 0).sum())} of {weight.numel()} zero"))
+        return True
+    rows = shut.all(classes)
+    if name.startswith("cross_entropy") and bool(rows.any()):
+        event.kind, event.remedy, n = "row masked wholly", "mask", int(rows.sum())
+        event.why.append(f"{n} of {rows.numel()} rows hold nothing but -inf (first at {first_index(rows) or '0'}).")
+        return True
+    if not is_index or not bool(shut.any()):
+        return False
+    asked = shut.gather(classes, targets.where(counted, 0).unsqueeze(classes)).squeeze(classes) & counted
+    smoothing = options.get("label_smoothing", 0.0)
+    if bool(asked.any()):
+        event.why.append(f"The target is masked with -inf in {int(asked.sum())} of {asked.numel()} rows.")
+    elif smoothing:
+        event.why.append(
+            f"{int(shut.sum())} of {shut.numel()} scores are -inf, and label_smoothing={smoothing:g} takes a share of "
+            f"the logarithm of each."
+        )
+    else:
+        return False
+    event.kind, event.remedy = "logarithm of zero", "target"
+    return True
+
+
+def of_alignment(
+    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
+) -> bool:
+    """A connectionist loss is inf where a target has more labels than its input has frames."""
+    if name != "ctc_loss" or len(arguments) < 4:
+        return False
+    frames, lengths = (torch.as_tensor(a).flatten().tolist() for a in arguments[2:4])
+    targets = _split(torch.as_tensor(arguments[1]), lengths)
+    needed = [len(t) + sum(a == b for a, b in pairwise(t)) for t in targets]
+    short = [i for i, (n, f) in enumerate(zip(needed, frames, strict=True)) if n > f]
+    if not short:
+        return False
+    event.kind, event.remedy, i = "target longer than its input", "alignment", short[0]
+    event.why.append(
+        f"{len(short)} of {len(needed)} samples have no alignment, and a loss of inf: sample {i} has {frames[i]} "
+        f"frames and {lengths[i]} labels, which need {needed[i]} (one more for each repeated label)."
+    )
+    event.read.append(("frames", f"{min(frames)} to {max(frames)}"))
+    event.read.append(("labels", f"{min(lengths)} to {max(lengths)}"))
+    return True
+
+
+def _split(targets: Tensor, lengths: list[int]) -> list[list[int]]:
+    """The labels of each sample, of rows with padding or of all in one row."""
+    if targets.dim() == 1:
+        return [part.tolist() for part in targets[: sum(lengths)].split(lengths)]
+    return [row[:n].tolist() for row, n in zip(targets, lengths, strict=True)]
