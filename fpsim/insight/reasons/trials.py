@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpsim.border import require_result
 from fpsim.emulation.arguments import tensors_in
+from fpsim.emulation.calls import Call
 from fpsim.emulation.tracing import Edit, Operation, Trace
 from fpsim.insight.reasons.kept import Kept
 from fpsim.insight.reasons.timeline import Timeline
@@ -97,6 +98,13 @@ class Trials:
         watched = _Backward(change.loss_scale, until_broken)
         steps = _Steps(self._own, visitor, self.kept.know, before_update, after_update)
 
+        def edit(
+            index: int, kind: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            if change.edit is None or (steps.is_running and not torch.is_grad_enabled()):
+                return func(*args, **kwargs)  # an optimizer's own: its states have the dtypes of its parameters
+            return change.edit(index, kind, func, args, kwargs)
+
         def start(undo: Undo) -> tuple[float | None, list[str]]:
             undo.by(self.kept.restore)
             keep_random_numbers(undo)
@@ -106,7 +114,9 @@ class Trials:
             steps.begin()
             result: list[float | None] = [None]
             traced = (
-                self._traced(visitor, change.edit, undo) if visitor is not None or change.edit is not None else None
+                self._traced(visitor, None if change.edit is None else edit, undo)
+                if visitor is not None or change.edit is not None
+                else None
             )
 
             def run() -> None:
@@ -264,6 +274,7 @@ class _Steps:
     def __init__(self, own: set[int], visitor: Any, know: Any, before: Any, after: Any) -> None:
         self.own, self.visitor, self.before, self.after, self.count = own, visitor, before, after, 0
         self._know = know
+        self.is_running = False
 
     def begin(self) -> None:
         hook_steps(None, self._pre, self._post)
@@ -277,6 +288,7 @@ class _Steps:
     def _pre(self, optimizer: Any, *_: Any) -> None:
         if self._is_own(optimizer):
             self.count += 1
+            self.is_running = True
             self._know(optimizer)
             if hasattr(self.visitor, "is_in_optimizer"):
                 self.visitor.is_in_optimizer = True
@@ -286,6 +298,7 @@ class _Steps:
 
     def _post(self, optimizer: Any, *_: Any) -> None:
         if self._is_own(optimizer):
+            self.is_running = False
             if hasattr(self.visitor, "is_in_optimizer"):
                 self.visitor.is_in_optimizer = False
             if self.after is not None:
