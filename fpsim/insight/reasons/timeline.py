@@ -19,6 +19,7 @@ from fpsim.insight.reasons.slopes import explain_gradient
 from fpsim.insight.seen import FILLS, overflow_of
 from fpsim.tensors.shared_scales import Cut
 from fpsim.tensors.spec import Spec
+from fpsim.torch_internals import version_of
 
 __all__ = ["Timeline"]
 
@@ -99,9 +100,11 @@ class Timeline:
         glances = []
         for i, (source, x) in enumerate(zip(operation.sources, operands, strict=True)):
             known = None if source is None else source.notes.get("result")
+            if source is not None and source.name == "parameter" and source.notes.get("version") != version_of(x):
+                known = self._written(source, operation, x, known)
             of_operand = known or glance(x)
             if source is not None:
-                source.notes.setdefault("result", of_operand)
+                source.notes["result"] = of_operand
             elif of_operand.kinds:
                 if id(x) not in self.outside:
                     self.outside[id(x)] = self._came_in(operation, i, x, of_operand)
@@ -109,6 +112,20 @@ class Timeline:
                     event.readers.append(operation)
             glances.append(of_operand)
         return glances
+
+    def _written(self, parameter: Operation, reader: Operation, x: Tensor, before: Glance | None) -> Glance:
+        """A parameter that was written since it was looked at, as by an optimizer that asks for the loss again."""
+        parameter.notes["version"], now = version_of(x), glance(x)
+        if before is not None and now.counts is not None and before.counts is None:
+            kind = "NaN" if now.counts.nan else "overflow"
+            event = Event("optimizer", kind, parameter.site, "update", now.counts.nonfinite, now.count)
+            event.fmt = str(x.dtype).removeprefix("torch.")
+            event.why.append(
+                f"{event.count} of {event.of} became inf or NaN within the step, before {reader.site} read it again; "
+                f"it was {before}."
+            )
+            self._add(event)
+        return now
 
     def _came_in(self, operation: Operation, position: int, x: Tensor, numbers: Glance) -> Event | None:
         assert numbers.counts is not None

@@ -128,6 +128,9 @@ class Updates:
             )
             return event
         event.remedy = "rate"
+        gradient = self.gradients.get(name)
+        if bool(p.detach()[bad].isnan().all()) and (gradient is None or gradient.amax**2 < ends.largest):
+            event.kind = "NaN"  # of no large number
         event.why.append(
             f"{event.count} of {event.of} became inf or NaN in the step of {title} (first at "
             f"{first_index(bad) or '0'}): rate {group.get('lr')}, gradient {self.gradients.get(name)}."
