@@ -178,6 +178,10 @@ def _changes(found: fpsim.Why, remedy: dict[str, Any], fmt: str) -> dict[str, An
         elif kind == "divisor":
             at = 1 if "div" in remedy["sites"][0] else 0
             args = (*args[:at], in_format(args[at].masked_fill(args[at] == 0, value)), *args[at + 1 :])
+        elif kind == "mask" and "key_padding_mask" in kwargs:
+            mask = kwargs["key_padding_mask"]  # of numbers by here
+            whole = (mask == -torch.inf).all(-1, keepdim=True)
+            kwargs = {**kwargs, "key_padding_mask": mask.masked_fill(whole, 0.0)}
         elif kind == "mask":
             rows = (first == -torch.inf).all(1 if "cross_entropy" in remedy["sites"][0] else -1, keepdim=True)
             args = (torch.where(rows, 0.0, first).to(first.dtype), *args[1:])

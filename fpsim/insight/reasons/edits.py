@@ -135,6 +135,10 @@ def unmasked(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
             mask = mask | empty if mask.dtype is torch.bool else mask.masked_fill(empty, 0.0)
             args, kwargs = args[:3], {**{k: v for k, v in kwargs.items() if k != "attn_mask"}, "attn_mask": mask}
             return args, kwargs
+        if kind.name == "multi_head_attention_forward":
+            mask = kwargs["key_padding_mask"]
+            empty = (mask if mask.dtype is torch.bool else mask == -torch.inf).all(-1, keepdim=True)
+            return args, {**kwargs, "key_padding_mask": mask.masked_fill(empty, 0)}
         x = args[0]
         empty = (x == -torch.inf).all(classes_of(kind.name, x, args, kwargs), keepdim=True)
         return (x.masked_fill(empty, 0.0), *args[1:]), kwargs

@@ -28,6 +28,8 @@ def classes_of(name: str, x: Tensor, arguments: tuple[Any, ...], options: Any) -
 def of_softmax(
     event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
 ) -> bool:
+    if name == "multi_head_attention_forward":
+        return _of_padding(event, options.get("key_padding_mask"))
     if name not in ("softmax", "log_softmax", "scaled_dot_product_attention") or not operands:
         return False
     x = operands[0]
@@ -46,6 +48,20 @@ def of_softmax(
         f"{n} of {rows.numel()} rows hold nothing but -inf (first at {first_index(rows) or '0'}); their softmax is NaN."
     )
     event.remedy = "mask"
+    return True
+
+
+def _of_padding(event: Event, mask: Any) -> bool:
+    """Sequences that are padding from end to end."""
+    if not isinstance(mask, Tensor):
+        return False
+    rows = (mask if mask.dtype is torch.bool else mask == -torch.inf).all(-1)
+    if not bool(rows.any()):
+        return False
+    event.kind, event.remedy, n = "row masked wholly", "mask", int(rows.sum())
+    event.why.append(
+        f"{n} of {rows.numel()} sequences are padding only, by key_padding_mask (first at {first_index(rows) or '0'})."
+    )
     return True
 
 
