@@ -33,14 +33,14 @@ def causes_first(
     return [*living, *dying]
 
 
-def comes_to_nothing(readers: list[Operation], losses: list[Operation]) -> bool:
-    """Whether what operations read that is not finite is replaced, and reaches no loss and no gradient of a parameter.
+def comes_to_nothing(readers: list[Operation], losses: list[Operation], is_emulated: bool) -> bool:
+    """Whether what operations read that is not finite reaches no loss and no gradient of a parameter.
 
-    What a format saturates, or a sigmoid makes 1 of, is not replaced.
+    is_emulated: whether a format may have saturated it; then it must have been masked or left out.
     """
     bad = [o for o in readers if _is_bad(o, "result")]
     reading = [*readers, *(c for o in _reached(bad) for c in o.children)]
-    if any(o.computes and not _is_bad(o, "result") and o.name not in _REPLACE for o in reading):
+    if is_emulated and any(o.computes and not _is_bad(o, "result") and o.name not in _REPLACE for o in reading):
         return False
     return _ends_early(bad, readers, losses)
 

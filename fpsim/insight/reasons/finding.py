@@ -222,7 +222,7 @@ def _events(
     is_bad = {name for name, gradient in gradients.items() if gradient.kinds}
     at_begin = [e for e in before if e.role != "gradient" or e.place in is_bad]
     inputs = [e for e in seen.events if e.stage == "state" and e.role == "input"]
-    inputs = [e for e in inputs if not comes_to_nothing(e.readers, seen.losses())]
+    inputs = [e for e in inputs if not comes_to_nothing(e.readers, seen.losses(), trials.emulated)]
     readers = {s.site: o.site for o in reversed(seen.operations) for s in o.sources if s is not None}
     for event in at_begin:
         if event.place in readers:
