@@ -1,7 +1,8 @@
 """How many planted causes `why` names, and how many of its remedies work: `python tests/planted_counts.py [--every N]`.
 
 Prints each case that is not right, then the counts that docs/diagnose.md has: of the causes, of the controls in which
-nothing is wrong, of those told in forums, of posts and of whole loops; and how often a step was run.
+nothing is wrong, of those told in forums, of posts, of whole loops and of models not seen before; and how often a step
+was run.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import planted_fresh_second  # noqa: F401  registers more of WRONG and FINE
 from planted_cases import CAUSES, cases
 from planted_controls import CONTROLS, controls
 from planted_forum import FORTY
+from planted_fresh import WRONG
+from planted_fresh_fine import FINE
 from planted_loops import FAILING, HEALTHY
 from planted_models import Planted
 from planted_posts import POSTS
@@ -83,6 +87,16 @@ def count(every: int) -> Counts:
             is_right = planted.is_named_by(found) if name != "healthy loops" else found.cause is None
             counts.add(name, is_right, told.__name__, found)
             counts.add_runs(found)
+    for told in WRONG[::every]:
+        fresh = told()
+        found = fpsim.why(fresh.model, fresh.step, fresh.optimizer)
+        counts.add("fresh", fresh.is_named_by(found), told.__name__, found)
+        counts.add_runs(found)
+    for make in FINE[::every]:
+        fresh = make()
+        found = fpsim.why(fresh.model, fresh.step, fresh.optimizer)
+        counts.add("fresh and fine", found.cause is None, make.__name__, found)
+        counts.add_runs(found)
     return counts
 
 
@@ -99,6 +113,8 @@ def main() -> None:
     print(f"posts: {total['posts right']} of {total['posts']} are named right")
     print(f"loops: {total['loops right']} of {total['loops']} are named right")
     print(f"healthy loops: nothing is named in {total['healthy loops right']} of {total['healthy loops']}")
+    print(f"fresh: {total['fresh right']} of {total['fresh']} are named right")
+    print(f"fresh and fine: nothing is named in {total['fresh and fine right']} of {total['fresh and fine']}")
     print(f"remedies printed as tried: {total['remedies right']} of {total['remedies']} work when applied")
     print(f"cases with one or more tried remedies: {total['with a tried remedy']}")
     for name, words in (("before", "where it speaks before"), ("compared", "where it reaches")):
