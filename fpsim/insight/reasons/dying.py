@@ -33,13 +33,17 @@ def causes_first(
     return [*living, *dying]
 
 
-def comes_to_nothing(readers: list[Operation], losses: list[Operation], is_emulated: bool) -> bool:
-    """Whether what operations read that is not finite reaches no loss and no gradient of a parameter.
+def comes_to_nothing(readers: list[Operation], losses: list[Operation], is_emulated: bool, broken: set[str]) -> bool:
+    """Whether what operations read that is not finite reaches no loss, no gradient of a parameter and no buffer.
 
     is_emulated: whether a format may have saturated it; then it must have been masked or left out.
+    broken: the names of the modules of which a buffer became inf or NaN.
     """
     bad = [o for o in readers if _is_bad(o, "result")]
-    reading = [*readers, *(c for o in _reached(bad) for c in o.children)]
+    reached = _reached(bad)
+    if any(o.module in broken for o in reached):
+        return False
+    reading = [*readers, *(c for o in reached for c in o.children)]
     if is_emulated and any(o.computes and not _is_bad(o, "result") and o.name not in _REPLACE for o in reading):
         return False
     return _ends_early(bad, readers, losses)
@@ -90,4 +94,6 @@ def _reaches_a_parameter(starts: list[Operation]) -> bool:
 
 
 def _is_bad(operation: Operation, note: str) -> bool:
+    if note == "gradient":  # of any backward pass: that of the last one may be finite
+        return bool(operation.notes.get("had_bad_gradient"))
     return note in operation.notes and bool(operation.notes[note].kinds)

@@ -222,7 +222,8 @@ def _events(
     is_bad = {name for name, gradient in gradients.items() if gradient.kinds}
     at_begin = [e for e in before if e.role != "gradient" or e.place in is_bad]
     inputs = [e for e in seen.events if e.stage == "state" and e.role == "input"]
-    inputs = [e for e in inputs if not comes_to_nothing(e.readers, seen.losses(), trials.emulated)]
+    broken = {event.place.rpartition(".")[0] for event in buffers}
+    inputs = [e for e in inputs if not comes_to_nothing(e.readers, seen.losses(), trials.emulated, broken)]
     readers = {s.site: o.site for o in reversed(seen.operations) for s in o.sources if s is not None}
     for event in at_begin:
         if event.place in readers:
@@ -311,7 +312,7 @@ class _Reference:
         same = None if at is None else self.seen.by_key.get((at.site, at.call, event.batch or 0))
         if same is None or event.stage == "forward":
             return same is not None and bool(same.notes["result"].kinds)
-        return any("gradient" in o.notes and o.notes["gradient"].kinds for o in (same, *same.parents))
+        return any(o.notes.get("had_bad_gradient") for o in (same, *same.parents))
 
     @property
     def wide(self) -> dict[str, Glance]:

@@ -202,6 +202,7 @@ class Timeline:
         role = "weight_grad" if is_parameter else "error"
         known: Glance | None = operation.notes.get("gradient")
         operation.notes["gradient"] = numbers
+        operation.notes["had_bad_gradient"] = bool(numbers.kinds) or operation.notes.get("had_bad_gradient", False)
         operation.notes["gradient_ends"] = Ends.of_dtype(gradient.dtype)
         if is_parameter:
             self.arrived.setdefault(operation.site, []).append(numbers)

@@ -141,3 +141,38 @@ def test_a_gradient_times_an_infinity_is_no_overflow() -> None:
     found = why_of(around(hide))
     assert found.cause is not None
     assert (found.cause["place"], found.cause["kind"]) == ("1:mul", "zero times infinity")
+
+
+def test_an_input_that_breaks_a_buffer_is_not_left_out() -> None:
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.seen(x)
+            return self.head(x.nan_to_num())
+
+    model, x = Watched(), torch.ones(3, 4)
+    x[1, 2] = torch.nan
+    found = fpsim.why(model, lambda: model(x).sum().backward())
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"]) == ("x", "NaN came in")
+
+
+def test_a_slope_that_broke_the_first_of_two_gradients_is_named() -> None:
+    """The second backward pass is finite, the loop steps over what is not, and forgets it."""
+    model = nn.Linear(4, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        for x in (torch.zeros(3, 4), torch.ones(3, 4)):
+            model(x).square().sum(-1).sqrt().mean().backward()
+        if bool(model.weight.grad.isfinite().all()):  # type: ignore[union-attr]
+            optimizer.step()
+        optimizer.zero_grad()
+
+    found = fpsim.why(model, step)
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"]) == (":sqrt", "infinite slope")
