@@ -9,7 +9,9 @@ from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.timeline import Timeline
 from fpsim.insight.reasons.trials import Change, Outcome, Trials
 from fpsim.insight.reasons.updates import Updates
+from fpsim.tensors.noise import keep_random_numbers
 from fpsim.tensors.ops import round_to
+from fpsim.undoing import Undo, undone
 
 __all__ = ["update_remedies"]
 
@@ -87,7 +89,12 @@ def _masters_move(updates: Updates, event: Event) -> list[Remedy]:
     fmt = {"bfloat16": "bf16", "float16": "fp16"}.get(event.fmt, event.fmt)
     if wide is torch.float32:
         masters, first = updates.masters, updates.first
-        moved = sum(int((round_to(m, fmt, "stochastic") != first[n].float()).sum()) for n, m in masters.items())
+
+        def start(undo: Undo) -> int:
+            keep_random_numbers(undo)
+            return sum(int((round_to(m, fmt, "stochastic") != first[n].float()).sum()) for n, m in masters.items())
+
+        moved = undone(start)
         if moved > event.of - event.count:
             detail = f"{moved} numbers move rather than {event.of - event.count}"
             remedies.append(Remedy("stochastic rounding of the update", "stochastic", detail=detail))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.numbers import Ends, first_index, glance
 from fpsim.models.installed import emulated_forwards
+from fpsim.tensors.noise import keep_random_numbers
 from fpsim.tensors.ops import round_to
+from fpsim.undoing import Undo, undone
 
 __all__ = ["Updates"]
 
@@ -40,7 +43,7 @@ class Updates:
         self._optimizer: Any = None
         self.rows: list[dict[str, Any]] = []
         self._wide_states: dict[str, dict[str, Tensor]] = {}  # after a step in more bits
-        self._twins: list[tuple[Any, dict[int, Tensor]] | None] = []  # of an optimizer of one's own
+        self._twins: list[_Twin] = []  # of an optimizer of one's own: as it is; in more bits, a step ahead
 
     def before(self, optimizer: Any) -> None:
         self.steps += 1
@@ -55,23 +58,21 @@ class Updates:
             (self.names[id(p)], key) for p in own for key, x in _states(optimizer, p) if not bool(x.isfinite().all())
         }
         if self.steps == 1:
-            if not type(optimizer).__module__.startswith("torch.optim"):
-                self._twins = [_twin(optimizer, is_wide) for is_wide in (False, True)]
             self.masters = self._stepped_with_masters(optimizer, own)
 
     def _stepped_with_masters(self, optimizer: Any, own: list[Tensor]) -> dict[str, Tensor]:
         """The parameters after this step with parameters, gradients and states in more bits; {} where it cannot be."""
-        copied = _twin(optimizer, is_wide=True)
-        if copied is None:
+        wide = _twin(optimizer, is_wide=True)
+        if wide is None or not wide.step():
             return {}
-        twin, memo = copied
-        try:
-            twin.step()
-        except Exception:  # one that needs a closure: then there is nothing to compare with
-            return {}
-        self._wide_states = {self.names[id(p)]: dict(_states(twin, memo[id(p)])) for p in own}
-        masters = {self.names[id(p)]: memo[id(p)] for p in own}
-        return {name: m.detach() for name, m in masters.items() if m.grad is not None}
+        masters = {self.names[id(p)]: wide.parameters[id(p)] for p in own}
+        masters = {name: m.detach() for name, m in masters.items() if m.grad is not None}
+        self._wide_states = {self.names[id(p)]: dict(_states(wide.optimizer, wide.parameters[id(p)])) for p in own}
+        if not type(optimizer).__module__.startswith("torch.optim"):
+            narrow = _twin(optimizer, is_wide=False)
+            self._twins = [] if narrow is None else [narrow, wide]
+            return {name: m.clone() for name, m in masters.items()}  # the twin goes on
+        return masters
 
     def after(self, optimizer: Any) -> None:
         for group in optimizer.param_groups:
@@ -175,14 +176,20 @@ class Updates:
             if spec is not None and is_rounded and hasattr(spec.fmt, "epsilon"):
                 row["dtype"], row["epsilon"] = str(spec.fmt), float(spec.fmt.epsilon)
             self.rows.append(row)
+        if not self._seem_lost():
+            self._twins = []
+
+    def _seem_lost(self) -> bool:
+        wanted, moved = sum(r["wanted"] for r in self.rows), sum(r["moved"] for r in self.rows)
+        in_still = sum(r["wanted"] for r in self.rows if not r["moved"])
+        return bool(wanted) and (moved < MOVED * wanted or in_still >= STILL * wanted)
 
     def lost(self) -> Event | None:
         """The event of updates nearly all of which changed nothing, or that left most numbers in tensors unmoved."""
+        if not self._seem_lost():
+            return None
         wanted, moved = sum(r["wanted"] for r in self.rows), sum(r["moved"] for r in self.rows)
         still = [r for r in self.rows if r["wanted"] and not r["moved"]]
-        in_still = sum(r["wanted"] for r in still)
-        if not wanted or (moved >= MOVED * wanted and in_still < STILL * wanted):
-            return None
         worst = max(self.rows, key=lambda r: r["wanted"] - r["moved"])
         if self._moves_later(worst):
             return None
@@ -202,27 +209,25 @@ class Updates:
     def _moves_later(self, worst: dict[str, Any]) -> bool:
         """Whether an optimizer of one's own keeps what a parameter loses, and moves it in a later step.
 
-        It has the same gradient again and again, and so has one with more bits; both must go as far.
+        It has the same gradient again and again, and so has one with more bits. What the first step left where it was
+        must go half as far, along the same way: one that rounds stochastically strays from it.
         """
+        if not self._twins:
+            return False
         key = next(key for key, name in self.names.items() if name == worst["parameter"])
-        first = self.first[worst["parameter"]].double()
-        ulp = worst["epsilon"] * float(first.abs().max())
-        most = max(16, min(STEPS, 2**28 // max(first.numel(), 1)))
-        steps = min(math.ceil(4 * ulp / worst["largest"]) if worst["largest"] else most, most)
-        ways = []
-        for copied in self._twins:
-            if copied is None or key not in copied[1]:
-                return False
-            twin, parameters = copied
-            for group in twin.param_groups:
-                group["params"] = [p for p in group["params"] if p is parameters[key]]
-            try:
-                for _ in range(steps):
-                    twin.step()
-            except Exception:  # as above
-                return False
-            ways.append(parameters[key].detach().double() - first)
-        return len(ways) == 2 and float((ways[0] - ways[1]).norm()) < 0.5 * float(ways[1].norm())
+        first, master = self.first[worst["parameter"]].double(), self.masters[worst["parameter"]].double()
+        narrow, wide = (twin.only(key) for twin in self._twins)
+        if not narrow.step():
+            return False
+        still = (narrow.parameters[key].double() == first) & (master != first)
+        if not bool(still.any()):
+            return False
+        ulp, largest = worst["epsilon"] * float(first[still].abs().max()), float((master - first)[still].abs().max())
+        steps = min(math.ceil(4 * ulp / largest), max(16, min(STEPS, 2**28 // first.numel())))
+        if not all(twin.step(steps - 1) for twin in (narrow, wide)):
+            return False
+        own, true = ((twin.parameters[key].detach().double() - first)[still] for twin in (narrow, wide))
+        return float((own * true).sum()) > 0.5 * float((true * true).sum())
 
     def moved_with_masters(self, dtype: torch.dtype) -> tuple[int, int]:
         """How many tensors move where the parameters are kept in a dtype of more bits, of how many."""
@@ -233,17 +238,45 @@ class Updates:
         return bool(self.masters) and all(bool(m.isfinite().all()) for m in self.masters.values())
 
 
-def _twin(optimizer: Any, is_wide: bool) -> tuple[Any, dict[int, Tensor]] | None:
-    """A copy of an optimizer with copies of its parameters, by the ids of these; None where it cannot be copied.
+@dataclass
+class _Twin:
+    """A copy of an optimizer, with copies of its parameters by the ids of these."""
+
+    optimizer: Any
+    parameters: dict[int, Tensor]
+
+    def only(self, key: int) -> _Twin:
+        """With one parameter from now on."""
+        for group in self.optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p is self.parameters[key]]
+        return self
+
+    def step(self, times: int = 1) -> bool:
+        """Step, with the random numbers put back; False where that is refused."""
+
+        def start(undo: Undo) -> bool:
+            keep_random_numbers(undo)
+            try:
+                for _ in range(times):
+                    self.optimizer.step()
+            except Exception:  # one that needs a closure, or that keeps what is not copied
+                return False
+            return True
+
+        return undone(start)
+
+
+def _twin(optimizer: Any, is_wide: bool) -> _Twin | None:
+    """A copy of an optimizer and of its parameters; None where it cannot be copied.
 
     is_wide: in more bits, its states too.
     """
     memo: dict[int, Any] = {}
     parameters: dict[int, Tensor] = {}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
-        wide = torch.float64 if p.dtype is torch.float32 else torch.float32
-        dtype = wide if is_wide else p.dtype
-        parameters[id(p)] = memo[id(p)] = copied = p.detach().to(dtype, copy=True).requires_grad_()
+        is_real = is_wide and p.is_floating_point()
+        dtype = (torch.float64 if p.dtype.itemsize >= 4 else torch.float32) if is_real else p.dtype
+        parameters[id(p)] = memo[id(p)] = copied = p.detach().to(dtype, copy=True).requires_grad_(p.requires_grad)
         if p.grad is not None:
             if p.grad.layout is not torch.strided:
                 return None
@@ -256,7 +289,7 @@ def _twin(optimizer: Any, is_wide: bool) -> tuple[Any, dict[int, Tensor]] | None
         for key, value in state.items():
             if is_wide and isinstance(value, Tensor) and value.is_floating_point() and value.dim():
                 state[key] = value.to(p.dtype)
-    return twin, parameters
+    return _Twin(twin, parameters)
 
 
 def _states(optimizer: Any, p: Tensor) -> list[tuple[str, Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import planted_fresh_more
 import planted_fresh_second  # noqa: F401  these two register more of WRONG and FINE
@@ -176,3 +176,70 @@ def test_a_slope_that_broke_the_first_of_two_gradients_is_named() -> None:
     found = fpsim.why(model, step)
     assert found.cause is not None
     assert (found.cause["place"], found.cause["kind"]) == (":sqrt", "infinite slope")
+
+
+class Own(torch.optim.Optimizer):
+    """SGD of one's own, which keeps nothing, and may round stochastically to bfloat16."""
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float, is_stochastic: bool = False) -> None:
+        super().__init__(parameters, {"lr": lr, "is_stochastic": is_stochastic})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                new = p.float() - group["lr"] * p.grad.float()
+                if group["is_stochastic"] and p.dtype is torch.bfloat16:
+                    bits = new.view(torch.int32) + torch.randint(0, 2**16, new.shape, dtype=torch.int32)
+                    new = (bits & -(2**16)).view(torch.float32)
+                p.copy_(new)
+
+
+def updated(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> fpsim.Why:
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).float().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return fpsim.why(model, step)
+
+
+def one_row(x: Tensor) -> nn.Module:
+    model = nn.Linear(x.shape[-1], 1, bias=False).bfloat16()
+    nn.init.ones_(model.weight)
+    return model
+
+
+def test_a_few_large_updates_do_not_hide_that_the_others_are_lost() -> None:
+    x = torch.full((1, 100), 0.01).bfloat16()
+    x[:, :4] = 100.0
+    model = one_row(x)
+    found = updated(model, x, Own(model.parameters(), 1e-3))
+    assert found.cause is not None
+    assert found.cause["kind"] == "update lost"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stochastic_rounding_of_ones_own_loses_no_update(seed: int) -> None:
+    torch.manual_seed(seed)
+    x = (torch.rand(1, 50) ** 4).bfloat16()
+    model = one_row(x)
+    found = updated(model, x, Own(model.parameters(), 3e-5, is_stochastic=True))
+    assert found.cause is None, str(found)
+
+
+@pytest.mark.parametrize("is_stochastic", [False, True])
+def test_random_numbers_are_put_back_where_an_optimizer_is_tried(is_stochastic: bool) -> None:
+    x = torch.full((1, 50), 0.5).bfloat16()
+    model = one_row(x)
+    before = torch.get_rng_state()
+    updated(model, x, Own(model.parameters(), 3e-5, is_stochastic))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_optimizer_of_ones_own_may_hold_integers() -> None:
+    model = nn.Linear(3, 2)
+    model.register_parameter("codes", nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False))
+    assert updated(model, torch.ones(4, 3), Own([model.weight, model.bias, model.codes], 0.1)).cause is None
