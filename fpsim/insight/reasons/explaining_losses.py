@@ -14,6 +14,7 @@ from fpsim.insight.reasons.numbers import first_index
 __all__ = ["classes_of", "of_alignment", "of_emptiness", "of_softmax", "of_target"]
 
 _MEANS = frozenset("mean nanmean".split())
+_DEVIATIONS = frozenset("std var std_mean var_mean".split())
 _LOSSES = frozenset("cross_entropy nll_loss nll_loss_nd cross_entropy_loss".split())
 
 
@@ -73,7 +74,7 @@ def of_emptiness(
         event.why.append(f"It read a tensor without elements, of shape {tuple(operands[0].shape)}.")
         event.remedy = "skip"
         return True
-    if name in ("std", "var", "std_mean", "var_mean") and operands:
+    if name in _DEVIATIONS and operands and operands[0].numel() == no_number.numel():
         event.kind = "variance of one number"
         event.why.append(
             f"It read a shape of {tuple(operands[0].shape)}, and divides by the count less one, which is 0."

@@ -116,14 +116,18 @@ def _of_decomposition(event: Event, readers: list[Operation], at: Operation) -> 
 def _is_too_small_for_overflow(operation: Operation, readers: list[Operation], numbers: Glance, ends: Ends) -> bool:
     """Whether no slope that is a product of what was read and given comes near the end of the format."""
     known = [c for c in readers if "gradient" in c.notes and "result" in c.notes]
+    if any(c.name in _AT_ZERO for c in known):
+        return False  # its slope is large where what it reads is small, without a zero there
     sizes, count = [1.0, numbers.amax], 1
     for child in known:
-        sizes += [child.notes["result"].amax, *(s.notes["result"].amax for s in child.parents if "result" in s.notes)]
+        sizes += [child.notes["result"].amax, *(g.amax for g in child.notes["operands"])]
+        sizes += [abs(c) for c in child.notes["numbers"]]
         count = max(count, child.notes["result"].count)
     incoming = max((c.notes["gradient"].amax for c in known), default=max(numbers.amax, 1.0))
     if any(c.notes["gradient"].kinds for c in known) or operation.name == "parameter":
         return False
-    return incoming * max(sizes) ** 3 * count < ends.largest
+    largest = max(sizes)
+    return incoming * largest * largest * largest * count < ends.largest  # a power raises where it overflows
 
 
 def _of_unknown_slope(event: Event, readers: list[Operation], operation: Operation, at: Operation) -> Event:

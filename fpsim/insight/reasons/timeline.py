@@ -76,7 +76,7 @@ class Timeline:
         self._last[operation.site] = operation
         self.calls[operation.site] = max(self.calls.get(operation.site, 0), operation.call + 1)
         self.operations.append(operation)
-        glances = self._operands(operation, operands)
+        glances = notes["operands"] = self._operands(operation, operands)
         notes["is_open"] = any(x.requires_grad and self.trace.results.get(x) is None for x in tensors_in(arguments))
         notes["masked"] = masked = masked_in(operation, operands, arguments, result)
         is_fill = operation.name in FILLS or masked is not None

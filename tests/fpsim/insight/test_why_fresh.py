@@ -243,3 +243,36 @@ def test_an_optimizer_of_ones_own_may_hold_integers() -> None:
     model = nn.Linear(3, 2)
     model.register_parameter("codes", nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False))
     assert updated(model, torch.ones(4, 3), Own([model.weight, model.bias, model.codes], 0.1)).cause is None
+
+
+OUTSIDE = torch.full((8,), 300.0).half()
+SCALES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "a constant": lambda self, x: x * 1.0 * 300.0 * 300.0,
+    "a tensor from outside": lambda self, x: x * OUTSIDE * OUTSIDE,
+    "a small divisor": lambda self, x: x / 3e-3 / 3e-3,
+}
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_a_gradient_that_is_multiplied_beyond_the_format_overflows(
+    scale: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
+    """Though each number that was read is small, as with a loss scale of one's own."""
+    model = around(scale)
+    for p in model[0].parameters():  # type: ignore[index]
+        p.data.mul_(3e-6)
+    model.half()
+    x = torch.ones(2, 8).half()
+    found = fpsim.why(model, lambda: (4 * model(x)).sum().backward())
+    assert found.cause is not None
+    assert (found.cause["role"], found.cause["kind"]) == ("error", "overflow")
+    assert [remedy["remedy"] for remedy in found.tried][:1] == ["scale"]
+
+
+def test_a_variance_of_many_numbers_is_told_of_by_what_broke_it() -> None:
+    spread = why_of(around(lambda self, x: x / (300 * x.sign()).var(0)), "half")
+    assert spread.cause is not None
+    assert (spread.cause["place"], spread.cause["kind"]) == ("1:var", "overflow")
+    masked = why_of(around(lambda self, x: x / x.masked_fill(torch.arange(8) == 3, -torch.inf).var(1, keepdim=True)))
+    assert masked.cause is not None
+    assert (masked.cause["place"], masked.cause["kind"]) == ("1:var", "infinity minus infinity")
