@@ -292,6 +292,8 @@ class Trace:
         results = [*_floats_in((out,))]
         given = [x for x in results if kind.in_place or not any(x is y for y in operands)]
         given = [x for x in given if id(x) not in self._names]  # an initialisation or an update is not part of a step
+        if has_transform():
+            given = [x for x in given if not is_sample(x)]  # random numbers that differ between samples
         if given:
             self.arguments = args, kwargs
             self._note(

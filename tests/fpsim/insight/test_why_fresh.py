@@ -14,6 +14,7 @@ from planted_fresh_fine import FINE, a_head_that_nobody_has_filled
 from planted_remedies import is_cured_loop, is_cured_update
 from planted_step import around, plant
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fpsim
 
@@ -276,3 +277,13 @@ def test_a_variance_of_many_numbers_is_told_of_by_what_broke_it() -> None:
     masked = why_of(around(lambda self, x: x / x.masked_fill(torch.arange(8) == 3, -torch.inf).var(1, keepdim=True)))
     assert masked.cause is not None
     assert (masked.cause["place"], masked.cause["kind"]) == ("1:var", "infinity minus infinity")
+
+
+def test_random_numbers_that_differ_between_samples_are_looked_past() -> None:
+    model, x = nn.Linear(3, 2), torch.ones(4, 3)
+
+    def step() -> None:
+        noisy = torch.func.vmap(lambda row: model(row) + torch.randn(2), randomness="different")
+        noisy(x).sum().backward()
+
+    assert fpsim.why(model, step).cause is None
