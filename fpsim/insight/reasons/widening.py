@@ -74,7 +74,8 @@ class Widening:
         if not isinstance(x, Tensor) or x not in self._wide:
             return x
         narrow = x.to(self._wide[x])
-        self.overflows |= bool((narrow == torch.inf).any()) and bool(x.isfinite().all())
+        lost = narrow.isinf() & x.isfinite()
+        self.overflows |= bool((lost & (x > 0)).any()) or bool(lost.all() and x.numel())  # the rest may be a mask
         return narrow
 
     def _widened(self, x: Any) -> Any:

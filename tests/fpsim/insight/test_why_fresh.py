@@ -287,3 +287,9 @@ def test_random_numbers_that_differ_between_samples_are_looked_past() -> None:
         noisy(x).sum().backward()
 
     assert fpsim.why(model, step).cause is None
+
+
+def test_float32_whose_overflow_is_only_moved_is_no_remedy_below_zero_either() -> None:
+    model, x = nn.Linear(3, 2).half(), torch.ones(4, 3).half()
+    found = fpsim.why(model, lambda: (model(x).sum() / torch.full((70000,), -1.0).half().sum()).backward())
+    assert [remedy["sites"] for remedy in found.tried][:1] == [[":sum_1", ":div"]]
