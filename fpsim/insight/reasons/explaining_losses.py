@@ -113,9 +113,12 @@ def of_target(
         event.kind, event.remedy, n = "row masked wholly", "mask", int(rows.sum())
         event.why.append(f"{n} of {rows.numel()} rows hold nothing but -inf (first at {first_index(rows) or '0'}).")
         return True
-    if not is_index or not bool(shut.any()):
+    if not bool(shut.any()):
         return False
-    asked = shut.gather(classes, targets.where(counted, 0).unsqueeze(classes)).squeeze(classes) & counted
+    if is_index:
+        asked = shut.gather(classes, targets.where(counted, 0).unsqueeze(classes)).squeeze(classes) & counted
+    else:  # each class has a share
+        asked = (shut & (targets != 0)).any(classes)
     smoothing = options.get("label_smoothing", 0.0)
     if bool(asked.any()):
         event.why.append(f"The target is masked with -inf in {int(asked.sum())} of {asked.numel()} rows.")

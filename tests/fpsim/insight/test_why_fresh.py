@@ -293,3 +293,11 @@ def test_float32_whose_overflow_is_only_moved_is_no_remedy_below_zero_either() -
     model, x = nn.Linear(3, 2).half(), torch.ones(4, 3).half()
     found = fpsim.why(model, lambda: (model(x).sum() / torch.full((70000,), -1.0).half().sum()).backward())
     assert [remedy["sites"] for remedy in found.tried][:1] == [[":sum_1", ":div"]]
+
+
+def test_a_share_of_the_target_that_is_masked_is_a_logarithm_of_zero() -> None:
+    model, x = nn.Linear(3, 2), torch.ones(4, 3)
+    scores = lambda: model(x).masked_fill(torch.arange(2) == 0, -torch.inf)
+    found = fpsim.why(model, lambda: F.cross_entropy(scores(), torch.full((4, 2), 0.5)).backward())
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"]) == (":cross_entropy", "logarithm of zero")
