@@ -224,7 +224,9 @@ class Updates:
             return False
         ulp, largest = worst["epsilon"] * float(first[still].abs().max()), float((master - first)[still].abs().max())
         steps = min(math.ceil(4 * ulp / largest), max(16, min(STEPS, 2**28 // first.numel())))
-        if not all(twin.step(steps - 1) for twin in (narrow, wide)):
+        if not narrow.step(steps - 1) or bool((narrow.parameters[key].double() == first)[still].all()):
+            return False
+        if not wide.step(steps - 1):
             return False
         own, true = ((twin.parameters[key].detach().double() - first)[still] for twin in (narrow, wide))
         return float((own * true).sum()) > 0.5 * float((true * true).sum())
