@@ -8,7 +8,7 @@ from fpsim.emulation.tracing import Operation
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.seen import FILLS
 
-__all__ = ["causes_first", "comes_to_nothing"]
+__all__ = ["causes_first", "comes_to_nothing", "reaches_a_loss"]
 
 _REPLACE = frozenset(("nan_to_num", "nan_to_num_", "nansum", "nanmean", *FILLS))
 _WIDE = ("float32", "float64", "fp32")
@@ -47,6 +47,12 @@ def comes_to_nothing(readers: list[Operation], losses: list[Operation], is_emula
     if is_emulated and any(o.computes and not _is_bad(o, "result") and o.name not in _REPLACE for o in reading):
         return False
     return _ends_early(bad, readers, losses)
+
+
+def reaches_a_loss(readers: list[Operation], losses: list[Operation], broken: set[str]) -> bool:
+    """Whether what operations read that is not finite leads to a loss, or a buffer, that is not; as above."""
+    reached = _reached([o for o in readers if _is_bad(o, "result")])
+    return any(operation in losses or operation.module in broken for operation in reached)
 
 
 def _dies(event: Event, losses: list[Operation]) -> bool:

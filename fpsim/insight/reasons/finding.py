@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from fpsim.insight.reasons.against import Keeping, error_event, lost_gradient, may_be_lost
 from fpsim.insight.reasons.attempts import Remedy, descendants
-from fpsim.insight.reasons.dying import causes_first, comes_to_nothing
+from fpsim.insight.reasons.dying import causes_first, comes_to_nothing, reaches_a_loss
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.numbers import Glance, first_index, glance, is_mask_like
 from fpsim.insight.reasons.remedies import remedies
@@ -88,7 +89,7 @@ def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: 
     unread = _unread(model, trials, before, was, seen, result)
     before = [event for event in before if event not in unread]
     result.events = _events(model, trials, before, was, seen, updates, gradients, buffers, result)
-    if unread and not was.is_finite and all(e.stage == "loss" or e.place.startswith("operand ") for e in result.events):
+    if unread and not was.is_finite and all(map(_may_be_of_unread, result.events)):
         result.events = [*unread, *result.events]  # they are read where nobody looks, such as inside of a vmap
     result.loss = was.loss
     if result.events:
@@ -112,6 +113,12 @@ def _unread(
         was.bad = [bad for bad in was.bad if bad != f"{event.role} {event.place}"]
         trials.unread.add(event.place)
     return unread
+
+
+def _may_be_of_unread(event: Event) -> bool:
+    """Whether an event is of numbers that came from where nobody looks, or of one of Python that is not finite."""
+    given = () if event.operation is None else event.operation.notes.get("numbers", ())
+    return event.stage == "loss" or event.place.startswith("operand ") or not all(map(math.isfinite, given))
 
 
 def _of_raising(trials: Trials, before: list[Event], error: Exception) -> Finding:
@@ -236,8 +243,10 @@ def _events(
     reference = _Reference(trials, seen)
     hard = [e for e in seen.events if e.stage != "state"]
     hard = causes_first(hard, seen.losses(), was.is_finite, reference.breaks_too)
-    if not hard and seen.minus and not was.is_finite:
-        return seen.minus
+    minus = [] if was.is_finite or any(e.stage == "forward" for e in hard) else seen.minus
+    minus = [e for e in minus if reaches_a_loss(e.readers, seen.losses(), broken)]
+    if minus:
+        return minus
     saturations = [e for e in seen.saturations if not hard]
     if hard or saturations:
         _run_in_float32(trials, seen, result)

@@ -14,7 +14,7 @@ from fpsim.insight.masks import masked_in, number_in
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.explaining import explain_forward, source_name
 from fpsim.insight.reasons.masks import leak
-from fpsim.insight.reasons.numbers import Ends, Glance, are_passed_on, first_index, glance, is_mask_like
+from fpsim.insight.reasons.numbers import Ends, Glance, are_passed_on, first_index, glance
 from fpsim.insight.reasons.slopes import explain_gradient
 from fpsim.insight.seen import FILLS, overflow_of
 from fpsim.tensors.shared_scales import Cut
@@ -143,7 +143,7 @@ class Timeline:
         event.read = [(name, str(numbers))]
         if kind != "-inf":
             self.events.insert(0, event)
-        elif not is_mask_like(x):
+        else:
             self.minus.append(event)
         return event
 

@@ -279,6 +279,23 @@ def test_a_variance_of_many_numbers_is_told_of_by_what_broke_it() -> None:
     assert (masked.cause["place"], masked.cause["kind"]) == ("1:var", "infinity minus infinity")
 
 
+@pytest.mark.parametrize("other", [0.5, -0.5])
+def test_minus_infinity_that_reaches_the_loss_is_no_slope(other: float) -> None:
+    model, x = nn.Linear(3, 2), torch.ones(4, 3)
+    y = torch.tensor([-torch.inf, other])
+    found = fpsim.why(model, lambda: (model(x) - y).square().mean().backward())
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"]) == ("operand 2 of :sub", "-inf came in")
+
+
+def test_a_number_of_python_that_a_parameter_gave_is_traced_to_it() -> None:
+    model, x = nn.Linear(3, 2), torch.ones(4, 3)
+    model.register_parameter("gain", nn.Parameter(torch.tensor(torch.nan)))
+    found = fpsim.why(model, lambda: (model(x) * model.gain.item()).sum().backward())
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"]) == ("gain", "NaN came in")
+
+
 def test_random_numbers_that_differ_between_samples_are_looked_past() -> None:
     model, x = nn.Linear(3, 2), torch.ones(4, 3)
 
@@ -301,3 +318,18 @@ def test_a_share_of_the_target_that_is_masked_is_a_logarithm_of_zero() -> None:
     found = fpsim.why(model, lambda: F.cross_entropy(scores(), torch.full((4, 2), 0.5)).backward())
     assert found.cause is not None
     assert (found.cause["place"], found.cause["kind"]) == (":cross_entropy", "logarithm of zero")
+
+
+def test_minus_infinity_that_a_softmax_masks_is_not_blamed_for_an_update() -> None:
+    model, x, bias = nn.Linear(3, 3), torch.ones(4, 3), torch.tensor([1.0, 2.0, -torch.inf])
+    model.half()
+    optimizer = torch.optim.SGD(model.parameters(), 6e4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (4 * (model(x.half()) + bias.half()).softmax(-1)[:, 0].sum()).backward()
+        optimizer.step()
+
+    found = fpsim.why(model, step)
+    assert found.cause is not None
+    assert (found.cause["role"], found.cause["kind"]) == ("update", "overflow")
