@@ -66,10 +66,10 @@ def of_determinant(
     if name not in _DETERMINANTS or not operands or not bool(operands[0].isfinite().all()):
         return False
     assert numbers.counts is not None
-    is_zero = bool(numbers.counts.minus)
-    event.kind = "logarithm of zero" if is_zero else "logarithm of a negative number"
-    which = "0: it is singular" if is_zero else "negative"
-    event.why.append(f"The determinant of {event.count} of {event.of} matrices is {which}.")
+    singular = numbers.counts.minus
+    event.kind = "logarithm of zero" if singular else "logarithm of a negative number"
+    which = "0: it is singular" if singular else "negative"
+    event.why.append(f"The determinant of {singular or event.count} of {event.of} matrices is {which}.")
     return True
 
 

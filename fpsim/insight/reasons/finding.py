@@ -230,7 +230,8 @@ def _events(
     at_begin = [e for e in before if e.role != "gradient" or e.place in is_bad]
     inputs = [e for e in seen.events if e.stage == "state" and e.role == "input"]
     broken = {event.place.rpartition(".")[0] for event in buffers}
-    inputs = [e for e in inputs if not comes_to_nothing(e.readers, seen.losses(), trials.emulated, broken)]
+    harmless = [e for e in inputs if comes_to_nothing(e.readers, seen.losses(), trials.emulated, broken)]
+    inputs = [e for e in inputs if e not in harmless]
     readers = {s.site: o.site for o in reversed(seen.operations) for s in o.sources if s is not None}
     for event in at_begin:
         if event.place in readers:
@@ -269,6 +270,8 @@ def _events(
             return [error]
     else:
         result.checked.append("The model computes in float32 or more: there is nothing to compare it with.")
+    if not was.is_finite and harmless:  # what a step returns need not be the loss that it goes back from
+        return harmless
     if not was.is_finite:
         event = Event("loss", "NaN", was.bad[0] if was.bad else "the loss", "loss")
         event.why.append(

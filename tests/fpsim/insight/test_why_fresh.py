@@ -333,3 +333,21 @@ def test_minus_infinity_that_a_softmax_masks_is_not_blamed_for_an_update() -> No
     found = fpsim.why(model, step)
     assert found.cause is not None
     assert (found.cause["role"], found.cause["kind"]) == ("update", "overflow")
+
+
+def test_a_metric_that_a_step_returns_is_told_of_by_what_came_in() -> None:
+    model, x, y = nn.Linear(3, 2), torch.ones(4, 3), torch.tensor([1.0, torch.nan])
+
+    def step() -> Tensor:
+        model(x).sum().backward()
+        return y.mean()
+
+    found = fpsim.why(model, step)
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"]) == ("operand 1 of :mean", "NaN came in")
+
+
+def test_singular_matrices_are_counted_without_those_of_a_negative_determinant() -> None:
+    turned = torch.stack([torch.zeros(8, 8), torch.eye(8).flip(1)[[1, 0, *range(2, 8)]]])
+    found = why_of(around(lambda self, x: (turned + 0 * x.mean()).logdet()[:, None] + 0 * x[:2]))
+    assert "The determinant of 1 of 2 matrices is 0: it is singular." in str(found)
