@@ -136,9 +136,11 @@ def unmasked(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
             args, kwargs = args[:3], {**{k: v for k, v in kwargs.items() if k != "attn_mask"}, "attn_mask": mask}
             return args, kwargs
         if kind.name == "multi_head_attention_forward":
-            mask = kwargs["key_padding_mask"]
-            empty = (mask if mask.dtype is torch.bool else mask == -torch.inf).all(-1, keepdim=True)
-            return args, {**kwargs, "key_padding_mask": mask.masked_fill(empty, 0)}
+            masks = {k: kwargs[k] for k in ("key_padding_mask", "attn_mask") if isinstance(kwargs.get(k), Tensor)}
+            for name, mask in masks.items():
+                empty = (mask if mask.dtype is torch.bool else mask == -torch.inf).all(-1, keepdim=True)
+                masks[name] = mask.masked_fill(empty, 0)
+            return args, {**kwargs, **masks}
         x = args[0]
         empty = (x == -torch.inf).all(classes_of(kind.name, x, args, kwargs), keepdim=True)
         return (x.masked_fill(empty, 0.0), *args[1:]), kwargs

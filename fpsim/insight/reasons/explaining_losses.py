@@ -30,7 +30,7 @@ def of_softmax(
     event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
 ) -> bool:
     if name == "multi_head_attention_forward":
-        return _of_padding(event, options.get("key_padding_mask"))
+        return _of_masks(event, options)
     if name not in ("softmax", "log_softmax", "scaled_dot_product_attention") or not operands:
         return False
     x = operands[0]
@@ -52,18 +52,18 @@ def of_softmax(
     return True
 
 
-def _of_padding(event: Event, mask: Any) -> bool:
-    """Sequences that are padding from end to end."""
-    if not isinstance(mask, Tensor):
-        return False
-    rows = (mask if mask.dtype is torch.bool else mask == -torch.inf).all(-1)
-    if not bool(rows.any()):
-        return False
-    event.kind, event.remedy, n = "row masked wholly", "mask", int(rows.sum())
-    event.why.append(
-        f"{n} of {rows.numel()} sequences are padding only, by key_padding_mask (first at {first_index(rows) or '0'})."
-    )
-    return True
+def _of_masks(event: Event, options: Any) -> bool:
+    """Sequences that are padding from end to end, or positions that may look at none."""
+    for name, words in (("key_padding_mask", "sequences are padding only"), ("attn_mask", "positions may see none")):
+        mask = options.get(name)
+        if not isinstance(mask, Tensor):
+            continue
+        rows = (mask if mask.dtype is torch.bool else mask == -torch.inf).all(-1)
+        if bool(rows.any()):
+            event.kind, event.remedy, n = "row masked wholly", "mask", int(rows.sum())
+            event.why.append(f"{n} of {rows.numel()} {words}, by {name} (first at {first_index(rows) or '0'}).")
+            return True
+    return False
 
 
 def of_emptiness(

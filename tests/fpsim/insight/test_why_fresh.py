@@ -243,7 +243,7 @@ def test_random_numbers_are_put_back_where_an_optimizer_is_tried(is_stochastic: 
 def test_an_optimizer_of_ones_own_may_hold_integers() -> None:
     model = nn.Linear(3, 2)
     model.register_parameter("codes", nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False))
-    assert updated(model, torch.ones(4, 3), Own([model.weight, model.bias, model.codes], 0.1)).cause is None
+    assert updated(model, torch.ones(4, 3), Own(model.parameters(), 0.1)).cause is None
 
 
 OUTSIDE = torch.full((8,), 300.0).half()
@@ -290,8 +290,9 @@ def test_minus_infinity_that_reaches_the_loss_is_no_slope(other: float) -> None:
 
 def test_a_number_of_python_that_a_parameter_gave_is_traced_to_it() -> None:
     model, x = nn.Linear(3, 2), torch.ones(4, 3)
-    model.register_parameter("gain", nn.Parameter(torch.tensor(torch.nan)))
-    found = fpsim.why(model, lambda: (model(x) * model.gain.item()).sum().backward())
+    gain = nn.Parameter(torch.tensor(torch.nan))
+    model.register_parameter("gain", gain)
+    found = fpsim.why(model, lambda: (model(x) * gain.item()).sum().backward())
     assert found.cause is not None
     assert (found.cause["place"], found.cause["kind"]) == ("gain", "NaN came in")
 
@@ -351,3 +352,12 @@ def test_singular_matrices_are_counted_without_those_of_a_negative_determinant()
     turned = torch.stack([torch.zeros(8, 8), torch.eye(8).flip(1)[[1, 0, *range(2, 8)]]])
     found = why_of(around(lambda self, x: (turned + 0 * x.mean()).logdet()[:, None] + 0 * x[:2]))
     assert "The determinant of 1 of 2 matrices is 0: it is singular." in str(found)
+
+
+def test_positions_that_a_mask_of_multihead_attention_lets_see_nobody_are_named() -> None:
+    model, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.ones(2, 3, 4)
+    nobody = torch.ones(3, 3, dtype=torch.bool).triu()
+    found = fpsim.why(model, lambda: model(x, x, x, attn_mask=nobody)[0].sum().backward())
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"]) == (":multi_head_attention_forward", "row masked wholly")
+    assert [remedy["remedy"] for remedy in found.tried] == ["mask"]
