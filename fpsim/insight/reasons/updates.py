@@ -254,13 +254,16 @@ class _Twin:
         return self
 
     def step(self, times: int = 1) -> bool:
-        """Step, with the random numbers put back; False where that is refused."""
+        """Step, with the random numbers put back, and no hook of others called; False where that is refused."""
+        step = type(self.optimizer).step
+        if getattr(step, "hooked", False):  # by torch, which calls the hooks of all optimizers around it
+            step = step.__wrapped__
 
         def start(undo: Undo) -> bool:
             keep_random_numbers(undo)
             try:
                 for _ in range(times):
-                    self.optimizer.step()
+                    step(self.optimizer)
             except Exception:  # one that needs a closure, or that keeps what is not copied
                 return False
             return True

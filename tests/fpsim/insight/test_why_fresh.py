@@ -15,6 +15,7 @@ from planted_remedies import is_cured_loop, is_cured_update
 from planted_step import around, plant
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fpsim
 
@@ -361,3 +362,16 @@ def test_positions_that_a_mask_of_multihead_attention_lets_see_nobody_are_named(
     assert found.cause is not None
     assert (found.cause["place"], found.cause["kind"]) == (":multi_head_attention_forward", "row masked wholly")
     assert [remedy["remedy"] for remedy in found.tried] == ["mask"]
+
+
+def test_hooks_of_all_optimizers_are_called_for_the_steps_of_the_model_only() -> None:
+    x, stepped = torch.full((1, 50), 0.5).bfloat16(), []
+    model = one_row(x)
+    optimizer = Own(model.parameters(), 3e-5)
+    hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: stepped.append(optimizer))
+    try:
+        updated(model, x, optimizer)
+    finally:
+        hook.remove()
+    assert stepped
+    assert all(seen is optimizer for seen in stepped)
