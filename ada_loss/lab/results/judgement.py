@@ -63,8 +63,10 @@ PART_OF_STEP = 0.5  # of the step in which a metric is counted: a deviation is t
 MOST_COUNTED = 10_000  # examples of a test set, in whose shares a metric is counted
 MOST_VALUES = 64  # in which that is seen
 NOISE = 2.0**-50  # of the largest value: differences of float64 numbers are not known better
+MOST_DECIMALS = 6  # to which a metric is seen to be rounded: a float32 has no more
 MOST_SLACK = 0.05  # of a multiple; beyond, any number may be one
 SINGLE = 2.0**-23  # of a value: a share may have been computed in float32
+MOST_SQUARED = 1e150  # differences of which float64 holds the variance; larger ones are beyond any tolerance
 POWER = 0.8
 MOST_SEEDS = 100
 
@@ -120,34 +122,54 @@ def largest_rate_unseen(seeds: int) -> float:
     return 1 - 0.05 ** (1 / seeds)
 
 
-def smallest_step(values: Sequence[float]) -> float:
+def smallest_step(values: Sequence[float], size: float | None = None) -> float:
     """The step in which a metric is counted: 1 / N, or 100 / N, where all its values are whole multiples of that.
 
     Of several it is the largest; with N up to `MOST_COUNTED`. Where there is none, or a single value, it is what
-    float64 resolves beside the largest value. The accuracy over a test set of N examples is counted so.
+    float64 resolves beside `size`. The accuracy over a test set of N examples is counted so, also where it was rounded
+    to n decimals, if N is less than 10^(n - 1).
 
     values: finite ones.
+    size: of the values that are to be told apart; that of the largest unless given. One setting may be 1e30 of a
+        perplexity, and the others are not less certain for it.
 
     >>> round(1 / smallest_step([354 / 360, 355 / 360, 351 / 360]))
+    360
+    >>> round(1 / smallest_step([0.9833, 0.9861, 0.975]))
     360
     """
     distinct = np.unique(np.asarray(values, dtype=np.float64))
     if not len(distinct):
         return 0.0
-    size = float(np.abs(distinct).max())
+    largest = float(np.abs(distinct).max())
+    steps = [NOISE * (largest if size is None else size)]
     if len(distinct) < 2:
-        return NOISE * size
+        return steps[0]
     chosen = distinct[np.linspace(0, len(distinct) - 1, min(MOST_VALUES, len(distinct))).astype(int)]
-    steps = [NOISE * size]
     for whole in (1.0, 100.0):
-        counts = np.arange(1, MOST_COUNTED + 1) / whole
-        slack = 2 * SINGLE * size * counts
-        multiples = chosen * counts[:, None]
-        whole_ones = np.round(multiples)
-        fits = (np.abs(multiples - whole_ones) <= slack[:, None]).all(axis=1)
-        fits &= (slack < MOST_SLACK) & (np.ptp(whole_ones, axis=1) >= 1)
-        steps += [float(1 / counts[fits.argmax()])] if fits.any() else []
+        # of the whole, not of the value: 1 - accuracy has the error of the accuracy
+        single = 2 * SINGLE * max(largest, whole)
+        steps.append(_step_within(chosen, whole, single))
+        if whole / 100 < largest <= whole and (rounded := _rounding(chosen)):
+            steps.append(_step_within(chosen, whole, single + rounded))
     return max(steps)
+
+
+def _step_within(values: NDArray[Any], whole: float, slack: float) -> float:
+    """The largest `whole` / N of which all values are multiples but for `slack`; 0 where there is none."""
+    counts = np.arange(1, MOST_COUNTED + 1) / whole
+    counts = counts[slack * counts < MOST_SLACK][:, None]
+    multiples = values * counts
+    whole_ones = np.round(multiples)
+    fits = (np.abs(multiples - whole_ones) <= slack * counts).all(axis=1) & (np.ptp(whole_ones, axis=1) >= 1)
+    return float(1 / counts[fits.argmax(), 0]) if fits.any() else 0.0
+
+
+def _rounding(values: NDArray[Any]) -> float:
+    """What was rounded away where all values have few decimals: half of their last one; 0 where they have more."""
+    near = SINGLE * np.abs(values).max()
+    decimals = (n for n in range(1, MOST_DECIMALS + 1) if (np.abs(values - np.round(values, n)) <= near).all())
+    return next((0.5 * 10.0**-n for n in decimals), 0.0)
 
 
 def judge(
@@ -173,7 +195,7 @@ def judge(
         return []
     means = np.array([np.mean(values) for values in differences])
     counts = np.array([len(values) for values in differences])
-    variances = np.array([np.var(values, ddof=1) for values in differences])
+    variances = np.array([np.var(np.clip(values, -MOST_SQUARED, MOST_SQUARED), ddof=1) for values in differences])
     tested = decide(means, variances, counts, tolerance, level, equivalence, step)
     errors = np.sqrt(tested.variances / counts)
     widths = stats.t.isf(tested.levels / 2, tested.freedom) * errors
@@ -243,7 +265,7 @@ def _outcomes(
     means: NDArray[Any], errors: NDArray[Any], freedom: NDArray[Any], tolerance: float, equivalence: bool
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """What each setting's test would say if it decides, and its p-value."""
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         below = np.nan_to_num((means + tolerance) / errors, nan=0.0, posinf=np.inf, neginf=-np.inf)
         above = np.nan_to_num((means - tolerance) / errors, nan=0.0, posinf=np.inf, neginf=-np.inf)
     if not equivalence:

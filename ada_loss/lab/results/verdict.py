@@ -96,7 +96,8 @@ def _verdict(
             one = _counted(one, tolerance, sign)
         combinations.append(one)
     if sign and len(baseline) >= LEAST_SEEDS:
-        step = smallest_step([value for row in rows if math.isfinite(value := _number(row, metric))])
+        size = max(map(abs, baseline.values())) + tolerance  # of what is at the tolerance
+        step = smallest_step([value for row in rows if math.isfinite(value := _number(row, metric))], size)
         combinations = _tested(combinations, tolerance, level, sign, equivalence, step)
     combinations = [
         replace(

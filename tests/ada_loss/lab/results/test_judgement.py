@@ -261,6 +261,27 @@ def test_the_step_of_an_accuracy_is_one_example(examples: int) -> None:
     assert smallest_step(100 * correct / examples) == pytest.approx(100 / examples, rel=1e-9)
 
 
+@pytest.mark.parametrize("examples", [50, 360, 900])
+def test_the_step_of_an_accuracy_is_seen_where_it_was_rounded_or_taken_from_one(examples: int) -> None:
+    correct = np.random.default_rng(examples).integers(examples // 2, examples, 12)
+    correct[:2] = examples - 1, examples - 2  # so that no larger step fits
+    in_float32 = correct.astype(np.float32) / np.float32(examples)
+    assert (np.float32(1) - in_float32).max() < 0.6
+    four = np.round(correct / examples, 4)
+    for found in (np.float32(1) - in_float32, four, four.astype(np.float32), 1 - four, np.round(in_float32, 5)):
+        assert smallest_step(found) == pytest.approx(1 / examples, rel=1e-6)
+    for found in (np.float32(100) * in_float32, np.round(100 * correct / examples, 2)):
+        assert smallest_step(found) == pytest.approx(100 / examples, rel=1e-6)
+
+
+def test_what_is_rounded_and_not_counted_has_the_step_of_its_last_decimal() -> None:
+    rng = np.random.default_rng(0)
+    for size, decimals in ((1.0, 2), (1.0, 3), (1.0, 4), (30.0, 2), (3.0, 3)):
+        for _ in range(20):
+            found = np.round(size * rng.uniform(0.5, 1, 12), decimals)
+            assert smallest_step(found) == pytest.approx(10.0**-decimals, rel=1e-6)
+
+
 def test_what_is_not_counted_has_the_step_of_float64() -> None:
     rng = np.random.default_rng(0)
     for size in (1e-12, 1.0, 1e12):

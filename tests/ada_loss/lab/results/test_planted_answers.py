@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.cells.names import keep_names
@@ -166,6 +167,19 @@ def test_at_a_tolerance_of_zero_differences_have_digits(tmp_path: Path) -> None:
     worse = [value - 0.0001 - 0.00001 * (seed % 2) for seed, value in enumerate(FLOAT32)]
     (verdict,) = sweep_of(tmp_path, {"fp32": FLOAT32, "a": worse}).verdicts(tolerance=0)
     assert said(verdict)["a"].startswith("falls short by more than 0.0 points: by 0.0104 [0.009")
+
+
+@pytest.mark.parametrize("huge", [1e20, 1e30, 1e300])
+def test_a_setting_of_huge_values_makes_no_other_uncertain(tmp_path: Path, huge: float) -> None:
+    """A perplexity is exp of a loss; the others were open, with intervals of 1e5 and more."""
+    float32 = (20.1, 20.2, 20.15)
+    cells = {"fp32": float32, "a": (20.1, 20.21, 20.14), "b": (24.1, 24.2, 24.3), "c": (huge, 2 * huge, 3 * huge)}
+    (verdict,) = sweep_of(tmp_path, cells, "perplexity").verdicts()
+    assert [the(verdict, name).outcome for name in "ab"] == ["match", "short"]
+    low, high = the(verdict, "a").judgement.interval  # type: ignore[union-attr]
+    level = 0.05 / 2 if huge < 1e150 else 0.05  # of Holm's procedure: "c" is open, or is decided too
+    width = stats.t.isf(level / 2, 2) * 0.01 / math.sqrt(3)
+    assert (low, high) == pytest.approx((-width, width))
 
 
 def test_a_difference_of_shares_that_is_found_is_not_shown_as_zero(tmp_path: Path) -> None:
