@@ -200,6 +200,8 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
 def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, factor: float = 1.0) -> Figure:
     """A line over the constant loss scales, beside the methods that choose theirs; a panel for each format.
 
+    A setting with a value that is not finite is marked at the lower edge; of float32 the other values are drawn.
+
     places: {(format, method): values}; the format "fp32" is the baseline, a band of mean and deviation.
     title: what the values are, for the axis.
     factor: 100 for values shown in %.
@@ -209,9 +211,12 @@ def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, 
     panels = figure.subplots(1, len(formats), sharey=True, squeeze=False)[0]
 
     def spread(fmt: str, method: str) -> tuple[float, float]:
-        values = [factor * v for v in places[fmt, method]]
+        values = [factor * v for v in places[fmt, method] if fmt != "fp32" or math.isfinite(v)]
+        if not values or not all(map(math.isfinite, values)):
+            return math.nan, math.nan
         return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
+    is_known = any(map(math.isfinite, places.get(("fp32", "none"), ())))
     for fmt, axes in zip(formats, panels, strict=True):
         methods = [method for f, method in places if f == fmt]
         constant = {
@@ -225,7 +230,10 @@ def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, 
             if drawn:  # a sweep of constants alone has no others
                 means, deviations = zip(*(spread(fmt, method) for method in drawn), strict=True)
                 axes.errorbar(x, means, deviations, **style)
-        if ("fp32", "none") in places:
+                lost = [place for place, mean in zip(x, means, strict=True) if math.isnan(mean)]
+                cross = {"marker": "x", "color": COLOURS[5], "markersize": 7, "linestyle": "", "label": "diverged"}
+                axes.plot(lost, [0.0] * len(lost), transform=axes.get_xaxis_transform(), clip_on=False, **cross)
+        if is_known:
             mean, deviation = spread("fp32", "none")
             axes.axhspan(mean - deviation, mean + deviation, color=ink(), alpha=0.12, linewidth=0)
             axes.axhline(mean, color=ink(), linewidth=0.8)
@@ -241,7 +249,7 @@ def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, 
         axes.grid(axis="y", linewidth=0.4, alpha=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
-    panels[0].set_ylabel(plain(title) + ("; the band is float32" if ("fp32", "none") in places else ""))
+    panels[0].set_ylabel(plain(title) + ("; the band is float32" if is_known else ""))
     return figure
 
 

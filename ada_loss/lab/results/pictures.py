@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +31,8 @@ def picture_metric(results: StoredResults, metric: str | None = None, where: Map
     constants = [column for column in table.across if figures.is_constant(column)]
     if table.is_share and len(constants) >= MANY_CONSTANTS:
         return figures.plot_methods(table.places, table.title, factor)
-    baseline = [v for (fmt, _), values in table.places.items() if fmt == BASELINE for v in values]
+    of_float32 = (v for (fmt, _), values in table.places.items() if fmt == BASELINE for v in values)
+    baseline = [value for value in of_float32 if math.isfinite(value)]
     places = {place: values for place, values in table.places.items() if place[0] != BASELINE}
     return figures.plot_table(places or table.places, table.title, factor, baseline if places else ())
 

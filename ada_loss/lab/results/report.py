@@ -149,10 +149,14 @@ def _tables(results: StoredResults) -> list[dict[str, Any]]:
 
 
 def _lines(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """The rows of a table: (name, [(text, whether it is within a standard deviation of the best of the row)])."""
+    """The rows of a table: (name, [(text, whether it is within a standard deviation of the best of the row)]).
+
+    The best is one with all seeds of its row: fewer may be easier ones.
+    """
     lines = []
     for row in table.down:
-        means = {column: table.mean(row, column) for column in table.across}
+        counts = {column: table.count(row, column) for column in table.across}
+        means = {column: table.mean(row, column) for column in counts if counts[column] == max(counts.values())}
         sign = table.directions.sign(table.metric)
         known = {column: sign * mean for column, mean in means.items() if sign and math.isfinite(mean)}
         best = max(known, key=lambda column: known[column], default="")

@@ -222,6 +222,9 @@ class StoredResults:
     ) -> Table:
         """Mean and standard deviation of a metric over the seeds.
 
+        A metric of a training that diverged is NaN, whatever it gave, as in the verdict. What it skipped, lost or took
+        stays.
+
         rows, columns: "task", "format", "rounding", "scaling", "seed", or an option of the training.
         metric: the task's first unless named; also "underflow", "skipped" or "seconds".
         where: only cells with these values, such as {"rounding": "stochastic"}.
@@ -248,7 +251,9 @@ class StoredResults:
                 )
         places: dict[tuple[str, str], list[float]] = {}
         for row in selected:
-            places.setdefault((str(row.get(rows)), str(row.get(columns))), []).append(_number(row, name))
+            is_lost = row["diverged"] and name not in OF_A_CELL
+            value = math.nan if is_lost else _number(row, name)
+            places.setdefault((str(row.get(rows)), str(row.get(columns))), []).append(value)
         down, across = ([*dict.fromkeys(place[i] for place in places)] for i in (0, 1))
         chosen = {k: label(v) for k, v in (where or {}).items()}
         return Table(rows, columns, name, down, across, places, chosen, self.directions, self.names)

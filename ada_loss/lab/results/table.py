@@ -80,6 +80,10 @@ class Table:
         values = self.places.get(self._place(row, column))
         return mean_of(values) if values else math.nan
 
+    def count(self, row: str, column: str) -> int:
+        """How many cells a place has."""
+        return len(self.places.get(self._place(row, column), ()))
+
     def _place(self, row: str, column: str) -> tuple[str, str]:
         """The place of a row and a column, formats by their names or descriptions."""
         known = row in self.down, column in self.across

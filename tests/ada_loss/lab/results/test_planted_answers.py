@@ -16,6 +16,7 @@ from ada_loss.lab.cells.names import keep_names
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.drawings import curve_panels
 from ada_loss.lab.results.overview import overview
+from ada_loss.lab.results.report import _lines as lines_of
 from ada_loss.lab.results.table import mean_and_deviation
 from ada_loss.lab.results.verdict import Combination, Verdict
 from ada_loss.lab.sweep.driver import sweep
@@ -141,6 +142,44 @@ def test_no_diverged_training_is_the_best(tmp_path: Path) -> None:
     alone = sweep_of(tmp_path / "alone", {"e5m2": (math.inf, (0.3, DIVERGED))}, "loss")
     with pytest.raises(ValueError, match=r"has a number for the metric 'loss', of those that did not diverge"):
         alone.best()
+
+
+def test_a_table_shows_no_mean_of_what_trainings_gave_that_diverged(tmp_path: Path) -> None:
+    """Two of three diverged with a loss of 0.1 before: that was the best of the row, in bold."""
+    lost = (0.1, DIVERGED)
+    cells = {"fp32": (0.5, lost, 0.52), ("a", "none"): (0.4, lost, lost), ("a", "torch"): (0.45, 0.46, 0.45)}
+    results = sweep_of(tmp_path, cells, "loss")
+    (table,) = results.tables()
+    assert [(table.text("a", scaling), table.count("a", scaling)) for scaling in table.across] == [
+        ("nan", 3),
+        ("0.4533 ± 0.0058", 3),
+    ]
+    assert "0.1" not in str(results)
+    assert results.table(metric="skipped").mean("a", "none") == 0.0
+    assert not any(bold for _, places in lines_of(table) for _, bold in places)  # alone in its row
+    panel = results.plot_accuracy().axes[0]
+    assert [line.get_label() for line in panel.lines].count("diverged") == 1
+    (dashed,) = (line.get_xdata()[0] for line in panel.lines if line.get_linestyle() == "--")
+    assert dashed == pytest.approx(0.51)  # of the float32 that did not diverge
+
+
+def test_a_line_over_constants_has_a_gap_and_a_mark_where_a_training_diverged(tmp_path: Path) -> None:
+    lost = (0.1, DIVERGED)
+    constants = {("a", str(2.0**k)): (0.8, 0.9, lost if k == 3 else 0.85) for k in range(7)}
+    results = sweep_of(tmp_path, {"fp32": (0.9, lost, 0.92), **constants, ("a", "torch"): (lost,) * 3})
+    axes = results.plot_accuracy().axes[0]
+    (line,) = (line for line in axes.lines if line.get_marker() == "o")
+    assert [*line.get_ydata()] == pytest.approx([85.0] * 3 + [math.nan] + [85.0] * 3, nan_ok=True)
+    marked = [[*line.get_xdata()] for line in axes.lines if line.get_label() == "diverged"]
+    assert marked == [[3], [8]]
+    assert axes.get_ylabel().endswith("; the band is float32")
+    assert axes.lines[-1].get_ydata()[0] == pytest.approx(91.0)
+
+
+def test_bold_is_the_best_of_what_has_all_seeds_of_its_row(tmp_path: Path) -> None:
+    cells = {("a", "none"): (0.9, None, None), ("a", "torch"): (0.8, 0.5, 0.6), ("a", "fairseq"): (0.5, 0.3, 0.4)}
+    (table,) = sweep_of(tmp_path, cells).tables()
+    assert lines_of(table) == [("a", [("90.0", False), ("63.3 ± 15.3", True), ("40.0 ± 10.0", False)])]
 
 
 def test_a_comparison_tells_of_trainings_that_diverged(tmp_path: Path) -> None:
