@@ -10,10 +10,10 @@ from typing import Any
 
 from ada_loss.files import data_frame
 from ada_loss.lab.cells.cell_formats import label
-from ada_loss.lab.results.judgement import LEVEL
+from ada_loss.lab.results.judgement import LEVEL, PART_OF_STEP, smallest_step
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.table import is_share, mean_of
-from fpsim.checks import is_number, pip_install, shown
+from fpsim.checks import is_finite_number, is_number, pip_install, shown
 
 try:
     from scipy.special import stdtr, stdtrit
@@ -40,6 +40,7 @@ class Comparison:
     diverged, diverged_too: how many of the seeds of a diverged, and of those of b.
     note: on the metric, "lower is better".
     statement: of the sweep's verdict, where b is float32: of one test among all settings, at the tolerance.
+    step: in which the metric is counted: a deviation is taken to be at least half of it, as in the verdict.
 
     >>> c = Comparison("e5m2", "fp32", "accuracy", {0: -0.02, 1: -0.01, 2: -0.03})
     >>> print(c)
@@ -55,6 +56,7 @@ class Comparison:
     note: str = ""
     statement: str = ""
     diverged_too: int = 0
+    step: float = 0.0
 
     @property
     def mean(self) -> float:
@@ -67,7 +69,7 @@ class Comparison:
         values = [*self.differences.values()]
         if len(values) < 2 or not all(map(math.isfinite, values)):
             return math.nan
-        return statistics.stdev(values) / math.sqrt(len(values))
+        return max(statistics.stdev(values), PART_OF_STEP * self.step) / math.sqrt(len(values))
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -183,7 +185,12 @@ def compare(
     differences = {seed: left[seed][name] - right[seed][name] for seed in common}
     diverged, diverged_too = (sum(side[seed]["diverged"] for seed in common) for side in (left, right))
     note = results.directions.words(name)
-    return Comparison(_words(a), _words(b), name, differences, level, diverged, note, diverged_too=diverged_too)
+    tasks = {side[seed]["task"] for side in (left, right) for seed in common}
+    counted = [row[name] for row in results.rows() if row["task"] in tasks and is_finite_number(row.get(name))]
+    size = max((abs(side[seed][name]) for side in (left, right) for seed in common), default=0.0)
+    step = smallest_step(counted, size if math.isfinite(size) else None)
+    words = _words(a), _words(b)
+    return Comparison(*words, name, differences, level, diverged, note, diverged_too=diverged_too, step=step)
 
 
 def rows_of_side(results: StoredResults, chosen: str | Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ __all__ = [
     "LEAST_SHARED",
     "LEVEL",
     "MOST_SEEDS",
+    "PART_OF_STEP",
     "SIMULATED",
     "Decisions",
     "Judgement",
@@ -147,10 +148,11 @@ def smallest_step(values: Sequence[float], size: float | None = None) -> float:
         return steps[0]
     chosen = distinct[np.linspace(0, len(distinct) - 1, min(MOST_VALUES, len(distinct))).astype(int)]
     for whole in (1.0, 100.0):
+        is_share = whole / 100 < largest <= whole
         # of the whole, not of the value: 1 - accuracy has the error of the accuracy
-        single = 2 * SINGLE * max(largest, whole)
+        single = 2 * SINGLE * (whole if is_share else largest)
         steps.append(_step_within(chosen, whole, single))
-        if whole / 100 < largest <= whole and (rounded := _rounding(chosen)):
+        if is_share and (rounded := _rounding(chosen)):
             steps.append(_step_within(chosen, whole, single + rounded))
     return max(steps)
 

@@ -189,6 +189,19 @@ def test_a_comparison_tells_of_trainings_that_diverged(tmp_path: Path) -> None:
     assert str(results.compare("b", "a")).endswith("paired t-test over 5 seeds; 1 of 5 seeds of a diverged")
 
 
+def test_equal_differences_of_a_counted_metric_are_no_certainty_of_a_comparison(tmp_path: Path) -> None:
+    """Three accuracies of 360 examples, each four examples lower: "-1.1 points, interval -1.1 to -1.1, p = 0"."""
+    correct = np.array([350, 351, 352])
+    found = sweep_of(tmp_path, {"fp32": correct / 360, "a": (correct - 4) / 360, "b": (correct - 1) / 360})
+    width = stats.t.isf(0.025, 2) * 0.5 / 360 / math.sqrt(3)
+    for pair, examples in ((("a", "fp32"), -4), (("a", "b"), -3), (("b", "fp32"), -1), (("a", "a"), 0)):
+        comparison = found.compare(*pair)
+        mean = examples / 360
+        assert comparison.interval == pytest.approx((mean - width, mean + width))
+        assert comparison.p == pytest.approx(2 * stats.t.sf(abs(examples) * 2 * math.sqrt(3), 2))
+    assert str(found.compare("a", "b")).startswith("a against b: accuracy -0.8 points, 95 % interval -1.2 to -0.5, p =")
+
+
 @pytest.mark.parametrize("tolerance", [0.01, 0.005, 0.0025, 1e-4, 3e-6])
 def test_a_tolerance_and_what_is_beside_it_are_never_shown_as_zero(tmp_path: Path, tolerance: float) -> None:
     wobble = tolerance * np.array([0.01, -0.02, 0.0, 0.01, -0.01])
