@@ -29,6 +29,7 @@ __all__ = ["REASONS", "StoredResults", "read_reasons", "telling_axes"]
 
 REASONS = "reasons.json"  # why cells diverged or fell short, by id; beside the ledger, whose rows stay
 OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row besides its settings and metrics
+ROUNDED = 1e-5  # a mean of float32 shares may be as far above 1
 RESULTS = ("id", "diverged", "reason", *OF_A_CELL)  # columns that no option and no metric has
 
 
@@ -190,7 +191,7 @@ class StoredResults:
         values = [v for cell in self.cells if is_finite_number(v := cell["metrics"].get(metric))]
         if not values:
             return metric
-        return Share(metric) if all(0 <= v <= 1 for v in values) else NoShare(metric)
+        return Share(metric) if all(-ROUNDED <= v <= 1 + ROUNDED for v in values) else NoShare(metric)
 
     def best(self, metric: str | None = None, *, largest: bool | None = None) -> dict[str, Any]:
         """The row with the best value of a metric; NaN is never best, and no training that diverged is.

@@ -271,6 +271,13 @@ def test_an_accuracy_that_counts_to_a_hundred_is_not_multiplied_by_a_hundred(tmp
     assert str(results.compare("a", "fp32")).startswith("a against fp32: accuracy -4, 95 % interval")
 
 
+@pytest.mark.parametrize("whole", [1.0, 1 + 2.0**-52, 1 + 2.0**-23])
+def test_an_accuracy_that_was_rounded_above_one_is_a_share(tmp_path: Path, whole: float) -> None:
+    """A weighted mean of ones may be the number above 1."""
+    results = sweep_of(tmp_path, {"fp32": (whole, 0.99, 0.98), "a": (whole, 0.99, 0.98)})
+    assert results.verdicts()[0].head == "float32 gives accuracy 99.0 ± 1.0 %."
+
+
 def test_options_that_some_cells_have_and_others_do_not_have_tables_and_a_report(tmp_path: Path) -> None:
     cells = {"fp32": FLOAT32[:3], "a": FLOAT32[:3], ("fp32", "x"): FLOAT32[2:], ("a", "x"): FLOAT32[2:]}
     results = sweep_of(tmp_path, cells, options={("fp32", "x"): {"lr": 0.1}, ("a", "x"): {"lr": 0.1}})
