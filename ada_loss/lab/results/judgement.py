@@ -62,6 +62,8 @@ NEGLIGIBLE = 1e-3  # of the tolerance: a smaller deviation tells nothing of the 
 NO_EXCESS = 1e-9  # of the variance of logarithms: settings with less differ no more than equal ones do
 PART_OF_STEP = 0.5  # of the step in which a metric is counted: a deviation is taken to be no smaller
 MOST_COUNTED = 10_000  # examples of a test set, in whose shares a metric is counted
+MOST_SINGLE = 1_000  # the largest denominator of a fraction that is told from other numbers in float32,
+LEAST_SINGLE = 4  # where so many values are fractions: a quarter of all numbers are, and pi / 4 is 355 / 452
 MOST_VALUES = 64  # in which that is seen
 NOISE = 2.0**-50  # of the largest value: differences of float64 numbers are not known better
 MOST_DECIMALS = 6  # to which a metric is seen to be rounded: a float32 has no more
@@ -126,9 +128,10 @@ def largest_rate_unseen(seeds: int) -> float:
 def smallest_step(values: Sequence[float], size: float | None = None) -> float:
     """The step in which a metric is counted: 1 / N, or 100 / N, where all its values are whole multiples of that.
 
-    Of several it is the largest; with N up to `MOST_COUNTED`. Where there is none, or a single value, it is what
-    float64 resolves beside `size`. The accuracy over a test set of N examples is counted so, also where it was rounded
-    to n decimals, if N is less than 10^(n - 1).
+    Of several it is the largest; with N up to `MOST_COUNTED`. The accuracy over a test set of N examples is counted so,
+    also where it was rounded to n decimals, if N is less than 10^(n - 1). Where all are fractions of denominators that
+    differ, as an F1, it is 1 / the largest of these. Where there is none, or a single value, it is what float64
+    resolves beside `size`.
 
     values: finite ones.
     size: of the values that are to be told apart; that of the largest unless given. One setting may be 1e30 of a
@@ -154,6 +157,10 @@ def smallest_step(values: Sequence[float], size: float | None = None) -> float:
         steps.append(_step_within(chosen, whole, single))
         if is_share and (rounded := _rounding(chosen)):
             steps.append(_step_within(chosen, whole, single + rounded))
+    if not any(steps[1:]) and largest <= 1:
+        steps.append(_step_of_fractions(chosen, NOISE * largest, MOST_COUNTED))
+        if len(chosen) >= LEAST_SINGLE:
+            steps.append(_step_of_fractions(chosen, 2 * SINGLE * largest, MOST_SINGLE))
     return max(steps)
 
 
@@ -165,6 +172,17 @@ def _step_within(values: NDArray[Any], whole: float, slack: float) -> float:
     whole_ones = np.round(multiples)
     fits = (np.abs(multiples - whole_ones) <= slack * counts).all(axis=1) & (np.ptp(whole_ones, axis=1) >= 1)
     return float(1 / counts[fits.argmax(), 0]) if fits.any() else 0.0
+
+
+def _step_of_fractions(values: NDArray[Any], slack: float, most: int) -> float:
+    """1 / the largest denominator, where all values are fractions of denominators up to `most`; 0 otherwise.
+
+    An F1 is 2 TP / (2 TP + FP + FN), and one example more or less moves it by about 1 / that denominator.
+    """
+    counts = np.arange(1, most + 1)[:, None]
+    multiples = values * counts
+    fits = np.abs(multiples - np.round(multiples)) <= slack * counts
+    return float(1 / counts[fits.argmax(axis=0).max(), 0]) if fits.any(axis=0).all() else 0.0
 
 
 def _rounding(values: NDArray[Any]) -> float:
