@@ -14,6 +14,7 @@ from ada_loss.files import write_atomically
 from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.cells.telemetry import npz
 from ada_loss.lab.results import Results
+from ada_loss.lab.results.comparison import Comparison
 from ada_loss.lab.results.overview import overview
 from ada_loss.lab.results.sections import Section, as_html, as_text
 from ada_loss.lab.results.verdict import Verdict
@@ -75,7 +76,10 @@ def test_pairs_are_of_equal_seeds_whatever_their_order(tmp_path: Path) -> None:
 
 def test_equal_differences_and_single_seeds_have_no_division_by_zero(tmp_path: Path) -> None:
     results = written(tmp_path, {("fp32", "none"): (0.5, 0.25), ("a", "none"): (0.5, 0.25), ("b", "none"): (0.25, 0.0)})
-    assert (results.compare("a", "fp32").p, results.compare("b", "fp32").p) == (1.0, 0.0)
+    assert results.compare("a", "fp32").p == 1.0
+    # fourths, that may be counted in fourths: a deviation of an eighth is taken
+    assert results.compare("b", "fp32").p == pytest.approx(2 * stats.t.sf(0.25 / (0.125 / math.sqrt(2)), 1))
+    assert Comparison("b", "fp32", "accuracy", {0: -0.25, 1: -0.25}).p == 0.0  # where no step is known
     one = written(tmp_path / "one", {("fp32", "none"): (0.5,), ("a", "none"): (0.25,)}).compare("a", "fp32")
     assert math.isnan(one.p)
     assert "1 seed in common are too few" in str(one)
