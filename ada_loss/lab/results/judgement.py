@@ -167,11 +167,11 @@ def smallest_step(values: Sequence[float], size: float | None = None) -> float:
 def _step_within(values: NDArray[Any], whole: float, slack: float) -> float:
     """The largest `whole` / N of which all values are multiples but for `slack`; 0 where there is none."""
     counts = np.arange(1, MOST_COUNTED + 1) / whole
-    counts = counts[slack * counts < MOST_SLACK][:, None]
-    multiples = values * counts
-    whole_ones = np.round(multiples)
-    fits = (np.abs(multiples - whole_ones) <= slack * counts).all(axis=1) & (np.ptp(whole_ones, axis=1) >= 1)
-    return float(1 / counts[fits.argmax(), 0]) if fits.any() else 0.0
+    counts = counts[slack * counts < MOST_SLACK]
+    for value in values:  # the first one leaves few
+        counts = counts[_distance(value * counts) <= slack * counts]
+    counts = counts[np.round(values.max() * counts) - np.round(values.min() * counts) >= 1]
+    return float(1 / counts[0]) if len(counts) else 0.0
 
 
 def _step_of_fractions(values: NDArray[Any], slack: float, most: int) -> float:
@@ -179,10 +179,20 @@ def _step_of_fractions(values: NDArray[Any], slack: float, most: int) -> float:
 
     An F1 is 2 TP / (2 TP + FP + FN), and one example more or less moves it by about 1 / that denominator.
     """
-    counts = np.arange(1, most + 1)[:, None]
-    multiples = values * counts
-    fits = np.abs(multiples - np.round(multiples)) <= slack * counts
-    return float(1 / counts[fits.argmax(axis=0).max(), 0]) if fits.any(axis=0).all() else 0.0
+    counts = np.arange(1, most + 1)
+    largest = 0
+    for value in values:
+        fits = _distance(value * counts) <= slack * counts
+        if not fits.any():
+            return 0.0
+        largest = max(largest, int(counts[fits.argmax()]))
+    return 1 / largest
+
+
+def _distance(numbers: NDArray[Any]) -> NDArray[Any]:
+    """How far numbers are from the nearest integer."""
+    distance: NDArray[Any] = np.abs(numbers - np.round(numbers))
+    return distance
 
 
 def _rounding(values: NDArray[Any]) -> float:
