@@ -54,10 +54,24 @@ def within_time(
             with lock:
                 over[0] = True
             if fired[0]:  # the exception may still be pending, and would be raised in some later line
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
+                _let_come()
     except TimeLimit:
         raise TimeLimit(f"It ran for longer than its time limit of {seconds:g} s.") from None
     finally:
         timer.cancel()
         if end_process:
             faulthandler.cancel_dump_traceback_later()
+
+
+def _let_come() -> None:
+    """Let an exception that is pending for this thread be raised here, where it ends.
+
+    Python would forget it if the thread were given None in its place, but would look for it at every call from then on
+    (https://github.com/python/cpython/blob/v3.11.7/Python/ceval.c, `_PyEval_SignalAsyncExc`): it is slower, and in
+    Python 3.11 a debugger or a trace of opcodes never ends.
+    """
+    try:
+        for _ in range(3):  # each turn looks for it
+            pass
+    except TimeLimit:
+        pass

@@ -308,6 +308,33 @@ def test_a_time_limit_interrupts_and_leaves_what_ends_in_time_alone() -> None:
     assert set(words) <= {"It ran for longer than its time limit of 0.001 s."}
 
 
+TRACED = """
+import sys
+from ada_loss.lab.sweep.limits import TimeLimit, within_time
+
+def hangs():
+    while True:
+        pass
+
+def trace(frame, event, arg):
+    frame.f_trace_opcodes = True
+    return trace
+
+try:
+    within_time(0.05, hangs)
+except TimeLimit:
+    sys.settrace(trace)
+    (lambda: 1 + 1)()
+    sys.settrace(None)
+    print("over")
+"""
+
+
+def test_a_process_whose_time_limit_was_over_can_be_debugged() -> None:
+    done = subprocess.run([sys.executable, "-c", TRACED], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "over\n", done.stderr
+
+
 def test_a_cell_that_eats_memory_is_isolated(tmp_path: Path) -> None:
     results = small(tmp_path, "sweep_tasks:eats_memory", workers=2, memory_limit="1200 MiB", time_limit=100)
     assert results.counts == {"planned": 0, "running": 0, "done": 3, "failed": 1}
