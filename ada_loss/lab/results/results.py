@@ -25,7 +25,7 @@ from ada_loss.lab.results.table import NoShare, Share, Table, is_share_by_name
 from fpsim.checks import is_finite_number, refuse, require_flag, require_mapping, shown
 from fpsim.insight.rows import Rows
 
-__all__ = ["REASONS", "StoredResults", "read_reasons", "telling_axes"]
+__all__ = ["REASONS", "StoredResults", "first_metric", "read_reasons", "telling_axes"]
 
 REASONS = "reasons.json"  # why cells diverged or fell short, by id; beside the ledger, whose rows stay
 OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row besides its settings and metrics
@@ -159,17 +159,11 @@ class StoredResults:
         """The first metric of the task, which tables show unless another is named."""
         tasks = [cell["config"]["task"] for cell in self.cells if cell["metrics"]]
         if tasks:
-            name = self.first_metric(cell["id"] for cell in self.cells if cell["config"]["task"] == tasks[0])
+            name = first_metric(self, [c["id"] for c in self.cells if c["config"]["task"] == tasks[0]])
             return self.shown(str(name))
         raise ValueError(
             f"{self.words} holds no metric: no training reached its end. Run more cells, or mend the task."
         )
-
-    def first_metric(self, cells: Iterable[str]) -> str | None:
-        """The metric that most of some cells, by their ids, have as their first; None where none has any."""
-        known = {cell["id"]: [*cell["metrics"]] for cell in self.cells}
-        firsts = Counter(names[0] for cell in cells if (names := known[cell]))
-        return max(firsts, key=lambda name: firsts[name], default=None)
 
     def named(self, metric: str | None) -> str:
         """The metric that is named; the first of the task for None. Raises TypeError for what is not a name."""
@@ -282,7 +276,7 @@ class StoredResults:
         tables = []
         for group in groups:
             rows = self.chosen_rows(dict(group))
-            first = metric or self.first_metric(row["id"] for row in rows)
+            first = metric or first_metric(self, [row["id"] for row in rows])
             if first and any(first in row for row in rows):
                 tables.append(self.table(metric=first, where=dict(group)))
         return tables
@@ -322,6 +316,13 @@ def read_reasons(out: Path) -> dict[str, str]:
 def _count(rows: list[dict[str, Any]], axes: list[str]) -> int:
     """How many combinations of values the rows have in some columns."""
     return len({tuple(str(row.get(axis)) for axis in axes) for row in rows})
+
+
+def first_metric(results: StoredResults, cells: Iterable[str]) -> str | None:
+    """The metric that most of some cells, by their ids, have as their first; None where none has any."""
+    known = {cell["id"]: [*cell["metrics"]] for cell in results.cells}
+    firsts = Counter(names[0] for cell in cells if (names := known[cell]))
+    return max(firsts, key=lambda name: firsts[name], default=None)
 
 
 def telling_axes(axes: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:

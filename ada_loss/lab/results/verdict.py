@@ -12,7 +12,7 @@ from ada_loss.lab.cells.cell_formats import BASELINE, STOCHASTIC_GRADIENTS
 from ada_loss.lab.results import comparison as pairs
 from ada_loss.lab.results.comparison import Comparison, require_level
 from ada_loss.lab.results.judgement import LEAST_SEEDS, LEVEL, collapsed_seeds, judge, smallest_step
-from ada_loss.lab.results.results import StoredResults, telling_axes
+from ada_loss.lab.results.results import StoredResults, first_metric, telling_axes
 from ada_loss.lab.results.statements import SECTIONS, Combination, Verdict
 from ada_loss.lab.results.table import is_share, mean_of
 from fpsim.checks import is_finite_number, is_number, shown
@@ -44,7 +44,7 @@ def verdicts(
     judged = []
     for choice in dict.fromkeys(tuple((axis, str(row.get(axis))) for axis in axes) for row in rows):
         chosen = [row for row in rows if all(str(row.get(axis)) == value for axis, value in choice)]
-        name = metric or results.first_metric(row["id"] for row in chosen)
+        name = metric or first_metric(results, [row["id"] for row in chosen])
         if name is not None:
             subject = ", ".join(value if axis == "task" else f"{axis} {value}" for axis, value in choice)
             judged.append(_verdict(results, chosen, results.shown(name), tolerance, level, subject, equivalence))
