@@ -37,8 +37,8 @@ COMMANDS = {
     **dict.fromkeys(DIAGNOSE, "python docs/pictures.py diagnose-watch.png"),
     "depth.png": "ada-loss depth --out docs",
     "updates.png": "python benchmarks/updates.py --rate 3e-4 --figure docs/updates.png",
-    "report.png": "ada-loss sweep operands && chromium --headless --no-sandbox --window-size=1200,900 "
-    '--screenshot=docs/report.png "file://$PWD/runs/operands/report.html"',
+    "report.png": "ada-loss sweep operands && chromium --headless --no-sandbox --hide-scrollbars "
+    '--window-size=1280,960 --screenshot=docs/report.png "file://$PWD/runs/operands/report.html"',
 }
 
 

@@ -374,9 +374,9 @@ def plot_table(
     return figure
 
 
-def _draw(axes: object, y: int, values: Sequence[float], edge: float) -> None:
+def _draw(axes: Any, y: int, values: Sequence[float], edge: float) -> None:
     finite = [v for v in values if math.isfinite(v)]
-    plot = axes.plot  # type: ignore[attr-defined]
+    plot = axes.plot
     if len(finite) < len(values):
         plot([edge], [y], marker="x", color=COLOURS[5], markersize=7, clip_on=False, label="diverged")
     if not finite:
@@ -387,7 +387,9 @@ def _draw(axes: object, y: int, values: Sequence[float], edge: float) -> None:
         deviation = statistics.stdev(finite)
         plot([mean - deviation, mean + deviation], [y, y], color=COLOURS[0], linewidth=1.4, zorder=3)
     plot([mean], [y], marker="D", markersize=5, color=COLOURS[0], zorder=4)
-    axes.annotate(f"{mean:.3g}", (mean, y), (0, 5), textcoords="offset points", ha="center", fontsize=6.5)  # type: ignore[attr-defined]
+    behind = {"pad": 0.7, "facecolor": axes.get_facecolor(), "edgecolor": "none"}  # hides the line of float32 there
+    place = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "fontsize": 6.5}
+    axes.annotate(f"{mean:#.3g}".rstrip("."), (mean, y), **place, bbox=behind, zorder=2.5)
 
 
 def _words(method: str) -> str:

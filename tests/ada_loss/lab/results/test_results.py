@@ -150,6 +150,9 @@ def test_the_accuracy_picture_has_a_panel_for_each_format_and_a_dot_for_each_see
     assert [[85.0, 0.0], [85.0, 1.0]] in [[[round(x, 9), y] for x, y in line] for line in lines]  # float32's mean
     assert [[90.0, 0.0], [70.0, 0.0]] in lines
     assert [[50.0, 1.0], [50.0, 1.0]] in lines
+    labels = panels[0].texts  # with three digits, on a ground that hides the line of float32
+    assert [label.get_text() for label in labels] == ["80.0", "50.0"]
+    assert {label.get_bbox_patch().get_facecolor() for label in labels} == {panels[0].get_facecolor()}
     diverged = [line for line in panels[1].lines if line.get_label() == "diverged"]
     assert [line.get_ydata().tolist() for line in diverged] == [[0]]
     for kind, head in (("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")):
