@@ -48,6 +48,8 @@ __all__ = [
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # and the ink
 MARKERS = "osD^vP*X<>h"
 DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))  # each line can be told from the others in print
+# where a training diverged, at the edge of a panel
+CROSS = {"marker": "x", "markersize": 7, "color": COLOURS[5], "linestyle": "", "label": "diverged", "clip_on": False}
 PANELS_A_ROW = 4
 LETTERS_AN_INCH = 13  # of the labels of plot_table
 SHORT = 18  # letters of a name for which one panel has room
@@ -231,8 +233,7 @@ def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, 
                 means, deviations = zip(*(spread(fmt, method) for method in drawn), strict=True)
                 axes.errorbar(x, means, deviations, **style)
                 lost = [place for place, mean in zip(x, means, strict=True) if math.isnan(mean)]
-                cross = {"marker": "x", "color": COLOURS[5], "markersize": 7, "linestyle": "", "label": "diverged"}
-                axes.plot(lost, [0.0] * len(lost), transform=axes.get_xaxis_transform(), clip_on=False, **cross)
+                axes.plot(lost, [0.0] * len(lost), transform=axes.get_xaxis_transform(), **CROSS)
         if is_known:
             mean, deviation = spread("fp32", "none")
             axes.axhspan(mean - deviation, mean + deviation, color=ink(), alpha=0.12, linewidth=0)
@@ -378,7 +379,7 @@ def _draw(axes: Any, y: int, values: Sequence[float], edge: float) -> None:
     finite = [v for v in values if math.isfinite(v)]
     plot = axes.plot
     if len(finite) < len(values):
-        plot([edge], [y], marker="x", color=COLOURS[5], markersize=7, clip_on=False, label="diverged")
+        plot([edge], [y], **CROSS)
     if not finite:
         return
     plot(finite, [y] * len(finite), linestyle="", marker="o", markersize=3, color=COLOURS[4], alpha=0.9, zorder=2)
