@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fpsim.kernels import shipped
+from fpsim.compiling import shipped
 
 ROOT = Path(__file__).parents[1]
 KINDS = {  # what runs, with fpsim, nn and x

@@ -320,7 +320,7 @@ def launches(report: Report, repeats: int) -> None:
     the CPU's, whose addresses take as long; for them, functions stand in for torch's current device and stream.
     """
     import fpsim.tensors.launch as launch_file
-    from fpsim.kernels.card import CudaKernel
+    from fpsim.compiling.card import CudaKernel
 
     def bind(kernel: CudaKernel, device: int, stream: int = 0) -> None:
         kernel.bind(device, lambda *arguments: (0,), 0)

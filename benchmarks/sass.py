@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from fpsim.kernels.card import CudaKernel
+from fpsim.compiling.card import CudaKernel
 
 _LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);")
 MOST_BYTES = 64  # that a thread stores without going round a loop

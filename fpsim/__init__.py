@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fpsim.kernels import sources as _sources  # noqa: F401  # first: it reads the files whose imports follow
+from fpsim.compiling import sources as _sources  # noqa: F401  # first: it reads the files whose imports follow
 
 # isort: split
 from fpsim.checks import warn_of_namesake

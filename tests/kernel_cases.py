@@ -15,9 +15,9 @@ import torch
 from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import Accumulator, as_accumulator
+from fpsim.compiling.card import CudaKernel
 from fpsim.kernels import accumulate, block_amax, block_dense, block_teams, hadamard, moments, tally
 from fpsim.kernels.blocks import WIDE_NUMBERS
-from fpsim.kernels.card import CudaKernel
 from fpsim.kernels.codebook_tables import table_address, table_at
 from fpsim.kernels.core import BINARY32, BINARY64, BOOK, NUMBERS
 from fpsim.kernels.round import Masks, cuda_loop

@@ -28,12 +28,18 @@ FLOORS = (
         "blocks",
     ),
     (
-        "fpsim.kernels",
-        "__init__ callees sources statistics variants",
+        "fpsim.compiling",
+        "__init__ callees sources",
         "deferred shipped",
+        "compile kept",
+        "card native",
+    ),
+    (
+        "fpsim.kernels",
+        "__init__ statistics variants",
         "bits",
-        "compile core kept",
-        "card codebooks native threefry",
+        "core",
+        "codebooks threefry",
         "codebook_tables containers",
         "blocks moments round sums tally",
         "accumulate block_loops hadamard",
@@ -191,18 +197,18 @@ for _folder, *_floors in FLOORS:
         RANKS |= {f"{_folder}.{name}".removesuffix(".__init__"): _rank for name in _floor.split()}
 # A package enters in these files and in no other.
 ENTERS = {
-    "numba": {"fpsim.kernels"},
-    "numba.core": {"fpsim.kernels.deferred", "fpsim.kernels.compile", "fpsim.kernels.callees"},
+    "numba": {"fpsim.compiling", "fpsim.kernels"},
+    "numba.core": {"fpsim.compiling.deferred", "fpsim.compiling.compile", "fpsim.compiling.callees"},
     "llvmlite": {
         "fpsim.kernels.bits",
-        "fpsim.kernels.compile",
-        "fpsim.kernels.native",
-        "fpsim.kernels.shipped",
-        "fpsim.kernels.card",
+        "fpsim.compiling.compile",
+        "fpsim.compiling.native",
+        "fpsim.compiling.shipped",
+        "fpsim.compiling.card",
     },
-    "cuda": {"fpsim.kernels.card"},
-    "numba.cuda": {"fpsim.kernels.compile"},
-    "numba_cuda": {"fpsim.kernels.compile"},
+    "cuda": {"fpsim.compiling.card"},
+    "numba.cuda": {"fpsim.compiling.compile"},
+    "numba_cuda": {"fpsim.compiling.compile"},
     "matplotlib": {"ada_loss.lab.results.figures", "ada_loss.lab.results.heat", "fpsim.insight.pictures"},
     "scipy": {"ada_loss.lab.results.comparison", "ada_loss.lab.results.judgement"},
     "PIL": {"ada_loss.lab.tasks.image_files"},
@@ -226,6 +232,7 @@ WITHOUT_TORCH = (
     "fpsim.formats",
     "fpsim.undoing",
     "fpsim.tensors.accumulators",
+    "fpsim.compiling",
     "fpsim.kernels",
     "ada_loss.checks",
     "ada_loss.rules.loss",
@@ -329,7 +336,7 @@ def test_a_kept_law_is_not_reported() -> None:
         broken_laws("ada_loss.lab.training.loop", imports_of("import fpsim\nfrom ada_loss.layerwise import scale"))
         == []
     )
-    assert broken_laws("fpsim.kernels.compile", imports_of("import numba_cuda\nfrom numba import cuda, njit")) == []
+    assert broken_laws("fpsim.compiling.compile", imports_of("import numba_cuda\nfrom numba import cuda, njit")) == []
 
 
 def folders_in_order() -> list[str]:
@@ -372,11 +379,11 @@ def imported_at_once(source: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "fpsim.kernels.card"])
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "fpsim.compiling.card"])
 def test_numba_is_not_imported_with_a_module(name: str) -> None:
     # a process whose loops are on disk needs none of it; CUDA's kernels do
     imported = imported_at_once(MODULES[name].read_text())
-    heavy = [o for o in imported if any(is_within(o, p) for p in ("numba", "numba_cuda", "fpsim.kernels.card"))]
+    heavy = [o for o in imported if any(is_within(o, p) for p in ("numba", "numba_cuda", "fpsim.compiling.card"))]
     assert heavy == []
 
 
@@ -401,8 +408,8 @@ OTHERS_NAMES = {
 HOMES_OF_PRIVATE_NAMES = (
     "fpsim.torch_internals",
     "fpsim.torch_modes",
-    "fpsim.kernels.compile",
-    "fpsim.kernels.callees",
+    "fpsim.compiling.compile",
+    "fpsim.compiling.callees",
 )
 
 

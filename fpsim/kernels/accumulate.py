@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fpsim.kernels.compile import cuda_module, pointer, stack_array
+from fpsim.compiling.compile import cuda_module, pointer, stack_array
+from fpsim.compiling.deferred import carray, njit
+from fpsim.compiling.native import Loop, compiled_loop
 from fpsim.kernels.core import NUMBERS, draws_noise, make_numbers_from
-from fpsim.kernels.deferred import carray, njit
-from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.round import key_words
 from fpsim.kernels.sums import (
     BIAS_NOISE,
@@ -29,7 +29,7 @@ from fpsim.kernels.sums import (
 )
 
 if TYPE_CHECKING:
-    from fpsim.kernels.card import CudaKernel
+    from fpsim.compiling.card import CudaKernel
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
@@ -329,7 +329,7 @@ def cuda_loop(code: Code) -> CudaKernel:
     """The kernel with its launch, a thread for each element of the result."""
     from numba import types
 
-    from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
+    from fpsim.compiling.card import INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
 
     numbers, sizes = types.UniTuple(types.int64, NUMBERS), types.UniTuple(types.int64, SIZES)
     signature = *[WORDS32] * 4, sizes, numbers, numbers, numbers, INTEGERS, INTEGER, INTEGER

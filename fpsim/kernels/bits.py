@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fpsim.kernels.deferred import intrinsic
+from fpsim.compiling.deferred import intrinsic
 
 
 def integers(width: int) -> tuple[Any, Any]:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fpsim.compiling.compile import CUDA_THREADS, cuda_module, float32_bits, float32_of
+from fpsim.compiling.deferred import njit
 from fpsim.kernels.blocks import FLOAT32_LARGEST, finite_magnitude
-from fpsim.kernels.compile import CUDA_THREADS, cuda_module, float32_bits, float32_of
-from fpsim.kernels.deferred import njit
 
 if TYPE_CHECKING:
-    from fpsim.kernels.card import CudaKernel
+    from fpsim.compiling.card import CudaKernel
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
@@ -37,7 +37,7 @@ def amax_kernel() -> Callable[..., None]:
     """
     from numba import int64, uint32
 
-    from fpsim.kernels.card import vector_access
+    from fpsim.compiling.card import vector_access
 
     global cuda
     cuda = cuda_module()
@@ -84,7 +84,7 @@ def cuda_amax() -> CudaKernel:
     """The kernel with its launch, in any number of blocks."""
     from numba import types
 
-    from fpsim.kernels.card import INTEGER, WORDS32, CudaKernel, for_card
+    from fpsim.compiling.card import INTEGER, WORDS32, CudaKernel, for_card
 
     signature = WORDS32, INTEGER, INTEGER, INTEGER, INTEGER, types.Array(types.int64, 1, "C")
     return CudaKernel(lambda: for_card(amax_kernel()), signature, "amax")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fpsim.compiling.compile import CUDA_THREADS, cuda_module
 from fpsim.kernels.blocks import (
     GAINED,
     PARAMETERS,
@@ -22,13 +23,12 @@ from fpsim.kernels.blocks import (
     make_block_scale,
     make_tensor_scale,
 )
-from fpsim.kernels.compile import CUDA_THREADS, cuda_module
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
 from fpsim.kernels.round import exchange_halves, key_words, noise_words
 from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES
 
 if TYPE_CHECKING:
-    from fpsim.kernels.card import CudaKernel
+    from fpsim.compiling.card import CudaKernel
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
@@ -80,7 +80,7 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
     """
     from numba import uint32
 
-    from fpsim.kernels.card import IS_SIMULATED, VECTOR_BYTES, vector_access
+    from fpsim.compiling.card import IS_SIMULATED, VECTOR_BYTES, vector_access
 
     global cuda
     cuda = cuda_module()
@@ -149,7 +149,7 @@ def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, size: int)
     """The kernel with its launch, in the blocks of `grid_of`."""
     from numba import types
 
-    from fpsim.kernels.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
+    from fpsim.compiling.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
 
     parameters = types.UniTuple(types.int64, PARAMETERS)
     signature = WORDS32, WORDS32, INTEGER, INTEGER, parameters, INTEGERS, FLOATS32, INTEGER, INTEGERS, INTEGER, INTEGER

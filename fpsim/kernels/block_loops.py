@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from fpsim.compiling.compile import pointer, stack_array
+from fpsim.compiling.deferred import carray, njit
+from fpsim.compiling.native import Loop, compiled_loop
 from fpsim.kernels.blocks import (
     GAINED,
     PARAMETERS,
@@ -23,10 +26,7 @@ from fpsim.kernels.blocks import (
     make_block_scale,
     make_tensor_scale,
 )
-from fpsim.kernels.compile import pointer, stack_array
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
-from fpsim.kernels.deferred import carray, njit
-from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.round import exchange_halves, fill_noise, noise_words
 from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES
 

@@ -8,6 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from fpsim.compiling.compile import (
+    float32_bits,
+    float32_of,
+    float64_bits,
+    float64_of_bits,
+    pointer,
+)
+from fpsim.compiling.deferred import carray, njit
+from fpsim.compiling.native import Loop, compiled_loop
 from fpsim.kernels.block_loops import place_of
 from fpsim.kernels.blocks import (
     DIVIDED,
@@ -26,16 +35,7 @@ from fpsim.kernels.blocks import (
     wanted_exponent,
     wanted_scale,
 )
-from fpsim.kernels.compile import (
-    float32_bits,
-    float32_of,
-    float64_bits,
-    float64_of_bits,
-    pointer,
-)
 from fpsim.kernels.containers import widened
-from fpsim.kernels.deferred import carray, njit
-from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.statistics import (
     BLOCK_FIELDS,
     BLOCK_SATURATED,

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fpsim.compiling.compile import CUDA_THREADS, cuda_module
+from fpsim.compiling.deferred import njit
 from fpsim.kernels.bits import leading_zeros
 from fpsim.kernels.block_loops import element_noise, place_of
 from fpsim.kernels.block_tally import end_of_range, make_facts
@@ -26,9 +28,7 @@ from fpsim.kernels.blocks import (
     make_block_scale,
     make_tensor_scale,
 )
-from fpsim.kernels.compile import CUDA_THREADS, cuda_module
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
-from fpsim.kernels.deferred import njit
 from fpsim.kernels.round import key_words
 from fpsim.kernels.statistics import (
     BLOCK_FIELDS,
@@ -43,7 +43,7 @@ from fpsim.kernels.statistics import (
 )
 
 if TYPE_CHECKING:
-    from fpsim.kernels.card import CudaKernel
+    from fpsim.compiling.card import CudaKernel
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
@@ -291,7 +291,7 @@ def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, small: boo
     """The kernel with its launch, in the blocks of `grid_of`."""
     from numba import types
 
-    from fpsim.kernels.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
+    from fpsim.compiling.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
 
     parameters = types.UniTuple(types.int64, PARAMETERS)
     key = INTEGERS, INTEGER, INTEGER
@@ -305,7 +305,7 @@ def cuda_tally(scale_shape: int, kind: int, small: bool = True) -> CudaKernel:
     """The kernel with its launch, in the blocks of `grid_of`."""
     from numba import types
 
-    from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
+    from fpsim.compiling.card import INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
 
     parameters, out = types.UniTuple(types.int64, PARAMETERS), types.Array(types.int64, 1, "C")
     signature = WORDS32, WORDS32, *[INTEGER] * 7, parameters, INTEGERS, out, *[types.float64] * 3, INTEGER

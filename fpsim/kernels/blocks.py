@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fpsim.compiling.compile import float32_bits, float32_of
+from fpsim.compiling.deferred import njit
 from fpsim.kernels.bits import leading_zeros
 from fpsim.kernels.codebooks import make_rounding
-from fpsim.kernels.compile import float32_bits, float32_of
 from fpsim.kernels.containers import narrowed, widened
 from fpsim.kernels.core import BOOK, NUMBERS, SEARCHED_BOOK, make_at_scale, make_numbers_from
-from fpsim.kernels.deferred import njit
 
 # How a scale follows from amax. It selects the code that is compiled.
 POWER = 0  # a power of two, see SCALE_RULES in fpsim.formats.blocks

@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fpsim.compiling.compile import load32, load64
+from fpsim.compiling.deferred import njit
 from fpsim.kernels.bits import shift_left, shift_right
-from fpsim.kernels.compile import load32, load64
 from fpsim.kernels.core import (
     BINARY32,
     BINARY64,
@@ -38,7 +39,6 @@ from fpsim.kernels.core import (
     make_drawn,
     make_round,
 )
-from fpsim.kernels.deferred import njit
 
 SPACING_WORDS = 4
 

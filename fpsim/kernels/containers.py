@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from fpsim.compiling.compile import float64_bits, float64_of_bits, pointer
+from fpsim.compiling.deferred import carray, njit
+from fpsim.compiling.native import Loop, compiled_loop
 from fpsim.kernels.bits import shift_right
-from fpsim.kernels.compile import float64_bits, float64_of_bits, pointer
-from fpsim.kernels.deferred import carray, njit
-from fpsim.kernels.native import Loop, compiled_loop
 
 _SIGN32, _SIGN64 = np.uint32(1 << 31), np.uint64(1 << 63)
 _INFINITY32, _INFINITY64 = np.uint32(0xFF << 23), np.uint64(0x7FF << 52)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fpsim.compiling.deferred import njit
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.fixed_point import FixedPoint
 from fpsim.formats.floats import FloatFormat
 from fpsim.kernels.bits import integers, shift_left, shift_right
-from fpsim.kernels.deferred import njit
 from fpsim.kernels.variants import VARIANTS
 
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd", "stochastic")

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fpsim.kernels.compile import CUDA_THREADS, cuda_module, pointer, stack_array
-from fpsim.kernels.deferred import carray, njit
-from fpsim.kernels.native import Loop, compiled_loop
+from fpsim.compiling.compile import CUDA_THREADS, cuda_module, pointer, stack_array
+from fpsim.compiling.deferred import carray, njit
+from fpsim.compiling.native import Loop, compiled_loop
 from fpsim.kernels.round import key_words
 from fpsim.kernels.threefry import NOISE_ROUNDS, threefry
 
 if TYPE_CHECKING:
-    from fpsim.kernels.card import CudaKernel
+    from fpsim.compiling.card import CudaKernel
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
@@ -195,7 +195,7 @@ def threads_of(size: int) -> int:
 @cache
 def cuda_loop(size: int, width: int) -> CudaKernel:
     """The kernel with its launch, in blocks whose `threads` hold whole groups."""
-    from fpsim.kernels.card import FLOATS32, FLOATS64, INTEGER, INTEGERS, CudaKernel
+    from fpsim.compiling.card import FLOATS32, FLOATS64, INTEGER, INTEGERS, CudaKernel
 
     floats = FLOATS32 if width == 32 else FLOATS64
     signature = floats, floats, *[INTEGER] * 5, INTEGERS, INTEGER, INTEGER

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fpsim.compiling.compile import CUDA_THREADS, cuda_module, float32_of, float64_of_bits, pointer
+from fpsim.compiling.deferred import carray, njit
+from fpsim.compiling.native import Loop, compiled_loop
 from fpsim.kernels.bits import integers
-from fpsim.kernels.compile import CUDA_THREADS, cuda_module, float32_of, float64_of_bits, pointer
 from fpsim.kernels.containers import UNIT, make_value
 from fpsim.kernels.core import BINARY32, BINARY64
-from fpsim.kernels.deferred import carray, njit
-from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.statistics import (
     AMAX,
     AMIN,
@@ -30,7 +30,7 @@ from fpsim.kernels.statistics import (
 )
 
 if TYPE_CHECKING:
-    from fpsim.kernels.card import CudaKernel
+    from fpsim.compiling.card import CudaKernel
 
 FIELDS = len(Moments._fields)
 
@@ -225,7 +225,7 @@ def cuda_moments_kernel(size: int, only_amax: bool, logs: bool) -> Callable[...,
     cuda = cuda_module()
     from numba import float64, int64
 
-    from fpsim.kernels.card import vector_access
+    from fpsim.compiling.card import vector_access
 
     load, _ = vector_access(8 * size)
     begin, take = _make_take(size, only_amax, logs)
@@ -325,7 +325,7 @@ def cuda_exponents_kernel(size: int, power_begins: bool = False) -> Callable[...
     cuda = cuda_module()
     from numba import int64, uint32
 
-    from fpsim.kernels.card import vector_access
+    from fpsim.compiling.card import vector_access
 
     uint, _ = integers(8 * size)
     load, _ = vector_access(8 * size)
@@ -368,7 +368,7 @@ def cuda_moments(size: int, only_amax: bool, logs: bool) -> CudaKernel:
     """The kernel with its launch, in as many blocks as `partial_words` has it."""
     from numba import types
 
-    from fpsim.kernels.card import FLOATS64, INTEGER, WORDS32, WORDS64, CudaKernel, for_card
+    from fpsim.compiling.card import FLOATS64, INTEGER, WORDS32, WORDS64, CudaKernel, for_card
 
     patterns, rows = WORDS32 if size == 4 else WORDS64, types.Array(types.int64, 1, "C")
     signature = patterns, INTEGER, INTEGER, rows, FLOATS64, FLOATS64
@@ -382,7 +382,7 @@ def cuda_exponents(size: int, power_begins: bool = False) -> CudaKernel:
     """The kernel with its launch, in any number of blocks."""
     from numba import types
 
-    from fpsim.kernels.card import INTEGER, WORDS32, WORDS64, CudaKernel, for_card
+    from fpsim.compiling.card import INTEGER, WORDS32, WORDS64, CudaKernel, for_card
 
     signature = WORDS32 if size == 4 else WORDS64, INTEGER, INTEGER, types.Array(types.int64, 1, "C")
     return CudaKernel(

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fpsim.compiling.compile import CUDA_THREADS, cuda_module, pointer, stack_array
+from fpsim.compiling.deferred import carray, njit
+from fpsim.compiling.native import Loop, compiled_loop
 from fpsim.kernels.bits import integers, rotate_left
 from fpsim.kernels.codebooks import make_rounding
-from fpsim.kernels.compile import CUDA_THREADS, cuda_module, pointer, stack_array
 from fpsim.kernels.containers import make_limit, make_value
 from fpsim.kernels.core import (
     BESIDE_GAP,
@@ -23,12 +25,10 @@ from fpsim.kernels.core import (
     make_numbers_from,
     make_round,
 )
-from fpsim.kernels.deferred import carray, njit
-from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, NOISE_ROUNDS, threefry
 
 if TYPE_CHECKING:
-    from fpsim.kernels.card import CudaKernel
+    from fpsim.compiling.card import CudaKernel
 
 
 class Masks(NamedTuple):
@@ -228,7 +228,7 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
     A thread rounds 16 bytes of neighbours, which it loads and stores at once if they are aligned and all exist. A
     stochastic one rounds the eight patterns whose noise comes from one counter, 16 apart: a warp reads whole sectors.
     """
-    from fpsim.kernels.card import vector_access
+    from fpsim.compiling.card import vector_access
 
     global cuda
     cuda = cuda_module()
@@ -285,7 +285,7 @@ def cuda_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Cud
     """The kernel with its launch: (device, stream, blocks, and the arguments of `cuda_kernel`)."""
     from numba import types
 
-    from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, WORDS64, CudaKernel
+    from fpsim.compiling.card import INTEGER, INTEGERS, WORDS32, WORDS64, CudaKernel
 
     words = WORDS32 if width == 32 else WORDS64
     signature = words, words, INTEGERS, INTEGERS, *[INTEGER] * 3, types.UniTuple(types.int64, NUMBERS)

@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 
+from fpsim.compiling.compile import float64_bits, float64_of_bits
+from fpsim.compiling.deferred import njit
 from fpsim.kernels.bits import shift_left
-from fpsim.kernels.compile import float64_bits, float64_of_bits
 from fpsim.kernels.containers import narrowed, widened
 from fpsim.kernels.core import draws_noise, make_round
-from fpsim.kernels.deferred import njit
 from fpsim.kernels.threefry import NOISE_ROUNDS, threefry
 
 EXACT = -1  # in the place of a rule: no rounding

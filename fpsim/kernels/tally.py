@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fpsim.compiling.compile import CUDA_THREADS, cuda_module, float64_bits, float64_of_bits, pointer
+from fpsim.compiling.deferred import carray, njit
+from fpsim.compiling.native import Loop, compiled_loop
 from fpsim.kernels.bits import integers
-from fpsim.kernels.compile import CUDA_THREADS, cuda_module, float64_bits, float64_of_bits, pointer
 from fpsim.kernels.containers import make_limit, make_value, times_power, widened
 from fpsim.kernels.core import BINARY32, BINARY64
-from fpsim.kernels.deferred import carray, njit
-from fpsim.kernels.native import Loop, compiled_loop
 from fpsim.kernels.statistics import (
     ELEMENT_COUNTS,
     EXPONENT_FIELDS,
@@ -37,7 +37,7 @@ from fpsim.kernels.statistics import (
 )
 
 if TYPE_CHECKING:
-    from fpsim.kernels.card import CudaKernel
+    from fpsim.compiling.card import CudaKernel
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
@@ -194,7 +194,7 @@ def cuda_tally(size: int) -> CudaKernel:
     """The kernel with its launch, in any number of blocks."""
     from numba import types
 
-    from fpsim.kernels.card import FLOATS64, INTEGER, WORDS32, WORDS64, CudaKernel, for_card
+    from fpsim.compiling.card import FLOATS64, INTEGER, WORDS32, WORDS64, CudaKernel, for_card
 
     words, integers = WORDS32 if size == 4 else WORDS64, types.Array(types.int64, 1, "C")
     signature = words, words, *[INTEGER] * 4, integers, integers, integers, FLOATS64
@@ -288,7 +288,7 @@ def cuda_lost(size: int) -> CudaKernel:
     """The kernel with its launch, in any number of blocks."""
     from numba import types
 
-    from fpsim.kernels.card import INTEGER, INTEGERS, WORDS32, WORDS64, CudaKernel, for_card
+    from fpsim.compiling.card import INTEGER, INTEGERS, WORDS32, WORDS64, CudaKernel, for_card
 
     words = WORDS32 if size == 4 else WORDS64
     signature = words, words, INTEGER, INTEGER, INTEGERS, types.Array(types.int64, 1, "C")

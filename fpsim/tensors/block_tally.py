@@ -71,7 +71,7 @@ def _row(device: torch.device) -> Tensor:
 def _on_cuda(
     x: Tensor, r: Tensor, axes: BlockAxes, plan: BlockPlan, shared: Tensor, limits: tuple[float, float, float]
 ) -> Tensor:
-    from fpsim.kernels.card import array_words
+    from fpsim.compiling.card import array_words
 
     row = _row(x.device)
     words = address_of(x), address_of(r), *axes, *plan.parameters, shared.data_ptr()

@@ -34,7 +34,7 @@ from fpsim.tensors.spec import CONTAINERS, RoundingSpec, address_of, container_w
 from fpsim.torch_internals import current_stream_handle, has_no_holes
 
 if TYPE_CHECKING:
-    from fpsim.kernels.card import CudaKernel
+    from fpsim.compiling.card import CudaKernel
 
 # Below this many elements a second thread costs more than it saves: 30 us for the hand-over, 0.2 ns an element.
 PARALLEL_FROM = 1 << 18

@@ -96,7 +96,7 @@ def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tenso
         out = torch.zeros(FIELDS, dtype=torch.float64, device=x.device)
     n = x.numel()
     if x.is_cuda:
-        from fpsim.kernels.card import array_words
+        from fpsim.compiling.card import array_words
 
         size, source = x.element_size(), address_of(x)
         blocks, integers, floats = partial_words(n, size)
@@ -143,7 +143,7 @@ def binades(x: Tensor, power_begins: bool = False) -> tuple[Tensor, int]:
     fields, bias = (256, 127) if x.dtype is torch.float32 else (2048, 1023)
     bins = torch.zeros(fields, dtype=torch.int64, device=x.device)
     if x.is_cuda:
-        from fpsim.kernels.card import array_words
+        from fpsim.compiling.card import array_words
 
         source, n, size = address_of(x), x.numel(), x.element_size()
         arguments = source, n, int(source % 16 == 0), *array_words(bins.data_ptr(), (fields,), 8)
@@ -194,7 +194,7 @@ def on_device(function: Any, *arrays: Tensor) -> None:
     if device.type == "cpu":
         function(*[memory_of(a) for a in arrays])
         return
-    from fpsim.kernels.card import array_words, scalar_kernel
+    from fpsim.compiling.card import array_words, scalar_kernel
 
     kernel = scalar_kernel(function, tuple((str(a.dtype).removeprefix("torch."), a.dim()) for a in arrays))
     words = (word for a in arrays for word in array_words(address_of(a), tuple(a.shape), a.element_size()))

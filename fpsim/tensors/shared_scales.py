@@ -22,7 +22,7 @@ from fpsim.tensors.noise import new_key_for
 from fpsim.tensors.spec import BlockSpec, address_of
 
 if TYPE_CHECKING:
-    from fpsim.kernels.card import CudaKernel
+    from fpsim.compiling.card import CudaKernel
 
 __all__ = ["BlockAxes", "Cut", "block_scales", "rounded_blocks"]
 
@@ -164,7 +164,7 @@ def finite_amax(x: Tensor) -> Tensor:
 
 def _amax_on_card(x: Tensor, asked: int, largest: float = 1.0) -> Tensor:
     """What one pass over a contiguous tensor finds, int64 at the places of kernels.block_amax. asked: its flags."""
-    from fpsim.kernels.card import array_words
+    from fpsim.compiling.card import array_words
 
     out = torch.full((block_amax.PLACES,), -1, dtype=torch.int64, device=x.device)
     address, words = address_of(x), array_words(address_of(out), (block_amax.PLACES,), 8)

@@ -173,7 +173,7 @@ class Accumulator:
         self.sums[TALLY_SPREAD] = torch.maximum(self.sums[TALLY_SPREAD], spread)
 
     def _add_on_card(self, x: Tensor, r: Tensor) -> None:
-        from fpsim.kernels.card import array_words
+        from fpsim.compiling.card import array_words
 
         n, size, blocks = x.numel(), x.element_size(), partial_words(x.numel(), x.element_size())[0]
         sums = torch.zeros((blocks, 2), dtype=torch.float64, device=x.device)
@@ -303,7 +303,7 @@ def lost_between(before: Tensor, after: Tensor, largest: float, log2_scale: Tens
 
 
 def _lost_on_card(x: Tensor, r: Tensor, largest: float, log2_scale: Tensor) -> Tensor:
-    from fpsim.kernels.card import array_words
+    from fpsim.compiling.card import array_words
 
     counts = torch.zeros(len(LOST_COUNTS), dtype=torch.int64, device=x.device)
     if n := x.numel():

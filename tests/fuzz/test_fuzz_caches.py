@@ -16,8 +16,8 @@ from fuzzing import fuzz
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from fpsim.kernels.kept import read_whole
-from fpsim.kernels.native import compiled_loop
+from fpsim.compiling.kept import read_whole
+from fpsim.compiling.native import compiled_loop
 
 
 @contextmanager

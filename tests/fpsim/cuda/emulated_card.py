@@ -17,7 +17,7 @@ import torch
 from kernel_cases import Array, Memory
 from ptx_machine import Program, numba_arguments
 
-from fpsim.kernels.card import CudaKernel
+from fpsim.compiling.card import CudaKernel
 
 CAPABILITY = (9, 0)
 DEVICE, STREAM = 0, 0

@@ -45,8 +45,8 @@ from kernel_cases import (
 from ada_loss.layerwise.scale_kernels import RECOMPUTE
 from ada_loss.rules import LayerRule
 from fpsim import Accumulator, as_format
+from fpsim.compiling.card import CudaKernel, scalar_kernel
 from fpsim.kernels import moments
-from fpsim.kernels.card import CudaKernel, scalar_kernel
 from fpsim.kernels.statistics import (
     AMAX,
     LOG_MEAN,

@@ -21,8 +21,8 @@ from kernel_cases import block_spec, densely_rounded_by
 from ptx_machine import Fault, Program
 
 from fpsim import FloatFormat, as_format
+from fpsim.compiling.card import CudaKernel
 from fpsim.kernels import block_dense, moments
-from fpsim.kernels.card import CudaKernel
 from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.round import ALIGNED, HAS_KEY, NO_MASKS, cuda_loop
 from fpsim.tensors.spec import rounding_spec

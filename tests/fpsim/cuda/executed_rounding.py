@@ -16,7 +16,7 @@ from emulated_card import DEVICE, STREAM, backwards, load_of_integers, memory
 from format_cases import ALL
 
 from fpsim import FloatFormat, as_format
-from fpsim.kernels.card import CudaKernel
+from fpsim.compiling.card import CudaKernel
 from fpsim.kernels.codebook_tables import table_address, table_at
 from fpsim.kernels.core import BOOK, ROUNDINGS, STOCHASTIC
 from fpsim.kernels.round import (

@@ -14,8 +14,8 @@ from numba import types
 from numba.cuda import compile_ptx
 
 from fpsim import Accumulator
+from fpsim.compiling.compile import for_device
 from fpsim.kernels import accumulate, block_dense, block_teams, blocks, hadamard, moments, tally
-from fpsim.kernels.compile import for_device
 from fpsim.kernels.core import BOOK, NUMBERS, SEARCHED_BOOK
 from fpsim.kernels.round import Masks, cuda_kernel, cuda_loop
 from fpsim.tensors.gemm import summation_of

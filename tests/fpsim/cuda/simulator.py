@@ -43,9 +43,9 @@ from numba.cuda.simulator.kernel import BlockThread
 
 from ada_loss.rules import LayerRule
 from fpsim import Accumulator, FloatFormat, as_format
+from fpsim.compiling.card import CudaKernel, scalar_kernel
 from fpsim.kernels import hadamard, moments, round
 from fpsim.kernels import tally as tally_kernels
-from fpsim.kernels.card import CudaKernel, scalar_kernel
 from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.round import NO_MASKS, Masks, cuda_loop
 from fpsim.kernels.statistics import TALLY_AMAX, TALLY_NOISE, TALLY_SIGNAL

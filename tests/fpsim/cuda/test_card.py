@@ -17,10 +17,11 @@ import torch
 from kernel_cases import COMPILED, block_spec
 
 import fpsim
-from fpsim.kernels import block_dense, block_teams, card
-from fpsim.kernels.card import CudaKernel, array_words, assembled, scalar_kernel
+from fpsim.compiling import card
+from fpsim.compiling.card import CudaKernel, array_words, assembled, scalar_kernel
+from fpsim.compiling.kept import kept_code
+from fpsim.kernels import block_dense, block_teams
 from fpsim.kernels.core import NUMBERS
-from fpsim.kernels.kept import kept_code
 from fpsim.kernels.round import ALIGNED, HAS_KEY, HAS_SCALE, cuda_loop
 from fpsim.tensors import launch, shared_scales
 

@@ -19,7 +19,7 @@ import fpsim
 from ada_loss import AdaLossScaled, Recorder
 from ada_loss.rules import LAYER_RULES
 from fpsim import Accumulator, FloatFormat, as_accumulator, matmul, round_to
-from fpsim.kernels.compile import cuda_module
+from fpsim.compiling.compile import cuda_module
 from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.round import cuda_loop
 from fpsim.policies.delayed import Histories

@@ -15,10 +15,10 @@ import pytest
 from children import environment
 
 import fpsim
-from fpsim.kernels import kept
-from fpsim.kernels.compile import llvm_text, machine_code
-from fpsim.kernels.kept import write_whole
-from fpsim.kernels.native import Loop, compiled_loop
+from fpsim.compiling import kept
+from fpsim.compiling.compile import llvm_text, machine_code
+from fpsim.compiling.kept import write_whole
+from fpsim.compiling.native import Loop, compiled_loop
 
 OTHER_USER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")

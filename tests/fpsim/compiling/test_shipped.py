@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fpsim.kernels import native, shipped
-from fpsim.kernels.compile import llvm_text
-from fpsim.kernels.native import Loop, compiled_loop
-from fpsim.kernels.shipped import shipped_text, write_shipped
+from fpsim.compiling import native, shipped
+from fpsim.compiling.compile import llvm_text
+from fpsim.compiling.native import Loop, compiled_loop
+from fpsim.compiling.shipped import shipped_text, write_shipped
 
 
 def new_loop() -> Loop:

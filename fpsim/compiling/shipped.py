@@ -18,7 +18,7 @@ from pathlib import Path
 
 from llvmlite import binding
 
-from fpsim.kernels.sources import digest_of_imported
+from fpsim.compiling.sources import digest_of_imported
 
 FILE = Path(__file__).with_name("loops.zip")
 _ABOUT, _SUFFIX = "about.json", ".ll"

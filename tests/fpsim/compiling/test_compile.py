@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import fpsim
+from fpsim.compiling.sources import SOURCES
 from fpsim.kernels import accumulate
 from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.moments import exponents_loop, moments_loop
 from fpsim.kernels.round import cpu_fitting_loop, cpu_loop
-from fpsim.kernels.sources import SOURCES
 from fpsim.kernels.tally import lost_loop, tally_loop
 
 HOUSE = Path(fpsim.__file__).parent
@@ -108,7 +108,7 @@ def run(folder: Path, **environment: str) -> tuple[list[str], str]:
 NEW, KEPT = ["compiled", "compiled", "loaded", "loaded"], ["loaded"] * 4
 
 
-@pytest.mark.parametrize("edited", ["kernels/core.py", "kernels/statistics.py", "kernels/compile.py"])
+@pytest.mark.parametrize("edited", ["kernels/core.py", "kernels/statistics.py", "compiling/compile.py"])
 def test_an_edit_of_a_file_that_is_compiled_in_compiles_anew(edited: str, house: Path) -> None:
     assert [run(house), run(house)] == [(NEW, ""), (KEPT, "")]
     with (house / "fpsim" / edited).open("a") as file:
@@ -156,7 +156,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_and_nothing_else(house:
     # files where folders are wanted: nobody can write there, not even root
     nowhere = str(house / "file")
     Path(nowhere).touch()
-    (house / "fpsim" / "kernels" / "__pycache__").touch()
+    (house / "fpsim" / "compiling" / "__pycache__").touch()
     for _ in range(2):
         found, said = run(house, HOME=nowhere, XDG_CACHE_HOME=nowhere, NUMBA_CACHE_DIR=nowhere)
         assert found == ["compiled"] * 4

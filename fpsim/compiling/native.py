@@ -20,9 +20,9 @@ from typing import Any
 import llvmlite
 from llvmlite import binding
 
-from fpsim.kernels.compile import ENTRY, FUNCTIONS, llvm_text, machine_code
-from fpsim.kernels.kept import keep, one_process_for, read_kept, source_digest
-from fpsim.kernels.shipped import shipped_text
+from fpsim.compiling.compile import ENTRY, FUNCTIONS, llvm_text, machine_code
+from fpsim.compiling.kept import keep, one_process_for, read_kept, source_digest
+from fpsim.compiling.shipped import shipped_text
 
 # of Numba, which reads them when it is imported: what decides how it compiles
 _SETTINGS = ("OPT", "CPU_NAME", "CPU_FEATURES", "ENABLE_AVX", "LOOP_VECTORIZE", "SLP_VECTORIZE", "DISABLE_INTEL_SVML")

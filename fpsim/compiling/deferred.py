@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from fpsim.kernels.callees import callee_type, compiles_a_loop
+from fpsim.compiling.callees import callee_type, compiles_a_loop
 
 
 class Deferred:

@@ -27,8 +27,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from fpsim.checks import pip_install
-from fpsim.kernels.compile import CUDA_THREADS, cuda_module, for_device, ptx_code
-from fpsim.kernels.kept import kept_code, source_digest
+from fpsim.compiling.compile import CUDA_THREADS, cuda_module, for_device, ptx_code
+from fpsim.compiling.kept import kept_code, source_digest
 
 IS_SIMULATED = bool(numba.config.ENABLE_CUDASIM)  # which is settled when Numba is imported
 VECTOR_BYTES = 16  # what one load of a thread brings at most

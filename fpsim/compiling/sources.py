@@ -11,8 +11,10 @@ from pathlib import Path
 
 __all__ = ["SOURCES", "digest_of_imported", "have_changed"]
 
-# Every file whose code or constants are compiled in.
-SOURCES = tuple(sorted(Path(__file__).parent.glob("*.py")))
+# Every file whose code or constants are compiled in, and those that compile them.
+SOURCES = tuple(
+    path for room in ("compiling", "kernels") for path in sorted(Path(__file__).parents[1].joinpath(room).glob("*.py"))
+)
 
 
 def _digest() -> bytes:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from fpsim.kernels.sources import digest_of_imported, have_changed
+from fpsim.compiling.sources import digest_of_imported, have_changed
 
 try:
     import fcntl

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from llvmlite import binding
 
-from fpsim.kernels.callees import linked_libraries
-from fpsim.kernels.compile import ENTRY, llvm_text, machine_code
-from fpsim.kernels.kept import read_whole, write_whole
-from fpsim.kernels.native import Loop, compiled_loop, loaded
+from fpsim.compiling.callees import linked_libraries
+from fpsim.compiling.compile import ENTRY, llvm_text, machine_code
+from fpsim.compiling.kept import read_whole, write_whole
+from fpsim.compiling.native import Loop, compiled_loop, loaded
 
 TRAINING = """
 import sys
@@ -103,7 +103,7 @@ def test_what_cannot_be_loaded_is_compiled_anew_and_replaced(kind: str, folder: 
 def test_code_of_another_state_of_the_tools_is_not_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert new_loop()(7, 0.5, 2) == 1.5
     monkeypatch.setattr(binding, "get_host_cpu_name", lambda: "another")
-    from fpsim.kernels import native
+    from fpsim.compiling import native
 
     native._toolchain.cache_clear()
     try:

@@ -17,8 +17,8 @@ import numpy as np
 from llvmlite import binding
 
 from fpsim.checks import pip_install
-from fpsim.kernels.callees import callees_of, compiled_library, linked_libraries
-from fpsim.kernels.deferred import Deferred, carray, intrinsic, njit
+from fpsim.compiling.callees import callees_of, compiled_library, linked_libraries
+from fpsim.compiling.deferred import Deferred, carray, intrinsic, njit
 
 ENTRY = "fpsim_entry"  # the name of a loop in its object code: a function (self, arguments, count) as Python calls it
 FUNCTIONS = {  # of Python that it calls: what they give, and what they take
