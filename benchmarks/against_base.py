@@ -82,6 +82,85 @@ def _linear(fmt: str) -> Work:
     return work
 
 
+def _round_blocks(axis: int) -> Work:
+    import torch
+
+    import fpsim
+
+    x = torch.randn(1024, 1024)
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            fpsim.round_to(x, "mxfp8_e4m3", axis=axis)
+
+    return work
+
+
+def _of_functions(x: Any, layer: Any) -> Any:
+    """A linear layer whose products, forward and backward, an autograd Function of the model's own computes."""
+    import torch
+
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any) -> Any:
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            x, weight = ctx.saved_tensors
+            return grad @ weight, grad.t() @ x
+
+    return Linear.apply(x, layer.weight) + layer.bias
+
+
+def _of_integers(x: Any, layer: Any) -> Any:
+    """Integer tensors beside numbers of the format, and writes at indices and under a mask."""
+    import torch
+
+    rows, columns = torch.arange(x.shape[0]), torch.arange(x.shape[1])
+    y = layer(x) + columns  # a distance, as ALiBi adds it
+    z = y * rows.unsqueeze(1) / (columns + 1)
+    z[rows[::2]] = y[rows[::2]]
+    z.index_add_(0, rows, y)
+    return z.masked_fill(columns > 12, 0) + z.maximum(columns)
+
+
+def _of_rotary(x: Any, layer: Any) -> Any:
+    """A rotary code whose table is an einsum of positions and frequencies."""
+    import torch
+
+    positions = torch.arange(x.shape[0], dtype=torch.float32)
+    frequencies = 10000.0 ** (-torch.arange(0, x.shape[1], 2).float() / x.shape[1])
+    angles = torch.einsum("i,j->ij", positions, frequencies).repeat(1, 2)
+    y = layer(x)
+    first, second = y.chunk(2, -1)
+    return y * angles.cos().to(y.dtype) + torch.cat((-second, first), -1) * angles.sin().to(y.dtype)
+
+
+def _layer(fmt: str, forward: Callable[[Any, Any], Any]) -> Work:
+    """Forward and backward of `forward(x, layer)`, quantised, for a layer of 16 x 16 and 32 rows."""
+    import torch
+
+    import fpsim
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(16, 16)
+
+        def forward(self, x: Any) -> Any:
+            return forward(x, self.layer)
+
+    model, x = fpsim.quantize(Model(), fmt), torch.randn(32, 16)
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            model(x).sum().backward()
+
+    return work
+
+
 def _step(which: str, form: str) -> Work:
     from report import make_step
 
@@ -102,8 +181,15 @@ ROWS: dict[str, tuple[str, Callable[[], Work]]] = {  # by name: the section, and
     "x.dtype under emulate, bf16": ("small", lambda: _under_emulate("bf16", lambda x: x.dtype)),
     "x.to(x.dtype) under emulate, bf16": ("small", lambda: _under_emulate("bf16", lambda x: x.to(x.dtype))),
     "Linear(16, 16), forward and backward, fp16": ("small", lambda: _linear("fp16")),
+    "gpt2-1024, recipe mxfp8, step": ("training", lambda: _step("gpt2-1024", "recipe:mxfp8")),
+    "gpt2-1024, recipe nvfp4, step": ("training", lambda: _step("gpt2-1024", "recipe:nvfp4")),
+    "an autograd Function, forward and backward, fp16": ("small", lambda: _layer("fp16", _of_functions)),
+    "integer operands, indexed writes, bf16": ("small", lambda: _layer("bf16", _of_integers)),
+    "rotary table by einsum, bf16": ("small", lambda: _layer("bf16", _of_rotary)),
     "round_to of 16": ("rounding", lambda: _round(16)),
     "round_to of 2^20": ("rounding", lambda: _round(2**20)),
+    "round_to of 2^20, mxfp8_e4m3, last axis": ("rounding", lambda: _round_blocks(-1)),
+    "round_to of 2^20, mxfp8_e4m3, first axis": ("rounding", lambda: _round_blocks(0)),
 }
 
 
