@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
-import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -241,104 +243,68 @@ WITHOUT_TORCH = (
 )
 
 
+@dataclass(frozen=True)
+class Source:
+    """A file, read and parsed once for all laws. nodes: of its whole tree; imports: full names, with their lines."""
+
+    name: str
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return [*ast.walk(self.tree)]
+
+    @cached_property
+    def imports(self) -> dict[str, int]:
+        return imports_of(self.nodes)
+
+    def at(self, line: int) -> str:
+        return f"{self.path}:{line}:"
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_name(p): p for package in ("fpsim", "ada_loss") for p in sorted((ROOT / package).rglob("*.py"))}
+@cache
+def house() -> list[Source]:
+    paths = [path for package in ("fpsim", "ada_loss") for path in sorted((ROOT / package).rglob("*.py"))]
+    return [Source(module_name(path), str(path.relative_to(ROOT)), path.read_text()) for path in paths]
 
 
-def imports_of(source: str) -> set[str]:
-    """Full names of what a source imports, anywhere in it; `from a import b` is `a.b`, module or not."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+def imports_of(nodes: Iterable[ast.AST]) -> dict[str, int]:
+    """Full names of what is imported anywhere, and the line of the first; `from a import b` is `a.b`, module or not."""
+    found: dict[str, int] = {}
+    for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are written in full"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            found.setdefault(name, node.lineno)
     return found
 
 
+@cache
 def is_within(imported: str, package: str) -> bool:
     return f"{imported}.".startswith(f"{package}.")
 
 
+@cache
 def rank(imported: str) -> int:
     """That of the file a name comes from; everything from elsewhere is below the house."""
     return max(((len(name), RANKS[name]) for name in RANKS if is_within(imported, name)), default=(0, -2))[1]
 
 
-OPEN = ("fpsim.scaling", "fpsim.checks", "fpsim.insight.pictures", "fpsim.insight.rows")
-
-
-def is_open_to_ada_loss(imported: str) -> bool:
-    public = {f"fpsim.{name}" for name in fpsim.__all__}
-    return imported == "fpsim" or imported in public or any(is_within(imported, module) for module in OPEN)
-
-
-def broken_laws(name: str, imported: set[str]) -> list[str]:
-    laws = [f"{name} imports {other}, which is not below it" for other in imported if rank(other) >= RANKS[name]]
-    for package, files in ENTERS.items():
-        if not any(is_within(name, file) for file in files) and any(is_within(other, package) for other in imported):
-            laws.append(f"{name} imports {package}, which enters only in {sorted(files) or 'tests'}")
-    if any(is_within(name, file) for file in WITHOUT_TORCH) and any(is_within(other, "torch") for other in imported):
-        laws.append(f"{name} imports torch, and is pure arithmetic")
-    if is_within(name, "fpsim") and any(is_within(other, "ada_loss") for other in imported):
-        laws.append(f"{name} imports ada_loss, and fpsim knows nothing of it")
-    for other in sorted(imported):
-        if is_within(name, "ada_loss") and is_within(other, "fpsim") and not is_open_to_ada_loss(other):
-            laws.append(f"{name} imports {other}: ada_loss takes fpsim's public names, {' and '.join(OPEN)} alone")
-    return laws
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_arrows_point_down(name: str) -> None:
-    assert name in RANKS, f"{name} has no floor: give it one in {Path(__file__).name}, and so a place in the house"
-    assert broken_laws(name, imports_of(MODULES[name].read_text())) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "source", "law"),
-    [
-        ("fpsim.tensors.ops", "from fpsim.models import quantize", "not below"),
-        ("fpsim.tensors.ops", "from fpsim import round_to", "not below"),
-        ("fpsim.tensors.spec", "from fpsim.tensors.launch import launch", "not below"),
-        ("ada_loss.rules", "import ada_loss.record", "not below"),
-        ("ada_loss.scalers", "from ada_loss import layerwise", "not below"),
-        ("ada_loss.layerwise", "import ada_loss.lab.a_file_without_a_rank", "not below"),
-        ("ada_loss.lab.cells.ledger", "from ada_loss.lab.sweep.progress import Progress", "not below"),
-        ("ada_loss.lab.results.results", "from ada_loss.lab.sweep.driver import sweep", "not below"),
-        ("fpsim.tensors.ops", "def f():\n    import ada_loss.rules", "fpsim knows nothing of it"),
-        ("fpsim.tensors.ops", "if True:\n    from numba import njit", "imports numba,"),
-        ("fpsim.kernels.core", "from numba import cuda", r"imports numba\.cuda,"),
-        ("fpsim.tensors.ops", "import numba_cuda", "imports numba_cuda,"),
-        ("fpsim.kernels.round", "from torch import Tensor", "pure arithmetic"),
-        ("fpsim.kernels.round", "from numba.core import caching", r"imports numba\.core,"),
-        ("ada_loss.record", "from fpsim.tensors.ops import round_to", "public names"),
-        ("ada_loss.record", "from fpsim.tensors import ops", "public names"),
-        ("ada_loss.rules.loss", "import torch.nn as nn", "pure arithmetic"),
-        ("ada_loss.lab.training.loop", "import matplotlib.pyplot", "imports matplotlib,"),
-        ("fpsim.models.quantize", "from qtorch.quant import Quantizer", "imports qtorch,"),
-    ],
-)
-def test_a_broken_law_is_found(name: str, source: str, law: str) -> None:
-    assert re.search(law, "; ".join(broken_laws(name, imports_of(source))))
-
-
-def test_a_kept_law_is_not_reported() -> None:
-    assert (
-        broken_laws("fpsim.tensors.ops", imports_of("import torch\nfrom fpsim.tensors import launch\nimport numbagg"))
-        == []
-    )
-    assert (
-        broken_laws("ada_loss.lab.training.loop", imports_of("import fpsim\nfrom ada_loss.layerwise import scale"))
-        == []
-    )
-    assert broken_laws("fpsim.compiling.compile", imports_of("import numba_cuda\nfrom numba import cuda, njit")) == []
-
-
+@cache
 def folders_in_order() -> list[str]:
     """The folders that have floors of their own, each once, the lowest first."""
     folders = [folder for folder, *_ in FLOORS if folder not in ("fpsim", "ada_loss")]
@@ -346,50 +312,79 @@ def folders_in_order() -> list[str]:
     return folders
 
 
-def test_a_folder_imports_only_folders_before_it() -> None:
+# The laws. Each gives the offences of a file, with their lines.
+
+
+def a_file_has_a_floor(file: Source) -> Iterator[str]:
+    if file.name not in RANKS:
+        yield f"{file.at(1)} no floor: give it one in {Path(__file__).name}, and so a place in the house"
+
+
+def imports_are_written_in_full(file: Source) -> Iterator[str]:
+    for node in file.nodes:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield f"{file.at(node.lineno)} {ast.unparse(node)}"
+
+
+def arrows_point_down(file: Source) -> Iterator[str]:
+    own = RANKS.get(file.name, len(RANKS))
+    for other, line in file.imports.items():
+        if rank(other) >= own:
+            yield f"{file.at(line)} {other} is not below it"
+
+
+def a_folder_imports_only_folders_before_it(file: Source) -> Iterator[str]:
     folders = folders_in_order()
-    for name, path in MODULES.items():
-        own = next((i for i, folder in enumerate(folders) if is_within(name, folder)), None)
-        if own is not None:
-            above = [o for o in imports_of(path.read_text()) for folder in folders[own + 1 :] if is_within(o, folder)]
-            assert above == [], name
+    own = next((i for i, folder in enumerate(folders) if is_within(file.name, folder)), len(folders))
+    for other, line in file.imports.items():
+        if any(is_within(other, folder) for folder in folders[own + 1 :]):
+            yield f"{file.at(line)} {other} is of a folder above {folders[own]}"
 
 
-def test_every_folder_of_the_lab_and_of_fpsim_has_floors_of_its_own() -> None:
-    drawn = {
-        module_name(p.parent / "__init__.py")
-        for house in ("fpsim", "ada_loss/lab")
-        for p in (ROOT / house).glob("*/*.py")
-    }
-    assert drawn == set(folders_in_order())
+def a_dependency_enters_where_the_design_says(file: Source) -> Iterator[str]:
+    for package, files in ENTERS.items():
+        if not any(is_within(file.name, entry) for entry in files):
+            for other, line in file.imports.items():
+                if is_within(other, package):
+                    yield f"{file.at(line)} {package} enters only in {sorted(files) or 'tests'}"
 
 
-def test_a_relative_import_is_refused() -> None:
-    with pytest.raises(AssertionError, match="written in full"):
-        imports_of("from . import formats")
+def pure_arithmetic_imports_no_torch(file: Source) -> Iterator[str]:
+    if any(is_within(file.name, pure) for pure in WITHOUT_TORCH):
+        for other, line in file.imports.items():
+            if is_within(other, "torch"):
+                yield f"{file.at(line)} {other} in pure arithmetic"
 
 
-def imported_at_once(source: str) -> set[str]:
-    """What a file imports when it is imported itself: not in a function, and not for its types alone."""
-    found: set[str] = set()
-    for statement in ast.parse(source).body:
+def fpsim_knows_nothing_of_ada_loss(file: Source) -> Iterator[str]:
+    if is_within(file.name, "fpsim"):
+        for other, line in file.imports.items():
+            if is_within(other, "ada_loss"):
+                yield f"{file.at(line)} {other}"
+
+
+OPEN = ("fpsim.scaling", "fpsim.checks", "fpsim.insight.pictures", "fpsim.insight.rows")
+PUBLIC = {"fpsim", *(f"fpsim.{name}" for name in fpsim.__all__)}
+
+
+def ada_loss_takes_public_names_of_fpsim(file: Source) -> Iterator[str]:
+    if is_within(file.name, "ada_loss"):
+        for other, line in file.imports.items():
+            is_open = other in PUBLIC or any(is_within(other, module) for module in OPEN)
+            if is_within(other, "fpsim") and not is_open:
+                yield f"{file.at(line)} {other}; it takes fpsim's public names, {' and '.join(OPEN)} alone"
+
+
+def numba_is_not_imported_with_a_module(file: Source) -> Iterator[str]:
+    # A process whose loops are on disk needs none of it; CUDA's kernels do.
+    if file.name == "fpsim.compiling.card":
+        return
+    for statement in file.tree.body:
         is_for_types = isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"
         if not is_for_types and not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            found |= imports_of(ast.unparse(statement))
-    return found
-
-
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "fpsim.compiling.card"])
-def test_numba_is_not_imported_with_a_module(name: str) -> None:
-    # a process whose loops are on disk needs none of it; CUDA's kernels do
-    imported = imported_at_once(MODULES[name].read_text())
-    heavy = [o for o in imported if any(is_within(o, p) for p in ("numba", "numba_cuda", "fpsim.compiling.card"))]
-    assert heavy == []
-
-
-def test_an_import_of_numba_with_a_module_is_found() -> None:
-    assert imported_at_once("def f():\n    import numba\nif TYPE_CHECKING:\n    import numba") == set()
-    assert imported_at_once("if True:\n    from numba import njit") == {"numba.njit"}
+            for other, line in imports_of(ast.walk(statement)).items():
+                if any(is_within(other, heavy) for heavy in ("numba", "numba_cuda", "fpsim.compiling.card")):
+                    yield f"{file.at(line)} {other} outside of a function"
 
 
 # An underscore name is used in the file that defines it. What belongs to others is excepted, with the reason.
@@ -413,11 +408,11 @@ HOMES_OF_PRIVATE_NAMES = (
 )
 
 
-def foreign_names(source: str) -> list[str]:
-    """The underscore names that a source reaches for, as an attribute or by an import, and does not define itself."""
-    tree = ast.parse(source)
+def no_file_reaches_for_the_underscore_name_of_another(file: Source) -> Iterator[str]:
+    if file.name in HOMES_OF_PRIVATE_NAMES:
+        return
     own: set[str] = set()
-    for node in ast.walk(tree):
+    for node in file.nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             own.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -426,55 +421,155 @@ def foreign_names(source: str) -> list[str]:
             own.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             own.add(node.value)  # __slots__
-    found = []
-    for node in ast.walk(tree):
-        names = [node.attr] if isinstance(node, ast.Attribute) else []
-        if isinstance(node, ast.ImportFrom):
+    for node in file.nodes:
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom):
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        else:
+            continue
         for name in names:
             is_private = name.startswith("_") and not name.endswith("__")
             if is_private and name not in own and not name.startswith(tuple(OTHERS_NAMES)):
-                found.append(name)
-    return found
-
-
-@pytest.mark.parametrize("name", [name for name in MODULES if name not in HOMES_OF_PRIVATE_NAMES])
-def test_no_file_reaches_for_the_underscore_name_of_another(name: str) -> None:
-    assert foreign_names(MODULES[name].read_text()) == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from fpsim.tensors.ops import _launch",
-        "torch._C._is_tracing()",
-        "x._version",
-        "from torch._inductor import config",
-    ],
-)
-def test_a_private_name_of_another_file_is_found(source: str) -> None:
-    assert foreign_names(source) != []
-
-
-def test_own_private_names_are_not_reported() -> None:
-    source = "class A:\n    __slots__ = ('_a',)\n    def _b(self):\n        return self._a\nA()._b()"
-    assert foreign_names(source) == []
-    assert foreign_names("pair._replace(x=1); torch._foreach_norm(g)") == []
+                yield f"{file.at(node.lineno)} {name}"
 
 
 LONGEST_FUNCTION, LONGEST_FILE = 70, 450
+FACTORY = ("fpsim.kernels.core", "make_round")  # one function, because Numba compiles what it encloses
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_file_and_its_functions_are_short_enough_to_read(name: str) -> None:
-    source = MODULES[name].read_text()
-    assert len(source.splitlines()) <= LONGEST_FILE
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef):
+def a_file_and_its_functions_are_short_enough_to_read(file: Source) -> Iterator[str]:
+    length = len(file.text.splitlines())
+    if length > LONGEST_FILE:
+        yield f"{file.at(length)} {length} lines, of at most {LONGEST_FILE}"
+    for node in file.nodes:
+        if isinstance(node, ast.FunctionDef) and (file.name, node.name) != FACTORY:
             length = (node.end_lineno or 0) - node.lineno + 1
-            docstring = len((ast.get_docstring(node, clean=False) or "").splitlines())
-            is_factory = (name, node.name) == ("fpsim.kernels.core", "make_round")
-            assert is_factory or length - docstring <= LONGEST_FUNCTION, f"{node.name} has {length - docstring} lines"
+            length -= len((ast.get_docstring(node, clean=False) or "").splitlines())
+            if length > LONGEST_FUNCTION:
+                yield f"{file.at(node.lineno)} {node.name} has {length} lines, of at most {LONGEST_FUNCTION}"
+
+
+def no_tensor_is_kept_for_a_device(file: Source) -> Iterator[str]:
+    # It would be filled on the stream of the first call, and read on another's before that is done.
+    if not is_within(file.name, "fpsim"):
+        return
+    for node in file.nodes:
+        if isinstance(node, ast.FunctionDef) and node.returns is not None:
+            is_cached = any("cache" in ast.unparse(decorator) for decorator in node.decorator_list)
+            if is_cached and "Tensor" in ast.unparse(node.returns):
+                yield f"{file.at(node.lineno)} {node.name} is cached"
+    for statement in file.tree.body:
+        if isinstance(statement, ast.AnnAssign):
+            kind = ast.unparse(statement.annotation)
+            if "device" in kind and "Tensor" in kind:
+                yield f"{file.at(statement.lineno)} {ast.unparse(statement.target)}"
+
+
+LAWS: tuple[Callable[[Source], Iterator[str]], ...] = (
+    a_file_has_a_floor,
+    imports_are_written_in_full,
+    arrows_point_down,
+    a_folder_imports_only_folders_before_it,
+    a_dependency_enters_where_the_design_says,
+    pure_arithmetic_imports_no_torch,
+    fpsim_knows_nothing_of_ada_loss,
+    ada_loss_takes_public_names_of_fpsim,
+    numba_is_not_imported_with_a_module,
+    no_file_reaches_for_the_underscore_name_of_another,
+    a_file_and_its_functions_are_short_enough_to_read,
+    no_tensor_is_kept_for_a_device,
+)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_every_file_keeps(law: Callable[[Source], Iterator[str]]) -> None:
+    offences = [offence for file in house() for offence in law(file)]
+    assert not offences, "\n".join(["", *offences])
+
+
+def lines(count: int) -> str:
+    return "\n".join(["x = 1"] * count)
+
+
+def function(name: str, count: int) -> str:
+    """A function with a docstring of two lines and `count` others."""
+    return f'def {name}():\n    """What it\n    does."""\n' + "    x = 1\n" * (count - 1)
+
+
+# A source that offends each law, as if it stood in the file of that name, and the line.
+OFFENCES = [
+    (a_file_has_a_floor, "fpsim.tensors.a_file_without_a_floor", "", 1),
+    (imports_are_written_in_full, "fpsim.tensors.ops", "from . import formats", 1),
+    (arrows_point_down, "fpsim.tensors.ops", "import re\nfrom fpsim.models import quantize", 2),
+    (arrows_point_down, "fpsim.tensors.ops", "from fpsim import round_to", 1),
+    (arrows_point_down, "fpsim.tensors.spec", "from fpsim.tensors.launch import launch", 1),
+    (arrows_point_down, "ada_loss.rules", "import ada_loss.record", 1),
+    (arrows_point_down, "ada_loss.scalers", "from ada_loss import layerwise", 1),
+    (arrows_point_down, "ada_loss.layerwise", "import ada_loss.lab.a_file_without_a_rank", 1),
+    (arrows_point_down, "ada_loss.lab.cells.ledger", "from ada_loss.lab.sweep.progress import Progress", 1),
+    (arrows_point_down, "ada_loss.lab.results.results", "from ada_loss.lab.sweep.driver import sweep", 1),
+    (a_folder_imports_only_folders_before_it, "fpsim.policies.policy", "import fpsim.emulation.mode", 1),
+    (fpsim_knows_nothing_of_ada_loss, "fpsim.tensors.ops", "def f():\n    import ada_loss.rules", 2),
+    (a_dependency_enters_where_the_design_says, "fpsim.tensors.ops", "if True:\n    from numba import njit", 2),
+    (a_dependency_enters_where_the_design_says, "fpsim.kernels.core", "from numba import cuda", 1),
+    (a_dependency_enters_where_the_design_says, "fpsim.tensors.ops", "import numba_cuda", 1),
+    (a_dependency_enters_where_the_design_says, "fpsim.kernels.round", "from numba.core import caching", 1),
+    (a_dependency_enters_where_the_design_says, "ada_loss.lab.training.loop", "import matplotlib.pyplot", 1),
+    (a_dependency_enters_where_the_design_says, "fpsim.models.quantize", "from qtorch.quant import Quantizer", 1),
+    (pure_arithmetic_imports_no_torch, "fpsim.kernels.round", "from torch import Tensor", 1),
+    (pure_arithmetic_imports_no_torch, "ada_loss.rules.loss", "import torch.nn as nn", 1),
+    (ada_loss_takes_public_names_of_fpsim, "ada_loss.record", "from fpsim.tensors.ops import round_to", 1),
+    (ada_loss_takes_public_names_of_fpsim, "ada_loss.record", "from fpsim.tensors import ops", 1),
+    (numba_is_not_imported_with_a_module, "fpsim.kernels.core", "if True:\n    from numba import njit", 2),
+    (no_file_reaches_for_the_underscore_name_of_another, "fpsim.models.quantize", "from fpsim.tensors import _ops", 1),
+    (no_file_reaches_for_the_underscore_name_of_another, "fpsim.models.quantize", "\ntorch._C._is_tracing()", 2),
+    (no_file_reaches_for_the_underscore_name_of_another, "fpsim.models.quantize", "x._version", 1),
+    (no_file_reaches_for_the_underscore_name_of_another, "fpsim.models.quantize", "from torch._inductor import a", 1),
+    (a_file_and_its_functions_are_short_enough_to_read, "fpsim.tensors.ops", lines(LONGEST_FILE + 1), LONGEST_FILE + 1),
+    (a_file_and_its_functions_are_short_enough_to_read, "fpsim.tensors.ops", "\n" + function("f", 71), 2),
+    (no_tensor_is_kept_for_a_device, "fpsim.tensors.ops", "@cache\ndef zero(device) -> Tensor: ...", 2),
+    (no_tensor_is_kept_for_a_device, "fpsim.tensors.ops", "_kept: dict[torch.device, Tensor] = {}", 1),
+]
+
+
+def test_an_offence_against_each_law_is_found() -> None:
+    assert {law for law, *_ in OFFENCES} == {*LAWS}
+    missed = [
+        (law.__name__, name, source)
+        for law, name, source, line in OFFENCES
+        if not any(found.startswith(f"{name}.py:{line}: ") for found in law(Source(name, f"{name}.py", source)))
+    ]
+    assert missed == []
+
+
+# Sources that keep every law.
+KEPT = [
+    ("fpsim.tensors.ops", "import torch\nfrom fpsim.tensors import launch\nimport numbagg"),
+    ("fpsim.tensors.ops", "def f():\n    import re\nif TYPE_CHECKING:\n    from fpsim.compiling.card import CudaKernel"),
+    ("ada_loss.lab.training.loop", "import fpsim\nfrom ada_loss.layerwise import scale"),
+    ("fpsim.compiling.compile", "def f():\n    import numba_cuda\n    from numba import cuda, njit"),
+    ("fpsim.models.quantize", "class A:\n    __slots__ = ('_a',)\n    def _b(self):\n        self._a\nA()._b()"),
+    ("fpsim.models.quantize", "pair._replace(x=1); torch._foreach_norm(g)"),
+    ("fpsim.models.quantize", lines(LONGEST_FILE)),
+    ("fpsim.models.quantize", function("f", LONGEST_FUNCTION)),
+    ("fpsim.kernels.core", function("make_round", 200)),
+    ("fpsim.models.quantize", "def zero(device) -> Tensor: ...\n@cache\ndef bits(device) -> int: ..."),
+]
+
+
+def test_what_keeps_the_laws_is_not_reported() -> None:
+    found = [offence for name, source in KEPT for law in LAWS for offence in law(Source(name, f"{name}.py", source))]
+    assert found == []
+
+
+def test_every_folder_of_the_lab_and_of_fpsim_has_floors_of_its_own() -> None:
+    drawn = {
+        module_name(p.parent / "__init__.py")
+        for folder in ("fpsim", "ada_loss/lab")
+        for p in (ROOT / folder).glob("*/*.py")
+    }
+    assert drawn == set(folders_in_order())
 
 
 def test_the_folders_of_the_tests_are_no_packages_that_could_hide_the_real_ones() -> None:
@@ -485,16 +580,3 @@ def test_the_folders_of_the_tests_are_no_packages_that_could_hide_the_real_ones(
         assert (tests / package.__name__).is_dir()
         assert Path(package.__file__ or "").parent != tests / package.__name__
         assert list(package.__path__) == [str(Path(package.__file__ or "").parent)]
-
-
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("fpsim")])
-def test_no_tensor_is_kept_for_a_device(name: str) -> None:
-    """It would be filled on the stream of the first call, and read on another's before that is done."""
-    tree = ast.parse(MODULES[name].read_text())
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef) and function.returns is not None:
-            keeps = any("cache" in ast.unparse(decorator) for decorator in function.decorator_list)
-            assert not (keeps and "Tensor" in ast.unparse(function.returns)), f"{name}: {function.name}"
-    for statement in tree.body:
-        if isinstance(statement, ast.AnnAssign) and "device" in ast.unparse(statement.annotation):
-            assert "Tensor" not in ast.unparse(statement.annotation), f"{name}: {ast.unparse(statement.target)}"
