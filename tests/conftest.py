@@ -41,12 +41,16 @@ collect_ignore_glob = ["*conftest.py"]
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG) + (item.path.name == LAST)))
-    exhaustive = "slow" in (config.getoption("-m") or "")
+    tier = config.getoption("-m")
+    exhaustive = "slow" in tier
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if item.get_closest_marker("slow") and not exhaustive:
             item.add_marker(pytest.mark.skip(reason="exhaustive: run with -m slow"))
+    if not tier and not any("::" in argument for argument in config.args):  # a test that is named runs whole
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 @pytest.fixture(autouse=True)
