@@ -37,10 +37,15 @@ def test_the_distribution_is_called_as_the_constant_says() -> None:
     )
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_text_says_to_install_another_projects_package(path: Path) -> None:
-    assert not re.search(r"pip install '?(fpsim|ada_loss)\b", path.read_text())
-    assert "fpsim[" not in path.read_text().replace('subgraph fpsim["', "")
+def test_no_text_says_to_install_another_projects_package() -> None:
+    anothers = re.compile(r"pip install '?(fpsim|ada_loss)\b|(?<!subgraph )fpsim\[")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in TEXTS
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if anothers.search(line)
+    ]
+    assert not found, "\n".join(["", *found])
 
 
 def test_a_hint_names_extras_that_there_are() -> None:
@@ -99,7 +104,37 @@ def test_the_constraints_pin_every_requirement_of_ci() -> None:
     assert {canonicalize_name(Requirement(line).name) for line in asked} - pinned == set()
 
 
-# The wheel
+# What is packed, as hatchling lists it without building
+
+
+def packed(target: str) -> dict[str, str]:
+    """Where each file of a "wheel" or an "sdist" comes from, by the path that it has inside."""
+    builders = pytest.importorskip(f"hatchling.builders.{target}", reason="pip install hatchling")
+    builder = {"wheel": "WheelBuilder", "sdist": "SdistBuilder"}[target]
+    files = getattr(builders, builder)(str(ROOT)).recurse_included_files()
+    return {file.distribution_path: str(Path(file.path).relative_to(ROOT)) for file in files}
+
+
+def tracked(*paths: str) -> set[str]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout: git does not tell which files there are")
+    listed = subprocess.run(["git", "ls-files", *paths], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return {name for name in listed.splitlines() if (ROOT / name).is_file()}
+
+
+def test_the_sdist_would_hold_every_file_of_the_repository() -> None:
+    assert tracked() - packed("sdist").keys() == set()
+
+
+def test_the_wheel_would_hold_both_packages_with_their_types_and_data_and_nothing_else() -> None:
+    files = packed("wheel")
+    assert tracked("fpsim", "ada_loss") - files.keys() == set()
+    assert {"fpsim/py.typed", "ada_loss/py.typed", "ada_loss/lab/results/report.html.j2"} <= files.keys()
+    assert {path.split("/")[0] for path in files} == {"fpsim", "ada_loss"}
+    assert [inside for inside, path in files.items() if inside != path] == []
+
+
+# The packages where only what they ask for is installed
 
 
 def needed(requirements: list[str], found: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -112,25 +147,16 @@ def needed(requirements: list[str], found: dict[str, Any] | None = None) -> dict
     return found
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with the wheel and what it requires, and nothing else."""
-    pytest.importorskip("hatchling", reason="hatchling builds the wheel: pip install hatchling")
-    folder = tmp_path_factory.mktemp("wheel")
-    quiet: Any = {"check": True, "capture_output": True}
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=ROOT, **quiet)
-    (wheel,) = folder.glob("*.whl")
+def environment_in(folder: Path) -> tuple[Path, Path]:
+    """A new environment with what the packages require and nothing else: its interpreter, and where packages are."""
     venv.create(folder / "env", symlinks=True)
-    python = folder / "env" / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python]
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", wheel], **quiet)
     (site,) = folder.glob("env/lib/python*/site-packages")
     # their files are linked: downloading torch would take minutes
     for installed in needed(PROJECT["dependencies"]).values():
         for name in {file.parts[0] for file in installed.files or () if file.parts[0] not in ("..", "__pycache__")}:
             if not (site / name).exists():
                 (site / name).symlink_to(Path(str(installed.locate_file(name))))
-    return python
+    return folder / "env" / "bin" / "python", site
 
 
 def run(python: Path, code: str, cwd: Path) -> str:
@@ -139,21 +165,13 @@ def run(python: Path, code: str, cwd: Path) -> str:
     return done.stdout
 
 
-def test_the_wheel_rounds_where_only_its_requirements_are(python: Path, tmp_path: Path) -> None:
-    code = "import ada_loss, fpsim, torch\nprint(fpsim.__file__)\n"
-    code += "print(fpsim.round_to(torch.tensor([0.1, 65520.0]), 'fp16').tolist(), ada_loss.GradScaler().get_scale())"
-    place, numbers = run(python, code, tmp_path).splitlines()
-    assert Path(place).is_relative_to(python.parents[1])
-    assert numbers == "[0.0999755859375, inf] 65536.0"  # as IEEE 754 and torch.amp.GradScaler have them
-
-
-def test_the_wheel_prints_what_readme_says(python: Path, tmp_path: Path) -> None:
-    for code, output in examples(ROOT / "README.md"):
-        assert run(python, code, tmp_path) == output
-
-
-def test_without_extras_every_part_of_the_lab_names_the_extra(python: Path, tmp_path: Path) -> None:
-    code = """
+ROUNDS = """
+import ada_loss, fpsim, torch
+print(fpsim.__file__)
+print(fpsim.round_to(torch.tensor([0.1, 65520.0]), 'fp16').tolist(), ada_loss.GradScaler().get_scale())
+"""
+ROUNDED = "[0.0999755859375, inf] 65536.0"  # as IEEE 754 and torch.amp.GradScaler have them
+PARTS_OF_THE_LAB = """
 import importlib, pkgutil, ada_loss.lab
 for name in ("sweep", "resume", "search"):
     try: getattr(ada_loss, name)
@@ -164,9 +182,58 @@ for module in pkgutil.walk_packages(ada_loss.lab.__path__, "ada_loss.lab."):
 try: ada_loss.lab.tasks.digits()
 except ImportError as error: print(error)
 """
-    lines = run(python, code, tmp_path).splitlines()
+
+
+def remedy(lines: list[str]) -> str:
+    """What all errors of the parts of the lab say to type."""
     assert len(lines) > 6
     (words,) = {line.split(": ")[-1].removesuffix(".") for line in lines}
+    return words
+
+
+def test_without_extras_the_packages_round_and_every_part_of_the_lab_names_the_extra(tmp_path: Path) -> None:
+    python, site = environment_in(tmp_path)
+    for package in ("fpsim", "ada_loss"):
+        (site / package).symlink_to(ROOT / package)
+    place, numbers, *lines = run(python, ROUNDS + PARTS_OF_THE_LAB, tmp_path).splitlines()
+    assert Path(place).is_relative_to(tmp_path)
+    assert numbers == ROUNDED
+    assert remedy(lines) == "pip install 'ada-loss[lab]'"
+
+
+# The wheel
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with the wheel and what it requires, and nothing else."""
+    pytest.importorskip("hatchling", reason="hatchling builds the wheel: pip install hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    quiet: Any = {"check": True, "capture_output": True}
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=ROOT, **quiet)
+    (wheel,) = folder.glob("*.whl")
+    python, _ = environment_in(folder)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", wheel], **quiet)
+    return python
+
+
+@pytest.mark.full
+def test_the_wheel_rounds_where_only_its_requirements_are(python: Path, tmp_path: Path) -> None:
+    place, numbers = run(python, ROUNDS, tmp_path).splitlines()
+    assert Path(place).is_relative_to(python.parents[1])
+    assert numbers == ROUNDED
+
+
+@pytest.mark.full
+def test_the_wheel_prints_what_readme_says(python: Path, tmp_path: Path) -> None:
+    for code, output in examples(ROOT / "README.md"):
+        assert run(python, code, tmp_path) == output
+
+
+@pytest.mark.full
+def test_without_extras_every_part_of_the_lab_names_the_extra(python: Path, tmp_path: Path) -> None:
+    words = remedy(run(python, PARTS_OF_THE_LAB, tmp_path).splitlines())
     assert re.fullmatch(r"pip install 'ada-loss\[lab\] @ file:///.*\.whl'", words)
     tried = [sys.executable, "-m", "pip", "--python", python, *shlex.split(words)[1:]]
     offline = subprocess.run([*tried, "--dry-run", "--no-deps", "--no-index"], capture_output=True, text=True)
@@ -186,6 +253,7 @@ model: torch.nn.Module = fpsim.quantize(torch.nn.Linear(1, 1), "fp16")
 """
 
 
+@pytest.mark.full
 def test_the_wheel_brings_its_types(python: Path, tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     told = []
@@ -213,15 +281,12 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return archive.with_name(archive.name.removesuffix(".tar.gz"))
 
 
+@pytest.mark.full
 def test_the_sdist_holds_every_file_of_the_repository(unpacked: Path) -> None:
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a checkout: git does not tell which files there are")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert {name for name in listed.splitlines() if (ROOT / name).is_file()} <= {
-        str(path.relative_to(unpacked)) for path in unpacked.rglob("*")
-    }
+    assert tracked() - {str(path.relative_to(unpacked)) for path in unpacked.rglob("*")} == set()
 
 
+@pytest.mark.full
 def test_tests_of_the_sdist_run_where_it_was_unpacked(unpacked: Path) -> None:
     chosen = ["tests/test_law_of_imports.py", "tests/fpsim/formats", "tests/ada_loss/rules/test_layer_rules.py"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
