@@ -102,7 +102,6 @@ FLOORS = (
         "diagnose reasons.explaining reasons.masks reasons.slopes reasons.updates",
         "suggesting reasons.timeline",
         "suggesting_updates",
-        "watched_rows watched_steps",
         "watch reasons.against reasons.trials",
         "reasons.attempts",
         "reasons.edits reasons.update_remedies",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,9 @@ from fpsim.border import require_initialised, require_memory, require_module, re
 from fpsim.checks import require_iterable, require_whole, require_word, shown
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.formats.blocks import Format
-from fpsim.insight.lost_updates import LostUpdates
+from fpsim.insight.lost_updates import LostUpdates, unrecorded
 from fpsim.insight.masks import masked_in
+from fpsim.insight.ranges import binades_in
 from fpsim.insight.rows import Rows, largest_of
 from fpsim.insight.stepping import as_step, nothing_ran, preserve
 from fpsim.insight.suggesting import (
@@ -30,15 +31,14 @@ from fpsim.insight.suggesting import (
     suggested,
     worst_of,
 )
-from fpsim.insight.suggesting_updates import UpdateSuggestion, suggested_update
-from fpsim.insight.watched_rows import breaks, watched_row
-from fpsim.insight.watched_steps import WatchedSteps
+from fpsim.insight.suggesting_updates import Stepped, UpdateSuggestion, suggested_update
 from fpsim.models.installed import emulated_forwards
+from fpsim.models.optimizers import quantized_optimizer_of
 from fpsim.policies.policy import Policy
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.shared_scales import Cut, rounded_blocks
 from fpsim.tensors.spec import BlockSpec, Spec, any_spec, holds_numbers
-from fpsim.tensors.tally import Accumulator, row_of
+from fpsim.tensors.tally import Accumulator, Tally, row_of
 from fpsim.torch_internals import is_compiled_wrapper, version_of
 from fpsim.torch_modes import hook_steps, is_stand_in, keeps_grad_mode, unhook_steps
 from fpsim.undoing import Exit, Undo, undone
@@ -49,6 +49,7 @@ FORMATS = ("e4m3fn", "e5m2", "fp16", "bf16")
 EVERY = 1000  # a watched step takes up to 18 plain ones, see `benchmarks/report.py --only watching`
 # When a format would do: shares of the numbers, and a ratio in dB. In range e5m2 has 25 dB, e4m3fn 31 dB.
 UNDERFLOW, OVERFLOW, SQNR_DB = 0.01, 0.0, 20.0
+MOST_NAMED = 8  # parameters in a line
 Key = tuple[int, str, str, Spec]
 
 
@@ -155,7 +156,7 @@ class Watch:
         self._lost: dict[Key, tuple[int, int]] = {}  # of the updates, how many would change nothing, of how many
         self._called: Called | None = None  # the last call that was watched
         self._optimizer = optimizer
-        self._steps = WatchedSteps(optimizer, every)
+        self._steps = _WatchedSteps(optimizer, every)
         self._versions = self._all_versions()
         self._eye = eye = _Eye(self)
         self._trace = Trace(
@@ -307,7 +308,7 @@ class Watch:
                 "out. Watch a model that trains on cpu or cuda.",
                 stacklevel=2,
             )
-        new = (watched_row(*key, sums.result(), self._lost.get(key)) for key, sums in [*self._sums.items()])
+        new = (_watched_row(*key, sums.result(), self._lost.get(key)) for key, sums in [*self._sums.items()])
         return Rows([*self._rows, *new])
 
     def to_frame(self) -> Any:
@@ -404,7 +405,7 @@ class Watch:
 
     def __str__(self) -> str:
         suggestion = self.suggest()
-        lines = [str(self.table()), "", *breaks(self.rows())]
+        lines = [str(self.table()), "", *_breaks(self.rows())]
         lines += [f"Suggested, {suggestion.words}:", *in_lines(suggestion.policy)]
         if self._steps.last is not None:
             update = self.suggest_update()
@@ -444,5 +445,113 @@ class _Eye:
             watching._after_step(optimizer)
 
 
+class _WatchedSteps:
+    """The steps of an optimizer that follow watched calls of a model.
+
+    last: the last of them, on which an update is tried.
+    updates: what was lost where the optimizer is quantised, unless that is recorded already.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, every: int) -> None:
+        self.last: Stepped | None = None
+        self._before: dict[str, Tensor] = {}
+        self._moved: dict[str, bool] = {}  # of parameters that had a gradient
+        self._left: dict[int, tuple[int, int]] = {}  # of weights with a gradient: how many stayed the same, of how many
+        quantized = None if optimizer is None else quantized_optimizer_of(optimizer)
+        self.updates = [LostUpdates(q, every) for q in unrecorded([] if quantized is None else [quantized])]
+
+    def detach(self) -> None:
+        """Record no longer what is lost."""
+        for lost in self.updates:
+            lost.detach()
+
+    def begin(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Keep the parameters before a step, as the model sees them."""
+        quantized = quantized_optimizer_of(optimizer)
+        for name, p in parameters.items():
+            self._before[name] = (p if quantized is None else quantized.seen_by_the_model(p)).detach().clone()
+
+    def end(
+        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], step: int
+    ) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
+        """The names of the parameters that were kept, with what they were and are; count what the step did to them.
+
+        step: the watched call before it.
+        """
+        kept, self._before = self._before, {}
+        if not kept:
+            return
+        gradients: dict[Tensor, Tensor] = {}
+        left = of = 0
+        for name, before in kept.items():
+            parameter = parameters[name]
+            yield name, before, parameter
+            gradient = parameter.grad
+            if gradient is None or gradient.layout is not torch.strided or not holds_numbers(before):
+                continue
+            gradients[parameter] = gradient.detach().clone()
+            had, same = gradient != 0, before == parameter.detach()
+            of, left = of + int(had.sum()), left + int((had & same).sum())
+            if bool(had.any()):
+                self._moved[name] = self._moved.get(name, False) or not bool(same.all())
+        self.last = Stepped(step, optimizer, gradients)
+        self._left[step] = left, of
+
+    def never_moved(self) -> list[str]:
+        """The names of the parameters that had a gradient, not all zero, and that no step changed at all."""
+        return [name for name, has_moved in self._moved.items() if not has_moved]
+
+    def lines(self) -> list[str]:
+        """What was found, in words."""
+        lines = []
+        for step, (left, of) in self._left.items():
+            if left:
+                lines.append(
+                    f"Step {step} left {100 * left / of:.3g} % of the weights that had a gradient as they were."
+                )
+        if still := self.never_moved():
+            more = f" and {len(still) - MOST_NAMED} more" if len(still) > MOST_NAMED else ""
+            lines.append(f"No watched step has changed {', '.join(still[:MOST_NAMED])}{more}.")
+        for lost in self.updates:
+            if lost.share is not None:
+                lines.append(f"{100 * lost.share:.3g} % of the updates were lost, stored as {lost.words}.")
+        return lines
+
+
 def _rounded(x: Tensor, spec: Spec) -> Tensor:
     return rounded_blocks(x, spec, -1) if isinstance(spec, BlockSpec) else rounded(x, spec)
+
+
+def _watched_row(step: int, site: str, role: str, spec: Spec, t: Tally, lost: tuple[int, int] | None) -> dict[str, Any]:
+    """A row: what a format would do to the tensors of a role at a site, in a watched step."""
+    return {
+        "step": step,
+        "site": site,
+        "role": role,
+        "format": str(spec.fmt),
+        "underflow": t.underflow_fraction,
+        "overflow": t.overflow_fraction,
+        "sqnr_db": t.sqnr_db if t.signal else None,
+        "amax": t.amax,
+        "spread": binades_in(t.exponents),
+        "nonfinite": t.nonfinite / t.count,
+        "lost": lost[0] / lost[1] if lost is not None and lost[1] else None,
+        "row_bias": t.row_bias,
+        "kurtosis": t.kurtosis,
+    }
+
+
+def _breaks(rows: Rows) -> list[str]:
+    """For each format the first operation that it would break, and what was not finite without any format."""
+    lines = []
+    for fmt in dict.fromkeys(row["format"] for row in rows):
+        first = next((r for r in rows if r["format"] == fmt and r["role"] == "activation" and r["overflow"]), None)
+        if first is not None:
+            lines.append(f"{fmt} would overflow from step {first['step']} on, first at {first['site']}.")
+    bad = next((row for row in rows if row["nonfinite"] and row["role"] not in ("error", "weight_grad")), None)
+    if bad is not None:
+        lines.append(
+            f"Step {bad['step']} is not finite without any format, at {bad['site']} ({bad['role']}): "
+            f"fpsim.why(model, step) says why."
+        )
+    return [*lines, ""] if lines else []
