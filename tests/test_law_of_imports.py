@@ -101,7 +101,6 @@ FLOORS = (
         "reasons.dying reasons.explaining_losses reasons.explaining_norms",
         "diagnose reasons.explaining reasons.masks reasons.slopes reasons.updates",
         "suggesting reasons.timeline",
-        "suggesting_updates",
         "watch reasons.against reasons.trials",
         "reasons.attempts",
         "reasons.edits reasons.update_remedies",

@@ -23,15 +23,17 @@ from fpsim.insight.stepping import as_step, nothing_ran, preserve
 from fpsim.insight.suggesting import (
     Called,
     Limits,
+    Stepped,
     Suggestion,
+    UpdateSuggestion,
     does,
     in_lines,
     output_tensors,
     planned,
     suggested,
+    suggested_update,
     worst_of,
 )
-from fpsim.insight.suggesting_updates import Stepped, UpdateSuggestion, suggested_update
 from fpsim.models.installed import emulated_forwards
 from fpsim.models.optimizers import quantized_optimizer_of
 from fpsim.policies.policy import Policy

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fpsim
-from fpsim.insight.suggesting import Called, Limits, _again
-from fpsim.insight.suggesting_updates import _of_weights
+from fpsim.insight.suggesting import Called, Limits, _again, _of_weights
 
 X = torch.randn(128, 8, generator=torch.Generator().manual_seed(0))
 
