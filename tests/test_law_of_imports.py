@@ -103,7 +103,7 @@ FLOORS = (
         "suggesting reasons.timeline",
         "watch reasons.against reasons.trials",
         "reasons.attempts",
-        "reasons.edits reasons.update_remedies",
+        "reasons.edits",
         "reasons.remedies",
         "reasons.finding",
         "why",

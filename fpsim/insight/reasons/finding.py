@@ -16,9 +16,8 @@ from fpsim.insight.reasons.attempts import Remedy, descendants
 from fpsim.insight.reasons.dying import causes_first, comes_to_nothing, reaches_a_loss
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.numbers import Glance, first_index, glance, is_mask_like
-from fpsim.insight.reasons.remedies import remedies
+from fpsim.insight.reasons.remedies import remedies, update_remedies
 from fpsim.insight.reasons.trials import Change, Outcome, Trials
-from fpsim.insight.reasons.update_remedies import update_remedies
 from fpsim.insight.reasons.updates import Updates
 from fpsim.insight.reasons.widening import LOW, Widening
 from fpsim.models.quantize import listeners
