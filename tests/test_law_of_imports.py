@@ -95,7 +95,7 @@ FLOORS = (
     ),
     (
         "fpsim.insight",
-        "__init__ masks pictures rows stepping reasons.__init__ reasons.event reasons.kept reasons.widening",
+        "__init__ masks pictures rows stepping reasons.__init__ reasons.event reasons.widening",
         "compare last_layers lost_updates ranges sensitivity",
         "recording seen summary reasons.numbers",
         "reasons.dying reasons.explaining_losses reasons.explaining_norms",

@@ -16,8 +16,8 @@ from fpsim.border import require_result
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import Call
 from fpsim.emulation.tracing import Edit, Operation, Trace
-from fpsim.insight.reasons.kept import Kept
 from fpsim.insight.reasons.timeline import Timeline
+from fpsim.insight.stepping import Kept
 from fpsim.models.installed import emulated_forwards
 from fpsim.models.quantize import install_policies, listeners, policies_of
 from fpsim.policies.policy import Policy
