@@ -117,26 +117,8 @@ def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
 
 
 def preserve(model: nn.Module, undo: Undo) -> None:
-    """Put back parameters, buffers, gradients, delayed scaling and random numbers."""
-    tensors = [*model.parameters(), *model.buffers()]
-    values = [t.detach().clone() for t in tensors]
-    gradients = [p.grad for p in model.parameters()]
-    kept = [None if g is None else g.clone() for g in gradients]
-    histories = [listener.histories for listener in listeners(model)] if any(emulated_forwards(model)) else []
-    states = [h.state_dict() for h in histories]
-
-    def put_back() -> None:
-        for t, value in zip(tensors, values, strict=True):
-            if not torch.equal(t, value):
-                t.detach().copy_(value)
-        for p, gradient, saved in zip(model.parameters(), gradients, kept, strict=True):
-            if gradient is not None and saved is not None:
-                gradient.detach().copy_(saved)
-            p.grad = gradient
-        for h, state in zip(histories, states, strict=True):
-            h.load_state_dict(state)
-
-    undo.by(put_back)
+    """Put back what `Kept` keeps of a model, and random numbers."""
+    undo.by(Kept(model).restore)
     keep_random_numbers(undo)
 
 
@@ -156,12 +138,13 @@ def _plain_again(model: nn.Module) -> None:
 
 
 class Kept:
-    """The state of a model, its optimizers and a scaler at one time.
+    """Keeps the state of a model, its optimizers and a scaler, and restores it.
 
+    Of the model: parameters, buffers, gradients, the history of delayed scales, and which modules train.
     optimizers: those that are known.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: Any) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> None:
         self.model, self.scaler = model, scaler
         self.optimizers: list[torch.optim.Optimizer] = []
         self._states: list[tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]] = []
