@@ -21,19 +21,33 @@ MOST = {
     "Linear and GELU in e4m3fn, forward": 99,
     "Linear and GELU in e4m3fn, backward": 28,
     "an addition under emulate": 14,
+    "why on README's example, insight's own part": 6436,
 }
+MOST_FILES, MOST_RUNS = 19, 11  # of insight that `why` enters there, and of the step
 
 
 @pytest.fixture(scope="module")
-def counts() -> dict[str, int]:
+def printed() -> str:
     """By a process of its own: whether anything was ever float32 on purpose is asked of the process."""
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=True)
-    return {name: int(number) for name, number in re.findall(r"^(.*?) +(\d+) calls of", done.stdout, re.MULTILINE)}
+    return subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def counts(printed: str) -> dict[str, int]:
+    return {name: int(number) for name, number in re.findall(r"^(.*?) +(\d+) calls of", printed, re.MULTILINE)}
 
 
 @pytest.mark.parametrize("name", MOST)
 def test_a_small_call_enters_no_more_functions_than_it_did(name: str, counts: dict[str, int]) -> None:
     assert counts[name] <= MOST[name]
+
+
+def test_why_stays_in_few_files_and_runs_the_step_no_more_often_than_it_did(printed: str) -> None:
+    found = re.search(r"^why on .* in (\d+) files, of (\d+) runs of the step", printed, re.MULTILINE)
+    assert found is not None
+    files, runs = map(int, found.groups())
+    assert files <= MOST_FILES
+    assert runs <= MOST_RUNS
 
 
 def test_each_call_is_counted_once_and_nothing_of_torch() -> None:
