@@ -56,62 +56,175 @@ def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: 
     if len(first.losses) != len(second.losses):  # what is found out about torch at first use runs backward too
         first, second = second, trials.run()
     _require_same(first, second)
-    seen, updates = Keeping(model), Updates(model)
-    gradients: dict[str, Glance] = {}
-    held = {event.place for event in before if event.role == "gradient"}  # a step may clear them before it adds
+    return _Checks(trials, before).run()
 
-    def note_cleared() -> None:
-        held.intersection_update(n for n, p in model.named_parameters() if p.grad is not None and glance(p.grad).kinds)
 
-    seen.at_first_gradient = note_cleared
+class _Checks:
+    """The checks of a step that runs the same each time, in their order. The first one that finds events ends them.
 
-    def note_gradients(_: Any = None) -> None:
-        for name, p in model.named_parameters():
+    before: events of the state before the step. buffers: events of the buffers after it.
+    seen, updates, was: what the traced run showed, what its optimizers did, and what it gave.
+    gradients: a summary of each parameter's `.grad` before the optimizer's step, or at the end.
+    held: parameters whose `.grad` was not finite before the step, and not cleared by it.
+    """
+
+    def __init__(self, trials: Trials, before: list[Event]) -> None:
+        self.trials, self.model, self.before = trials, trials.model, before
+        self.seen, self.updates = Keeping(trials.model), Updates(trials.model)
+        self.gradients: dict[str, Glance] = {}
+        self.held = {event.place for event in before if event.role == "gradient"}
+        self.buffers: list[Event] = []
+        self.result = Finding()
+
+    def run(self) -> Finding:
+        """Run the step under the eyes of a timeline, check what it showed, and try remedies for the first event."""
+        self._look()
+        unread = self._leave_out_unread()
+        self.reference = _Reference(self.trials, self.seen)
+        result, events = self.result, self._first_events()
+        if unread and not self.was.is_finite and all(map(_may_be_of_unread, events)):
+            events = [*unread, *events]  # they are read where nobody looks, such as inside of a vmap
+        result.events = events
+        if events:
+            cause = events[0]
+            result.chain = [] if cause.operation is None else _chain(cause, self.seen)
+            result.remedies = self._tried(cause)
+        result.runs = self.trials.runs
+        return result
+
+    # The traced run
+
+    def _look(self) -> None:
+        self.seen.at_first_gradient = self._note_cleared
+        self.was = self.trials.run(None, self.seen, self._before_update, self.updates.after, self._at_end)
+        self.losses = self.seen.losses()
+        result, seen = self.result, self.seen
+        result.loss, result.operations, result.calls = self.was.loss, seen.operations, seen.calls
+        result.checked = _checked(self.model, self.trials, seen, self.updates, self.buffers)
+
+    def _note_cleared(self) -> None:
+        """A step may clear gradients before it adds to them: those that it does are not held."""
+        named = self.model.named_parameters()
+        self.held.intersection_update(n for n, p in named if p.grad is not None and glance(p.grad).kinds)
+
+    def _before_update(self, optimizer: Any) -> None:
+        self._note_gradients()
+        self.updates.before(optimizer)
+
+    def _at_end(self) -> None:
+        self._note_gradients()
+        self.updates.at_end()
+        self.buffers = _buffers_after(self.model, self.trials)
+
+    def _note_gradients(self) -> None:
+        for name, p in self.model.named_parameters():
             if p.grad is not None:
-                gradients.setdefault(name, glance(p.grad))
+                self.gradients.setdefault(name, glance(p.grad))
 
-    def before_update(optimizer: Any) -> None:
-        note_gradients()
-        updates.before(optimizer)
+    def _leave_out_unread(self) -> list[Event]:
+        """Take parameters and buffers that no operation reads from `before`: they harm no step, whatever they hold."""
+        before = [event for event in self.before if event.role != "gradient" or event.place in self.held]
+        operations = self.seen.operations
+        read = {s.site for o in operations for s in o.sources if s is not None}
+        read |= {name for name, b in self.model.named_buffers() if id(b) in self.seen.outside}
+        unread = [e for e in before if operations and e.role in ("parameter", "buffer") and e.place not in read]
+        for event in unread:
+            self.result.checked.append(
+                f"{event.place} holds numbers that are not finite, and the step does not read it."
+            )
+            self.was.bad = [bad for bad in self.was.bad if bad != f"{event.role} {event.place}"]
+            self.trials.unread.add(event.place)
+        self.before = [event for event in before if event not in unread]
+        return unread
 
-    def at_end() -> None:
-        note_gradients()
-        updates.at_end()
-        result.events = _buffers_after(model, trials)
+    # The checks
 
-    result = Finding()
-    was = trials.run(None, seen, before_update, updates.after, at_end)
-    buffers, result.events = result.events, []
-    result.loss, result.operations, result.calls = was.loss, seen.operations, seen.calls
-    result.checked = _checked(model, trials, seen, updates, buffers)
-    before = [event for event in before if event.role != "gradient" or event.place in held]
-    unread = _unread(model, trials, before, was, seen, result)
-    before = [event for event in before if event not in unread]
-    result.events = _events(model, trials, before, was, seen, updates, gradients, buffers, result)
-    if unread and not was.is_finite and all(map(_may_be_of_unread, result.events)):
-        result.events = [*unread, *result.events]  # they are read where nobody looks, such as inside of a vmap
-    result.loss = was.loss
-    if result.events:
-        cause = result.events[0]
-        if cause.operation is not None:
-            result.chain = _chain(cause, seen)
-        result.remedies = _tried(trials, cause, seen, updates, was)
-    result.runs = trials.runs
-    return result
+    def _first_events(self) -> list[Event]:
+        """The events of the first check that has any, the cause first."""
+        inputs, is_emulated = [e for e in self.seen.events if e.role == "input"], self.trials.emulated
+        self.broken = {event.place.rpartition(".")[0] for event in self.buffers}
+        self.harmless = [e for e in inputs if comes_to_nothing(e.readers, self.losses, is_emulated, self.broken)]
+        self.inputs = [e for e in inputs if e not in self.harmless]
+        checks = (
+            *(self._state, self._broken_numbers, self._lost_gradient, self._accumulated, self._updates),
+            *(self._buffers, self._error, self._end),
+        )
+        return next((events for check in checks if (events := check())), [])
 
+    def _state(self) -> list[Event]:
+        """What came in: inputs, then parameters, buffers and states, then gradients that are in the way."""
+        is_bad = {name for name, gradient in self.gradients.items() if gradient.kinds}
+        at_begin = [e for e in self.before if e.role != "gradient" or e.place in is_bad]
+        readers = {s.site: o.site for o in reversed(self.seen.operations) for s in o.sources if s is not None}
+        for event in at_begin:
+            if event.place in readers:
+                event.why.append(f"It is read first by {readers[event.place]}.")
+        if self.inputs or any(e.role in ("parameter", "buffer") for e in at_begin):
+            _run_in_float32(self.trials, self.seen, self.result)
+        return [*self.inputs, *sorted(at_begin, key=lambda event: event.role == "gradient")]
 
-def _unread(
-    model: nn.Module, trials: Trials, before: list[Event], was: Outcome, seen: Keeping, result: Finding
-) -> list[Event]:
-    """Of the parameters and buffers that no operation reads: they harm no step, whatever they hold."""
-    read = {s.site for o in seen.operations for s in o.sources if s is not None}
-    read |= {name for name, b in model.named_buffers() if id(b) in seen.outside}
-    unread = [e for e in before if seen.operations and e.role in ("parameter", "buffer") and e.place not in read]
-    for event in unread:
-        result.checked.append(f"{event.place} holds numbers that are not finite, and the step does not read it.")
-        was.bad = [bad for bad in was.bad if bad != f"{event.role} {event.place}"]
-        trials.unread.add(event.place)
-    return unread
+    def _broken_numbers(self) -> list[Event]:
+        """What the step itself made: inf and NaN; or what it cut off, where no number broke."""
+        seen, is_finite = self.seen, self.was.is_finite
+        hard = [e for e in seen.events if e.stage != "state"]
+        hard = causes_first(hard, self.losses, is_finite, self.reference.breaks_too)
+        minus = [] if is_finite or any(e.stage == "forward" for e in hard) else seen.minus
+        minus = [e for e in minus if reaches_a_loss(e.readers, self.losses, self.broken)]
+        if minus:
+            return minus
+        events = hard or seen.saturations
+        if events:
+            _run_in_float32(self.trials, seen, self.result)
+        return _own_causes(events)
+
+    def _lost_gradient(self) -> list[Event]:
+        if not (self.reference.is_wanted and may_be_lost(self.seen)):
+            return []
+        lost = lost_gradient(self.seen, self.reference.seen, self.reference.wide)
+        if lost is None:
+            return []
+        self.result.float32 = self.reference.loss
+        earlier, _, _ = error_event(self.seen, self.reference.seen)  # a lost result takes its gradients with it
+        return [lost] if earlier is None else [earlier, lost]
+
+    def _accumulated(self) -> list[Event]:
+        return _accumulated(self.model, self.gradients, self.seen, self.trials)
+
+    def _updates(self) -> list[Event]:
+        return self.updates.events or [event for event in (self.updates.lost(),) if event is not None]
+
+    def _buffers(self) -> list[Event]:
+        return self.buffers
+
+    def _error(self) -> list[Event]:
+        """Where a result has nothing in common with float32's."""
+        checked = self.result.checked
+        if not self.reference.is_wanted:
+            checked.append("The model computes in float32 or more: there is nothing to compare it with.")
+            return []
+        error, worst, _ = error_event(self.seen, self.reference.seen)
+        self.result.float32 = self.reference.loss
+        checked.append(f"Against float32: the largest relative error of a result is {worst:.3g}.")
+        return [] if error is None else [error]
+
+    def _end(self) -> list[Event]:
+        """What nobody has seen the cause of."""
+        bad = self.was.bad
+        if self.was.is_finite or self.harmless:  # what a step returns need not be the loss that it goes back from
+            return [] if self.was.is_finite else self.harmless
+        event = Event("loss", "NaN", bad[0] if bad else "the loss", "loss")
+        event.why.append(
+            f"Not finite at the end of the step: {', '.join(bad[:3]) or 'the loss'}; no operation that is seen made it."
+        )
+        return [event]
+
+    def _tried(self, cause: Event) -> list[Remedy]:
+        is_gradient = cause.role == "gradient"
+        if cause.stage in ("buffers", "loss") or (cause.stage == "state" and not is_gradient):
+            return []
+        if cause.stage in ("optimizer", "accumulation") or is_gradient:
+            return update_remedies(self.trials, cause, self.updates, self.seen)
+        return remedies(self.trials, cause, self.seen, self.was)
 
 
 def _may_be_of_unread(event: Event) -> bool:
@@ -213,76 +326,10 @@ def _buffers_after(model: nn.Module, trials: Trials) -> list[Event]:
     return events
 
 
-def _events(
-    model: nn.Module,
-    trials: Trials,
-    before: list[Event],
-    was: Outcome,
-    seen: Keeping,
-    updates: Updates,
-    gradients: dict[str, Glance],
-    buffers: list[Event],
-    result: Finding,
-) -> list[Event]:
-    """The events of the first check that has any, the cause first."""
-    is_bad = {name for name, gradient in gradients.items() if gradient.kinds}
-    at_begin = [e for e in before if e.role != "gradient" or e.place in is_bad]
-    inputs = [e for e in seen.events if e.stage == "state" and e.role == "input"]
-    broken = {event.place.rpartition(".")[0] for event in buffers}
-    harmless = [e for e in inputs if comes_to_nothing(e.readers, seen.losses(), trials.emulated, broken)]
-    inputs = [e for e in inputs if e not in harmless]
-    readers = {s.site: o.site for o in reversed(seen.operations) for s in o.sources if s is not None}
-    for event in at_begin:
-        if event.place in readers:
-            event.why.append(f"It is read first by {readers[event.place]}.")
-    state = [*inputs, *[e for e in at_begin if e.role != "gradient"], *[e for e in at_begin if e.role == "gradient"]]
-    if state:
-        if inputs or any(e.role in ("parameter", "buffer") for e in at_begin):
-            _run_in_float32(trials, seen, result)
-        return state
-    reference = _Reference(trials, seen)
-    hard = [e for e in seen.events if e.stage != "state"]
-    hard = causes_first(hard, seen.losses(), was.is_finite, reference.breaks_too)
-    minus = [] if was.is_finite or any(e.stage == "forward" for e in hard) else seen.minus
-    minus = [e for e in minus if reaches_a_loss(e.readers, seen.losses(), broken)]
-    if minus:
-        return minus
-    saturations = [e for e in seen.saturations if not hard]
-    if hard or saturations:
-        _run_in_float32(trials, seen, result)
-        return _own_causes([*hard, *saturations])
-    if reference.is_wanted and may_be_lost(seen):
-        lost = lost_gradient(seen, reference.seen, reference.wide)
-        if lost is not None:
-            result.float32 = reference.loss
-            earlier, _, _ = error_event(seen, reference.seen)  # a result that is lost takes its gradients with it
-            return [lost] if earlier is None else [earlier, lost]
-    added = _accumulated(model, gradients, seen, trials)
-    for events in (added, updates.events, [e for e in (updates.lost(),) if e is not None], buffers):
-        if events:
-            return events
-    if reference.is_wanted:
-        error, worst, _ = error_event(seen, reference.seen)
-        result.float32 = reference.loss
-        result.checked.append(f"Against float32: the largest relative error of a result is {worst:.3g}.")
-        if error is not None:
-            return [error]
-    else:
-        result.checked.append("The model computes in float32 or more: there is nothing to compare it with.")
-    if not was.is_finite and harmless:  # what a step returns need not be the loss that it goes back from
-        return harmless
-    if not was.is_finite:
-        event = Event("loss", "NaN", was.bad[0] if was.bad else "the loss", "loss")
-        event.why.append(
-            f"Not finite at the end of the step: {', '.join(was.bad[:3]) or 'the loss'}; no operation that "
-            f"is seen made it."
-        )
-        return [event]
-    return []
-
-
 def _own_causes(events: list[Event]) -> list[Event]:
     """The first event, and those after it that do not follow from it."""
+    if not events:
+        return []
     first, *others = events
     if first.operation is None:
         return events
@@ -390,16 +437,6 @@ def _chain(cause: Event, seen: Keeping) -> list[str]:
         further = [o for o in at.children if id(o) in leads]
         at = None if at is loss or not further else further[0]
     return sites
-
-
-def _tried(trials: Trials, cause: Event, seen: Keeping, updates: Updates, was: Outcome) -> list[Remedy]:
-    if cause.stage == "state" and cause.role != "gradient":
-        return []
-    if cause.stage in ("optimizer", "accumulation") or cause.role == "gradient":
-        return update_remedies(trials, cause, updates, seen)
-    if cause.stage in ("buffers", "loss"):
-        return []
-    return remedies(trials, cause, seen, was)
 
 
 def _checked(model: nn.Module, trials: Trials, seen: Keeping, updates: Updates, buffers: list[Event]) -> list[str]:
