@@ -66,6 +66,14 @@ class Operation:
     def __repr__(self) -> str:
         return f"Operation({self.site!r})"
 
+    @property
+    def origin(self) -> Operation:
+        """The operation that computed these values: itself, or the one behind a chain of views."""
+        at = self
+        while not at.computes and len(at.parents) == 1 and at.parents[0].name != "parameter":
+            at = at.parents[0]
+        return at
+
     def all_behind(self) -> set[int]:
         """The ids of this operation and of all that it follows from."""
         known: set[int] = set()

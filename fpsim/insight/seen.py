@@ -168,8 +168,7 @@ class Seen:
         operation.notes["gradient"] = numbers
         self.gradients.append(operation)
         after = [child.notes["gradient"] for child in operation.children if "gradient" in child.notes]
-        while not operation.computes and len(operation.parents) == 1 and operation.parents[0].name != "parameter":
-            operation = operation.parents[0]  # of a view: what gave the values is to be named
+        operation = operation.origin  # of a view: what gave the values is to be named
         if not any(event["site"] == operation.site and event["role"] == role for event, _ in self.events):
             self._note(operation, role, numbers, after)
 

@@ -115,9 +115,7 @@ def _is_noise(operation: Operation, true: Glance, reference: Keeping) -> bool:
 
 def _lost_event(operation: Operation, gradient: Glance, true: Glance) -> Event:
     is_parameter = operation.name == "parameter"
-    at = operation
-    while not is_parameter and not at.computes and len(at.parents) == 1 and at.parents[0].name != "parameter":
-        at = at.parents[0]
+    at = operation.origin
     ends = _gradient_ends(operation, at)
     event = Event("backward", "gradient lost", at.site, "weight_grad" if is_parameter else "error")
     event.operation = event.origin = at

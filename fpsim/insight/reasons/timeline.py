@@ -211,9 +211,7 @@ class Timeline:
         after = [child.notes["gradient"] for child in operation.children if "gradient" in child.notes]
         new = numbers.kinds.difference(*(g.kinds for g in after)) if after else numbers.kinds
         if new and not any("NaN" in g.kinds for g in after):
-            at = operation
-            while not at.computes and len(at.parents) == 1 and at.parents[0].name != "parameter":
-                at = at.parents[0]
+            at = operation.origin
             broken = [e for e in self.events if e.stage == "backward"]  # of its rounding there is an event already
             if not any(e.operation is at or e.operation in at.children or e.place == at.site for e in broken):
                 self._add(explain_gradient(operation, at, role, gradient, new))
