@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fpsim.emulation.tracing import Operation
+from fpsim.insight.ranges import Ends, Glance
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.numbers import Ends, Glance
 from fpsim.insight.reasons.timeline import Timeline
 
 __all__ = ["Keeping", "error_event", "lost_gradient", "may_be_lost"]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fpsim.emulation.calls import Call
 from fpsim.emulation.tracing import Operation
+from fpsim.insight.ranges import Ends
 from fpsim.insight.reasons.attempts import EPS, Attempts, Remedy
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.explaining_losses import classes_of
-from fpsim.insight.reasons.numbers import Ends
 from fpsim.insight.reasons.timeline import Timeline
 from fpsim.insight.reasons.trials import Change
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.masks import number_in
+from fpsim.insight.ranges import Ends, Glance, first_index, glance
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.explaining_losses import of_alignment, of_emptiness, of_softmax, of_target
 from fpsim.insight.reasons.explaining_norms import of_determinant, of_normalisation, of_poles
-from fpsim.insight.reasons.numbers import Ends, Glance, first_index, glance
 
 __all__ = ["explain_forward", "source_name"]
 

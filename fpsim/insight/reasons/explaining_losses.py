@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpsim.insight.ranges import first_index
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.numbers import first_index
 
 __all__ = ["classes_of", "of_alignment", "of_emptiness", "of_softmax", "of_target"]
 

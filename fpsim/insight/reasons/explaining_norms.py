@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fpsim.insight.ranges import Glance
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.numbers import Glance
 
 __all__ = ["of_determinant", "of_normalisation", "of_poles"]
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpsim.insight.ranges import Glance, first_index, glance, is_mask_like
 from fpsim.insight.reasons.against import Keeping, error_event, lost_gradient, may_be_lost
 from fpsim.insight.reasons.attempts import Remedy, descendants
 from fpsim.insight.reasons.dying import causes_first, comes_to_nothing, reaches_a_loss
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.numbers import Glance, first_index, glance, is_mask_like
 from fpsim.insight.reasons.remedies import remedies, update_remedies
 from fpsim.insight.reasons.trials import Change, Outcome, Trials
 from fpsim.insight.reasons.updates import Updates

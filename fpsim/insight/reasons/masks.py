@@ -6,8 +6,8 @@ from torch import Tensor
 
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.masks import LEAKS, leaking
+from fpsim.insight.ranges import Ends, first_index
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.numbers import Ends, first_index
 
 __all__ = ["leak"]
 

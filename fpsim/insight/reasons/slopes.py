@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from fpsim.emulation.tracing import Operation
+from fpsim.insight.ranges import Ends, Glance, first_index, glance
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.numbers import Ends, Glance, first_index, glance
 
 __all__ = ["explain_gradient"]
 

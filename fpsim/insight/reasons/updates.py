@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpsim.insight.ranges import Ends, first_index, glance
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.numbers import Ends, first_index, glance
 from fpsim.models.installed import emulated_forwards
 from fpsim.tensors.noise import keep_random_numbers
 from fpsim.tensors.ops import round_to

@@ -26,10 +26,10 @@ import fpsim
 from fpsim.__main__ import main
 from fpsim.emulation.calls import call_of
 from fpsim.insight.masks import leaking
+from fpsim.insight.ranges import Ends, Glance, glance, is_mask_like
 from fpsim.insight.reasons.against import _is_noise, _relative
 from fpsim.insight.reasons.attempts import Attempts
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.numbers import Ends, Glance, glance, is_mask_like
 from fpsim.insight.reasons.timeline import Timeline
 from fpsim.insight.reasons.trials import Change, Outcome
 from fpsim.insight.reasons.updates import Updates
