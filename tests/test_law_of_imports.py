@@ -66,7 +66,7 @@ FLOORS = (
     ),
     (
         "fpsim.emulation",
-        "by_identity callers einsum forms marks module_calls packing recurrent",
+        "by_identity callers einsum forms marks module_calls operations packing recurrent",
         "kept_weights",
         "scope",
         "accumulated arguments backward casts checkpoints operands steps",

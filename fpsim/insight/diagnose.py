@@ -16,7 +16,7 @@ from fpsim.emulation.scope import Listeners, Observer
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.insight.ranges import Range
 from fpsim.insight.rows import Rows, number
-from fpsim.insight.seen import AFTER, CAME_IN, FILLS, Seen, is_backward
+from fpsim.insight.seen import AFTER, CAME_IN, Seen, fills, is_backward
 from fpsim.insight.stepping import as_step, nothing_ran, preserve
 from fpsim.models.installed import emulated_forwards
 from fpsim.models.quantize import listeners
@@ -202,7 +202,7 @@ def _numbers(operation: Operation) -> dict[str, Any]:
     for name, words in (("result", ""), ("gradient", "gradient_")):
         numbers: Range | None = operation.notes.get(name)
         row[f"{words}amax"] = None if numbers is None else numbers.amax
-        is_mask = operation.name in FILLS or operation.notes.get("masked") is not None
+        is_mask = fills(operation) or operation.notes.get("masked") is not None
         masks = numbers.minus if numbers is not None and name == "result" and is_mask else 0
         row[f"{words}nonfinite"] = None if numbers is None else (numbers.nonfinite - masks) / max(numbers.count, 1)
     return row

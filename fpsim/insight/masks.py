@@ -7,31 +7,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpsim.emulation.operations import Kind, spelling_of
 from fpsim.emulation.tracing import Operation
 
 __all__ = ["LEAKS", "leaking", "masked_in", "number_in"]
 
 _FAR = -1e3  # a finite constant from which on down a score is a mask
 LEAKS = 1e-5  # the least weight on a masked position that counts
-_FILLS = frozenset("masked_fill masked_fill_ where".split())
-_ADDITIONS = frozenset("add sub iadd add_ radd masked_fill".split())
 
 
 def masked_in(
     operation: Operation, operands: list[Tensor], arguments: tuple[Any, ...], result: Tensor
 ) -> Tensor | None:
     """Where a finite constant, or a tensor of such constants, masks the result; None where nothing does."""
-    if operation.name in _FILLS:
+    spelling = spelling_of(operation.name)
+    name, kind = spelling.row.name, spelling.row.kind
+    if name in ("masked_fill", "where"):
         masks = [a for a in arguments if isinstance(a, Tensor) and a.dtype is torch.bool]
         fills = [*number_in(arguments), *(float(x) for x in operands if x.numel() == 1)]
         if not masks or not any(c <= _FAR for c in fills):
             return None
-        where = masks[0] if operation.name != "where" else _side_of(masks[0], arguments)
+        where = masks[0] if name != "where" else _side_of(masks[0], arguments)
         return _shaped(where, result)
-    if operation.name in ("mul", "rmul", "masked_fill") and any(c <= _FAR for c in number_in(arguments)) and operands:
+    if name == "mul" and any(c <= _FAR for c in number_in(arguments)) and operands:
         x = operands[0]
         return _shaped(x != 0, result) if bool(((x == 0) | (x == 1)).all()) else None
-    if operation.name in _ADDITIONS:
+    if kind is Kind.ADDITION and not spelling.is_swapped:  # what is subtracted from a number has another sign
         for source, x in zip(operation.sources, operands, strict=False):
             known = None if source is None else source.notes.get("masked")
             if known is not None and known.shape == x.shape:
@@ -40,17 +41,11 @@ def masked_in(
                 return _shaped(x <= _FAR, result)
     for source in operation.sources[:1]:
         known = None if source is None else source.notes.get("masked")
-        if known is not None and known.shape == result.shape and operation.name in _KEEP:
+        if known is not None and known.shape == result.shape and spelling.row.keeps_mask and not spelling.is_swapped:
             return known  # type: ignore[no-any-return]
-        if known is not None and operation.name in _VIEWS and known.numel() == result.numel():
+        if known is not None and kind is Kind.VIEW and known.numel() == result.numel():
             return known.reshape(result.shape)  # type: ignore[no-any-return]
     return None
-
-
-_KEEP = frozenset(
-    "div truediv mul to float half bfloat16 type contiguous clone idiv div_ add sub maximum max clamp".split()
-)
-_VIEWS = frozenset("view reshape unsqueeze squeeze flatten __getitem__ getitem".split())
 
 
 def _side_of(condition: Tensor, arguments: tuple[Any, ...]) -> Tensor:

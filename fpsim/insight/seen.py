@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpsim.emulation.operations import Kind, row_of, spelling_of
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.formats.blocks import BlockFormat
 from fpsim.insight.masks import leaking, masked_in
@@ -16,14 +17,15 @@ from fpsim.tensors.shared_scales import Cut
 from fpsim.tensors.spec import Spec
 from fpsim.tensors.tally import Accumulator
 
-__all__ = ["AFTER", "CAME_IN", "FILLS", "Seen", "is_backward", "overflow_of"]
+__all__ = ["AFTER", "CAME_IN", "Seen", "fills", "is_backward", "overflow_of"]
 
-# What puts an infinity in its result on purpose.
-FILLS = frozenset("masked_fill masked_fill_ index_fill index_fill_ full full_like new_full fill where tensor".split())
 CAME_IN = ("input", "parameter", "buffer")  # roles of what was not finite before anything was computed
 AFTER = ("the parameter", "the buffer", "the gradient that is kept in")  # and of what is not finite afterwards
-DIVISIONS = frozenset("div divide true_divide truediv itruediv div_ floor_divide floordiv".split())
-DIVIDES_BY_FIRST = frozenset("reciprocal rsqrt rtruediv rdiv reciprocal_ rsqrt_".split())
+
+
+def fills(operation: Operation) -> bool:
+    """Whether an operation puts an infinity in its result on purpose."""
+    return row_of(operation.name).kind is Kind.FILL
 
 
 def is_backward(role: str) -> bool:
@@ -63,13 +65,13 @@ class Seen:
         self.calls[operation.site] = max(self.calls.get(operation.site, 0), operation.call + 1)
         self._by_site.update(dict.fromkeys((operation.site, *self._sites), operation))
         operation.notes["names"] = [self._buffers.get(id(x), "(from outside)") for x in operands]
-        if operation.name not in FILLS:
+        if not fills(operation):
             for source, x, numbers in zip(operation.sources, operands, ranges, strict=True):
                 self._note_outside(operation, source, x, numbers)
         self._name_weights(operation)
         self._note_arguments(operation, operands, result)
         rounded = self._note_roundings(operation)
-        if operation.name not in FILLS and "inf" not in rounded:
+        if not fills(operation) and "inf" not in rounded:
             self._note(operation, "activation", operation.notes["result"], ranges)
         self._note_leak(operation, result)
         self._waiting, self._sites, self._weights, self._end = [], [], [], None
@@ -97,10 +99,10 @@ class Seen:
         integers = [
             (i, a) for i, a in enumerate(values) if isinstance(a, Tensor) and not a.is_floating_point() and a.numel()
         ]
-        is_divided = operation.name in DIVISIONS and len(values) > 1
-        if is_divided:
+        spelling = spelling_of(operation.name)
+        if spelling.row.divides is not None:
             notes["integers"] = [(f"operand {i + 1} (integers)", _of_integers(a)) for i, a in integers]
-        divisor = values[1] if is_divided else values[0] if operation.name in DIVIDES_BY_FIRST and values else None
+        divisor = None if spelling.row.divides is None else spelling.get(spelling.row.divides, values, options)
         if isinstance(divisor, Tensor):
             zeros = int((divisor == 0).sum())
             notes["divides"] = f", a division by zero ({zeros} of {divisor.numel()} divisors)" if zeros else ""

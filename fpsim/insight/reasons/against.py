@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpsim.emulation.operations import Kind, row_of
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.ranges import Ends, Glance
 from fpsim.insight.reasons.event import Event
@@ -19,7 +20,6 @@ LOST = 0.99  # the share of the gradients that are zero and should not be
 NOISE = 1e-4  # of the gradient that is summed: a sum below that is what cancels
 GONE = 0.9  # a relative error from which on nothing is left
 GROWN, LARGE = 8.0, 0.1  # the growth, and the error, from which on growth is told of
-_SCALINGS = frozenset("mul rmul imul div truediv itruediv float half bfloat16 to type sum mean".split())
 Key = tuple[str, int, int]
 
 
@@ -101,8 +101,8 @@ def _is_noise(operation: Operation, true: Glance, reference: Keeping) -> bool:
     if true.amax < 1e-36:
         return True
     if operation.name != "parameter":
-        if all(reader.name in _SCALINGS for reader in _readers(operation)):
-            return False  # a product with one number cancels nothing
+        if all(_cancels_nothing(reader) for reader in _readers(operation)):
+            return False
         around = [reference.by_key.get((c.site, c.call, c.notes.get("batch") or 0)) for c in _readers(operation)]
         most = max((o.notes["gradient"].amax for o in around if o is not None and "gradient" in o.notes), default=0.0)
         return true.amax < 1e-12 * most
@@ -111,6 +111,12 @@ def _is_noise(operation: Operation, true: Glance, reference: Keeping) -> bool:
     around = [reference.by_key.get((c.site, c.call, c.notes.get("batch") or 0)) for c in operation.children]
     most = max((o.notes["gradient"].amax for o in around if o is not None and "gradient" in o.notes), default=0.0)
     return true.amax < NOISE * most
+
+
+def _cancels_nothing(operation: Operation) -> bool:
+    """Whether the gradient of what an operation reads is its own, times one number."""
+    row = row_of(operation.name)
+    return row.scales or row.kind is Kind.CAST or row.name in ("sum", "mean")
 
 
 def _lost_event(operation: Operation, gradient: Glance, true: Glance) -> Event:
@@ -246,9 +252,7 @@ def _grown_event(operation: Operation, mine: Tensor, true: Tensor, error: float,
 def _is_difference(operation: Operation, true: Tensor) -> bool:
     """Whether large numbers leave a small one."""
     largest = max((p.notes["result"].amax for p in operation.parents if "result" in p.notes), default=0.0)
-    return operation.name in ("sub", "add", "rsub", "isub", "iadd", "sub_", "add_") and largest > 8 * float(
-        true.abs().max()
-    )
+    return row_of(operation.name).kind is Kind.ADDITION and largest > 8 * float(true.abs().max())
 
 
 def _ulp(x: float, ends: Ends) -> float:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fpsim.emulation.operations import row_of
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.seen import FILLS
+from fpsim.insight.seen import fills
 
 __all__ = ["causes_first", "comes_to_nothing", "reaches_a_loss"]
 
-_REPLACE = frozenset(("nan_to_num", "nan_to_num_", "nansum", "nanmean", *FILLS))
 _WIDE = ("float32", "float64", "fp32")
 
 
@@ -44,9 +44,14 @@ def comes_to_nothing(readers: list[Operation], losses: list[Operation], is_emula
     if any(o.module in broken for o in reached):
         return False
     reading = [*readers, *(c for o in reached for c in o.children)]
-    if is_emulated and any(o.computes and not _is_bad(o, "result") and o.name not in _REPLACE for o in reading):
+    if is_emulated and any(o.computes and not _is_bad(o, "result") and not _replaces(o) for o in reading):
         return False
     return _ends_early(bad, readers, losses)
+
+
+def _replaces(operation: Operation) -> bool:
+    """Whether an operation puts other numbers in the place of infinities and NaN."""
+    return fills(operation) or not row_of(operation.name).passes
 
 
 def reaches_a_loss(readers: list[Operation], losses: list[Operation], broken: set[str]) -> bool:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import Call
+from fpsim.emulation.operations import Kind, Row, canonical, row_of, spelling_of
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.ranges import Ends
 from fpsim.insight.reasons.attempts import EPS, Attempts, Remedy
@@ -30,19 +32,6 @@ __all__ = [
     "zero_infinity",
 ]
 
-LOGARITHMS = ("log", "log2", "log10", "log_")
-ROOTS = ("sqrt", "rsqrt", "sqrt_", "rsqrt_", "pow", "pow_", "float_power")
-DECOMPOSITIONS = ("linalg_eigh", "linalg_svd", "svd", "linalg_eig")
-DIVISIONS = ("div", "truediv", "true_divide", "divide")
-INVERSES = ("reciprocal", "rsqrt", "rtruediv", "rdiv", "reciprocal_", "rsqrt_", "pow", "pow_")
-# Where the slope of a function has no end: the borders of its domain.
-BORDERS = {
-    **dict.fromkeys(("asin", "acos", "atanh", "arcsin", "arccos", "arctanh", "erfinv"), (-1.0, 1.0)),
-    **dict.fromkeys(("acosh", "arccosh"), (1.0, math.inf)),
-    "log1p": (-1.0, math.inf),
-    "logit": (0.0, 1.0),
-}
-
 
 def _at(operation: Operation, change: Callable[[Call, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]) -> Any:
     """An edit that changes the arguments of one call."""
@@ -53,6 +42,33 @@ def _at(operation: Operation, change: Callable[[Call, tuple[Any, ...], dict[str,
         return func(*args, **kwargs)
 
     return edit
+
+
+def _with(
+    kind: Call, position: int, change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with `change` of the one that has this position in the operation's row.
+
+    What the call writes to is changed in place, for the step may read it rather than what the call returns.
+    """
+    key = spelling_of(kind.name).find(position, args, kwargs)
+    if key is None:
+        return args, kwargs
+    given = args[key] if isinstance(key, int) else kwargs[key]
+    if key == 0 and kind.writes_to_first(args, kwargs):
+        for x in tensors_in(given):
+            x.copy_(change(x.clone()))  # of a copy: what autograd saves of it is not written to
+        return args, kwargs
+    changed = [*map(change, given)] if isinstance(given, list | tuple) else change(given)  # a list: torch._foreach_*
+    if isinstance(key, str):
+        return args, {**kwargs, key: changed}
+    return (*args[:key], changed, *args[key + 1 :]), kwargs
+
+
+def _border(row: Row) -> tuple[float, float] | None:
+    """The borders of an operation's domain; None where all positive numbers are inside."""
+    domain = row.domain
+    return None if domain is None or (domain.low, domain.high) == (0.0, math.inf) else (domain.low, domain.high)
 
 
 def lost_eps(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
@@ -84,13 +100,17 @@ def lost_eps(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
 def clamped_count(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
     operation = event.operation
     assert operation is not None
-    others = [o for o in seen.operations if o is not operation and o.name == operation.name and _is_by_zero(o)]
+    name = canonical(operation.name)
+    others = [o for o in seen.operations if o is not operation and canonical(o.name) == name and _is_by_zero(o)]
     indices = {o.index for o in (operation, *others)}
 
+    def at_least_1(divisor: Any) -> Any:
+        return divisor.clamp(min=1) if isinstance(divisor, Tensor) else max(divisor, 1)
+
     def edit(index: int, kind: Call, func: Any, args: Any, kwargs: Any) -> Any:
-        if index in indices and len(args) > 1:
-            divisor = args[1]
-            args = (args[0], divisor.clamp(min=1) if isinstance(divisor, Tensor) else max(divisor, 1), *args[2:])
+        divides = row_of(kind.name).divides
+        if index in indices and divides is not None:
+            args, kwargs = _with(kind, divides, at_least_1, args, kwargs)
         return func(*args, **kwargs)
 
     outcome = attempts.works(Change(edit=edit))
@@ -103,7 +123,10 @@ def clamped_count(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
 
 def _is_by_zero(operation: Operation) -> bool:
     """Whether a division reads a divisor that has zeros and nothing negative, and gives what is not finite."""
-    divisor = operation.sources[1].notes["result"] if len(operation.sources) > 1 and operation.sources[1] else None
+    spelling = spelling_of(operation.name)
+    at = -1 if spelling.row.divides is None else spelling.place(spelling.row.divides)
+    source = operation.sources[at] if 0 <= at < len(operation.sources) else None
+    divisor = None if source is None else source.notes["result"]
     return divisor is not None and divisor.has_zeros and divisor.low >= 0 and bool(operation.notes["result"].kinds)
 
 
@@ -154,23 +177,25 @@ def unmasked(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
 def steep(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
     operation = event.operation
     assert operation is not None
-    border = BORDERS.get(operation.name)
+    row = row_of(operation.name)
+    border, turns = _border(row), row.kind is Kind.DECOMPOSITION
     ends: Ends = operation.notes["ends"]
     inside = (*EPS, 1e-2) if border is not None else EPS  # in bfloat16 1 - 1e-3 is 1
     for eps in (e for e in inside if ends.holds(e)):
 
         def change(kind: Call, args: Any, kwargs: Any, eps: float = eps) -> Any:
-            at = 1 if operation.name in DIVISIONS else 0
-            x = args[at]
-            if operation.name in DECOMPOSITIONS:
-                return (x + _ramp(x, eps), *args[1:]), kwargs
-            x = x + eps if border is None else x.clamp(border[0] + eps, border[1] - eps)
-            return (*args[:at], x, *args[at + 1 :]), kwargs
+            def moved(x: Any) -> Any:
+                if turns:
+                    return x + _ramp(x, eps)
+                return x + eps if border is None else x.clamp(border[0] + eps, border[1] - eps)
+
+            at = row.divides if row.divides is not None else 0 if row.domain is None else row.domain.at
+            return _with(kind, at, moved, args, kwargs)
 
         outcome = attempts.works(Change(edit=_at(operation, change)))
         if outcome is not None:
             words = f"{eps:g} added to what it reads"
-            if operation.name in DECOMPOSITIONS:
+            if turns:
                 words = f"{eps:g} times 1, 2, 3, ... added to the diagonal of what it reads"
             elif border is not None:
                 words = f"its input clamped {eps:g} inside its domain"
@@ -229,14 +254,19 @@ def in_domain(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None
         "logarithm of a negative number",
     ):
         return None
-    if operation.name not in (*LOGARITHMS, *ROOTS, *BORDERS):
+    row = row_of(operation.name)
+    if row.domain is None and row.kind is not Kind.POWER:
         return None
-    border = BORDERS.get(operation.name)
+    border, at = _border(row), 0 if row.domain is None else row.domain.at
     for eps in _steps(operation, border):
 
         def change(kind: Call, args: Any, kwargs: Any, eps: float = eps) -> Any:
-            x = args[0].clamp(min=eps) if border is None else args[0].clamp(border[0] + eps, border[1] - eps)
-            return (x, *args[1:]), kwargs
+            def inside(x: Any) -> Any:
+                if not isinstance(x, Tensor):
+                    return x
+                return x.clamp(min=eps) if border is None else x.clamp(border[0] + eps, border[1] - eps)
+
+            return _with(kind, at, inside, args, kwargs)
 
         outcome = attempts.works(Change(edit=_at(operation, change)))
         if outcome is not None:
@@ -257,17 +287,20 @@ def _steps(operation: Operation, border: tuple[float, float] | None) -> Iterator
 def other_divisor(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
     """A small number in the place of a divisor that is zero."""
     operation = event.operation
-    if operation is None or event.kind != "division by zero" or operation.name not in (*DIVISIONS, *INVERSES):
+    if operation is None or event.kind != "division by zero":
         return None
-    at = 1 if operation.name in DIVISIONS else 0
+    row = row_of(operation.name)
+    if row.divides is None and row.kind is not Kind.POWER:
+        return None
+    at = row.divides or 0
     ends: Ends = operation.notes["ends"]
     for eps in (e for e in EPS if ends.holds(e)):
 
         def change(kind: Call, args: Any, kwargs: Any, eps: float = eps) -> Any:
-            divisor = args[at] if len(args) > at else None
-            if not isinstance(divisor, Tensor):
-                return args, kwargs
-            return (*args[:at], torch.where(divisor == 0, eps, divisor).to(divisor.dtype), *args[at + 1 :]), kwargs
+            def other(x: Any) -> Any:
+                return torch.where(x == 0, eps, x).to(x.dtype) if isinstance(x, Tensor) else x
+
+            return _with(kind, at, other, args, kwargs)
 
         outcome = attempts.works(Change(edit=_at(operation, change)))
         if outcome is not None:

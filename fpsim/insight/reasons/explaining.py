@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fpsim.emulation.operations import Domain, Kind, row_of, spelling_of
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.masks import number_in
 from fpsim.insight.ranges import Ends, Glance, first_index, glance
@@ -16,25 +18,6 @@ from fpsim.insight.reasons.explaining_losses import of_alignment, of_emptiness, 
 from fpsim.insight.reasons.explaining_norms import of_determinant, of_normalisation, of_poles
 
 __all__ = ["explain_forward", "source_name"]
-
-_DIVISIONS = frozenset(
-    "div divide true_divide truediv floor_divide floordiv itruediv div_ addcdiv fmod remainder".split()
-)
-_INVERSES = frozenset("reciprocal rsqrt rtruediv rdiv reciprocal_ rsqrt_".split())
-_MEASURES = frozenset("vdot dot norm linalg_norm linalg_vector_norm matmul sqrt std var amax max mean".split())
-_LOGARITHMS = frozenset("log log2 log10 log1p log_ logit".split())
-_BEGINS = {"log1p": -1.0}  # where the domain of a logarithm begins, if that is not 0
-_ROOTS = frozenset("sqrt rsqrt sqrt_ rsqrt_".split())
-_DOMAINS = frozenset("asin acos atanh acosh arcsin arccos arctanh erfinv".split())
-_SUMS = frozenset(
-    "add radd iadd add_ sub rsub isub sub_ sum mean cumsum var std var_mean std_mean softmax log_softmax layer_norm "
-    "batch_norm group_norm rms_norm instance_norm".split()
-)
-_ENTROPIES = frozenset("kl_div cross_entropy binary_cross_entropy binary_cross_entropy_with_logits".split())
-_PRODUCTS = frozenset(
-    "matmul linear mm bmm addmm baddbmm conv1d conv2d conv3d einsum scaled_dot_product_attention layer_norm batch_norm "
-    "group_norm rms_norm instance_norm conv_transpose2d rmatmul native_layer_norm lstm gru".split()
-)
 
 
 def explain_forward(
@@ -68,7 +51,9 @@ def explain_forward(
         words = f"are {what}" if what != "NaN" else "are NaN"
         event.why.append(f"{event.count} of {event.of} {words}; {source_name(source, i)} holds {held}.")
         return event
-    if kinds - {"NaN"} or name in _PRODUCTS or any(float(glance(x).amax) > ends.largest for x in operands):
+    row = row_of(name)
+    sums_products = row.kind is Kind.PRODUCT or (row.kind is Kind.NORMALISATION and row.adds)
+    if kinds - {"NaN"} or sums_products or any(float(glance(x).amax) > ends.largest for x in operands):
         event.kind = "overflow"
         whole = [x for x in (*values, *options.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
         large = [f"{what} {text}" for what, text in event.read[:2]] or [f"integers {glance(x)}" for x in whole[:1]]
@@ -88,13 +73,14 @@ def _read(source: Operation | None, x: Tensor) -> Glance:
 
 def _of_infinities(name: str, others: list[Tensor]) -> str:
     """What gives NaN where an operand holds an infinity. others: the other operands."""
-    if name in _DIVISIONS:
+    row = row_of(name)
+    if row.kind is Kind.DIVISION:
         return "infinity by infinity"
-    if name in _SUMS:
+    if row.adds:
         return "infinity minus infinity"
-    if name in ("mul", "rmul", "imul", "mul_", "prod", *_ENTROPIES):
+    if row.multiplies or row.kind in (Kind.LOSS, Kind.CROSS_ENTROPY):
         return "zero times infinity"
-    if name in _PRODUCTS:
+    if row.kind is Kind.PRODUCT:
         return "zero times infinity" if any(bool((x == 0).any()) for x in others) else "infinity minus infinity"
     return "NaN"
 
@@ -118,22 +104,20 @@ def _of_division(
 ) -> bool:
     operation = event.operation
     assert operation is not None
-    divisor: Any = None
-    if name in _INVERSES:
-        divisor = operands[0] if operands else None
-    elif name in _DIVISIONS:
-        divisor = arguments[-1] if name == "addcdiv" else (arguments[1] if len(arguments) > 1 else None)
-    elif name in ("normalize", "cosine_similarity"):
+    spelling, values = spelling_of(name), arguments[: len(arguments) - len(options)]
+    row, divisor, inverts = spelling.row, None, True
+    if row.name in ("normalize", "cosine_similarity"):
         return _of_lost_eps(event, name, operands, arguments, numbers)
-    elif name in ("pow", "pow_") and len(arguments) > 1 and isinstance(arguments[1], int | float) and arguments[1] < 0:
-        divisor = operands[0]
+    if row.divides is not None:
+        divisor = spelling.get(row.divides, values, options)
+    elif row.kind is Kind.POWER:
+        divisor, exponent = spelling.get(0, values, options), spelling.get(1, values, options)
+        inverts = exponent is not None and exponent < 0
     if divisor is None:
         return False
     if not isinstance(divisor, Tensor):
-        if divisor != 0:
-            return False
         divisor = torch.tensor(float(divisor))
-    zeros = divisor == 0
+    zeros = (divisor == 0) & inverts
     if not bool(zeros.any()):
         return False
     both = torch.broadcast_shapes(zeros.shape, no_number.shape) == no_number.shape
@@ -141,11 +125,8 @@ def _of_division(
     n = int(where.sum())
     if not n:
         return False
-    over = (
-        "0 / 0"
-        if event.kind or (numbers.counts is not None and numbers.counts.nan == numbers.counts.nonfinite)
-        else "x / 0"
-    )
+    is_nan = numbers.counts is not None and numbers.counts.nan == numbers.counts.nonfinite
+    over = "the rest of a division by 0" if row.name in ("remainder", "fmod") else "0 / 0" if is_nan else "x / 0"
     event.kind = "division by zero"
     at = first_index(where)
     event.why.append(f"{n} of {event.of} are {over}" + (f" (first at {at})." if at else "."))
@@ -156,7 +137,7 @@ def _of_division(
         return True
     source = next((s for s, x in _pairs(operation, operands) if x is divisor), None)
     _trace_zero(event, source)
-    is_measure = source is not None and source.name in _MEASURES
+    is_measure = source is not None and row_of(source.name).is_measure
     is_whole = bool((divisor == divisor.round()).all()) and not bool((divisor < 0).any())
     if event.origin is operation and is_whole and not is_measure:
         event.why.append("It has whole numbers only, as a count has.")
@@ -172,7 +153,7 @@ def _trace_zero(event: Event, source: Operation | None) -> None:
         steps += 1
         ends: Ends = at.notes["ends"]
         lost = [c for c in at.notes["numbers"] if c and abs(c) < 1e-2 and not ends.holds(c)]
-        if lost and at.notes["result"].has_zeros and at.name in ("add", "iadd", "radd", "clamp", "clamp_min", "add_"):
+        if lost and at.notes["result"].has_zeros and row_of(at.name).name in ("add", "clamp", "clamp_min"):
             event.origin, event.constant, event.remedy = at, lost[0], "eps"
             event.why.append(
                 f"The divisor is 0 because {at.site} lost its constant: 0 + {lost[0]:g} is 0 in {ends.name} "
@@ -210,39 +191,49 @@ def _of_lost_eps(event: Event, name: str, operands: list[Tensor], arguments: tup
 def _of_domain(
     event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
 ) -> bool:
-    if not operands:
+    spelling, values = spelling_of(name), arguments[: len(arguments) - len(options)]
+    row, domain = spelling.row, spelling.row.domain or Domain(0.0)
+    x = spelling.get(domain.at, values, options)
+    if x is None or (row.domain is None and row.kind is not Kind.POWER):
         return False
-    x, begins = operands[0], _BEGINS.get(name, 0.0)
-    zeros, negatives = int((x == begins).sum()), int((x < begins).sum())
-    if name in _LOGARITHMS and (zeros or negatives):
+    x = x if isinstance(x, Tensor) else torch.tensor(float(x))
+    begins = domain.low
+    zeros, negatives = int((x == begins).sum()) * (not domain.holds_low), int((x < begins).sum())
+    above = int(((x > domain.high) if domain.holds_high else (x >= domain.high)).sum()) if domain.high < math.inf else 0
+    if row.kind is Kind.LOGARITHM and (zeros or negatives):
         event.kind = "logarithm of a negative number" if negatives else "logarithm of zero"
         which = f"are {f'below {begins:g}' if begins else 'negative'}" if negatives else f"are {begins:g}"
         event.why.append(f"{negatives or zeros} of the {x.numel()} numbers that it read {which}.")
         if event.kind == "logarithm of zero":
-            source = event.operation.sources[0] if event.operation is not None else None
-            if source is not None and source.computes and source.name in ("softmax", "exp", "sigmoid", "mul"):
+            source = next((s for s, y in _pairs(event.operation, operands) if y is x), None)
+            if source is not None and source.computes and row_of(source.name).underflows:
                 event.origin = source
                 event.why.append(
                     f"{source.site} underflows to 0 (least number of {event.ends.name} {event.ends.smallest:.3g})."
                 )
         return True
-    if name == "logit" and bool((x >= 1).any()):
+    if row.kind is Kind.LOGARITHM and above:
         event.kind = "outside of its domain"
-        event.why.append(f"{int((x >= 1).sum())} of the {x.numel()} numbers that it read are 1 or more.")
+        event.why.append(f"{above} of the {x.numel()} numbers that it read are {domain.high:g} or more.")
         return True
-    if name in _ROOTS and negatives:
+    if row.kind is Kind.ROOT and negatives:
         event.kind = "root of a negative number"
         event.why.append(f"{negatives} of {x.numel()} are negative, down to {float(x.min()):.3g}.")
         return True
-    if name in _DOMAINS:
+    if row.kind is Kind.BOUNDED and (zeros or negatives or above):
         event.kind = "outside of its domain"
         event.why.append(f"{name} read {glance(x)}.")
         return True
-    if name in ("pow", "pow_", "float_power") and negatives and event.count:
-        exponent = arguments[1] if len(arguments) > 1 else None
-        if isinstance(exponent, float) and exponent != int(exponent):
+    if row.kind is Kind.POWER and negatives and event.count:
+        exponent = spelling.get(1, values, options)
+        if exponent is not None and bool(torch.as_tensor(exponent).double().frac().any()):
             event.kind = "root of a negative number"
-            event.why.append(f"{negatives} of {x.numel()} are negative, and the exponent is {exponent:g}.")
+            which = (
+                "some exponents are no whole numbers"
+                if isinstance(exponent, Tensor)
+                else f"the exponent is {exponent:g}"
+            )
+            event.why.append(f"{negatives} of {x.numel()} are negative, and {which}.")
             return True
     return False
 

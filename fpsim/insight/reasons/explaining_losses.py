@@ -8,19 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpsim.emulation.operations import Kind, row_of
 from fpsim.insight.ranges import first_index
 from fpsim.insight.reasons.event import Event
 
 __all__ = ["classes_of", "of_alignment", "of_emptiness", "of_softmax", "of_target"]
 
-_MEANS = frozenset("mean nanmean".split())
-_DEVIATIONS = frozenset("std var std_mean var_mean".split())
-_LOSSES = frozenset("cross_entropy nll_loss nll_loss_nd cross_entropy_loss".split())
-
 
 def classes_of(name: str, x: Tensor, arguments: tuple[Any, ...], options: Any) -> int:
     """The dimension that a softmax or a cross entropy sums over."""
-    if name in _LOSSES:
+    if row_of(name).kind is Kind.CROSS_ENTROPY:
         return 1 if x.dim() > 1 else 0
     dim = options.get("dim", arguments[1] if len(arguments) > 1 else None)
     return dim if isinstance(dim, int) and not isinstance(dim, bool) and name.endswith("softmax") else -1
@@ -69,12 +66,13 @@ def _of_masks(event: Event, options: Any) -> bool:
 def of_emptiness(
     event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
 ) -> bool:
-    if name in _MEANS and operands and operands[0].numel() == 0:
+    kind = row_of(name).kind
+    if kind is Kind.MEAN and operands and operands[0].numel() == 0:
         event.kind = "mean of nothing"
         event.why.append(f"It read a tensor without elements, of shape {tuple(operands[0].shape)}.")
         event.remedy = "skip"
         return True
-    if name in _DEVIATIONS and operands and operands[0].numel() == no_number.numel():
+    if kind is Kind.DEVIATION and operands and operands[0].numel() == no_number.numel():
         event.kind = "variance of one number"
         event.why.append(
             f"It read a shape of {tuple(operands[0].shape)}, and divides by the count less one, which is 0."
@@ -82,7 +80,7 @@ def of_emptiness(
         event.remedy = "correction"
         return True
     targets = [a for a in arguments if isinstance(a, Tensor) and not a.is_floating_point()]
-    if name in _LOSSES and targets:
+    if kind is Kind.CROSS_ENTROPY and targets:
         ignored = options.get("ignore_index", -100)
         if bool((targets[0] == ignored).all()):
             event.kind = "mean of nothing"
@@ -97,7 +95,7 @@ def of_target(
     event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
 ) -> bool:
     """A cross entropy is no number where a mask forbids what is asked for, or where no class counts."""
-    if name not in _LOSSES or len(arguments) < 2 or not isinstance(arguments[1], Tensor):
+    if row_of(name).kind is not Kind.CROSS_ENTROPY or len(arguments) < 2 or not isinstance(arguments[1], Tensor):
         return False
     scores, targets, weight = arguments[0], arguments[1], options.get("weight")
     shut, classes = scores == -torch.inf, classes_of(name, scores, (), {})

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fpsim.emulation.operations import Kind, row_of
 from fpsim.insight.ranges import Glance
 from fpsim.insight.reasons.event import Event
 
 __all__ = ["of_determinant", "of_normalisation", "of_poles"]
-
-_NORMS = frozenset("layer_norm group_norm batch_norm instance_norm rms_norm".split())
-_DETERMINANTS = frozenset("logdet slogdet linalg_slogdet".split())
-_GAMMAS = frozenset("lgamma lgamma_ digamma digamma_ polygamma special_gammaln special_digamma special_psi".split())
 
 
 def of_normalisation(
@@ -28,7 +26,8 @@ def of_normalisation(
     """A normalisation divides by a deviation of 0 where nothing is added to it, or takes the root of a variance."""
     if not all(bool(x.isfinite().all()) for x in operands):
         return False
-    if name == "_weight_norm" and len(arguments) > 2:
+    row = row_of(name)
+    if row.name == "weight_norm" and len(arguments) > 2:
         v, dim = arguments[0], arguments[2]
         zeros = (v == 0).all(dim=[i for i in range(v.dim()) if i != dim]) if dim >= 0 else (v == 0).all()
         if not bool(zeros.any()):
@@ -36,10 +35,10 @@ def of_normalisation(
         event.kind = "division by zero"
         event.why.append(f"{int(zeros.sum())} of {zeros.numel()} directions are 0, and so is their norm: 0 / 0.")
         return True
-    if name not in _NORMS:
+    if row.kind is not Kind.NORMALISATION or not row.adds:
         return False
     eps, variance = options.get("eps"), arguments[2] if len(arguments) > 2 else None
-    if name != "batch_norm" or options.get("training") or not isinstance(variance, Tensor):
+    if row.name != "batch_norm" or options.get("training") or not isinstance(variance, Tensor):
         variance = None
     if variance is not None and bool((variance + (eps or 0.0) < 0).any()):
         event.kind = "root of a negative number"
@@ -63,7 +62,7 @@ def of_determinant(
     numbers: Glance,
 ) -> bool:
     """The logarithm of a determinant that is 0, or negative."""
-    if name not in _DETERMINANTS or not operands or not bool(operands[0].isfinite().all()):
+    if row_of(name).kind is not Kind.LOG_DETERMINANT or not operands or not bool(operands[0].isfinite().all()):
         return False
     assert numbers.counts is not None
     singular = numbers.counts.minus
@@ -77,10 +76,12 @@ def of_poles(
     event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
 ) -> bool:
     """A gamma function has no value at 0, -1, -2, ..."""
-    if name not in _GAMMAS or not operands:
+    if row_of(name).kind is not Kind.GAMMA or not operands:
         return False
-    x = operands[-1]
-    poles = (x <= 0) & (x == x.floor()) & x.isfinite()
+    x, row = operands[-1], row_of(name)
+    degree = next((int(a) for a in arguments if isinstance(a, int)), 1) if row.name == "mvlgamma" else 1
+    shifted = torch.stack([x - i / 2 for i in range(degree)])  # it adds gamma functions at x, x - 1/2, x - 1, ...
+    poles = ((shifted <= 0) & (shifted == shifted.floor()) & shifted.isfinite()).any(0)
     if not bool(poles.any()):
         return False
     event.kind = "outside of its domain"

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fpsim.emulation.operations import Kind, Row, row_of, spelling_of
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.ranges import Ends, Glance, first_index, glance
 from fpsim.insight.reasons.event import Event
 
 __all__ = ["explain_gradient"]
-
-# Functions whose slope has no end at zero, or at the border of their domain.
-_AT_ZERO = frozenset(
-    "sqrt rsqrt log log2 log10 reciprocal norm linalg_norm linalg_vector_norm div truediv true_divide divide pow std "
-    "cdist pairwise_distance logit xlogy rtruediv float_power".split()
-)
-_AT_ONE = frozenset("asin acos atanh acosh arccos arcsin arctanh arccosh log1p logit erfinv".split())
-_LOG_SUMS = frozenset("logaddexp logaddexp2 logsumexp logcumsumexp special_logsumexp".split())
-_MULTIPLIES = frozenset("mul rmul imul mul_ matmul linear bmm mm einsum div truediv addcmul".split())
-_DECOMPOSITIONS = frozenset("linalg_eigh linalg_svd svd linalg_eig".split())
 
 
 def explain_gradient(operation: Operation, at: Operation, role: str, gradient: Tensor, kinds: set[str]) -> Event:
@@ -36,9 +27,9 @@ def explain_gradient(operation: Operation, at: Operation, role: str, gradient: T
     readers = [*_readers(operation)]
     for child in readers:
         read = operation.notes["result"]
-        at_zero = child.name in _AT_ZERO and read.has_zeros and _is_steep(child, operation)
-        at_one = child.name in _AT_ONE and max(abs(read.low), abs(read.high)) >= 1
-        if at_zero or at_one:
+        row = row_of(child.name)
+        at_zero = 0.0 in row.steep and read.has_zeros and _is_steep(child, operation)
+        if at_zero or _reaches_a_border(row, read):
             event.kind, event.place, event.operation, event.origin = "infinite slope", child.site, child, child
             zeros = read.count - read.nonzero
             what = f"{zeros} of the {read.count} numbers that it read are 0" if at_zero else f"it read {read}"
@@ -74,7 +65,8 @@ def _of_infinities(event: Event, readers: list[Operation], operation: Operation,
         return False
     for child in readers:
         result: Glance | None = child.notes.get("result")
-        if child.name in _LOG_SUMS and result is not None and result.counts is not None and result.counts.minus:
+        row = row_of(child.name)
+        if row.kind is Kind.LOG_SUM and result is not None and result.counts is not None and result.counts.minus:
             event.kind, event.remedy = "infinity minus infinity", "floor"
             event.why.append(
                 f"{result.counts.minus} of {result.count} results of {child.name} are -inf, for all that it adds is "
@@ -83,7 +75,7 @@ def _of_infinities(event: Event, readers: list[Operation], operation: Operation,
         else:
             others = [s for s in child.sources if s is not None and s is not operation and "result" in s.notes]
             infinite = [s for s in others if s.notes["result"].kinds]
-            if child.name not in _MULTIPLIES or not infinite:
+            if not (row.multiplies or row.kind is Kind.PRODUCT) or not infinite:
                 continue
             event.kind, event.remedy = "zero times infinity", "product"
             event.why.append(
@@ -99,7 +91,7 @@ def _of_infinities(event: Event, readers: list[Operation], operation: Operation,
 
 def _of_decomposition(event: Event, readers: list[Operation], at: Operation) -> bool:
     """Vectors of equal eigenvalues or singular values: they may turn, and have no slope."""
-    child = next((c for c in readers if c.name in _DECOMPOSITIONS), None)
+    child = next((c for c in readers if row_of(c.name).kind is Kind.DECOMPOSITION), None)
     if child is None:
         return False
     event.kind, event.remedy = "infinite slope", "slope"
@@ -116,7 +108,7 @@ def _of_decomposition(event: Event, readers: list[Operation], at: Operation) -> 
 def _is_too_small_for_overflow(operation: Operation, readers: list[Operation], numbers: Glance, ends: Ends) -> bool:
     """Whether no slope that is a product of what was read and given comes near the end of the format."""
     known = [c for c in readers if "gradient" in c.notes and "result" in c.notes]
-    if any(c.name in _AT_ZERO for c in known):
+    if any(0.0 in row_of(c.name).steep for c in known):
         return False  # its slope is large where what it reads is small, without a zero there
     sizes, count = [1.0, numbers.amax], 1
     for child in known:
@@ -148,11 +140,23 @@ def _of_unknown_slope(event: Event, readers: list[Operation], operation: Operati
     return event
 
 
+def _reaches_a_border(row: Row, read: Glance) -> bool:
+    """Whether numbers reach a border of an operation's domain, other than 0, at which its slope is infinite."""
+    domain = row.domain
+    if domain is None:
+        return False
+    is_low = domain.low != 0 and domain.low in row.steep and read.low <= domain.low
+    return is_low or (domain.high in row.steep and read.high >= domain.high)
+
+
 def _is_steep(child: Operation, operation: Operation) -> bool:
     """Whether the slope of `child` in what `operation` gave has no end at zero."""
-    if child.name in ("div", "truediv", "true_divide", "divide"):
-        return len(child.sources) > 1 and child.sources[1] is not None and child.sources[0] is not operation
-    if child.name in ("pow", "float_power"):
+    spelling = spelling_of(child.name)
+    if spelling.row.divides is not None:
+        at = spelling.place(spelling.row.divides)
+        others = [*child.sources[:at], *child.sources[at + 1 :]]
+        return len(child.sources) > at and child.sources[at] is not None and operation not in others
+    if spelling.row.kind is Kind.POWER:
         return any(c < 1 for c in child.notes["numbers"])
     return True
 

@@ -16,7 +16,7 @@ from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.explaining import explain_forward, source_name
 from fpsim.insight.reasons.masks import leak
 from fpsim.insight.reasons.slopes import explain_gradient
-from fpsim.insight.seen import FILLS, overflow_of
+from fpsim.insight.seen import fills, overflow_of
 from fpsim.tensors.shared_scales import Cut
 from fpsim.tensors.spec import Spec
 from fpsim.torch_internals import version_of
@@ -79,7 +79,7 @@ class Timeline:
         glances = notes["operands"] = self._operands(operation, operands)
         notes["is_open"] = any(x.requires_grad and self.trace.results.get(x) is None for x in tensors_in(arguments))
         notes["masked"] = masked = masked_in(operation, operands, arguments, result)
-        is_fill = operation.name in FILLS or masked is not None
+        is_fill = fills(operation) or masked is not None
         rounded = self._of_roundings(operation, is_fill)
         self._rounded, self._ends = [], None
         if rounded is None and not is_fill:
