@@ -257,6 +257,7 @@ class Call:
     may_renormalise: whether it changes a weight first, if it is given a `max_norm`.
     gives_float64: whether it gives float64, whatever it is given.
     only_computes: whether nothing but the rounding of its operands and results is to be done.
+    writes: positions and names of the arguments that it writes to, as its schema says; `out=` aside.
     skip_positions, skip_names: arguments that are not operands, or that the function writes to: a copy would not do.
     """
 
@@ -264,7 +265,7 @@ class Call:
         "action", "chooses_inside", "converts", "copies", "drops", "expands", "gives_float64", "has_dtype_of_first",
         "has_pole", "has_threshold", "in_place", "inplace_at", "is_comparison", "is_of_each", "is_quotient",
         "is_view", "may_renormalise", "may_write", "name", "narrows", "only_compared", "only_computes", "scales",
-        "skip_names", "skip_positions", "takes_dtype",
+        "skip_names", "skip_positions", "takes_dtype", "writes",
     )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -308,13 +309,20 @@ class Call:
             or self.has_threshold
         )
         skips = NOT_OPERANDS.get(function) or NOT_OPERANDS.get(name, ((), ()))
-        written = written_arguments(function)
+        self.writes = written = written_arguments(function)
         self.skip_positions, self.skip_names = written[0].union(skips[0]), written[1].union(skips[1])
 
     def writes_to_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call with these arguments writes to the first one."""
         at = self.inplace_at
         return self.in_place or (at is not None and bool(args[at] if at < len(args) else kwargs.get("inplace")))
+
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments that a call with these arguments writes to: tensors, or lists of them."""
+        positions, names = self.writes
+        found = [args[i] for i in positions if i < len(args)]
+        found += [kwargs[name] for name in (*names, "out") if kwargs.get(name) is not None]
+        return [*found, *args[:1]] if 0 not in positions and self.writes_to_first(args, kwargs) else found
 
     def drops_nothing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a dropout with these arguments gives the first one itself."""

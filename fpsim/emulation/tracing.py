@@ -110,7 +110,8 @@ class Trace:
     edit: runs each torch function in the place of the trace, to try what another argument or dtype would change.
     on_call: is given what went into each traced call of the model, and its result.
     needs_numbers: whether a result that is meta or fake is an error.
-    arguments: of the call that the visitor is being told of.
+    keeps: asked of an operand that a call is about to write to, whether the visitor needs what it holds before.
+    arguments: of the call that the visitor is being told of, as it read them.
     """
 
     def __init__(
@@ -123,10 +124,12 @@ class Trace:
         edit: Edit | None = None,
         on_call: Callable[[tuple[Any, ...], dict[str, Any], Any], None] | None = None,
         needs_numbers: bool = True,
+        keeps: Callable[[Tensor], bool] | None = None,
     ) -> None:
         self.model, self.visitor, self.emulated, self.verb = model, visitor, emulated, verb
         self.is_due = self.claim if is_due is None else is_due
-        self.edit, self.on_call, self.needs_numbers = edit, on_call, needs_numbers
+        self.edit, self.on_call, self.needs_numbers, self.keeps = edit, on_call, needs_numbers, keeps
+        self._before: dict[int, Tensor] = {}  # copies of what the call that runs writes to, by the operand's id
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._index = -1
         self.operations: list[Operation] = []
@@ -293,22 +296,45 @@ class Trace:
             return func(*args, **kwargs)
         if has_transform() and any(map(is_sample, tensors_in((*args, *kwargs.values())))):
             return func(*args, **kwargs)  # inside of a vmap no tensor has numbers to look at
-        operands = [*_floats_in((*args, *kwargs.values()))]
-        sources = [self._origin(x) for x in operands]
+        operands = [*_floats_in((*args, *(x for name, x in kwargs.items() if name != "out")))]
+        sources = {id(x): self._origin(x) for x in operands}
+        written = [*_floats_in(tuple(kind.written(args, kwargs)))]
+        before = self._before_writes(operands, written)
         self._index = index = self._index + 1
         out = func(*args, **kwargs) if self.edit is None else self.edit(index, kind, func, args, kwargs)
-        results = [*_floats_in((out,))]
-        given = [x for x in results if kind.in_place or not any(x is y for y in operands)]
-        given = [x for x in given if id(x) not in self._names]  # an initialisation or an update is not part of a step
-        if has_transform():
-            given = [x for x in given if not is_sample(x)]  # random numbers that differ between samples
-        if given:
-            self.arguments = args, kwargs
-            self._note(
-                index, kind.name, kind.action is Action.COMPUTE or kind.name in LOOK_UPS, sources, operands, given
-            )
-            self.arguments = (), {}
+        known = {*sources}.difference(map(id, written))
+        is_sampled = has_transform()
+        for i, x in enumerate(_floats_in((out,))):
+            if not kind.in_place and id(x) in known:
+                continue
+            if id(x) in self._names:  # an initialisation or an update is not part of a step
+                continue
+            if is_sampled and is_sample(x):  # random numbers that differ between samples
+                continue
+            read = args, kwargs
+            if kind.action is Action.FOREACH:  # the i-th result is of the i-th tensors
+                read = _of_each(i, args, kwargs)
+                operands = [*_floats_in((*read[0], *read[1].values()))]
+            self._before = before
+            self.arguments = (_mapped(read[0], self.read), _mapped(read[1], self.read)) if before else read
+            self._note(index, kind, [sources[id(y)] for y in operands], operands, x)
+            self.arguments, self._before = ((), {}), {}
         return out
+
+    def read(self, x: Tensor) -> Tensor:
+        """What an operand of the call that the visitor is being told of held when it was read."""
+        return self._before.get(id(x), x)
+
+    def _before_writes(self, operands: list[Tensor], written: list[Tensor]) -> dict[int, Tensor]:
+        """Copies of the operands that share memory with what is about to be written, by id."""
+        if self.keeps is None:
+            return {}
+        with without_torch_function():
+            memory = {x.untyped_storage().data_ptr() for x in written if id(x) not in self._names}
+            if not memory:
+                return {}
+            shared = [x for x in operands if x.untyped_storage().data_ptr() in memory and self.keeps(x)]
+            return {id(x): x.detach().clone() for x in shared}
 
     def _origin(self, x: Tensor) -> Operation | None:
         operation = self.results.get(x)
@@ -320,29 +346,23 @@ class Trace:
         return operation
 
     def _note(
-        self,
-        index: int,
-        name: str,
-        computes: bool,
-        sources: list[Operation | None],
-        operands: list[Tensor],
-        results: list[Tensor],
+        self, index: int, kind: Call, sources: list[Operation | None], operands: list[Tensor], result: Tensor
     ) -> None:
         module, counts = self._frames[-1]
-        for result in results:
-            seen = counts[name] = counts.get(name, -1) + 1
-            site = f"{module}:{name}_{seen}" if seen else f"{module}:{name}"
-            call = self._calls[site] = self._calls.get(site, -1) + 1
-            operation = Operation(site, module, name, call, computes, sources)
-            operation.index, operation.caller = index, self._frames[-2][0] if len(self._frames) > 1 else ""
-            self.operations.append(operation)
-            self.results[result] = operation
-            with without_torch_function():  # another trace may lie below
-                if self.needs_numbers:
-                    require_result(result, f"The result of {site}", self.verb)
-                self.visitor.forward(operation, operands, result)
-                if result.requires_grad:
-                    self.hook(result, partial(self._came, operation))
+        name, computes = kind.name, kind.action is Action.COMPUTE or kind.name in LOOK_UPS
+        seen = counts[name] = counts.get(name, -1) + 1
+        site = f"{module}:{name}_{seen}" if seen else f"{module}:{name}"
+        call = self._calls[site] = self._calls.get(site, -1) + 1
+        operation = Operation(site, module, name, call, computes, sources)
+        operation.index, operation.caller = index, self._frames[-2][0] if len(self._frames) > 1 else ""
+        self.operations.append(operation)
+        self.results[result] = operation
+        with without_torch_function():  # another trace may lie below
+            if self.needs_numbers:
+                require_result(result, f"The result of {site}", self.verb)
+            self.visitor.forward(operation, operands, result)
+            if result.requires_grad:
+                self.hook(result, partial(self._came, operation))
 
     def hook(self, x: Tensor, hook: Callable[[Tensor], Any]) -> None:
         """Put a hook on a gradient. Those of leaves, which live on, are taken off when the trace is cleared."""
@@ -394,6 +414,24 @@ class _Outside(_Inside):
         if self.trace.inside:
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _of_each(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a function of lists of tensors that belong to the i-th ones."""
+
+    def pick(value: Any) -> Any:
+        return value[i] if isinstance(value, list | tuple) and i < len(value) else value
+
+    return tuple(map(pick, args)), {name: pick(value) for name, value in kwargs.items()}
+
+
+def _mapped(value: Any, read: Callable[[Tensor], Tensor]) -> Any:
+    """A value with each tensor in it as it was read."""
+    if isinstance(value, Tensor):
+        return read(value)
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(v, read) for v in value)
+    return {k: _mapped(v, read) for k, v in value.items()} if type(value) is dict else value
 
 
 def _floats_in(values: tuple[Any, ...]) -> Iterator[Tensor]:

@@ -226,7 +226,7 @@ def _run(model: nn.Module, step: Callable[[], object]) -> Seen:
     seen = Seen(model)
     emulated = any(True for _ in emulated_forwards(model))
     registered = listeners(model) if emulated else []
-    seen.trace = trace = Trace(model, seen, emulated, verb="diagnose")
+    seen.trace = trace = Trace(model, seen, emulated, verb="diagnose", keeps=seen.keeps)
 
     def run(undo: Undo) -> None:
         undo.by(trace.remove)

@@ -57,9 +57,14 @@ class Seen:
         """What the backward pass began at, or the last operation."""
         return next(iter(self.gradients), self.operations[-1] if self.operations else None)
 
+    def keeps(self, x: Tensor) -> bool:
+        """Whether what a call is about to write to is looked at before."""
+        return True
+
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
+        held = operands if self.trace is None else [self.trace.read(x) for x in operands]
         known = [None if source is None else source.notes.get("result") for source in operation.sources]
-        ranges = [k or range_of(x) for k, x in zip(known, operands, strict=True)]
+        ranges = [k or range_of(x) for k, x in zip(known, held, strict=True)]
         operation.notes.update(operands=ranges, result=range_of(result))
         self.operations.append(operation)
         self.calls[operation.site] = max(self.calls.get(operation.site, 0), operation.call + 1)
@@ -69,7 +74,7 @@ class Seen:
             for source, x, numbers in zip(operation.sources, operands, ranges, strict=True):
                 self._note_outside(operation, source, x, numbers)
         self._name_weights(operation)
-        self._note_arguments(operation, operands, result)
+        self._note_arguments(operation, held, result)
         rounded = self._note_roundings(operation)
         if not fills(operation) and "inf" not in rounded:
             self._note(operation, "activation", operation.notes["result"], ranges)

@@ -62,12 +62,17 @@ class Timeline:
         """Whether an optimizer computes this for itself, rather than in a closure that it calls, as LBFGS does."""
         return self.is_in_optimizer and not result.requires_grad
 
+    def keeps(self, x: Tensor) -> bool:
+        """Whether what a call is about to write to is looked at before."""
+        return not self.is_update(x)
+
     @torch.no_grad()
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         if self.is_update(result):
             self._rounded = []
             return
         assert self.trace is not None
+        given, operands = operands, [self.trace.read(x) for x in operands]
         values, options = self.trace.arguments
         arguments = (*values, *options.values())
         ends, of_result = self._ends or Ends.of_dtype(result.dtype), glance(result)
@@ -76,8 +81,10 @@ class Timeline:
         self._last[operation.site] = operation
         self.calls[operation.site] = max(self.calls.get(operation.site, 0), operation.call + 1)
         self.operations.append(operation)
-        glances = notes["operands"] = self._operands(operation, operands)
-        notes["is_open"] = any(x.requires_grad and self.trace.results.get(x) is None for x in tensors_in(arguments))
+        glances = notes["operands"] = self._operands(operation, given, operands)
+        notes["is_open"] = any(
+            x.requires_grad and self.trace.results.get(x) is None for x in (*given, *tensors_in(arguments))
+        )
         notes["masked"] = masked = masked_in(operation, operands, arguments, result)
         is_fill = fills(operation) or masked is not None
         rounded = self._of_roundings(operation, is_fill)
@@ -96,18 +103,19 @@ class Timeline:
             if event is not None:
                 self._add(event)
 
-    def _operands(self, operation: Operation, operands: list[Tensor]) -> list[Glance]:
+    def _operands(self, operation: Operation, operands: list[Tensor], held: list[Tensor]) -> list[Glance]:
+        """Glances at operands. held: what each of them held when it was read."""
         glances = []
-        for i, (source, x) in enumerate(zip(operation.sources, operands, strict=True)):
+        for i, (source, x, read) in enumerate(zip(operation.sources, operands, held, strict=True)):
             known = None if source is None else source.notes.get("result")
             if source is not None and source.name == "parameter" and source.notes.get("version") != version_of(x):
                 known = self._written(source, operation, x, known)
-            of_operand = known or glance(x)
+            of_operand = known or glance(read)
             if source is not None:
                 source.notes["result"] = of_operand
             elif of_operand.kinds:
                 if id(x) not in self.outside:
-                    self.outside[id(x)] = self._came_in(operation, i, x, of_operand)
+                    self.outside[id(x)] = self._came_in(operation, i, x, read, of_operand)
                 if (event := self.outside[id(x)]) is not None:
                     event.readers.append(operation)
             glances.append(of_operand)
@@ -127,7 +135,7 @@ class Timeline:
             self._add(event)
         return now
 
-    def _came_in(self, operation: Operation, position: int, x: Tensor, numbers: Glance) -> Event | None:
+    def _came_in(self, operation: Operation, position: int, x: Tensor, read: Tensor, numbers: Glance) -> Event | None:
         assert numbers.counts is not None
         if any(x is p.grad for p in self._model.parameters()):
             return None  # made by this step, or looked at before it
@@ -137,7 +145,7 @@ class Timeline:
         kind = "NaN" if numbers.counts.nan else ("inf" if numbers.counts.plus else "-inf")
         event = Event("state", f"{kind} came in", name, role, numbers.counts.nonfinite, numbers.count, batch=self.batch)
         event.why.append(
-            f"{event.count} of {event.of} numbers (first at {first_index(~x.isfinite()) or '0'}), "
+            f"{event.count} of {event.of} numbers (first at {first_index(~read.isfinite()) or '0'}), "
             f"read first by {operation.site}."
         )
         event.read = [(name, str(numbers))]

@@ -185,7 +185,8 @@ class Trials:
             install_policies(self.model, policies)
 
     def _traced(self, visitor: Any, edit: Edit | None, undo: Undo) -> Trace:
-        trace = Trace(self.model, visitor or _Nobody(), self.emulated, verb="why", edit=edit)
+        keeps = visitor.keeps if isinstance(visitor, Timeline) else None
+        trace = Trace(self.model, visitor or _Nobody(), self.emulated, verb="why", edit=edit, keeps=keeps)
         undo.by(trace.remove)
         trace.install_alone()
         if isinstance(visitor, Timeline):
