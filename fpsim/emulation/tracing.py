@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from fpsim.torch_modes import has_transform, hooked, is_sample, push_mode, take_
 from fpsim.undoing import Undo, undone
 
 __all__ = ["Edit", "Operation", "Trace", "Visitor"]
+
+T = TypeVar("T")
 
 
 class Operation:
@@ -162,16 +164,16 @@ class Trace:
         not_around_calls(self.model, self._model_called)
         self.clear()
 
-    def run(self, step: Callable[[], object]) -> None:
-        """Run `step`, and trace the calls outside of the model too."""
+    def run(self, step: Callable[[], T]) -> T:
+        """Run `step`, and trace the calls outside of the model too. Returns what it returns."""
 
-        def outside(undo: Undo) -> None:
+        def outside(undo: Undo) -> T:
             mode = _Outside(self)
             undo.by(mode.end)
             push_mode(mode)
-            step()
+            return step()
 
-        undone(outside)
+        return undone(outside)
 
     def install_alone(self) -> None:
         """As `install`, for a step of this thread. Raises RuntimeError where another thread runs one of this model."""

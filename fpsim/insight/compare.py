@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from fpsim.border import MOST_SEED, require_memory, require_module, require_seed
 from fpsim.checks import require_callable, require_number, require_whole, require_word, shown
 from fpsim.emulation.arguments import tensors_in
-from fpsim.emulation.tracing import Operation, Trace
+from fpsim.emulation.tracing import Operation
 from fpsim.insight.rows import Rows, number, text_table
-from fpsim.insight.stepping import as_step, called, is_function, loss_of, nothing_ran, preserve, switching
+from fpsim.insight.stepping import as_step, called, is_function, loss_of, nothing_ran, preserve, switching, traced
 from fpsim.models.installed import emulated_forwards
 from fpsim.models.quantize import dequantize, quantize
 from fpsim.policies.policy import FormatLike
@@ -26,6 +26,7 @@ from fpsim.undoing import Undo, undone
 
 __all__ = ["Comparison", "compare"]
 
+T = TypeVar("T")
 Key = tuple[str, int]
 GONE = 0.9  # from which on nothing of a result is left
 GROWTH = 2.0  # from which an error counts as grown
@@ -245,15 +246,14 @@ def _run_step(
     model: nn.Module, step: Callable[[], Any], fmt: FormatLike, seed: int, noise: int, visitor: Any
 ) -> tuple[None, float | None]:
     """One run of a step that closes over the model: the model itself changes its formats meanwhile."""
-    returned: list[Any] = []
 
-    def run(undo: Undo) -> None:
+    def run(undo: Undo) -> Any:
         preserve(model, undo)
         switching(model, undo)(fmt)
-        _traced(model, visitor, lambda: returned.append(step()), seed, noise, undo)
+        return _seeded(model, visitor, step, seed, noise, undo)
 
-    undone(run)
-    loss = returned[0].detach() if isinstance(returned[0], Tensor) else returned[0]
+    returned = undone(run)
+    loss = returned.detach() if isinstance(returned, Tensor) else returned
     is_loss = isinstance(loss, int | float) or (isinstance(loss, Tensor) and loss.numel() == 1)
     return None, float(loss) if is_loss else None
 
@@ -270,30 +270,26 @@ def _run_batch(
     """One forward pass of a copy, and a backward pass if there is a loss. Gives the outputs and the loss."""
     copy = quantize(model, fmt)
     copy.zero_grad()
-    out: Any = None
-    total: Tensor | None = None
 
-    def step() -> None:
-        nonlocal out, total
+    def step() -> tuple[Any, Tensor | None]:
         out = called(copy, batch)
         total = loss_of(out, loss)
         if total is not None:
             total.backward()
+        return out, total
 
-    undone(partial(_traced, copy, visitor, step, seed, noise))
+    out, total = undone(partial(_seeded, copy, visitor, step, seed, noise))
     logits = getattr(out, "logits", None)
     result = logits if isinstance(logits, Tensor) else next((x for x in tensors_in(out) if x.is_floating_point()), None)
     return None if result is None else result.detach(), None if total is None else float(total.detach())
 
 
-def _traced(model: nn.Module, visitor: Any, step: Callable[[], object], seed: int, noise: int, undo: Undo) -> None:
-    trace = Trace(model, visitor, emulated=True, verb="compare")
-    undo.by(trace.remove)
-    trace.install_alone()
+def _seeded(model: nn.Module, visitor: Any, step: Callable[[], T], seed: int, noise: int, undo: Undo) -> T:
+    trace = traced(model, visitor, "compare", undo)
     seed_here(undo, seed, noise)
     undo.by(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
     torch.set_grad_enabled(True)
-    trace.run(step)
+    return trace.run(step)
 
 
 def _divergence(a: Tensor | None, b: Tensor | None) -> float | None:

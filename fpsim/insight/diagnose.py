@@ -12,14 +12,11 @@ from torch import Tensor, nn
 
 from fpsim.border import require_memory, require_module
 from fpsim.checks import shown
-from fpsim.emulation.scope import Listeners, Observer
-from fpsim.emulation.tracing import Operation, Trace
+from fpsim.emulation.tracing import Operation
 from fpsim.insight.ranges import Range
 from fpsim.insight.rows import Rows, number
 from fpsim.insight.seen import AFTER, CAME_IN, Seen, fills, is_backward
-from fpsim.insight.stepping import as_step, nothing_ran, preserve
-from fpsim.models.installed import emulated_forwards
-from fpsim.models.quantize import listeners
+from fpsim.insight.stepping import as_step, nothing_ran, preserve, traced
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
@@ -224,17 +221,9 @@ def _chain(operation: Operation, loss: Operation | None) -> Rows:
 
 def _run(model: nn.Module, step: Callable[[], object]) -> Seen:
     seen = Seen(model)
-    emulated = any(True for _ in emulated_forwards(model))
-    registered = listeners(model) if emulated else []
-    seen.trace = trace = Trace(model, seen, emulated, verb="diagnose", keeps=seen.keeps)
 
     def run(undo: Undo) -> None:
-        undo.by(trace.remove)
-        trace.install_alone()
-        if any(listener.observer is not None for listener in registered):
-            raise ValueError("This model is being recorded. Leave the `with fpsim.record(...)` block first.")
-        undo.by(partial(_observe, registered, None))
-        _observe(registered, seen)
+        trace = traced(model, seen, "diagnose", undo)
         preserve(model, undo)
         trace.run(step)
         if not seen.events:
@@ -242,11 +231,6 @@ def _run(model: nn.Module, step: Callable[[], object]) -> Seen:
 
     undone(run)
     return seen
-
-
-def _observe(registered: list[Listeners], observer: Observer | None) -> None:
-    for listener in registered:
-        listener.observer = observer
 
 
 # The scale of a GradScaler

@@ -14,7 +14,7 @@ from fpsim.emulation.product_calls import CALLS
 from fpsim.emulation.recurrent import OPERATIONS
 from fpsim.emulation.scope import active
 from fpsim.emulation.tracing import Operation, Trace
-from fpsim.insight.stepping import as_step, preserve, switching
+from fpsim.insight.stepping import as_step, preserve, switching, traced
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
@@ -58,15 +58,11 @@ def last_layers(model: nn.Module, step: Any, *, loss: Callable[[Any], Tensor] | 
     require_memory(model)
     run = as_step(model, step, loss, "last_layers")
 
-    def traced(undo: Undo) -> list[str]:
+    def last(undo: Undo) -> list[str]:
         preserve(model, undo)
         switching(model, undo)(None)
-        trace = Trace(model, _Listed(), emulated=True, verb="last_layers")
-        undo.by(trace.remove)
-        trace.install_alone()
-        results: list[Any] = []
-        trace.run(lambda: results.append(run()))
-        (total,) = results
+        trace = traced(model, _Listed(), "last_layers", undo)
+        total = trace.run(run)
         if not isinstance(total, Tensor):
             raise TypeError(
                 f"Got {shown(total)}, of type {type(total).__name__}, from the step. Expected: the loss, a tensor: "
@@ -74,7 +70,7 @@ def last_layers(model: nn.Module, step: Any, *, loss: Callable[[Any], Tensor] | 
             )
         return _last(trace, total)
 
-    return undone(traced)
+    return undone(last)
 
 
 class _Listed:

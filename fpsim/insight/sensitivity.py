@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from fpsim.border import require_memory, require_module, require_seed
 from fpsim.checks import number_of, require_whole, shown
-from fpsim.emulation.tracing import Operation, Trace
+from fpsim.emulation.tracing import Operation
 from fpsim.insight.rows import Rows
-from fpsim.insight.stepping import as_step, is_function, nothing_ran, preserve, required_arguments, switching
+from fpsim.insight.stepping import as_step, is_function, nothing_ran, preserve, required_arguments, switching, traced
 from fpsim.models.installed import emulated_forwards
 from fpsim.models.quantize import dequantize, quantize, set_policy
 from fpsim.policies.policy import FormatLike, Policy
@@ -174,13 +174,11 @@ class _Losses:
     def backward(self, operation: Operation, gradient: Tensor) -> None:
         pass
 
-    def traced(self, policy: Policy) -> float:
+    def noted(self, policy: Policy) -> float:
         """The loss under a policy; whose operations computed is noted."""
 
         def run(undo: Undo) -> float:
-            trace = Trace(self.model, self, emulated=True, verb="sensitivity")
-            undo.by(trace.remove)
-            trace.install_alone()
+            traced(self.model, self, "sensitivity", undo)
             return self.under(policy)
 
         return undone(run)
@@ -188,7 +186,7 @@ class _Losses:
 
 def _rank(ranking: Sensitivity, losses: _Losses, plain: nn.Module, wanted: Policy) -> None:
     modules = dict(plain.named_modules())
-    ranking.float32 = losses.traced(Policy())
+    ranking.float32 = losses.noted(Policy())
     if not math.isfinite(ranking.float32):
         raise ValueError(
             f"The loss of {type(plain).__name__} is {ranking.float32} in float32, and no format can be blamed for "

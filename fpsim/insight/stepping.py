@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from fpsim.border import require_initialised
 from fpsim.checks import require_callable, shown
+from fpsim.emulation.scope import Listeners, Observer
+from fpsim.emulation.tracing import Edit, Trace, Visitor
 from fpsim.models.installed import emulated_forwards
 from fpsim.models.quantize import dequantize, install_policies, listeners, policies_of, quantize, set_policy
 from fpsim.policies.policy import FormatLike
@@ -27,8 +29,10 @@ __all__ = [
     "loss_of",
     "nothing_ran",
     "preserve",
+    "require_unrecorded",
     "required_arguments",
     "switching",
+    "traced",
 ]
 
 
@@ -120,6 +124,50 @@ def preserve(model: nn.Module, undo: Undo) -> None:
     """Put back what `Kept` keeps of a model, and random numbers."""
     undo.by(Kept(model).restore)
     keep_random_numbers(undo)
+
+
+@runtime_checkable
+class WatchingVisitor(Visitor, Observer, Protocol):
+    """A visitor of a trace that also observes what the emulation rounds meanwhile, and reads the arguments of calls."""
+
+    trace: Trace | None
+
+    def keeps(self, x: Tensor) -> bool:
+        """Whether what a call is about to write to is looked at before."""
+
+
+def traced(model: nn.Module, visitor: Visitor, verb: str, undo: Undo, edit: Edit | None = None) -> Trace:
+    """Show what this thread computes with `model` to a visitor, until it is undone.
+
+    The calls of the model are traced from here on; `run` of the returned trace runs a step, and traces its calls
+    outside of the model too.
+
+    verb: the public function that runs the step, in what users are told.
+    Raises RuntimeError where another thread runs a step of this model, ValueError for a watching visitor of a model
+    that is being recorded.
+    """
+    is_emulated = any(True for _ in emulated_forwards(model))
+    keeps = visitor.keeps if isinstance(visitor, WatchingVisitor) else None
+    trace = Trace(model, visitor, is_emulated, verb=verb, edit=edit, keeps=keeps)
+    undo.by(trace.remove)
+    trace.install_alone()
+    if isinstance(visitor, WatchingVisitor):
+        visitor.trace = trace
+        registered = listeners(model) if is_emulated else []
+        require_unrecorded(registered)
+        undo.by(partial(_observe, registered, None))
+        _observe(registered, visitor)
+    return trace
+
+
+def require_unrecorded(registered: Iterable[Listeners]) -> None:
+    if any(listener.observer is not None for listener in registered):
+        raise ValueError("This model is being recorded. Leave the `with fpsim.record(...)` block first.")
+
+
+def _observe(registered: Iterable[Listeners], observer: Observer | None) -> None:
+    for listener in registered:
+        listener.observer = observer
 
 
 def switching(model: nn.Module, undo: Undo) -> Callable[[FormatLike], None]:

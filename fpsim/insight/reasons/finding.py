@@ -20,6 +20,7 @@ from fpsim.insight.reasons.remedies import remedies, update_remedies
 from fpsim.insight.reasons.trials import Change, Outcome, Trials
 from fpsim.insight.reasons.updates import Updates
 from fpsim.insight.reasons.widening import LOW, Widening
+from fpsim.insight.stepping import require_unrecorded
 from fpsim.models.quantize import listeners
 from fpsim.policies.policy import Policy
 
@@ -45,8 +46,7 @@ class Finding:
 def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: Any, batches: int | None) -> Finding:
     """Run the checks."""
     trials = Trials(model, step, optimizer, scaler, batches)
-    if trials.emulated and any(listener.observer is not None for listener in listeners(model)):
-        raise ValueError("This model is being recorded. Leave the `with fpsim.record(...)` block first.")
+    require_unrecorded(listeners(model) if trials.emulated else [])
     before = _state_before(model, trials.kept.optimizers)
     try:
         first = trials.run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from fpsim.border import require_result
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import Call
-from fpsim.emulation.tracing import Edit, Operation, Trace
+from fpsim.emulation.tracing import Edit, Operation
 from fpsim.insight.reasons.timeline import Timeline
-from fpsim.insight.stepping import Kept
+from fpsim.insight.stepping import Kept, traced
 from fpsim.models.installed import emulated_forwards
-from fpsim.models.quantize import install_policies, listeners, policies_of
+from fpsim.models.quantize import install_policies, policies_of
 from fpsim.policies.policy import Policy
 from fpsim.tensors.noise import keep_random_numbers, noise_state, replayed_noise
 from fpsim.torch_modes import hook_steps, push_mode, take_off, unhook_call, unhook_steps, without_torch_function
@@ -112,24 +112,22 @@ class Trials:
             undo.by(steps.end)
             self._change(change)
             steps.begin()
-            result: list[float | None] = [None]
-            traced = (
-                self._traced(visitor, None if change.edit is None else edit, undo)
-                if visitor is not None or change.edit is not None
-                else None
-            )
-
-            def run() -> None:
-                result[0] = self._step(visitor, steps)
-
+            run = partial(self._step, visitor, steps)
+            if visitor is not None or change.edit is not None:
+                trace = traced(self.model, visitor or _Nobody(), "why", undo, None if change.edit is None else edit)
+                run = partial(trace.run, run)
+            if isinstance(visitor, Timeline):
+                hook = visitor_inputs(visitor)
+                undo.by(partial(unhook_call, self.model, hook))
+                self.model.register_forward_pre_hook(hook, with_kwargs=True)
             undo.by(watched.end)
             push_mode(watched)
-            run() if traced is None else traced.run(run)
+            returned = run()
             with without_torch_function():
                 bad = self._nonfinite()
                 if at_end is not None:
                     at_end()
-            return result[0], bad
+            return returned, bad
 
         with replayed_noise(noise_state()):
             returned, bad = undone(start)
@@ -183,26 +181,6 @@ class Trials:
         if policies and (policies is not self.policies or self._has_changed):
             self._has_changed = policies is not self.policies
             install_policies(self.model, policies)
-
-    def _traced(self, visitor: Any, edit: Edit | None, undo: Undo) -> Trace:
-        keeps = visitor.keeps if isinstance(visitor, Timeline) else None
-        trace = Trace(self.model, visitor or _Nobody(), self.emulated, verb="why", edit=edit, keeps=keeps)
-        undo.by(trace.remove)
-        trace.install_alone()
-        if isinstance(visitor, Timeline):
-            visitor.trace = trace
-            hook = visitor_inputs(visitor)
-            undo.by(partial(unhook_call, self.model, hook))
-            self.model.register_forward_pre_hook(hook, with_kwargs=True)
-            registered = listeners(self.model) if self.emulated else []
-            undo.by(partial(_observe, registered, None))
-            _observe(registered, visitor)
-        return trace
-
-
-def _observe(registered: Sequence[Any], observer: Any) -> None:
-    for listener in registered:
-        listener.observer = observer
 
 
 def visitor_inputs(visitor: Timeline) -> Callable[..., None]:
