@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -19,7 +19,7 @@ from fpsim.insight.rows import Rows
 from fpsim.insight.stepping import as_step, is_function, nothing_ran, preserve, required_arguments, switching, traced
 from fpsim.models.installed import emulated_forwards
 from fpsim.models.quantize import dequantize, quantize, set_policy
-from fpsim.policies.policy import FormatLike, Policy
+from fpsim.policies.policy import FormatLike, Policy, policy_of_modules
 from fpsim.policies.recipes import as_policy
 from fpsim.tensors.noise import seed_here
 from fpsim.torch_modes import keeps_grad_mode
@@ -58,7 +58,7 @@ class Sensitivity(Rows):
         if len(whole) == len(names):
             return replace(self._policy, overrides={**self._policy.overrides, **dict.fromkeys(names)})
         wanted = {name: Policy() if name in names else own for name, own in self._by_module.items()}
-        return _policy_of(wanted)
+        return policy_of_modules(wanted)
 
     def __str__(self) -> str:
         lines = [f"loss {self.float32:.6g} in float32, {self.quantised:.6g} under the policy"]
@@ -199,7 +199,7 @@ def _rank(ranking: Sensitivity, losses: _Losses, plain: nn.Module, wanted: Polic
     def add(names: list[str]) -> None:
         for name in names:
             alone = {other: own if other == name else Policy() for other, own in ranking._by_module.items()}
-            only, but = losses.under(_policy_of(alone)), losses.under(ranking._leaving([name]))
+            only, but = losses.under(policy_of_modules(alone)), losses.under(ranking._leaving([name]))
             row: dict[str, Any] = {"module": name, "type": type(modules[name]).__name__, "cost": 0.0}
             row |= {"alone": _excess(only, ranking.float32), "without": _excess(ranking.quantised, but)}
             row["cost"] = max((x for x in (row["alone"], row["without"]) if not math.isnan(x)), default=0.0)
@@ -238,16 +238,6 @@ def _has_numbers(module: nn.Module) -> bool:
 
 def _has_inside(name: str, names: Iterable[str]) -> bool:
     return any(other != name and (not name or other.startswith(f"{name}.")) for other in names)
-
-
-def _policy_of(by_module: Mapping[str, Policy]) -> Policy:
-    """One policy from those of all modules by name, parents first: an override stands where a parent's is another."""
-    overrides: dict[str | type[nn.Module], FormatLike] = {
-        name: own
-        for name, own in by_module.items()
-        if name and own != by_module[name.rpartition(".")[0] if name.rpartition(".")[0] in by_module else ""]
-    }
-    return replace(by_module[""], overrides=overrides)
 
 
 def _excess(a: float, b: float) -> float:

@@ -19,7 +19,7 @@ from fpsim.formats.floats import FloatFormat
 from fpsim.insight.diagnose import Diagnosis, diagnose
 from fpsim.models.optimizers import quantize_optimizer
 from fpsim.models.quantize import quantize, set_policy
-from fpsim.policies.policy import ROLES, Policy
+from fpsim.policies.policy import ROLES, Policy, policy_of_modules
 from fpsim.policies.update import Storage, Update
 from fpsim.tensors.spec import Spec, any_spec
 
@@ -138,17 +138,11 @@ class Plan:
     def policy(self) -> Policy:
         """The policy. Operations of the model itself have the formats outside of all overrides."""
         root = self.modules.get("", self.base)
-        overrides: dict[str | type[nn.Module], Any] = {}
         names = sorted((name for name in self.modules if name), key=lambda name: name.count("."))
-        if root != self.base:
-            overrides.update({name.partition(".")[0]: self.base for name in names})
-        for module in names:
-            wanted = self.modules[module]
-            around = [n for n in overrides if isinstance(n, str) and (module == n or module.startswith(f"{n}."))]
-            if wanted != (overrides[around[-1]] if around else root):
-                overrides[module] = wanted
-        chosen = {name: formats for name, formats in overrides.items() if formats != root or "." in str(name)}
-        return Policy(**root, overrides={name: Policy(**formats) for name, formats in chosen.items()})
+        # where the model itself differs, modules without statistics still have the formats of their roles
+        around = {} if root == self.base else {name.partition(".")[0]: self.base for name in names}
+        formats = {"": root, **around, **{name: self.modules[name] for name in names}}
+        return policy_of_modules({name: Policy(**own) for name, own in formats.items()})
 
     def widen(self, diagnosis: Diagnosis) -> bool:
         """Leave in float32 what broke; where that is already, all roles of its module, then of those it reads from."""

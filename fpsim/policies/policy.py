@@ -19,7 +19,16 @@ from fpsim.policies.products import Products
 from fpsim.tensors.spec import RoundingSpec, rounding_spec
 from fpsim.torch_internals import operation_homes
 
-__all__ = ["FEW_BITS", "ROLES", "FormatLike", "Policy", "RoleSpecs", "describe", "policy_of_format"]
+__all__ = [
+    "FEW_BITS",
+    "ROLES",
+    "FormatLike",
+    "Policy",
+    "RoleSpecs",
+    "describe",
+    "policy_of_format",
+    "policy_of_modules",
+]
 
 RoleFormat = str | Format | torch.dtype | np.dtype[Any] | type[np.generic]
 ROLES = ("weight", "activation", "error", "weight_grad")
@@ -286,6 +295,26 @@ def policy_of_format(fmt: FormatLike) -> Policy:
     if fmt is not None and isinstance(as_format(fmt), BlockFormat):
         return Policy(products=Products.all(as_format(fmt)))
     return Policy(fmt, fmt, fmt, fmt)
+
+
+def policy_of_modules(by_module: Mapping[str, Policy]) -> Policy:
+    """One policy from those of modules by name, parents first: the inverse of `Policy.for_modules`.
+
+    An override is written only where a module differs from the one around it. A module without a policy has that of the
+    module around it; `by_module[""]` is that of the model itself, float32 if it is missing. Overrides of the policies
+    are ignored.
+
+    >>> list(policy_of_modules({"": Policy("bf16"), "body": Policy("bf16"), "head": Policy()}).overrides)
+    ['head']
+    """
+    base = replace(by_module.get("", Policy()), overrides={})
+    overrides: dict[str | type[nn.Module], FormatLike] = {}
+    for name, policy in by_module.items():
+        around = max((n for n in overrides if isinstance(n, str) and name.startswith(f"{n}.")), key=len, default=None)
+        own = replace(policy, overrides={})
+        if name and own != (base if around is None else overrides[around]):
+            overrides[name] = own
+    return replace(base, overrides=overrides)
 
 
 def _matches(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:

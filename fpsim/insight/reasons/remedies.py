@@ -26,7 +26,7 @@ from fpsim.insight.reasons.timeline import Timeline
 from fpsim.insight.reasons.trials import Change, Outcome, Trials
 from fpsim.insight.reasons.updates import Updates
 from fpsim.insight.reasons.widening import Widening
-from fpsim.policies.policy import Policy
+from fpsim.policies.policy import Policy, policy_of_modules
 from fpsim.tensors.noise import keep_random_numbers
 from fpsim.tensors.ops import round_to
 from fpsim.undoing import Undo, undone
@@ -164,7 +164,8 @@ def _fewest(attempts: Attempts, event: Event, candidates: Sequence[Operation]) -
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     remedy = Remedy(f"float32 for {shown}", "float32", None, [*dict.fromkeys(names)], outcome.loss)
     if trials.emulated:
-        remedy.policy = _policy(trials, _policies(trials, [units[i] for i in chosen]))
+        changed = _policies(trials, [units[i] for i in chosen])
+        remedy.policy = policy_of_modules({**trials.policies, **changed})
     return remedy
 
 
@@ -208,20 +209,6 @@ def _policies(trials: Trials, units: Sequence[Unit]) -> dict[str, Policy]:
         except ValueError:  # not an operation that a policy knows by this name
             changed[module] = Policy()
     return changed
-
-
-def _policy(trials: Trials, changed: dict[str, Policy]) -> Policy:
-    """One policy that says the same: that of the model itself, and an override wherever a module differs."""
-    wanted = {**trials.policies, **changed}
-    base = replace(wanted.get("", Policy()), overrides={})
-    overrides: dict[Any, Any] = {}
-    for name, policy in wanted.items():
-        around = max((n for n in overrides if name.startswith(f"{n}.")), key=len, default=None)
-        inherited = base if around is None else overrides[around]
-        own = replace(policy, overrides={})
-        if name and own != inherited:
-            overrides[name] = own
-    return replace(base, overrides=overrides)
 
 
 # Of an optimizer's step, and of sums of gradients
