@@ -30,7 +30,7 @@ from fpsim.tensors.autograd import round_differentiably
 from fpsim.tensors.launch import round_fitting_, round_memory_, rounded
 from fpsim.tensors.moments import amax_of, binades, keep_memory_of, memory_of, moments_of, on_device
 from fpsim.tensors.spec import RoundingSpec, log2_scale_limits
-from fpsim.tensors.tally import lost_between
+from fpsim.tensors.tally import UpdateCounts, lost_between
 from fpsim.torch_internals import current_graph_task
 from fpsim.undoing import Exit
 
@@ -50,6 +50,7 @@ __all__ = [
     "Moments",
     "RoundingSpec",
     "Scaling",
+    "UpdateCounts",
     "amax_of",
     "as_policy",
     "as_update",

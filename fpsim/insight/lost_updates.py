@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fpsim.insight.rows import Rows
 from fpsim.models.optimizers import QuantizedOptimizer
 from fpsim.models.parameter_store import ParameterStore
 from fpsim.models.storing import local_part, stored
+from fpsim.tensors.tally import CHUNK, UpdateCounts
 from fpsim.undoing import Exit
 
 __all__ = ["LostUpdates", "lost_updates", "unrecorded"]
@@ -56,35 +57,13 @@ def unrecorded(optimizers: Iterable[QuantizedOptimizer]) -> list[QuantizedOptimi
     return [q for q in optimizers if not any(isinstance(observer, LostUpdates) for observer in q.observers)]
 
 
-CHUNK = 2**16  # elements that are counted at once on a CPU: what is computed of them stays in its cache
-
-
-class _Sums:
-    """What was counted of one parameter."""
+class _Sums(UpdateCounts):
+    """What was counted of one parameter. signs: of the last change of each weight."""
 
     def __init__(self, store: ParameterStore) -> None:
+        super().__init__()
         self.first = local_part(store.parameter.detach()).clone()
-        self.signs = self.first.new_zeros(self.first.shape, dtype=torch.int8)  # of the last change of the weight
-        self.wanted = self.lost = self.flips = self.changes = 0
-        self.inner = self.norm = 0.0
-
-    @property
-    def share(self) -> float | None:
-        """The share of lost updates."""
-        return _share(self.lost, self.wanted)
-
-    def count(self, after: Tensor, before: Tensor, intended: Tensor) -> tuple[int, int, float, float, int, int]:
-        """Count a step. Returns how many updates were not zero, how many of these were lost, <intended, effective>, the
-        squared norm of the intended one, how many weights have changed, and how many of these against the last change.
-        """
-        parts = [x.reshape(-1) for x in (after, before, intended, self.signs)]
-        length = CHUNK if not before.is_cuda else max(before.numel(), 1)
-        counts = [_counted(*chunk) for chunk in zip(*(x.split(length) for x in parts), strict=True)]
-        wanted, lost, inner, norm, changes, flips = (sum(column) for column in zip(*counts, strict=True))
-        self.wanted, self.lost = self.wanted + int(wanted), self.lost + int(lost)
-        self.changes, self.flips = self.changes + int(changes), self.flips + int(flips)
-        self.inner, self.norm = self.inner + inner, self.norm + norm
-        return int(wanted), int(lost), inner, norm, int(changes), int(flips)
+        self.signs = self.first.new_zeros(self.first.shape, dtype=torch.int8)
 
     def row(self, store: ParameterStore) -> dict[str, Any]:
         """The row of a table."""
@@ -92,43 +71,10 @@ class _Sums:
             "parameter": store.name,
             "elements": self.first.numel(),
             "lost": self.share,
-            "edq": self.inner / self.norm if self.norm else None,
+            "edq": self.edq,
             "at_first": _at_first(store, self),
             "flips": _share(self.flips, self.changes),
         }
-
-
-def _counted(after: Tensor, before: Tensor, intended: Tensor, signs: Tensor) -> tuple[float, ...]:
-    """The counts of `_Sums.count` for some elements; `signs`, of their last changes, is brought up to date in place."""
-    effective = after - before
-    has_changed, is_wanted = effective != 0, intended != 0
-    wide = intended.double()
-    new = effective.sign().to(torch.int8)
-    flips = int(torch.count_nonzero(new * signs < 0))
-    torch.where(has_changed, new, signs, out=signs)
-    return (
-        int(torch.count_nonzero(is_wanted)),
-        int(torch.count_nonzero(is_wanted & ~has_changed)),
-        float(torch.dot(wide, effective.double())),
-        float(torch.dot(wide, wide)),
-        int(torch.count_nonzero(has_changed)),
-        flips,
-    )
-
-
-@dataclass
-class _Step:
-    """What was counted of one step, of all parameters."""
-
-    wanted: int = 0
-    lost: int = 0
-    inner: float = 0.0
-    norm: float = 0.0
-
-    def add(self, wanted: int, lost: int, inner: float, norm: float) -> None:
-        """Add the counts of a parameter."""
-        self.wanted, self.lost = self.wanted + wanted, self.lost + lost
-        self.inner, self.norm = self.inner + inner, self.norm + norm
 
 
 class LostUpdates:
@@ -146,7 +92,7 @@ class LostUpdates:
         self._sums = {store: _Sums(store) for store in quantized.stores}
         self._rows = Rows()
         self.is_inside = False  # of a block
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, UpdateCounts] = {}
         self.attach()
 
     def __enter__(self) -> LostUpdates:
@@ -186,16 +132,17 @@ class LostUpdates:
         if store not in self._sums:
             self._sums[store] = _Sums(store)
         sums = self._sums[store]
-        wanted, lost, inner, norm, changes, flips = sums.count(local_part(store.value), before, intended)
-        self._steps.setdefault(step, _Step()).add(wanted, lost, inner, norm)
+        counts = UpdateCounts.of(before, local_part(store.value), intended, sums.signs)
+        sums.add(counts)
+        self._steps.setdefault(step, UpdateCounts()).add(counts)
         self._rows.append(
             {
                 "step": step,
                 "parameter": store.name,
-                "lost": _share(lost, wanted),
-                "edq": inner / norm if norm else None,
+                "lost": counts.share,
+                "edq": counts.edq,
                 "decay_lost": _decay_lost(store, before, group),
-                "flips": _share(flips, changes),
+                "flips": _share(counts.flips, counts.changes),
             }
         )
 
@@ -219,8 +166,8 @@ class LostUpdates:
         return Rows(
             {
                 "step": step,
-                "lost": _share(counts.lost, counts.wanted),
-                "edq": counts.inner / counts.norm if counts.norm else None,
+                "lost": counts.share,
+                "edq": counts.edq,
                 "wanted": counts.wanted,
                 "norm": counts.norm,
             }
@@ -242,13 +189,19 @@ class LostUpdates:
     @property
     def share(self) -> float | None:
         """The share of lost updates of all parameters and recorded steps; None before the first."""
-        return _share(sum(s.lost for s in self._sums.values()), sum(s.wanted for s in self._sums.values()))
+        return self._whole().share
 
     @property
     def edq(self) -> float | None:
         """Effective over intended update of all parameters and recorded steps; None before the first."""
-        norm = sum(s.norm for s in self._sums.values())
-        return sum(s.inner for s in self._sums.values()) / norm if norm else None
+        return self._whole().edq
+
+    def _whole(self) -> UpdateCounts:
+        """The counts of all parameters and recorded steps."""
+        whole = UpdateCounts()
+        for sums in self._sums.values():
+            whole.add(sums)
+        return whole
 
     @property
     def words(self) -> str:
@@ -281,7 +234,7 @@ class LostUpdates:
         stores = {store.index: store for store in self._sums}
         try:
             sums = {stores[index]: _loaded(stores[index], saved) for index, saved in state["sums"].items()}
-            steps = {step: _Step(**saved) for step, saved in state["steps"].items()}
+            steps = {step: UpdateCounts(**saved) for step, saved in state["steps"].items()}
             rows = Rows(dict(row) for row in state["rows"])
             require_whole("state['every']", state["every"], 1)
             require_whole("state['begin']", state["begin"], 0)

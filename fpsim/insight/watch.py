@@ -40,7 +40,7 @@ from fpsim.policies.policy import Policy
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.shared_scales import Cut, rounded_blocks
 from fpsim.tensors.spec import BlockSpec, Spec, any_spec, holds_numbers
-from fpsim.tensors.tally import Accumulator, Tally, row_of
+from fpsim.tensors.tally import Accumulator, Tally, row_of, wanted_and_lost
 from fpsim.torch_internals import is_compiled_wrapper, version_of
 from fpsim.torch_modes import hook_steps, is_stand_in, keeps_grad_mode, unhook_steps
 from fpsim.undoing import Exit, Undo, undone
@@ -273,13 +273,12 @@ class Watch:
         """Count the updates that would change nothing in parameters of each format."""
         if not holds_numbers(before):
             return
-        wanted = (before != after).sum()
         for spec in self.specs:
             old, new = (_rounded(x.float(), spec) for x in (before, after))
-            lost = ((old == new) & (before != after)).sum()
+            wanted, lost = wanted_and_lost(old, new, before != after)
             key = self._watched, name, "update", spec
             known = self._lost.get(key, (0, 0))
-            self._lost[key] = known[0] + int(lost), known[1] + int(wanted)
+            self._lost[key] = known[0] + lost, known[1] + wanted
 
     # What was found
 
@@ -492,10 +491,11 @@ class _WatchedSteps:
             if gradient is None or gradient.layout is not torch.strided or not holds_numbers(before):
                 continue
             gradients[parameter] = gradient.detach().clone()
-            had, same = gradient != 0, before == parameter.detach()
-            of, left = of + int(had.sum()), left + int((had & same).sum())
-            if bool(had.any()):
-                self._moved[name] = self._moved.get(name, False) or not bool(same.all())
+            after = parameter.detach()
+            had, same = wanted_and_lost(before, after, gradient)
+            of, left = of + had, left + same
+            if had:
+                self._moved[name] = self._moved.get(name, False) or not bool((before == after).all())
         self.last = Stepped(step, optimizer, gradients)
         self._left[step] = left, of
 

@@ -51,7 +51,19 @@ from fpsim.tensors.spec import (
     require_numbers,
 )
 
-__all__ = ["Accumulator", "Tally", "lost_between", "row_of", "shape_between", "tally"]
+__all__ = [
+    "CHUNK",
+    "Accumulator",
+    "Tally",
+    "UpdateCounts",
+    "lost_between",
+    "row_of",
+    "shape_between",
+    "tally",
+    "wanted_and_lost",
+]
+
+CHUNK = 2**16  # elements of an update that are counted at once on a CPU: what is computed of them stays in its cache
 
 
 @dataclass(frozen=True)
@@ -311,6 +323,76 @@ def _lost_on_card(x: Tensor, r: Tensor, largest: float, log2_scale: Tensor) -> T
         arguments = address_of(x), address_of(r), n, BINARY64.bits(largest), address_of(scale), *out
         run_on_card(cuda_lost(x.element_size()), x, partial_words(n, x.element_size())[0], arguments)
     return counts
+
+
+def wanted_and_lost(before: Tensor, after: Tensor, intended: Tensor) -> tuple[int, int]:
+    """Count the updates that are not zero, and those of them that left the number as it was.
+
+    intended: what was to be added, or anything else that is zero where nothing was.
+
+    >>> weight = torch.tensor([1.0, 1.0, 2.0**-10])
+    >>> update = torch.tensor([0.0, 2.0**-10, 2.0**-10])
+    >>> wanted_and_lost(weight, (weight + update).bfloat16().float(), update)
+    (2, 1)
+    """
+    wanted = intended != 0
+    return int(torch.count_nonzero(wanted)), int(torch.count_nonzero(wanted & (before == after)))
+
+
+@dataclass
+class UpdateCounts:
+    """Counts of updates: `wanted` were not zero, `lost` of these changed nothing.
+
+    changes: how many numbers changed. flips: how many of these went against their last change.
+    inner, norm: <intended, effective update>, and the squared norm of the intended one.
+    """
+
+    wanted: int = 0
+    lost: int = 0
+    changes: int = 0
+    flips: int = 0
+    inner: float = 0.0
+    norm: float = 0.0
+
+    @property
+    def share(self) -> float | None:
+        """The share of lost updates; None if there was none."""
+        return self.lost / self.wanted if self.wanted else None
+
+    @property
+    def edq(self) -> float | None:
+        """The effective over the intended update (Collage, arXiv 2405.03637): 1 if nothing is lost."""
+        return self.inner / self.norm if self.norm else None
+
+    def add(self, other: UpdateCounts) -> None:
+        """Add the counts of another tensor, or of another step."""
+        for name in UpdateCounts.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @classmethod
+    def of(cls, before: Tensor, after: Tensor, intended: Tensor, signs: Tensor | None = None) -> UpdateCounts:
+        """Count one step of one tensor.
+
+        before, after, intended: the same shape, dtype and device.
+        signs: int8, of the last change of each number; brought up to date. None counts no flips.
+        """
+        signs = torch.zeros_like(before, dtype=torch.int8) if signs is None else signs
+        parts = [x.reshape(-1) for x in (before, after, intended, signs)]
+        length = CHUNK if not before.is_cuda else max(before.numel(), 1)
+        counts = cls()
+        for chunk in zip(*(x.split(length) for x in parts), strict=True):
+            counts.add(_counted(*chunk))
+        return counts
+
+
+def _counted(before: Tensor, after: Tensor, intended: Tensor, signs: Tensor) -> UpdateCounts:
+    effective, has_changed, wide = after - before, after != before, intended.double()
+    new = effective.sign().to(torch.int8)
+    flips = int(torch.count_nonzero(new * signs < 0))
+    torch.where(has_changed, new, signs, out=signs)
+    wanted, lost = wanted_and_lost(before, after, intended)
+    inner, norm = float(torch.dot(wide, effective.double())), float(torch.dot(wide, wide))
+    return UpdateCounts(wanted, lost, int(torch.count_nonzero(has_changed)), flips, inner, norm)
 
 
 def shape_between(before: Tensor, after: Tensor, row: int = -1) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 
 import fpsim
 from fpsim import LostUpdates, Update
+from fpsim.scaling import UpdateCounts
 
 __all__ = ["RECORD_UPDATES_EVERY", "RoundedWeights", "every_of", "steps_together", "stored"]
 
@@ -71,16 +72,12 @@ class RoundedWeights:
         before = [p.detach().clone() for p in self.model.parameters()]
         with torch.enable_grad():
             run()
-        wanted = [p.detach() - old for p, old in zip(self.model.parameters(), before, strict=True)]
+        parameters, counts = [*self.model.parameters()], UpdateCounts()
+        wanted = [p.detach() - old for p, old in zip(parameters, before, strict=True)]
         fpsim.round_parameters_(self.model)
-        got = [p.detach() - old for p, old in zip(self.model.parameters(), before, strict=True)]
-        pairs = [*zip(wanted, got, strict=True)]
-        moved = sum(int((u != 0).sum()) for u, _ in pairs)
-        lost = sum(int(((u != 0) & (v == 0)).sum()) for u, v in pairs)
-        norm = sum(float(u.double().square().sum()) for u, _ in pairs)
-        inner = sum(float((u.double() * v.double()).sum()) for u, v in pairs)
-        row = {"step": number, "lost": lost / moved if moved else None, "edq": inner / norm if norm else None}
-        self.rows.append(row)
+        for p, old, intended in zip(parameters, before, wanted, strict=True):
+            counts.add(UpdateCounts.of(old, p.detach(), intended))
+        self.rows.append({"step": number, "lost": counts.share, "edq": counts.edq})
 
     def state_dict(self) -> dict[str, Any]:
         """The rows."""

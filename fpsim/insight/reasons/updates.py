@@ -15,6 +15,7 @@ from fpsim.insight.reasons.event import Event
 from fpsim.models.installed import emulated_forwards
 from fpsim.tensors.noise import keep_random_numbers
 from fpsim.tensors.ops import round_to
+from fpsim.tensors.tally import wanted_and_lost
 from fpsim.undoing import Undo, undone
 
 __all__ = ["Updates"]
@@ -161,9 +162,8 @@ class Updates:
             if master is None or first is None or not bool(p.isfinite().all()):
                 continue
             change = master - first.to(master.dtype)
-            wanted = change != 0
-            moved = (p.detach() != first) & wanted
-            row = {"parameter": name, "wanted": int(wanted.sum()), "moved": int(moved.sum())}
+            wanted, lost = wanted_and_lost(first, p.detach(), change)
+            row = {"parameter": name, "wanted": wanted, "moved": wanted - lost}
             magnitudes, forward = first[first != 0].abs().double(), specs.get(name)
             row["median"] = float(magnitudes.median()) if magnitudes.numel() else 0.0
             row["largest"] = float(change.abs().max()) if change.numel() else 0.0

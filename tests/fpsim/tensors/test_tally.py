@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fpsim
-from fpsim.tensors.tally import lost_between
+from fpsim.tensors.tally import UpdateCounts, lost_between, wanted_and_lost
 
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2", "e2m1fn", "dlfloat16", "e4m3fnuz")
 
@@ -146,3 +146,20 @@ def test_what_is_lost_between_threads_and_strides_is_the_same() -> None:
     assert lost_between(x, rounded, 57344.0, scale).tolist() == expected
     assert lost_between(x.T, rounded.T, 57344.0, scale).tolist() == expected
     assert lost_between(x[:0], rounded[:0], 57344.0, scale).tolist() == [0, 0, 0]
+
+
+def test_updates_are_counted_as_by_hand_an_infinity_that_stays_is_lost_and_a_nan_is_a_change() -> None:
+    before = torch.tensor([1.0, 1.0, 2.0, -4.0, math.inf, math.nan, 0.0])
+    after = torch.tensor([1.0, 1.5, 1.0, -4.0, math.inf, math.nan, -0.0])
+    intended = torch.tensor([0.25, 0.5, -2.0, 0.0, 1.0, 1.0, 1.0])
+    assert wanted_and_lost(before, after, intended) == (6, 3)
+    signs = torch.tensor([1, -1, -1, 1, 0, 0, 0], dtype=torch.int8)
+    finite = slice(0, 4)
+    counts = UpdateCounts.of(before[finite], after[finite], intended[finite], signs[finite])
+    # inner: 0.25 * 0 + 0.5 * 0.5 + 2 * 1; norm: 1/16 + 1/4 + 4
+    assert counts == UpdateCounts(wanted=3, lost=1, changes=2, flips=1, inner=2.25, norm=4.3125)
+    assert (counts.share, counts.edq) == (1 / 3, 2.25 / 4.3125)
+    assert signs.tolist() == [1, 1, -1, 1, 0, 0, 0]
+    counts.add(counts)
+    assert (counts.wanted, counts.norm, counts.share) == (6, 8.625, 1 / 3)
+    assert (UpdateCounts().share, UpdateCounts().edq) == (None, None)
