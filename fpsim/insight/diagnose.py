@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fpsim.border import require_memory, require_module
 from fpsim.checks import shown
 from fpsim.emulation.tracing import Operation
-from fpsim.insight.ranges import Range
+from fpsim.insight.ranges import Glance
 from fpsim.insight.rows import Rows, number
 from fpsim.insight.seen import AFTER, CAME_IN, Seen, fills, is_backward
 from fpsim.insight.stepping import as_step, nothing_ran, preserve, traced
@@ -197,7 +197,7 @@ def _read_backward(operation: Operation) -> Rows:
 def _numbers(operation: Operation) -> dict[str, Any]:
     row: dict[str, Any] = {"site": operation.site, "call": operation.call}
     for name, words in (("result", ""), ("gradient", "gradient_")):
-        numbers: Range | None = operation.notes.get(name)
+        numbers: Glance | None = operation.notes.get(name)
         row[f"{words}amax"] = None if numbers is None else numbers.amax
         is_mask = fills(operation) or operation.notes.get("masked") is not None
         masks = numbers.minus if numbers is not None and name == "result" and is_mask else 0

@@ -5,46 +5,47 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fpsim.formats.blocks import BlockFormat
-from fpsim.insight.rows import number
 from fpsim.tensors.ops import round_to
 from fpsim.tensors.spec import Spec
 
 __all__ = [
     "Ends",
     "Glance",
-    "Range",
     "are_passed_on",
     "binades_in",
     "first_index",
     "glance",
     "is_mask_like",
-    "range_of",
 ]
 
 
 @dataclass(frozen=True)
-class Range:
-    """What a tensor holds.
+class Glance:
+    """What one pass over a tensor tells.
 
-    low, high: the smallest and the largest finite number.
-    smallest: the smallest magnitude that is not zero; 0 where all are.
-    largest: what its dtype ends at.
+    count, nonzero: how many numbers there are, and how many of them are not zero.
+    low, high: the smallest and the largest finite number, 0 where there is none.
+    nan, plus, minus: how many are NaN, inf and -inf.
+    ends: how many are the largest number of float32 or its negative, which masks; `low` and `high` leave them out.
+    largest: where the dtype ends.
     """
 
     count: int
+    nonzero: int
     low: float
     high: float
-    smallest: float
-    nan: int
-    plus: int
-    minus: int
-    largest: float
+    nan: int = 0
+    plus: int = 0
+    minus: int = 0
+    ends: int = 0
+    largest: float = math.inf
 
     @property
     def amax(self) -> float:
@@ -56,62 +57,21 @@ class Range:
 
     @property
     def kinds(self) -> set[str]:
-        return {name for name, n in (("NaN", self.nan), ("inf", self.plus), ("-inf", self.minus)) if n}
-
-    def __str__(self) -> str:
-        words = [f"{number(self.low)} to {number(self.high)}"] if self.nonfinite < self.count or not self.count else []
-        counts = ((self.plus, "inf"), (self.minus, "-inf"), (self.nan, "NaN"))
-        return ", ".join([*words, *(f"{n} of {self.count} {name}" for n, name in counts if n)])
-
-
-def range_of(x: Tensor) -> Range:
-    """The range of a tensor of floating-point numbers; float32's largest is a mask, and left out."""
-    x, largest = x.detach(), torch.finfo(x.dtype).max
-    counts_as_number = x.isfinite()
-    if x.dtype is torch.float32:
-        counts_as_number &= x.abs() != largest
-    finite = x[counts_as_number].double()
-    magnitudes = finite.abs()[finite != 0]
-    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
-    smallest = float(magnitudes.min()) if magnitudes.numel() else 0.0
-    counts = (int(x.isnan().sum()), int((x == torch.inf).sum()), int((x == -torch.inf).sum()))
-    return Range(x.numel(), low, high, smallest, *counts, largest)
-
-
-@dataclass(frozen=True)
-class Glance:
-    """What one pass over a tensor tells.
-
-    low, high: NaN where there is one. counts: of all kinds, where not all is finite.
-    """
-
-    count: int
-    nonzero: int
-    low: float
-    high: float
-    counts: Range | None
+        return set(compress(("NaN", "inf", "-inf"), (self.nan, self.plus, self.minus)))
 
     @property
-    def kinds(self) -> set[str]:
-        return set() if self.counts is None else self.counts.kinds
-
-    @property
-    def amax(self) -> float:
-        return max(abs(self.low), abs(self.high)) if self.counts is None else self.counts.amax
+    def worst(self) -> str:
+        """The one kind by which what is not finite is named."""
+        return "NaN" if self.nan else "inf" if self.plus else "-inf"
 
     @property
     def has_zeros(self) -> bool:
         return self.nonzero < self.count
 
-    @property
-    def nonfinite(self) -> float:
-        return 0.0 if self.counts is None else self.counts.nonfinite / max(self.count, 1)
-
     def __str__(self) -> str:
-        if self.counts is not None:
-            known = self.counts.nonfinite < self.counts.count
-            words = [f"{self.counts.low:.3g} to {self.counts.high:.3g}"] if known else []
-            counts = ((self.counts.plus, "inf"), (self.counts.minus, "-inf"), (self.counts.nan, "NaN"))
+        if self.nonfinite:
+            words = [f"{self.low:.3g} to {self.high:.3g}"] if self.nonfinite < self.count else []
+            counts = ((self.plus, "inf"), (self.minus, "-inf"), (self.nan, "NaN"))
             return ", ".join([*words, *(f"{n} of {self.count} {name}" for n, name in counts if n)])
         zeros = self.count - self.nonzero
         text = f"{self.low:.3g} to {self.high:.3g}" if self.low != self.high else f"{self.low:.3g}"
@@ -123,13 +83,21 @@ def glance(x: Tensor) -> Glance:
     x = x.detach()
     if x.layout is not torch.strided:
         x = x.coalesce().values() if x.layout is torch.sparse_coo else x.to_dense()
-    if not x.numel():
-        return Glance(0, 0, 0.0, 0.0, None)
     if not x.is_floating_point():
         x = x.double()
-    low, high = (float(v) for v in torch.aminmax(x))
-    is_finite = math.isfinite(low) and math.isfinite(high)
-    return Glance(x.numel(), int(torch.count_nonzero(x)), low, high, None if is_finite else range_of(x))
+    largest = torch.finfo(x.dtype).max
+    if not x.numel():
+        return Glance(0, 0, 0.0, 0.0, largest=largest)
+    count, nonzero, (low, high) = x.numel(), int(torch.count_nonzero(x)), map(float, torch.aminmax(x))
+    beyond = largest if x.dtype is torch.float32 else math.inf
+    if -beyond < low and high < beyond:  # False for NaN; one pass is enough for most tensors
+        return Glance(count, nonzero, low, high, largest=largest)
+    is_finite = x.isfinite()
+    inner = is_finite & (x.abs() != beyond)
+    values = x[inner]
+    low, high = map(float, torch.aminmax(values)) if values.numel() else (0.0, 0.0)
+    counts = int(x.isnan().sum()), int((x == torch.inf).sum()), int((x == -torch.inf).sum())
+    return Glance(count, nonzero, low, high, *counts, ends=int(is_finite.sum()) - values.numel(), largest=largest)
 
 
 def is_mask_like(x: Tensor) -> bool:

@@ -12,7 +12,7 @@ from fpsim.emulation.operations import Kind, row_of, spelling_of
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.formats.blocks import BlockFormat
 from fpsim.insight.masks import leaking, masked_in
-from fpsim.insight.ranges import Range, range_of
+from fpsim.insight.ranges import Glance, glance
 from fpsim.tensors.shared_scales import Cut
 from fpsim.tensors.spec import Spec
 from fpsim.tensors.tally import Accumulator
@@ -64,8 +64,8 @@ class Seen:
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         held = operands if self.trace is None else [self.trace.read(x) for x in operands]
         known = [None if source is None else source.notes.get("result") for source in operation.sources]
-        ranges = [k or range_of(x) for k, x in zip(known, held, strict=True)]
-        operation.notes.update(operands=ranges, result=range_of(result))
+        ranges = [k or glance(x) for k, x in zip(known, held, strict=True)]
+        operation.notes.update(operands=ranges, result=glance(result))
         self.operations.append(operation)
         self.calls[operation.site] = max(self.calls.get(operation.site, 0), operation.call + 1)
         self._by_site.update(dict.fromkeys((operation.site, *self._sites), operation))
@@ -141,7 +141,7 @@ class Seen:
                 note = f", a mask that leaks: {operation.site} gives up to {float(weights.max()):.3g} of weight to it"
                 self.events.append(({**event, "note": note}, at))
 
-    def _note_outside(self, operation: Operation, source: Operation | None, x: Tensor, numbers: Range) -> None:
+    def _note_outside(self, operation: Operation, source: Operation | None, x: Tensor, numbers: Glance) -> None:
         """Note NaN and inf in an input; minus infinity in a parameter only, for elsewhere it may be a mask."""
         is_parameter = source is not None and source.name == "parameter"
         if not (source is None or is_parameter) or id(x) in self._outside:
@@ -163,15 +163,15 @@ class Seen:
         kept += [(AFTER[2], n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
         kept += [(AFTER[1], n, b) for n, b in model.named_buffers() if b.is_floating_point()]
         for role, name, x in kept:
-            numbers = range_of(x.coalesce().values() if x.layout is torch.sparse_coo else x)
-            kind = "NaN" if numbers.nan else "inf" if numbers.plus else "-inf"
+            numbers = glance(x)
+            kind = numbers.worst
             if numbers.nan or numbers.plus or (numbers.minus and role != AFTER[1]):
                 event = {"site": name, "call": 0, "role": role, "kind": kind, "count": numbers.nonfinite}
                 end = {"of": numbers.count, "amax": numbers.amax, "largest": numbers.largest}
                 self.events.append(({**event, **end}, None))
 
     def backward(self, operation: Operation, gradient: Tensor) -> None:
-        role, numbers = "weight_grad" if operation.name == "parameter" else "error", range_of(gradient)
+        role, numbers = "weight_grad" if operation.name == "parameter" else "error", glance(gradient)
         operation.notes["gradient"] = numbers
         self.gradients.append(operation)
         after = [child.notes["gradient"] for child in operation.children if "gradient" in child.notes]
@@ -179,7 +179,7 @@ class Seen:
         if not any(event["site"] == operation.site and event["role"] == role for event, _ in self.events):
             self._note(operation, role, numbers, after)
 
-    def _note(self, operation: Operation, role: str, numbers: Range, before: list[Range]) -> None:
+    def _note(self, operation: Operation, role: str, numbers: Glance, before: list[Glance]) -> None:
         """Note what is not finite in a tensor, and is in none of those that it was computed from."""
         counts = {"NaN": numbers.nan, "inf": numbers.plus, "-inf": numbers.minus}
         ends = [numbers.largest, self.limits.get(operation.site, math.inf)]

@@ -146,7 +146,9 @@ def _numbers(operation: Operation) -> dict[str, Any]:
         numbers = operation.notes.get(name)
         row[f"{words}amax"] = None if numbers is None else numbers.amax
         is_masked = name == "result" and operation.notes.get("masked") is not None
-        row[f"{words}nonfinite"] = None if numbers is None else (0.0 if is_masked else numbers.nonfinite)
+        row[f"{words}nonfinite"] = (
+            None if numbers is None else (0.0 if is_masked else numbers.nonfinite / max(numbers.count, 1))
+        )
     return row
 
 

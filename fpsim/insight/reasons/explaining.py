@@ -35,8 +35,7 @@ def explain_forward(
     """
     numbers = glance(result)
     event = Event("forward", "", operation.site, "activation", operation=operation, origin=operation, ends=ends)
-    assert numbers.counts is not None
-    event.count, event.of, event.fmt = numbers.counts.nonfinite, numbers.count, ends.name
+    event.count, event.of, event.fmt = numbers.nonfinite, numbers.count, ends.name
     event.read = [(source_name(s, i), str(_read(s, x))) for i, (s, x) in enumerate(_pairs(operation, operands))]
     values, options = arguments
     name, no_number = operation.name, ~result.isfinite()
@@ -125,7 +124,7 @@ def _of_division(
     n = int(where.sum())
     if not n:
         return False
-    is_nan = numbers.counts is not None and numbers.counts.nan == numbers.counts.nonfinite
+    is_nan = numbers.nan == numbers.nonfinite
     over = "the rest of a division by 0" if row.name in ("remainder", "fmod") else "0 / 0" if is_nan else "x / 0"
     event.kind = "division by zero"
     at = first_index(where)

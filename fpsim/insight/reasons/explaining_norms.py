@@ -45,7 +45,7 @@ def of_normalisation(
         n, low = int((variance < 0).sum()), float(variance.min())
         event.why.append(f"{n} of {variance.numel()} running variances are negative, down to {low:.3g}.")
         return True
-    if eps != 0 or numbers.counts is None or not numbers.counts.nan:
+    if eps != 0 or not numbers.nan:
         return False
     event.kind, event.constant, event.remedy = "division by zero", 0.0, "eps"
     event.why.append(f"{event.count} of {event.of} are divided by a deviation of 0, and eps, which is added, is 0.")
@@ -64,8 +64,7 @@ def of_determinant(
     """The logarithm of a determinant that is 0, or negative."""
     if row_of(name).kind is not Kind.LOG_DETERMINANT or not operands or not bool(operands[0].isfinite().all()):
         return False
-    assert numbers.counts is not None
-    singular = numbers.counts.minus
+    singular = numbers.minus
     event.kind = "logarithm of zero" if singular else "logarithm of a negative number"
     which = "0: it is singular" if singular else "negative"
     event.why.append(f"The determinant of {singular or event.count} of {event.of} matrices is {which}.")

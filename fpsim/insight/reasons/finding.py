@@ -294,10 +294,10 @@ def _came_in(name: str, role: str, x: Tensor) -> Event | None:
     if not x.is_floating_point():
         return None
     values = glance(x)
-    if values.counts is None:
+    if not values.nonfinite:
         return None
-    kind = "NaN" if values.counts.nan else ("inf" if values.counts.plus else "-inf")
-    event = Event("state", f"{kind} came in", name, role, values.counts.nonfinite, values.count)
+    kind = values.worst
+    event = Event("state", f"{kind} came in", name, role, values.nonfinite, values.count)
     at = first_index(~x.detach().isfinite()) if x.layout is torch.strided else ""
     event.why.append(f"{event.count} of {event.of} numbers before the step" + (f" (first at {at})." if at else "."))
     event.read = [(name, str(values))]
@@ -312,9 +312,9 @@ def _buffers_after(model: nn.Module, trials: Trials) -> list[Event]:
         if not b.is_floating_point() or (before is not None and not bool(before.isfinite().all())):
             continue
         values = glance(b)
-        if values.counts is None or (values.counts.minus and is_mask_like(b)):
+        if not values.nonfinite or (values.minus and is_mask_like(b)):
             continue
-        event = Event("buffers", "overflow", name, "buffer", values.counts.nonfinite, values.count)
+        event = Event("buffers", "overflow", name, "buffer", values.nonfinite, values.count)
         largest = torch.finfo(b.dtype).max
         event.fmt = str(b.dtype).removeprefix("torch.")
         event.why.append(
@@ -405,11 +405,11 @@ def _accumulated(model: nn.Module, gradients: dict[str, Glance], seen: Keeping, 
     kept = {id(p): value for p, _, value in trials.kept.gradients}
     for name, p in model.named_parameters():
         gradient = gradients.get(name)
-        if gradient is None or gradient.counts is None:
+        if gradient is None or not gradient.nonfinite:
             continue
         arrived = seen.arrived.get(name, [])
         held = kept.get(id(p))
-        event = Event("accumulation", "overflow", name, "gradient", gradient.counts.nonfinite, gradient.count)
+        event = Event("accumulation", "overflow", name, "gradient", gradient.nonfinite, gradient.count)
         event.fmt, event.remedy = str(p.dtype).removeprefix("torch."), "clear"
         held_text = f"held up to {glance(held).amax:.4g} before the step, and " if held is not None else ""
         largest = max((g.amax for g in arrived), default=0.0)

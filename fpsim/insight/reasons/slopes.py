@@ -18,11 +18,8 @@ def explain_gradient(operation: Operation, at: Operation, role: str, gradient: T
     operation: whose result or parameter it is of. at: the operation that is named for it, beyond views.
     """
     numbers = glance(gradient)
-    assert numbers.counts is not None
     ends = _ends_of(operation)
-    event = Event(
-        "backward", "overflow", at.site, role, numbers.counts.nonfinite, numbers.count, operation=at, origin=at
-    )
+    event = Event("backward", "overflow", at.site, role, numbers.nonfinite, numbers.count, operation=at, origin=at)
     event.fmt, event.ends, event.batch = ends.name, ends, at.notes.get("batch")
     readers = [*_readers(operation)]
     for child in readers:
@@ -60,16 +57,15 @@ def explain_gradient(operation: Operation, at: Operation, role: str, gradient: T
 
 def _of_infinities(event: Event, readers: list[Operation], operation: Operation, numbers: Glance) -> bool:
     """A slope that is computed from an infinity: of a sum of exponentials that is log(0), or of a product."""
-    assert numbers.counts is not None
-    if not numbers.counts.nan:
+    if not numbers.nan:
         return False
     for child in readers:
         result: Glance | None = child.notes.get("result")
         row = row_of(child.name)
-        if row.kind is Kind.LOG_SUM and result is not None and result.counts is not None and result.counts.minus:
+        if row.kind is Kind.LOG_SUM and result is not None and result.minus:
             event.kind, event.remedy = "infinity minus infinity", "floor"
             event.why.append(
-                f"{result.counts.minus} of {result.count} results of {child.name} are -inf, for all that it adds is "
+                f"{result.minus} of {result.count} results of {child.name} are -inf, for all that it adds is "
                 f"exp(-inf): its slope there is exp(-inf + inf)."
             )
         else:

@@ -124,9 +124,9 @@ class Timeline:
     def _written(self, parameter: Operation, reader: Operation, x: Tensor, before: Glance | None) -> Glance:
         """A parameter that was written since it was looked at, as by an optimizer that asks for the loss again."""
         parameter.notes["version"], now = version_of(x), glance(x)
-        if before is not None and now.counts is not None and before.counts is None:
-            kind = "NaN" if now.counts.nan else "overflow"
-            event = Event("optimizer", kind, parameter.site, "update", now.counts.nonfinite, now.count)
+        if before is not None and now.nonfinite and not before.nonfinite:
+            kind = "NaN" if now.nan else "overflow"
+            event = Event("optimizer", kind, parameter.site, "update", now.nonfinite, now.count)
             event.fmt = str(x.dtype).removeprefix("torch.")
             event.why.append(
                 f"{event.count} of {event.of} became inf or NaN within the step, before {reader.site} read it again; "
@@ -136,14 +136,13 @@ class Timeline:
         return now
 
     def _came_in(self, operation: Operation, position: int, x: Tensor, read: Tensor, numbers: Glance) -> Event | None:
-        assert numbers.counts is not None
         if any(x is p.grad for p in self._model.parameters()):
             return None  # made by this step, or looked at before it
         name = self.names.get(id(x))
         role = "buffer" if name is not None else "input"
         name = name or self.inputs.get(id(x)) or f"operand {position + 1} of {operation.site}"
-        kind = "NaN" if numbers.counts.nan else ("inf" if numbers.counts.plus else "-inf")
-        event = Event("state", f"{kind} came in", name, role, numbers.counts.nonfinite, numbers.count, batch=self.batch)
+        kind = numbers.worst
+        event = Event("state", f"{kind} came in", name, role, numbers.nonfinite, numbers.count, batch=self.batch)
         event.why.append(
             f"{event.count} of {event.of} numbers (first at {first_index(~read.isfinite()) or '0'}), "
             f"read first by {operation.site}."
@@ -177,7 +176,7 @@ class Timeline:
     ) -> Event | None:
         unrounded = glance(before)
         ends = Ends.of_spec(spec)
-        if not isinstance(spec.fmt, BlockFormat) and unrounded.amax <= ends.largest:
+        if not isinstance(spec.fmt, BlockFormat) and unrounded.amax <= ends.largest and not unrounded.ends:
             return None
         largest, count = overflow_of(before, after, spec)
         if not count:

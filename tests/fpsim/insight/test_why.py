@@ -671,10 +671,10 @@ def test_errors_are_relative_to_numbers_below_those_that_mask() -> None:
 @pytest.mark.parametrize(("amax", "is_noise"), [(0.9e-4, True), (1.1e-4, False)])
 def test_a_gradient_below_a_10000th_of_what_is_summed_is_noise(amax: float, is_noise: bool) -> None:
     reader = SimpleNamespace(site="0:linear", call=0, name="linear", notes={})
-    read = SimpleNamespace(notes={"gradient": Glance(8, 8, -1.0, 1.0, None)})
-    bias = SimpleNamespace(name="parameter", children=[reader], notes={"result": Glance(8, 8, -1.0, 1.0, None)})
+    read = SimpleNamespace(notes={"gradient": Glance(8, 8, -1.0, 1.0)})
+    bias = SimpleNamespace(name="parameter", children=[reader], notes={"result": Glance(8, 8, -1.0, 1.0)})
     reference: Any = SimpleNamespace(by_key={("0:linear", 0, 0): read})
-    assert _is_noise(bias, Glance(8, 8, -amax, amax, None), reference) is is_noise  # type: ignore[arg-type]
+    assert _is_noise(bias, Glance(8, 8, -amax, amax), reference) is is_noise  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
