@@ -1,4 +1,4 @@
-"""Which numbers of a result stand for "not to be looked at"."""
+"""Masks: which numbers of a result stand for "not to be looked at", and softmaxes that give weight to them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from torch import Tensor
 
 from fpsim.emulation.operations import Kind, spelling_of
 from fpsim.emulation.tracing import Operation
+from fpsim.insight.ranges import Ends, first_index
+from fpsim.insight.reasons.event import Event
 
-__all__ = ["LEAKS", "leaking", "masked_in", "number_in"]
+__all__ = ["LEAKS", "leak", "leaking", "masked_in", "number_in"]
 
 _FAR = -1e3  # a finite constant from which on down a score is a mask
 LEAKS = 1e-5  # the least weight on a masked position that counts
@@ -81,3 +83,24 @@ def leaking(operation: Operation, result: Tensor) -> Tensor | None:
 def number_in(arguments: tuple[Any, ...]) -> list[float]:
     """The numbers of Python among the arguments of a call, and of tensors of one number from outside."""
     return [float(a) for a in arguments if isinstance(a, int | float) and not isinstance(a, bool)]
+
+
+def leak(operation: Operation, operands: list[Tensor], result: Tensor, ends: Ends) -> Event | None:
+    """The event of a softmax that gives weight to what a constant masks."""
+    weights = leaking(operation, result)
+    if weights is None:
+        return None
+    source = operation.sources[0]
+    assert source is not None
+    masked, x = source.notes["masked"], operands[0]
+    event = Event("forward", "mask leaks", operation.site, "activation", operation=operation, origin=source, ends=ends)
+    event.count, event.of, event.fmt, event.remedy = int((weights >= LEAKS).sum()), result.numel(), ends.name, "fill"
+    partly = masked & ~masked.all(-1, keepdim=True)
+    fills, scores = x[partly], x[~masked]
+    event.why.append(
+        f"{event.count} masked positions get a weight, up to {float(weights.max()):.3g} (first at "
+        f"{first_index(weights >= LEAKS)}): the mask is {float(fills.max()):g} in {ends.name}, scores reach "
+        f"{float(scores.min()):.3g} to {float(scores.max()):.3g}."
+    )
+    event.read = [(source.site, f"{float(x.min()):.3g} to {float(x.max()):.3g}")]
+    return event

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fpsim.border import require_memory
 from fpsim.emulation.tracing import Operation
-from fpsim.insight.reasons.attempts import Remedy
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.finding import Finding, find
+from fpsim.insight.reasons.trials import Remedy
 from fpsim.insight.rows import Rows
 from fpsim.insight.stepping import as_step, nothing_ran
 from fpsim.policies.policy import Policy

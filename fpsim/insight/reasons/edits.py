@@ -14,11 +14,10 @@ from fpsim.emulation.calls import Call
 from fpsim.emulation.operations import Kind, Row, canonical, row_of, spelling_of
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.ranges import Ends
-from fpsim.insight.reasons.attempts import EPS, Attempts, Remedy
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.explaining_losses import classes_of
 from fpsim.insight.reasons.timeline import Timeline
-from fpsim.insight.reasons.trials import Change
+from fpsim.insight.reasons.trials import EPS, Attempts, Change, Remedy
 
 __all__ = [
     "clamped_count",

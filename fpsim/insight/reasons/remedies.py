@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fpsim.emulation.tracing import Operation
-from fpsim.insight.reasons.attempts import EPS, Attempts, Remedy, descendants
 from fpsim.insight.reasons.edits import (
     clamped_count,
     finite_floor,
@@ -23,7 +22,7 @@ from fpsim.insight.reasons.edits import (
 )
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.timeline import Timeline
-from fpsim.insight.reasons.trials import Change, Outcome, Trials
+from fpsim.insight.reasons.trials import EPS, Attempts, Change, Outcome, Remedy, Trials, descendants
 from fpsim.insight.reasons.updates import Updates
 from fpsim.insight.reasons.widening import Widening
 from fpsim.policies.policy import Policy, policy_of_modules

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.formats.blocks import BlockFormat
-from fpsim.insight.masks import masked_in, number_in
+from fpsim.insight.masks import leak, masked_in, number_in
 from fpsim.insight.ranges import Ends, Glance, are_passed_on, first_index, glance
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.explaining import explain_forward, source_name
-from fpsim.insight.reasons.masks import leak
-from fpsim.insight.reasons.slopes import explain_gradient
+from fpsim.insight.reasons.explaining import explain_forward, explain_gradient, source_name
 from fpsim.insight.seen import fills, overflow_of
 from fpsim.tensors.shared_scales import Cut
 from fpsim.tensors.spec import Spec

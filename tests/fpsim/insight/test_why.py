@@ -28,10 +28,9 @@ from fpsim.emulation.calls import call_of
 from fpsim.insight.masks import leaking
 from fpsim.insight.ranges import Ends, Glance, glance, is_mask_like
 from fpsim.insight.reasons.against import _is_noise, _relative
-from fpsim.insight.reasons.attempts import Attempts
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.timeline import Timeline
-from fpsim.insight.reasons.trials import Change, Outcome
+from fpsim.insight.reasons.trials import Attempts, Change, Outcome
 from fpsim.insight.reasons.updates import Updates
 from fpsim.insight.reasons.widening import Widening
 from fpsim.insight.why import _advice
