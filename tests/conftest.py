@@ -1,11 +1,16 @@
-"""What every test shares: one thread, a seed, and the reason why a GPU test is skipped."""
+"""What every test shares: one thread, a seed, its tier, and the reason why a GPU test is skipped."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 # Processes that tests start have one thread too: with as many as there are cores, those of two workers spin against one
 # another, and a notebook takes six minutes instead of twenty seconds.
@@ -13,44 +18,90 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")  # what `resume` trusts is kept there
 
 import pytest
+import tiers
 import torch
 
 import fpsim
-
-# Longest first, so that no worker is left alone with a long file while the other has nothing to do. Tests of one file
-# stay on one worker: they share clusters, sweeps and what is compiled.
-LONG = (
-    "test_sweep.py",
-    "test_cuda.py",
-    "test_executed.py",
-    "test_executed_others.py",
-    "test_notebooks.py",
-    "test_search.py",
-    "test_rounding.py",
-    "test_command_line.py",
-    "test_train.py",
-    "test_ops.py",
-    "test_tasks.py",
-)
-LAST = "test_compiled_models.py"  # after an error under fullgraph=True, torch reports one more reference in every call
 
 # There is one in several folders, and --doctest-modules would import them all under the one name "conftest".
 collect_ignore_glob = ["*conftest.py"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tiers")
+    group.addoption("--record", action="store_true", help="write what this tier takes to tests/durations.json")
+    group.addoption("--write-tiers", metavar="FILE", help="write the tests of each tier to FILE, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[tiers.SPENT] = (Counter(), Counter())
+    config.stash[tiers.LEFT_OUT] = 0
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    order = {name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.name, len(LONG) + (item.path.name == LAST)))
     tier = config.getoption("-m")
-    exhaustive = "slow" in tier
+    tiers.leave_out_combinations(items)
+    collected: dict[str, list[str]] = {"default": [], "full": [], "other": []}
     for item in items:
+        collected[tiers.tier_of(item)].append(item.nodeid)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        if item.get_closest_marker("slow") and not exhaustive:
+        if item.get_closest_marker("slow") and "slow" not in tier:
             item.add_marker(pytest.mark.skip(reason="exhaustive: run with -m slow"))
+    config.stash[tiers.COLLECTED] = collected
+    if (path := config.getoption("--write-tiers")) is not None:
+        Path(path).write_text(json.dumps(collected))
     if not tier and not any("::" in argument for argument in config.args):  # a test that is named runs whole
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[tiers.LEFT_OUT] = len(left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+    files = tiers.in_order((tiers.file_of(item.nodeid) for item in items), tier or "default")
+    place = {file: number for number, file in enumerate(files)}
+    items.sort(key=lambda item: place[tiers.file_of(item.nodeid)])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    cases, seconds = item.config.stash[tiers.SPENT]
+    before = tiers.processor_seconds()
+    seconds.setdefault(tiers.COLLECTING, before)
+    try:
+        return (yield)
+    finally:
+        file = tiers.file_of(item.nodeid)
+        cases[file] += tiers.tier_of(item) != "other"
+        seconds[file] += tiers.processor_seconds() - before
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config = session.config
+    cases, seconds = config.stash[tiers.SPENT]
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["tiers"] = (dict(cases), dict(seconds), config.stash[tiers.LEFT_OUT])
+    elif config.getoption("--record"):
+        tiers.record(config.getoption("-m") or "default", cases, seconds)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add up what the workers tell: each leaves out the same cases, and its time for collecting is as long."""
+    if (told := getattr(node, "workeroutput", {}).get("tiers")) is None:
+        return  # it crashed
+    cases, seconds = node.config.stash[tiers.SPENT]
+    collecting = max(seconds[tiers.COLLECTING], told[1].get(tiers.COLLECTING, 0.0))
+    cases.update(told[0])
+    seconds.update(told[1])
+    seconds[tiers.COLLECTING] = collecting
+    node.config.stash[tiers.LEFT_OUT] = told[2]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if (count := config.stash[tiers.LEFT_OUT]) > 0:
+        # xdist does not count what its workers leave out
+        terminalreporter.stats.setdefault("deselected", [SimpleNamespace() for _ in range(count)])
+        terminalreporter.write_line(f"{count} cases were left out. Run them with -m full.")
 
 
 @pytest.fixture(autouse=True)

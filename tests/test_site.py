@@ -1,6 +1,6 @@
 """The site's generated parts are true and complete, and its checker of links finds a broken one.
 
-`docs/build` builds the site; CI runs it before the tests.
+`docs/build` builds the site; CI runs it after the tests.
 """
 
 from __future__ import annotations

@@ -1,0 +1,148 @@
+"""Which tests run when: representatives by default, all other cases with `-m full`, and what each tier takes.
+
+The choice is written at the test, not computed from durations: it is the same on every machine, and no case changes its
+tier because another became faster.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import resource
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WHOLE = 16  # cases of a product that all run by default
+MINUTES = {"default": 8, "full": 26}  # of pytest on two cores, from an empty cache of loops
+RECORD = Path(__file__).with_name("durations.json")
+UNKNOWN = (0, 0.0)  # cases and seconds of a file without a record
+COLLECTING = "collecting"  # what a worker does before its first test, in the record
+UNRECORDED = 1.0  # processor seconds of a case without a record: many times the mean, so many ask for a new record
+LAST = "test_compiled_models.py"  # after an error under fullgraph=True, torch reports one more reference in every call
+# Progress is printed with each full line, 72 results. The first file of one worker is the longest; that of the other
+# has so many quick cases that there is a line at once.
+QUICK = 10  # seconds
+
+COLLECTED = pytest.StashKey[dict[str, list[str]]]()  # the tests of each tier, those that are left out too
+SPENT = pytest.StashKey[tuple[Counter[str], Counter[str]]]()  # cases and processor seconds of each file
+LEFT_OUT = pytest.StashKey[int]()  # how many cases
+
+# What is in `full` with all of its cases, a test or a file, and the smaller test that stands for it by default.
+SISTERS: dict[str, str] = {}
+
+
+def parametrize(
+    names: str | Sequence[str], values: Iterable[Any], *, keep: Collection[Any] | Callable[..., bool], **options: Any
+) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` whose cases are in the tier `full`, but for representatives.
+
+    `keep` has the first arguments of these, or is a function of a case's arguments. Where decorators are stacked, a
+    case is a representative if it is one on every axis.
+
+    >>> [[mark.name for mark in case.marks] for case in parametrize("fmt", ["fp16", "bf16"], keep={"fp16"}).args[1]]
+    [[], ['full']]
+    """
+    is_kept = keep if callable(keep) else lambda first, *_: first in keep
+    several = len(names_of(names)) > 1
+    cases = []
+    for value in values:
+        case = value if isinstance(value, type(pytest.param())) else pytest.param(*(value if several else [value]))
+        cases.append(case if is_kept(*case.values) else case._replace(marks=(*case.marks, pytest.mark.full)))
+    if all(pytest.mark.full in case.marks for case in cases):
+        raise ValueError(f"keep={keep!r} is true of no case of {names!r}. Keep one, or mark the test with `full`.")
+    return pytest.mark.parametrize(names, cases, **options)
+
+
+def names_of(names: str | Sequence[str]) -> Sequence[str]:
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+
+
+def leave_out_combinations(items: Iterable[pytest.Item]) -> None:
+    """Mark with `full` most cases of a test whose decorators are stacked, if they are more than `WHOLE`.
+
+    The diagonal of the product stays: on the longest axis each value once, on the others each once or more. What a case
+    says of one axis seldom depends on the others; a test of which that is not true says `keep` on each axis.
+    """
+    tests: dict[tuple[str, str], list[Any]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and tier_of(item) == "default":
+            tests.setdefault((file_of(item.nodeid), item.originalname), []).append(item)
+    for cases in tests.values():
+        axes = [names_of(mark.args[0]) for mark in cases[0].iter_markers("parametrize")]
+        axes += [[name] for name in cases[0].callspec.params if not any(name in axis for axis in axes)]  # of fixtures
+        if len(axes) == 1 or len(cases) <= WHOLE:
+            continue
+        known: list[dict[tuple[int, ...], int]] = [{} for _ in axes]
+        places = []  # of each case on each axis
+        for case in cases:
+            values = [tuple(id(case.callspec.params[name]) for name in axis) for axis in axes]
+            places.append(
+                [numbers.setdefault(value, len(numbers)) for numbers, value in zip(known, values, strict=True)]
+            )
+        lengths = [len(numbers) for numbers in known]
+        longest = lengths.index(max(lengths))
+        for case, place in zip(cases, places, strict=True):
+            if any(at != place[longest] % length for at, length in zip(place, lengths, strict=True)):
+                case.add_marker("full")
+
+
+def tier_of(item: pytest.Item) -> str:
+    """`default`, `full`, or `other` for tests that are slow or need a card: these have tiers of their own."""
+    if item.get_closest_marker("slow") or item.get_closest_marker("gpu"):
+        return "other"
+    return "full" if item.get_closest_marker("full") else "default"
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def processor_seconds() -> float:
+    """Of this process and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def recorded(tier: str) -> dict[str, tuple[int, float]]:
+    """The cases of each file, and the processor seconds that they took together, from an empty cache of loops."""
+    return json.loads(RECORD.read_text()).get(tier, {}) if RECORD.exists() else {}
+
+
+def record(tier: str, cases: Counter[str], seconds: Counter[str]) -> None:
+    """Replace the record of a tier. A line is a file, so that two changes of the record merge."""
+    tiers = {name: recorded(name) for name in MINUTES}
+    tiers[tier] = {file: (cases[file], round(seconds[file], 1)) for file in sorted(seconds)}
+    texts = []
+    for name, files in tiers.items():
+        lines = ",\n".join(f"{json.dumps(file)}: {json.dumps(row)}" for file, row in files.items())
+        texts.append(f'"{name}": {{\n{lines}\n}}')
+    RECORD.write_text("{" + ",\n".join(texts) + "}\n")
+
+
+def in_order(files: Iterable[str], tier: str) -> list[str]:
+    """The order in which files begin: the longest first, so that no worker is left alone with one at the end.
+
+    Tests of one file stay on one worker: they share clusters, sweeps and what is compiled.
+    """
+    rows = recorded(tier)
+    order = sorted(dict.fromkeys(files), key=lambda file: (file.endswith(LAST), -rows.get(file, UNKNOWN)[1]))
+    quick = [file for file in order if file in rows and rows[file][1] < QUICK]
+    if quick:
+        most = max(quick, key=lambda file: rows[file][0])
+        order.remove(most)
+        order.insert(1, most)
+    return order
+
+
+def finish(tier: str, cases: Counter[str]) -> list[float]:
+    """When each of two workers has nothing more to do, in seconds, by the record and the cases that there are now."""
+    rows = recorded(tier)
+    free = [rows.get(COLLECTING, UNKNOWN)[1]] * 2
+    for file in in_order(cases, tier):
+        known, seconds = rows.get(file, UNKNOWN)
+        heapq.heapreplace(free, free[0] + seconds + UNRECORDED * max(0, cases[file] - known))
+    return sorted(free)
