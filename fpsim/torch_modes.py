@@ -1,6 +1,6 @@
 """torch's private names around a call: modes, transforms, hooks, what stands in the place of a module's call; shards.
 
-`tests/fpsim/insight/test_torch_modes.py` holds each belief against the installed torch.
+`tests/fpsim/test_torch_modes.py` holds each belief against the installed torch.
 """
 
 from __future__ import annotations

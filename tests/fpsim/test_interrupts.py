@@ -11,7 +11,7 @@ import pytest
 from children import environment
 from leftovers import ENTRIES
 
-SCRIPT = Path(__file__).parents[2] / "interrupted.py"
+SCRIPT = Path(__file__).parents[1] / "interrupted.py"
 # A signal that is handled while torch takes a mode off and puts it back (`_pop_mode_temporarily`) lets torch put it
 # back after we have taken it off: 3 of 10,000 signals, in steps that do little else. It rounds nothing, and is taken
 # off and told of at the next call.

@@ -12,7 +12,7 @@ from torch import nn
 import fpsim
 from fpsim import UPDATES, Update, quantize_optimizer
 
-PAGE = (Path(__file__).parents[3] / "docs" / "updates.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "updates.md").read_text()
 
 
 def rows_of(title: str) -> list[list[str]]:
