@@ -1,24 +1,18 @@
-"""Steps in which nothing is wrong, though something looks so: nothing may be named."""
+"""Steps in which nothing is wrong, though something looks so, in each model and format: nothing may be named."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import torch
-from planted_cases import ALL, ATTENDING, LIBRARY
-from planted_models import Planted
+from planted_grid import (
+    ALL,
+    ATTENDING,
+    control,
+)
+from planted_models import LIBRARY, Planted
 from torch import nn
 from torch.nn.utils import parametrizations
 
-CONTROLS: dict[str, tuple[Callable[[Planted], None], tuple[str, ...], tuple[str, ...]]] = {}
 PLAIN = ("float32", "half", "bfloat16", "autocast", "fp16", "bf16")
-
-
-def control(models: tuple[str, ...], formats: tuple[str, ...]) -> Callable[[Callable[[Planted], None]], None]:
-    def registered(change: Callable[[Planted], None]) -> None:
-        CONTROLS[change.__name__] = change, models, formats
-
-    return registered
 
 
 @control((*ALL, *LIBRARY), (*PLAIN, "mxfp4"))
@@ -149,11 +143,3 @@ def gradients_are_kept_from_the_step_before(planted: Planted) -> None:
         p.clears = False
 
     planted.late = late
-
-
-def controls() -> Iterator[tuple[str, str, str]]:
-    """Name, model and format of each control."""
-    for name, (_, models, formats) in CONTROLS.items():
-        for model in models:
-            for fmt in formats:
-                yield name, model, fmt

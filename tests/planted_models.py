@@ -1,4 +1,4 @@
-"""Small models in which something can be planted: a GPT, a convolutional network, an encoder and a decoder."""
+"""Small models in which something can be planted: four of our own, two of transformers, and a residual network."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from planted_library import LIBRARY, PARTS
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import fpsim
 
@@ -116,10 +118,12 @@ class ConvBlock(nn.Module):
         return self.point(x + self.down(F.gelu(self.up(x))))
 
 
-class Conv(nn.Module):
-    def __init__(self) -> None:
+class Pictures(nn.Module):
+    """Reads pictures: a stem, two blocks and a head."""
+
+    def __init__(self, stem: nn.Module, *blocks: nn.Module) -> None:
         super().__init__()
-        self.stem, self.blocks = nn.Conv2d(3, WIDTH, 3, padding=1), nn.ModuleList([ConvBlock(), ConvBlock()])
+        self.stem, self.blocks = stem, nn.ModuleList(blocks)
         self.head = nn.Linear(WIDTH, CLASSES)
         self.register_buffer("scales", torch.ones(WIDTH, 1, 1))
 
@@ -130,7 +134,108 @@ class Conv(nn.Module):
         return self.head(x.mean((-2, -1))).unsqueeze(1)
 
 
-MODELS: dict[str, type[nn.Module]] = {"gpt": Gpt, "conv": Conv, "encoder": Encoder, "decoder": Decoder}
+class Conv(Pictures):
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, WIDTH, 3, padding=1), ConvBlock(), ConvBlock())
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": CLASSES,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 2 * WIDTH,
+    "max_position_embeddings": 16,
+    "attn_implementation": "eager",
+    "use_cache": False,
+}
+
+
+class Pointed:
+    """A layer whose result goes through its `point`."""
+
+    point: nn.Module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return self.point(out) if isinstance(out, Tensor) else (self.point(out[0]), *out[1:])
+
+
+class PointedBert(Pointed, BertLayer):  # type: ignore[misc]
+    pass
+
+
+class PointedLlama(Pointed, LlamaDecoderLayer):  # type: ignore[misc]
+    pass
+
+
+class Headed(nn.Module):
+    """A body, whose layers are called blocks here, and a head."""
+
+    def __init__(self, body: nn.Module, blocks: nn.ModuleList, kind: type) -> None:
+        super().__init__()
+        for block in blocks:
+            block.__class__ = kind
+            block.point = Point()
+        self.blocks, self.body, self.head = blocks, body, nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("scales", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: the numbers of words, or what stands in the place of their embeddings."""
+        out = self.body(inputs_embeds=x) if x.is_floating_point() else self.body(x)
+        return self.head(out.last_hidden_state * self.scales)
+
+
+def bert() -> nn.Module:
+    body = BertModel(BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), False)
+    return Headed(body, body.encoder.layer, PointedBert)
+
+
+def llama() -> nn.Module:
+    body = LlamaModel(LlamaConfig(**SIZES, num_key_value_heads=1))
+    nn.init.normal_(body.embed_tokens.weight)  # as of a trained one: nothing normalises what the blocks add up
+    return Headed(body, body.layers, PointedLlama)
+
+
+class Basic(nn.Module):
+    """Two convolutions with batch normalisations around which the input goes, as in ResNet-18."""
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(WIDTH, WIDTH, 3, stride, 1, bias=False), nn.BatchNorm2d(WIDTH)
+        self.conv2, self.bn2 = nn.Conv2d(WIDTH, WIDTH, 3, 1, 1, bias=False), nn.BatchNorm2d(WIDTH)
+        self.down = nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 1, stride, bias=False), nn.BatchNorm2d(WIDTH))
+        self.point = Point()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return self.point(F.relu(y + self.down(x)))
+
+
+class ResNet(Pictures):
+    def __init__(self) -> None:
+        stem = nn.Sequential(nn.Conv2d(3, WIDTH, 3, 1, 1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU())
+        super().__init__(stem, Basic(1), Basic(2))
+
+
+LIBRARY: dict[str, Callable[[], nn.Module]] = {"bert": bert, "llama": llama, "resnet": ResNet}
+
+# Where a layer, the one that reads it, and the normalisation after it lie in the second block
+PARTS = {
+    "bert": {"up": "blocks.1.intermediate.dense", "down": "blocks.1.output.dense"},
+    "llama": {"up": "blocks.1.mlp.up_proj", "down": "blocks.1.mlp.down_proj"},
+    "resnet": {"up": "blocks.1.conv1", "down": "blocks.1.conv2", "conv": "blocks.1.conv1", "bn": "blocks.1.bn1"},
+}
+
+
+def llama_of(width: int, layers: int = 2, heads: int = 2, words: int = 64, **others: Any) -> LlamaForCausalLM:
+    """A model of language from seed 0."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": words}
+    return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=2 * width, **others))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": Gpt, "conv": Conv, "encoder": Encoder, "decoder": Decoder}
 OWN_PARTS = {name: f"blocks.1.{name}" for name in ("up", "down", "conv", "bn")}
 NATIVE = {"half": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -149,7 +254,7 @@ class Planted:
     def __init__(self, model: str, fmt: str, plant: Callable[[Planted], None] | None = None) -> None:
         torch.manual_seed(0)
         self.name, self.fmt = model, fmt
-        self.model: Any = MODELS[model]() if model in MODELS else LIBRARY[model](Point)
+        self.model: Any = (MODELS | LIBRARY)[model]()
         generator = torch.Generator().manual_seed(1)
         if model in ("gpt", "decoder", "bert", "llama"):
             self.x = torch.randint(0, CLASSES, (2, 8), generator=generator)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from planted_models import Planted
-from planted_step import Planted as Told
+from planted_steps import Case, Step
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -18,6 +18,8 @@ LOW = (torch.float16, torch.bfloat16)
 MOVES = frozenset(
     "view reshape transpose permute expand contiguous unsqueeze squeeze flatten mT T __get__ getitem relu".split()
 )
+
+CASTS = ("to", "half", "bfloat16")
 
 
 class AtSites(TorchFunctionMode):
@@ -67,7 +69,7 @@ class AtSites(TorchFunctionMode):
             args = tuple(a.float() if isinstance(a, Tensor) and a.dtype in LOW else a for a in args)
             kwargs = {k: a.float() if isinstance(a, Tensor) and a.dtype in LOW else a for k, a in kwargs.items()}
             with torch.autocast("cpu", enabled=False):
-                out = func(*args, **kwargs)
+                out = args[0].float() if name in CASTS else func(*args, **kwargs)
         else:
             args = tuple([self._narrowed(x) for x in a] if isinstance(a, list) else self._narrowed(a) for a in args)
             out = func(*args, **kwargs)
@@ -81,7 +83,28 @@ class AtSites(TorchFunctionMode):
         return x.to(self.narrow[id(x)][1]) if id(x) in self.narrow else x
 
 
-def is_cured_loop(planted: Told, found: fpsim.Why, which: int = 0) -> bool:
+OF_OPTIMIZER = ("master", "stochastic", "optimizer eps", "rate")
+
+
+def can_be_applied(case: Case, remedy: dict[str, Any]) -> bool:
+    """Whether `works` has a means for it: not inside of an LSTM, nor for an optimizer that it does not know."""
+    has_optimizer = remedy["remedy"] not in OF_OPTIMIZER or case.build().optimizer is not None
+    return case.name != "a_sentence_without_words" and has_optimizer
+
+
+def works(case: Case, found: fpsim.Why, which: int = 0) -> bool:
+    """Whether a remedy that was printed as tried works on the step made anew."""
+    planted, remedy = case.build(), found.tried[which]
+    if isinstance(planted, Planted):
+        return is_cured(planted, found, which)
+    return (
+        is_cured_update(planted, remedy)
+        if remedy["remedy"] in (*OF_OPTIMIZER, "clear")
+        else is_cured_loop(planted, found, which)
+    )
+
+
+def is_cured_loop(planted: Step, found: fpsim.Why, which: int = 0) -> bool:
     """As `is_cured`, of a whole loop: its loss is the printed one, and parameters and gradients are finite."""
     remedy = found.tried[which]
 
@@ -102,10 +125,11 @@ def is_cured_loop(planted: Told, found: fpsim.Why, which: int = 0) -> bool:
     elif remedy["remedy"] != "scale":
         mode = AtSites(planted.model, [], _changes(found, remedy, "fp32"))
     with mode:
-        loss = float(planted.step())
-    same = remedy["loss"] is None or math.isclose(
-        loss, remedy["loss"], rel_tol=2**-10
-    )  # half an ulp of fp16, and twice
+        loss: Any = planted.step()
+    if loss is None:
+        return _is_finite(planted.model)
+    near = 2**-10  # half an ulp of fp16, and twice
+    same = remedy["loss"] is None or math.isclose(loss, remedy["loss"], rel_tol=near)
     return same and math.isfinite(loss) and _is_finite(planted.model)
 
 
@@ -113,7 +137,7 @@ def is_cured(planted: Planted, found: fpsim.Why, which: int = 0) -> bool:
     """Whether the step is finite, or does what it did not do, under the remedy; the loss must be the printed one."""
     remedy = found.tried[which]
     assert found.cause is not None
-    if remedy["remedy"] in ("master", "stochastic", "optimizer eps", "rate", "clear"):
+    if remedy["remedy"] in (*OF_OPTIMIZER, "clear"):
         return is_cured_update(planted, remedy)
     if remedy["remedy"] == "scale":
         planted.scale *= remedy["value"]
@@ -178,6 +202,8 @@ def _changes(found: fpsim.Why, remedy: dict[str, Any], fmt: str) -> dict[str, An
         elif kind == "divisor":
             at = 1 if "div" in remedy["sites"][0] else 0
             args = (*args[:at], in_format(args[at].masked_fill(args[at] == 0, value)), *args[at + 1 :])
+        elif kind == "infinity":
+            args, kwargs = args[:6], {**kwargs, "zero_infinity": True}
         elif kind == "mask" and "key_padding_mask" in kwargs:
             mask = kwargs["key_padding_mask"]  # of numbers by here
             whole = (mask == -torch.inf).all(-1, keepdim=True)
@@ -196,10 +222,10 @@ def _changes(found: fpsim.Why, remedy: dict[str, Any], fmt: str) -> dict[str, An
     return dict.fromkeys(remedy["sites"], changed)
 
 
-def is_cured_update(planted: Planted, remedy: dict[str, Any]) -> bool:
+def is_cured_update(planted: Planted | Step, remedy: dict[str, Any]) -> bool:
     name, value = remedy["remedy"], remedy["value"]
     if name == "clear":
-        planted.clears = True
+        planted.model.zero_grad()
         planted.step()
         return _is_finite(planted.model)
     planted.step()

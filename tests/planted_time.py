@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Callable
 
 import torch
+from planted_models import llama_of
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fpsim
 
@@ -21,17 +21,7 @@ IDS = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
 
 def llama(gain: float = 1.0) -> nn.Module:
     """gain: of the queries and keys of a layer, whose product then overflows in half."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        intermediate_size=256,
-        attn_implementation="eager",
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config)
+    model = llama_of(128, 8, 4, 256, attn_implementation="eager", use_cache=False)
     with torch.no_grad():
         for layer in (model.model.layers[5].self_attn.q_proj, model.model.layers[5].self_attn.k_proj):
             layer.weight.mul_(gain)

@@ -1,4 +1,4 @@
-"""why names what was planted: place, role and kind, in its first lines, with a remedy that works."""
+"""why tells the first of several causes, puts everything back, and refuses what is no step; its parts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from planted_apart import APART
-from planted_cases import CAUSES, cases
-from planted_controls import CONTROLS, controls
-from planted_forum import FORTY
-from planted_loops import FAILING, HEALTHY, a_sentence_without_words
+from planted_cases import step_named
+from planted_grid import CAUSES
 from planted_models import Planted
-from planted_posts import POSTS, t5, t5_step
-from planted_remedies import is_cured, is_cured_loop
-from planted_step import Planted as Told
+from planted_overflow import t5, t5_step
 from torch import nn
 
 import fpsim
@@ -37,106 +32,9 @@ from fpsim.insight.why import _advice
 from fpsim.models.quantize import listeners
 from fpsim.tensors.spec import any_spec
 
-ALL_CASES, ALL_CONTROLS = [*cases()], [*controls()]
-# One model and one format of each cause, another one from cause to cause; the rest is slow.
-FEW_CASES = [
-    found[i % len(found)]
-    for i, name in enumerate(CAUSES)
-    for found in [[case for case in ALL_CASES if case[0] == name]]
-]
-FEW_CONTROLS = ALL_CONTROLS[::6]
-
-
-def check(name: str, model: str, fmt: str) -> None:
-    cause = CAUSES[name]
-    found = Planted(model, fmt, cause.plant).why()
-    assert found.cause is not None, str(found)
-    place, wanted = found.cause["place"], cause.place_in(model)
-    assert wanted in place if wanted.endswith(":") else place.endswith(wanted), str(found)
-    assert (found.cause["role"], found.cause["kind"]) == (cause.role, cause.kind), str(found)
-    lines = str(found).splitlines()
-    assert len(lines) <= 15
-    assert found.runs <= 30
-    assert place in lines[0]
-    assert cause.role in lines[0]
-    assert cause.kind.lower() in lines[0].lower()
-    assert lines[2].startswith("Tried: " if found.tried else "Do: ")
-    for which in range(len(found.tried)):
-        assert is_cured(Planted(model, fmt, cause.plant), found, which), found.tried[which]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "model", "fmt"), FEW_CASES)
-def test_a_planted_cause_is_named_and_what_is_printed_as_tried_works(name: str, model: str, fmt: str) -> None:
-    check(name, model, fmt)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "model", "fmt"), [case for case in ALL_CASES if case not in FEW_CASES])
-def test_a_planted_cause_is_named_in_each_model_and_format(name: str, model: str, fmt: str) -> None:
-    check(name, model, fmt)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "model", "fmt"), FEW_CONTROLS)
-def test_where_nothing_is_wrong_nothing_is_named(name: str, model: str, fmt: str) -> None:
-    found = Planted(model, fmt, CONTROLS[name][0]).why()
-    assert found.cause is None, str(found)
-    assert str(found).startswith("Nothing was found")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "model", "fmt"), [c for c in ALL_CONTROLS if c not in FEW_CONTROLS])
-def test_where_nothing_is_wrong_nothing_is_named_in_any_model_and_format(name: str, model: str, fmt: str) -> None:
-    found = Planted(model, fmt, CONTROLS[name][0]).why()
-    assert found.cause is None, str(found)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("plant", FORTY)
-def test_what_people_tell_in_forums_is_named(plant: Callable[[], Told]) -> None:
-    planted = plant()
-    found = fpsim.why(planted.model, planted.step, planted.optimizer)
-    assert planted.is_named_by(found), str(found)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("plant", POSTS)
-def test_what_people_post_is_named(plant: Callable[[], Told]) -> None:
-    planted = plant()
-    found = fpsim.why(planted.model, planted.step, planted.optimizer)
-    assert planted.is_named_by(found), str(found)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("loop", FAILING)
-def test_what_fails_in_a_training_loop_is_named_and_what_is_printed_as_tried_works(loop: Callable[[], Told]) -> None:
-    planted = loop()
-    found = fpsim.why(planted.model, planted.step, planted.optimizer, planted.scaler)
-    assert planted.is_named_by(found), str(found)
-    assert found.cause is not None
-    assert found.cause["kind"] == planted.kind
-    assert found.runs <= 30
-    if loop is a_sentence_without_words:  # its LSTM divides inside, which a mode of torch sees
-        assert found.tried[0]["loss"] == pytest.approx(float(loop(least=1).step()), rel=2**-10)
-        return
-    for which, remedy in enumerate(found.tried):
-        if remedy["remedy"] not in ("master", "stochastic"):
-            assert is_cured_loop(loop(), found, which), remedy
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("loop", HEALTHY)
-def test_a_healthy_training_loop_is_silent(loop: Callable[[], Told]) -> None:
-    planted = loop()
-    found = fpsim.why(planted.model, planted.step, planted.optimizer, planted.scaler)
-    assert found.cause is None, str(found)
-
 
 def test_a_step_whose_scaler_is_not_given_is_refused_and_told_so() -> None:
-    planted = next(loop for loop in FAILING if loop.__name__ == "a_scaler_that_begins_too_high")()
+    planted = step_named("a_scaler_that_begins_too_high")()
     with pytest.raises(ValueError, match=r"Give a GradScaler that it uses as scaler="):
         fpsim.why(planted.model, planted.step, planted.optimizer)
 
@@ -188,7 +86,7 @@ def test_an_input_at_a_border_is_clamped_by_what_the_format_holds(
 
 
 def test_float32_whose_gradients_are_not_finite_is_blamed_too() -> None:
-    planted = next(loop for loop in FAILING if loop.__name__ == "a_plan_of_transport_that_underflows")()
+    planted = step_named("a_plan_of_transport_that_underflows")()
     found = fpsim.why(planted.model, planted.step)
     assert found.float32 == pytest.approx(13.7036, rel=1e-5)  # of the same model after .float(), and its gradients inf
     assert "float32 give NaN or inf too" in str(found).splitlines()[2]
@@ -217,7 +115,7 @@ def test_an_infinity_that_comes_to_nothing_is_not_named(fmt: str) -> None:
 
 def test_a_saturation_is_cured_where_it_is_read_too() -> None:
     """Who leaves a result in float32 and lets a product round it again has cured nothing: the loss is the same."""
-    planted = next(p for p in POSTS if p.__name__ == "an_outlier_in_eight_bits")()
+    planted = step_named("an_outlier_in_eight_bits")()
     found = fpsim.why(planted.model, planted.step)
     assert {site.rpartition(":")[0] for site in found.tried[0]["sites"]} == {
         "model.layers.1.mlp",
@@ -442,32 +340,6 @@ def test_the_command_line_runs_a_script_that_defines_model_and_step(
     with pytest.raises(SystemExit):
         main(["why", str(script)])
     assert "does not define `step`" in capsys.readouterr().err
-
-
-# Of the steps that were written after `why`: what it does not name as their author would.
-NOT_NAMED = {
-    "log_of_an_empty_sum": "overflow is what it calls the -inf of a sum of nothing",
-    "slope_of_a_norm_of_zeros": "the root after the norm has no slope at zero either, and comes first backward",
-    "a_target_of_a_regression": "what is not an input of the model has no name, but the place that reads it",
-    "a_gradient_lost_below_a_small_factor": "the product underflows forward too, and that is named",
-}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason=NOT_NAMED[name], strict=True)) if name in NOT_NAMED else name
-        for name in APART
-    ],
-)
-def test_a_cause_that_it_was_not_built_on_is_named(name: str) -> None:
-    make, place, role, kind = APART[name]
-    model, step, options = make()
-    found = fpsim.why(model, step, **options)
-    assert found.cause is not None
-    assert found.cause["place"].endswith(place), str(found)
-    assert (found.cause["role"], found.cause["kind"]) == (role, kind), str(found)
 
 
 def test_gradients_that_a_constant_in_the_loss_makes_too_small_are_lost_and_no_noise() -> None:

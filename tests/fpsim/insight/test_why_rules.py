@@ -1,48 +1,18 @@
-"""why of models that it was not built on: what it names, what it leaves alone, and remedies applied by hand."""
+"""One rule of `why` in each test: which of two kinds it is, what is left alone, which remedy is tried."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import planted_fresh_more
-import planted_fresh_second  # noqa: F401  these two register more of WRONG and FINE
 import pytest
 import torch
-from planted_fresh import WRONG, Fresh, a_fake_that_the_critic_is_sure_of, a_similarity_to_nothing
-from planted_fresh import a_spectral_norm_of_zeros as spectral_norm
-from planted_fresh_fine import FINE, a_head_that_nobody_has_filled
-from planted_remedies import is_cured_loop, is_cured_update
-from planted_step import around, plant
+from planted_cases import step_named
+from planted_steps import around, plant
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fpsim
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", WRONG)
-def test_a_fresh_cause_is_named_and_what_is_printed_as_tried_works(make: Callable[[], Fresh]) -> None:
-    planted = make()
-    found = fpsim.why(planted.model, planted.step, planted.optimizer)
-    assert planted.is_named_by(found), str(found)
-    assert found.runs <= 30
-    for which, remedy in enumerate(found.tried):
-        is_of_update = remedy["remedy"] in ("master", "optimizer eps")
-        again = make()
-        assert is_cured_update(again, remedy) if is_of_update else is_cured_loop(again, found, which), remedy
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", FINE)
-def test_a_fresh_step_in_which_nothing_is_wrong_is_left_alone(make: Callable[[], Fresh]) -> None:
-    planted = make()
-    found = fpsim.why(planted.model, planted.step, planted.optimizer)
-    assert found.cause is None, str(found)
-
-
-def why(planted: Fresh) -> fpsim.Why:
-    return fpsim.why(planted.model, planted.step, planted.optimizer)
 
 
 def test_a_row_is_masked_wholly_in_the_dimension_that_softmax_sums_over() -> None:
@@ -57,8 +27,7 @@ def test_a_row_is_masked_wholly_in_the_dimension_that_softmax_sums_over() -> Non
 
 def why_of(model: nn.Module, fmt: str = "float32") -> fpsim.Why:
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
-    planted = plant(model, fmt, x, lambda y: y.float().square().mean(), "", "", "")
-    return fpsim.why(planted.model, planted.step)
+    return plant(model, fmt, x, lambda y: y.float().square().mean()).why()
 
 
 @pytest.mark.parametrize(("at", "kind"), [(1.0, "outside of its domain"), (0.0, "logarithm of zero")])
@@ -83,30 +52,30 @@ def test_an_operation_in_place_read_what_was_there_before() -> None:
 
 def test_remedies_of_a_lost_eps_and_of_a_logarithm_are_found() -> None:
     """The eps was compared with tensors, which raised; log1p was clamped to 1e-12, which is 0 to it."""
-    assert [remedy["remedy"] for remedy in why(a_similarity_to_nothing()).tried][:1] == ["eps"]
-    assert "inside its domain" in why(a_fake_that_the_critic_is_sure_of()).tried[0]["what"]
+    assert [remedy["remedy"] for remedy in step_named("a_similarity_to_nothing")().why().tried][:1] == ["eps"]
+    assert "inside its domain" in step_named("a_fake_that_the_critic_is_sure_of")().why().tried[0]["what"]
 
 
 def test_a_cast_to_float32_of_what_is_float32_loses_nothing() -> None:
-    found = why(planted_fresh_more.a_bilinear_pooling_under_autocast())
+    found = step_named("a_bilinear_pooling_under_autocast")().why()
     assert found.tried[0]["sites"] == ["pool:einsum"]
 
 
 def test_float32_that_overflows_where_it_is_read_is_no_remedy() -> None:
     """The loss was 0 with the count in float32, for the division read it in half."""
-    found = why(planted_fresh_more.a_count_of_many_tokens())
+    found = step_named("a_count_of_many_tokens")().why()
     assert found.tried[0]["sites"] == [":sum_1", ":div"]
     assert found.tried[0]["loss"] == pytest.approx(found.float32, rel=1e-3)
 
 
 def test_a_norm_of_zero_is_no_count() -> None:
-    assert "count" not in str(why(spectral_norm()))
+    assert "count" not in str(step_named("a_spectral_norm_of_zeros")().why())
 
 
 def test_a_parameter_that_is_not_read_hides_nothing_that_breaks() -> None:
-    planted = a_head_that_nobody_has_filled()
+    planted = step_named("a_head_that_nobody_has_filled")()
     planted.model.body.weight.data.fill_(3e4)  # type: ignore[union-attr, operator]
-    found = why(planted)
+    found = planted.why()
     assert found.cause is not None
     assert (found.cause["place"], found.cause["kind"]) == ("body:linear", "overflow")
     assert "heads.1.weight holds numbers that are not finite" in "\n".join(found.checked)
