@@ -5,6 +5,7 @@ Words are the same everywhere, and so are numbers, digit by digit, unless a tag 
 Another processor adds in another order, which changes the last digits of a sum, and a training carries them on.
 
 - `sums`: computed in float32, by a step or two. Numbers within a tenth.
+- `factor=2`: of a few steps of a training, the extreme of many values, as a kurtosis. Within that factor or 0.1.
 - `errors`: relative errors of gradients, which may explode. Within a factor of ten, or nothing is left (1) in both.
 - `seeds=3`: means and deviations of trainings over so many seeds, "91.2 ± 1.4". The means by Student's t, below.
 - `deviation=0.01`: single trainings; the deviation is that of another seed. Within what two of them may differ by.
@@ -75,6 +76,11 @@ def within_a_tenth(a: str, b: str) -> bool:
     return abs(float(a) - float(b)) <= NEAR * max(abs(float(a)), abs(float(b)), 1)
 
 
+def within_a_factor(factor: float, a: str, b: str) -> bool:
+    less, more = sorted((float(a), float(b)), key=abs)
+    return abs(more - less) <= max(NEAR, (factor - 1) * abs(less))
+
+
 def as_errors(a: str, b: str) -> bool:
     less, more = sorted(min(abs(float(x)), 1) for x in (a, b))
     return more <= 10 * less
@@ -129,6 +135,8 @@ def alike(stored: list[str], executed: list[str], tags: Sequence[str]) -> list[b
         if name == "deviation":
             count = len([x for line in stored for x in NUMBER.findall(line) if "." in x])
             near = partial(as_trained, float(value), count)
+        elif name == "factor":
+            near = partial(within_a_factor, float(value))
         else:
             near = {"sums": within_a_tenth, "errors": as_errors}[name]
     return [a == b or (near is not operator.eq and agree(a, b, near)) for a, b in zip(stored, executed, strict=True)]

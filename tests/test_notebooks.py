@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import os
 import re
 import runpy
 import subprocess
@@ -99,6 +101,8 @@ ALIKE_AND_NOT = [
     ("sums", "fp16: 2750 of 16384, loss 4.17", "fp16: 2500 of 16384, loss 4.5", "fp16: 2750 of 16384, loss 4.7"),
     ("sums", "e4m3fn 0.5", "e4m3fn 0.58", "e4m2fn 0.5"),
     ("sums", "loss 0.5", "loss 0.5", "loss nan"),
+    ("factor=2", "fp16 48 28 0.944 787", "fp16 48 27 0.85 537", "fp16 48 28 0.944 393"),
+    ("factor=2", "0.05 -3.0", "0.14 -1.6", "0.05 3.0"),
     ("errors", "(0.0158 -> 5.39e+05)", "(0.15 -> 4.07)", "(0.0158 -> 0.05)"),
     ("errors", "KL 1.7e-06 nats", "KL 6e-06 nats", "KL 1.8e-05 nats"),
     ("errors", "grows at add (0.01 -> 2)", "grows at add (0.01 -> 2)", "grows at softmax (0.01 -> 2)"),
@@ -117,6 +121,37 @@ def test_a_tag_says_how_the_numbers_of_a_cell_are_compared(tag: str, stored: str
     tags = [tag] if tag else []
     assert all(alike(stored.splitlines(), near.splitlines(), tags))
     assert not all(alike(stored.splitlines(), far.splitlines(), tags))
+
+
+# For the tier `full`: two processes with six trainings each, half a minute.
+TRAININGS = """
+import json, statistics
+from ada_loss.lab.tasks import digits
+from ada_loss.lab.training import train
+last, lines = {}, []
+for name in ("fp32", "e5m2"):
+    runs = [train(digits(seed), None if name == "fp32" else name, epochs=3) for seed in range(3)]
+    points = [100 * run.metrics["accuracy"] for run in runs]
+    lines.append(f"| {name} | {statistics.mean(points):.1f} ± {statistics.stdev(points):.1f} |")
+    last[name] = [run.losses[-1] for run in runs]
+print(json.dumps([last, lines]))
+"""
+OTHER_PROCESSOR = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+
+
+def test_a_training_on_another_processor_has_other_digits_and_shows_the_same() -> None:
+    alike = runpy.run_path(str(STORE))["alike"]
+    shown = []
+    for settings in ({}, OTHER_PROCESSOR):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
+        command = [sys.executable, "-c", TRAININGS]
+        shown.append(json.loads(subprocess.run(command, capture_output=True, check=True, env=environment).stdout))
+    (losses, stored), (other_losses, executed) = shown
+    if losses == other_losses:
+        pytest.skip(f"{OTHER_PROCESSOR} changes no digit of a training here")
+    assert all(alike(stored, executed, ["seeds=3"]))
+    worse = [re.sub(r"\d+\.\d ±", "10.0 ±", line) for line in executed]  # as by guessing one of ten digits
+    assert not any(alike(stored, worse, ["seeds=3"]))
 
 
 def test_a_cell_that_raises_stores_nothing(tmp_path: Path) -> None:
