@@ -28,6 +28,7 @@ from claims import (
 )
 
 README, FIRST_SWEEP, SCALING, GRANULARITY = "README.md", "docs/first-sweep.md", "docs/scaling.md", "docs/granularity.md"
+FIRST_NOTEBOOK, SECOND_NOTEBOOK = "notebooks/1-formats.ipynb", "notebooks/2-gradient-scaling.ipynb"
 ACCUMULATORS, STOCHASTIC, VERDICT = "docs/accumulators.md", "docs/stochastic-rounding.md", "docs/verdict.md"
 NOTHING_LOST, BITS_KEPT = (-1.0, 1.0), (-0.036, 0.036)
 REPORTED = (float("-inf"), float("inf"))
@@ -234,4 +235,19 @@ def _others() -> list[Claim]:
     return claims
 
 
-CLAIMS = [*_readme(), *_first_sweep(), *_granularity(), *_scaling(), *_others()]
+def _notebooks() -> list[Claim]:
+    """What notebooks say of trainings of which they show one: rows of docs/scaling.md, with the same bands."""
+    little, deep = "With four, the network learns little", "Without scaling the network does not learn."
+    layers, constants = "With a scale for each layer it does, and nothing was tuned.", "no constant fits"
+    digits, eight = Setting("digits", "e4m3fn"), error_of("e4m3fn")
+    none, adaptive = Setting("deep_digits", eight), Setting("deep_digits", eight, "approx_range")
+    best = Computed(best_constant, ("e4m3fn", 0.2))
+    return [
+        _points("notebook.digits.e4m3fn", FIRST_NOTEBOOK, little, digits, (-85.0, -40.0)),
+        _points("notebook.deep_digits.none", SECOND_NOTEBOOK, deep, none, (-100.0, -60.0), 10),
+        _points("notebook.deep_digits.approx_range", SECOND_NOTEBOOK, layers, adaptive, (-2.0, 2.0), 10),
+        Claim("notebook.depth.constant", SECOND_NOTEBOOK, constants, best, RATIO, 0.5, 1.5, 10),
+    ]
+
+
+CLAIMS = [*_readme(), *_first_sweep(), *_granularity(), *_scaling(), *_others(), *_notebooks()]

@@ -397,8 +397,8 @@ done; claims.json has the number of each seed. "to run" says how many numbers ar
 **What did not hold.** The rows `deep_digits.abs_range` and `deep_digits.exact` were "lose accuracy in e4m3fn", with a
 band of -30 to -0.5 points. Both failed with both lists, as the numbers below show. The sentence of scaling.md says the
 opposite now, and their band is that of the other rules. It was changed after the numbers were seen, so that these two
-rows confirm nothing; all other bands are as they were. The rows `readme` were added later, when the numbers of the same
-trainings were known from other rows; only those of `nearest_even` were not.
+rows confirm nothing; all other bands are as they were. The rows `readme` and `notebook` were added later, when the
+numbers of the same trainings were known from other rows; only those of `nearest_even` in README were not.
 
 """
 

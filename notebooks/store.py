@@ -8,7 +8,8 @@ Another processor adds in another order, which changes the last digits of a sum,
 - `factor=2`: of a few steps of a training, the extreme of many values, as a kurtosis. Within that factor or 0.1.
 - `errors`: relative errors of gradients, which may explode. Within a factor of ten, or nothing is left (1) in both.
 - `seeds=3`: means and deviations of trainings over so many seeds, "91.2 ± 1.4". The means by Student's t, below.
-- `deviation=0.01`: single trainings; the deviation is that of another seed. Within what two of them may differ by.
+- `deviation=0.01`: single trainings; the deviation is that of another seed, from a sweep: of digits in e4m3fn 0.064, as
+  docs/first-sweep.md says. Within what two of them may differ by.
 
 Under the last two, a number without a decimal point is a count or a name, and is compared exactly.
 """
