@@ -29,12 +29,16 @@ class Fault(Exception):
 
 
 def _target() -> llvm.TargetMachine:
-    """One for each engine, which owns it."""
+    """One for each engine, which owns it.
+
+    Without optimisation: a kernel of moments takes 0.1 s to compile instead of 1.8 s, and then 0.02 s instead of
+    0.006 s to run on 10**5 patterns.
+    """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     triple = llvm.Target.from_triple(llvm.get_process_triple())
     features = llvm.get_host_cpu_features().flatten()
-    return triple.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=2, jit=True)
+    return triple.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=0, jit=True)
 
 
 def _compiled(text: str) -> tuple[Any, Any]:
@@ -42,8 +46,6 @@ def _compiled(text: str) -> tuple[Any, Any]:
     target = _target()
     parsed = llvm.parse_assembly(text)
     parsed.triple, parsed.data_layout = target.triple, str(target.target_data)
-    builder = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=2))
-    builder.getModulePassManager().run(parsed, builder)
     engine = llvm.create_mcjit_compiler(parsed, target)
     engine.finalize_object()
     kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
