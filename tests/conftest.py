@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -16,6 +18,9 @@ from typing import Any
 # another, and a notebook takes six minutes instead of twenty seconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")  # what `resume` trusts is kept there
+if "PTX_OF_RUN" not in os.environ:  # CUDA kernels that were compiled, for the workers of this run and their children
+    os.environ["PTX_OF_RUN"] = tempfile.mkdtemp(prefix="ptx-")
+    atexit.register(shutil.rmtree, os.environ["PTX_OF_RUN"], ignore_errors=True)
 
 import pytest
 import tiers

@@ -7,17 +7,21 @@ the arguments as the driver does. The PTX is the one that nvJitLink would assemb
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from kernel_cases import Array, Memory
 from ptx_machine import Program, numba_arguments
 
-from fpsim.compiling.card import CudaKernel
+from fpsim.compiling.card import CudaKernel, _described, _toolchain
+from fpsim.compiling.kept import kept_code
 
 CAPABILITY = (9, 0)
 DEVICE, STREAM = 0, 0
@@ -69,11 +73,23 @@ def _launch(program: Program, *words: Any) -> tuple[int]:
     return (0,)
 
 
-def ptx_of(kernel: CudaKernel) -> str:
-    """What a kernel is compiled to, once in a process: its name tells it apart from all others."""
-    if kernel.name not in _texts:
-        _texts[kernel.name] = kernel.ptx(CAPABILITY)
-    return _texts[kernel.name]
+def key_of(kernel: CudaKernel, capability: tuple[int, int]) -> str:
+    """A name for what a kernel is compiled to: of all sources, its own code with what it uses, and the compilers."""
+    words = kernel.name, kernel._signature, kernel.threads, capability, _toolchain(), _described(kernel._make_body())
+    return hashlib.sha256(repr(words).encode()).hexdigest()
+
+
+def ptx_of(kernel: CudaKernel, capability: tuple[int, int] = CAPABILITY) -> str:
+    """What a kernel is compiled to, once in a run of the tests: Numba takes 1 to 15 seconds for it, in each process.
+
+    The processes of a run share a folder, which is gone after it: see `PTX_OF_RUN` in conftest.py.
+    """
+    key = key_of(kernel, capability)
+    if key not in _texts:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("NUMBA_CACHE_DIR", os.environ["PTX_OF_RUN"])
+            _texts[key] = kept_code(f"{key}.ptx", lambda: kernel.ptx(capability).encode()).decode()
+    return _texts[key]
 
 
 def load(kernel: CudaKernel, device: int = DEVICE, stream: int = STREAM) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from card_inputs import borders, everywhere, patterns
-from emulated_card import CAPABILITY, EmulatedCard, bind
+from emulated_card import EmulatedCard, bind, ptx_of
 from executed_kernels import counted, gathered, numbers
 from executed_rounding import ends, on_card, specs_of
 from kernel_cases import block_spec, densely_rounded_by
@@ -133,7 +133,7 @@ CASES: dict[str, tuple[Callable[[], CudaKernel], Callable[[], list[np.ndarray]]]
 def survivors(name: str, count: int) -> list[str]:
     make, run = CASES[name]
     kernel, found = make(), []
-    text = kernel.ptx(CAPABILITY)
+    text = ptx_of(kernel)
     bind(kernel, Program(text))
     wanted = [array.tobytes() for array in run()]
     for mutant in mutants(text, count):
