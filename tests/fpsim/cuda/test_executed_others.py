@@ -10,9 +10,13 @@ import importlib.util
 import pytest
 from test_cuda import run_alone
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("nvidia") is None, reason="NVVM is not installed: pip install nvidia-nvvm nvidia-nvjitlink"
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        importlib.util.find_spec("nvidia") is None,
+        reason="NVVM is not installed: pip install nvidia-nvvm nvidia-nvjitlink",
+    ),
+]
 
 
 def test_the_rounding_kernels_that_let_masks_pass() -> None:
