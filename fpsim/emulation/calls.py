@@ -322,7 +322,9 @@ class Call:
         positions, names = self.writes
         found = [args[i] for i in positions if i < len(args)]
         found += [kwargs[name] for name in (*names, "out") if kwargs.get(name) is not None]
-        return [*found, *args[:1]] if 0 not in positions and self.writes_to_first(args, kwargs) else found
+        if self.writes_to_first(args, kwargs):
+            found.append(args[0] if args else kwargs.get("input"))  # a schema says "self"
+        return found
 
     def drops_nothing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a dropout with these arguments gives the first one itself."""

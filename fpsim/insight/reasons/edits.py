@@ -54,7 +54,7 @@ def _with(
     if key is None:
         return args, kwargs
     given = args[key] if isinstance(key, int) else kwargs[key]
-    if key == 0 and kind.writes_to_first(args, kwargs):
+    if key in (0, "input") and kind.writes_to_first(args, kwargs):
         for x in tensors_in(given):
             x.copy_(change(x.clone()))  # of a copy: what autograd saves of it is not written to
         return args, kwargs

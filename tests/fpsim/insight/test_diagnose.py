@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -336,3 +337,10 @@ def test_an_operation_is_not_named_for_a_module_that_another_thread_runs() -> No
 def test_a_step_that_runs_nothing_of_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^fpsim\.diagnose saw no operation"):
         fpsim.diagnose(nn.Linear(1, 1), lambda: None)
+
+
+@pytest.mark.parametrize("divide", [Tensor.div, Tensor.divide_, Tensor.__itruediv__, torch.true_divide])
+def test_a_division_by_zero_is_noted_in_every_spelling(divide: Callable[[Tensor, Tensor], Tensor]) -> None:
+    net = nn.Linear(2, 3)
+    found = fpsim.diagnose(net, lambda: divide(net(torch.ones(1, 2)), torch.tensor([0.0, 1.0, 0.0])).sum())
+    assert "a division by zero (2 of 3 divisors)" in str(found).splitlines()[0]
