@@ -12,10 +12,15 @@ from fpsim.emulation.tracing import Operation
 from fpsim.insight.ranges import Ends, first_index
 from fpsim.insight.reasons.event import Event
 
-__all__ = ["LEAKS", "leak", "leaking", "masked_in", "number_in"]
+__all__ = ["LEAKS", "is_mask_like", "leak", "leaking", "masked_in", "number_in"]
 
 _FAR = -1e3  # a finite constant from which on down a score is a mask
 LEAKS = 1e-5  # the least weight on a masked position that counts
+
+
+def is_mask_like(x: Tensor) -> bool:
+    """Whether minus infinity stands in a tensor for what may not be looked at: nothing else there is above zero."""
+    return not bool((x > 0).any()) and not bool(x.isnan().any())
 
 
 def masked_in(

@@ -22,7 +22,6 @@ __all__ = [
     "binades_in",
     "first_index",
     "glance",
-    "is_mask_like",
 ]
 
 
@@ -98,11 +97,6 @@ def glance(x: Tensor) -> Glance:
     low, high = map(float, torch.aminmax(values)) if values.numel() else (0.0, 0.0)
     counts = int(x.isnan().sum()), int((x == torch.inf).sum()), int((x == -torch.inf).sum())
     return Glance(count, nonzero, low, high, *counts, ends=int(is_finite.sum()) - values.numel(), largest=largest)
-
-
-def is_mask_like(x: Tensor) -> bool:
-    """Whether minus infinity stands in a tensor for what may not be looked at: nothing else there is above zero."""
-    return not bool((x > 0).any()) and not bool(x.isnan().any())
 
 
 def are_passed_on(result: Tensor, operands: list[Tensor]) -> bool:

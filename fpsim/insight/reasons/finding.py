@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fpsim.emulation.operations import row_of
 from fpsim.emulation.tracing import Operation
-from fpsim.insight.ranges import Glance, first_index, glance, is_mask_like
+from fpsim.insight.masks import is_mask_like
+from fpsim.insight.ranges import Glance, first_index, glance
 from fpsim.insight.reasons.against import Keeping, error_event, lost_gradient, may_be_lost
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.remedies import remedies, update_remedies
@@ -271,7 +272,7 @@ def _state_before(model: nn.Module, optimizers: list[Any]) -> list[Event]:
     for name, p in model.named_parameters():
         candidates.append(_came_in(name, "parameter", p))
     for name, b in model.named_buffers():
-        is_mask = b.is_floating_point() and not bool((b == torch.inf).any()) and is_mask_like(b)
+        is_mask = b.is_floating_point() and is_mask_like(b)
         statistics = name.endswith(("running_mean", "running_var"))
         if not is_mask or statistics:
             candidates.append(_came_in(name, "buffer", b))

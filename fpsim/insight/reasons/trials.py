@@ -16,6 +16,7 @@ from fpsim.border import require_result
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import Call
 from fpsim.emulation.tracing import Edit, Operation
+from fpsim.insight.masks import is_mask_like
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.timeline import Timeline
 from fpsim.insight.reasons.widening import Widening
@@ -164,7 +165,7 @@ class Trials:
                     names.append(f"gradient {name}")
                 if name in self.unread or not x.is_floating_point():
                     continue
-                if not _is_finite(x) and not (kind == "buffer" and _is_mask(x)):
+                if not _is_finite(x) and not (kind == "buffer" and is_mask_like(x)):
                     names.append(f"{kind} {name}")
         return names
 
@@ -204,10 +205,6 @@ def visitor_inputs(visitor: Timeline) -> Callable[..., None]:
 def _is_finite(x: Tensor) -> bool:
     values = x.coalesce().values() if x.layout is torch.sparse_coo else x
     return bool(values.isfinite().all())
-
-
-def _is_mask(x: Tensor) -> bool:
-    return bool((x == -torch.inf).any()) and not bool(x.isnan().any()) and not bool((x > 0).any())
 
 
 class _Nobody:

@@ -20,8 +20,8 @@ from torch import nn
 import fpsim
 from fpsim.__main__ import main
 from fpsim.emulation.calls import call_of
-from fpsim.insight.masks import leaking
-from fpsim.insight.ranges import Ends, Glance, glance, is_mask_like
+from fpsim.insight.masks import is_mask_like, leaking
+from fpsim.insight.ranges import Ends, Glance, glance
 from fpsim.insight.reasons.against import _is_noise, _relative
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.timeline import Timeline
