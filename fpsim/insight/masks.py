@@ -7,15 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpsim.emulation.operations import Kind, spelling_of
+from fpsim.emulation.operations import Kind, row_of, spelling_of
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.ranges import Ends, first_index
 from fpsim.insight.reasons.event import Event
 
-__all__ = ["LEAKS", "is_mask_like", "leak", "leaking", "masked_in", "number_in"]
+__all__ = ["LEAKS", "fills", "is_mask_like", "leak", "leaking", "masked_in", "number_in"]
 
 _FAR = -1e3  # a finite constant from which on down a score is a mask
 LEAKS = 1e-5  # the least weight on a masked position that counts
+
+
+def fills(operation: Operation) -> bool:
+    """Whether an operation puts an infinity in its result on purpose."""
+    return row_of(operation.name).kind is Kind.FILL
 
 
 def is_mask_like(x: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fpsim.emulation.operations import row_of
 from fpsim.emulation.tracing import Operation
-from fpsim.insight.masks import is_mask_like
+from fpsim.insight.masks import fills, is_mask_like
 from fpsim.insight.ranges import Glance, first_index, glance
 from fpsim.insight.reasons.against import Keeping, error_event, lost_gradient, may_be_lost
 from fpsim.insight.reasons.event import Event
@@ -21,7 +21,6 @@ from fpsim.insight.reasons.remedies import remedies, update_remedies
 from fpsim.insight.reasons.trials import Change, Outcome, Remedy, Trials, descendants
 from fpsim.insight.reasons.updates import Updates
 from fpsim.insight.reasons.widening import LOW, Widening
-from fpsim.insight.seen import fills
 from fpsim.insight.stepping import require_unrecorded
 from fpsim.models.quantize import listeners
 from fpsim.policies.policy import Policy

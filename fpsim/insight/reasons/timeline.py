@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,16 +11,16 @@ from torch import Tensor, nn
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.formats.blocks import BlockFormat
-from fpsim.insight.masks import leak, masked_in, number_in
+from fpsim.insight.masks import fills, leak, masked_in, number_in
 from fpsim.insight.ranges import Ends, Glance, are_passed_on, first_index, glance
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.explaining import explain_forward, explain_gradient, source_name
-from fpsim.insight.seen import fills, overflow_of
 from fpsim.tensors.shared_scales import Cut
 from fpsim.tensors.spec import Spec
+from fpsim.tensors.tally import Accumulator
 from fpsim.torch_internals import version_of
 
-__all__ = ["Timeline"]
+__all__ = ["Timeline", "is_backward", "overflow_of"]
 
 SATURATES = 2.0  # times the largest number of a format, from which on a saturated one is told of
 _BACKWARD = ("error", "weight_grad")
@@ -257,3 +258,27 @@ class Timeline:
         starts = [o for o in self.gradients if not any("gradient" in c.notes for c in o.children)]
         scalars = [o for o in starts if o.notes.get("result") is not None and o.notes["result"].count == 1]
         return [*dict.fromkeys(scalars)] or self.operations[-1:]
+
+
+def is_backward(role: str) -> bool:
+    return role in ("error", "weight_grad") or role.startswith(("dgrad", "wgrad"))
+
+
+def overflow_of(before: Tensor, after: Tensor, spec: Spec) -> tuple[float, int]:
+    """The largest value that a rounding can give, and how many finite numbers became inf, NaN or that, and were not."""
+    fmt = spec.fmt
+    if not isinstance(fmt, BlockFormat):
+        sums = Accumulator(spec, before.device)
+        sums.add(before, after)
+        return fmt.largest, sums.result().overflow
+    if fmt.block != "tensor" or not after.numel():
+        return math.inf, int((before.isfinite() & ~after.isfinite()).sum())
+    # The scale is not told. Beyond half an ulp of any value above the largest result something was cut off, and that
+    # result is the format's largest value at this scale, whose own half an ulp then decides.
+    top, magnitudes = float(after.abs().max()), torch.where(before.isfinite(), before.abs(), 0.0)
+    mantissa_bits = getattr(fmt.element, "mantissa_bits", 0)
+    if float(magnitudes.max()) <= top * (1 + math.ldexp(1.0, -1 - mantissa_bits)):
+        return top, 0
+    binade = math.frexp(fmt.element.largest)[1] - 1
+    half_ulp = math.ldexp(0.5, binade - mantissa_bits) if mantissa_bits else 0.5
+    return top, int((magnitudes > top * (1 + half_ulp / fmt.element.largest)).sum())
