@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from fpsim.border import require_memory, require_module
 from fpsim.checks import shown
 from fpsim.emulation.operations import spelling_of
-from fpsim.emulation.tracing import Operation, Trace
-from fpsim.insight.masks import fills, leaking, masked_in
+from fpsim.emulation.tracing import Operation
+from fpsim.insight.masks import fills, leaking
 from fpsim.insight.ranges import Glance, glance
-from fpsim.insight.reasons.timeline import is_backward, overflow_of
+from fpsim.insight.reasons.timeline import Rounded, Timeline, is_backward, numbers_row, overflow_of, way_to
 from fpsim.insight.rows import Rows, number
 from fpsim.insight.stepping import as_step, nothing_ran, preserve, traced
-from fpsim.tensors.shared_scales import Cut
 from fpsim.tensors.spec import Spec
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
@@ -147,18 +146,18 @@ def diagnose(
             f"scaler is {shown(scaler)}, of type {type(scaler).__name__}. Expected: a torch.amp.GradScaler, or None."
         )
     seen = _run(model, step)
-    if not seen.operations and not seen.events:
+    if not seen.operations and not seen.broken:
         raise nothing_ran(model, "diagnose")
     result = Diagnosis()
-    result.extend(seen.told(event, operation) for event, operation in seen.events)
-    of_cause = next((pair for pair in seen.events if pair[0]["kind"] != "saturation"), next(iter(seen.events), None))
+    result.extend(seen.told(event, operation) for event, operation in seen.broken)
+    of_cause = next((pair for pair in seen.broken if pair[0]["kind"] != "saturation"), next(iter(seen.broken), None))
     if of_cause is not None:
         result.cause, operation = seen.told(*of_cause), of_cause[1]
         if operation is not None:
             read = _read_backward if is_backward(result.cause["role"]) else _read_forward
             result.operands, result.chain = read(operation), _chain(operation, seen.loss())
     result.checked = _looked_at(model, seen)
-    result.run.extend(_numbers(operation) for operation in seen.operations if operation.computes)
+    result.run.extend(numbers_row(operation) for operation in seen.operations if operation.computes)
     if scaler is not None and scaler.is_enabled():
         state = scaler.state_dict()
 
@@ -200,29 +199,14 @@ def _read_backward(operation: Operation) -> Rows:
     return rows
 
 
-def _numbers(operation: Operation) -> dict[str, Any]:
-    row: dict[str, Any] = {"site": operation.site, "call": operation.call}
-    for name, words in (("result", ""), ("gradient", "gradient_")):
-        numbers: Glance | None = operation.notes.get(name)
-        row[f"{words}amax"] = None if numbers is None else numbers.amax
-        is_mask = fills(operation) or operation.notes.get("masked") is not None
-        masks = numbers.minus if numbers is not None and name == "result" and is_mask else 0
-        row[f"{words}nonfinite"] = None if numbers is None else (numbers.nonfinite - masks) / max(numbers.count, 1)
-    return row
-
-
 def _chain(operation: Operation, loss: Operation | None) -> Rows:
-    """The operations from one to the loss, through results that are not finite where there are any."""
-    leads = set() if loss is None else loss.all_behind()
-    rows, at = Rows(), operation
-    while True:
+    """Rows of the operations from one to the loss."""
+    rows = Rows()
+    for at in way_to(loss, operation):
         if at.computes or at is operation or at is loss:
-            result, gradient = at.notes.get("result"), at.notes.get("gradient")
-            rows.append({"site": at.site, "result": result, "gradient": gradient})
-        further = [o for o in at.children if id(o) in leads]
-        if at is loss or not further:
-            return Rows({k: v if v is None or k == "site" else str(v) for k, v in row.items()} for row in rows)
-        at = max(further, key=lambda o: bool(o.notes["result"].kinds))
+            held = {name: at.notes.get(name) for name in ("result", "gradient")}
+            rows.append({"site": at.site, **{k: None if v is None else str(v) for k, v in held.items()}})
+    return rows
 
 
 def _run(model: nn.Module, step: Callable[[], object]) -> Seen:
@@ -232,7 +216,7 @@ def _run(model: nn.Module, step: Callable[[], object]) -> Seen:
         trace = traced(model, seen, "diagnose", undo)
         preserve(model, undo)
         trace.run(step)
-        if not seen.events:
+        if not seen.broken:
             seen.afterwards(model)
 
     undone(run)
@@ -287,24 +271,20 @@ def _overflows(seen: Seen) -> bool:
 # What is seen
 
 
-class Seen:
-    """The visitor, and the observer of a quantised model: notes ranges, and where they stop being ones of numbers."""
+class Seen(Timeline):
+    """A timeline whose events are rows: one for each kind of number that breaks at a place.
+
+    broken: the rows, in the order of time, each with its operation.
+    limits, unrounded: by site, the ends of the formats that gradients are rounded to, and by site and role the amax of
+        gradients before they are.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = {id(buffer): name for name, buffer in model.named_buffers()}
-        self._outside: set[int] = set()  # the tensors from outside that were looked at
-        self.events: list[tuple[dict[str, Any], Operation | None]] = []
-        self.operations: list[Operation] = []
-        self.gradients: list[Operation] = []
-        self.limits: dict[str, float] = {}  # of the formats that gradients are rounded to, by site
-        self.unrounded: dict[tuple[str, str], float] = {}  # the amax of gradients before they are rounded
-        self.trace: Trace | None = None
-        self.calls: dict[str, int] = {}  # of each site
-        # of the roundings of the operation that runs: their sites, and those of parameters; and what broke in them
-        self._waiting: list[tuple[dict[str, Any], Tensor, Tensor, Spec]] = []
-        self._sites: list[str] = []
-        self._weights: list[str] = []
-        self._end: float | None = None  # of the format of its result
+        super().__init__(model)
+        self.broken: list[tuple[dict[str, Any], Operation | None]] = []
+        self.limits: dict[str, float] = {}
+        self.unrounded: dict[tuple[str, str], float] = {}
+        self._looked_at: set[int] = set()  # the tensors from outside
         self._by_site: dict[str, Operation] = {}
         self._parameters: dict[str, str] = {}  # the parameters that are rounded at a site, by its name
 
@@ -312,29 +292,23 @@ class Seen:
         """What the backward pass began at, or the last operation."""
         return next(iter(self.gradients), self.operations[-1] if self.operations else None)
 
-    def keeps(self, x: Tensor) -> bool:
-        """Whether what a call is about to write to is looked at before."""
-        return True
-
-    def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
-        held = operands if self.trace is None else [self.trace.read(x) for x in operands]
-        known = [None if source is None else source.notes.get("result") for source in operation.sources]
-        ranges = [k or glance(x) for k, x in zip(known, held, strict=True)]
-        operation.notes.update(operands=ranges, result=glance(result))
-        self.operations.append(operation)
-        self.calls[operation.site] = max(self.calls.get(operation.site, 0), operation.call + 1)
-        self._by_site.update(dict.fromkeys((operation.site, *self._sites), operation))
-        operation.notes["names"] = [self._buffers.get(id(x), "(from outside)") for x in operands]
+    def judge(
+        self, operation: Operation, given: list[Tensor], operands: list[Tensor], result: Tensor, rounded: list[Rounded]
+    ) -> None:
+        notes = operation.notes
+        self._by_site.update(dict.fromkeys((operation.site, *(r.site for r in rounded)), operation))
+        notes["names"] = [self.names.get(id(x), "(from outside)") for x in given]
+        # The parameters behind the sites at which this operation's are rounded: a bias is ":weight_1" there.
+        names = [s.site for s in operation.sources if s is not None and s.name == "parameter"]
+        self._parameters.update(zip([r.site for r in rounded if r.role == "weight"], names, strict=False))
         if not fills(operation):
-            for source, x, numbers in zip(operation.sources, operands, ranges, strict=True):
+            for source, x, numbers in zip(operation.sources, given, notes["operands"], strict=True):
                 self._note_outside(operation, source, x, numbers)
-        self._name_weights(operation)
-        self._note_arguments(operation, held, result)
-        rounded = self._note_roundings(operation)
-        if not fills(operation) and "inf" not in rounded:
-            self._note(operation, "activation", operation.notes["result"], ranges)
+        self._note_divisors(operation)
+        kinds = self._note_roundings(operation, rounded)
+        if not fills(operation) and "inf" not in kinds:
+            self._note(operation, "activation", notes["result"], notes["operands"])
         self._note_leak(operation, result)
-        self._waiting, self._sites, self._weights, self._end = [], [], [], None
 
     def told(self, event: dict[str, Any], operation: Operation | None) -> dict[str, Any]:
         """The row of an event: with the calls of its site, and who called a module that several call."""
@@ -344,44 +318,42 @@ class Seen:
         calls = 1 if operation is None else self.calls.get(operation.site, 1)
         return {"note": "", **event, "calls": calls, "caller": caller}
 
-    def _name_weights(self, operation: Operation) -> None:
-        """Know the parameters behind the sites at which this operation's are rounded: a bias is ":weight_1" there."""
-        names = [s.site for s in operation.sources if s is not None and s.name == "parameter"]
-        self._parameters.update(zip(self._weights, names, strict=False))
-
-    def _note_arguments(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
-        """Note masks, integers among the operands, and divisions by zero."""
-        values, options = ((), {}) if self.trace is None else self.trace.arguments
-        arguments = (*values, *options.values())
-        notes = operation.notes
-        notes["masked"] = masked_in(operation, operands, arguments, result)
-        notes["end"] = self._end
+    def _note_divisors(self, operation: Operation) -> None:
+        """Note integers among the operands of a division, and divisions by zero."""
+        assert self.trace is not None
+        (values, options), notes = self.trace.arguments, operation.notes
+        spelling = spelling_of(operation.name)
+        if spelling.row.divides is None:
+            return
         integers = [
             (i, a) for i, a in enumerate(values) if isinstance(a, Tensor) and not a.is_floating_point() and a.numel()
         ]
-        spelling = spelling_of(operation.name)
-        if spelling.row.divides is not None:
-            notes["integers"] = [(f"operand {i + 1} (integers)", _of_integers(a)) for i, a in integers]
-        divisor = None if spelling.row.divides is None else spelling.get(spelling.row.divides, values, options)
+        notes["integers"] = [(f"operand {i + 1} (integers)", str(glance(a))) for i, a in integers]
+        divisor = spelling.get(spelling.row.divides, values, options)
         if isinstance(divisor, Tensor):
             zeros = int((divisor == 0).sum())
             notes["divides"] = f", a division by zero ({zeros} of {divisor.numel()} divisors)" if zeros else ""
         elif isinstance(divisor, int | float) and divisor == 0:
             notes["divides"] = ", a division by zero"
 
-    def _note_roundings(self, operation: Operation) -> set[str]:
+    def _note_roundings(self, operation: Operation, rounded: list[Rounded]) -> set[str]:
         """Note what broke where this operation's tensors were rounded, and give the kinds; what masks is set aside."""
         masked, kinds, aside = operation.notes["masked"], set(), []
-        for event, before, after, spec in self._waiting:
+        for site, role, before, after, spec in rounded:
+            event, largest = _rounding_row(self._parameters.get(site, site), role, before, after, spec)
+            if role in ("activation", "output"):
+                operation.notes["end"] = largest
+            if event is None:
+                continue
             kinds.add(event["kind"])
-            event = {**event, "call": operation.call, "site": self._parameters.get(event["site"], event["site"])}
+            event["call"] = operation.call
             if masked is not None and masked.shape == before.shape:
                 aside.append(event)
                 count = overflow_of(before[~masked], after[~masked], spec)[1]
                 if not count:
                     continue
                 event = {**event, "count": count, "of": int((~masked).sum())}
-            self.events.append((event, operation))
+            self.broken.append((event, operation))
         operation.notes["aside"] = aside
         return kinds
 
@@ -394,23 +366,23 @@ class Seen:
             at = source
             for event in at.notes.get("aside", ()):
                 note = f", a mask that leaks: {operation.site} gives up to {float(weights.max()):.3g} of weight to it"
-                self.events.append(({**event, "note": note}, at))
+                self.broken.append(({**event, "note": note}, at))
 
     def _note_outside(self, operation: Operation, source: Operation | None, x: Tensor, numbers: Glance) -> None:
         """Note NaN and inf in an input; minus infinity in a parameter only, for elsewhere it may be a mask."""
         is_parameter = source is not None and source.name == "parameter"
-        if not (source is None or is_parameter) or id(x) in self._outside:
+        if not (source is None or is_parameter) or id(x) in self._looked_at:
             return
-        self._outside.add(id(x))
+        self._looked_at.add(id(x))
         kinds = numbers.kinds if is_parameter else numbers.kinds - {"-inf"}
-        name = self._buffers.get(id(x))
+        name = self.names.get(id(x))
         site = source.site if source is not None else name or f"(from outside), read by {operation.site}"
         role = "parameter" if is_parameter else "input" if name is None else "buffer"
         counts = {"NaN": numbers.nan, "inf": numbers.plus, "-inf": numbers.minus}
         for kind in sorted(kinds, reverse=True):
             event = {"site": site, "call": 0, "role": role, "kind": kind}
             end = {"count": counts[kind], "of": numbers.count, "amax": numbers.amax, "largest": numbers.largest}
-            self.events.append(({**event, **end}, operation))
+            self.broken.append(({**event, **end}, operation))
 
     def afterwards(self, model: nn.Module) -> None:
         """Note what is not finite at the end of a step in which nothing else was found."""
@@ -423,16 +395,14 @@ class Seen:
             if numbers.nan or numbers.plus or (numbers.minus and role != AFTER[1]):
                 event = {"site": name, "call": 0, "role": role, "kind": kind, "count": numbers.nonfinite}
                 end = {"of": numbers.count, "amax": numbers.amax, "largest": numbers.largest}
-                self.events.append(({**event, **end}, None))
+                self.broken.append(({**event, **end}, None))
 
-    def backward(self, operation: Operation, gradient: Tensor) -> None:
-        role, numbers = "weight_grad" if operation.name == "parameter" else "error", glance(gradient)
-        operation.notes["gradient"] = numbers
-        self.gradients.append(operation)
+    def judge_gradient(self, operation: Operation, role: str, gradient: Tensor) -> None:
+        numbers: Glance = operation.notes["gradient"]
         after = [child.notes["gradient"] for child in operation.children if "gradient" in child.notes]
-        operation = operation.origin  # of a view: what gave the values is to be named
-        if not any(event["site"] == operation.site and event["role"] == role for event, _ in self.events):
-            self._note(operation, role, numbers, after)
+        at = operation.origin  # of a view: what gave the values is to be named
+        if not any(event["site"] == at.site and event["role"] == role for event, _ in self.broken):
+            self._note(at, role, numbers, after)
 
     def _note(self, operation: Operation, role: str, numbers: Glance, before: list[Glance]) -> None:
         """Note what is not finite in a tensor, and is in none of those that it was computed from."""
@@ -446,37 +416,25 @@ class Seen:
         for kind in sorted(numbers.kinds.difference(*(b.kinds for b in before)), reverse=True):
             event = {"site": operation.site, "call": operation.call, "role": role, "kind": kind, "note": note}
             end = {"count": counts[kind], "of": numbers.count, "amax": numbers.amax, "largest": min(ends)}
-            self.events.append(({**event, **end}, operation))
+            self.broken.append(({**event, **end}, operation))
 
-    # As the observer of the emulation
-
-    def wants(self, site: str, role: str) -> bool:
-        return True
-
-    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
-        largest, count = overflow_of(before, after, spec)
-        finite = before[before.isfinite()]
-        amax = float(finite.abs().max()) if finite.numel() else 0.0
+    def judge_rounded_gradient(self, rounded: Rounded) -> None:
+        site, role, before, after, spec = rounded
         name = self._parameters.get(site, site)
-        if is_backward(role):
-            self.limits[name], self.unrounded[name, role] = largest, amax
-        else:
-            self._sites.append(site)
-            if role == "weight":
-                self._weights.append(site)
-            elif role in ("activation", "output"):
-                self._end = largest
-        if not count:
-            return
-        kind = "saturation" if bool(after.isfinite().all()) else ("NaN" if bool(after.isnan().any()) else "inf")
-        event = {"site": name, "call": 0, "role": role, "kind": kind, "count": count, "of": before.numel()}
-        event |= {"amax": amax, "largest": largest}
-        if is_backward(role):
-            self.events.append((event, self._by_site.get(site)))
-        else:
-            self._waiting.append((event, before.detach(), after.detach(), spec))
+        self.unrounded[name, role] = glance(before).amax
+        event, self.limits[name] = _rounding_row(name, role, before, after, spec)
+        if event is not None:
+            self.broken.append((event, self._by_site.get(site)))
 
 
-def _of_integers(x: Tensor) -> str:
-    low, high, zeros = int(x.min()), int(x.max()), int((x == 0).sum())
-    return f"{low} to {high}" + (f", {zeros} of {x.numel()} zero" if zeros and x.numel() > 1 else "")
+def _rounding_row(
+    name: str, role: str, before: Tensor, after: Tensor, spec: Spec
+) -> tuple[dict[str, Any] | None, float]:
+    """The row of a rounding at which finite numbers broke or were cut off; and the largest number that it can give."""
+    largest, count = overflow_of(before, after, spec)
+    if not count:
+        return None, largest
+    kind = "saturation" if bool(after.isfinite().all()) else ("NaN" if bool(after.isnan().any()) else "inf")
+    event = {"site": name, "call": 0, "role": role, "kind": kind, "count": count, "of": before.numel()}
+    finite = before[before.isfinite()]
+    return {**event, "amax": float(finite.abs().max()) if finite.numel() else 0.0, "largest": largest}, largest

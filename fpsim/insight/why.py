@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.border import require_memory
-from fpsim.emulation.tracing import Operation
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.finding import Finding, find
+from fpsim.insight.reasons.timeline import numbers_row
 from fpsim.insight.reasons.trials import Remedy
 from fpsim.insight.rows import Rows
 from fpsim.insight.stepping import as_step, nothing_ran
@@ -45,7 +45,7 @@ class Why(Rows):
         self.tried = Rows(remedy.row() for remedy in finding.remedies)
         self.read = Rows({"what": what, "range": text} for what, text in (self._event.read if self._event else ()))
         self.chain: list[str] = finding.chain
-        self.run = Rows(_numbers(operation) for operation in finding.operations if operation.computes)
+        self.run = Rows(numbers_row(operation) for operation in finding.operations if operation.computes)
         self.loss, self.float32, self.runs = finding.loss, finding.float32, finding.runs
         self._float32_bad = finding.float32_bad
         self.checked: list[str] = finding.checked
@@ -138,18 +138,6 @@ class Why(Rows):
 
 def _article(role: str) -> str:
     return "an" if role[0] in "aeio" else "a"
-
-
-def _numbers(operation: Operation) -> dict[str, Any]:
-    row: dict[str, Any] = {"site": operation.site, "call": operation.call}
-    for name, words in (("result", ""), ("gradient", "gradient_")):
-        numbers = operation.notes.get(name)
-        row[f"{words}amax"] = None if numbers is None else numbers.amax
-        is_masked = name == "result" and operation.notes.get("masked") is not None
-        row[f"{words}nonfinite"] = (
-            None if numbers is None else (0.0 if is_masked else numbers.nonfinite / max(numbers.count, 1))
-        )
-    return row
 
 
 def _cut(sites: list[str]) -> str:

@@ -18,6 +18,7 @@ from fpsim.insight.ranges import Glance, first_index, glance
 from fpsim.insight.reasons.against import Keeping, error_event, lost_gradient, may_be_lost
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.remedies import remedies, update_remedies
+from fpsim.insight.reasons.timeline import way_to
 from fpsim.insight.reasons.trials import Change, Outcome, Remedy, Trials, descendants
 from fpsim.insight.reasons.updates import Updates
 from fpsim.insight.reasons.widening import LOW, Widening
@@ -430,14 +431,7 @@ def _chain(cause: Event, seen: Keeping) -> list[str]:
     assert at is not None
     reached = descendants(at)
     loss = next((o for o in reversed(seen.losses()) if id(o) in reached), None)
-    leads = set() if loss is None else loss.all_behind()
-    sites: list[str] = []
-    while at is not None:
-        if at.computes:
-            sites.append(at.site)
-        further = [o for o in at.children if id(o) in leads]
-        at = None if at is loss or not further else further[0]
-    return sites
+    return [o.site for o in way_to(loss, at) if o.computes]
 
 
 def _checked(model: nn.Module, trials: Trials, seen: Keeping, updates: Updates, buffers: list[Event]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,26 @@ from fpsim.tensors.spec import Spec
 from fpsim.tensors.tally import Accumulator
 from fpsim.torch_internals import version_of
 
-__all__ = ["Timeline", "is_backward", "overflow_of"]
+__all__ = ["Rounded", "Timeline", "is_backward", "numbers_row", "overflow_of", "way_to"]
 
 SATURATES = 2.0  # times the largest number of a format, from which on a saturated one is told of
-_BACKWARD = ("error", "weight_grad")
+
+
+class Rounded(NamedTuple):
+    """A rounding of an operand or a result of the operation that runs."""
+
+    site: str
+    role: str
+    before: Tensor
+    after: Tensor
+    spec: Spec
 
 
 class Timeline:
-    """What a step computed; also the observer of a quantised model.
+    """The visitor of a traced step, and the observer of a quantised model.
+
+    It writes what it sees into the notes of each operation. What is an event in that, `judge`, `judge_gradient` and
+    `judge_rounded_gradient` decide: here as `why` tells it; `diagnose` has its own.
 
     operations: in the order of the run, each with glances in its notes.
     gradients: the operations and parameters in the order in which their gradients arrived.
@@ -50,7 +63,7 @@ class Timeline:
         self.names = {id(b): name for name, b in model.named_buffers()}
         self.inputs: dict[int, str] = {}
         self._model = model
-        self._rounded: list[tuple[str, Tensor, Tensor, Spec]] = []
+        self._rounded: list[Rounded] = []
         self._ends: Ends | None = None
         self.outside: dict[int, Event | None] = {}  # of tensors from outside that are not finite, by their id
         self._last: dict[str, Operation] = {}
@@ -80,25 +93,35 @@ class Timeline:
         self._last[operation.site] = operation
         self.calls[operation.site] = max(self.calls.get(operation.site, 0), operation.call + 1)
         self.operations.append(operation)
-        glances = notes["operands"] = self._operands(operation, given, operands)
+        notes["operands"] = self._operands(operation, given, operands)
         notes["is_open"] = any(
             x.requires_grad and self.trace.results.get(x) is None for x in (*given, *tensors_in(arguments))
         )
-        notes["masked"] = masked = masked_in(operation, operands, arguments, result)
-        is_fill = fills(operation) or masked is not None
-        rounded = self._of_roundings(operation, is_fill)
-        self._rounded, self._ends = [], None
-        if rounded is None and not is_fill:
-            before = set().union(*(g.kinds for g in glances)) if glances else set()
-            new = of_result.kinds - before
-            if "NaN" in before or (not new and of_result.kinds):
-                new = set()
+        notes["masked"] = masked_in(operation, operands, arguments, result)
+        rounded, self._rounded, self._ends = self._rounded, [], None
+        self.judge(operation, given, operands, result, rounded)
+
+    def judge(
+        self, operation: Operation, given: list[Tensor], operands: list[Tensor], result: Tensor, rounded: list[Rounded]
+    ) -> None:
+        """Find events in what an operation gave.
+
+        given: its operands. operands: what each of them held when it was read. rounded: what was rounded for it.
+        """
+        assert self.trace is not None
+        notes = operation.notes
+        of_result: Glance = notes["result"]
+        is_fill = fills(operation) or notes["masked"] is not None
+        is_known = self._of_roundings(operation, rounded, is_fill) is not None
+        if of_result.nonfinite and not (is_known or is_fill):
+            before = set().union(*(g.kinds for g in notes["operands"]))
+            new = set() if "NaN" in before else of_result.kinds - before
             if new and before and "NaN" not in new and are_passed_on(result, operands):
                 new = set()
             if new:
-                self._add(explain_forward(operation, operands, self.trace.arguments, result, new, ends))
-        if not of_result.kinds:
-            event = leak(operation, operands, result, ends)
+                self._add(explain_forward(operation, operands, self.trace.arguments, result, new, notes["ends"]))
+        if not of_result.nonfinite:
+            event = leak(operation, operands, result, notes["ends"])
             if event is not None:
                 self._add(event)
 
@@ -153,9 +176,9 @@ class Timeline:
             self.minus.append(event)
         return event
 
-    def _of_roundings(self, operation: Operation, is_fill: bool) -> Event | None:
+    def _of_roundings(self, operation: Operation, rounded: list[Rounded], is_fill: bool) -> Event | None:
         """The event of what was rounded in this operation, if anything broke; a mask may."""
-        for role, before, after, spec in self._rounded:
+        for _, role, before, after, spec in rounded:
             if role == "weight" and bool(before.any()) and not bool(after.any()):
                 names = [s for s in operation.parents if s.name == "parameter"]
                 lost = next((s for s in names if s.notes["result"].count == before.numel()), None)
@@ -184,7 +207,7 @@ class Timeline:
         if kind == "saturation" and unrounded.amax < SATURATES * largest:
             return None
         place, shown_role = operation.site, role
-        stage = "backward" if role in _BACKWARD or role.startswith(("dgrad", "wgrad")) else "forward"
+        stage = "backward" if is_backward(role) else "forward"
         if role in ("weight", "fprop.w"):
             names = [s.site for s in operation.parents if s.name == "parameter"]
             at = [
@@ -214,9 +237,16 @@ class Timeline:
             self.arrived.setdefault(operation.site, []).append(numbers)
         if known is None or not is_parameter:
             self.gradients.append(operation)
+        self.judge_gradient(operation, role, gradient)
+
+    def judge_gradient(self, operation: Operation, role: str, gradient: Tensor) -> None:
+        """Find events in a gradient that arrived."""
+        numbers: Glance = operation.notes["gradient"]
+        if not numbers.nonfinite:
+            return
         after = [child.notes["gradient"] for child in operation.children if "gradient" in child.notes]
-        new = numbers.kinds.difference(*(g.kinds for g in after)) if after else numbers.kinds
-        if new and not any("NaN" in g.kinds for g in after):
+        new = numbers.kinds.difference(*(g.kinds for g in after))
+        if new and not any(g.nan for g in after):
             at = operation.origin
             broken = [e for e in self.events if e.stage == "backward"]  # of its rounding there is an event already
             if not any(e.operation is at or e.operation in at.children or e.place == at.site for e in broken):
@@ -234,11 +264,16 @@ class Timeline:
     def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
         if role in ("activation", "output") or self._ends is None:
             self._ends = Ends.of_spec(spec)
-        is_backward = role in _BACKWARD or role.startswith(("dgrad", "wgrad"))
-        if not is_backward:
-            self._rounded.append((role, before.detach(), after.detach(), spec))
-            return
-        self._ends = None
+        rounded = Rounded(site, role, before.detach(), after.detach(), spec)
+        if is_backward(role):
+            self._ends = None
+            self.judge_rounded_gradient(rounded)
+        else:
+            self._rounded.append(rounded)
+
+    def judge_rounded_gradient(self, rounded: Rounded) -> None:
+        """Find events in the rounding of a gradient."""
+        site, role, before, after, spec = rounded
         operation = self._last.get(site)
         if operation is None:
             return
@@ -282,3 +317,23 @@ def overflow_of(before: Tensor, after: Tensor, spec: Spec) -> tuple[float, int]:
     binade = math.frexp(fmt.element.largest)[1] - 1
     half_ulp = math.ldexp(0.5, binade - mantissa_bits) if mantissa_bits else 0.5
     return top, int((magnitudes > top * (1 + half_ulp / fmt.element.largest)).sum())
+
+
+def way_to(loss: Operation | None, start: Operation) -> list[Operation]:
+    """The operations from one to the loss, both with them, through results that are not finite where there are any."""
+    leads, way = set() if loss is None else loss.all_behind(), [start]
+    while way[-1] is not loss and (further := [o for o in way[-1].children if id(o) in leads]):
+        way.append(max(further, key=lambda o: bool(o.notes["result"].nonfinite)))
+    return way
+
+
+def numbers_row(operation: Operation) -> dict[str, Any]:
+    """A row of an operation: finite amax, and the share that is not finite, of the result and of its gradient."""
+    row: dict[str, Any] = {"site": operation.site, "call": operation.call}
+    for name, words in (("result", ""), ("gradient", "gradient_")):
+        numbers: Glance | None = operation.notes.get(name)
+        row[f"{words}amax"] = None if numbers is None else numbers.amax
+        is_mask = fills(operation) or operation.notes.get("masked") is not None
+        masks = numbers.minus if numbers is not None and name == "result" and is_mask else 0
+        row[f"{words}nonfinite"] = None if numbers is None else (numbers.nonfinite - masks) / max(numbers.count, 1)
+    return row

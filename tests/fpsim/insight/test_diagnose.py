@@ -344,3 +344,16 @@ def test_a_division_by_zero_is_noted_in_every_spelling(divide: Callable[[Tensor,
     net = nn.Linear(2, 3)
     found = fpsim.diagnose(net, lambda: divide(net(torch.ones(1, 2)), torch.tensor([0.0, 1.0, 0.0])).sum())
     assert "a division by zero (2 of 3 divisors)" in str(found).splitlines()[0]
+
+
+@pytest.mark.parametrize("fmt", [None, "e4m3fn", "recipe:fp8_current"])
+def test_no_result_of_the_look_itself_and_no_gradient_twice_is_counted(fmt: str | None) -> None:
+    x, plain = torch.randn(2, 4), nn.Linear(4, 2)
+    model = plain if fmt is None else fpsim.quantize(plain, fmt)
+
+    def step() -> None:
+        for _ in range(2):
+            model(x).sum().backward()
+
+    wanted = "Looked at: 4 results, 4 gradients of results, those of 2 of 2 parameters;"
+    assert fpsim.diagnose(model, step).checked.startswith(wanted)
