@@ -24,10 +24,10 @@ from fpsim.tensors.noise import seed_here
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "Errors", "compare", "key_of", "nothing_is_left"]
 
 T = TypeVar("T")
-Key = tuple[str, int]
+Key = tuple[str, int, int, str]  # site, call, batch and role: the same in each run of a step
 GONE = 0.9  # from which on nothing of a result is left
 GROWTH = 2.0  # from which an error counts as grown
 SHOWN = 12  # rows of the printed table
@@ -72,7 +72,7 @@ class Comparison(Rows):
         """
         require_word("role", role, ROLES)
         rows = [row for row in self if row["role"] == role]
-        lost = (r for r in rows if r["relative"] >= GONE and r["entering"] < GONE / 2)
+        lost = (r for r in rows if nothing_is_left(r["relative"], r["entering"]))
         return next((r for r in rows if r["relative"] == math.inf), next(lost, None))
 
     def __str__(self) -> str:
@@ -104,6 +104,11 @@ class Comparison(Rows):
         from fpsim.insight.pictures import plot_errors
 
         return plot_errors(self)
+
+
+def nothing_is_left(relative: float, entering: float) -> bool:
+    """Whether an operation lost its result: the error is nearly the whole of it, and less than half of that entered."""
+    return relative >= GONE and entering < GONE / 2
 
 
 def _growth_of(row: Mapping[str, Any]) -> float:
@@ -207,7 +212,7 @@ def compare(
             f"No number in the output of {type(model).__name__} is finite in a, and b cannot be compared with it. Use "
             f"a model and a batch with finite outputs in a; fpsim.why(model, step) says where it breaks."
         )
-    errors = _Errors(kept.tensors, draws)
+    errors = _Measured(kept.tensors, draws)
     outputs, losses = [], []
     for draw in range(draws):
         errors.order, errors.operations = [], {}
@@ -304,27 +309,70 @@ class _Kept:
     """The visitor of the first run: keeps each result and gradient."""
 
     def __init__(self) -> None:
-        self.tensors: dict[tuple[Key, str], Tensor] = {}
+        self.tensors: dict[Key, Tensor] = {}
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
-        self.tensors[(operation.site, operation.call), "activation"] = result.detach().clone()
+        self.tensors[key_of(operation, "activation")] = result.detach().clone()
 
     def backward(self, operation: Operation, gradient: Tensor) -> None:
-        self.tensors[(operation.site, operation.call), _role_of(operation)] = gradient.clone()
+        self.tensors[key_of(operation, _role_of(operation))] = gradient.clone()
 
 
 def _role_of(operation: Operation) -> str:
     return "weight_grad" if operation.name == "parameter" else "error"
 
 
-class _Errors:
+def key_of(operation: Operation, role: str) -> Key:
+    """What the same result or gradient has in each run of a step."""
+    return operation.site, operation.call, operation.notes.get("batch") or 0, role
+
+
+class Errors:
+    """Relative errors of the results and gradients of a step against those of another run of it.
+
+    draws: how many runs are measured; their squared errors are averaged.
+    """
+
+    def __init__(self, draws: int = 1) -> None:
+        self.draws = draws
+        self._norms: dict[Key, float] = {}
+        self._squares: dict[Key, float] = {}
+
+    def add(self, key: Key, a: Tensor, b: Tensor, numbers: Tensor) -> None:
+        """Measure how far `b` is from `a`.
+
+        a, b: float64. numbers: the elements that are measured, all finite in `a`; the others mask, or are broken.
+        """
+        change = torch.where(a == b, 0.0, b - a)[numbers].square().sum()
+        self._norms[key] = float(a[numbers].norm())
+        self._squares[key] = self._squares.get(key, 0.0) + float(change.nan_to_num(nan=math.inf, posinf=math.inf))
+
+    def relative(self, key: Key) -> float | None:
+        """The relative error: inf where the first run has zeros alone, or the other one is not finite.
+
+        None for what was not measured.
+        """
+        if key not in self._norms:
+            return None
+        change, norm = math.sqrt(self._squares[key] / self.draws), self._norms[key]
+        return change / norm if norm else (math.inf if change else 0.0)
+
+    def entering(self, operation: Operation, role: str = "activation") -> float:
+        """The largest error of what an operation read; of a gradient, of the gradients that it is made of."""
+        is_forward = role == "activation"
+        near, its_role = (operation.parents, role) if is_forward else (operation.children, "error")
+        return max((self.relative(key_of(o, its_role)) or 0.0 for o in near), default=0.0)
+
+
+class _Measured(Errors):
     """The visitor of the other runs: measures how far each result and gradient is from the first run's."""
 
-    def __init__(self, tensors: dict[tuple[Key, str], Tensor], draws: int) -> None:
-        self.tensors, self.draws = tensors, draws
-        self.sums: dict[tuple[Key, str], dict[str, Any]] = {}
-        self.order: list[tuple[Key, str]] = []
-        self.operations: dict[tuple[Key, str], Operation] = {}
+    def __init__(self, tensors: dict[Key, Tensor], draws: int) -> None:
+        super().__init__(draws)
+        self.tensors = tensors
+        self.sums: dict[Key, dict[str, Any]] = {}
+        self.order: list[Key] = []
+        self.operations: dict[Key, Operation] = {}
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         self._add(operation, "activation", result)
@@ -333,17 +381,16 @@ class _Errors:
         self._add(operation, _role_of(operation), gradient)
 
     def _add(self, operation: Operation, role: str, b: Tensor) -> None:
-        key = (operation.site, operation.call), role
+        key = key_of(operation, role)
         a = self.tensors.get(key)
         if a is None or a.shape != b.shape:
             return
         x, y = a.detach().double(), b.detach().double()
-        change = torch.where(x == y, 0.0, y - x)
         finite = x.isfinite() & (x.abs() != torch.finfo(a.dtype).max)  # which is a mask, and no number
+        self.add(key, x, y, finite)
         x, known = torch.where(finite, x, 0.0), torch.where(y.isfinite(), y, 0.0)
-        sums = self.sums.setdefault(key, {"square": 0.0, "cosine": 0.0, "mean": 0.0, "squares": 0.0, "amax_b": 0.0})
+        sums = self.sums.setdefault(key, {"cosine": 0.0, "mean": 0.0, "squares": 0.0, "amax_b": 0.0})
         sums["norm"], sums["amax_a"] = float(x.norm()), _largest(x)
-        sums["square"] += float((change[finite] ** 2).sum().nan_to_num(nan=math.inf, posinf=math.inf))
         sums["cosine"] += float(nn.functional.cosine_similarity(x.flatten(), known.flatten(), 0)) / self.draws
         sums["amax_b"] = max(sums["amax_b"], _largest(known))
         if self.draws > 1:
@@ -353,23 +400,14 @@ class _Errors:
         self.order.append(key)
         self.operations[key] = operation
 
-    def relative(self, key: tuple[Key, str]) -> float | None:
-        """The relative error; None for what is not known."""
-        sums = self.sums.get(key)
-        if sums is None:
-            return None
-        change = math.sqrt(sums["square"] / self.draws)
-        return change / sums["norm"] if sums["norm"] else (math.inf if change else 0.0)
-
     def rows(self) -> Iterator[dict[str, Any]]:
         for key in self.order:
-            operation, role = self.operations[key], key[1]
+            operation, role = self.operations[key], key[-1]
             if not operation.computes and role != "weight_grad":
                 continue
             relative, sums = self.relative(key), self.sums[key]
             assert relative is not None
-            near = operation.parents if role == "activation" else operation.children
-            entering = max((self.relative(((o.site, o.call), _beside(role))) or 0.0 for o in near), default=0.0)
+            entering = self.entering(operation, role)
             yield {
                 "site": operation.site,
                 "call": operation.call,
@@ -393,11 +431,6 @@ class _Errors:
             "bias": bias / sums["norm"] if sums["norm"] else (math.inf if bias else 0.0),
             "snr": mean / deviation if deviation else math.inf,
         }
-
-
-def _beside(role: str) -> str:
-    """The role of what a tensor of this role is computed from."""
-    return "activation" if role == "activation" else "error"
 
 
 def _largest(x: Tensor) -> float:

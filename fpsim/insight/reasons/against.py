@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from fpsim.emulation.operations import Kind, row_of
 from fpsim.emulation.tracing import Operation
+from fpsim.insight.compare import Errors, key_of, nothing_is_left
 from fpsim.insight.ranges import Ends, Glance
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.timeline import Timeline
@@ -18,7 +21,6 @@ __all__ = ["Keeping", "error_event", "lost_gradient", "may_be_lost"]
 
 LOST = 0.99  # the share of the gradients that are zero and should not be
 NOISE = 1e-4  # of the gradient that is summed: a sum below that is what cancels
-GONE = 0.9  # a relative error from which on nothing is left
 GROWN, LARGE = 8.0, 0.1  # the growth, and the error, from which on growth is told of
 Key = tuple[str, int, int]
 
@@ -150,53 +152,42 @@ def _gradient_ends(operation: Operation, at: Operation) -> Ends:
 
 def error_event(seen: Keeping, reference: Keeping) -> tuple[Event | None, float, list[dict[str, Any]]]:
     """The first result of which nothing is left, or where the error grows most; the largest error; a row for each."""
-    errors: dict[Key, float] = {}
+    errors, worst = Errors(), 0.0
     rows: list[dict[str, Any]] = []
-    best: tuple[float, Key, float] | None = None
+    grown: Callable[[], Event] | None = None
     begins = None
     for key in seen.order:
         operation, true = seen.by_key[key], reference.results.get(key)
         mine = seen.results[key]
         if true is None or true.shape != mine.shape or not true.numel():
             continue
-        error = _relative(mine, true, operation.notes.get("masked"))
-        errors[key] = error
-        entering = max(
-            (errors.get((p.site, p.call, p.notes.get("batch") or 0), 0.0) for p in operation.parents), default=0.0
-        )
+        error, entering = _measured(errors, operation, mine, true), errors.entering(operation)
+        worst = max(worst, error)
         if not operation.computes:
             continue
         rows.append({"site": operation.site, "call": operation.call, "relative": error, "entering": entering})
         if error and begins is None:
             begins = error
-        if error >= GONE and entering < GONE / 2:
-            if _is_difference(operation, true):
-                return _grown_event(operation, mine, true, error, entering), error, rows
-            return _gone_event(operation, mine, true, error, entering), error, rows
+        if nothing_is_left(error, entering):
+            event = _grown_event if _is_difference(operation, true) else _gone_event
+            return event(operation, mine, true, error, entering), error, rows
         growth = error / max(entering, 1e-12) if entering else 0.0
         is_new = not entering and begins is not None and error >= GROWN * begins
-        if error >= LARGE and (growth >= GROWN or is_new) and error >= GROWN * (begins or 0.0) and best is None:
-            best = growth, key, entering
-    worst = max(errors.values(), default=0.0)
-    if best is None:
-        return None, worst, rows
-    operation = seen.by_key[best[1]]
-    return (
-        _grown_event(operation, seen.results[best[1]], reference.results[best[1]], errors[best[1]], best[2]),
-        worst,
-        rows,
-    )
+        if error >= LARGE and (growth >= GROWN or is_new) and error >= GROWN * (begins or 0.0) and grown is None:
+            grown = partial(_grown_event, operation, mine, true, error, entering)
+    return None if grown is None else grown(), worst, rows
 
 
-def _relative(mine: Tensor, true: Tensor, masked: Tensor | None) -> float:
-    a, b = mine.double(), true.double()
-    keep = a.isfinite() & b.isfinite() & (b.abs() < 1e30)
-    if masked is not None and masked.shape == keep.shape:
-        keep = keep & ~masked
-    change, norm = float((a - b)[keep].norm()), float(b[keep].norm())
-    if norm < 1e-30:
-        return 0.0
-    return change / norm if math.isfinite(change) else math.inf
+def _measured(errors: Errors, operation: Operation, mine: Tensor, true: Tensor) -> float:
+    """The relative error of a result's numbers, without those that mask; 0 where they are of no size at all."""
+    a, b, masked = true.double(), mine.double(), operation.notes.get("masked")
+    numbers = a.isfinite() & b.isfinite() & (a.abs() < 1e30)
+    if masked is not None and masked.shape == numbers.shape:
+        numbers = numbers & ~masked
+    key = key_of(operation, "activation")
+    if float(a[numbers].norm()) >= 1e-30:
+        errors.add(key, a, b, numbers)
+    return errors.relative(key) or 0.0
 
 
 def _gone_event(operation: Operation, mine: Tensor, true: Tensor, error: float, entering: float) -> Event:

@@ -20,9 +20,11 @@ from torch import nn
 import fpsim
 from fpsim.__main__ import main
 from fpsim.emulation.calls import call_of
+from fpsim.emulation.tracing import Operation
+from fpsim.insight.compare import Errors
 from fpsim.insight.masks import is_mask_like, leaking
 from fpsim.insight.ranges import Ends, Glance, glance
-from fpsim.insight.reasons.against import _is_noise, _relative
+from fpsim.insight.reasons.against import _is_noise, _measured
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.timeline import Timeline
 from fpsim.insight.reasons.trials import Attempts, Change, Outcome
@@ -534,9 +536,13 @@ def test_a_cast_to_few_bits_stays_float32_where_it_is_widened(cast: Callable[[to
 
 def test_errors_are_relative_to_numbers_below_those_that_mask() -> None:
     """From 1e30 on a number stands for infinity."""
+    operation = Operation("f:add", "f", "add", 0, True, [])
     zeros, true = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.1e30])
-    assert _relative(zeros, true, None) == 0.0
-    assert _relative(torch.zeros(2), torch.tensor([0.0, 0.9e30]), None) == 1.0
+    assert _measured(Errors(), operation, zeros, true) == 0.0
+    assert _measured(Errors(), operation, torch.zeros(2), torch.tensor([0.0, 0.9e30])) == 1.0
+    operation.notes["masked"] = torch.tensor([False, True])
+    assert _measured(Errors(), operation, torch.tensor([1.5, 9.0]), torch.tensor([1.0, 1.0])) == 0.5
+    assert _measured(Errors(), operation, torch.tensor([1e-29, 0.0]), torch.tensor([1e-31, 0.0])) == 0.0
 
 
 @pytest.mark.parametrize(("amax", "is_noise"), [(0.9e-4, True), (1.1e-4, False)])
