@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import tiers
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (  # of which as many mutants are drawn
@@ -189,8 +190,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        tier = "full" if item.get_closest_marker("full") else "default"
-        self._coverage.switch_context(f"{tier}|{item.nodeid}")
+        self._coverage.switch_context(f"{tiers.tier_of(item)}|{item.nodeid}")
         result = yield
         self._coverage.switch_context("")
         return result
@@ -285,7 +285,7 @@ def judged(mutation: Mutation, contexts: Sequence[str], folder: Path, seconds: M
         outcome: dict[str, Any] = {"name": mutation.name, "line": mutation.line, "found by": None}
         for tier in TIERS:
             tests = [context.partition("|")[2] for context in contexts if context.startswith(f"{tier}|")]
-            tests.sort(key=lambda test: seconds.get(test.partition("[")[0], 0.0))  # quick ones first
+            tests.sort(key=lambda test: seconds.get(tiers.file_of(test), 0.0))  # quick ones first
             if is_of_kernels(mutation.file):
                 tests = [*TESTS_OF_KERNELS]
             if tests and (first := run_tests(checkout, tests, tier, checkout / "loops")):
@@ -296,10 +296,9 @@ def judged(mutation: Mutation, contexts: Sequence[str], folder: Path, seconds: M
 
 @cache
 def seconds_of_tests() -> dict[str, float]:
-    """Recorded processor seconds by test function, where there is a record."""
-    file = ROOT / "tests" / "durations.json"
-    known: Any = json.loads(file.read_text()) if file.exists() else {}
-    return {name: value for name, value in known.items() if isinstance(value, int | float)}
+    """Processor seconds of a case, by file, where they are recorded."""
+    rows = [row for tier in TIERS for row in tiers.recorded(tier).items()]
+    return {file: seconds / max(1, cases) for file, (cases, seconds) in rows}
 
 
 def run(folder: Path, each: int, seed: int, at_once: int) -> None:
