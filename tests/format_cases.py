@@ -38,6 +38,12 @@ CUSTOM = [
 ]
 ALL = [*fpsim.CATALOGUE.values(), *CUSTOM]
 
+
+def family(f: FloatFormat) -> tuple[str, bool, bool]:
+    """What formats have in common that round by the same branches: special codes, subnormals, and float32's."""
+    return f.specials, f.subnormals, f.bias > 127
+
+
 ML_DTYPES = {
     "fp16": np.float16,
     "bf16": ml_dtypes.bfloat16,

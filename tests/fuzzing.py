@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
+from tiers import parametrize
 
 import ada_loss
 import fpsim
@@ -26,26 +27,27 @@ _claims: Counter[str] = Counter()  # by module
 PACKAGES = tuple(Path(str(package.__file__)).parent for package in (fpsim, ada_loss))
 
 
-def fuzz(examples: int, **arguments: SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[[], None]]:
+def fuzz(examples: int, **arguments: SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[[int], None]]:
     """A test that holds a claim against drawn arguments.
 
-    examples: how many, always the same ones. With FUZZ_MINUTES in the environment, new ones for that long; the tests of
-    one file are one target, and share its minutes.
+    examples: how many, always the same ones; by default a tenth of them. With FUZZ_MINUTES in the environment, new ones
+    for that long; the tests of one file are one target, and share its minutes.
     """
+    few = examples if MINUTES else max(1, examples // 10)
 
-    def decorate(claim: Callable[..., None]) -> Callable[[], None]:
-        bounds = settings(
-            max_examples=examples,
-            derandomize=not MINUTES,
-            deadline=None,
-            database=None,
-            print_blob=True,
-            suppress_health_check=[HealthCheck.too_slow],
-        )
-        run = bounds(given(**arguments)(claim))
+    def decorate(claim: Callable[..., None]) -> Callable[[int], None]:
         _claims[claim.__module__] += 1
 
-        def test() -> None:
+        def test(count: int) -> None:
+            bounds = settings(
+                max_examples=count,
+                derandomize=not MINUTES,
+                deadline=None,
+                database=None,
+                print_blob=True,
+                suppress_health_check=[HealthCheck.too_slow],
+            )
+            run = bounds(given(**arguments)(claim))
             end = time.monotonic() + 60 * MINUTES / _claims[claim.__module__]
             run()
             rounds = 1
@@ -56,7 +58,8 @@ def fuzz(examples: int, **arguments: SearchStrategy[Any]) -> Callable[[Callable[
                 print(f"{claim.__name__}: {rounds * examples} examples")
 
         test.__name__, test.__doc__, test.__module__ = claim.__name__, claim.__doc__, claim.__module__
-        return pytest.mark.timeout(900 + 60 * MINUTES)(test)
+        counts = parametrize("count", [few, examples][few == examples :], keep={few})
+        return pytest.mark.timeout(900 + 60 * MINUTES)(counts(test))
 
     return decorate
 

@@ -7,6 +7,7 @@ tier because another became faster.
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import resource
 from collections import Counter
@@ -31,8 +32,41 @@ COLLECTED = pytest.StashKey[dict[str, list[str]]]()  # the tests of each tier, t
 SPENT = pytest.StashKey[tuple[Counter[str], Counter[str]]]()  # cases and processor seconds of each file
 LEFT_OUT = pytest.StashKey[int]()  # how many cases
 
-# What is in `full` with all of its cases, a test or a file, and the smaller test that stands for it by default.
-SISTERS: dict[str, str] = {}
+WITHOUT_EXTRAS = "without_extras_the_packages_round_and_every_part_of_the_lab_names_the_extra"
+WHEEL = "the_wheel_would_hold_both_packages_with_their_types_and_data_and_nothing_else"
+SDIST = "the_sdist_would_hold_every_file_of_the_repository"
+# Tests that are in `full` with all of their cases, and the smaller one of the file that stands for each by default.
+SISTERS = {
+    f"tests/{file}::test_{test}": f"tests/{file}::test_{sister}"
+    for file, sisters in {
+        "test_distribution.py": {
+            "the_wheel_rounds_where_only_its_requirements_are": WITHOUT_EXTRAS,
+            "the_wheel_prints_what_readme_says": WITHOUT_EXTRAS,
+            "without_extras_every_part_of_the_lab_names_the_extra": WITHOUT_EXTRAS,
+            "the_wheel_brings_its_types": WHEEL,
+            "the_sdist_holds_every_file_of_the_repository": SDIST,
+            "tests_of_the_sdist_run_where_it_was_unpacked": SDIST,
+        },
+        "ada_loss/lab/sweep/test_sweep.py": {  # these start clusters of their own
+            "one_yaml_gives_equal_results_here_on_a_local_cluster_and_on_a_scheduler_started_by_hand": (
+                "every_engine_gives_equal_results"
+            ),
+            "a_cell_that_kills_its_worker_is_isolated": "a_worker_that_is_killed_is_replaced",
+            "a_cell_whose_worker_died_once_runs_again": (
+                "an_executor_whose_worker_died_is_named_and_the_cell_may_run_again"
+            ),
+            "a_cell_that_eats_memory_is_isolated": "what_dask_takes_for_memory_is_taken",
+            "ctrl_c_ends_cleanly_and_says_how_to_go_on": (
+                "a_cell_that_is_interrupted_in_this_very_process_does_not_run_on_in_the_ledger"
+            ),
+            "a_script_without_a_main_guard_is_told_what_to_do": (
+                "a_task_that_cannot_travel_fails_its_cells_with_the_reason"
+            ),
+            "a_local_cluster_listens_on_the_loopback_alone": "nobody_else_connects_to_a_local_cluster",
+        },
+    }.items()
+    for test, sister in sisters.items()
+}
 
 
 def parametrize(
@@ -55,6 +89,24 @@ def parametrize(
     if all(pytest.mark.full in case.marks for case in cases):
         raise ValueError(f"keep={keep!r} is true of no case of {names!r}. Keep one, or mark the test with `full`.")
     return pytest.mark.parametrize(names, cases, **options)
+
+
+def one_of_each(key: Callable[..., object]) -> Callable[..., bool]:
+    """A `keep` that is true of the first case of each key, such as the cause that a planted step has."""
+    known = set()
+
+    def is_first(*case: Any) -> bool:
+        before = len(known)
+        known.add(key(*case))
+        return len(known) > before
+
+    return is_first
+
+
+def every(count: int) -> Callable[..., bool]:
+    """A `keep` that is true of the first of so many cases, for a list without an order."""
+    places = itertools.count()
+    return lambda *_: next(places) % count == 0
 
 
 def names_of(names: str | Sequence[str]) -> Sequence[str]:

@@ -16,6 +16,7 @@ from children import environment
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from programs import GENES, LENGTHS, NATIVE, Genes, draw, execute
+from tiers import parametrize
 
 MANY = int(os.environ.get("RANDOM_PROGRAMS", "1000000"))
 FEW = {"bf16": 1200, "fp16": 600}
@@ -23,6 +24,10 @@ CHUNK = 5000  # examples of one seed, after which hypothesis begins again
 STATEMENT = st.tuples(*[st.integers(0, 255)] * GENES)
 PROGRAMS = st.lists(STATEMENT, min_size=LENGTHS[0] + 1, max_size=LENGTHS[1] + 1).map(tuple)
 FORMATS = pytest.mark.parametrize("fmt", NATIVE)
+
+
+def is_short(fmt: str, count: int) -> bool:
+    return count < FEW[fmt]
 
 
 def hold(fmt: str, examples: int, number: int) -> None:
@@ -46,16 +51,16 @@ def hold(fmt: str, examples: int, number: int) -> None:
     equals_native()
 
 
-@FORMATS
-def test_random_programs_equal_native_ones(fmt: str) -> None:
-    print(f"{FEW[fmt]} programs from seed 0")
-    hold(fmt, FEW[fmt], number=0)
+@parametrize(("fmt", "count"), [*FEW.items(), *[(fmt, count // 8) for fmt, count in FEW.items()]], keep=is_short)
+def test_random_programs_equal_native_ones(fmt: str, count: int) -> None:
+    print(f"{count} programs from seed 0")
+    hold(fmt, count, number=0)
 
 
 MANY_COMPILED = pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(10**5)])
 
 
-@pytest.mark.parametrize("count", [12, MANY_COMPILED])
+@parametrize("count", [3, 12, MANY_COMPILED], keep={3, 1000})
 def test_compiled_programs_compute_what_they_compute_without_a_compiler(count: int) -> None:
     command = [sys.executable, str(Path(programs.__file__)), "--compiled", "--count", str(count)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())

@@ -13,8 +13,9 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from format_cases import ALL, GFLOAT, ML_DTYPES, fits, oracle_format, same
+from format_cases import ALL, GFLOAT, ML_DTYPES, family, fits, oracle_format, same
 from hypothesis import strategies as st
+from tiers import every, one_of_each, parametrize
 
 import fpsim
 from fpsim import FloatFormat, as_format, round_to
@@ -62,7 +63,7 @@ def expected_by_oracle(f: FloatFormat, x: torch.Tensor, rounding: str, overflow:
 
 
 @pytest.mark.parametrize("rounding", DETERMINISTIC)
-@pytest.mark.parametrize("f", SMALL, ids=str)
+@parametrize("f", SMALL, keep=one_of_each(family), ids=str)
 def test_all_values_midpoints_and_borders_round_as_the_oracle_says(f: FloatFormat, rounding: str) -> None:
     for dtype in (torch.float32, torch.float64):
         x = corners(f, dtype)
@@ -71,14 +72,14 @@ def test_all_values_midpoints_and_borders_round_as_the_oracle_says(f: FloatForma
 
 
 @pytest.mark.parametrize("rounding", DETERMINISTIC)
-@pytest.mark.parametrize("f", WIDE, ids=str)
+@parametrize("f", WIDE, keep=one_of_each(family), ids=str)
 def test_wide_formats_round_as_the_oracle_says(f: FloatFormat, rounding: str) -> None:
     for dtype in (torch.float32, torch.float64):
         x = corners(f, dtype, stride=max(1, len(oracle_format(f).magnitudes) // 400))
         assert differing(x, round_to(x, f, rounding), expected_by_oracle(f, x, rounding, None)) == []
 
 
-@pytest.mark.parametrize("f", WIDEST, ids=str)
+@parametrize("f", WIDEST, keep=every(4), ids=str)
 def test_formats_almost_as_wide_as_float32_round_as_the_oracle_says(f: FloatFormat) -> None:
     fmt = oracle_format(f)
     generator = torch.Generator().manual_seed(7)

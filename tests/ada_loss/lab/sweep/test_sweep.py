@@ -113,6 +113,7 @@ task_options: {steps: 4, record_every: 2}
 """
 
 
+@pytest.mark.full
 def test_one_yaml_gives_equal_results_here_on_a_local_cluster_and_on_a_scheduler_started_by_hand(
     tmp_path: Path,
 ) -> None:
@@ -255,6 +256,7 @@ def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
     assert sorted(cell["attempts"] for cell in results.cells)[-2:] in ([1, 1], [1, 2])
 
 
+@pytest.mark.full
 def test_a_cell_that_kills_its_worker_is_isolated(tmp_path: Path, local: str) -> None:
     results = small(tmp_path, "sweep_tasks:kills_its_worker", engine=local)
     assert results.counts == {"planned": 0, "running": 0, "done": 3, "failed": 1}
@@ -279,6 +281,7 @@ def test_a_task_that_cannot_travel_fails_its_cells_with_the_reason(tmp_path: Pat
     assert "Can't pickle" in results.failures()[0]["error"]
 
 
+@pytest.mark.full
 def test_a_cell_whose_worker_died_once_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWEEP_TEST_MARK", str(tmp_path))
     results = small(tmp_path / "out", "sweep_tasks:kills_its_worker_once", workers=2)
@@ -335,6 +338,7 @@ def test_a_process_whose_time_limit_was_over_can_be_debugged() -> None:
     assert done.stdout == "over\n", done.stderr
 
 
+@pytest.mark.full
 def test_a_cell_that_eats_memory_is_isolated(tmp_path: Path) -> None:
     results = small(tmp_path, "sweep_tasks:eats_memory", workers=2, memory_limit="1200 MiB", time_limit=100)
     assert results.counts == {"planned": 0, "running": 0, "done": 3, "failed": 1}
@@ -411,6 +415,7 @@ def test_grids_of_two_tasks_are_one_sweep_with_a_table_for_each(tmp_path: Path) 
     assert results.tables()[1].down == ["e5m2", "fp16", "bf16"]
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
     code = f"import test_sweep; test_sweep.small({str(tmp_path)!r}, 'sweep_tasks:slow', seeds=60, workers=2)"
     command = [sys.executable, "-c", f"if __name__ == '__main__':\n    {code}"]
@@ -562,6 +567,7 @@ def test_threads_of_one_process_do_not_disturb_each_other(tmp_path: Path) -> Non
         assert outcomes(small(tmp_path / "threads", engine=threads, **options)) == expected
 
 
+@pytest.mark.full
 def test_a_script_without_a_main_guard_is_told_what_to_do(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(
@@ -721,6 +727,7 @@ def test_nobody_else_connects_to_a_local_cluster(local: str) -> None:
         distributed.Client(plain, timeout=3)
 
 
+@pytest.mark.full
 def test_a_local_cluster_listens_on_the_loopback_alone(local: str) -> None:
     driver = psutil.Process()
     listening = [
