@@ -25,10 +25,8 @@ from torch import Tensor
 from ada_loss.layerwise import graph
 from ada_loss.layerwise.chooser import ScaleChooser
 from ada_loss.layerwise.constants import Constants
-from ada_loss.layerwise.dead import Dead
 from ada_loss.layerwise.forks import round_branches
 from ada_loss.layerwise.options import Options
-from ada_loss.layerwise.product_moments import product_moments
 from ada_loss.layerwise.scale_kernels import (
     HOLD,
     IF_UNKNOWN,
@@ -43,6 +41,9 @@ from ada_loss.layerwise.sites import MEASURED, GradientSite, IncomingScale, Prod
 from ada_loss.transforms import PRODUCTS, Product
 from fpsim import scaling
 from fpsim.scaling import (
+    AMAX,
+    AMIN,
+    Moments,
     RoundingSpec,
     current_graph_task,
     is_rounded_at,
@@ -53,7 +54,7 @@ from fpsim.scaling import (
     rounded,
 )
 
-__all__ = ["Engine", "Observed"]
+__all__ = ["Dead", "Engine", "Observed", "product_moments"]
 
 
 class Observed(Protocol):
@@ -374,3 +375,96 @@ class Engine:
         state.last_amax = amax
         mark_rounded(gradient, log2_scale, site.spec)
         return True
+
+
+# Gradients of which nothing is left in the first step, as of a branch behind a gate of 1e-6: told of once
+
+
+SHOWN = 3
+
+
+class Dead:
+    """Looks at the first step of a rule that predicts, and copies from the device once, at the beginning of the next.
+
+    It looks at the gradients of results, not of parameters: a key's bias has noise for a gradient, and no loss there.
+    """
+
+    def __init__(self, may_look: bool) -> None:
+        self.looks = may_look
+        self._step: int | None = None
+        self._found: list[tuple[str, Tensor]] = []
+
+    def begin(self, step: int) -> None:
+        """A step begins: the first is looked at; after it what was found is told."""
+        if self._step is None:
+            self._step = step
+        elif self.looks:
+            self.looks = False
+            self._tell()
+
+    def wants(self, role: str) -> bool:
+        return self.looks and role == "error" and not _is_captured()
+
+    def note(self, site: str, was_something: Tensor, gradient: Tensor, spec: RoundingSpec, log2_scale: Tensor) -> None:
+        """Note whether a gradient that was not zero is, once it is rounded; its noise is none of the training's."""
+        left = rounded(gradient, spec, torch.tensor(0, device="cpu"), log2_scale).any()
+        self._found.append((site, was_something & ~left))
+
+    def _tell(self) -> None:
+        if not self._found or _is_captured():
+            return
+        flags = torch.stack([flag.cpu() for _, flag in self._found]).tolist()
+        sites = [site for (site, _), flag in zip(self._found, flags, strict=True) if flag]
+        self._found = []
+        if sites:
+            others = f" and {len(sites) - SHOWN} more" if len(sites) > SHOWN else ""
+            warnings.warn(
+                f"Every gradient of {', '.join(sites[:SHOWN])}{others} underflowed in the first step of AdaLossScaled: "
+                f"this rule changes the scale at matrix products only, and passes it on through all else, such as a "
+                f"gate of 1e-6. Use rule='current', init_scale=2.0**20 or a loss scale.",
+                stacklevel=2,
+            )
+
+
+def _is_captured() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+# Statistics of every product of a gradient's element and a weight's, for the rule element_wise_range
+
+
+MOST_PRODUCTS = 1 << 27  # 1 GiB in float64
+
+
+def product_moments(gradient: Tensor, other: Tensor, channel: tuple[int, int], share: float | None) -> Tensor:
+    """AMIN and AMAX of all products of an element of `gradient` and one of `other` in the same channel, as `Moments`.
+
+    gradient: of the operation's output, any shape.
+    other: the other operand, any shape.
+    channel: the dimension of `gradient` and the one of `other` along which only equal indices are multiplied.
+    share: the share of the products, largest first, of which AMIN is the smallest; None for all, without forming them.
+    Raises ValueError where a share was given with more than 2**27 products.
+    """
+    moments = torch.zeros(len(Moments._fields), dtype=torch.float64, device=gradient.device)
+    if gradient.numel() == 0 or other.numel() == 0:
+        return moments
+    g, w = (  # by channel; a vector has one element in each
+        x.detach().abs().double().movedim(dimension, 0).unsqueeze(-1).flatten(1)
+        for x, dimension in ((gradient, channel[0]), (other, channel[1]))
+    )
+    if share is None:
+        amin = torch.stack([t.masked_fill(~(t > 0), math.inf).amin(1) for t in (g, w)]).prod(0).amin()
+        amax = (g.amax(1) * w.amax(1)).amax()
+        amin = torch.where(amin < math.inf, amin, 0.0)
+    else:
+        count = g.numel() * w.shape[1]
+        if count > MOST_PRODUCTS:
+            raise ValueError(
+                f"max_rescue_ratio was given for a layer of {count} products. Expected: up to {MOST_PRODUCTS}. Choose "
+                f"smaller layers with transforms=, or leave max_rescue_ratio out."
+            )
+        products = (g[:, :, None] * w[:, None, :]).flatten().sort(descending=True).values
+        kept = (products.count_nonzero().double() * share).ceil().clamp(min=1)
+        amax, amin = products[0], products.take(kept.long() - 1)
+    moments[AMAX], moments[AMIN] = amax, amin
+    return moments

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fpsim.emulation.arguments import tensors_in
-from fpsim.emulation.by_identity import ByIdentity
 from fpsim.emulation.calls import WRITTEN_TO, Call
 from fpsim.emulation.marks import (
+    ByIdentity,
     format_of,
     is_made_here,
     is_marked_wide,

@@ -1,12 +1,14 @@
-"""Checkpoints: what a backward pass runs again runs in the format and scope, and with the noise, of the first time."""
+"""What a backward pass runs again, or unpacks: in the format and scope, and with the noise, of the first time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from fpsim.emulation.marks import format_of, is_view_of_weight, mark_as_view_of_weight, mark_like
 from fpsim.emulation.scope import active
@@ -14,7 +16,7 @@ from fpsim.tensors.noise import noise_state, replay_noise
 from fpsim.torch_internals import wrap_checkpoints
 from fpsim.undoing import Undo, undone
 
-__all__ = ["watch_checkpoints"]
+__all__ = ["Hooks", "packed_afterwards", "watch_checkpoints"]
 
 
 class _Replay:
@@ -69,3 +71,35 @@ def watch_checkpoints(position_of: Callable[[Any], Any]) -> None:
         return function if active.emulation is None else _Replay(function, args, position_of(active.emulation))
 
     wrap_checkpoints(wrap, _settle)
+
+
+# Saved tensors: what an operation saves for its backward pass is packed once the operation's result is rounded
+
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class _Saved:
+    """A saved tensor: the tensor itself, then what the hook makes of it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@contextmanager
+def packed_afterwards(hooks: Hooks) -> Iterator[None]:
+    """A block in which tensors are saved as they are; `hooks` pack them when it ends."""
+    pack, unpack = hooks
+    waiting: list[_Saved] = []
+
+    def keep(x: Tensor) -> _Saved:
+        saved = _Saved(x)
+        waiting.append(saved)
+        return saved
+
+    with saved_tensors_hooks(keep, lambda saved: unpack(saved.value)):
+        yield
+    for saved in waiting:
+        saved.value = pack(saved.value)

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fpsim.emulation.by_identity import ByIdentity
-from fpsim.emulation.marks import writes_to
+from fpsim.emulation.marks import ByIdentity, writes_to
 from fpsim.torch_modes import plain_tensors
 
 __all__ = ["KeptWeights"]

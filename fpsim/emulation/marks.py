@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+import weakref
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ __all__ = [
     "MARK",
     "OF_A_WEIGHT",
     "WIDE",
+    "ByIdentity",
     "forget",
     "format_of",
     "is_leaf",
@@ -235,3 +237,50 @@ def is_rounded_at(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpe
 def mark_rounded(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> None:
     """Note that this very tensor has been rounded so at this very scale."""
     mark(gradient, spec.text, log2_scale)
+
+
+# A dictionary whose keys are tensors, which are told apart by identity and not kept alive
+
+
+Value = TypeVar("Value")
+
+
+class ByIdentity(Generic[Value]):
+    """What is known of tensors, each for as long as the tensor is there.
+
+    held: {the tensor's id: (a reference to it, what is known of it)}. Empty while nothing is known.
+    """
+
+    __slots__ = ("__weakref__", "held")
+
+    def __init__(self) -> None:
+        self.held: dict[int, tuple[weakref.ref[Tensor], Value]] = {}
+
+    def get(self, x: Tensor) -> Value | None:
+        """What is known of a tensor; None for nothing."""
+        found = self.held.get(id(x))
+        return found[1] if found is not None and found[0]() is x else None
+
+    def setdefault(self, x: Tensor, value: Value) -> Value:
+        """What is known of a tensor: `value` from now on, where that was nothing."""
+        key = id(x)
+        found = self.held.get(key)
+        if found is not None and found[0]() is x:
+            return found[1]
+        own = weakref.ref(self)  # weak: with a cycle, all of this would wait for a collection
+
+        def forget(_: object) -> None:
+            found = own()
+            if found is not None:
+                found.held.pop(key, None)
+
+        self.held[key] = weakref.ref(x, forget), value
+        return value
+
+    def __setitem__(self, x: Tensor, value: Value) -> None:
+        self.held.pop(id(x), None)
+        self.setdefault(x, value)
+
+    def items(self) -> list[tuple[Tensor, Value]]:
+        """The tensors that are there, with what is known of them."""
+        return [(x, value) for reference, value in [*self.held.values()] if (x := reference()) is not None]

@@ -18,6 +18,8 @@ from fpsim.emulation.arguments import (
     are_integers,
     as_numbers,
     has_lazy,
+    keep_masks,
+    masks_to_scale,
     renormalised,
     roundable_in,
     tensors_in,
@@ -42,6 +44,7 @@ from fpsim.emulation.casts import (
     is_called_by_sharding,
     is_float32_island,
 )
+from fpsim.emulation.checkpoints import packed_afterwards
 from fpsim.emulation.conversions import (
     DTYPE_OF,
     Asked,
@@ -69,11 +72,9 @@ from fpsim.emulation.marks import (
     unmark,
 )
 from fpsim.emulation.operands import Rounds, leaves_float32
-from fpsim.emulation.packing import packed_afterwards
 from fpsim.emulation.product_calls import CALLS, compute_products
 from fpsim.emulation.products import ProductCall, note_views_of_weights, weights_among
 from fpsim.emulation.roundings import Roundings
-from fpsim.emulation.scaled_masks import keep_masks, masks_to_scale
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.emulation.short_way import by_short_way
 from fpsim.emulation.steps import Step

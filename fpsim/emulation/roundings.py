@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from fpsim.emulation.aliases import Aliases
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.backward import BackwardRounding, ScaledBackwardRounding
-from fpsim.emulation.by_identity import ByIdentity
 from fpsim.emulation.calls import WRITTEN_TO, Call
 from fpsim.emulation.marks import (
     OF_A_WEIGHT,
     WIDE,
+    ByIdentity,
     format_of,
     is_leaf,
     is_roundable,

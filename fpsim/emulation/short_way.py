@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpsim.emulation.arguments import tensors_in
+from fpsim.emulation.arguments import keep_masks, masks_to_scale, tensors_in
 from fpsim.emulation.calls import LOOK_UPS, Action, Call, call_of, in_order
 from fpsim.emulation.casts import has_process_group, is_float32_island
 from fpsim.emulation.marks import WIDE, format_of, mark
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.product_calls import CALLS, compute_products
 from fpsim.emulation.products import ProductCall, weights_among
-from fpsim.emulation.scaled_masks import keep_masks, masks_to_scale
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.tensors.spec import ContainerError
 from fpsim.torch_modes import is_unwatched

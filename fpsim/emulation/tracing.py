@@ -3,12 +3,11 @@
 It sees a plain model, one under autocast, and a quantised one, and changes none of their numbers.
 """
 
-# In this package, for `casts` looks for the code that called past the frames of the package.
-
 from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -22,14 +21,26 @@ from fpsim.border import require_result
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import LOOK_UPS, Action, Call, call_of
 from fpsim.emulation.entering import run_entered, take_off_leftovers
-from fpsim.emulation.module_calls import Around, around_calls, not_around_calls, who_is_around
 from fpsim.emulation.scope import Listeners, make_scope
 from fpsim.policies.policy import Policy
 from fpsim.torch_internals import is_compiled_wrapper
-from fpsim.torch_modes import has_transform, hooked, is_sample, push_mode, take_off, without_torch_function
+from fpsim.torch_modes import (
+    CALL_SLOT,
+    call_inside,
+    has_transform,
+    hooked,
+    is_sample,
+    module_called,
+    push_mode,
+    take_off,
+    without_torch_function,
+)
 from fpsim.undoing import Undo, undone
 
-__all__ = ["Edit", "Operation", "Trace", "Visitor"]
+__all__ = ["Around", "Edit", "Operation", "Trace", "Visitor", "around_calls", "not_around_calls", "who_is_around"]
+
+# In this package, for `casts` looks for the code that called past the frames of the package.
+
 
 T = TypeVar("T")
 
@@ -441,3 +452,81 @@ def _floats_in(values: tuple[Any, ...]) -> Iterator[Tensor]:
         for x in tensors_in(value):
             if x.is_floating_point() and x.layout is torch.strided:
                 yield x
+
+
+# What stands in the place of a module's call: those who have something to do around it, whatever the call raises
+
+
+# In this package, for `casts` looks for the code that called past the frames of the package.
+
+
+# Runs a call: around(call, args, kwargs) returns call(*args, **kwargs).
+Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Surrounded:
+    """A module's call with those around it. Copies of the module are called as if this were not there.
+
+    arounds: who runs the call, the outermost last.
+    before: what stood there before.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.arounds: list[Around] = []
+        self.before: Callable[..., Any] | None = getattr(module, CALL_SLOT)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = self.module()
+        module = module_called() or own
+        assert module is not None
+        if module is not own:  # a shallow copy, such as a replica of nn.DataParallel
+            return call_inside(module)(*args, **kwargs)
+        call = call_inside(module) if self.before is None else self.before
+        for around in (*self.arounds,):
+            call = partial(_run, around, call)
+        return call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _run(around: Around, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return around(call, args, kwargs)
+
+
+def around_calls(module: nn.Module, around: Around) -> None:
+    """Have calls of `module` run by `around`, outside of those who run them already, until `not_around_calls`."""
+    attributes = vars(module)
+    while True:  # another thread may take the slot away meanwhile
+        surrounded = attributes.setdefault(CALL_SLOT, _Surrounded(module))
+        if not isinstance(surrounded, _Surrounded):
+            surrounded = attributes[CALL_SLOT] = _Surrounded(module)
+        if around not in surrounded.arounds:
+            surrounded.arounds.append(around)
+        if attributes.get(CALL_SLOT) is surrounded:
+            return
+
+
+def not_around_calls(module: nn.Module, around: Around) -> None:
+    """End that; does nothing where it has ended."""
+    attributes = vars(module)
+    surrounded = attributes.get(CALL_SLOT)
+    if not isinstance(surrounded, _Surrounded):
+        return
+    if around in surrounded.arounds:
+        surrounded.arounds.remove(around)
+    if not surrounded.arounds:
+        if surrounded.before is None:
+            attributes.pop(CALL_SLOT, None)
+        else:
+            attributes[CALL_SLOT] = surrounded.before
+
+
+def who_is_around(module: nn.Module) -> list[Around]:
+    """Who runs the calls of `module`, in the order in which they came."""
+    surrounded = vars(module).get(CALL_SLOT)
+    return [*surrounded.arounds] if isinstance(surrounded, _Surrounded) else []

@@ -18,8 +18,7 @@ from fpsim.models.format_steps import run_format_step
 from fpsim.models.optimizer_state import check_state, loaded_copies, saved, without_ours
 from fpsim.models.parameter_store import ParameterStore
 from fpsim.models.storing import local_part
-from fpsim.policies.update import Update, UpdateLike, as_update
-from fpsim.policies.update_overrides import updates_of
+from fpsim.policies.update import Update, UpdateLike, as_update, updates_of
 from fpsim.torch_modes import guard_step, hook_steps, unguard_step, unhook_steps
 
 __all__ = [

@@ -18,8 +18,7 @@ from fpsim.emulation.entering import take_off_leftovers
 from fpsim.emulation.scope import NO_SPECS, Listeners
 from fpsim.formats.blocks import BlockFormat, Delayed, as_format
 from fpsim.models.computed_weights import modules_that_compute, sources
-from fpsim.models.installed import emulated_forward, emulated_forwards, install, uninstall
-from fpsim.models.wrappers import bound_elsewhere
+from fpsim.models.installed import bound_elsewhere, emulated_forward, emulated_forwards, install, uninstall
 from fpsim.policies.policy import ROLES, FormatLike, Policy
 from fpsim.policies.products import PRODUCTS
 from fpsim.policies.recipes import as_policy, layers_in

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from fpsim.checks import did_you_mean, known_arguments, require_whole, require_word, shown
+from fpsim.checks import did_you_mean, known_arguments, nearest, require_whole, require_word, shown
 from fpsim.formats.blocks import POWER_RULES, BlockFormat, Format, as_format
 from fpsim.formats.floats import CATALOGUE
 from fpsim.policies.policy import RoleFormat
 from fpsim.tensors.spec import RoundingSpec, Spec, any_spec
 
-__all__ = ["UPDATES", "UPDATE_SCALES", "Storage", "Update", "UpdateLike", "as_update", "state_storage"]
+__all__ = ["UPDATES", "UPDATE_SCALES", "Storage", "Update", "UpdateLike", "as_update", "state_storage", "updates_of"]
 
 COMPENSATIONS = {
     "kahan": "what rounding took from the weight is added to the next update (Kahan; Zamirai et al., arXiv 2010.06192)",
@@ -403,3 +403,50 @@ UPDATES: dict[str, Update] = {
     "bf16_remainder": Update(weight="bf16", compensation="remainder16"),
     "muon_bf16": Update(states={"momentum_buffer": "bf16"}),
 }
+
+
+# Which parameter gets which update: the patterns of `Update.overrides`
+
+
+def updates_of(update: Update, names: list[str], classes: Mapping[str, list[type]]) -> list[Update]:
+    """The update of each parameter by its name, overrides resolved.
+
+    Args:
+        update: of the optimizer.
+        names: of the parameters, "blocks.0.norm.weight".
+        classes: the classes of the modules by name; empty where there is no model.
+
+    Raises:
+        ValueError: for a pattern that matches none.
+    """
+    updates = [replace(update, overrides={})] * len(names)
+    for pattern, inner in update.overrides.items():
+        matched = [i for i, name in enumerate(names) if _matches(pattern, name, classes)]
+        if not matched:
+            raise ValueError(_no_match(pattern, names, classes))
+        for i in matched:
+            updates[i] = as_update(inner)
+    return updates
+
+
+def _matches(pattern: str | type[nn.Module], name: str, classes: Mapping[str, list[type]]) -> bool:
+    parts = name.split(".")
+    if not isinstance(pattern, str):
+        places = [".".join(parts[:i]) for i in range(len(parts))]
+        return any(issubclass(kind, pattern) for place in places for kind in classes.get(place, ()))
+    wanted = pattern.split(".")
+    return len(wanted) <= len(parts) and all(map(fnmatchcase, parts, wanted))
+
+
+def _no_match(pattern: str | type[nn.Module], names: list[str], classes: Mapping[str, list[type]]) -> str:
+    if not isinstance(pattern, str):
+        kinds = sorted({kind.__name__ for of_module in classes.values() for kind in of_module})
+        remedy = f"Classes that have parameters: {', '.join(kinds)}." if kinds else "Classes need model=model."
+        return f"The pattern {pattern.__name__} matches no parameter. {remedy}"
+    near = nearest(pattern, names, most=3, cutoff=0.4) or names[:5]
+    if not classes and all(name.replace(".", "").isdecimal() for name in names):
+        return f"The pattern {shown(pattern)} matches no parameter, for they have no names. Give model=model."
+    return (
+        f"The pattern {shown(pattern)} matches no parameter. Names are those of model.named_parameters(), for instance "
+        f"{', '.join(near)}; * stands for one part of a name."
+    )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import fpsim
@@ -20,15 +21,14 @@ from ada_loss.lab.directions import hint_for, stated
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.table import heading, is_share, mean_and_deviation, mean_of
 from ada_loss.lab.studies.space import STATES, Point, Space, update_of
-from ada_loss.lab.studies.study import StoredStudy, require_optuna
 from ada_loss.lab.sweep.driver import run_cells
 from ada_loss.lab.sweep.engines import open_engine
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.tasks import find_task
 from fpsim import ROLES, Policy, Update
-from fpsim.checks import did_you_mean, is_number, is_whole, refuse, require_flag, require_whole, shown
+from fpsim.checks import did_you_mean, is_number, is_whole, pip_install, refuse, require_flag, require_whole, shown
 
-__all__ = ["SearchResult", "search"]
+__all__ = ["SearchResult", "StoredStudy", "require_optuna", "search"]
 
 HOPELESS = 5.0  # tolerances below float32 at which one seed is enough to reject a format
 
@@ -419,3 +419,72 @@ class _Trials:
                     break
             else:
                 return best
+
+
+# The study of a search, as Optuna keeps one: `optuna-dashboard sqlite:///FOLDER/optuna.db` opens it
+
+
+FILE = "optuna.db"
+
+
+def require_optuna() -> Any:
+    """The library. Raises ImportError without it."""
+    try:
+        import optuna
+    except ImportError:
+        raise ImportError(f"A search needs Optuna, which is not installed: {pip_install('search')}.") from None
+    return optuna
+
+
+class StoredStudy:
+    """Every policy that a search tried, with two values: its bits, which are to be few, and the metric.
+
+    A search that goes on tries the same again, and writes the study again.
+
+    It holds a connection to its file until `close`.
+
+    folder: of the search.
+    metric, sign: the metric, and 1 where larger is better, -1 where smaller is.
+    """
+
+    def __init__(self, folder: Path, space: Space, metric: str, sign: int) -> None:
+        self._optuna, self.space, self.metric = require_optuna(), space, metric
+        path = folder / FILE
+        path.unlink(missing_ok=True)
+        self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
+        self._storage = self._optuna.storages.RDBStorage(f"sqlite:///{path.absolute()}")
+        self.study = self._optuna.create_study(
+            storage=self._storage,
+            study_name=folder.absolute().name,
+            directions=["minimize", "maximize" if sign > 0 else "minimize"],
+        )
+        self.study.set_user_attr("values", ["bits", metric])
+
+    def close(self) -> None:
+        """Close the file: Optuna does not, and since Python 3.13 a connection that is never closed is a warning."""
+        self._storage.remove_session()
+        self._storage.engine.dispose()
+
+    def add(self, point: Point, row: Mapping[str, Any]) -> None:
+        """Keep a policy that was tried with all seeds; one without a number has failed.
+
+        row: with "bits", "accuracy", "deviation", "seeds" and "kept".
+        """
+        trials, ranges = self._optuna.trial, self._optuna.distributions
+        numbers = self.space.numbers(point)
+        spans = self.space.spans(point)
+        has_failed = math.isnan(row["accuracy"])
+        self.study.add_trial(
+            trials.create_trial(
+                state=trials.TrialState.FAIL if has_failed else trials.TrialState.COMPLETE,
+                values=None if has_failed else [row["bits"], row["accuracy"]],
+                params=numbers,
+                distributions={name: ranges.IntDistribution(*spans[name]) for name in numbers},
+                user_attrs={
+                    **self.space.formats(point),
+                    "float32": ", ".join(point.wide),
+                    "seeds": row["seeds"],
+                    "kept": row["kept"],
+                },
+            )
+        )

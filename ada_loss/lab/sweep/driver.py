@@ -5,17 +5,20 @@ It knows nothing of formats, scaling methods or tasks: `cells.py` checks them, a
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ada_loss.files import folder_at, write_atomically
+from ada_loss.files import folder_at, strict_json, write_atomically
 from ada_loss.lab.cells.cell_formats import label
 from ada_loss.lab.cells.cells import OPTIONS, Cell, plan_all, stored_cell
 from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_local, path_of
@@ -37,18 +40,18 @@ from ada_loss.lab.sweep.explained import explain
 from ada_loss.lab.sweep.limits import GRACE
 from ada_loss.lab.sweep.prepare import prepare
 from ada_loss.lab.sweep.progress import Progress
-from ada_loss.lab.sweep.trust import is_trusted, remember
 from ada_loss.lab.sweep.work import WorkOrder, order_of, said, work
 from ada_loss.lab.tasks import find_task, is_of_library
 from ada_loss.lab.terminal import say
 from fpsim.checks import known_arguments, pip_install, require_flag
+
+__all__ = ["is_trusted", "remember", "resume", "run_cells", "sweep"]
 
 try:
     from filelock import FileLock, Timeout
 except ImportError as error:
     raise ImportError(f"A sweep needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
-__all__ = ["resume", "run_cells", "sweep"]
 
 MOST_DEATHS = 3  # how many workers may die while they run a cell; then the cell has failed
 MOST_LETTERS = 200  # of an error
@@ -419,3 +422,35 @@ class _Driver:
             self.ledger.release([cell for cell, state in states.items() if state == "running"])
         except CannotWrite:
             return  # the disk is full: the next driver finds them running, and plans them again
+
+
+# Which tasks this user has run into which folder: what `resume` may import because its own user named it before
+
+
+def _file(out: Path) -> Path:
+    """The file that has the tasks of a folder. XDG Base Directory 0.8: $XDG_STATE_HOME, or ~/.local/state."""
+    given = os.environ.get("XDG_STATE_HOME", "")
+    home = Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state"
+    return home / "ada-loss" / f"{hashlib.sha256(os.fsencode(out.resolve())).hexdigest()[:32]}.json"
+
+
+def _known(out: Path) -> list[str]:
+    try:
+        kept = json.loads(_file(out).read_text())
+    except (OSError, ValueError, RuntimeError, RecursionError):  # RuntimeError: a user without a home
+        return []
+    is_ours = isinstance(kept, dict) and kept.get("folder") == str(out.resolve())
+    return [task for task in kept.get("tasks", []) if isinstance(task, str)] if is_ours else []
+
+
+def remember(out: Path, tasks: Iterable[str]) -> None:
+    """The user runs these tasks into a folder. A state folder that cannot be written is left out."""
+    together = [*dict.fromkeys([*_known(out), *tasks])]
+    if together != _known(out):
+        with suppress(OSError, RuntimeError):
+            write_atomically(_file(out), strict_json({"folder": str(out.resolve()), "tasks": together}).encode())
+
+
+def is_trusted(out: Path, task: str) -> bool:
+    """Whether this user has run a task into this folder."""
+    return task in _known(out)

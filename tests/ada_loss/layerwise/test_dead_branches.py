@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fpsim
 from ada_loss import AdaLossScaled
-from ada_loss.layerwise.dead import Dead
+from ada_loss.layerwise.engine import Dead
 from ada_loss.record import Recorder
 
 

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from fpsim.emulation.by_identity import ByIdentity
+from fpsim.emulation.marks import ByIdentity
 
 
 def test_equal_tensors_are_told_apart() -> None:

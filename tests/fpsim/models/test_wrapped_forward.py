@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fpsim
 from ada_loss import AdaLossScaled
 from fpsim import Policy, dequantize, quantize, summary
-from fpsim.models.wrappers import _layers
+from fpsim.models.installed import _layers
 
 
 class Net(nn.Module):

@@ -9,8 +9,7 @@ from torch import nn
 
 import fpsim
 from fpsim import UPDATES, Update
-from fpsim.policies.update import as_update, state_storage
-from fpsim.policies.update_overrides import updates_of
+from fpsim.policies.update import as_update, state_storage, updates_of
 
 REFUSED = [
     ({"weight": "bf61"}, "Unknown format 'bf61'"),
