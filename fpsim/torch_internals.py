@@ -51,6 +51,7 @@ __all__ = [
     "register_container",
     "share_storage",
     "standing_in",
+    "tensors_of",
     "version_of",
     "wrap_checkpoints",
     "written_arguments",
@@ -217,6 +218,13 @@ def compile_as_one(function: Callable[..., Any]) -> None:
 # `map_leaves(f, tree)` copies containers that torch knows, with f(leaf) in the place of each leaf. `register_container`
 # makes a type one, by what takes it apart and what makes it again, which the compiler reads line by line.
 map_leaves, register_container = _pytree.tree_map, _pytree.register_pytree_node
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in such containers: in tuples, lists, dictionaries and their named kinds, however they are nested."""
+    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 _fused: set[Any] = set()
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fpsim.checks import require_number
-from fpsim.emulation.arguments import tensors_in
 from fpsim.formats.blocks import BlockFormat, Format, as_format
 from fpsim.formats.floats import FloatFormat
 from fpsim.insight.diagnose import Diagnosis, diagnose
@@ -22,6 +21,7 @@ from fpsim.models.quantize import quantize, set_policy
 from fpsim.policies.policy import ROLES, Policy, policy_of_modules
 from fpsim.policies.update import Storage, Update
 from fpsim.tensors.spec import Spec, any_spec
+from fpsim.torch_internals import map_leaves, tensors_of
 
 __all__ = [
     "Called",
@@ -74,7 +74,7 @@ class Called:
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the n-th tensor of the output
 
     def __post_init__(self) -> None:
-        self.args, self.kwargs = _detached(self.args), _detached(self.kwargs)
+        self.args, self.kwargs = map_leaves(_detached, (self.args, self.kwargs))
 
     def keep_gradient(self, position: int, gradient: Tensor) -> None:
         """A gradient reached a tensor of the output."""
@@ -82,11 +82,7 @@ class Called:
 
 
 def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, dict):
-        return {key: _detached(v) for key, v in value.items()}
-    return type(value)(map(_detached, value)) if type(value) in (tuple, list) else value
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)
@@ -237,10 +233,10 @@ def suggested(model: nn.Module, plan: Plan, called: Called | None) -> Suggestion
 
 def _again(model: nn.Module, called: Called) -> Callable[[], None]:
     """The watched call again: forward, and backward with the same gradients."""
-    args, kwargs = _widened(called.args), _widened(called.kwargs)
+    args, kwargs = map_leaves(_widened, (called.args, called.kwargs))
 
     def step() -> None:
-        outputs = [*output_tensors(model(*args, **kwargs))]
+        outputs = output_tensors(model(*args, **kwargs))
         pairs = [(outputs[i], g.to(outputs[i].dtype)) for i, g in called.gradients.items() if i < len(outputs)]
         pairs = [(out, g) for out, g in pairs if out.requires_grad and out.shape == g.shape]
         if pairs:
@@ -249,21 +245,14 @@ def _again(model: nn.Module, called: Called) -> Callable[[], None]:
     return step
 
 
-def output_tensors(out: Any) -> Iterable[Tensor]:
+def output_tensors(out: Any) -> list[Tensor]:
     """The tensors that a model gives: in tuples, lists and mappings."""
-    if isinstance(out, Mapping):
-        return [x for value in out.values() for x in output_tensors(value)]
-    if isinstance(out, tuple | list):
-        return [x for value in out for x in output_tensors(value)]
-    return [*tensors_in(out)]
+    return tensors_of(dict(out) if isinstance(out, Mapping) else out)
 
 
 def _widened(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-    if isinstance(value, dict):
-        return {key: _widened(v) for key, v in value.items()}
-    return type(value)(map(_widened, value)) if type(value) in (tuple, list) else value
+    is_low = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_low else value
 
 
 def in_lines(policy: Policy) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,9 +30,11 @@ from fpsim.torch_internals import (
     is_compiled_wrapper,
     is_held_by_autograd_alone,
     is_legacy_batched,
+    map_leaves,
     operation_homes,
     parametrization_lists,
     share_storage,
+    tensors_of,
     version_of,
 )
 from fpsim.torch_modes import is_plain, is_watched, without_torch_function
@@ -338,3 +341,21 @@ def test_the_handle_of_the_current_stream_is_that_of_torchs_object() -> None:
     for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
             assert torch_internals.current_stream_handle(0) == stream.cuda_stream
+
+
+class Pair(NamedTuple):
+    values: Tensor
+    name: str
+
+
+def test_tensors_are_found_and_mapped_in_all_containers_of_torch_and_python_in_their_order() -> None:
+    a, b, c, d, e = (torch.full((2,), float(i)) for i in range(5))
+    tree = ([a, None, "word"], {"y": Pair(b, "b"), "x": OrderedDict(c=c)}, torch.sort(d), torch.Size([2, 3]), slice(e))
+    found = tensors_of(tree)
+    assert all(x is y for x, y in zip(found, (a, b, c, tree[2].values, tree[2].indices), strict=True))
+    mapped = map_leaves(lambda leaf: leaf + 1 if isinstance(leaf, Tensor) else leaf, tree)
+    assert [type(part) for part in mapped] == [list, dict, type(tree[2]), tuple, slice]
+    assert (type(mapped[1]["y"]), mapped[1]["y"].name, [*mapped[1]]) == (Pair, "b", ["y", "x"])
+    assert all(torch.equal(x, y + 1) for x, y in zip(tensors_of(mapped), found, strict=True))
+    assert mapped[0][1:] == [None, "word"]
+    assert (mapped[3], mapped[4].stop is e) == ((2, 3), True)  # a size becomes a tuple, which torch takes for one

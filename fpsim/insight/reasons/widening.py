@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fpsim.emulation.calls import Action, Call
+from fpsim.torch_internals import map_leaves, tensors_of
 
 __all__ = ["LOW", "Widening"]
 
@@ -38,7 +39,7 @@ class Widening:
         self, index: int, kind: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         out: Any
-        tensors = [x for x in _tensors((args, kwargs)) if x.is_floating_point()]
+        tensors = [x for x in tensors_of((args, kwargs)) if x.is_floating_point()]
         is_move = kind.action is Action.MOVE and kind.name not in _CASTS
         chosen = self.chosen is None or index in self.chosen
         if is_move and not chosen:  # a view of what is float32 here is so too
@@ -50,7 +51,8 @@ class Widening:
                 out = func(*args, **kwargs)
                 return out.clone() if out is tensors[0] else out
         if not chosen:
-            return func(*_mapped(args, self._narrowed), **_mapped(kwargs, self._narrowed))
+            args, kwargs = map_leaves(self._narrowed, (args, kwargs))
+            return func(*args, **kwargs)
         lows = [x.dtype for x in tensors if x.dtype in LOW] + [self._wide[x] for x in tensors if x in self._wide]
         lows += _wanted(kind.name, args, kwargs)  # by a cast, or by what makes a tensor of integers
         device = tensors[0].device.type if tensors else "cpu"
@@ -61,8 +63,9 @@ class Widening:
             out = out.clone() if out is tensors[0] else out
         else:
             with torch.autocast(device, enabled=False):
-                out = func(*_mapped(args, self._widened), **_mapped(kwargs, self._widened))
-        for x in _tensors(out):
+                args, kwargs = map_leaves(self._widened, (args, kwargs))
+                out = func(*args, **kwargs)
+        for x in tensors_of(out):
             if lows and x.dtype is torch.float32:
                 self._wide[x] = lows[0]
         return out
@@ -101,20 +104,3 @@ def _wanted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
     given = [*args[1:], *kwargs.values()]
     others = [x.dtype for x in given if isinstance(x, Tensor)] if name in _CASTS else []
     return [d for d in (*given, *others) if isinstance(d, torch.dtype) and d in LOW]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    return [x for v in value for x in _tensors(v)] if isinstance(value, tuple | list) else []
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A nest of tuples, lists and dictionaries with each leaf changed."""
-    if isinstance(value, dict):
-        return {k: _mapped(v, change) for k, v in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_mapped(v, change) for v in value)
-    return change(value)
