@@ -17,6 +17,7 @@ from torch import Tensor
 from fpsim.emulation import recurrent
 from fpsim.emulation.casts import CAST_NAMES, FACTORIES, FACTORIES_LIKE
 from fpsim.emulation.marks import note_inference_write
+from fpsim.emulation.operations import TABLE, Kind, Number, spelling_of
 from fpsim.emulation.scope import active
 from fpsim.torch_internals import written_arguments
 
@@ -67,23 +68,15 @@ PASS = frozenset(
     set_default_dtype get_default_dtype set_grad_enabled is_grad_enabled
     """.split()
 )
-COMPARISONS = frozenset(
-    """
-    eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__
-    greater greater_equal less less_equal not_equal
-    """.split()
+COMPARISONS = frozenset(  # those in place write ones and zeros
+    form
+    for row in TABLE.values()
+    if row.kind is Kind.COMPARISON
+    for name in (row.name, *row.spellings)
+    for form in (name, f"__{name}__")
 )
-# Functions that compare elements with a number, or divide by it and keep the rest: the number is one of the format.
-THRESHOLDS = frozenset(
-    """
-    clamp clamp_min clamp_max clip hardshrink remainder fmod
-    clamp_ clamp_min_ clamp_max_ clip_ remainder_ fmod_ mod rmod imod
-    _foreach_clamp_min _foreach_clamp_max _foreach_clamp_min_ _foreach_clamp_max_
-    _foreach_maximum _foreach_minimum _foreach_maximum_ _foreach_minimum_
-    """.split()
-)
-# Those of which torch's kernels on a card have the number so, and those on the CPU in float32.
-THRESHOLDS_ON_CARD = frozenset("threshold _threshold threshold_ softshrink".split())
+# Functions that take a number beside a tensor on lists of tensors alone, and compare with it.
+_FOREACH_THRESHOLDS = frozenset("_foreach_maximum _foreach_minimum _foreach_maximum_ _foreach_minimum_".split())
 READ = COMPARISONS | frozenset(
     """
     item tolist __bool__ __int__ __float__ __contains__ is_nonzero allclose equal isclose isfinite isnan isinf isneginf
@@ -177,43 +170,9 @@ NARROWING = frozenset(
     """.split()
 )
 
-# Operations that may make minus infinity of numbers: it saturates in a format without. Of all others it is a mask that
-# came in. A quotient does so by what is below the line, if that is a tensor.
-_QUOTIENTS = "div divide true_divide truediv floor_divide floordiv"
-_POLES = """
-    log log2 log10 log1p logit special_logit xlogy xlog1py special_xlogy special_xlog1py special_entr reciprocal rsqrt
-    rtruediv rdiv rfloordiv pow rpow float_power atanh arctanh erfinv special_erfinv digamma special_digamma
-    special_psi polygamma special_polygamma ndtri special_ndtri log_ndtr special_log_ndtr logdet slogdet
-    linalg_slogdet det linalg_det addcdiv sinh ldexp prod cumprod matrix_power linalg_matrix_power matrix_exp
-    linalg_matrix_exp
-    """
-
-
-def _in_each_form(names: str) -> frozenset[str]:
-    return frozenset(form for name in names.split() for form in (name, f"{name}_", f"i{name}"))
-
-
-QUOTIENTS = _in_each_form(_QUOTIENTS)
-# Products and quotients, which scale a tensor where the other operand is a number.
-SCALINGS = _in_each_form("mul multiply div divide true_divide truediv") | {"rmul"}
-# Functions of two or three tensors, of which torch casts a float32 one without dimensions to the dtype of the result:
-# but on the CPU not the second one of those in BY_FLOAT32, nor on a card one that is on the CPU of those in ARITHMETIC.
-BY_FLOAT32 = SCALINGS | _in_each_form("floor_divide floordiv")
-ARITHMETIC = BY_FLOAT32 | _in_each_form("add sub subtract") | {"rsub", "radd"}
-CASTING = (
-    ARITHMETIC
-    | _in_each_form(
-        """
-    remainder fmod mod pow maximum minimum fmax fmin hypot atan2 arctan2 logaddexp logaddexp2 igamma igammac copysign
-    addcmul addcdiv lerp where clamp clip
-    """
-    )
-    | {"rmod", "rpow"}
-)
 NO_OPERANDS = ("alpha", "value", "out")  # names of arguments of theirs that are numbers, or are written to
 # Functions that first give a tensor without dimensions those of the other, so that it counts in the result's dtype.
 EXPANDING = frozenset("mse_loss l1_loss smooth_l1_loss kron".split())
-POLES = _in_each_form(_POLES) | QUOTIENTS
 
 # Operands that may be given by name, in the order in which any operation has those that it takes.
 _OPERANDS = "input input1 query mat mat1 batch1 input2 key weight other mat2 vec vec2 tensor batch2 value".split()
@@ -237,9 +196,11 @@ class Call:
     action: what is done with it.
     in_place: whether it writes to its first argument.
     has_threshold: whether a number of Python beside a tensor is one of the tensor's dtype.
+    threshold: where torch's kernels have it so: "always", or "on card".
+    number: what torch makes of a float32 tensor without dimensions beside one of low precision.
     expands: whether a tensor without dimensions counts in the dtype of the result.
     copies: whether it writes what it is given to its first argument, as it is.
-    has_pole: whether it may make minus infinity of numbers.
+    has_pole: whether it may make minus infinity of numbers: it saturates in a format without. Of others, it is a mask.
     is_quotient: whether that depends on its second operand.
     is_view: whether its result may lie in the memory of its first argument.
     is_comparison: whether it compares numbers.
@@ -264,8 +225,8 @@ class Call:
     __slots__ = (
         "action", "chooses_inside", "converts", "copies", "drops", "expands", "gives_float64", "has_dtype_of_first",
         "has_pole", "has_threshold", "in_place", "inplace_at", "is_comparison", "is_of_each", "is_quotient",
-        "is_view", "may_renormalise", "may_write", "name", "narrows", "only_compared", "only_computes", "scales",
-        "skip_names", "skip_positions", "takes_dtype", "writes",
+        "is_view", "may_renormalise", "may_write", "name", "narrows", "number", "only_compared", "only_computes",
+        "scales", "skip_names", "skip_positions", "takes_dtype", "threshold", "writes",
     )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -287,11 +248,20 @@ class Call:
         self.is_of_each, self.drops = name in EACH, DROPS.get(name)
         self.only_compared = ONLY_COMPARED.get(function)
         self.name = name.strip("_") if name.startswith("__") else name
-        self.scales, self.has_threshold = self.name in SCALINGS, self.name in THRESHOLDS | THRESHOLDS_ON_CARD
+        spelling = spelling_of(self.name)
+        row, is_swapped = spelling.row, spelling.is_swapped
+        self.threshold = "always" if name in _FOREACH_THRESHOLDS else row.threshold
+        self.has_threshold = self.threshold != ""
+        # The functions of lists are emulated tensor by tensor, and have no operands of their own.
+        has_operands = self.action is not Action.FOREACH
+        self.scales = has_operands and row.scales and not is_swapped
+        is_exact = not has_operands or (is_swapped and row.number is Number.SECOND)  # there, the first one is second
+        self.number = Number.EXACT if is_exact else row.number
         self.expands = self.name in EXPANDING
         self.copies = self.action is Action.SET_ITEM or self.name == "copy_"
         self.narrows = self.name in NARROWING or name in COPIES_INTO_FIRST or self.action is Action.SET_ITEM
-        self.has_pole, self.is_quotient = self.name in POLES, self.name in QUOTIENTS
+        self.has_pole = has_operands and row.makes_minus_infinity
+        self.is_quotient = self.has_pole and row.divides == 1 and not is_swapped
         inner = name[2:] if name.startswith("__i") and name.endswith("__") else ""
         is_augmented = inner != "" and name not in ("__invert__", "__index__", "__int__", "__iter__")
         self.in_place = is_augmented or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fpsim.emulation.operations import TABLE, Kind
+
 __all__ = [
     "CAST_NAMES",
     "FACTORIES",
@@ -34,7 +36,7 @@ __all__ = [
     "names_float32",
 ]
 
-CAST_NAMES = frozenset("to type type_as float double half bfloat16".split())
+CAST_NAMES = frozenset(row.name for row in TABLE.values() if row.kind is Kind.CAST)
 # Functions that make a tensor of nothing but sizes and numbers, and those that make one like another; counts are in the
 # dtype of what is counted.
 FACTORIES = frozenset(

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from fpsim.emulation.aliases import Alias, note_write, spec_of_memory, write_outside
 from fpsim.emulation.arguments import tensors_in
-from fpsim.emulation.calls import ARITHMETIC, BY_FLOAT32, CASTING, NO_OPERANDS, THRESHOLDS_ON_CARD, Action, Call
+from fpsim.emulation.calls import NO_OPERANDS, Action, Call
 from fpsim.emulation.casts import WIDE_DTYPES, asks_for_float32, dtype_in, is_of_machinery
 from fpsim.emulation.marks import is_made_here, is_marked_wide, is_roundable, is_state, mark, unmark
 from fpsim.emulation.operands import Rounds, leaves_float32
+from fpsim.emulation.operations import Number
 from fpsim.formats.blocks import Element
 from fpsim.tensors.launch import rounded_number
 from fpsim.tensors.spec import RoundingSpec, rounding_spec
@@ -368,7 +369,7 @@ def scalars_in_format(spec: RoundingSpec | None, call: Call, args: tuple[Any, ..
     if is_wide or spec is None or not (is_read or call.has_threshold):
         return args
     beside = [x for x in args if isinstance(x, Tensor) and is_roundable(x)]
-    if not beside or (call.name in THRESHOLDS_ON_CARD and not any(x.is_cuda for x in beside)):
+    if not beside or (call.threshold == "on card" and not any(x.is_cuda for x in beside)):
         return args
     return tuple(numbers_in_format(x, spec.fmt) for x in args)
 
@@ -384,7 +385,7 @@ def scalars_of_call(
     if call.has_threshold:
         converted = scalars_in_format(emulation.scope.specs.activation, call, (*args, *kwargs.values()), is_wide)
         args, kwargs = converted[: len(args)], dict(zip(kwargs, converted[len(args) :], strict=True))
-    if is_wide or not emulation.has_wide or call.name not in CASTING:
+    if is_wide or not emulation.has_wide or call.number is Number.EXACT:
         return args, kwargs
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     is_on_card = any(x.is_cuda for x in given)
@@ -397,7 +398,7 @@ def scalars_of_call(
         if (place == 0 and keeps_first) or place in NO_OPERANDS:
             return x
         is_second = place == 1 or place == "other"
-        is_number = call.name in ARITHMETIC if is_on_card else call.name in BY_FLOAT32 and is_second
+        is_number = call.number is not Number.CAST if is_on_card else call.number is Number.SECOND and is_second
         return x if is_number and x.is_cpu else emulation.operand(x, Rounds.ALL)
 
     args = tuple(narrow(i, x) for i, x in enumerate(args))

@@ -211,6 +211,7 @@ def _of_domain(
         which = f"are {f'below {begins:g}' if begins else 'negative'}" if negatives else f"are {begins:g}"
         event.why.append(f"{negatives or zeros} of the {x.numel()} numbers that it read {which}.")
         if event.kind == "logarithm of zero":
+            assert event.operation is not None
             source = next((s for s, y in _pairs(event.operation, operands) if y is x), None)
             if source is not None and source.computes and row_of(source.name).underflows:
                 event.origin = source

@@ -6,11 +6,13 @@ import inspect
 import re
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fpsim
 from fpsim.emulation.operations import TABLE, Kind, canonical, row_of, spelling_of
 
 SPACES = (Tensor, torch, torch.nn.functional, torch.special, torch.linalg)
@@ -96,3 +98,17 @@ def test_every_pointwise_function_of_torch_has_a_row() -> None:
     assert len(pointwise) > 200
     without = {n for n in pointwise if row_of(n).kind is Kind.OTHER}
     assert without == {*WITHOUT_A_ROW}
+
+
+@pytest.mark.parametrize(
+    ("function", "alias"), [(torch.log1p, torch.special.log1p), (torch.logit, torch.special.logit)]
+)
+def test_minus_infinity_saturates_in_each_spelling(function: Any, alias: Any) -> None:
+    x, pole = torch.ones(2), -1.0 if function is torch.log1p else 0.0
+    for f in (function, alias):
+
+        class Model(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return f(x * pole)  # noqa: B023
+
+        assert fpsim.quantize(Model(), "e4m3fn")(x).tolist() == [-448.0, -448.0]
