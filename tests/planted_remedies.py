@@ -213,10 +213,11 @@ def _changes(found: fpsim.Why, remedy: dict[str, Any], fmt: str) -> dict[str, An
             args = (torch.where(rows, 0.0, first).to(first.dtype), *args[1:])
         elif kind == "slope":
             low, high = (1.0, math.inf) if "cosh" in remedy["sites"][0] else (-1.0, 1.0)
-            moved = first + value if "added" in remedy["what"] else first.clamp(low + value, high - value)
+            at = 1 if "xlog" in remedy["sites"][0] else 0  # x log y has a border in y
+            moved = args[at] + value if "added" in remedy["what"] else first.clamp(low + value, high - value)
             if "diagonal" in remedy["what"]:
                 moved = first + torch.diag(value * torch.arange(1, len(first) + 1))
-            args = (in_format(moved), *args[1:])
+            args = (*args[:at], in_format(moved), *args[at + 1 :])
         return args, kwargs
 
     return dict.fromkeys(remedy["sites"], changed)
