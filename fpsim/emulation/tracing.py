@@ -37,7 +37,17 @@ from fpsim.torch_modes import (
 )
 from fpsim.undoing import Undo, undone
 
-__all__ = ["Around", "Edit", "Operation", "Trace", "Visitor", "around_calls", "not_around_calls", "who_is_around"]
+__all__ = [
+    "BACKWARD",
+    "Around",
+    "Edit",
+    "Operation",
+    "Trace",
+    "Visitor",
+    "around_calls",
+    "not_around_calls",
+    "who_is_around",
+]
 
 # In this package, for `casts` looks for the code that called past the frames of the package.
 
@@ -109,6 +119,7 @@ class Visitor(Protocol):
         """A gradient reached the result of an operation, or a parameter."""
 
 
+BACKWARD = (Tensor.backward, torch.autograd.backward)
 Edit = Callable[[int, Call, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -124,6 +135,7 @@ class Trace:
     on_call: is given what went into each traced call of the model, and its result.
     needs_numbers: whether a result that is meta or fake is an error.
     keeps: asked of an operand that a call is about to write to, whether the visitor needs what it holds before.
+    on_backward: runs `Tensor.backward` and `torch.autograd.backward`, in the place of the trace.
     arguments: of the call that the visitor is being told of, as it read them.
     """
 
@@ -157,6 +169,7 @@ class Trace:
         self._owner: dict[str, threading.Thread] = {}  # whose calls are traced
         self._backward_threads: set[int] = set()  # in which gradients of results arrived
         self._has_warned = False
+        self.on_backward: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None
         self.is_alone = False  # whether it runs a step, which no other thread may trace meanwhile
 
     def install(self) -> None:
@@ -306,6 +319,8 @@ class Trace:
         """Run a torch function, and tell the visitor what it gave."""
         kind = call_of(func)
         if kind.action is Action.PASS:
+            if self.on_backward is not None and func in BACKWARD:
+                return self.on_backward(func, args, kwargs)
             return func(*args, **kwargs)
         if has_transform() and any(map(is_sample, tensors_in((*args, *kwargs.values())))):
             return func(*args, **kwargs)  # inside of a vmap no tensor has numbers to look at

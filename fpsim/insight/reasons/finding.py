@@ -58,6 +58,7 @@ def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: 
     if len(first.losses) != len(second.losses):  # what is found out about torch at first use runs backward too
         first, second = second, trials.run()
     _require_same(first, second)
+    trials.returns_loss = scaler is None and first.losses == [first.returned]
     return _Checks(trials, before).run()
 
 

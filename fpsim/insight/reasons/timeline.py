@@ -84,7 +84,7 @@ class Timeline:
             self._rounded = []
             return
         assert self.trace is not None
-        given, operands = operands, [self.trace.read(x) for x in operands]
+        given, operands = operands, [*map(self.trace.read, operands)]
         values, options = self.trace.arguments
         arguments = (*values, *options.values())
         ends, of_result = self._ends or Ends.of_dtype(result.dtype), glance(result)
@@ -94,9 +94,8 @@ class Timeline:
         self.calls[operation.site] = max(self.calls.get(operation.site, 0), operation.call + 1)
         self.operations.append(operation)
         notes["operands"] = self._operands(operation, given, operands)
-        notes["is_open"] = any(
-            x.requires_grad and self.trace.results.get(x) is None for x in (*given, *tensors_in(arguments))
-        )
+        wanted = [x for x in (*given, *tensors_in(arguments)) if x.requires_grad]
+        notes["is_open"] = None in map(self.trace.results.get, wanted)  # its gradient goes to a tensor from outside
         notes["masked"] = masked_in(operation, operands, arguments, result)
         rounded, self._rounded, self._ends = self._rounded, [], None
         self.judge(operation, given, operands, result, rounded)
@@ -244,9 +243,11 @@ class Timeline:
         numbers: Glance = operation.notes["gradient"]
         if not numbers.nonfinite:
             return
-        after = [child.notes["gradient"] for child in operation.children if "gradient" in child.notes]
-        new = numbers.kinds.difference(*(g.kinds for g in after))
-        if new and not any(g.nan for g in after):
+        new = numbers.kinds
+        for child in operation.children:
+            if (after := child.notes.get("gradient")) is not None and after.nonfinite:
+                new = set() if after.nan else new - after.kinds
+        if new:
             at = operation.origin
             broken = [e for e in self.events if e.stage == "backward"]  # of its rounding there is an event already
             if not any(e.operation is at or e.operation in at.children or e.place == at.site for e in broken):

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from fpsim.border import require_result
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import Call
-from fpsim.emulation.tracing import Edit, Operation
+from fpsim.emulation.tracing import BACKWARD, Edit, Operation
 from fpsim.insight.masks import is_mask_like
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.timeline import Timeline
@@ -79,6 +79,7 @@ class Trials:
         self.kept = Kept(model, optimizer, scaler)
         self.policies = policies_of(model) if self.emulated else {}
         self._has_changed = False
+        self.returns_loss = False  # whether it is known to return what its backward pass begins at
         self.unread: set[str] = set()  # parameters and buffers that the step does not read, and that hold no numbers
         self._own = {id(p) for p in model.parameters()}
 
@@ -100,6 +101,8 @@ class Trials:
         self.runs += 1
         watched = _Backward(change.loss_scale, until_broken)
         steps = _Steps(self._own, visitor, self.kept.know, before_update, after_update)
+        # The mode is asked about each property that the emulation reads of a tensor: no run has it that can do without.
+        is_watched = change.loss_scale != 1 or not (self.emulated and self.returns_loss)
 
         def edit(
             index: int, kind: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -118,13 +121,15 @@ class Trials:
             run = partial(self._step, visitor, steps)
             if visitor is not None or change.edit is not None:
                 trace = traced(self.model, visitor or _Nobody(), "why", undo, None if change.edit is None else edit)
+                trace.on_backward = watched.begin
                 run = partial(trace.run, run)
+            elif is_watched:
+                undo.by(watched.end)
+                push_mode(watched)
             if isinstance(visitor, Timeline):
                 hook = visitor_inputs(visitor)
                 undo.by(partial(unhook_call, self.model, hook))
                 self.model.register_forward_pre_hook(hook, with_kwargs=True)
-            undo.by(watched.end)
-            push_mode(watched)
             returned = run()
             with without_torch_function():
                 bad = self._nonfinite()
@@ -231,8 +236,10 @@ class _Backward(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.has_ended or func not in (Tensor.backward, torch.autograd.backward):
-            return func(*args, **kwargs)
+        return func(*args, **kwargs) if self.has_ended or func not in BACKWARD else self.begin(func, args, kwargs)
+
+    def begin(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Begin a backward pass."""
         if isinstance(args[0], Tensor) and args[0].numel() == 1:
             root = args[0].detach()
             require_result(root, "The loss", "why")
