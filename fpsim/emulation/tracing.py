@@ -49,9 +49,6 @@ __all__ = [
     "who_is_around",
 ]
 
-# In this package, for `casts` looks for the code that called past the frames of the package.
-
-
 T = TypeVar("T")
 
 
@@ -469,11 +466,8 @@ def _floats_in(values: tuple[Any, ...]) -> Iterator[Tensor]:
                 yield x
 
 
-# What stands in the place of a module's call: those who have something to do around it, whatever the call raises
-
-
-# In this package, for `casts` looks for the code that called past the frames of the package.
-
+# What stands in the place of a module's call: those who have something to do around it, whatever the call raises. In
+# this package, because `casts` looks for the code that called past the frames of the package.
 
 # Runs a call: around(call, args, kwargs) returns call(*args, **kwargs).
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from fpsim.insight.masks import number_in
 from fpsim.insight.ranges import Ends, Glance, first_index, glance
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.explaining_losses import (
+    Look,
     of_alignment,
     of_determinant,
     of_emptiness,
@@ -43,27 +43,25 @@ def explain_forward(
     numbers = glance(result)
     event = Event("forward", "", operation.site, "activation", operation=operation, origin=operation, ends=ends)
     event.count, event.of, event.fmt = numbers.nonfinite, numbers.count, ends.name
-    event.read = [(source_name(s, i), str(_read(s, x))) for i, (s, x) in enumerate(_pairs(operation, operands))]
-    values, options = arguments
-    name, no_number = operation.name, ~result.isfinite()
-    for explain in _EXPLANATIONS:
-        if explain(event, name, operands, (*values, *options.values()), options, no_number, numbers):
-            return event
-    infinite = [(i, s, x) for i, (s, x) in enumerate(_pairs(operation, operands)) if bool(x.isinf().any())]
+    look = Look(operation, operands, *arguments, ~result.isfinite(), numbers)
+    event.read = [(source_name(s, i), str(_read(s, x))) for i, (s, x) in enumerate(look.read)]
+    if any(explain(event, look) for explain in _EXPLANATIONS):
+        return event
+    infinite = [(i, s, x) for i, (s, x) in enumerate(look.read) if bool(x.isinf().any())]
     if kinds == {"NaN"} and infinite:
         i, source, x = infinite[0]
         held = "inf" if bool((x == torch.inf).any()) else "-inf"
-        event.kind = what = _of_infinities(name, [other for other in operands if other is not x])
+        event.kind = what = _of_infinities(operation.name, [other for other in operands if other is not x])
         words = f"are {what}" if what != "NaN" else "are NaN"
         event.why.append(f"{event.count} of {event.of} {words}; {source_name(source, i)} holds {held}.")
         return event
-    row = row_of(name)
+    row = row_of(operation.name)
     sums_products = row.kind is Kind.PRODUCT or (row.kind is Kind.NORMALISATION and row.adds)
     if kinds - {"NaN"} or sums_products or any(float(glance(x).amax) > ends.largest for x in operands):
         event.kind = "overflow"
-        whole = [x for x in (*values, *options.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
+        whole = [x for x in look.arguments if isinstance(x, Tensor) and not x.is_floating_point()]
         large = [f"{what} {text}" for what, text in event.read[:2]] or [f"integers {glance(x)}" for x in whole[:1]]
-        words = event.beyond(ends.name, ends.largest, first_index(no_number))
+        words = event.beyond(ends.name, ends.largest, first_index(look.no_number))
         event.why.append(f"{words}; it read {' and '.join(large) or 'nothing'}.")
         return event
     event.kind = "NaN"
@@ -91,33 +89,19 @@ def _of_infinities(name: str, others: list[Tensor]) -> str:
     return "NaN"
 
 
-def _pairs(operation: Operation, operands: list[Tensor]) -> Iterator[tuple[Operation | None, Tensor]]:
-    return zip(operation.sources, operands, strict=False)
-
-
 def source_name(source: Operation | None, position: int) -> str:
     return f"operand {position + 1} (from outside)" if source is None else source.site
 
 
-def _of_division(
-    event: Event,
-    name: str,
-    operands: list[Tensor],
-    arguments: tuple[Any, ...],
-    options: dict[str, Any],
-    no_number: Tensor,
-    numbers: Glance,
-) -> bool:
-    operation = event.operation
-    assert operation is not None
-    spelling, values = spelling_of(name), arguments[: len(arguments) - len(options)]
+def _of_division(event: Event, look: Look) -> bool:
+    spelling = spelling_of(look.name)
     row, divisor, inverts = spelling.row, None, True
     if row.name in ("normalize", "cosine_similarity"):
-        return _of_lost_eps(event, name, operands, arguments, numbers)
+        return _of_lost_eps(event, look)
     if row.divides is not None:
-        divisor = spelling.get(row.divides, values, options)
+        divisor = spelling.get(row.divides, look.values, look.options)
     elif row.kind is Kind.POWER:
-        divisor, exponent = spelling.get(0, values, options), spelling.get(1, values, options)
+        divisor, exponent = spelling.get(0, look.values, look.options), spelling.get(1, look.values, look.options)
         inverts = exponent is not None and exponent < 0
     if divisor is None:
         return False
@@ -126,12 +110,12 @@ def _of_division(
     zeros = (divisor == 0) & inverts
     if not bool(zeros.any()):
         return False
-    both = torch.broadcast_shapes(zeros.shape, no_number.shape) == no_number.shape
-    where = zeros.broadcast_to(no_number.shape) & no_number if both else no_number
+    both = torch.broadcast_shapes(zeros.shape, look.no_number.shape) == look.no_number.shape
+    where = zeros.broadcast_to(look.no_number.shape) & look.no_number if both else look.no_number
     n = int(where.sum())
     if not n:
         return False
-    is_nan = numbers.nan == numbers.nonfinite
+    is_nan = look.numbers.nan == look.numbers.nonfinite
     over = "the rest of a division by 0" if row.name in ("remainder", "fmod") else "0 / 0" if is_nan else "x / 0"
     event.kind = "division by zero"
     at = first_index(where)
@@ -141,11 +125,11 @@ def _of_division(
         event.why.append("The divisor is an integer, a count, and is 0.")
         event.remedy = "clamp"
         return True
-    source = next((s for s, x in _pairs(operation, operands) if x is divisor), None)
+    source = next((s for s, x in look.read if x is divisor), None)
     _trace_zero(event, source)
     is_measure = source is not None and row_of(source.name).is_measure
     is_whole = bool((divisor == divisor.round()).all()) and not bool((divisor < 0).any())
-    if event.origin is operation and is_whole and not is_measure:
+    if event.origin is look.operation and is_whole and not is_measure:
         event.why.append("It has whole numbers only, as a count has.")
         event.remedy = "clamp"
     return True
@@ -182,8 +166,8 @@ def _trace_zero(event: Event, source: Operation | None) -> None:
         event.why.append(f"The divisor is {source.site}, with {source.notes['result']}.")
 
 
-def _of_lost_eps(event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], numbers: Glance) -> bool:
-    eps = next((c for c in number_in(arguments) if 0 < c < 1e-3), 1e-12 if name == "normalize" else 1e-8)
+def _of_lost_eps(event: Event, look: Look) -> bool:
+    eps = next((c for c in number_in(look.arguments) if 0 < c < 1e-3), 1e-12 if look.name == "normalize" else 1e-8)
     if event.ends.holds(eps):
         return False
     event.kind, event.constant, event.remedy = "division by zero", eps, "eps"
@@ -194,12 +178,10 @@ def _of_lost_eps(event: Event, name: str, operands: list[Tensor], arguments: tup
     return True
 
 
-def _of_domain(
-    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
-) -> bool:
-    spelling, values = spelling_of(name), arguments[: len(arguments) - len(options)]
+def _of_domain(event: Event, look: Look) -> bool:
+    spelling = spelling_of(look.name)
     row, domain = spelling.row, spelling.row.domain or Domain(0.0)
-    x = spelling.get(domain.at, values, options)
+    x = spelling.get(domain.at, look.values, look.options)
     if x is None or (row.domain is None and row.kind is not Kind.POWER):
         return False
     x = x if isinstance(x, Tensor) else torch.tensor(float(x))
@@ -211,8 +193,7 @@ def _of_domain(
         which = f"are {f'below {begins:g}' if begins else 'negative'}" if negatives else f"are {begins:g}"
         event.why.append(f"{negatives or zeros} of the {x.numel()} numbers that it read {which}.")
         if event.kind == "logarithm of zero":
-            assert event.operation is not None
-            source = next((s for s, y in _pairs(event.operation, operands) if y is x), None)
+            source = next((s for s, y in look.read if y is x), None)
             if source is not None and source.computes and row_of(source.name).underflows:
                 event.origin = source
                 event.why.append(
@@ -229,10 +210,10 @@ def _of_domain(
         return True
     if row.kind is Kind.BOUNDED and (zeros or negatives or above):
         event.kind = "outside of its domain"
-        event.why.append(f"{name} read {glance(x)}.")
+        event.why.append(f"{look.name} read {glance(x)}.")
         return True
     if row.kind is Kind.POWER and negatives and event.count:
-        exponent = spelling.get(1, values, options)
+        exponent = spelling.get(1, look.values, look.options)
         if exponent is not None and bool(torch.as_tensor(exponent).double().frac().any()):
             event.kind = "root of a negative number"
             which = (

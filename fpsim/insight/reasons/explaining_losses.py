@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -9,10 +11,12 @@ import torch
 from torch import Tensor
 
 from fpsim.emulation.operations import Kind, row_of
+from fpsim.emulation.tracing import Operation
 from fpsim.insight.ranges import Glance, first_index
 from fpsim.insight.reasons.event import Event
 
 __all__ = [
+    "Look",
     "classes_of",
     "of_alignment",
     "of_determinant",
@@ -24,6 +28,39 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True)
+class Look:
+    """An operation whose result is not finite, as the functions see it that explain why.
+
+    Each is called with an event and a look; it writes kind, words and remedy into the event if it knows the reason, and
+    returns whether it does.
+
+    operands: the tensors of floating-point numbers among the arguments, in the order of `operation.sources`.
+    values, options: the arguments of the call, by position and by name.
+    no_number: where the result is not finite. numbers: a glance at the result.
+    """
+
+    operation: Operation
+    operands: list[Tensor]
+    values: tuple[Any, ...]
+    options: dict[str, Any]
+    no_number: Tensor
+    numbers: Glance
+
+    @property
+    def name(self) -> str:
+        return self.operation.name
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (*self.values, *self.options.values())
+
+    @property
+    def read(self) -> Iterator[tuple[Operation | None, Tensor]]:
+        """Each operand, with what gave it."""
+        return zip(self.operation.sources, self.operands, strict=False)
+
+
 def classes_of(name: str, x: Tensor, arguments: tuple[Any, ...], options: Any) -> int:
     """The dimension that a softmax or a cross entropy sums over."""
     if row_of(name).kind is Kind.CROSS_ENTROPY:
@@ -32,22 +69,20 @@ def classes_of(name: str, x: Tensor, arguments: tuple[Any, ...], options: Any) -
     return dim if isinstance(dim, int) and not isinstance(dim, bool) and name.endswith("softmax") else -1
 
 
-def of_softmax(
-    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
-) -> bool:
-    if name == "multi_head_attention_forward":
-        return _of_masks(event, options)
-    if name not in ("softmax", "log_softmax", "scaled_dot_product_attention") or not operands:
+def of_softmax(event: Event, look: Look) -> bool:
+    if look.name == "multi_head_attention_forward":
+        return _of_masks(event, look.options)
+    if look.name not in ("softmax", "log_softmax", "scaled_dot_product_attention") or not look.operands:
         return False
-    x = operands[0]
-    if name == "scaled_dot_product_attention":
-        mask = options.get("attn_mask", arguments[3] if len(arguments) > 3 else None)
+    x = look.operands[0]
+    if look.name == "scaled_dot_product_attention":
+        mask = look.options.get("attn_mask", look.arguments[3] if len(look.arguments) > 3 else None)
         if not isinstance(mask, Tensor):
             return False
         shut = ~mask if mask.dtype is torch.bool else mask == -torch.inf
     else:
         shut = x == -torch.inf
-    rows = shut.all(classes_of(name, x, arguments, options))
+    rows = shut.all(classes_of(look.name, x, look.arguments, look.options))
     if not bool(rows.any()):
         return False
     event.kind, n = "row masked wholly", int(rows.sum())
@@ -72,25 +107,23 @@ def _of_masks(event: Event, options: Any) -> bool:
     return False
 
 
-def of_emptiness(
-    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
-) -> bool:
-    kind = row_of(name).kind
-    if kind is Kind.MEAN and operands and operands[0].numel() == 0:
+def of_emptiness(event: Event, look: Look) -> bool:
+    kind = row_of(look.name).kind
+    if kind is Kind.MEAN and look.operands and look.operands[0].numel() == 0:
         event.kind = "mean of nothing"
-        event.why.append(f"It read a tensor without elements, of shape {tuple(operands[0].shape)}.")
+        event.why.append(f"It read a tensor without elements, of shape {tuple(look.operands[0].shape)}.")
         event.remedy = "skip"
         return True
-    if kind is Kind.DEVIATION and operands and operands[0].numel() == no_number.numel():
+    if kind is Kind.DEVIATION and look.operands and look.operands[0].numel() == look.no_number.numel():
         event.kind = "variance of one number"
         event.why.append(
-            f"It read a shape of {tuple(operands[0].shape)}, and divides by the count less one, which is 0."
+            f"It read a shape of {tuple(look.operands[0].shape)}, and divides by the count less one, which is 0."
         )
         event.remedy = "correction"
         return True
-    targets = [a for a in arguments if isinstance(a, Tensor) and not a.is_floating_point()]
+    targets = [a for a in look.arguments if isinstance(a, Tensor) and not a.is_floating_point()]
     if kind is Kind.CROSS_ENTROPY and targets:
-        ignored = options.get("ignore_index", -100)
+        ignored = look.options.get("ignore_index", -100)
         if bool((targets[0] == ignored).all()):
             event.kind = "mean of nothing"
             event.why.append(f"All {targets[0].numel()} targets are {ignored}, which is ignored: 0 / 0.")
@@ -100,23 +133,27 @@ def of_emptiness(
     return False
 
 
-def of_target(
-    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
-) -> bool:
+def of_target(event: Event, look: Look) -> bool:
     """A cross entropy is no number where a mask forbids what is asked for, or where no class counts."""
-    if row_of(name).kind is not Kind.CROSS_ENTROPY or len(arguments) < 2 or not isinstance(arguments[1], Tensor):
+    if (
+        row_of(look.name).kind is not Kind.CROSS_ENTROPY
+        or len(look.arguments) < 2
+        or not isinstance(look.arguments[1], Tensor)
+    ):
         return False
-    scores, targets, weight = arguments[0], arguments[1], options.get("weight")
-    shut, classes = scores == -torch.inf, classes_of(name, scores, (), {})
+    scores, targets, weight = look.arguments[0], look.arguments[1], look.options.get("weight")
+    shut, classes = scores == -torch.inf, classes_of(look.name, scores, (), {})
     is_index = not targets.is_floating_point()
-    counted = targets != options.get("ignore_index", -100) if is_index else torch.ones_like(targets, dtype=torch.bool)
+    counted = (
+        targets != look.options.get("ignore_index", -100) if is_index else torch.ones_like(targets, dtype=torch.bool)
+    )
     if is_index and isinstance(weight, Tensor) and not bool(weight[targets[counted]].any()):
         event.kind, event.remedy = "mean of nothing", "skip"
         event.why.append(f"The classes of all {int(counted.sum())} targets have weight 0: 0 / 0.")
         event.read.append(("weight", f"{int((weight == 0).sum())} of {weight.numel()} zero"))
         return True
     rows = shut.all(classes)
-    if name.startswith("cross_entropy") and bool(rows.any()):
+    if look.name.startswith("cross_entropy") and bool(rows.any()):
         event.kind, event.remedy, n = "row masked wholly", "mask", int(rows.sum())
         event.why.append(f"{n} of {rows.numel()} rows hold nothing but -inf (first at {first_index(rows) or '0'}).")
         return True
@@ -126,7 +163,7 @@ def of_target(
         asked = shut.gather(classes, targets.where(counted, 0).unsqueeze(classes)).squeeze(classes) & counted
     else:  # each class has a share
         asked = (shut & (targets != 0)).any(classes)
-    smoothing = options.get("label_smoothing", 0.0)
+    smoothing = look.options.get("label_smoothing", 0.0)
     if bool(asked.any()):
         event.why.append(f"The target is masked with -inf in {int(asked.sum())} of {asked.numel()} rows.")
     elif smoothing:
@@ -140,14 +177,12 @@ def of_target(
     return True
 
 
-def of_alignment(
-    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
-) -> bool:
+def of_alignment(event: Event, look: Look) -> bool:
     """A connectionist loss is inf where a target has more labels than its input has frames."""
-    if name != "ctc_loss" or len(arguments) < 4:
+    if look.name != "ctc_loss" or len(look.arguments) < 4:
         return False
-    frames, lengths = (torch.as_tensor(a).flatten().tolist() for a in arguments[2:4])
-    targets = _split(torch.as_tensor(arguments[1]), lengths)
+    frames, lengths = (torch.as_tensor(a).flatten().tolist() for a in look.arguments[2:4])
+    targets = _split(torch.as_tensor(look.arguments[1]), lengths)
     needed = [len(t) + sum(a == b for a, b in pairwise(t)) for t in targets]
     short = [i for i, (n, f) in enumerate(zip(needed, frames, strict=True)) if n > f]
     if not short:
@@ -169,21 +204,13 @@ def _split(targets: Tensor, lengths: list[int]) -> list[list[int]]:
     return [row[:n].tolist() for row, n in zip(targets, lengths, strict=True)]
 
 
-def of_normalisation(
-    event: Event,
-    name: str,
-    operands: list[Tensor],
-    arguments: tuple[Any, ...],
-    options: Any,
-    no_number: Tensor,
-    numbers: Glance,
-) -> bool:
+def of_normalisation(event: Event, look: Look) -> bool:
     """A normalisation divides by a deviation of 0 where nothing is added to it, or takes the root of a variance."""
-    if not all(bool(x.isfinite().all()) for x in operands):
+    if not all(bool(x.isfinite().all()) for x in look.operands):
         return False
-    row = row_of(name)
-    if row.name == "weight_norm" and len(arguments) > 2:
-        v, dim = arguments[0], arguments[2]
+    row = row_of(look.name)
+    if row.name == "weight_norm" and len(look.arguments) > 2:
+        v, dim = look.arguments[0], look.arguments[2]
         zeros = (v == 0).all(dim=[i for i in range(v.dim()) if i != dim]) if dim >= 0 else (v == 0).all()
         if not bool(zeros.any()):
             return False
@@ -192,48 +219,42 @@ def of_normalisation(
         return True
     if row.kind is not Kind.NORMALISATION or not row.adds:
         return False
-    eps, variance = options.get("eps"), arguments[2] if len(arguments) > 2 else None
-    if row.name != "batch_norm" or options.get("training") or not isinstance(variance, Tensor):
+    eps, variance = look.options.get("eps"), look.arguments[2] if len(look.arguments) > 2 else None
+    if row.name != "batch_norm" or look.options.get("training") or not isinstance(variance, Tensor):
         variance = None
     if variance is not None and bool((variance + (eps or 0.0) < 0).any()):
         event.kind = "root of a negative number"
         n, low = int((variance < 0).sum()), float(variance.min())
         event.why.append(f"{n} of {variance.numel()} running variances are negative, down to {low:.3g}.")
         return True
-    if eps != 0 or not numbers.nan:
+    if eps != 0 or not look.numbers.nan:
         return False
     event.kind, event.constant, event.remedy = "division by zero", 0.0, "eps"
     event.why.append(f"{event.count} of {event.of} are divided by a deviation of 0, and eps, which is added, is 0.")
     return True
 
 
-def of_determinant(
-    event: Event,
-    name: str,
-    operands: list[Tensor],
-    arguments: tuple[Any, ...],
-    options: Any,
-    no_number: Tensor,
-    numbers: Glance,
-) -> bool:
+def of_determinant(event: Event, look: Look) -> bool:
     """The logarithm of a determinant that is 0, or negative."""
-    if row_of(name).kind is not Kind.LOG_DETERMINANT or not operands or not bool(operands[0].isfinite().all()):
+    if (
+        row_of(look.name).kind is not Kind.LOG_DETERMINANT
+        or not look.operands
+        or not bool(look.operands[0].isfinite().all())
+    ):
         return False
-    singular = numbers.minus
+    singular = look.numbers.minus
     event.kind = "logarithm of zero" if singular else "logarithm of a negative number"
     which = "0: it is singular" if singular else "negative"
     event.why.append(f"The determinant of {singular or event.count} of {event.of} matrices is {which}.")
     return True
 
 
-def of_poles(
-    event: Event, name: str, operands: list[Tensor], arguments: tuple[Any, ...], options: Any, no_number: Tensor, _: Any
-) -> bool:
+def of_poles(event: Event, look: Look) -> bool:
     """A gamma function has no value at 0, -1, -2, ..."""
-    if row_of(name).kind is not Kind.GAMMA or not operands:
+    if row_of(look.name).kind is not Kind.GAMMA or not look.operands:
         return False
-    x, row = operands[-1], row_of(name)
-    degree = next((int(a) for a in arguments if isinstance(a, int)), 1) if row.name == "mvlgamma" else 1
+    x, row = look.operands[-1], row_of(look.name)
+    degree = next((int(a) for a in look.arguments if isinstance(a, int)), 1) if row.name == "mvlgamma" else 1
     shifted = torch.stack([x - i / 2 for i in range(degree)])  # it adds gamma functions at x, x - 1/2, x - 1, ...
     poles = ((shifted <= 0) & (shifted == shifted.floor()) & shifted.isfinite()).any(0)
     if not bool(poles.any()):
