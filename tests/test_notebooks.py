@@ -36,6 +36,7 @@ def pictures_of(path: Path) -> list[bytes]:
     return [base64.b64decode(data["image/png"]) for data in shown if "image/png" in data]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_the_notebook_shows_what_it_stores(path: Path) -> None:
     done = store("--check", path)
@@ -123,7 +124,7 @@ def test_a_tag_says_how_the_numbers_of_a_cell_are_compared(tag: str, stored: str
     assert not all(alike(stored.splitlines(), far.splitlines(), tags))
 
 
-# For the tier `full`: two processes with six trainings each, half a minute.
+# Two processes with six trainings each: half a minute.
 TRAININGS = """
 import json, statistics
 from ada_loss.lab.tasks import digits
@@ -139,6 +140,7 @@ print(json.dumps([last, lines]))
 OTHER_PROCESSOR = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 
 
+@pytest.mark.full
 def test_a_training_on_another_processor_has_other_digits_and_shows_the_same() -> None:
     alike = runpy.run_path(str(STORE))["alike"]
     shown = []

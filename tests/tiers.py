@@ -35,9 +35,10 @@ LEFT_OUT = pytest.StashKey[int]()  # how many cases
 WITHOUT_EXTRAS = "without_extras_the_packages_round_and_every_part_of_the_lab_names_the_extra"
 WHEEL = "the_wheel_would_hold_both_packages_with_their_types_and_data_and_nothing_else"
 SDIST = "the_sdist_would_hold_every_file_of_the_repository"
-# Tests that are in `full` with all of their cases, and the smaller one of the file that stands for each by default.
+SOME_EXECUTED = "fpsim/cuda/test_executed.py::test_some_kernels_as_ptx_and_executed"
+# Tests that are in `full` with all of their cases, and the smaller one that stands for each by default.
 SISTERS = {
-    f"tests/{file}::test_{test}": f"tests/{file}::test_{sister}"
+    f"tests/{file}::test_{test}": f"tests/{sister if '::' in sister else f'{file}::test_{sister}'}"
     for file, sisters in {
         "test_distribution.py": {
             "the_wheel_rounds_where_only_its_requirements_are": WITHOUT_EXTRAS,
@@ -63,6 +64,22 @@ SISTERS = {
                 "a_task_that_cannot_travel_fails_its_cells_with_the_reason"
             ),
             "a_local_cluster_listens_on_the_loopback_alone": "nobody_else_connects_to_a_local_cluster",
+        },
+        "test_notebooks.py": {
+            "the_notebook_shows_what_it_stores": "a_notebook_is_stored_and_another_output_is_told",
+            "a_training_on_another_processor_has_other_digits_and_shows_the_same": (
+                "a_tag_says_how_the_numbers_of_a_cell_are_compared"
+            ),
+        },
+        "fpsim/cuda/test_cuda.py": {
+            "the_kernels_in_the_simulator": "some_kernels_in_the_simulator",
+            "the_kernels_as_ptx": SOME_EXECUTED,
+        },
+        "fpsim/cuda/test_executed.py": {"the_rounding_kernels": SOME_EXECUTED},
+        "fpsim/cuda/test_executed_others.py": {
+            "the_rounding_kernels_that_let_masks_pass": SOME_EXECUTED,
+            "the_other_kernels": SOME_EXECUTED,
+            "a_change_of_one_instruction_is_found": SOME_EXECUTED,
         },
     }.items()
     for test, sister in sisters.items()
