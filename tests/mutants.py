@@ -254,7 +254,12 @@ def run_tests(checkout: Path, tests: Sequence[str], tier: str, cache_folder: Pat
     """What failed first of these tests; None if all passed, or if the time was up."""
     listed = checkout / "tests-to-run"
     listed.write_text("\n".join(tests))
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "NUMBA_CACHE_DIR": str(cache_folder)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(checkout),
+        "NUMBA_CACHE_DIR": str(cache_folder),
+        "PYTEST_ADDOPTS": "",
+    }
     selection = {"default": "not full and not slow", "full": "full and not slow"}[tier]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--tb=line"]
     try:
