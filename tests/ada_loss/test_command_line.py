@@ -20,6 +20,7 @@ import pytest
 import torch
 import typer
 from children import environment, heed_ctrl_c
+from tiers import parametrize
 
 from ada_loss.__main__ import app, main
 from ada_loss.lab.cells.ledger import Ledger
@@ -136,7 +137,7 @@ def task(seed):
 """
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@parametrize("workers", [1, 2], keep={1})  # two start a cluster
 def test_a_task_beside_the_yaml_or_in_the_current_folder_is_found_by_workers_too(tmp_path: Path, workers: int) -> None:
     beside, current = tmp_path / "beside", tmp_path / "current"
     names = {beside: f"mine_beside_{workers}", current: f"mine_current_{workers}"}

@@ -703,13 +703,17 @@ def test_a_real_tensor_of_another_dtype_is_widened_before_it_is_cast() -> None:
 
 def test_a_loop_in_one_block_keeps_nothing() -> None:
     weight, x, counts = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4), []
-    with emulate("bf16"):
-        for _ in range(30):
-            y = F.linear(x, weight)
-            (y * weight[0]).to(y.dtype).sum().backward()
-            weight.grad = None
-            gc.collect()
-            counts.append(sum(1 for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)))
+    gc.freeze()  # what other tests have left is not looked through thirty times
+    try:
+        with emulate("bf16"):
+            for _ in range(30):
+                y = F.linear(x, weight)
+                (y * weight[0]).to(y.dtype).sum().backward()
+                weight.grad = None
+                gc.collect()
+                counts.append(sum(1 for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)))
+    finally:
+        gc.unfreeze()
     assert counts[-1] == counts[10]
 
 
