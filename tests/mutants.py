@@ -293,7 +293,8 @@ def judged(mutation: Mutation, contexts: Sequence[str], folder: Path, seconds: M
             tests.sort(key=lambda test: seconds.get(tiers.file_of(test), 0.0))  # quick ones first
             if is_of_kernels(mutation.file):
                 tests = [*TESTS_OF_KERNELS]
-            if tests and (first := run_tests(checkout, tests, tier, checkout / "loops")):
+            # one cache for all: machine code is kept under a name that covers the sources that are compiled in
+            if tests and (first := run_tests(checkout, tests, tier, folder / "loops")):
                 outcome |= {"found by": tier, "first": first}
                 break
         return outcome | {"seconds": round(time.monotonic() - began, 1)}
