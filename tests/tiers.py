@@ -65,6 +65,11 @@ SISTERS = {
             ),
             "a_local_cluster_listens_on_the_loopback_alone": "nobody_else_connects_to_a_local_cluster",
         },
+        "ada_loss/test_command_line.py": {
+            "a_search_that_is_stopped_names_the_command_that_goes_on": (
+                "a_search_that_is_stopped_between_two_trainings_says_so"
+            ),
+        },
         "test_notebooks.py": {
             "the_notebook_shows_what_it_stores": "a_notebook_is_stored_and_another_output_is_told",
             "a_training_on_another_processor_has_other_digits_and_shows_the_same": (

@@ -124,13 +124,17 @@ def formats(draw: st.DrawFn) -> FloatFormat:
         hypothesis.reject()
 
 
-@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
-@hypothesis.given(formats(), st.sampled_from(DETERMINISTIC), st.sampled_from([None, *OVERFLOWS]))
-def test_any_format_rounds_as_the_oracle_says(f: FloatFormat, rounding: str, overflow: str | None) -> None:
-    hypothesis.assume(overflow in (None, "saturate") or getattr(f, f"has_{overflow}"))
-    for dtype in (torch.float32, torch.float64):
-        x = corners.__wrapped__(f, dtype, stride=max(1, len(oracle_format(f).magnitudes) // 30))
-        assert differing(x, round_to(x, f, rounding, overflow), expected_by_oracle(f, x, rounding, overflow)) == []
+@parametrize("count", [20, 150], keep={20})
+def test_any_format_rounds_as_the_oracle_says(count: int) -> None:
+    @hypothesis.settings(max_examples=count, deadline=None, derandomize=True)
+    @hypothesis.given(formats(), st.sampled_from(DETERMINISTIC), st.sampled_from([None, *OVERFLOWS]))
+    def rounds_as_the_oracle_says(f: FloatFormat, rounding: str, overflow: str | None) -> None:
+        hypothesis.assume(overflow in (None, "saturate") or getattr(f, f"has_{overflow}"))
+        for dtype in (torch.float32, torch.float64):
+            x = corners.__wrapped__(f, dtype, stride=max(1, len(oracle_format(f).magnitudes) // 30))
+            assert differing(x, round_to(x, f, rounding, overflow), expected_by_oracle(f, x, rounding, overflow)) == []
+
+    rounds_as_the_oracle_says()
 
 
 @pytest.mark.parametrize("overflow", OVERFLOWS)
