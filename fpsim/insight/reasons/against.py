@@ -150,10 +150,9 @@ def _gradient_ends(operation: Operation, at: Operation) -> Ends:
     return max(ends, key=lambda e: (e.smallest, -e.largest)) if ends else Ends.of_dtype(torch.float32)
 
 
-def error_event(seen: Keeping, reference: Keeping) -> tuple[Event | None, float, list[dict[str, Any]]]:
-    """The first result of which nothing is left, or where the error grows most; the largest error; a row for each."""
+def error_event(seen: Keeping, reference: Keeping) -> tuple[Event | None, float]:
+    """The first result of which nothing is left, or where the error grows most; and the largest error."""
     errors, worst = Errors(), 0.0
-    rows: list[dict[str, Any]] = []
     grown: Callable[[], Event] | None = None
     begins = None
     for key in seen.order:
@@ -165,17 +164,16 @@ def error_event(seen: Keeping, reference: Keeping) -> tuple[Event | None, float,
         worst = max(worst, error)
         if not operation.computes:
             continue
-        rows.append({"site": operation.site, "call": operation.call, "relative": error, "entering": entering})
         if error and begins is None:
             begins = error
         if nothing_is_left(error, entering):
             event = _grown_event if _is_difference(operation, true) else _gone_event
-            return event(operation, mine, true, error, entering), error, rows
+            return event(operation, mine, true, error, entering), error
         growth = error / max(entering, 1e-12) if entering else 0.0
         is_new = not entering and begins is not None and error >= GROWN * begins
         if error >= LARGE and (growth >= GROWN or is_new) and error >= GROWN * (begins or 0.0) and grown is None:
             grown = partial(_grown_event, operation, mine, true, error, entering)
-    return None if grown is None else grown(), worst, rows
+    return None if grown is None else grown(), worst
 
 
 def _measured(errors: Errors, operation: Operation, mine: Tensor, true: Tensor) -> float:

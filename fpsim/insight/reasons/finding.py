@@ -187,7 +187,7 @@ class _Checks:
         if lost is None:
             return []
         self.result.float32 = self.reference.loss
-        earlier, _, _ = error_event(self.seen, self.reference.seen)  # a lost result takes its gradients with it
+        earlier, _ = error_event(self.seen, self.reference.seen)  # a lost result takes its gradients with it
         return [lost] if earlier is None else [earlier, lost]
 
     def _accumulated(self) -> list[Event]:
@@ -205,7 +205,7 @@ class _Checks:
         if not self.reference.is_wanted:
             checked.append("The model computes in float32 or more: there is nothing to compare it with.")
             return []
-        error, worst, _ = error_event(self.seen, self.reference.seen)
+        error, worst = error_event(self.seen, self.reference.seen)
         self.result.float32 = self.reference.loss
         checked.append(f"Against float32: the largest relative error of a result is {worst:.3g}.")
         return [] if error is None else [error]
