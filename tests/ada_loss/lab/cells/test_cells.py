@@ -14,6 +14,7 @@ import subprocess
 import sys
 import types
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -301,37 +302,37 @@ def test_a_tensor_is_known_by_its_values_however_it_lies(data: Any) -> None:
     assert ids(closed_over(data), ["fp16"], ["none"]) == ids(closed_over(plain), ["fp16"], ["none"])
 
 
+def identities(folder: Path, texts: Sequence[str], hash_seed: int) -> list[str]:
+    """What a process of its own prints of these scripts, each run as `python mine.py` would."""
+    files = [folder / str(number) / "mine.py" for number in range(len(texts))]
+    for file, text in zip(files, texts, strict=True):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(
+            text + "from ada_loss.lab.cells.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
+        )
+    code = "import runpy, sys\nfor file in sys.argv[1:]: runpy.run_path(file, run_name='__main__')"
+    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+    done = subprocess.run([sys.executable, "-c", code, *files], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
 def test_the_identity_of_a_task_with_data_is_the_same_in_every_process(tmp_path: Path) -> None:
     code = "import numpy as np, torch\nx, z = torch.arange(3.0), np.ones(2)\n"
     code += "y = {'a': [np.arange(3)], 'b': {'u', 'v'}}\n"
     code += "def mine(seed, *, x=x):\n    def loss():\n        return z\n    return y, loss\n"
-    code += "from ada_loss.lab.cells.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
-    told = []
-    changes = (
-        ("", ""),
-        ("", ""),
-        ("arange(3.0)", "arange(1.0, 4.0)"),
-        ("[np.arange(3)]", "[-np.arange(3)]"),
-        ("ones", "zeros"),
-    )
-    for number, (old, new) in enumerate(changes):
-        assert old in code
-        (tmp_path / "mine.py").write_text(code.replace(old, new))
-        environment = {**os.environ, "PYTHONHASHSEED": str(number)}
-        command = [sys.executable, tmp_path / "mine.py"]
-        told.append(subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout)
-    assert told[0] == told[1]
+    changes = {"arange(3.0)": "arange(1.0, 4.0)", "[np.arange(3)]": "[-np.arange(3)]", "ones": "zeros"}
+    assert all(old in code for old in changes)
+    texts = [code, *(code.replace(old, new) for old, new in changes.items())]
+    told = identities(tmp_path, texts, hash_seed=1)
+    assert told == identities(tmp_path, texts, hash_seed=2)
     assert len({*told}) == 4
 
 
 def test_a_class_of_a_notebook_that_is_changed_makes_another_task(tmp_path: Path) -> None:
     code = "things = [object()]\nclass Net:\n    width = 3\ndef mine(seed):\n    return Net.width, things\n"
-    code += "from ada_loss.lab.cells.cells import plan\nprint(plan(mine, ['fp16'], ['none'])[0].id)\n"
-    told = []
-    for text in (code, code, code.replace("3", "4")):
-        (tmp_path / "mine.py").write_text(text)
-        told.append(subprocess.run([sys.executable, tmp_path / "mine.py"], capture_output=True, text=True).stdout)
-    assert told[0] == told[1] != told[2]
+    first, second, changed = identities(tmp_path, [code, code, code.replace("3", "4")], hash_seed=0)
+    assert first == second != changed
 
 
 @pytest.mark.parametrize(
