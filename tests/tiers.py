@@ -65,6 +65,11 @@ SISTERS = {
             ),
             "a_local_cluster_listens_on_the_loopback_alone": "nobody_else_connects_to_a_local_cluster",
         },
+        "ada_loss/lab/sweep/test_sweep_branches.py": {
+            "a_first_training_that_is_killed_behind_the_branch_is_not_needed_again": (
+                "an_interrupted_sweep_goes_on_from_what_was_shared"
+            ),
+        },
         "ada_loss/test_command_line.py": {
             "a_search_that_is_stopped_names_the_command_that_goes_on": (
                 "a_search_that_is_stopped_between_two_trainings_says_so"

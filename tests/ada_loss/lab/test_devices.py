@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
+import tiers
 
 HEAD = """
 import torch
@@ -25,7 +25,7 @@ def said(code: str) -> list[str]:
     )
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "before",
     [
         "pass",
@@ -35,6 +35,7 @@ def said(code: str) -> list[str]:
         "torch.backends.fp32_precision = 'tf32'",
         "torch.backends.fp32_precision = 'ieee'",
     ],
+    keep={"cudnn.conv.fp32_precision = 'tf32'; cudnn.rnn.fp32_precision = 'ieee'"},  # each is a process
 )
 def test_convolutions_are_not_computed_in_tf32_on_a_card_and_as_before_afterwards(before: str) -> None:
     code = """
@@ -53,7 +54,7 @@ except KeyError:
     assert inside == INSIDE
 
 
-@pytest.mark.parametrize("before", [True, False])
+@tiers.parametrize("before", [True, False], keep={True})
 def test_the_older_of_torchs_two_interfaces_says_the_same(before: bool) -> None:
     code = f"""
 cudnn.allow_tf32 = {before}

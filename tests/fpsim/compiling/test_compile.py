@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 
 import fpsim
 from fpsim.compiling.sources import SOURCES
@@ -108,7 +109,9 @@ def run(folder: Path, **environment: str) -> tuple[list[str], str]:
 NEW, KEPT = ["compiled", "compiled", "loaded", "loaded"], ["loaded"] * 4
 
 
-@pytest.mark.parametrize("edited", ["kernels/core.py", "kernels/statistics.py", "compiling/compile.py"])
+@tiers.parametrize(
+    "edited", ["kernels/core.py", "kernels/statistics.py", "compiling/compile.py"], keep={"kernels/statistics.py"}
+)
 def test_an_edit_of_a_file_that_is_compiled_in_compiles_anew(edited: str, house: Path) -> None:
     assert [run(house), run(house)] == [(NEW, ""), (KEPT, "")]
     with (house / "fpsim" / edited).open("a") as file:
@@ -129,7 +132,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@tiers.parametrize("damage", DAMAGES, keep={"flipped"})
 def test_a_damaged_file_is_compiled_anew_and_replaced(damage: str, house: Path) -> None:
     assert run(house) == (NEW, "")
     files = sorted(house.rglob("*.o"))

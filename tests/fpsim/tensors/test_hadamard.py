@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import tiers
 import torch
 from scipy.linalg import hadamard as sylvester
 from torch import Tensor
@@ -15,6 +16,7 @@ from fpsim import Hadamard, hadamard
 from fpsim.tensors.hadamard import padded_to_groups
 
 SIZES = [2**k for k in range(1, 11)]
+FEW = {2, 16, 1024}  # each compiles a loop
 FIXED = np.array([1 if sign == "+" else -1 for sign in "+++-+------+-+--"])  # NVIDIA TransformerEngine
 KEY = torch.tensor(0x123456789ABCDEF)
 
@@ -46,7 +48,7 @@ def in_stages(x: np.ndarray, size: int) -> np.ndarray:
     return x * x.dtype.type(size**-0.5)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@tiers.parametrize("size", SIZES, keep=FEW)
 def test_it_multiplies_each_group_by_the_matrix_of_sylvester(size: int) -> None:
     x = torch.randn(3, 2 * size, dtype=torch.float64)
     # each of log2(size) sums, the product and the factor round once, relative to at most sum|x| / sqrt(size)
@@ -55,14 +57,14 @@ def test_it_multiplies_each_group_by_the_matrix_of_sylvester(size: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(5, 1024), (1, 1024), (37, 2048)], ids=str)
-@pytest.mark.parametrize("size", SIZES)
+@tiers.parametrize("size", SIZES, keep=FEW)
 def test_float32_is_added_in_the_order_of_the_fast_transform(size: int, shape: tuple[int, int]) -> None:
     x = torch.randn(shape) * 2.0 ** torch.randint(-20, 20, shape)
     assert np.array_equal(hadamard(x, Hadamard(size)).numpy(), in_stages(x.numpy(), size))
 
 
 @pytest.mark.parametrize("signs", [None, "fixed"])
-@pytest.mark.parametrize("size", [4, 16, 64, 256, 1024])
+@tiers.parametrize("size", [4, 16, 64, 256, 1024], keep=FEW)
 def test_small_integers_are_transformed_exactly_where_the_root_is_a_power_of_two(size: int, signs: str | None) -> None:
     x = integers(7, 2 * size) * 2.0**-40
     expected = by_matrix(x, size, FIXED if signs else None)
@@ -75,7 +77,7 @@ def test_fixed_signs_begin_anew_after_16(size: int) -> None:
 
 
 @pytest.mark.parametrize("signs", [None, "fixed", "random"])
-@pytest.mark.parametrize("size", [4, 16, 64, 256])
+@tiers.parametrize("size", [4, 16, 64, 256], keep=FEW)
 def test_a_product_of_two_transformed_operands_is_the_product_of_the_operands(size: int, signs: str | None) -> None:
     x, w, transform = integers(9, 2 * size), integers(5, 2 * size), Hadamard(size, signs)
     # in float64, where the sums are exact in any order
@@ -96,7 +98,7 @@ def test_operands_that_are_padded_have_the_same_product(length: int, axis: int) 
     assert torch.equal(x @ w.T if axis else x.T @ w, expected)
 
 
-@pytest.mark.parametrize("size", [2, 16, 1024])
+@tiers.parametrize("size", [2, 16, 1024], keep=FEW)
 def test_random_signs_are_plus_or_minus_alike_and_independent(size: int) -> None:
     n = 2000
     signs = signs_of(Hadamard(size, "random"), *torch.arange(n))
@@ -121,7 +123,7 @@ def test_a_key_decides_random_signs_and_no_other() -> None:
     assert torch.equal(hadamard(x, Hadamard(64, "fixed"), key=KEY), hadamard(x, Hadamard(64, "fixed")))
 
 
-@pytest.mark.parametrize("size", [2, 16, 64])
+@tiers.parametrize("size", [2, 16, 64], keep=FEW)
 @pytest.mark.parametrize("inner", [1, 2, 3, 15, 16, 17, 40])
 def test_any_axis_gives_what_the_last_one_gives(size: int, inner: int) -> None:
     x = torch.randn(3, 2 * size, inner)

@@ -175,6 +175,7 @@ def test_workers_wait_for_what_they_share(tmp_path: Path, steps_taken: Any, expe
     assert steps_taken() == TRAINED_ONCE
 
 
+@pytest.mark.full
 def test_a_first_training_that_is_killed_behind_the_branch_is_not_needed_again(
     tmp_path: Path, steps_taken: Any, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
