@@ -75,6 +75,11 @@ SISTERS = {
                 "a_search_that_is_stopped_between_two_trainings_says_so"
             ),
         },
+        "fpsim/models/test_updates_on_ranks.py": {
+            "replicated_parameters_are_equal_on_two_ranks_and_have_moved": (
+                "shards_of_two_ranks_are_the_weights_of_one_process_bit_for_bit"
+            ),
+        },
         "test_notebooks.py": {
             "the_notebook_shows_what_it_stores": "a_notebook_is_stored_and_another_output_is_told",
             "a_training_on_another_processor_has_other_digits_and_shows_the_same": (

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiers
 from children import environment
 from leftovers import ENTRIES
 
@@ -34,9 +35,14 @@ def check(entries: list[str], signals: int, seed: int, timeout: float) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no interval timers")
-@pytest.mark.parametrize("entries", HALVES, ids=["one half", "the other"])
-def test_an_interrupt_at_any_instant_leaves_nothing_beyond_the_next_call(entries: list[str]) -> None:
-    check(entries, signals=130, seed=1, timeout=600)
+@tiers.parametrize(
+    ("entries", "signals"),
+    [([*ENTRIES], 30), (HALVES[0], 130), (HALVES[1], 130)],
+    ids=["all", "one half", "the other"],
+    keep=lambda _, signals: signals == 30,
+)
+def test_an_interrupt_at_any_instant_leaves_nothing_beyond_the_next_call(entries: list[str], signals: int) -> None:
+    check(entries, signals, seed=1, timeout=600)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from torch import Tensor, nn
 
@@ -59,7 +60,7 @@ def step(forward: Any, model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]
 MODELS = {"gpt2": gpt2, "llama": llama, "resnet": resnet}
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     ("name", "fmt"),
     [
         ("gpt2", "fp16"),
@@ -70,6 +71,7 @@ MODELS = {"gpt2": gpt2, "llama": llama, "resnet": resnet}
         ("resnet", "mxfp8_e5m2"),
     ],
     ids=str,
+    keep=lambda *case: case in {("gpt2", "fp16"), ("llama", "recipe:mxfp8")},
 )
 def test_a_compiled_model_is_one_graph_and_equals_the_emulation_bit_for_bit(name: str, fmt: str) -> None:
     model, inputs = MODELS[name]()
@@ -98,7 +100,7 @@ class Awkward(nn.Module):
         return {"y": torch.softmax(y * torch.rsqrt(wide + 1e-5).type_as(y), -1), "wide": [wide]}
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@tiers.parametrize("backend", ["aot_eager", "inductor"], keep={"aot_eager"})
 def test_stochastic_rounding_draws_what_it_draws_without_a_compiler(backend: str) -> None:
     plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     x, results = torch.randn(4, 8), []
@@ -197,7 +199,7 @@ def tensors_of(x: Any) -> list[Tensor]:
     return tensors_of(vars(x)) if hasattr(x, "__dict__") and not isinstance(x, type) else []
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     ("config", "cache"),
     [
         (transformers.LlamaConfig(), "DynamicCache"),
@@ -205,6 +207,7 @@ def tensors_of(x: Any) -> list[Tensor]:
         (transformers.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2), "EncoderDecoderCache"),
     ],
     ids=["llama", "sliding_window", "t5"],
+    keep=lambda config, _: config.model_type == "mistral",
 )
 def test_a_language_model_with_its_cache_is_one_graph_and_the_cache_goes_on(config: Any, cache: str) -> None:
     ids, inputs = torch.randint(4, 96, (2, 8)), {}

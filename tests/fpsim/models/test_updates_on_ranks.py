@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -116,6 +117,7 @@ def test_shards_of_two_ranks_are_the_weights_of_one_process_bit_for_bit(tmp_path
         assert all(saved["rows"] for saved in found), name
 
 
+@pytest.mark.full
 def test_replicated_parameters_are_equal_on_two_ranks_and_have_moved(tmp_path):
     run_ranks(tmp_path, "replicated")
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))

@@ -17,6 +17,7 @@ import numpy as np
 import own_trainings
 import pytest
 import sweep_tasks
+import tiers
 import torch
 
 from ada_loss.lab.cells.cells import Cell, plan
@@ -117,7 +118,7 @@ def test_a_training_killed_at_any_moment_gives_every_field_of_one_in_a_stretch(
         assert not checkpoint.exists()
 
 
-@pytest.mark.parametrize("method", ["torch", "adaptive"])
+@tiers.parametrize("method", ["torch", "adaptive"], keep={"adaptive"})
 def test_a_training_killed_in_every_step_gives_every_field_of_one_in_a_stretch(tmp_path: Path, method: str) -> None:
     cell, moments, kills = cell_of(method), random.Random(0), 0
     while dies(cell, tmp_path / "c.pt", moments.randint(6, 11)):  # of which a step has six
