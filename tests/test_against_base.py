@@ -43,6 +43,7 @@ def checkout(folder: Path, steps_for_small: int, steps_for_large: int) -> Path:
     return folder.resolve()
 
 
+@pytest.mark.full
 def test_work_that_takes_a_quarter_longer_is_worse_and_equal_work_is_not(
     against_base: ModuleType, tmp_path: Path
 ) -> None:

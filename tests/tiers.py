@@ -65,7 +65,21 @@ SISTERS = {
             ),
             "a_local_cluster_listens_on_the_loopback_alone": "nobody_else_connects_to_a_local_cluster",
         },
+        "ada_loss/lab/studies/test_search.py": {
+            "workers_try_several_at_once_on_one_cluster": (
+                "ada_loss/lab/sweep/test_sweep.py::test_every_engine_gives_equal_results"
+            ),
+        },
+        "ada_loss/lab/sweep/test_explained.py": {
+            "workers_are_asked_where_a_sweep_has_workers": "a_setting_that_falls_short_is_asked_with_one_seed",
+        },
+        "ada_loss/lab/sweep/test_killed_trainings.py": {
+            "a_training_killed_at_any_moment_gives_every_field_of_one_in_a_stretch": (
+                "a_training_killed_in_every_step_gives_every_field_of_one_in_a_stretch"
+            ),
+        },
         "ada_loss/lab/sweep/test_sweep_branches.py": {
+            "workers_wait_for_what_they_share": "trainings_that_begin_alike_are_trained_once_to_the_same_bits",
             "a_first_training_that_is_killed_behind_the_branch_is_not_needed_again": (
                 "an_interrupted_sweep_goes_on_from_what_was_shared"
             ),
@@ -73,6 +87,16 @@ SISTERS = {
         "ada_loss/test_command_line.py": {
             "a_search_that_is_stopped_names_the_command_that_goes_on": (
                 "a_search_that_is_stopped_between_two_trainings_says_so"
+            ),
+        },
+        "fpsim/tensors/test_verify.py": {
+            "the_quick_form_passes_and_prints_a_row_for_each_format_and_rounding_and_variant": (
+                "one_wrong_bit_is_found"
+            ),
+        },
+        "test_against_base.py": {
+            "work_that_takes_a_quarter_longer_is_worse_and_equal_work_is_not": (
+                "work_that_a_checkout_cannot_do_is_named_and_the_rest_is_measured"
             ),
         },
         "fpsim/models/test_updates_on_ranks.py": {

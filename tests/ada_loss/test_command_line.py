@@ -89,14 +89,14 @@ def test_a_sweep_runs_prints_its_table_and_names_its_report(tmp_path: Path) -> N
     assert f"Report: {report}" in done.stdout
     assert report.read_text().startswith("<!doctype html>")
     assert "8/8" in done.stderr  # the progress bar
-    again = alone("sweep", config, "--out", tmp_path / "out", "--json")
+    again = ada_loss("sweep", config, "--out", tmp_path / "out", "--json")
     assert json.loads(again.stdout)["counts"] == {"planned": 0, "running": 0, "done": 8, "failed": 0}
     more = ada_loss("sweep", config, "--out", tmp_path / "out", "--seeds", 3, "--json")
     assert json.loads(more.stdout)["counts"]["done"] == 12
 
 
 def test_failed_cells_are_an_exit_code_of_their_own(out: Path) -> None:
-    done = alone("resume", out, "--trust", code=1)
+    done = ada_loss("resume", out, "--trust", code=1)
     assert "RuntimeError: seed 1 is not to be had" in done.stdout
 
 
@@ -139,22 +139,23 @@ def task(seed):
 
 
 @parametrize("workers", [1, 2], keep={1})  # two start a cluster
-def test_a_task_beside_the_yaml_or_in_the_current_folder_is_found_by_workers_too(tmp_path: Path, workers: int) -> None:
-    beside, current = tmp_path / "beside", tmp_path / "current"
-    names = {beside: f"mine_beside_{workers}", current: f"mine_current_{workers}"}
-    beside.mkdir()
-    current.mkdir()
-    for folder, name in names.items():
-        (folder / f"{name}.py").write_text(MODULE)
-        config = beside / f"{name}.yaml"
-        config.write_text(CONFIG.replace("sweep_tasks:tiny", f"{name}:task"))
-        script = "import sys; from ada_loss.__main__ import main; sys.argv[0] = 'ada-loss'; main()"
-        # -P, as of the installed script: the current folder is not on the path by itself
-        words = ["sweep", config, "--out", tmp_path / name, "--workers", workers, "--json"]
-        command = [sys.executable, "-c", f"import sys; sys.path.remove('')\n{script}", *map(str, words)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=current, env=environment())
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["counts"]["done"] == 8
+@parametrize("place", ["beside", "current"], keep={"beside"})
+def test_a_task_beside_the_yaml_or_in_the_current_folder_is_found_by_workers_too(
+    tmp_path: Path, place: str, workers: int
+) -> None:
+    folders, name = {key: tmp_path / key for key in ("beside", "current")}, f"mine_{place}_{workers}"
+    for folder in folders.values():
+        folder.mkdir()
+    (folders[place] / f"{name}.py").write_text(MODULE)
+    config = folders["beside"] / f"{name}.yaml"
+    config.write_text(CONFIG.replace("sweep_tasks:tiny", f"{name}:task"))
+    script = "import sys; from ada_loss.__main__ import main; sys.argv[0] = 'ada-loss'; main()"
+    # -P, as of the installed script: the current folder is not on the path by itself
+    words = ["sweep", config, "--out", tmp_path / name, "--workers", workers, "--json"]
+    command = [sys.executable, "-c", f"import sys; sys.path.remove('')\n{script}", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folders["current"], env=environment())
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["counts"]["done"] == 8
 
 
 def test_a_sweep_that_was_killed_is_not_said_to_run(tmp_path: Path) -> None:

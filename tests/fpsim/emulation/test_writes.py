@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -114,7 +115,9 @@ def train_sharded(rank: int, fmt: str, recomputes: bool, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("fmt", "recomputes"), [("fp32", False), ("bf16", False), ("bf16", True)])
+@tiers.parametrize(
+    ("fmt", "recomputes"), [("fp32", False), ("bf16", False), ("bf16", True)], keep=lambda _, recomputes: recomputes
+)
 def test_fully_sharded_training_on_two_ranks_is_that_of_one_process(fmt: str, recomputes: bool, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = fpsim.quantize(make(), fmt)

@@ -11,6 +11,7 @@ import gfloat
 import numpy as np
 import oracle
 import pytest
+import tiers
 import torch
 from format_cases import GFLOAT, oracle_format
 
@@ -96,7 +97,7 @@ def test_the_page_of_literal_cases() -> None:
 
 
 @pytest.mark.parametrize("width", [32, 64])
-@pytest.mark.parametrize("f", FORMATS, ids=str)
+@tiers.parametrize("f", FORMATS, keep=tiers.every(3), ids=str)
 def test_every_random_word_decides_as_the_specification_says(f: FloatFormat, width: int) -> None:
     fmt = oracle_format(f)
     for i, x in enumerate(points(f, width)):

@@ -71,7 +71,7 @@ def test_small_integers_are_transformed_exactly_where_the_root_is_a_power_of_two
     assert np.array_equal(hadamard(x, Hadamard(size, signs)).double().numpy(), expected)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@tiers.parametrize("size", SIZES, keep=FEW)
 def test_fixed_signs_begin_anew_after_16(size: int) -> None:
     assert np.array_equal(signs_of(Hadamard(size, "fixed"), KEY)[0].numpy(), np.resize(FIXED, size))
 

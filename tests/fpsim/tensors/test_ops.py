@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import tiers
 import torch
 from format_cases import ML_DTYPES
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -544,7 +545,7 @@ def last():
 """
 
 
-@pytest.mark.parametrize("warm", [False, True])
+@tiers.parametrize("warm", [False, True], keep={True})
 def test_a_large_tensor_is_rounded_while_the_interpreter_ends(warm: bool) -> None:
     done = subprocess.run([sys.executable, "-c", LAST.format(warm=warm)], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("True\n", "")

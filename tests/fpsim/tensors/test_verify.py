@@ -34,6 +34,7 @@ def test_the_reference_is_the_oracle(fmt: str, rounding: str) -> None:
     assert same(torch.from_numpy(rounded_in_float64(x.numpy(), f, rounding)), expected)
 
 
+@pytest.mark.full
 def test_the_quick_form_passes_and_prints_a_row_for_each_format_and_rounding_and_variant() -> None:
     done = subprocess.run([sys.executable, "-m", "fpsim", "verify", "--quick"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

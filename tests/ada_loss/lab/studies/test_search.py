@@ -108,6 +108,7 @@ def test_a_search_that_is_killed_goes_the_same_way_again(tmp_path: Path) -> None
     assert (found.formats, found.rows) == (expected.formats, expected.rows)
 
 
+@pytest.mark.full
 def test_workers_try_several_at_once_on_one_cluster(tmp_path: Path) -> None:
     found = small(tmp_path, workers=2, trials=4)
     assert found.accuracy == found.baseline

@@ -109,6 +109,7 @@ def test_a_sweep_returns_its_results_where_why_fails_and_asks_again_the_next_tim
     assert digests(tmp_path) == before
 
 
+@pytest.mark.full
 def test_workers_are_asked_where_a_sweep_has_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver trains nothing itself: a cell that hangs or runs out of memory there would end the sweep."""
 

@@ -93,6 +93,7 @@ def dies(cell: Cell, checkpoint: Path, moment: int, every: int = 1) -> bool:
     return status == signal.SIGKILL
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "every"),
     [

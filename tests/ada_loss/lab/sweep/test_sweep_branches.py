@@ -170,6 +170,7 @@ def test_trainings_that_begin_alike_are_trained_once_to_the_same_bits(
     assert [*(tmp_path / "here" / "checkpoints").iterdir()] == []
 
 
+@pytest.mark.full
 def test_workers_wait_for_what_they_share(tmp_path: Path, steps_taken: Any, expected: dict[str, Any]) -> None:
     assert outcomes(swept(tmp_path / "two", workers=2, seeds=1)) == expected
     assert steps_taken() == TRAINED_ONCE
