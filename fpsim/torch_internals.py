@@ -6,6 +6,7 @@ silent (who else holds this gradient's memory?) it is measured at run time, and 
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import types
@@ -27,6 +28,7 @@ from fpsim.torch_modes import has_transform
 
 __all__ = [
     "FORMER",
+    "apart_from_compiler",
     "base_of",
     "blind_to_modes",
     "calibrate_holders",
@@ -273,6 +275,26 @@ def constant_under_compile(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def apart_from_compiler(function: Function) -> Function:
+    """Never trace calls of `function`, nor what it calls.
+
+    As torch.compiler.disable, whose import of torch._dynamo is most of the time in which fpsim would be imported: it is
+    not needed before something else has imported it, for nothing is traced till then.
+    """
+    disabled: Any = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def operation_homes() -> list[Any]:

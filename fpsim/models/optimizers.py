@@ -19,6 +19,7 @@ from fpsim.models.optimizer_state import check_state, loaded_copies, saved, with
 from fpsim.models.parameter_store import ParameterStore
 from fpsim.models.storing import local_part
 from fpsim.policies.update import Update, UpdateLike, as_update, updates_of
+from fpsim.torch_internals import apart_from_compiler
 from fpsim.torch_modes import guard_step, hook_steps, unguard_step, unhook_steps
 
 __all__ = [
@@ -223,7 +224,7 @@ class QuantizedOptimizer:
 
     # Around a step
 
-    @torch.compiler.disable
+    @apart_from_compiler
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._depth += 1
@@ -274,7 +275,7 @@ class QuantizedOptimizer:
                 {} if optimizer is None else optimizer.state.get(store.parameter, {}), self.seed, self.steps
             )
 
-    @torch.compiler.disable
+    @apart_from_compiler
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth = max(self._depth - 1, 0)
