@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[tiers.SPENT] = (Counter(), Counter())
-    config.stash[tiers.LEFT_OUT] = 0
+    config.stash[tiers.LEFT_OUT] = {}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -58,10 +58,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if (path := config.getoption("--write-tiers")) is not None:
         Path(path).write_text(json.dumps(collected))
     if not tier and not any("::" in argument for argument in config.args):  # a test that is named runs whole
-        left_out = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=left_out)
-        config.stash[tiers.LEFT_OUT] = len(left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        # Thousands of skips would take half a minute.
+        why = {id(item): reason for item in items if (reason := tiers.why_left_out(item)) is not None}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in why])
+        config.stash[tiers.LEFT_OUT] = dict(Counter(why.values()))
+        items[:] = [item for item in items if id(item) not in why]
     files = tiers.in_order((tiers.file_of(item.nodeid) for item in items), tier or "default")
     place = {file: number for number, file in enumerate(files)}
     items.sort(key=lambda item: place[tiers.file_of(item.nodeid)])
@@ -103,10 +104,12 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if (count := config.stash[tiers.LEFT_OUT]) > 0:
+    left_out = config.stash[tiers.LEFT_OUT]
+    if left_out:
         # xdist does not count what its workers leave out
-        terminalreporter.stats.setdefault("deselected", [SimpleNamespace() for _ in range(count)])
-        terminalreporter.write_line(f"{count} cases were left out. Run them with -m full.")
+        terminalreporter.stats.setdefault("deselected", [SimpleNamespace() for _ in range(sum(left_out.values()))])
+    for reason, count in left_out.items():
+        terminalreporter.write_line(f"{count} cases {reason}")
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from first_call import KINDS, first_and_second
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.full
 def test_a_second_process_finds_what_the_first_has_compiled() -> None:
     first, second = first_and_second(KINDS['round_to(x, "e4m3fn")'])
     assert second < first

@@ -76,6 +76,7 @@ def test_fpsim_warns_where_the_other_distribution_is_installed(theirs: Path) -> 
     assert "<string>:1: UserWarning: The distribution fpsim 1.0 is installed. It is another project" in done.stderr
 
 
+@pytest.mark.full
 def test_neither_says_anything_where_ours_is_alone() -> None:
     done = run("import ada_loss, sys; assert 'torch' not in sys.modules; import fpsim")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

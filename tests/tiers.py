@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 WHOLE = 16  # cases of a product that all run by default
 MINUTES = {"default": 8, "full": 26}  # of pytest on two cores, from an empty cache of loops
@@ -30,7 +31,7 @@ QUICK = 10  # seconds
 
 COLLECTED = pytest.StashKey[dict[str, list[str]]]()  # the tests of each tier, those that are left out too
 SPENT = pytest.StashKey[tuple[Counter[str], Counter[str]]]()  # cases and processor seconds of each file
-LEFT_OUT = pytest.StashKey[int]()  # how many cases
+LEFT_OUT = pytest.StashKey[dict[str, int]]()  # how many cases, by the reason
 
 WITHOUT_EXTRAS = "without_extras_the_packages_round_and_every_part_of_the_lab_names_the_extra"
 WHEEL = "the_wheel_would_hold_both_packages_with_their_types_and_data_and_nothing_else"
@@ -48,7 +49,9 @@ SISTERS = {
             "the_sdist_holds_every_file_of_the_repository": SDIST,
             "tests_of_the_sdist_run_where_it_was_unpacked": SDIST,
         },
-        "ada_loss/lab/sweep/test_sweep.py": {  # these start clusters of their own
+        "ada_loss/lab/sweep/test_sweep.py": {
+            # these start clusters of their own
+            "cells_run_where_their_resources_are": "what_dask_would_refuse_later_is_refused_in_words",
             "one_yaml_gives_equal_results_here_on_a_local_cluster_and_on_a_scheduler_started_by_hand": (
                 "every_engine_gives_equal_results"
             ),
@@ -100,9 +103,69 @@ SISTERS = {
             ),
         },
         "fpsim/models/test_updates_on_ranks.py": {
+            "shards_of_two_ranks_are_the_weights_of_one_process_bit_for_bit": (
+                "fpsim/emulation/test_writes.py::test_fully_sharded_training_on_two_ranks_is_that_of_one_process"
+            ),
             "replicated_parameters_are_equal_on_two_ranks_and_have_moved": (
                 "shards_of_two_ranks_are_the_weights_of_one_process_bit_for_bit"
             ),
+        },
+        "fpsim/compiling/test_kept.py": {
+            "a_process_that_outlives_an_update_keeps_nothing_under_the_name_of_the_new_sources": (
+                "fpsim/compiling/test_compile.py::test_an_edit_of_a_file_that_is_compiled_in_compiles_anew"
+            ),
+        },
+        "fpsim/compiling/test_native.py": {
+            "a_process_with_its_kernels_on_disk_trains_without_numba": (
+                "what_cannot_be_loaded_is_compiled_anew_and_replaced"
+            ),
+        },
+        "ada_loss/lab/studies/test_scaling_lab.py": {
+            "without_scaling_e4m3fn_learns_nothing_and_adaptive_scaling_needs_no_tuning": (
+                "adaptive_scaling_alone_is_good_at_every_depth"
+            ),
+        },
+        "ada_loss/integrations/test_integrations.py": {
+            "a_sweep_runs_over_transformers_trainer": "transformers_trainer_takes_the_steps_of_the_loop_by_hand",
+        },
+        "test_first_call.py": {
+            "a_second_process_finds_what_the_first_has_compiled": (
+                "fpsim/compiling/test_kept.py::test_processes_on_an_empty_folder_compile_a_loop_once"
+            ),
+        },
+        "ada_loss/lab/cells/test_cell_updates.py": {
+            "the_shipped_sweep_shows_what_to_nearest_loses": (
+                "a_sweep_names_updates_in_tables_and_verdicts_and_records_what_was_lost"
+            ),
+        },
+        "fuzz/test_fuzz_telemetry.py": {
+            "fuzz_damaged_telemetry_is_found_and_the_report_written": (
+                "ada_loss/lab/results/test_report.py::test_damaged_telemetry_costs_its_own_pictures_alone"
+            ),
+        },
+        "ada_loss/lab/sweep/test_progress.py": {
+            "on_a_terminal_there_is_a_bar": "without_a_terminal_there_are_plain_lines_from_the_first_moment_on",
+        },
+        "ada_loss/lab/tasks/test_tasks.py": {
+            "patches_can_be_learned_in_eight_bits": "a_seed_makes_the_weights_and_nothing_else",
+        },
+        "ada_loss/lab/test_devices.py": {
+            "the_older_of_torchs_two_interfaces_says_the_same": (
+                "convolutions_are_not_computed_in_tf32_on_a_card_and_as_before_afterwards"
+            ),
+        },
+        "fpsim/policies/test_delayed.py": {
+            "two_ranks_have_the_scales_of_the_larger_amax": (
+                "ada_loss/layerwise/test_layerwise_ddp.py::test_gradients_are_unscaled_before_they_are_reduced"
+            ),
+        },
+        "fpsim/tensors/test_ops.py": {
+            "where_no_thread_can_be_started_one_does_it_all_and_none_does_it_later": (
+                "a_large_tensor_is_rounded_while_the_interpreter_ends"
+            ),
+        },
+        "test_namesake.py": {
+            "neither_says_anything_where_ours_is_alone": "fpsim_warns_where_the_other_distribution_is_installed",
         },
         "test_notebooks.py": {
             "the_notebook_shows_what_it_stores": "a_notebook_is_stored_and_another_output_is_told",
@@ -203,6 +266,15 @@ def tier_of(item: pytest.Item) -> str:
     if item.get_closest_marker("slow") or item.get_closest_marker("gpu"):
         return "other"
     return "full" if item.get_closest_marker("full") else "default"
+
+
+def why_left_out(item: pytest.Item) -> str | None:
+    """Why a run without -m leaves a case out; None where it runs."""
+    if item.get_closest_marker("slow"):
+        return "are exhaustive. Run them with -m slow."
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        return "need a CUDA device. Run them with -m gpu where there is one."
+    return "were left out. Run them with -m full." if item.get_closest_marker("full") else None
 
 
 def file_of(nodeid: str) -> str:

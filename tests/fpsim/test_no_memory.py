@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
 from children import environment
 from leftovers import left_on
@@ -88,7 +89,7 @@ def run_kernels(kind: str) -> None:
         print(f"{name}: {said}", flush=True)
 
 
-@pytest.mark.parametrize("kind", WITHOUT)
+@tiers.parametrize("kind", WITHOUT, keep={"freed"})  # each is a process
 def test_no_kernel_looks_at_address_0(kind: str) -> None:
     code = f"import test_no_memory; test_no_memory.run_kernels({kind!r})"
     settings = environment()

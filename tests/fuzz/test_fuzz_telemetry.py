@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from damage import accidents, damaged
 from fuzzing import documented, fuzz
 from hypothesis import strategies as st
@@ -29,6 +30,7 @@ def finished() -> tempfile.TemporaryDirectory[str]:
 
 
 @fuzz(60, happened=accidents(), which=st.integers(0, 3), with_digests=st.booleans())
+@pytest.mark.full
 def test_fuzz_damaged_telemetry_is_found_and_the_report_written(happened: Any, which: int, with_digests: bool) -> None:
     source = finished()
     whole = Results(source.name)

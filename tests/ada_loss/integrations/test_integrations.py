@@ -196,6 +196,7 @@ def with_trainer(job: Job) -> dict[str, float]:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.full
 def test_a_sweep_runs_over_transformers_trainer(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     results = ada_loss.sweep(

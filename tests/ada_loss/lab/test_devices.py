@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import tiers
 
 HEAD = """
+import pytest
 import torch
 from torch.backends import cudnn
 from ada_loss.lab.devices import float32_in_full
@@ -54,7 +56,8 @@ except KeyError:
     assert inside == INSIDE
 
 
-@tiers.parametrize("before", [True, False], keep={True})
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.full
 def test_the_older_of_torchs_two_interfaces_says_the_same(before: bool) -> None:
     code = f"""
 cudnn.allow_tf32 = {before}

@@ -315,7 +315,7 @@ def train_in_one(system: str) -> dict[str, Any]:
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 @tiers.parametrize("system", RULES, keep=tiers.every(len(RULES)))  # each is two processes
 def test_an_overflow_on_one_rank_is_retried_on_both_and_scales_agree(system: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     ranks = []
     for rank in ("0", "1"):
         command = [sys.executable, __file__, rank, str(tmp_path / "store"), system]

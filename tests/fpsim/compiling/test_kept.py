@@ -140,8 +140,9 @@ print(fpsim.round_to(torch.tensor([1.125]), "e5m2").tolist())
 """
 
 
-@tiers.parametrize("updates", [1, 2], keep={1})  # each is two processes
+@pytest.mark.parametrize("updates", [2])
 @pytest.mark.timeout(300)
+@pytest.mark.full
 def test_a_process_that_outlives_an_update_keeps_nothing_under_the_name_of_the_new_sources(
     tmp_path: Path, updates: int
 ) -> None:

@@ -47,6 +47,7 @@ def python(code: str, folder: Path) -> str:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.full
 def test_a_process_with_its_kernels_on_disk_trains_without_numba(tmp_path: Path) -> None:
     assert [python(TRAINING, tmp_path), python(TRAINING, tmp_path)] == ["True", "False"]
 

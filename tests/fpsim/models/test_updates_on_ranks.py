@@ -102,6 +102,7 @@ def run_ranks(folder: Path, kind: str) -> None:
     assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]
 
 
+@pytest.mark.full
 def test_shards_of_two_ranks_are_the_weights_of_one_process_bit_for_bit(tmp_path):
     """FSDP2. The random bits of an element follow from its place in the whole parameter."""
     run_ranks(tmp_path, "sharded")

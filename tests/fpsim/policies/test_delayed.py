@@ -354,6 +354,7 @@ def amax_of(rank: int, step: int, i: int) -> float:
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
+@pytest.mark.full
 def test_two_ranks_have_the_scales_of_the_larger_amax(tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, __file__]

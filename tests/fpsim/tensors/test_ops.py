@@ -571,6 +571,7 @@ print(out.abs().max().item())
 """
 
 
+@pytest.mark.full
 def test_where_no_thread_can_be_started_one_does_it_all_and_none_does_it_later() -> None:
     done = subprocess.run([sys.executable, "-c", NO_THREADS], capture_output=True, text=True)
     assert (done.stdout.split(), done.stderr) == (["none", "True", "True", "0.0"], "")

@@ -234,6 +234,7 @@ def test_a_sweep_of_ones_own_training_has_updates(tmp_path: Path) -> None:
     assert list(curves_of(results.telemetry(last["id"]))["updates/lost"][0]) == [0, 10]
 
 
+@pytest.mark.full
 def test_the_shipped_sweep_shows_what_to_nearest_loses(tmp_path: Path) -> None:
     """`ada-loss sweep updates` with one seed, one rate and 12 steps."""
     read = with_settings(read_sweep("updates"), ["seeds=1", "task_options.steps=12", "also=[]"])

@@ -74,6 +74,7 @@ def test_the_trials_table_and_picture(rows: list[dict[str, object]]) -> None:
     assert figure_bytes(plot_depth(rows))[:4] == b"\x89PNG"
 
 
+@pytest.mark.full
 def test_without_scaling_e4m3fn_learns_nothing_and_adaptive_scaling_needs_no_tuning(tmp_path: Path) -> None:
     policy = {"error": "e4m3fn", "weight_grad": "e4m3fn"}
     options = {"epochs": 12, "optimizer": "adam", "learning_rate": 1e-3}

@@ -37,6 +37,7 @@ def test_without_a_terminal_there_are_plain_lines_from_the_first_moment_on(tmp_p
     assert said.stdout == ""
 
 
+@pytest.mark.full
 def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))

@@ -488,6 +488,7 @@ def test_what_is_an_address_is_taken(engine: str) -> None:
     assert Execution(engine=engine).chosen_engine == engine
 
 
+@pytest.mark.full
 def test_cells_run_where_their_resources_are(tmp_path: Path, local: str) -> None:
     with open_engine(Execution(engine="local", resources={"GPU": 1})) as engine:
         results = small(tmp_path / "slots", engine=engine.name, resources={"GPU": 1})

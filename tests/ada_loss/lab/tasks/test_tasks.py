@@ -71,6 +71,7 @@ def test_characters_are_followed_by_the_next_ones_and_the_test_is_the_end_of_the
     assert run.metrics["accuracy"] > 0.2
 
 
+@pytest.mark.full
 def test_patches_can_be_learned_in_eight_bits() -> None:
     task = patches()
     small = Task(
