@@ -66,6 +66,7 @@ def test_work_that_a_checkout_cannot_do_is_named_and_the_rest_is_measured(
     assert str(base) in str(found[LARGE])
 
 
+@pytest.mark.full
 def test_a_process_with_another_fpsim_than_its_checkouts_ends_with_an_error(
     against_base: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

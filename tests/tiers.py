@@ -50,6 +50,9 @@ SISTERS = {
             "tests_of_the_sdist_run_where_it_was_unpacked": SDIST,
         },
         "ada_loss/lab/sweep/test_sweep.py": {
+            "a_driver_that_is_killed_twenty_times_loses_and_doubles_nothing": (
+                "killing_a_driver_ends_its_workers_and_its_cells_are_run_again"
+            ),
             # these start clusters of their own
             "cells_run_where_their_resources_are": "what_dask_would_refuse_later_is_refused_in_words",
             "one_yaml_gives_equal_results_here_on_a_local_cluster_and_on_a_scheduler_started_by_hand": (
@@ -69,6 +72,9 @@ SISTERS = {
             "a_local_cluster_listens_on_the_loopback_alone": "nobody_else_connects_to_a_local_cluster",
         },
         "ada_loss/lab/studies/test_search.py": {
+            "the_states_of_the_optimizer_are_searched_as_a_role_is": (
+                "the_answer_keeps_the_accuracy_and_no_bit_can_be_taken_from_it"
+            ),
             "workers_try_several_at_once_on_one_cluster": (
                 "ada_loss/lab/sweep/test_sweep.py::test_every_engine_gives_equal_results"
             ),
@@ -88,6 +94,9 @@ SISTERS = {
             ),
         },
         "ada_loss/test_command_line.py": {
+            "a_sweep_that_was_killed_is_not_said_to_run": (
+                "ada_loss/lab/sweep/test_sweep.py::test_killing_a_driver_ends_its_workers_and_its_cells_are_run_again"
+            ),
             "a_search_that_is_stopped_names_the_command_that_goes_on": (
                 "a_search_that_is_stopped_between_two_trainings_says_so"
             ),
@@ -98,6 +107,9 @@ SISTERS = {
             ),
         },
         "test_against_base.py": {
+            "a_process_with_another_fpsim_than_its_checkouts_ends_with_an_error": (
+                "work_that_a_checkout_cannot_do_is_named_and_the_rest_is_measured"
+            ),
             "work_that_takes_a_quarter_longer_is_worse_and_equal_work_is_not": (
                 "work_that_a_checkout_cannot_do_is_named_and_the_rest_is_measured"
             ),
@@ -107,7 +119,7 @@ SISTERS = {
                 "fpsim/emulation/test_writes.py::test_fully_sharded_training_on_two_ranks_is_that_of_one_process"
             ),
             "replicated_parameters_are_equal_on_two_ranks_and_have_moved": (
-                "shards_of_two_ranks_are_the_weights_of_one_process_bit_for_bit"
+                "fpsim/emulation/test_writes.py::test_fully_sharded_training_on_two_ranks_is_that_of_one_process"
             ),
         },
         "fpsim/compiling/test_kept.py": {
@@ -166,6 +178,29 @@ SISTERS = {
         },
         "test_namesake.py": {
             "neither_says_anything_where_ours_is_alone": "fpsim_warns_where_the_other_distribution_is_installed",
+        },
+        "ada_loss/lab/tasks/test_scenes.py": {
+            "scenes_are_learned_in_a_few_steps": (
+                "perfect_outputs_have_no_loss_and_find_every_box_and_others_find_fewer"
+            ),
+        },
+        "fpsim/tensors/test_expressions.py": {
+            "inductor_writes_the_same_bits": (
+                "fpsim/kernels/test_variants_in_use.py::test_inductor_writes_the_same_bits"
+            ),
+        },
+        "fpsim/cuda/test_card.py": {
+            "the_ptx_is_assembled_for_a_card": "the_assembler_knows_how_many_threads_there_are",
+        },
+        "fpsim/compiling/test_compile.py": {
+            "a_file_that_cannot_be_replaced_costs_a_warning_and_nothing_else": (
+                "a_folder_that_cannot_be_written_costs_a_warning_and_nothing_else"
+            ),
+        },
+        "fpsim/emulation/test_random_programs.py": {
+            "compiled_programs_compute_what_they_compute_without_a_compiler": (
+                "fpsim/models/test_compiled_models.py::test_a_compiled_model_is_one_graph_and_equals_the_emulation_bit_for_bit"
+            ),
         },
         "test_notebooks.py": {
             "the_notebook_shows_what_it_stores": "a_notebook_is_stored_and_another_output_is_told",

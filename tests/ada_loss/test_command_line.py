@@ -158,6 +158,7 @@ def test_a_task_beside_the_yaml_or_in_the_current_folder_is_found_by_workers_too
     assert json.loads(done.stdout)["counts"]["done"] == 8
 
 
+@pytest.mark.full
 def test_a_sweep_that_was_killed_is_not_said_to_run(tmp_path: Path) -> None:
     config = tmp_path / "mine.yaml"
     config.write_text(CONFIG.replace("tiny", "slow").replace("seeds: 2", "seeds: 30"))

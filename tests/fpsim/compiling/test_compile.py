@@ -167,6 +167,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_and_nothing_else(house:
         assert "Set NUMBA_CACHE_DIR to a folder that can be written" in said
 
 
+@pytest.mark.full
 def test_a_file_that_cannot_be_replaced_costs_a_warning_and_nothing_else(house: Path) -> None:
     assert run(house) == (NEW, "")
     for file in house.rglob("*.o"):

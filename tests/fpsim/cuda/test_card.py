@@ -262,6 +262,7 @@ def test_a_function_that_changes_has_another_name_on_disk() -> None:
 
 
 @pytest.mark.skipif(not [*distributions(name="nvidia-nvjitlink")], reason="pip install nvidia-nvjitlink")
+@pytest.mark.full
 def test_the_ptx_is_assembled_for_a_card() -> None:
     cubin = assembled(KERNELS["round"]().ptx((9, 0)), (9, 0))
     assert cubin[:4] == b"\x7fELF"

@@ -60,7 +60,8 @@ def test_random_programs_equal_native_ones(fmt: str, count: int) -> None:
 MANY_COMPILED = pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(10**5)])
 
 
-@parametrize("count", [3, 12, MANY_COMPILED], keep={3, 1000})
+@pytest.mark.full
+@pytest.mark.parametrize("count", [12, MANY_COMPILED])
 def test_compiled_programs_compute_what_they_compute_without_a_compiler(count: int) -> None:
     command = [sys.executable, str(Path(programs.__file__)), "--compiled", "--count", str(count)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())

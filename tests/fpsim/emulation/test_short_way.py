@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 from programs import draw, random_genes, run, space_of
@@ -67,7 +68,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@tiers.parametrize("name", SETTINGS, keep=tiers.every(3))
 def test_random_programs_show_the_same_by_either_way(name: str, ways: Counter[str]) -> None:
     for number in range(PROGRAMS):
         program = draw(random_genes(number), "bf16")

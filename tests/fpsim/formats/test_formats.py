@@ -9,6 +9,7 @@ import gfloat.formats
 import numpy as np
 import oracle
 import pytest
+import tiers
 from format_cases import CUSTOM, GFLOAT, ML_DTYPES
 
 import fpsim
@@ -53,7 +54,12 @@ def test_derived_numbers_are_those_of_the_sources(name: str) -> None:
     assert f.epsilon == 2.0**-m
 
 
-@pytest.mark.parametrize("f", [f for f in (*fpsim.CATALOGUE.values(), *CUSTOM) if f.bits <= 16], ids=str)
+@tiers.parametrize(
+    "f",
+    [f for f in (*fpsim.CATALOGUE.values(), *CUSTOM) if f.bits <= 16],
+    keep=tiers.one_of_each(lambda f: (f.specials, f.subnormals)),
+    ids=str,
+)
 def test_every_code_has_its_value_and_every_value_its_code(f: FloatFormat) -> None:
     fmt = oracle.make(f.exponent_bits, f.mantissa_bits, f.bias, f.specials, f.subnormals)
     sign_bit = 2 ** (f.exponent_bits + f.mantissa_bits)

@@ -72,7 +72,7 @@ def test_all_values_midpoints_and_borders_round_as_the_oracle_says(f: FloatForma
 
 
 @pytest.mark.parametrize("rounding", DETERMINISTIC)
-@parametrize("f", WIDE, keep=one_of_each(family), ids=str)
+@parametrize("f", WIDE, keep=one_of_each(lambda f: f.specials), ids=str)
 def test_wide_formats_round_as_the_oracle_says(f: FloatFormat, rounding: str) -> None:
     for dtype in (torch.float32, torch.float64):
         x = corners(f, dtype, stride=max(1, len(oracle_format(f).magnitudes) // 400))
@@ -218,7 +218,7 @@ def test_float64_is_rounded_once(name: str) -> None:
     assert torch.equal(round_to(x, f), expected)
 
 
-@pytest.mark.parametrize("rounding", DETERMINISTIC)
+@parametrize("rounding", DETERMINISTIC, keep={"nearest_even", "nearest_away", "up"})
 @pytest.mark.parametrize("container", [torch.float16, torch.bfloat16], ids=str)
 def test_all_half_precision_numbers_are_rounded_as_their_float32_values(container: torch.dtype, rounding: str) -> None:
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(container)

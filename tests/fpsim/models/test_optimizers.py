@@ -15,6 +15,7 @@ from fractions import Fraction
 
 import oracle
 import pytest
+import tiers
 import torch
 from torch import Tensor, nn
 
@@ -213,13 +214,14 @@ def test_the_optimizer_updates_the_master_copy_and_the_model_sees_it_rounded():
         assert all(equal(bf16(x.detach()), y) for x, y in zip(plain, ours, strict=True))
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     ("update", "shape"),  # no two tests have tensors of one shape: a thread may keep an earlier test's for a while
     [
         (Update(weight="bf16", master="fp32"), (37, 53)),
         (Update(weight="bf16", compensation="kahan"), (37, 59)),
     ],
     ids=["master", "kahan"],
+    keep=lambda update, _: update.master is not None,
 )
 def test_a_step_keeps_no_copy_of_a_weight_but_what_is_stored(update, shape):
     p = nn.Parameter(torch.ones(shape))

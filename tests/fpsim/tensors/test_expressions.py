@@ -95,6 +95,7 @@ def test_what_has_no_expression_is_rounded_by_the_kernels() -> None:
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
+@pytest.mark.full
 def test_inductor_writes_the_same_bits() -> None:
     """All shapes of formats, in one program: its C++ is compiled once."""
     specs = [

@@ -55,6 +55,7 @@ def test_the_answer_keeps_the_accuracy_and_no_bit_can_be_taken_from_it(tmp_path:
             assert accuracy_of(tmp_path / f"{e}{m}", f"e{e}m{m}") < found.baseline
 
 
+@pytest.mark.full
 def test_the_states_of_the_optimizer_are_searched_as_a_role_is(tmp_path: Path) -> None:
     options: Any = {
         "exponent_bits": (4, 5),

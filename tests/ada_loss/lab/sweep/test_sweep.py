@@ -27,6 +27,7 @@ import distributed
 import psutil
 import pytest
 import sweep_tasks
+import tiers
 from children import environment, heed_ctrl_c
 
 from ada_loss.lab.cells.cells import Cell, plan
@@ -200,6 +201,7 @@ def test_a_diverged_run_is_a_result(tmp_path: Path) -> None:
     assert all(row["diverged"] for row in results.rows())
 
 
+@pytest.mark.full
 def test_a_driver_that_is_killed_twenty_times_loses_and_doubles_nothing(tmp_path: Path) -> None:
     moments = random.Random(0)
     options = {"task": "sweep_tasks:slow", "seeds": 60}
@@ -289,7 +291,7 @@ def test_a_cell_whose_worker_died_once_runs_again(tmp_path: Path, monkeypatch: p
     assert [cell["attempts"] for cell in results.cells] == [1, 2, 1, 1]
 
 
-@pytest.mark.parametrize("task", ["hangs_in_python", "hangs_in_c"])
+@tiers.parametrize("task", ["hangs_in_python", "hangs_in_c"], keep={"hangs_in_python"})
 def test_a_cell_that_hangs_ends_by_its_time_limit(tmp_path: Path, local: str, task: str) -> None:
     results = small(tmp_path, f"sweep_tasks:{task}", engine=local, time_limit=8)
     assert results.counts == {"planned": 0, "running": 0, "done": 3, "failed": 1}

@@ -136,6 +136,7 @@ def test_the_mean_iou_is_that_of_counted_pixels() -> None:
     assert mean_iou(outputs, targets) == pytest.approx((1 / 3 + 3 / 4 + 1 / 2 + 0) / 4)
 
 
+@pytest.mark.full
 def test_scenes_are_learned_in_a_few_steps() -> None:
     run = train(detection(), steps=60, learning_rate=0.01, batch_size=32, warmup=10)
     assert run.losses[-1] < run.losses[0] / 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiers
 import torch
 from torch import nn
 
@@ -219,7 +220,7 @@ def all_of(run: Run) -> dict[str, Any]:
     return {**arrays, "metrics": run.metrics, "evaluations": run.evaluations, "skipped": run.skipped_steps}
 
 
-@pytest.mark.parametrize("case", TURNS)
+@tiers.parametrize("case", TURNS, keep=tiers.every(len(TURNS)))
 def test_a_training_that_is_interrupted_around_its_switches_goes_on_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
