@@ -1,4 +1,4 @@
-"""What every test shares: one thread, a seed, its tier, and the reason why a GPU test is skipped."""
+"""What every test shares: its threads, a seed, its tier, and the reason why a GPU test is skipped."""
 
 from __future__ import annotations
 
@@ -114,12 +114,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture(autouse=True)
 def _own_randomness() -> Iterator[None]:
-    """Each test starts from seed 0 and torch's stream, on one thread: a worker process has one core.
+    """Each test starts from seed 0 and torch's stream, on one thread, or as many as OMP_NUM_THREADS says.
 
     Reset before as well as after: doctests in the packages may seed, and no fixture of this file reaches them.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
     fpsim.manual_seed(None)
     yield

@@ -202,6 +202,9 @@ SISTERS = {
                 "fpsim/models/test_compiled_models.py::test_a_compiled_model_is_one_graph_and_equals_the_emulation_bit_for_bit"
             ),
         },
+        "fpsim/tensors/test_golden.py": {
+            "every_vector_is_replayed_and_the_stream_of_the_caller_goes_on": "the_file_is_what_the_oracle_gives",
+        },
         "test_notebooks.py": {
             "the_notebook_shows_what_it_stores": "a_notebook_is_stored_and_another_output_is_told",
             "a_training_on_another_processor_has_other_digits_and_shows_the_same": (

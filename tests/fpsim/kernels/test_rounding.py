@@ -71,7 +71,7 @@ def test_all_values_midpoints_and_borders_round_as_the_oracle_says(f: FloatForma
         assert differing(x, round_to(x, f, rounding), expected) == []
 
 
-@pytest.mark.parametrize("rounding", DETERMINISTIC)
+@parametrize("rounding", DETERMINISTIC, keep={"nearest_even", "to_odd"})
 @parametrize("f", WIDE, keep=one_of_each(lambda f: f.specials), ids=str)
 def test_wide_formats_round_as_the_oracle_says(f: FloatFormat, rounding: str) -> None:
     for dtype in (torch.float32, torch.float64):
@@ -328,7 +328,7 @@ def test_threads_round_at_one_scale() -> None:
     assert same(whole, round_to(x * 2.0**30, "e5m2") * 2.0**-30)
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@parametrize("rounding", ROUNDINGS, keep={"nearest_even", "down", "stochastic"})  # each compiles a loop
 @parametrize("name", ["fp16", "bf16", "e4m3fn", "e5m2fnuz"], keep={"fp16", "e5m2fnuz"})
 def test_to_round_what_fits_is_to_round_and_to_look_in_one_pass(name: str, rounding: str) -> None:
     spec = rounding_spec(name, rounding)

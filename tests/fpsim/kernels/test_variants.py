@@ -97,7 +97,7 @@ def test_the_page_of_literal_cases() -> None:
 
 
 @pytest.mark.parametrize("width", [32, 64])
-@tiers.parametrize("f", FORMATS, keep=tiers.every(3), ids=str)
+@tiers.parametrize("f", FORMATS, keep=tiers.every(6), ids=str)
 def test_every_random_word_decides_as_the_specification_says(f: FloatFormat, width: int) -> None:
     fmt = oracle_format(f)
     for i, x in enumerate(points(f, width)):

@@ -75,6 +75,7 @@ def test_the_stream_of_a_seed_is_that_of_manual_seed() -> None:
         fpsim.manual_seed(None)
 
 
+@pytest.mark.full
 def test_every_vector_is_replayed_and_the_stream_of_the_caller_goes_on() -> None:
     torch.manual_seed(0)
     state = torch.get_rng_state()
