@@ -122,15 +122,19 @@ class StoredResults:
         """The rows with these values, {column: value}; None for all. Raises ValueError for a value that no row has."""
         if where is not None:
             require_mapping("where", where, "{'format': 'fp16'}")
-        chosen = self.rows()
+        chosen = every = self.rows()
         for name, value in (where or {}).items():
             value = self._named_format(value) if name == "format" else value
             rows = chosen
-            is_known = any(name in row for row in rows)  # an option that some cells have is None of the others
+            is_known = any(name in row for row in every)  # an option that some cells have is None of the others
             chosen = Rows(row for row in rows if is_known and _word(row.get(name)) == _word(value))
             if rows and not chosen:
                 known = ", ".join(dict.fromkeys(str(row.get(name)) for row in rows if is_known))
-                known = f"Its values: {known}" if known else f"Known columns: {', '.join(rows[0])}"
+                known = (
+                    f"Its values: {known}"
+                    if known
+                    else f"Known columns: {', '.join(dict.fromkeys(key for row in every for key in row))}"
+                )
                 raise ValueError(f"No cell that is done has {shown(name)}={shown(label(value))}. {known}.")
         return chosen
 

@@ -340,6 +340,27 @@ def test_a_damaged_file_is_named_with_the_remedy(tmp_path: Path) -> None:
         results.telemetry(cell)
 
 
+def test_any_sets_of_options_in_one_folder_have_a_table_each(tmp_path: Path) -> None:
+    """Also where no two sets have an option in common: the options of a training function are its own."""
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        for number, options in enumerate(({"a": 1}, {"b": 2}, {"c": 3}, {"b": 2, "c": 3})):
+            for fmt, value in (("fp32", 0.5), ("e5m2", 0.25)):
+                config = {"task": "t", "format": fmt, "rounding": "up", "scaling": "none", "seed": 0}
+                ledger.add([(f"{fmt}{number}", config | {"options": options})])
+                ledger.start(f"{fmt}{number}")
+                ledger.finish(f"{fmt}{number}", {"metrics": {"accuracy": value + number / 8}, "diverged": False})
+    results = Results(tmp_path)
+    tables = results.tables()
+    assert [table.mean("e5m2", "none") for table in tables] == [0.25, 0.375, 0.5, 0.625]
+    told = [{name: value for name, value in table.where.items() if value != "None"} for table in tables]
+    assert told == [{"a": "1"}, {"b": "2"}, {"c": "3"}, {"b": "2", "c": "3"}]
+    assert str(results).count("| e5m2 |") == 4
+    page = results.report().read_text()
+    assert all(table.title in page for table in tables)
+    with pytest.raises(ValueError, match=r"has 'd'='None'\. Known columns: .*a, .*b, c\."):
+        results.table(where={"d": None})
+
+
 def test_options_that_follow_from_the_task_tell_nothing() -> None:
     axes = ("task", "format", "scaling", "steps", "momentum", "warmup")
     rows = [
