@@ -105,7 +105,9 @@ def _errors_as_exit_codes(hint: str = "") -> Iterator[None]:
 
 
 def _say(words: object) -> None:
-    print(words, file=sys.stderr)
+    from ada_loss.lab.errors import printable
+
+    print(printable(words), file=sys.stderr)
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -208,7 +210,7 @@ def _finish(results: Any, as_json: bool) -> None:
         for name, words in results.legend.items():
             print(f"{printable(name)}: {printable(words)}")
         for cell in results.failures():
-            print(f"failed: {cell['id']}: {printable(cell['error'])}")
+            print(printable(f"failed: {cell['id']}: {cell['error']}"))
         for words in verdicts:
             print(words)
         print(f"Report: {report}")
@@ -317,7 +319,7 @@ def status(out: Out, as_json: AsJson = False) -> None:
     if missing:
         print(missing)
     for cell in failed:
-        print(f"failed: {cell['id']}: {printable(cell['error'])}")
+        print(printable(f"failed: {cell['id']}: {cell['error']}"))
 
 
 @app.command()

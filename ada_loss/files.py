@@ -6,33 +6,87 @@ import csv
 import io
 import json
 import os
+import re
+import secrets
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from fpsim.checks import pip_install, shown
+__all__ = [
+    "ChangedFolder",
+    "append_to",
+    "content_of",
+    "csv_bytes",
+    "data_frame",
+    "folder_at",
+    "is_leftover",
+    "mapping_in",
+    "opened",
+    "require_own",
+    "strict_json",
+    "write_atomically",
+]
 
-__all__ = ["content_of", "csv_bytes", "data_frame", "folder_at", "mapping_in", "strict_json", "write_atomically"]
+MOST_BYTES = 1 << 25  # of a file with names, reasons or the like: 300 bytes for each of 100,000 cells
+LONGEST_NAME = 40  # letters of a target's name in that of the file beside it: 255 bytes are possible
+# Absent on Windows, whose O_EXCL refuses a link as well. O_NONBLOCK: opening a pipe must not wait for its other end.
+NO_LINK, NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
+BINARY = getattr(os, "O_BINARY", 0)  # on Windows alone
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | BINARY
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes, *, is_kept: bool = True) -> None:
     """Write a file beside the target and rename it, so that a reader finds the old file or the whole new one.
+
+    Nothing else is written to: a link in the place of the target is replaced, and what it leads to stays. The file
+    beside it has a random name and is made anew, or somebody who can guess the name would choose by a link what is
+    overwritten.
 
     path: the target. Folders that are missing are made.
     content: the bytes of the new file.
+    is_kept: whether the file has to survive a crash of the machine. False is quicker.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name[:LONGEST_NAME]}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(os.open(temporary, NEW, 0o666), "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # or a crash of the machine could leave the new name on an empty file
+            if is_kept:
+                os.fsync(file.fileno())  # or a crash of the machine could leave the new name on an empty file
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        if is_kept:
+            _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def append_to(path: Path, content: bytes) -> None:
+    """Append to a file, made where it is missing. Raises OSError for a link, ValueError for what is no file."""
+    with _regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_LINK, "ab") as file:
+        file.write(content)
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a file has a name under which `write_atomically` begins one, of earlier versions too."""
+    return re.fullmatch(r"\..+\.([0-9a-f]{16}|[0-9]+)\.tmp", path.name) is not None
+
+
+class ChangedFolder(OSError):
+    """In a folder that a sweep writes to is something that no sweep makes, or what it made is gone."""
+
+
+def require_own(path: Path) -> None:
+    """Raise ChangedFolder for a link in the place of a file or folder that a sweep makes: what is there is not its own.
+
+    On Windows a junction is a link, too.
+    """
+    if path.is_symlink() or getattr(path, "is_junction", bool)():
+        raise ChangedFolder(
+            f"{path} is a link, through which this would write and delete elsewhere. Remove it, or put what it leads "
+            f"to in its place."
+        )
 
 
 def _sync_folder(folder: Path) -> None:
@@ -71,6 +125,8 @@ def data_frame(rows: Sequence[dict[str, Any]], columns: Sequence[str] | None = N
     try:
         import pandas
     except ImportError:
+        from fpsim.checks import pip_install
+
         raise ImportError(f"A DataFrame needs pandas: {pip_install('lab')}. Or take the rows as they are.") from None
     return pandas.DataFrame(rows, columns=None if columns is None else list(columns))
 
@@ -84,16 +140,33 @@ def strict_json(content: Any) -> str:
     return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None))
 
 
-def content_of(path: Path) -> bytes:
-    """The bytes of a file in a folder that came from someone else.
+def opened(path: Path) -> BinaryIO:
+    """A file of a folder that came from someone else, opened for reading.
 
     Raises OSError for one that cannot be opened, ValueError for a pipe or a device, which might never end.
     """
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ValueError(f"{path} is not a regular file")
-        return file.read()
+    return _regular(path, os.O_RDONLY, "rb")
+
+
+def content_of(path: Path, most: int = MOST_BYTES) -> bytes:
+    """The bytes of a file in a folder that came from someone else.
+
+    most: bytes that it may have.
+    Raises OSError and ValueError as `opened` does, and ValueError for a larger one.
+    """
+    with opened(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{path} has more than {most:,} bytes")
+    return content
+
+
+def _regular(path: Path, flags: int, mode: str) -> BinaryIO:
+    handle = os.open(path, flags | NO_WAIT | BINARY, 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise ValueError(f"{path} is not a regular file")
+    return open(handle, mode)  # type: ignore[return-value]
 
 
 def mapping_in(path: Path) -> dict[str, Any]:
@@ -113,5 +186,7 @@ def folder_at(out: object) -> Path:
     ValueError: out='' is not a folder. Expected: the path of a folder, such as 'runs/sweep'.
     """
     if not isinstance(out, str | os.PathLike) or not str(out).strip() or "\0" in str(out):
+        from fpsim.checks import shown  # it comes with torch, and the ledger is read without
+
         raise ValueError(f"out={shown(out)} is not a folder. Expected: the path of a folder, such as 'runs/sweep'.")
     return Path(out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 
-__all__ = ["SweepStopped", "UnreadableLedger", "printable"]
+__all__ = ["SweepStopped", "UnreadableLedger", "in_line", "printable"]
 
 
 class SweepStopped(RuntimeError):
@@ -23,7 +23,19 @@ def printable(text: object) -> str:
     >>> print(printable("a\x1b]0;title\x07 \ud800 b"))
     a\x1b]0;title\x07 \ud800 b
     """
-    return "".join(c.encode("unicode_escape").decode() if _is_control(c) else c for c in str(text))
+    words = str(text)
+    if words.isprintable():  # as most are, and it is 50 times as quick
+        return words
+    return "".join(c.encode("unicode_escape").decode() if _is_control(c) else c for c in words)
+
+
+def in_line(text: object) -> str:
+    r"""A text for a line of its own: also newlines and tabs are escaped, which could begin a line of a table.
+
+    >>> print(in_line("a\n| forged |"))
+    a\n| forged |
+    """
+    return printable(text).replace("\n", r"\n").replace("\t", r"\t")
 
 
 def _is_control(letter: str) -> bool:

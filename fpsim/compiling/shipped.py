@@ -20,6 +20,7 @@ from llvmlite import binding
 
 from fpsim.compiling.sources import digest_of_imported
 
+MAX_BYTES = 1 << 24  # of a loop's instructions; the longest have a tenth of it
 FILE = Path(__file__).with_name("loops.zip")
 _ABOUT, _SUFFIX = "about.json", ".ll"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -39,6 +40,13 @@ def write_shipped(file: Path, texts: Mapping[str, str]) -> None:
             archive.writestr(entry, text, zipfile.ZIP_DEFLATED, compresslevel=9)
 
 
+def _read(archive: zipfile.ZipFile, name: str) -> bytes:
+    """An entry. Raises ValueError for a larger one than a loop is: two megabytes may unpack to two gigabytes."""
+    if archive.getinfo(name).file_size > MAX_BYTES:
+        raise ValueError(f"{name} unpacks to more than {MAX_BYTES} bytes")
+    return archive.read(name)  # no more than the size that was asked
+
+
 @cache
 def _opened(file: Path) -> zipfile.ZipFile | None:
     """The file, if it is as trustworthy as the code that reads it, and of this version, system and LLVM."""
@@ -49,7 +57,7 @@ def _opened(file: Path) -> zipfile.ZipFile | None:
         if theirs.st_mode & _OTHERS_WRITE & ~mine.st_mode:
             return None
         archive = zipfile.ZipFile(file)
-        return archive if json.loads(archive.read(_ABOUT)) == _about() else None
+        return archive if json.loads(_read(archive, _ABOUT)) == _about() else None
     except (OSError, KeyError, ValueError, zipfile.BadZipFile):
         return None
 
@@ -63,6 +71,6 @@ def shipped_text(name: str) -> str | None:
     """The instructions of a loop; None where this installation has none that are whole."""
     archive = _opened(FILE)
     try:
-        return None if archive is None else archive.read(name + _SUFFIX).decode()
+        return None if archive is None else _read(archive, name + _SUFFIX).decode()
     except (OSError, KeyError, ValueError, zipfile.BadZipFile, zlib.error):
         return None

@@ -6,21 +6,26 @@ import hashlib
 import json
 import math
 import sqlite3
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ada_loss.files import ChangedFolder
 from ada_loss.lab.cells.missing import Plan
 from ada_loss.lab.errors import UnreadableLedger
 
-__all__ = ["DAMAGED", "SCHEMA_VERSION", "STATES", "CannotWrite", "Ledger", "counted"]
+__all__ = ["BESIDE", "DAMAGED", "SCHEMA_VERSION", "STATES", "CannotWrite", "Ledger", "RowChanged", "counted"]
 
 SCHEMA_VERSION = 2  # 1 had no digests
 APPLICATION_ID = 0x4C6F7373  # "Loss", in the header of the file
 CannotWrite = sqlite3.OperationalError  # raised for a full disk or a missing permission
 STATES = ("planned", "running", "done", "failed")
+BESIDE = ("-wal", "-shm", "-journal")  # what SQLite opens beside a file
+MOST_BYTES = 1 << 32  # of the file: 100,000 cells that were done take 100 MB
+MOST_BYTES_OF_A_ROW = 1 << 26
 MOST_TEXT = 20_000  # characters of an error or a traceback
 TRUNCATE_EVERY = 60.0  # seconds between two moments at which the log is brought into the file: a damaged log loses less
 
@@ -60,6 +65,10 @@ NEW_COLUMNS = ("telemetry_sha256",)  # since version 1
 DAMAGED = "its row of the ledger was changed by something else than a sweep; run the sweep again: it repeats the cell"
 
 
+class RowChanged(LookupError):
+    """A row of the ledger is not as its driver has written it."""
+
+
 class Ledger:
     """Cells and their states in a file. One driver writes; any number of processes read (write-ahead log).
 
@@ -84,11 +93,12 @@ class Ledger:
 
     def __init__(self, path: Path | str, *, readonly: bool = False) -> None:
         self.path, self.readonly, self._is_open = Path(path), readonly, False
+        self._file: tuple[int, int] | None = None  # what is written to; None in memory, and for readers
         memory = str(path) == ":memory:"
         if readonly and not self.path.exists():
             raise FileNotFoundError(f"There is no ledger at {self.path}. Name the folder of a sweep, its `out`.")
-        if self.path.exists() and not self.path.is_file():  # a pipe is waited for, a device has no end
-            raise self._unreadable("it is not a file")
+        if not memory:
+            self._require_files()
         if not memory and not readonly:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         self._connect(":memory:" if memory else f"{self.path.absolute().as_uri()}?mode={'ro' if readonly else 'rwc'}")
@@ -104,9 +114,37 @@ class Ledger:
         except BaseException:
             self._sql.close()
             raise
+        self._file = None if memory or readonly else _identity(self.path)
+
+    def _require_files(self) -> None:
+        """Raise UnreadableLedger unless SQLite will open files alone, and none of another folder.
+
+        It waits for the other end of a pipe, reads a device without an end, and writes to what a link leads to.
+        """
+        for suffix in ("", *BESIDE):
+            path = self.path.with_name(self.path.name + suffix)
+            if path.is_symlink():
+                raise self._unreadable(f"{(suffix and path.name) or 'it'} is not a file, but a link")
+            if path.exists() and not path.is_file():
+                raise self._unreadable(f"{(suffix and path.name) or 'it'} is not a file")
+        if self.path.exists() and (size := self.path.stat().st_size) > MOST_BYTES:
+            raise self._unreadable(f"it has {size:,} bytes, more than {MOST_BYTES:,}")
+
+    def require_the_same(self) -> None:
+        """Raise ChangedFolder where the file was deleted or replaced: what is written to it now is kept by nobody."""
+        try:
+            is_there = self._file is None or _identity(self.path) == self._file
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise ChangedFolder(
+                f"{self.path} was deleted, or another file was put in its place, while the sweep ran. Put it there "
+                f"again, or begin again in another folder."
+            )
 
     def _connect(self, uri: str) -> None:
         self._sql = sqlite3.connect(uri, uri=uri != ":memory:", isolation_level=None, timeout=10)
+        self._sql.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES_OF_A_ROW)
         self._sql.row_factory = sqlite3.Row
         self._sql.text_factory = lambda text: text.decode("utf-8", "backslashreplace")  # digests find what is wrong
 
@@ -170,6 +208,11 @@ class Ledger:
 
     def _require_sound(self, version: int) -> None:
         """Raise UnreadableLedger unless SQLite finds the file whole, with the columns of its version."""
+        for kind, name, text in map(tuple, self._query("SELECT type, name, sql FROM sqlite_master")):
+            # a trigger changes what is written, and a view or a virtual table may compute for ever
+            is_plain = kind == "index" or (kind == "table" and str(text).upper().startswith("CREATE TABLE"))
+            if not is_plain:
+                raise self._unreadable(f"it holds the {kind} {name!r}, which no sweep writes")
         (problem,) = self._query("PRAGMA integrity_check(1)")[0]
         if problem != "ok":
             problem = " ".join(problem.removeprefix("*** in database main ***").split())
@@ -178,7 +221,8 @@ class Ledger:
         expected = {"cells": old | (added if version > 1 else set()), "sessions": {"started", "environment"}}
         expected["sessions"] |= {"digest"} if version > 1 else set()
         for table, columns in expected.items():
-            there = {row["name"] for row in self._query(f"PRAGMA table_info({table})")}
+            # xinfo: columns that are computed are hidden from table_info
+            there = {row["name"] for row in self._query(f"PRAGMA table_xinfo({table})")}
             if there != columns:
                 raise self._unreadable(f"its table {table} has not the columns of version {version}")
 
@@ -204,6 +248,7 @@ class Ledger:
             raise self._unreadable(error) from None
 
     def _transaction(self) -> _Transaction:
+        self.require_the_same()
         return _Transaction(self._sql, self._query)
 
     def _seal(self, cell: str) -> None:
@@ -258,9 +303,24 @@ class Ledger:
         self._query("INSERT INTO plan VALUES (?, ?)", (content, _digest([content])))
 
     def start(self, cell: str) -> None:
-        """Mark a cell as running, and count the attempt."""
+        """Mark a planned cell as running, and count the attempt. Raises RowChanged where it is another one."""
         with self._transaction():
+            self._require_row(cell, "planned")
             self._query("UPDATE cells SET state = 'running', attempts = attempts + 1 WHERE id = ?", (cell,))
+            self._seal(cell)
+
+    def _require_row(self, cell: str, state: str) -> None:
+        rows = self._query("SELECT * FROM cells WHERE id = ?", (cell,))
+        if not rows or rows[0]["state"] != state or rows[0]["digest"] != _cell_digest(rows[0]):
+            raise RowChanged(f"The row of cell {cell} was deleted, or changed by something else than a sweep.")
+
+    def restore(self, cell: str, config: dict[str, Any], state: str) -> None:
+        """Write the row of a cell again, as planned or as running; what it had is deleted, but for its attempts."""
+        self.add([(cell, config)])
+        with self._transaction():
+            self._query("UPDATE cells SET config = ? WHERE id = ?", (json.dumps(config), cell))
+            self._plan_again(cell)
+            self._query("UPDATE cells SET state = ? WHERE id = ?", (state, cell))
             self._seal(cell)
 
     def release(self, cells: Iterable[str]) -> None:
@@ -288,7 +348,7 @@ class Ledger:
                 self._query("DELETE FROM cells WHERE rowid = ?", (number,))
 
     def finish(self, cell: str, result: dict[str, Any]) -> None:
-        """Write the result of a running cell.
+        """Write the result of a running cell. Raises RowChanged where its row is not as it was written.
 
         result: any of "seconds", "metrics", "diverged", "skipped", "underflow", "telemetry_bytes", "telemetry_sha256",
             "error".
@@ -306,8 +366,7 @@ class Ledger:
         values |= {name: _storable(text) for name in TEXTS if (text := values[name]) is not None}
         names = ", ".join(f"{name} = :{name}" for name in RESULT)
         with self._transaction():
-            running = self._query("SELECT 1 FROM cells WHERE id = ? AND state = 'running'", (cell,))
-            assert len(running) == 1, f"{cell} has a result and was not running"
+            self._require_row(cell, "running")
             self._query(
                 f"UPDATE cells SET state = :state, finished = :finished, {names} WHERE id = :id",
                 {"state": state, "finished": time.time(), "id": cell, **values},
@@ -342,6 +401,7 @@ class Ledger:
     def _decoded(self, stored: sqlite3.Row) -> dict[str, Any]:
         row: dict[str, Any] = dict.fromkeys(COLUMNS) | dict(stored)
         config, metrics = _json_object(row["config"]), _json_object(row["metrics"] or "{}")
+        metrics = metrics and {name: _as_float64(value) for name, value in metrics.items()}
         row |= {"config": config or {}, "metrics": metrics or {}, "damaged": 0}
         digest, number = row.pop("digest", None), row.pop("number")
         changed = self._has_digests and digest != _cell_digest(stored)
@@ -394,6 +454,12 @@ def counted(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     return {state: counts[state] for state in STATES}
 
 
+def _identity(path: Path) -> tuple[int, int]:
+    """Which file it is, whatever it is called."""
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
 def _cell_digest(row: Any) -> str:
     return _digest([row[name] for name in COLUMNS])
 
@@ -417,6 +483,17 @@ def _json_object(text: str) -> dict[str, Any] | None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
+
+
+def _as_float64(value: Any) -> Any:
+    """A value, and for an integer beyond float64 what JSON has for a decimal beyond it.
+
+    >>> _as_float64(10**400), _as_float64(-(10**400)), _as_float64(3)
+    (inf, -inf, 3)
+    """
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        return math.inf if value > 0 else -math.inf  # nothing can be computed with an integer that is no float
+    return value
 
 
 def _storable(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ada_loss.files import MOST_BYTES, append_to, opened, write_atomically
 from ada_loss.lab.cells.telemetry import Curves, Numbers, curves_of, telemetry
 from ada_loss.lab.training.run import Run
 
@@ -37,8 +39,7 @@ class LiveFile:
         self.path, self._run, self._told = path, run, dict[str, int]()
         self._next = time.monotonic() + EVERY
         with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"")
+            write_atomically(path, b"", is_kept=False)
 
     def __call__(self, steps: int) -> None:
         began = time.monotonic()
@@ -56,8 +57,8 @@ class LiveFile:
             if len(steps) > told:
                 lines.append(json.dumps([name, told, steps[told:].tolist(), values[told:].tolist()]) + "\n")
                 self._told[name] = len(steps)
-        with suppress(OSError), open(self.path, "a") as file:
-            file.write("".join(lines))
+        with suppress(OSError, ValueError):
+            append_to(self.path, "".join(lines).encode())
 
 
 class LiveReader:
@@ -72,21 +73,26 @@ class LiveReader:
     def read(self) -> Curves:
         """What the curves have gained since the last call, {name: (steps, values)}."""
         try:
-            if self.path.stat().st_size < self._at:
-                self._at = 0
-            with open(self.path, "rb") as file:
+            with opened(self.path) as file:
+                if file.seek(0, os.SEEK_END) < self._at:
+                    self._at = 0
                 file.seek(self._at)
-                content = file.read()
-        except OSError:  # not there yet, or not there any more
+                content = file.read(MOST_BYTES)
+        except (OSError, ValueError):  # not there yet, not there any more, or nothing that a worker wrote
             return {}
         whole = content[: content.rfind(b"\n") + 1]
-        self._at += len(whole)
+        self._at += len(whole) or len(content) // MOST_BYTES * MOST_BYTES  # no worker writes a line as long
         gained: Curves = {}
         for line in whole.splitlines():
             try:
                 name, first, steps, values = json.loads(line)
                 new = self._new(name, first, np.array(steps, float), np.array(values, float))
-            except (ValueError, TypeError):  # the worker began again while it was read
+            except (
+                ValueError,
+                TypeError,
+                OverflowError,
+                RecursionError,
+            ):  # the worker began again
                 continue
             if len(new[0]):
                 before = gained.get(name, (np.empty(0), np.empty(0)))

@@ -5,17 +5,27 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ada_loss.files import NO_LINK, NO_WAIT, ChangedFolder, require_own
+
 try:
     import fcntl
 except ImportError:  # there is none on Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["is_driven", "lock_path"]
+__all__ = ["is_driven", "lock_path", "require_lockable"]
 
 
 def lock_path(out: Path) -> Path:
     """The file that the driver of a folder locks. The system releases it when the process dies, however it dies."""
     return out / "ledger.lock"
+
+
+def require_lockable(out: Path) -> None:
+    """Raise ChangedFolder where something else than a file is in the place of the lock, such as a pipe or a link."""
+    path = lock_path(out)
+    require_own(path)
+    if path.exists() and not path.is_file():
+        raise ChangedFolder(f"{path} is not a file. Remove it: a sweep makes it again.")
 
 
 def is_driven(out: Path) -> bool:
@@ -24,8 +34,11 @@ def is_driven(out: Path) -> bool:
     >>> is_driven(Path("nowhere"))
     False
     """
+    path = lock_path(out)
+    if not path.is_file() or path.is_symlink():  # no driver locks what is not a file; a pipe would be waited for
+        return False
     try:
-        file = os.open(lock_path(out), os.O_RDONLY)
+        file = os.open(path, os.O_RDONLY | NO_LINK | NO_WAIT)
     except FileNotFoundError:
         return False
     except OSError:

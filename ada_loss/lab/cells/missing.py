@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ada_loss.lab.cells.lock import is_driven
 
-__all__ = ["Missing", "Plan", "Snapshot", "read_snapshot"]
+__all__ = ["CELL_ID", "Missing", "Plan", "Snapshot", "read_snapshot"]
 
 CELL_ID = re.compile("[0-9a-f]{16}")
 

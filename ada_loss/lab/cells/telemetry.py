@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,19 @@ from typing import Any
 import numpy as np
 
 from ada_loss.files import content_of
+from ada_loss.lab.errors import printable
 from ada_loss.lab.training.run import Run, is_of_role, tallied
 
 __all__ = [
     "Curves",
     "Numbers",
+    "arrays_of",
     "curves_of",
     "is_whole",
     "npz",
     "read_telemetry",
     "telemetry",
+    "telemetry_content",
     "telemetry_digest",
     "telemetry_path",
 ]
@@ -29,6 +33,8 @@ __all__ = [
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 Curves = dict[str, tuple[Numbers, Numbers]]  # {name: (steps, values)}
 NAMES = {"loss": "losses", "scale": "scales"}  # the arrays of every training
+MOST_BYTES = 1 << 29  # of a file, packed or not: losses and scales of ten million steps take 160 MB
+HEADS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 ROLES = ("error", "weight_grad", "activation", "weight")
 
 
@@ -169,12 +175,48 @@ def read_telemetry(out: Path, cell: str, digest: str | None = None) -> dict[str,
     """
     path = telemetry_path(out, cell)
     try:
-        content = content_of(path)
+        content = telemetry_content(out, cell)
         if digest not in (None, telemetry_digest(content)):
             raise ValueError("it has not the digest that the ledger has")
-        with np.load(io.BytesIO(content)) as arrays:
-            return dict(arrays)
+        return arrays_of(content)
     except Exception as error:  # without a digest: an archive with a flipped bit may raise anything
         raise ValueError(
-            f"The telemetry {path} is missing or damaged ({error}). Run the sweep again: it repeats that cell."
+            f"The telemetry {path} is missing or damaged ({printable(error)}). Run the sweep again: it repeats that "
+            f"cell."
         ) from None
+
+
+def telemetry_content(out: Path, cell: str) -> bytes:
+    """The bytes of a cell's file. Raises OSError and ValueError as `content_of` does."""
+    return content_of(telemetry_path(out, cell), MOST_BYTES)
+
+
+def arrays_of(content: bytes) -> dict[str, np.ndarray[Any, Any]]:
+    """The arrays of an .npz file, which may come from someone else: 2 MB can unpack to 2 GB.
+
+    Raises ValueError and others for what is none, and for one that unpacks to more than `MOST_BYTES`.
+    """
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    left = MOST_BYTES
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        for entry in archive.infolist():
+            left -= entry.file_size
+            if left < 0:
+                raise ValueError(f"it unpacks to more than {MOST_BYTES:,} bytes")
+            with archive.open(entry) as packed:  # no more than file_size is unpacked, whatever is in there
+                arrays[entry.filename.removesuffix(".npy")] = _array(packed.read())
+    return arrays
+
+
+def _array(content: bytes) -> np.ndarray[Any, Any]:
+    """The array of an .npy file. Raises ValueError unless it has as many elements as its head says, of some size."""
+    file = io.BytesIO(content)
+    version = np.lib.format.read_magic(file)
+    if version not in HEADS:
+        raise ValueError(f"it has an array in version {version}")
+    shape, is_fortran, dtype = HEADS[version](file)
+    # numpy would make an array of any shape before it reads, and one whose elements have no size is a loop without end
+    if dtype.hasobject or math.prod(shape) * max(dtype.itemsize, 1) != len(content) - file.tell():
+        raise ValueError(f"it has an array of {shape} elements in {len(content)} bytes")
+    values = np.frombuffer(content, dtype, offset=file.tell()) if math.prod(shape) else np.empty(0, dtype)
+    return values.reshape(shape, order="F" if is_fortran else "C").copy("K")

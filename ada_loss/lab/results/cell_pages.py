@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -158,6 +159,8 @@ def _value(value: Any) -> tuple[str, str]:
     if isinstance(value, bool):
         return ("yes" if value else "no"), str(int(value))
     if isinstance(value, int | float):
+        if isinstance(value, int) and abs(value) > sys.float_info.max:  # an option may be any integer
+            return str(value), ""
         if not math.isfinite(value):
             return str(value), ""
         return (str(value) if isinstance(value, int) else f"{value:.4g}"), repr(float(value))

@@ -21,6 +21,7 @@ from ada_loss.lab.cells.missing import read_snapshot
 from ada_loss.lab.cells.names import names_of, read_names
 from ada_loss.lab.cells.telemetry import read_telemetry
 from ada_loss.lab.directions import Directions, hint_for, read_directions, stated
+from ada_loss.lab.errors import in_line, printable
 from ada_loss.lab.results.table import NoShare, Share, Table, is_share_by_name
 from fpsim.checks import is_finite_number, refuse, require_flag, require_mapping, shown
 from fpsim.insight.rows import Rows
@@ -44,6 +45,8 @@ class StoredResults:
     `missing` tells what the folder has lost, such as cells that were planned and have no row. Where it has, opening it
     warns.
 
+    Control characters and newlines of names and settings, which would reach a terminal, are escaped; not in `cells`.
+
     out: the folder.
     minimize, maximize: metrics of which a smaller, or a larger, value is better; before what the sweep stated, and
         before what their names tell.
@@ -65,10 +68,11 @@ class StoredResults:
                 cell["config"] = {**dict.fromkeys(AXES, "?"), "options": {}}
         columns = {*AXES, *RESULTS, *(name for cell in self.cells for name in _options(cell))}
         for cell in self.cells:
-            cell["metrics"] = {_column(name, columns): value for name, value in cell["metrics"].items()}
+            cell["metrics"] = {_column(in_line(name), columns): value for name, value in cell["metrics"].items()}
         self.counts = counted(self.cells)
         self.reasons = read_reasons(self.out)
-        self.names = names_of((cell["config"]["format"] for cell in self.cells), read_names(self.out))
+        names = names_of((cell["config"]["format"] for cell in self.cells), read_names(self.out))
+        self.names = {in_line(words): in_line(name) for words, name in names.items()}
 
     @property
     def words(self) -> str:
@@ -104,7 +108,7 @@ class StoredResults:
     def settings_of(self, cell: Mapping[str, Any]) -> dict[str, Any]:
         """A cell's id and its configuration, flat: the names of formats and methods, the seed, the options."""
         config = cell["config"]
-        words = {axis: label(config[axis]) for axis in AXES if axis != "seed"}
+        words = {axis: in_line(label(config[axis])) for axis in AXES if axis != "seed"}
         words["format"] = self.names[words["format"]]
         return {"id": cell["id"], **words, "seed": config["seed"], **_options(cell)}
 
@@ -310,11 +314,13 @@ def read_reasons(out: Path) -> dict[str, str]:
     """Why cells diverged or fell short, by id; {} where nobody asked. Raises ValueError for a damaged file."""
     try:
         reasons = json.loads(content_of(out / REASONS))
+        if not isinstance(reasons, dict):
+            raise ValueError("it is not a mapping")
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{out / REASONS} is damaged: {error}. Delete it; `--why` writes it again.") from None
-    return {str(cell): str(reason) for cell, reason in reasons.items()}
+    return {str(cell): printable(reason) for cell, reason in reasons.items()}
 
 
 def _count(rows: list[dict[str, Any]], axes: list[str]) -> int:
@@ -341,7 +347,11 @@ def telling_axes(axes: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list
 def _options(cell: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a cell by their columns."""
     options = cell["config"]["options"]
-    return {f"option.{name}" if name in RESULTS else name: value for name, value in options.items()}
+    return {_option(name): in_line(value) if isinstance(value, str) else value for name, value in options.items()}
+
+
+def _option(name: str) -> str:
+    return f"option.{name}" if name in RESULTS else in_line(name)
 
 
 def _column(metric: str, columns: set[str]) -> str:
@@ -363,5 +373,5 @@ def _word(value: Any) -> str:
     """A value as a word, the same however it was written: 0, 0.0 and "0.0" are one number, None is "None"."""
     try:
         return label(value if isinstance(value, bool) else float(value))
-    except (TypeError, ValueError):
-        return label(value)
+    except (TypeError, ValueError, OverflowError):  # the latter for an integer beyond float64
+        return in_line(label(value))

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
+from ada_loss.files import content_of, require_own, write_atomically
 from ada_loss.lab.cells.cell_formats import label
 from ada_loss.lab.cells.names import file_name, short_name
-from ada_loss.lab.cells.telemetry import Curves, curves_of
+from ada_loss.lab.cells.telemetry import MOST_BYTES, Curves, arrays_of, curves_of
 from ada_loss.lab.directions import MINIMIZE, Directions
 from fpsim.checks import did_you_mean, pip_install, shown
 
@@ -136,8 +135,7 @@ class TrackerOfRuns:
 
     def log(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any], telemetry: Path) -> None:
         """Take in a cell that is done, as a whole."""
-        with np.load(telemetry) as arrays:
-            curves = curves_of(dict(arrays))
+        curves = curves_of(arrays_of(content_of(telemetry, MOST_BYTES)))
         self.begin(cell, config, About.of(config))
         self.add(cell, curves)
         self.finish(cell, row, telemetry)
@@ -159,18 +157,18 @@ class TensorBoard(TrackerOfRuns):
         self._open: dict[str, tuple[Path, Any, Mapping[str, Any], About]] = {}
 
     def known(self) -> set[str]:
-        finished = {path.read_text().strip() for path in self.folder.glob("*/cell")}
+        finished = {_cell_in(path) for path in self.folder.glob("*/cell")}
         earlier = {path.name for path in self.folder.glob("*") if re.fullmatch("[0-9a-f]{16}", path.name)}
         return finished | earlier  # earlier versions named the folders by ids
 
     def begin(self, cell: str, config: Mapping[str, Any], about: About) -> None:
         for begun in self.folder.glob("*/begun"):
-            if begun.read_text().strip() == cell:
+            if _cell_in(begun) == cell:
                 shutil.rmtree(begun.parent)
         name = file_name(about.name)
         folder = self.folder / (f"{name} {cell[:6]}" if (self.folder / name).exists() else name)
         folder.mkdir(parents=True)
-        (folder / "begun").write_text(cell)
+        write_atomically(folder / "begun", cell.encode())
         self._open[cell] = folder, self._writer(str(folder)), config, about
 
     def add(self, cell: str, curves: Curves) -> None:
@@ -338,8 +336,7 @@ class WandB(TrackerOfRuns):
         for path in self._folders() if begun.exists() else ():
             if self._cell(path) == cell:
                 shutil.rmtree(path)
-        begun.parent.mkdir(parents=True, exist_ok=True)
-        begun.touch()
+        write_atomically(begun, b"")
         settings = {"silent": True, "console": "off", "disable_git": True, "x_disable_stats": True}
         # the library adds "wandb" to the folder that it is given
         home = self.folder.parent if self.folder.name == "wandb" else self.folder
@@ -388,6 +385,11 @@ class WandB(TrackerOfRuns):
         run.finish(exit_code=1)
 
 
+def _cell_in(path: Path) -> str:
+    """The id that a file has."""
+    return content_of(path, 100).decode(errors="replace").strip()
+
+
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 
 
@@ -402,11 +404,14 @@ def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
         raise ValueError(f"track={shown(wanted)} is invalid. Expected: a list of {', '.join(TRACKERS)}, or trackers.")
     made: list[Tracker] = []
     for tracker in wanted:
+        if tracker in TRACKERS:
+            require_own(out / str(tracker))  # it would delete runs that were begun elsewhere
         if tracker == "tensorboard":
             made.append(TensorBoard(out / "tensorboard"))
         elif tracker == "mlflow":
             folder = (out / "mlflow").absolute()
             folder.mkdir(parents=True, exist_ok=True)
+            require_own(folder / "mlflow.db")
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
             made.append(MLflow(uri, out.absolute().name, artifacts))
         elif tracker == "wandb":

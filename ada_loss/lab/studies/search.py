@@ -17,6 +17,7 @@ import fpsim
 from ada_loss.files import data_frame, folder_at
 from ada_loss.lab.cells.cells import OPTIONS, plan
 from ada_loss.lab.cells.identity import MakeTask, TrainFunction
+from ada_loss.lab.cells.ledger import BESIDE
 from ada_loss.lab.directions import hint_for, stated
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.table import heading, is_share, mean_and_deviation, mean_of
@@ -450,7 +451,8 @@ class StoredStudy:
     def __init__(self, folder: Path, space: Space, metric: str, sign: int) -> None:
         self._optuna, self.space, self.metric = require_optuna(), space, metric
         path = folder / FILE
-        path.unlink(missing_ok=True)
+        for suffix in ("", *BESIDE):  # a pipe beside it would be waited for, and a journal is of the old file
+            path.with_name(FILE + suffix).unlink(missing_ok=True)
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         self._storage = self._optuna.storages.RDBStorage(f"sqlite:///{path.absolute()}")
         self.study = self._optuna.create_study(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ada_loss.files import require_own
 from ada_loss.lab.cells.cell_updates import UPDATE, split
 from ada_loss.lab.cells.cells import Cell, digest
 from ada_loss.lab.cells.identity import is_own
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Start, as_schedule
 
 __all__ = ["Branches"]
+
+NAME = re.compile("[0-9a-f]{16}")  # what `digest` gives
 
 
 class Branches:
@@ -62,8 +66,9 @@ class Branches:
         return ahead - self._given_up
 
     def _remove_all_but(self, needed: Collection[Path]) -> None:
+        require_own(self.folder)
         for path in self.folder.glob("*.branch") if not self.keep else ():
-            if path not in needed:
+            if path not in needed and NAME.fullmatch(path.stem):
                 path.unlink(missing_ok=True)
 
     def _shared(self, cells: Sequence[Cell]) -> list[tuple[Path, Start, list[str]]]:

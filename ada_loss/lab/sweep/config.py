@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ada_loss.files import content_of
 from ada_loss.lab.cells.cells import OPTIONS
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.tasks import add_to_path
@@ -26,6 +27,7 @@ __all__ = ["SHIPPED", "read_sweep", "with_settings"]
 
 SHIPPED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 KEYS = [name for name in inspect.signature(sweep).parameters if name != "show_progress"]
+MOST_BYTES = 1 << 24
 DEEPEST, MOST_VALUES = 20, 100_000  # of a sweep: levels that values are nested, and values
 REQUIRED = (("task", "train"), ("formats",))  # one of each
 
@@ -56,7 +58,7 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
                 f"one of the sweeps that come with the library: {', '.join(SHIPPED)}."
             )
         path = SHIPPED[str(name)]
-    written = path.read_bytes()
+    written = content_of(path, MOST_BYTES)
     try:
         content = YAML(typ="safe", pure=True).load(written.decode("utf-8"))
         _require_small(content)

@@ -18,12 +18,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ada_loss.files import folder_at, strict_json, write_atomically
+from ada_loss.files import ChangedFolder, content_of, folder_at, require_own, strict_json, write_atomically
 from ada_loss.lab.cells.cell_formats import label
 from ada_loss.lab.cells.cells import OPTIONS, Cell, plan_all, stored_cell
 from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_local, path_of
-from ada_loss.lab.cells.ledger import CannotWrite, Ledger
-from ada_loss.lab.cells.lock import lock_path
+from ada_loss.lab.cells.ledger import CannotWrite, Ledger, RowChanged
+from ada_loss.lab.cells.lock import lock_path, require_lockable
 from ada_loss.lab.cells.names import keep_names
 from ada_loss.lab.cells.telemetry import telemetry_digest, telemetry_path
 from ada_loss.lab.directions import keep_directions, stated
@@ -218,6 +218,7 @@ def run_cells(
     refuse_in_a_starting_worker()
     lock = FileLock(lock_path(out), timeout=1)  # `is_driven` holds it for a moment
     try:
+        require_lockable(out)
         trackers = make_trackers(track, out)
         out.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -227,7 +228,7 @@ def run_cells(
             f"Wait for it, or give another out=."
         ) from None
     except OSError as error:
-        raise _cannot_be_written(out, error) from error
+        raise _stopped(out, error) from error
     try:
         keep_directions(out, goals)
         remember(out, (name for cell in cells if not is_of_library(name := cell.config["task"])))
@@ -248,7 +249,7 @@ def run_cells(
     except (OSError, CannotWrite) as error:
         if isinstance(error, ConnectionError):
             raise
-        raise _cannot_be_written(out, error) from error
+        raise _stopped(out, error) from error
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted. What was done is kept in {out}: run the same again to go on.") from None
     finally:
@@ -288,7 +289,9 @@ def _say_failures(results: Results, cells: Sequence[Cell]) -> None:
         say("Results.failures() has every traceback; retry_failed=True runs them again.")
 
 
-def _cannot_be_written(out: Path, error: Exception) -> SweepStopped:
+def _stopped(out: Path, error: Exception) -> SweepStopped:
+    if isinstance(error, ChangedFolder):  # which says what to do
+        return SweepStopped(f"The sweep stopped: {error} What was done is kept.")
     return SweepStopped(
         f"The sweep stopped, because {out} cannot be written: {error}. What was done is kept. "
         f"Make room, or make the folder writable, and run the same again."
@@ -358,7 +361,8 @@ class _Driver:
         return [cell for cell, _ in self.running.values()]
 
     def _submit(self, cell: Cell) -> None:
-        self.ledger.start(cell.id)
+        require_own(self.out / "checkpoints")
+        self._write(cell, "planned", lambda: self.ledger.start(cell.id))
         self.progress.start(cell.id)
         self.notifier.start(cell.id, cell.config)
         try:
@@ -390,26 +394,41 @@ class _Driver:
         except Exception as error:  # of the transport: `work` returns those of the cell
             result, telemetry, trace = {"error": said(error)}, b"", traceback.format_exc()
         if trace:
-            self.ledger.fail(cell.id, result["error"], trace)
+            self._fail(cell, result["error"], trace)
             return True
-        write_atomically(telemetry_path(self.out, cell.id), telemetry)
+        self.ledger.require_the_same()
+        path = telemetry_path(self.out, cell.id)
+        require_own(path.parent)
+        write_atomically(path, telemetry)
         written = {"telemetry_bytes": len(telemetry), "telemetry_sha256": telemetry_digest(telemetry)}
-        self.ledger.finish(cell.id, {**result, **written})
+        self._write(cell, "running", lambda: self.ledger.finish(cell.id, {**result, **written}))
         self.notifier.tell(cell.id, cell.config, result)
         self.progress.compare(str(cell), result)
         return True
+
+    def _fail(self, cell: Cell, error: str, trace: str = "") -> None:
+        self._write(cell, "running", lambda: self.ledger.fail(cell.id, error, trace))
+
+    def _write(self, cell: Cell, state: str, change: Callable[[], None]) -> None:
+        """Change the row of a cell; one that something else has changed is written again first: no result is lost."""
+        try:
+            change()
+        except RowChanged as error:
+            say(f"{error} It is written again.")
+            self.ledger.restore(cell.id, cell.config, state)
+            change()
 
     def _settle_death(self, cell: Cell, seconds: float) -> bool:
         """Count the death of a cell's worker after some seconds. Returns False if the cell has to run again."""
         self.deaths[cell.id] += 1
         limit = self.order.time_limit
         if limit is not None and seconds >= limit + GRACE / 2:
-            self.ledger.fail(cell.id, f"It did not end by its time limit of {limit:g} s: its worker was ended.")
+            self._fail(cell, f"It did not end by its time limit of {limit:g} s: its worker was ended.")
             return True
         if self.deaths[cell.id] < MOST_DEATHS:
             return False
-        self.ledger.fail(
-            cell.id,
+        self._fail(
+            cell,
             f"The worker that ran it died {MOST_DEATHS} times, for instance for lack of memory or by a crash. "
             f"Try it with engine='here', or with more memory.",
         )
@@ -420,7 +439,7 @@ class _Driver:
         try:
             states = self.ledger.states()  # not only self.running: a cell may have been interrupted on its way there
             self.ledger.release([cell for cell, state in states.items() if state == "running"])
-        except CannotWrite:
+        except (CannotWrite, ChangedFolder):
             return  # the disk is full: the next driver finds them running, and plans them again
 
 
@@ -436,7 +455,7 @@ def _file(out: Path) -> Path:
 
 def _known(out: Path) -> list[str]:
     try:
-        kept = json.loads(_file(out).read_text())
+        kept = json.loads(content_of(_file(out)))
     except (OSError, ValueError, RuntimeError, RecursionError):  # RuntimeError: a user without a home
         return []
     is_ours = isinstance(kept, dict) and kept.get("folder") == str(out.resolve())

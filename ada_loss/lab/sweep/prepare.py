@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ada_loss.files import content_of
+from ada_loss.files import is_leftover, require_own
 from ada_loss.lab.cells.cells import Cell, is_intact
 from ada_loss.lab.cells.ledger import Ledger
-from ada_loss.lab.cells.missing import Missing, read_snapshot
-from ada_loss.lab.cells.telemetry import is_whole, telemetry_path
+from ada_loss.lab.cells.missing import CELL_ID, Missing, read_snapshot
+from ada_loss.lab.cells.telemetry import is_whole, telemetry_content
 from ada_loss.lab.terminal import say
 
 __all__ = ["prepare"]
@@ -82,17 +82,24 @@ def _repair(ledger: Ledger, asked: Mapping[str, Cell]) -> None:
 
 def _has_telemetry(out: Path, row: Mapping[str, Any]) -> bool:
     try:
-        content = content_of(telemetry_path(out, row["id"]))
+        content = telemetry_content(out, row["id"])
     except (FileNotFoundError, ValueError):
         return False
     return is_whole(content, row["telemetry_bytes"], row["telemetry_sha256"])
 
 
 def _remove_leftovers(out: Path, states: Mapping[str, str]) -> None:
-    """Delete what a driver that died left behind: files half written, telemetry without a result, old checkpoints."""
-    leftovers = [path for folder in (".", "telemetry", "checkpoints") for path in out.glob(f"{folder}/.*.tmp")]
+    """Delete what a driver that died left behind: files half written, telemetry without a result, old checkpoints.
+
+    Nothing but what a sweep names so is deleted, and nothing where a link leads.
+    """
+    for folder in (out / "telemetry", out / "checkpoints"):
+        require_own(folder)
+    leftovers = [path for kind in (".", "telemetry", "checkpoints") for path in out.glob(f"{kind}/.*.tmp")]
+    leftovers = [path for path in leftovers if is_leftover(path)]
     leftovers += [path for path in out.glob("telemetry/*.npz") if states.get(path.stem, "done") != "done"]
     leftovers += [path for path in out.glob("checkpoints/*.pt") if states.get(path.stem) == "done"]
-    leftovers += [*out.glob("checkpoints/*.steps"), *out.glob("checkpoints/*.live")]
+    leftovers += [path for path in out.glob("checkpoints/*.steps") if CELL_ID.fullmatch(path.stem)]
+    leftovers += [path for path in out.glob("checkpoints/*.live") if CELL_ID.fullmatch(path.stem)]
     for path in leftovers:
         path.unlink(missing_ok=True)

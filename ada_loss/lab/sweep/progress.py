@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ada_loss.files import content_of
+from ada_loss.files import content_of, write_atomically
 from ada_loss.lab.directions import Directions, keep_directions
 from ada_loss.lab.terminal import say, tqdm
 
@@ -39,15 +39,13 @@ class StepFile:
 
     def __init__(self, path: Path, total: int = 0) -> None:
         self.path, self.total, self.done, self._last = path, total, 0, 0.0
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, steps: int) -> None:
         self.done += steps
         if time.monotonic() - self._last >= WRITTEN_EVERY:
             self._last = time.monotonic()
             with suppress(OSError):
-                self.path.write_text(f"{self.done} {self.total}")
+                write_atomically(self.path, f"{self.done} {self.total}".encode(), is_kept=False)
 
     def remove(self) -> None:
         """Delete the file: the training is over."""
@@ -151,7 +149,7 @@ class Progress:
         steps = []
         for cell in [*self.running]:
             with suppress(OSError, ValueError):
-                done, total = map(int, content_of(steps_path(self.out / "checkpoints" / f"{cell}.pt")).split())
+                done, total = map(int, content_of(steps_path(self.out / "checkpoints" / f"{cell}.pt"), 100).split())
                 steps.append(f"{done}/{total}" if total else str(done))
         more = [f"{len(steps) - MOST_SHOWN} more"] if len(steps) > MOST_SHOWN else []
         return f"at step {', '.join([*steps[:MOST_SHOWN], *more])}" if steps else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import pickle
 import time
 import warnings
@@ -15,11 +16,13 @@ import torch
 from torch import nn
 
 import fpsim
-from ada_loss.files import content_of, write_atomically
+from ada_loss.files import opened, write_atomically
+from ada_loss.lab.errors import printable
 from ada_loss.lab.training.generators import generator_states, restore_generators
 
 __all__ = ["Checkpoints", "DelayedScaling"]
 
+MOST_BYTES = 1 << 36
 DIGEST = hashlib.sha256().digest_size
 
 
@@ -94,7 +97,9 @@ class Checkpoints:
             warnings.warn(f"The checkpoint {self.path} cannot be read: {words}. Training starts over.", stacklevel=5)
             return False
         except Exception as error:  # a damaged one may raise anything
-            warnings.warn(f"The checkpoint {self.path} cannot be read ({error}). Training starts over.", stacklevel=5)
+            warnings.warn(
+                f"The checkpoint {self.path} cannot be read ({printable(error)}). Training starts over.", stacklevel=5
+            )
             return False
         if identity != self.identity:
             warnings.warn(f"The checkpoint {self.path} is of another training. This one starts over.", stacklevel=5)
@@ -114,10 +119,15 @@ class Checkpoints:
         restore_generators(saved, self.cuda_devices)
 
     def _read(self) -> Any:
-        content = content_of(self.path)
-        digest, packed = content[:DIGEST], content[DIGEST:]
-        if hashlib.sha256(packed).digest() != digest:  # torch.load would not notice a flipped bit in a weight
-            raise ValueError("it is damaged")
+        with opened(self.path) as file:
+            if (size := file.seek(0, os.SEEK_END)) > MOST_BYTES:
+                raise ValueError(f"it has {size:,} bytes, more than {MOST_BYTES:,}")
+            file.seek(0)
+            # torch.load would not notice a flipped bit in a weight. Nothing is kept of what was damaged or made up
+            if file.read(DIGEST) != hashlib.file_digest(file, "sha256").digest():
+                raise ValueError("it is damaged")
+            file.seek(DIGEST)
+            packed = file.read()
         return torch.load(io.BytesIO(packed), weights_only=True)
 
     def remove(self) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import ada_loss
 from ada_loss.lab.cells.cells import plan
-from ada_loss.lab.cells.ledger import SCHEMA_VERSION, Ledger
+from ada_loss.lab.cells.ledger import SCHEMA_VERSION, Ledger, RowChanged
 from ada_loss.lab.cells.missing import Plan
 from ada_loss.lab.cells.telemetry import telemetry_path
 from ada_loss.lab.errors import UnreadableLedger
@@ -70,7 +70,7 @@ def test_a_cell_that_does_not_run_cannot_be_settled(path: Path) -> None:
         ledger.add([("a", {})])
         ledger.start("a")
         ledger.finish("a", {})
-        with pytest.raises(AssertionError):  # a result is never counted twice
+        with pytest.raises(RowChanged, match="The row of cell a"):  # a result is never counted twice
             ledger.finish("a", {})
 
 

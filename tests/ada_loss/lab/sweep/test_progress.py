@@ -75,7 +75,7 @@ def test_the_steps_of_a_cell_are_told_while_it_runs(
 def test_steps_that_a_dead_worker_left_are_removed(tmp_path: Path) -> None:
     options: dict[str, Any] = {"task_options": {"epochs": 1}, "out": tmp_path, "show_progress": False}
     sweep("sweep_tasks:tiny", ["e5m2"], **options)
-    (tmp_path / "checkpoints" / "dead.steps").write_text("3 9")
+    (tmp_path / "checkpoints" / "0123456789abcdef.steps").write_text("3 9")
     sweep("sweep_tasks:tiny", ["e5m2"], seeds=2, **options)
     assert not [*tmp_path.glob("checkpoints/*.steps")]
 
