@@ -42,6 +42,9 @@ Maximize = Annotated[
 EngineName = Annotated[str | None, typer.Option(help="here, local, or a Dask scheduler's tcp://HOST:PORT.")]
 Device = Annotated[str | None, typer.Option(help="Where cells compute: cpu, cuda.", show_default="cpu")]
 RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Run the failed cells again.")]
+KeepOld = Annotated[
+    bool, typer.Option("--keep-old", help="Go on with a folder that another release has computed; the report marks it.")
+]
 Seconds = Annotated[float | None, typer.Option(help="Seconds that one cell may take.", show_default="no limit")]
 
 
@@ -137,6 +140,7 @@ def sweep(
     ] = None,
     time_limit: Seconds = None,
     retry_failed: RetryFailed = False,
+    keep_old: KeepOld = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A key of the file: task_options.epochs=3. Repeatable.")
     ] = None,
@@ -157,6 +161,7 @@ def sweep(
         folder = None if out is None else str(out)
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
         chosen = {"retry_failed": retry_failed or None, "baseline": False if no_baseline else None, "why": why or None}
+        chosen["keep_old"] = keep_old or None
         given = _given(
             **execution, **chosen, seeds=seeds, updates=update, out=folder, minimize=minimize, maximize=maximize
         )
@@ -181,6 +186,7 @@ def resume(
     device: Device = None,
     time_limit: Seconds = None,
     retry_failed: RetryFailed = False,
+    keep_old: KeepOld = False,
     trust: Annotated[
         bool, typer.Option("--trust", help="Import and run the tasks that the folder names, whatever they are.")
     ] = False,
@@ -192,7 +198,7 @@ def resume(
 
         _add_current_folder()
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
-        _finish(run(out, **execution, retry_failed=retry_failed, trust=trust), as_json)
+        _finish(run(out, **execution, retry_failed=retry_failed, keep_old=keep_old, trust=trust), as_json)
 
 
 def _finish(results: Any, as_json: bool) -> None:
@@ -202,11 +208,13 @@ def _finish(results: Any, as_json: bool) -> None:
     report, verdicts = results.report(), [str(one) for one in results.verdicts()]
     if as_json:
         told = {"out": str(results.out), "report": str(report), "counts": results.counts, "verdicts": verdicts}
-        told["missing"] = len(results.missing.cells)
+        told |= {"missing": len(results.missing.cells), "old": results.old}
         print(json.dumps(told))
     else:
         for table in results.tables():
             print(f"{table.title}\n{table}")
+        if results.old:
+            print(results.old)
         for name, words in results.legend.items():
             print(f"{printable(name)}: {printable(words)}")
         for cell in results.failures():
@@ -242,6 +250,7 @@ def search(
     engine: EngineName = None,
     device: Annotated[str, typer.Option(help="Where cells compute: cpu, cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(help="The folder to keep everything in.")] = Path("runs/search"),
+    keep_old: KeepOld = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the smallest formats, by role, with which a task keeps the accuracy of float32, or another metric.
@@ -273,6 +282,7 @@ def search(
             engine=engine,
             device=device,
             out=out,
+            keep_old=keep_old,
         )
         if as_json:
             answer = {name: getattr(result, name) for name in ("formats", "bits", "metric", "accuracy", "baseline")}

@@ -110,6 +110,7 @@ def _directive(package: str, name: str) -> str:
 
 
 DATA = {
+    "BITS": "The version of the numbers that models compute; a release in which they change counts it up.",
     "BLOCKS": "The formats whose numbers share scales, by name.",
     "CATALOGUE": "The floating-point formats, by name.",
     "CODEBOOKS": "The code books, by name.",

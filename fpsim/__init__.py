@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from fpsim.compiling import sources as _sources  # noqa: F401  # first: it reads the files whose imports follow
 
 # isort: split
+from fpsim.changes import BITS, changes_since
 from fpsim.checks import warn_of_namesake
 from fpsim.emulation import emulate
 from fpsim.formats.blocks import BLOCKS, BlockFormat, Delayed, as_format
@@ -41,6 +42,7 @@ from fpsim.tensors.warm import warm_up
 __distribution__ = "ada-loss"  # ada_loss looks for this line: another project's package has the same name
 
 __all__ = [
+    "BITS",
     "BLOCKS",
     "CATALOGUE",
     "CODEBOOKS",
@@ -72,6 +74,7 @@ __all__ = [
     "as_accumulator",
     "as_format",
     "as_policy",
+    "changes_since",
     "compare",
     "decode",
     "dequantize",

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     (
         "fpsim",
-        "checks undoing torch_modes",
+        "changes checks undoing torch_modes",
         "border torch_internals",
     ),
     (

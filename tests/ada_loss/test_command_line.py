@@ -268,7 +268,8 @@ def test_a_search_without_options_is_that_of_the_library() -> None:
     (roles,) = here.pop("roles")
     assert tuple(roles.split(",")) == there["roles"] == ROLES
     assert str(here.pop("out")) == there["out"]
-    assert here.pop("device") == inspect.signature(sweep).parameters["device"].default
+    for name in ("device", "keep_old"):
+        assert here.pop(name) == inspect.signature(sweep).parameters[name].default
     shared = here.keys() & there.keys() - {"task"}
     assert shared == here.keys() - {"task", "as_json"}
     of_lists = {name: there[name] if there[name] == () and here[name] is None else here[name] for name in shared}

@@ -17,9 +17,19 @@ from ada_loss.files import ChangedFolder
 from ada_loss.lab.cells.missing import Plan
 from ada_loss.lab.errors import UnreadableLedger
 
-__all__ = ["BESIDE", "DAMAGED", "SCHEMA_VERSION", "STATES", "CannotWrite", "Ledger", "RowChanged", "counted"]
+__all__ = [
+    "BESIDE",
+    "DAMAGED",
+    "SCHEMA_VERSION",
+    "STATES",
+    "CannotWrite",
+    "Ledger",
+    "OtherBits",
+    "RowChanged",
+    "counted",
+]
 
-SCHEMA_VERSION = 2  # 1 had no digests
+SCHEMA_VERSION = 3  # 1 had no digests, 2 no version of the numbers
 APPLICATION_ID = 0x4C6F7373  # "Loss", in the header of the file
 CannotWrite = sqlite3.OperationalError  # raised for a full disk or a missing permission
 STATES = ("planned", "running", "done", "failed")
@@ -46,23 +56,47 @@ CREATE TABLE cells (
     error TEXT,
     traceback TEXT,
     telemetry_sha256 TEXT,
-    digest TEXT
+    digest TEXT,
+    bits INTEGER
 ) STRICT;
 CREATE INDEX cells_by_state ON cells (state);
 CREATE TABLE sessions (started REAL NOT NULL, environment TEXT NOT NULL, digest TEXT) STRICT;
 """
 # What was planned, as JSON, with its digest. Ledgers without it are read, and get it from the next driver.
 PLAN_SCHEMA = "CREATE TABLE IF NOT EXISTS plan (content TEXT NOT NULL, digest TEXT NOT NULL) STRICT"
-TO_VERSION_2 = (
-    "ALTER TABLE cells ADD COLUMN telemetry_sha256 TEXT",
-    "ALTER TABLE cells ADD COLUMN digest TEXT",
-    "ALTER TABLE sessions ADD COLUMN digest TEXT",
-)
+TO_VERSION = {
+    2: (
+        "ALTER TABLE cells ADD COLUMN telemetry_sha256 TEXT",
+        "ALTER TABLE cells ADD COLUMN digest TEXT",
+        "ALTER TABLE sessions ADD COLUMN digest TEXT",
+    ),
+    3: ("ALTER TABLE cells ADD COLUMN bits INTEGER",),
+}
+FIRST_BITS = 1  # the version of numbers that were written without one; see `fpsim.BITS`
 TEXTS = ("error", "traceback")
-RESULT = ("seconds", "metrics", "diverged", "skipped", "underflow", "telemetry_bytes", "telemetry_sha256", *TEXTS)
+RESULT = (
+    "seconds",
+    "metrics",
+    "diverged",
+    "skipped",
+    "underflow",
+    "telemetry_bytes",
+    "telemetry_sha256",
+    *TEXTS,
+    "bits",
+)
 COLUMNS = ("id", "position", "config", "state", "attempts", "finished", *RESULT)
-NEW_COLUMNS = ("telemetry_sha256",)  # since version 1
+SEALED = COLUMNS[:-1]  # in every digest; the last one where there is one
+NEW_COLUMNS = {"telemetry_sha256": 2, "digest": 2, "bits": 3}  # since which version
 DAMAGED = "its row of the ledger was changed by something else than a sweep; run the sweep again: it repeats the cell"
+
+
+class OtherBits(ValueError):
+    """Results in a ledger have the numbers of other versions of the library than the driver's: `bits`."""
+
+    def __init__(self, bits: Iterable[int]) -> None:
+        self.bits = sorted(bits)
+        super().__init__(f"numbers of version {' and '.join(map(str, self.bits))}")
 
 
 class RowChanged(LookupError):
@@ -79,8 +113,10 @@ class Ledger:
     path: the file, or ":memory:".
     readonly: for readers; the file must exist. In a folder that cannot be written it must be complete: no driver may
         have died there.
-    Raises FileNotFoundError without a file to read; ValueError for a file that is not a ledger, is damaged, or that
-    is of a newer version. Older ones are opened; a driver brings them to this version.
+    bits: the version of the numbers that a driver writes; None if it goes on with those of any.
+    Raises OtherBits where results have other numbers; FileNotFoundError without a file to read; ValueError for a file
+    that is not a ledger, is damaged, or that is of a newer version. Older ones are opened; a driver brings them to this
+    version.
 
     >>> with Ledger(":memory:") as ledger:
     ...     ledger.add([("a1", {"seed": 0}), ("b2", {"seed": 1})])
@@ -91,7 +127,8 @@ class Ledger:
     {'planned': 1, 'running': 0, 'done': 1, 'failed': 0}
     """
 
-    def __init__(self, path: Path | str, *, readonly: bool = False) -> None:
+    def __init__(self, path: Path | str, *, readonly: bool = False, bits: int | None = None) -> None:
+        self.bits = bits
         self.path, self.readonly, self._is_open = Path(path), readonly, False
         self._file: tuple[int, int] | None = None  # what is written to; None in memory, and for readers
         memory = str(path) == ":memory:"
@@ -191,10 +228,12 @@ class Ledger:
             self._create()
         else:
             self._require_sound(version)
+            if self.bits is not None:
+                self._require_bits(version)  # before anything in the folder changes
         if not self.readonly:
             self._query("PRAGMA synchronous = FULL")  # 2 transactions a cell: safety costs little
-            if version == 1:
-                self._bring_to_version_2()
+            if 0 < version < SCHEMA_VERSION:
+                self._bring_up_from(version)
         self._has_digests, self._is_open = version != 1 or not self.readonly, True
         self._truncated = time.monotonic()
 
@@ -217,22 +256,29 @@ class Ledger:
         if problem != "ok":
             problem = " ".join(problem.removeprefix("*** in database main ***").split())
             raise self._unreadable(f"it is damaged ({problem})")
-        old, added = set(COLUMNS) - set(NEW_COLUMNS), {*NEW_COLUMNS, "digest"}
-        expected = {"cells": old | (added if version > 1 else set()), "sessions": {"started", "environment"}}
-        expected["sessions"] |= {"digest"} if version > 1 else set()
+        cells = {name for name in (*COLUMNS, "digest") if NEW_COLUMNS.get(name, 1) <= version}
+        expected = {"cells": cells, "sessions": {"started", "environment"} | ({"digest"} if version > 1 else set())}
         for table, columns in expected.items():
             # xinfo: columns that are computed are hidden from table_info
             there = {row["name"] for row in self._query(f"PRAGMA table_xinfo({table})")}
             if there != columns:
                 raise self._unreadable(f"its table {table} has not the columns of version {version}")
 
-    def _bring_to_version_2(self) -> None:
+    def _require_bits(self, version: int) -> None:
+        """Raise OtherBits where a cell that is done has other numbers than the driver's."""
+        column = f"coalesce(bits, {FIRST_BITS})" if version >= NEW_COLUMNS["bits"] else str(FIRST_BITS)
+        found = {row[0] for row in self._query(f"SELECT DISTINCT {column} FROM cells WHERE state = 'done'")}
+        if found - {self.bits}:
+            raise OtherBits(found - {self.bits})
+
+    def _bring_up_from(self, version: int) -> None:
         with self._transaction():
-            for statement in TO_VERSION_2:
-                self._query(statement)
-            for row in self._query("SELECT id FROM cells"):
+            for newer in range(version + 1, SCHEMA_VERSION + 1):
+                for statement in TO_VERSION[newer]:
+                    self._query(statement)
+            for row in self._query("SELECT id FROM cells") if version == 1 else ():
                 self._seal(row["id"])
-            for row in self._query("SELECT rowid, * FROM sessions"):
+            for row in self._query("SELECT rowid, * FROM sessions") if version == 1 else ():
                 self._query("UPDATE sessions SET digest = ? WHERE rowid = ?", (_session_digest(row), row["rowid"]))
             self._query(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
@@ -351,7 +397,7 @@ class Ledger:
         """Write the result of a running cell. Raises RowChanged where its row is not as it was written.
 
         result: any of "seconds", "metrics", "diverged", "skipped", "underflow", "telemetry_bytes", "telemetry_sha256",
-            "error".
+            "error", "bits".
         """
         self._settle(cell, "done", result)
 
@@ -403,6 +449,8 @@ class Ledger:
         config, metrics = _json_object(row["config"]), _json_object(row["metrics"] or "{}")
         metrics = metrics and {name: _as_float64(value) for name, value in metrics.items()}
         row |= {"config": config or {}, "metrics": metrics or {}, "damaged": 0}
+        if row["state"] == "done" and row["bits"] is None:
+            row["bits"] = FIRST_BITS
         digest, number = row.pop("digest", None), row.pop("number")
         changed = self._has_digests and digest != _cell_digest(stored)
         if changed or config is None or metrics is None or not all(map(_is_number, metrics.values())):
@@ -461,7 +509,8 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _cell_digest(row: Any) -> str:
-    return _digest([row[name] for name in COLUMNS])
+    bits = row["bits"] if "bits" in row.keys() else None  # noqa: SIM118  # a row of SQLite is no mapping
+    return _digest([*(row[name] for name in SEALED), *([] if bits is None else [bits])])
 
 
 def _session_digest(row: Any) -> str:

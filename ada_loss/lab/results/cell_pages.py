@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import fpsim
 from ada_loss.lab.cells.telemetry import Curves, curves_of
 from ada_loss.lab.results.heat import heat_png
 from ada_loss.lab.results.results import StoredResults
@@ -51,6 +52,7 @@ def cell_page(
         "state": "diverged" if row is not None and row["diverged"] else cell["state"],
         "values": {name: _value(value) for name, value in {**settings, **(row or {})}.items() if name != "id"},
         "config": json.dumps(cell["config"], indent=1),
+        "old": f"numbers of version {cell['bits']}" if row is not None and cell["bits"] != fpsim.BITS else "",
         "error": cell["error"],
         "traceback": cell["traceback"],
         "attempts": cell["attempts"],

@@ -83,6 +83,7 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
         data=Markup(_data(cells)),
         lower=strict_json([name for name in _names(cells) if results.directions.words(name.split("/")[0])]),
         counts=results.counts,
+        old=results.old,
         to_come=results.counts["planned"] + results.counts["running"],
         diverged=sum(row["diverged"] for row in rows.values()),
         seconds=sum(row["seconds"] or 0 for row in rows.values()),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+import fpsim
 from ada_loss.files import content_of, data_frame, folder_at
 from ada_loss.lab.cells.cell_formats import BASELINE, label
 from ada_loss.lab.cells.cells import AXES, is_configuration
@@ -26,12 +27,13 @@ from ada_loss.lab.results.table import NoShare, Share, Table, is_share_by_name
 from fpsim.checks import is_finite_number, refuse, require_flag, require_mapping, shown
 from fpsim.insight.rows import Rows
 
-__all__ = ["REASONS", "StoredResults", "first_metric", "read_reasons", "telling_axes"]
+__all__ = ["REASONS", "StoredResults", "first_metric", "read_reasons", "since", "telling_axes"]
 
+BITS = "bits_version"  # the column of rows with numbers of another version
 REASONS = "reasons.json"  # why cells diverged or fell short, by id; beside the ledger, whose rows stay
 OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row besides its settings and metrics
 ROUNDED = 1e-5  # a mean of float32 shares may be as far above 1
-RESULTS = ("id", "diverged", "reason", *OF_A_CELL)  # columns that no option and no metric has
+RESULTS = ("id", "diverged", "reason", BITS, *OF_A_CELL)  # columns that no option and no metric has
 
 
 class StoredResults:
@@ -81,8 +83,20 @@ class StoredResults:
         words = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
         return f"Results({str(self.out)!r}: {words or 'no cells'})"
 
+    @property
+    def old(self) -> str:
+        """How many results have the numbers of another version of this library, and what changed; "" where none has."""
+        done = [cell["bits"] for cell in self.cells if cell["state"] == "done"]
+        others = Counter(bits for bits in done if bits != fpsim.BITS)
+        if not others:
+            return ""
+        counts = " and ".join(f"{count} of version {bits}" for bits, count in sorted(others.items()))
+        return f"Of {len(done)} results, the numbers are {counts}; {since(others)}."
+
     def __str__(self) -> str:
-        return "\n".join([self.words, *(f"{table.title}\n{table}" for table in self.tables())]).rstrip()
+        return "\n".join(
+            [self.words, *filter(None, [self.old]), *(f"{table.title}\n{table}" for table in self.tables())]
+        ).rstrip()
 
     __repr__ = __str__
 
@@ -96,13 +110,15 @@ class StoredResults:
         """A flat row for each cell that is done: configuration, metrics, diverged, skipped, underflow, seconds.
 
         Where a sweep asked for them (`why=True`), "reason" is why the cell diverged or fell short, "" for the others.
+        Where numbers of another version of the library are among them, "bits_version" tells which; see `old`.
         """
-        rows = Rows()
+        rows, is_mixed = Rows(), bool(self.old)
         for cell in self.cells:
             if cell["state"] == "done":
                 row = {**self.settings_of(cell), **cell["metrics"], "diverged": bool(cell["diverged"])}
                 row |= {name: cell[name] for name in OF_A_CELL}
-                rows.append(row | ({"reason": self.reasons.get(cell["id"], "")} if self.reasons else {}))
+                row |= {"reason": self.reasons.get(cell["id"], "")} if self.reasons else {}
+                rows.append(row | ({BITS: cell["bits"]} if is_mixed else {}))
         return rows
 
     def settings_of(self, cell: Mapping[str, Any]) -> dict[str, Any]:
@@ -321,6 +337,17 @@ def read_reasons(out: Path) -> dict[str, str]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{out / REASONS} is damaged: {error}. Delete it; `--why` writes it again.") from None
     return {str(cell): printable(reason) for cell, reason in reasons.items()}
+
+
+def since(versions: Iterable[int]) -> str:
+    """What has other numbers in this release than in some versions, in words.
+
+    >>> since([fpsim.BITS + 1])
+    'a newer release than this one computed them'
+    """
+    if max(versions) > fpsim.BITS:
+        return "a newer release than this one computed them"
+    return f"this release computes version {fpsim.BITS}, with other numbers of {fpsim.changes_since(min(versions))}"
 
 
 def _count(rows: list[dict[str, Any]], axes: list[str]) -> int:

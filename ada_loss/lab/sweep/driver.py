@@ -18,11 +18,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import fpsim
 from ada_loss.files import ChangedFolder, content_of, folder_at, require_own, strict_json, write_atomically
 from ada_loss.lab.cells.cell_formats import label
 from ada_loss.lab.cells.cells import OPTIONS, Cell, plan_all, stored_cell
 from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_local, path_of
-from ada_loss.lab.cells.ledger import CannotWrite, Ledger, RowChanged
+from ada_loss.lab.cells.ledger import CannotWrite, Ledger, OtherBits, RowChanged
 from ada_loss.lab.cells.lock import lock_path, require_lockable
 from ada_loss.lab.cells.names import keep_names
 from ada_loss.lab.cells.telemetry import telemetry_digest, telemetry_path
@@ -32,6 +33,7 @@ from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.deciding import decidable
 from ada_loss.lab.results.notifier import Notifier
+from ada_loss.lab.results.results import since
 from ada_loss.lab.results.trackers import Tracker, make_trackers
 from ada_loss.lab.sweep.branches import Branches
 from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
@@ -86,6 +88,7 @@ def sweep(
     engine_timeout: float = Execution.engine_timeout,
     retry_failed: bool = Execution.retry_failed,
     keep_states: bool = Execution.keep_states,
+    keep_old: bool = Execution.keep_old,
     track: Sequence[str | Tracker] = (),
     minimize: Sequence[str] = (),
     maximize: Sequence[str] = (),
@@ -105,8 +108,8 @@ def sweep(
         train: a training function of your own instead of a task. It is called with a `Job`, which has the format, the
             scaling method, the seed, the device and task_options, trains, and returns its metrics, {name: number}.
         baseline: whether float32, with which the report compares, is trained with each seed too.
-        workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed, keep_states: see
-            `Execution`.
+        workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed, keep_states,
+            keep_old: see `Execution`.
         out: the folder that keeps everything.
         track: who else is told of the cells, while they train: "tensorboard", "mlflow" and "wandb", which write to the
             folder, or trackers.
@@ -118,7 +121,8 @@ def sweep(
         show_progress: whether a progress bar is shown.
 
     Raises:
-        ValueError: for invalid arguments, before any work.
+        ValueError: for invalid arguments, and for a folder with numbers of another version of this library, before any
+            work.
         TypeError: for arguments of another type, before any work.
         RuntimeError: `SweepStopped`, where it cannot go on.
     """
@@ -152,6 +156,7 @@ def resume(
     engine_timeout: float = Execution.engine_timeout,
     retry_failed: bool = Execution.retry_failed,
     keep_states: bool = Execution.keep_states,
+    keep_old: bool = Execution.keep_old,
     track: Sequence[str | Tracker] = (),
     show_progress: bool = True,
     trust: bool = False,
@@ -166,8 +171,8 @@ def resume(
             is refused unless you have run it into this folder: whoever wrote the file would choose what runs here.
 
     Raises:
-        ValueError: for a ledger whose cells cannot be read, for a task that is not trusted, and where a task is a
-            function that was passed to `sweep`: only that call knows it.
+        ValueError: for a ledger whose cells cannot be read, or have the numbers of another version, for a task that is
+            not trusted, and where a task is a function that was passed to `sweep`: only that call knows it.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)
@@ -230,10 +235,10 @@ def run_cells(
     except OSError as error:
         raise _stopped(out, error) from error
     try:
-        keep_directions(out, goals)
-        remember(out, (name for cell in cells if not is_of_library(name := cell.config["task"])))
-        keep_names(out, {label(cell.config["format"]): cell.name for cell in cells if cell.name})
-        with Ledger(out / "ledger.sqlite") as ledger:
+        with Ledger(out / "ledger.sqlite", bits=None if execution.keep_old else fpsim.BITS) as ledger:
+            keep_directions(out, goals)
+            remember(out, (name for cell in cells if not is_of_library(name := cell.config["task"])))
+            keep_names(out, {label(cell.config["format"]): cell.name for cell in cells if cell.name})
             todo = prepare(ledger, out, cells, execution.retry_failed)
             notifier = Notifier(trackers, out)
             notifier.catch_up(ledger)
@@ -246,6 +251,12 @@ def run_cells(
                     order = order_of(tasks, make_task, execution, engine, notifier.is_live)
                     branches = Branches(todo, (out / "checkpoints").absolute(), execution.keep_states)
                     _Driver(ledger, out, engine, order, notifier, progress, branches).run(todo)
+    except OtherBits as error:
+        raise ValueError(
+            f"{out} has {error}; {since(error.bits)}. Results of both would stand in one table. Use another folder; or "
+            f"keep_old=True (--keep-old), which marks the old ones in the report. Table, verdict and report of the "
+            f"folder as it is need neither."
+        ) from None
     except (OSError, CannotWrite) as error:
         if isinstance(error, ConnectionError):
             raise

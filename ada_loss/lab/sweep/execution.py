@@ -43,6 +43,8 @@ class Execution:
     retry_failed: whether cells that failed run again.
     keep_states: whether the states at which formats change are kept in the folder, so that cells that are added later
         begin from them; each is as large as a checkpoint.
+    keep_old: whether a folder is gone on with whose cells have the numbers of another version of this library; see
+        `fpsim.BITS`.
     Raises ValueError for an invalid value, and for a device that this machine lacks if cells compute here.
 
     >>> Execution(workers=2).chosen_engine
@@ -58,6 +60,7 @@ class Execution:
     engine_timeout: float = 30
     retry_failed: bool = False
     keep_states: bool = False
+    keep_old: bool = False
 
     def __post_init__(self) -> None:
         if not is_whole(self.workers, least=1):
@@ -86,7 +89,7 @@ class Execution:
                 f"'4 GiB' and no less than 1 MiB, a share of the machine's such as 0.25, or 0 for "
                 f"no limit. Leave it out to divide the machine's memory among the workers."
             )
-        for name in ("retry_failed", "keep_states"):
+        for name in ("retry_failed", "keep_states", "keep_old"):
             if not isinstance(getattr(self, name), bool):  # YAML 1.2 reads `no` as a word
                 raise ValueError(f"{name}={shown(getattr(self, name))} is invalid. Expected: true or false.")
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+import fpsim
 from ada_loss.lab.cells.cell_formats import policy_of
 from ada_loss.lab.cells.cell_updates import update_of
 from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_local, is_own, path_of
@@ -221,5 +222,5 @@ def _result(run: Run, error: str | None) -> tuple[dict[str, Any], bytes]:
     last = run.losses[-1:] or [*run.metrics.values()]
     diverged = error is not None or not all(map(math.isfinite, last))
     result = {"metrics": run.metrics, "seconds": run.seconds, "diverged": diverged, "skipped": run.skipped}
-    result |= {"underflow": underflow_share(run.rows) if run.rows else None, "error": error}
+    result |= {"underflow": underflow_share(run.rows) if run.rows else None, "error": error, "bits": fpsim.BITS}
     return result, npz(telemetry(run))

@@ -23,6 +23,7 @@ from ada_loss.lab.training.generators import generator_states, restore_generator
 __all__ = ["Checkpoints", "DelayedScaling"]
 
 MOST_BYTES = 1 << 36
+BITS = "bits"  # in an identity: the version of the numbers; 1 where it has none
 DIGEST = hashlib.sha256().digest_size
 
 
@@ -65,7 +66,8 @@ class Checkpoints:
         seconds: float,
         cuda_devices: Sequence[str],
     ) -> None:
-        self.path, self.stateful, self.identity, self.seconds = path, stateful, dict(identity), seconds
+        self.path, self.stateful, self.seconds = path, stateful, seconds
+        self.identity = {**identity, BITS: fpsim.BITS}  # half of a training with other numbers is none
         self.cuda_devices = cuda_devices
         self._last = time.monotonic()
 
@@ -91,7 +93,7 @@ class Checkpoints:
             return False
         try:
             saved = self._read()
-            identity = saved["identity"]
+            identity = {BITS: 1, **saved["identity"]}
         except pickle.UnpicklingError:
             words = "it holds more than tensors, numbers and strings, or is of an older version"
             warnings.warn(f"The checkpoint {self.path} cannot be read: {words}. Training starts over.", stacklevel=5)

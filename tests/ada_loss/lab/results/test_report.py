@@ -20,6 +20,7 @@ import pytest
 from matplotlib import colormaps
 from matplotlib.image import imread
 
+import fpsim
 from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.cell_pages import _heat, _shown, gradient_rows, lost_by_site
@@ -178,7 +179,8 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Results:
                 ledger.start(cell)
                 diverged = (fmt, scaling, seed) == ("b", "torch", 1)
                 metrics = {"accuracy": mean + seed / 1000}
-                ledger.finish(cell, {"metrics": metrics, "diverged": diverged, "underflow": 0.5, "seconds": 1.0})
+                result = {"metrics": metrics, "diverged": diverged, "underflow": 0.5, "seconds": 1.0}
+                ledger.finish(cell, {**result, "bits": fpsim.BITS})
                 path = out / "telemetry" / f"{cell}.npz"
                 path.parent.mkdir(exist_ok=True)
                 steps = np.arange(1, 41)

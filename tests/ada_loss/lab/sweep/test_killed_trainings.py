@@ -20,6 +20,7 @@ import sweep_tasks
 import tiers
 import torch
 
+import fpsim
 from ada_loss.lab.cells.cells import Cell, plan
 from ada_loss.lab.environment import versions
 from ada_loss.lab.sweep.work import run_cell
@@ -186,10 +187,10 @@ def test_a_checkpoint_of_before_goes_on_with_the_points_that_it_had(tmp_path: Pa
 
 
 def test_a_file_that_an_earlier_version_wrote_after_nine_steps_is_resumed(tmp_path: Path) -> None:
-    """Only the versions in it are those of today: results of other ones are not mixed."""
+    """Only the versions in it are those of today, that of the numbers too: results of other ones are not mixed."""
     content = gzip.decompress((Path(__file__).parents[3] / "data" / "checkpoint_v1.pt.gz").read_bytes())
     saved = torch.load(io.BytesIO(content[32:]), weights_only=True)
-    saved["identity"]["versions"] = versions()
+    saved["identity"] |= {"versions": versions(), "bits": fpsim.BITS}
     packed = io.BytesIO()
     torch.save(saved, packed)
     (tmp_path / "c.pt").write_bytes(hashlib.sha256(packed.getvalue()).digest() + packed.getvalue())

@@ -545,6 +545,7 @@ def test_bad_arguments_are_refused_before_a_folder_is_made(tmp_path: Path) -> No
         {"memory_limit": True},
         {"retry_failed": "no"},
         {"keep_states": "no"},
+        {"keep_old": "no"},
     ):
         with pytest.raises(ValueError, match=r"Expected|Known|Give"):
             small(tmp_path / "out", **options)

@@ -1,0 +1,31 @@
+"""The versions of the numbers that this library computes, and what each of them changed."""
+
+from __future__ import annotations
+
+__all__ = ["BITS", "CHANGES", "changes_since"]
+
+# A release that computes other numbers for an equal configuration adds a line here: what has other numbers now, as an
+# error quotes it. Sweeps keep the version with each cell.
+CHANGES: dict[int, tuple[str, ...]] = {
+    2: (
+        "gradients through an autograd Function, or a reentrant checkpoint, that gives its input back",
+        "weights and buffers that lie deeper than a child, in products under torch.compile, functional_call and "
+        "func.grad",
+        "float64 in fp32",
+    ),
+}
+BITS = max(CHANGES)  # 1 was everything before they were counted
+
+
+def changes_since(bits: int) -> str:
+    """What has other numbers than in a version, in words; "" where nothing has.
+
+    Args:
+        bits: the version, from 1.
+
+    >>> changes_since(BITS)
+    ''
+    >>> changes_since(1).split("; ")[-1]
+    'float64 in fp32'
+    """
+    return "; ".join(words for version, changed in CHANGES.items() if version > bits for words in changed)
