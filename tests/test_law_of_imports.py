@@ -146,7 +146,7 @@ FLOORS = (
     ),
     (
         "ada_loss.lab.cells",
-        "__init__ cell_updates identity lock telemetry",
+        "__init__ cell_updates identity lock stored_text telemetry",
         "cell_formats live missing",
         "ledger names",
         "cells",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import sqlite3
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +13,7 @@ from typing import Any
 
 from ada_loss.files import ChangedFolder
 from ada_loss.lab.cells.missing import Plan
+from ada_loss.lab.cells.stored_text import as_float64, digest_of, is_json_number, json_object, storable
 from ada_loss.lab.errors import UnreadableLedger
 
 __all__ = [
@@ -36,7 +35,6 @@ STATES = ("planned", "running", "done", "failed")
 BESIDE = ("-wal", "-shm", "-journal")  # what SQLite opens beside a file
 MOST_BYTES = 1 << 32  # of the file: 100,000 cells that were done take 100 MB
 MOST_BYTES_OF_A_ROW = 1 << 26
-MOST_TEXT = 20_000  # characters of an error or a traceback
 TRUNCATE_EVERY = 60.0  # seconds between two moments at which the log is brought into the file: a damaged log loses less
 
 SCHEMA = """
@@ -328,8 +326,8 @@ class Ledger:
         if not self._query("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'plan'"):
             return None
         rows = self._query("SELECT content, digest FROM plan")
-        content = _json_object(rows[0]["content"]) if len(rows) == 1 else None
-        if content is None or rows[0]["digest"] != _digest([rows[0]["content"]]):
+        content = json_object(rows[0]["content"]) if len(rows) == 1 else None
+        if content is None or rows[0]["digest"] != digest_of([rows[0]["content"]]):
             return Plan(frozenset(), 0, is_intact=False)
         return Plan(frozenset(content["cells"]), content["sessions"])
 
@@ -346,7 +344,7 @@ class Ledger:
         content = json.dumps({"cells": sorted(plan.cells), "sessions": plan.sessions})
         self._query(PLAN_SCHEMA)
         self._query("DELETE FROM plan")
-        self._query("INSERT INTO plan VALUES (?, ?)", (content, _digest([content])))
+        self._query("INSERT INTO plan VALUES (?, ?)", (content, digest_of([content])))
 
     def start(self, cell: str) -> None:
         """Mark a planned cell as running, and count the attempt. Raises RowChanged where it is another one."""
@@ -409,7 +407,7 @@ class Ledger:
         values = {name: result.get(name) for name in RESULT}
         if values["metrics"] is not None:
             values["metrics"] = json.dumps(values["metrics"])
-        values |= {name: _storable(text) for name in TEXTS if (text := values[name]) is not None}
+        values |= {name: storable(text) for name in TEXTS if (text := values[name]) is not None}
         names = ", ".join(f"{name} = :{name}" for name in RESULT)
         with self._transaction():
             self._require_row(cell, "running")
@@ -446,14 +444,14 @@ class Ledger:
 
     def _decoded(self, stored: sqlite3.Row) -> dict[str, Any]:
         row: dict[str, Any] = dict.fromkeys(COLUMNS) | dict(stored)
-        config, metrics = _json_object(row["config"]), _json_object(row["metrics"] or "{}")
-        metrics = metrics and {name: _as_float64(value) for name, value in metrics.items()}
+        config, metrics = json_object(row["config"]), json_object(row["metrics"] or "{}")
+        metrics = metrics and {name: as_float64(value) for name, value in metrics.items()}
         row |= {"config": config or {}, "metrics": metrics or {}, "damaged": 0}
         if row["state"] == "done" and row["bits"] is None:
             row["bits"] = FIRST_BITS
         digest, number = row.pop("digest", None), row.pop("number")
         changed = self._has_digests and digest != _cell_digest(stored)
-        if changed or config is None or metrics is None or not all(map(_is_number, metrics.values())):
+        if changed or config is None or metrics is None or not all(map(is_json_number, metrics.values())):
             row |= {**dict.fromkeys(RESULT), "state": "failed", "metrics": {}, "error": DAMAGED, "damaged": number}
         return row
 
@@ -476,7 +474,7 @@ class Ledger:
         """
         sessions = []
         for row in self._query("SELECT * FROM sessions ORDER BY started"):
-            environment = _json_object(row["environment"])
+            environment = json_object(row["environment"])
             changed = self._has_digests and row["digest"] != _session_digest(row)
             if not changed and environment is not None and math.isfinite(row["started"]):
                 sessions.append({"started": row["started"], **environment})
@@ -510,51 +508,11 @@ def _identity(path: Path) -> tuple[int, int]:
 
 def _cell_digest(row: Any) -> str:
     bits = row["bits"] if "bits" in row.keys() else None  # noqa: SIM118  # a row of SQLite is no mapping
-    return _digest([*(row[name] for name in SEALED), *([] if bits is None else [bits])])
+    return digest_of([*(row[name] for name in SEALED), *([] if bits is None else [bits])])
 
 
 def _session_digest(row: Any) -> str:
-    return _digest([row["started"], row["environment"]])
-
-
-def _digest(values: Sequence[Any]) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
-
-
-def _json_object(text: str) -> dict[str, Any] | None:
-    """The object of a JSON text; None for anything else."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
-
-
-def _as_float64(value: Any) -> Any:
-    """A value, and for an integer beyond float64 what JSON has for a decimal beyond it.
-
-    >>> _as_float64(10**400), _as_float64(-(10**400)), _as_float64(3)
-    (inf, -inf, 3)
-    """
-    if isinstance(value, int) and abs(value) > sys.float_info.max:
-        return math.inf if value > 0 else -math.inf  # nothing can be computed with an integer that is no float
-    return value
-
-
-def _storable(text: str) -> str:
-    """A text as UTF-8 holds it, and of a long one the ends.
-
-    >>> _storable("file \\udcff"), len(_storable("x" * 5_000_000)) < 1.01 * MOST_TEXT
-    ('file \\\\udcff', True)
-    """
-    half = MOST_TEXT // 2
-    if len(text) > MOST_TEXT:
-        text = f"{text[:half]}\n... {len(text) - MOST_TEXT:,} characters are left out ...\n{text[-half:]}"
-    return text.encode("utf-8", "backslashreplace").decode()
+    return digest_of([row["started"], row["environment"]])
 
 
 class _Transaction:
